@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stage and its engine say to each other; neither Triton nor vLLM appears here.
+
+An engine is owned by one thread (`loop.py`): every method below is called on that thread only.
+Sequences are named by `key`, a string that the stage mints once a session.
+
+Shapes: P prompt tokens, N rows or codes of this message, H thinker hidden size (= the talker's embedding size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one stage draws its tokens; `temperature` 0 is greedy.
+
+    Noise is a function of (seed, position) alone, so a sequence draws the same tokens in any batch.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = all."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int = 1024
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ThinkerPrompt:
+    """A chat rendered for the thinker.
+
+    `text` holds one placeholder group a medium, as HF's processor expects it before expansion;
+    `multi_modal_data` and `mm_processor_kwargs` are vLLM's own arguments of these names.
+    """
+
+    text: str
+    multi_modal_data: Mapping[str, Any] = field(default_factory=dict)
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ThinkerPlaced:
+    """A prompt as the engine took it (returned by `ThinkerEngine.prepare`)."""
+
+    prompt_token_ids: tuple[int, ...]
+    """The P ids after expansion of the media placeholders."""
+    positions: Tensor
+    """int64 [3, P], CPU: M-RoPE positions (temporal, height, width) of the prompt."""
+    engine_input: Any
+    """Opaque: what `ThinkerEngine.add` gives to vLLM."""
+
+
+@dataclass(frozen=True)
+class ThinkerOutput:
+    """What became known about one sequence in one engine step.
+
+    `rows` are the rows of sequence positions [row_start, row_start + N): sum of the input embedding (zeroed at
+    audio, image and video tokens) and the last hidden state after the final norm. Rows of positions
+    >= P + n_out - 1 are never given (the last reply token has no row).
+    """
+
+    key: str
+    text: str = ""
+    """New text since the last output of this key."""
+    token_ids: tuple[int, ...] = ()
+    """New reply tokens, the ending id included, as HF's `generate` returns them."""
+    rows: Tensor | None = None
+    """[N, H] on the engine's device, engine dtype; owned by the receiver."""
+    row_start: int = 0
+    rows_ready: torch.cuda.Event | None = None
+    """Recorded after `rows` was written, where the device is a GPU."""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    """The engine gave this sequence up (for example non-finite rows); nothing follows."""
+
+
+@dataclass(frozen=True)
+class TalkerPrompt:
+    """What a talker sequence needs before its first row arrives.
+
+    The sequence's ids are [codec_mask] x P + [codec_pad, codec_bos], as HF's repetition penalty counts them.
+    """
+
+    prompt_rows: int
+    """P: prompt rows that will come before the reply rows."""
+    positions: Tensor
+    """int64 [3, P + 2], CPU: M-RoPE positions of (prompt ids, text_bos, first reply token)."""
+    text_bos_id: int
+    """Text id of the speaker's beginning of speech, in the thinker's vocabulary."""
+    max_rows: int
+    """Upper bound of all rows of the session, P + the longest reply; reserved at open."""
+
+
+@dataclass(frozen=True)
+class TalkerOutput:
+    """Codec codes that one engine step gave to one sequence."""
+
+    key: str
+    codes: Tensor | None = None
+    """int32 [N] on the engine's device: codes to be spoken; the last sampled id never is (HF drops it)."""
+    codes_ready: torch.cuda.Event | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine holds now; every figure is 0 when nothing is open."""
+
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    rows_used: int
+    """Rows of device memory reserved by open sequences (talker) or held back (thinker)."""
+
+
+class ThinkerEngine(Protocol):
+    """Text, image, sound and video in; reply tokens and one row a token out."""
+
+    def prepare(self, prompt: ThinkerPrompt) -> ThinkerPlaced:
+        """Tokenise and preprocess media. May be called from any thread. Raises `errors.TooLarge`."""
+
+    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool) -> None:
+        """Queue a sequence; `want_rows` False (a text-only request) gives no rows."""
+
+    def step(self) -> list[ThinkerOutput]:
+        """Run one engine step and return what it gave; an empty list when there is nothing to do."""
+
+    def abort(self, key: str) -> None:
+        """Drop a sequence and everything it holds; unknown keys are ignored."""
+
+    def has_work(self) -> bool:
+        """Whether `step` could advance a sequence now."""
+
+    def stats(self) -> EngineStats:
+        """Figures of this moment."""
+
+    def close(self) -> None:
+        """Release the device."""
+
+
+class TalkerEngine(Protocol):
+    """Hidden rows in, codec codes out, while the thinker still writes."""
+
+    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling) -> None:
+        """Reserve the session's rows. Raises `errors.Overloaded` when they cannot be had."""
+
+    def feed(self, key: str, rows: Tensor) -> None:
+        """Copy the next rows [N, H] (prompt rows first, then the reply's) into the session's reserve.
+
+        The copy is ordered after whatever was enqueued on the current stream; the caller may reuse `rows` afterwards.
+        """
+
+    def end(self, key: str) -> None:
+        """No more rows: from here on the tail (text_eos once, then text_pad) is added."""
+
+    def step(self) -> list[TalkerOutput]:
+        """Run one engine step over every sequence whose next row is there."""
+
+    def abort(self, key: str) -> None:
+        """Drop a sequence and its rows; unknown keys are ignored."""
+
+    def has_work(self) -> bool:
+        """Whether `step` could advance a sequence now (False while every sequence waits for rows)."""
+
+    def stats(self) -> EngineStats:
+        """Figures of this moment."""
+
+    def close(self) -> None:
+        """Release the device."""

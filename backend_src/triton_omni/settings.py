@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serving settings of a stage: the only reader of `stage.yaml`.
+
+What a deployment chooses (limits, precision, streaming plan) is here; what the weights dictate
+(sizes, special ids, rates) is in `checkpoint/config.py`. Unknown keys, wrong types, values out of
+range and impossible pairs stop the load with a message that names the key.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Solver = Literal["rk4", "euler"]
+Positive = Annotated[int, Field(gt=0)]
+
+# A code is two mel frames and a block of the DiT's attention is 24 frames, so 12 codes.
+CODES_PER_BLOCK = 12
+
+
+class SettingsError(ValueError):
+    """A `stage.yaml` that cannot be used; the message names the file, the key and the value."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class EngineSettings(_Frozen):
+    """Arguments of one in-process vLLM engine."""
+
+    max_num_seqs: Positive = 32
+    """Sequences that decode together; also the number of sequences the KV cache is sized for."""
+    max_model_len: Annotated[int, Field(ge=64, le=131072)] = 4096
+    """Prompt and reply tokens of one sequence."""
+    max_num_batched_tokens: Annotated[int, Field(ge=32)] = 2048
+    """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
+    enforce_eager: bool = False
+    """Switch CUDA graphs off (the plain path)."""
+    async_scheduling: bool = True
+    """Schedule the next step while the device runs this one (GPU only)."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of the engine on a machine without a GPU; 0 = a fair share of the cores."""
+
+    @model_validator(mode="after")
+    def _a_step_holds_a_batch(self) -> EngineSettings:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
+                "a decode step could not hold one token a sequence"
+            )
+        return self
+
+
+class RequestLimits(_Frozen):
+    """What one request may bring; checked before memory is spent."""
+
+    max_request_bytes: Positive = 1 << 20
+    """UTF-8 bytes of `text_input` or `messages` (without media data URIs)."""
+    max_messages: Positive = 256
+    max_media_items: Positive = 16
+    max_media_bytes: Positive = 64 << 20
+    """Encoded bytes of one medium."""
+    max_image_pixels: Positive = 16 << 20
+    max_audio_seconds: Annotated[float, Field(gt=0)] = 300.0
+    max_video_seconds: Annotated[float, Field(gt=0)] = 120.0
+    max_video_frames: Positive = 256
+    """Frames sampled from a video for the model."""
+    allowed_url_schemes: tuple[Literal["data"], ...] = ("data",)
+    """Nothing is fetched or opened by name unless the deployment says so here."""
+
+
+class ThinkerSettings(_Frozen):
+    """`model_repository/thinker/1/stage.yaml`."""
+
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    engine: EngineSettings = EngineSettings()
+    limits: RequestLimits = RequestLimits()
+    max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
+    """Sessions open at once over all stages; the next one is refused as overloaded."""
+    max_new_tokens: Positive = 1024
+    """Longest reply; a request may ask for less."""
+    rows_per_message: Annotated[int, Field(gt=0, le=2048)] = 512
+    heartbeat_ms: Annotated[int, Field(ge=10, le=1000)] = 100
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
+    """Deadline of a request that names none."""
+    preprocess_threads: Positive = 4
+
+
+class TalkerSettings(_Frozen):
+    """`model_repository/talker/1/stage.yaml`."""
+
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    engine: EngineSettings = EngineSettings()
+    max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
+    """Longest spoken reply in codec codes (50 a second)."""
+    codes_per_message: Positive = 4
+    """Codes collected before a message leaves, unless the sequence ends sooner."""
+
+
+class StreamingPlan(_Frozen):
+    """Window sizes of a stream by chunk index, in blocks of 24 mel frames (0.24 s).
+
+    The waveform is a function of (codes, seed, plan): load and timing never change a window.
+    """
+
+    chunk_blocks: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 2, 3)
+    """New blocks of chunk 0, 1, ...; the last entry repeats."""
+    look_back_blocks: Annotated[int, Field(ge=0, le=8)] = 2
+    look_ahead_blocks: Annotated[int, Field(ge=0, le=8)] = 1
+    vocoder_context_frames: Annotated[int, Field(ge=0, le=96)] = 24
+
+
+class DiffusionSettings(_Frozen):
+    """How the flow-matching ODE is solved unless a request says otherwise."""
+
+    solver: Solver = "rk4"
+    num_steps: Annotated[int, Field(ge=2, le=64)] = 10
+    """Points of the time grid; `num_steps - 1` intervals, as in HF's sampler."""
+    guidance_scale: Annotated[float, Field(ge=0, le=10)] = 0.5
+    sway_coefficient: Annotated[float, Field(ge=-1, le=1)] = -1.0
+
+
+class Token2WavSettings(_Frozen):
+    """`model_repository/token2wav/1/stage.yaml`."""
+
+    device: Device = "auto"
+    dtype: Literal["float32"] = "float32"
+    mode: Literal["streaming", "offline"] = "streaming"
+    plan: str = "balanced"
+    """Name of the entry of `plans` that streams use."""
+    plans: dict[str, StreamingPlan] = {"balanced": StreamingPlan()}
+    diffusion: DiffusionSettings = DiffusionSettings()
+    max_batch: Annotated[int, Field(gt=0, le=64)] = 8
+    """Windows solved together in one batch."""
+    max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
+    """Longest stream, which also bounds what Triton can hold for a slow reader."""
+    threads: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _plan_is_listed(self) -> Token2WavSettings:
+        if self.plan not in self.plans:
+            raise ValueError(f"plan {self.plan!r} is not in plans: {sorted(self.plans)}")
+        return self
+
+
+SettingsT = TypeVar("SettingsT", bound=_Frozen)
+
+
+def load_settings(path: Path, kind: type[SettingsT]) -> SettingsT:
+    """Read and check one `stage.yaml`.
+
+    Raises:
+        SettingsError: the file is missing, is no mapping, or holds an unknown key or an impossible value.
+    """
+    try:
+        raw: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from error
+    if raw is not None and not isinstance(raw, dict):
+        raise SettingsError(f"{path}: expected a mapping of settings, found {type(raw).__name__}")
+    try:
+        return kind.model_validate(raw or {})
+    except ValidationError as error:
+        raise SettingsError(f"{path}: {describe_validation(error)}") from error
+
+
+def describe_validation(error: ValidationError) -> str:
+    """One line that names every offending key, what was found and what is allowed."""
+    parts = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(step) for step in item["loc"]) or "value"
+        parts.append(f"{key}: {item['msg']} (got {item['input']!r:.80})")
+    return "; ".join(parts)
