@@ -40,11 +40,12 @@ class Sampling:
 class ThinkerPrompt:
     """A chat rendered for the thinker.
 
-    `text` holds one placeholder group a medium, as HF's processor expects it before expansion;
+    `token_ids` holds one placeholder id a medium, between its begin and end ids, as HF's processor writes the chat
+    before expansion (text that a user wrote never becomes a special id, which text alone could not promise);
     `multi_modal_data` and `mm_processor_kwargs` are vLLM's own arguments of these names.
     """
 
-    text: str
+    token_ids: tuple[int, ...]
     multi_modal_data: Mapping[str, Any] = field(default_factory=dict)
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -129,7 +130,7 @@ class ThinkerEngine(Protocol):
     """Text, image, sound and video in; reply tokens and one row a token out."""
 
     def prepare(self, prompt: ThinkerPrompt) -> ThinkerPlaced:
-        """Tokenise and preprocess media. May be called from any thread. Raises `errors.TooLarge`."""
+        """Preprocess media and expand their placeholders. May be called from any thread. Raises `errors.TooLarge`."""
 
     def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool) -> None:
         """Queue a sequence; `want_rows` False (a text-only request) gives no rows."""
