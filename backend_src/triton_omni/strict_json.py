@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strict JSON of an outsider: bytes in, a tree of plain Python values out.
+
+Size and nesting are bounded before the parser allocates; duplicate keys, NaN, invalid UTF-8 and unpaired
+surrogates are refused by name. This module knows nothing of chats or of sampling.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn
+
+from triton_omni.errors import BadRequest, TooLarge
+
+MAX_DEPTH = 32
+SHOWN_CHARACTERS = 80
+
+# A whole string (skipped in one step) or one bracket outside of strings.
+_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
+# Base64 of a medium; `\` because some encoders write `/` as `\/`.
+_BASE64_RUN = re.compile(rb"[A-Za-z0-9+/=\\]{1024,}+")
+
+
+def shown(value: object) -> str:
+    """`value` for an error message: at most 80 characters of it, control characters escaped."""
+    if isinstance(value, str):
+        cut = value[:SHOWN_CHARACTERS]
+        return ascii(cut) + ("..." if len(value) > SHOWN_CHARACTERS else "")
+    if isinstance(value, dict):
+        return f"an object of {len(value)} keys"
+    if isinstance(value, list):
+        return f"an array of {len(value)} elements"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return f"{value!r:.{SHOWN_CHARACTERS}}"
+
+
+def decode_utf8(raw: bytes, name: str) -> str:
+    """Text of `raw`; `name` is the input it came in.
+
+    Raises:
+        BadRequest: not UTF-8 (which rules out encoded surrogates too); the message gives the byte's place.
+    """
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"{name}: byte {error.start} (0x{raw[error.start]:02x}) is not valid UTF-8") from error
+
+
+def parse_json(raw: bytes, name: str, *, max_bytes: int, max_media_bytes: int = 0) -> Any:
+    """Parse one JSON document.
+
+    Args:
+        raw: UTF-8 bytes of the document.
+        name: the input it came in, the root of every key path in a message.
+        max_bytes: limit of everything but long base64 runs.
+        max_media_bytes: limit of the base64 runs together; 0 = they count as text.
+
+    Raises:
+        TooLarge: a limit is exceeded, found before the document is parsed.
+        BadRequest: the document is not strict JSON.
+    """
+    _check_size(raw, name, max_bytes, max_media_bytes)
+    text = decode_utf8(raw, name)
+    _check_depth(raw, name)
+    try:
+        tree = json.loads(text, object_pairs_hook=_Pairs(name), parse_constant=_Constants(name))
+    except json.JSONDecodeError as error:
+        raise BadRequest(f"{name}: not JSON: {error.msg} at character {error.pos}") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise BadRequest(f"{name}: not JSON: {error}") from error
+    _check_surrogates(tree, name)
+    return tree
+
+
+class _Pairs:
+    """`object_pairs_hook` that refuses a key given twice."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            seen: set[str] = set()
+            for key, _ in pairs:
+                if key in seen:
+                    raise BadRequest(f"{self._name}: key {shown(key)} is given twice in one object")
+                seen.add(key)
+        return made
+
+
+class _Constants:
+    """`parse_constant` that refuses NaN and the infinities, which JSON does not have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, token: str) -> NoReturn:
+        raise BadRequest(f"{self._name}: {token} is not a JSON number; only finite numbers are allowed")
+
+
+def _check_size(raw: bytes, name: str, max_bytes: int, max_media_bytes: int) -> None:
+    size, media = len(raw), 0
+    if size > max_bytes and max_media_bytes:
+        media = sum(run.end() - run.start() for run in _BASE64_RUN.finditer(raw))
+    if media > max_media_bytes:
+        raise TooLarge(f"{name}: {media} bytes of base64, the limit is {max_media_bytes}")
+    if size - media > max_bytes:
+        besides = " besides base64 media" if max_media_bytes else ""
+        raise TooLarge(f"{name}: {size - media} bytes{besides}, the limit is {max_bytes}")
+
+
+def _check_depth(raw: bytes, name: str) -> None:
+    depth = 0
+    for token in _STRUCTURE.finditer(raw):
+        first = raw[token.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise BadRequest(f"{name}: nested deeper than {MAX_DEPTH} levels at byte {token.start()}")
+        elif first in b"]}":
+            depth -= 1
+
+
+def _check_surrogates(tree: Any, path: str) -> None:
+    if isinstance(tree, str):
+        check_text(tree, path)
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            check_text(key, f"{path}: key {shown(key)}")
+            _check_surrogates(value, f"{path}.{key[:SHOWN_CHARACTERS]}")
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            _check_surrogates(value, f"{path}[{index}]")
+
+
+def check_text(text: str, path: str) -> None:
+    """Refuse text that UTF-8 cannot carry: JSON lets an escape name half a surrogate pair."""
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise BadRequest(f"{path}: unpaired surrogate U+{code:04X} at character {error.start}") from error
