@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeded sampling for a whole batch at the price of one host-to-device copy a step.
+
+vLLM draws seeded sequences one by one with a Python generator each. Here a draw needs a single uniform
+number, a function of (seed, position), so the whole batch is one call; nothing here knows thinker or talker.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    _Runner = GPUModelRunner
+else:
+    _Runner = object
+
+_SEED_KEY: Final = "noise_seed"
+# SplitMix64 (Steele, Lea, Flood 2014): the increment and the two multipliers of its finaliser.
+_GOLDEN_GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIERS: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+# 52 bits, not 53: `uniform * total` then rounds below `total` for every total, so a draw never runs off the end.
+_UNIFORM_BITS: Final = 52
+
+
+def seed_args(seed: int) -> dict[str, int]:
+    """What `SamplingParams.extra_args` must hold for a sequence with this seed.
+
+    `SamplingParams.seed` stays unset: with it vLLM makes a generator per sequence and samples in a loop.
+    """
+    return {_SEED_KEY: seed % (1 << 64)}
+
+
+def counter_uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1), a function of (seed, position) alone.
+
+    Args:
+        seeds: uint64 [B].
+        positions: uint64 [B], the place of the drawn token in its sequence.
+
+    Returns:
+        float64 [B], multiples of 2**-52.
+    """
+    stream = _mix(seeds + _GOLDEN_GAMMA)
+    bits = _mix(stream + (positions + np.uint64(1)) * _GOLDEN_GAMMA)
+    return (bits >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64) * 2.0**-_UNIFORM_BITS
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Finaliser of SplitMix64, a bijection of 64-bit integers."""
+    z = (z ^ (z >> np.uint64(30))) * _MULTIPLIERS[0]
+    z = (z ^ (z >> np.uint64(27))) * _MULTIPLIERS[1]
+    return z ^ (z >> np.uint64(31))
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Sample one id a row by inverting the cumulative distribution of softmax(logits).
+
+    Args:
+        logits: float [B, V]; -inf marks ids that must not be drawn, at least one id a row is finite.
+        uniforms: float64 [B] in [0, 1).
+
+    Returns:
+        int64 [B]. An id of probability 0 is never returned.
+    """
+    cumulative = logits.softmax(dim=-1, dtype=torch.float32).cumsum(dim=-1, dtype=torch.float64)
+    target = uniforms.unsqueeze(-1) * cumulative[:, -1:]
+    ids = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    # Only a row of NaN can run off the end; its owner fails that sequence, but the id must be a valid index.
+    return ids.clamp_(max=logits.shape[-1] - 1)
+
+
+class CounterTopKTopPSampler(nn.Module):
+    """Stands in for vLLM's `TopKTopPSampler`: its filters, then `draw` with this step's uniforms.
+
+    Args:
+        uniforms: float64 [max sequences] on the device; row i belongs to row i of the logits.
+    """
+
+    def __init__(self, uniforms: Tensor) -> None:
+        super().__init__()
+        self._uniforms = uniforms
+
+    def forward(
+        self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, None]:
+        """Ids [B] of one step; `generators` is vLLM's own per-sequence seeding, empty here."""
+        filtered = apply_top_k_top_p(logits, k, p)
+        return draw(filtered, self._uniforms[: logits.shape[0]]), None
+
+
+class CounterNoiseMixin(_Runner):
+    """Gives vLLM's V1 model runner counter-based noise; greedy sequences and vLLM's processors are untouched.
+
+    Put it before `GPUModelRunner` or `CPUModelRunner` in the bases. A sequence without `seed_args` draws with seed 0.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._uniforms = self._make_buffer(self.max_num_reqs, dtype=torch.float64)
+        self.sampler.topk_topp_sampler = CounterTopKTopPSampler(self._uniforms.gpu)
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]) -> Any:
+        """Stage the uniforms where vLLM stages its other host inputs (it guards their reuse by an event)."""
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        count = self.input_batch.num_reqs
+        if not self.input_batch.all_greedy:
+            positions = self.input_batch.num_computed_tokens_cpu[:count] + num_scheduled_tokens
+            self._uniforms.np[:count] = counter_uniforms(self._batch_seeds(), positions.astype(np.uint64))
+            self._uniforms.copy_to_gpu(count)
+        return prepared
+
+    def _batch_seeds(self) -> NDArray[np.uint64]:
+        """Seeds in the order of the batch's rows, uint64 [B]."""
+        params = (self.requests[request_id].sampling_params for request_id in self.input_batch.req_ids)
+        seeds = [(p.extra_args or {}).get(_SEED_KEY, 0) if p is not None else 0 for p in params]
+        return np.asarray(seeds, dtype=np.uint64)
