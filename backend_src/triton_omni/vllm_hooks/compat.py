@@ -103,6 +103,7 @@ try:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
@@ -112,6 +113,7 @@ except ImportError as error:
 _RUNNER_METHODS = (
     "_init_mrope_positions",
     "_model_forward",
+    "_prepare_inputs",
     "_preprocess",
     "_sample",
     "_update_states",
@@ -153,5 +155,6 @@ __all__ = [
     "UnsupportedVllm",
     "VllmConfig",
     "Worker",
+    "apply_top_k_top_p",
     "current_platform",
 ]

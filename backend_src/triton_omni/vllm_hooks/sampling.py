@@ -7,17 +7,17 @@ number, a function of (seed, position), so the whole batch is one call; nothing 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from triton_omni.vllm_hooks.compat import GPUModelRunner, SchedulerOutput, VllmConfig, apply_top_k_top_p
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
     _Runner = GPUModelRunner
 else:
@@ -103,12 +103,14 @@ class CounterNoiseMixin(_Runner):
     Put it before `GPUModelRunner` or `CPUModelRunner` in the bases. A sequence without `seed_args` draws with seed 0.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
         self._uniforms = self._make_buffer(self.max_num_reqs, dtype=torch.float64)
-        self.sampler.topk_topp_sampler = CounterTopKTopPSampler(self._uniforms.gpu)
+        self.sampler.topk_topp_sampler = CounterTopKTopPSampler(self._uniforms.gpu)  # type: ignore[assignment]
 
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]) -> Any:
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
+    ) -> tuple[Tensor, SpecDecodeMetadata | None, int]:
         """Stage the uniforms where vLLM stages its other host inputs (it guards their reuse by an event)."""
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         count = self.input_batch.num_reqs
