@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a whole random Qwen2.5-Omni checkpoint in HF's format: tiny for tests, 3B and 7B for measurements.
+
+What HF's `from_pretrained` loads, this writes: configuration, sharded safetensors, tokenizer, processor, speakers.
+It knows nothing of serving. Command line: `python -m triton_omni.checkpoint.synthetic --size tiny --out FOLDER`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triton_omni.checkpoint import synthetic_config, synthetic_text, synthetic_weights
+from triton_omni.checkpoint.synthetic_config import SIZES, Size, omni_config, vocabulary
+from triton_omni.checkpoint.synthetic_text import write_speakers, write_text_files
+from triton_omni.checkpoint.synthetic_weights import WeightRules
+
+Progress = Callable[[str], None]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Tokens after which a reply's stop ids become likely: (thinker, talker).
+_REPLIES: dict[Size, tuple[int, int]] = {"tiny": (32, 75), "3b": (150, 1000), "7b": (150, 1000)}
+_SHARD_BYTES: dict[Size, int] = {"tiny": 1 << 20, "3b": 4 << 30, "7b": 4 << 30}
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """One tensor of the checkpoint before it is drawn."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def make_checkpoint(
+    folder: Path,
+    size: Size,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write a random checkpoint; equal arguments on equal devices give equal bytes.
+
+    Args:
+        folder: made if missing; files of the same names are overwritten.
+        size: 'tiny', '3b' or '7b'.
+        seed: of all weights and speakers.
+        dtype: of thinker and talker, by default float32 for 'tiny' and bfloat16 else; token2wav is float32 as published.
+        device: where the weights are drawn, by default the CPU. At most one shard is in memory at a time.
+        progress: is told of every file.
+    """
+    tell = progress or (lambda _line: None)
+    dtype = dtype or (torch.float32 if size == "tiny" else torch.bfloat16)
+    folder.mkdir(parents=True, exist_ok=True)
+    config, vocab = omni_config(size), vocabulary(size)
+    _set_dtype(config, dtype)
+    config.save_pretrained(folder)
+    write_text_files(folder, size, vocab)
+    dit = config.token2wav_config.dit_config
+    frames = 48 if size == "tiny" else 400
+    write_speakers(folder / "spk_dict.pt", vocab, cond=dit.enc_emb_dim, mel=dit.mel_dim, frames=frames, seed=seed)
+    tell(f"{folder}: configuration, tokenizer and speakers")
+    rules = WeightRules(config, vocab, seed=seed, replies=_REPLIES[size])
+    _write_shards(folder, _plan(config, dtype), rules, torch.device(device or "cpu"), _SHARD_BYTES[size], tell)
+
+
+def default_checkpoint_path() -> Path:
+    """Where the tiny checkpoint of this version of the code lies in the repository's cache folder."""
+    root = Path(__file__).resolve().parents[3]
+    return root / ".cache" / "checkpoints" / f"tiny-{_source_hash()}"
+
+
+def ensure_tiny(path: Path | None = None) -> Path:
+    """Make the tiny checkpoint unless it is there; safe when several processes ask at once.
+
+    Returns:
+        Its folder, `default_checkpoint_path()` unless another is given.
+    """
+    path = path or default_checkpoint_path()
+    if path.is_dir():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
+    try:
+        make_checkpoint(building, "tiny")
+        building.chmod(0o755)
+        building.rename(path)
+    except OSError:
+        # Another process was first if the folder is there now; a rename never replaces a folder that has files.
+        if not path.is_dir():
+            raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return path
+
+
+def _source_hash() -> str:
+    """Changes with the code that makes the checkpoint."""
+    digest = hashlib.sha256()
+    for module in (synthetic_config, synthetic_text, synthetic_weights, sys.modules[__name__]):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _set_dtype(config: Any, dtype: torch.dtype) -> None:
+    thinker, talker, token2wav = config.thinker_config, config.talker_config, config.token2wav_config
+    low = (config, thinker, thinker.text_config, thinker.audio_config, thinker.vision_config, talker)
+    for part in low:
+        part.dtype = dtype
+    for part in (token2wav, token2wav.dit_config, token2wav.bigvgan_config):
+        part.dtype = torch.float32
+
+
+def _plan(config: Any, dtype: torch.dtype) -> list[_Planned]:
+    """Names and shapes as HF's own modules have them; no memory is spent on values."""
+    from transformers import Qwen2_5OmniForConditionalGeneration
+
+    with torch.device("meta"):
+        model = Qwen2_5OmniForConditionalGeneration(config)
+    return [
+        _Planned(name, tuple(value.shape), torch.float32 if name.startswith("token2wav.") else dtype)
+        for name, value in model.state_dict().items()
+    ]
+
+
+def _split(plan: list[_Planned], limit: int) -> Iterator[list[_Planned]]:
+    """Consecutive tensors of at most `limit` bytes together, at least one each."""
+    shard: list[_Planned] = []
+    used = 0
+    for tensor in plan:
+        if shard and used + tensor.nbytes > limit:
+            yield shard
+            shard, used = [], 0
+        shard.append(tensor)
+        used += tensor.nbytes
+    yield shard
+
+
+def _write_shards(
+    folder: Path, plan: list[_Planned], rules: WeightRules, device: torch.device, limit: int, tell: Progress
+) -> None:
+    from safetensors.torch import save_file
+
+    shards = list(_split(plan, limit))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {planned.name: _draw(planned, rules, device) for planned in shard}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors writes for the owner alone; a server may run as another user
+        weight_map.update(dict.fromkeys(tensors, file))
+        tell(f"{file}: {len(tensors)} tensors, {sum(planned.nbytes for planned in shard) / 2**20:.1f} MiB")
+    index = {"metadata": {"total_size": sum(planned.nbytes for planned in plan)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _draw(planned: _Planned, rules: WeightRules, device: torch.device) -> Tensor:
+    return rules.draw(planned.name, planned.shape, device).to(planned.dtype).cpu()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of this module."""
+    parser = argparse.ArgumentParser(prog="python -m triton_omni.checkpoint.synthetic", description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--out", type=Path, help="folder to write; default for tiny: the cache folder the tests use")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of thinker and talker")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    given = parser.parse_args(arguments)
+    if given.out is None:
+        if given.size != "tiny":
+            parser.error("--out is needed for this size")
+        sys.stdout.write(f"{ensure_tiny()}{os.linesep}")
+        return
+    dtype = _DTYPES[given.dtype] if given.dtype else None
+    make_checkpoint(
+        given.out, given.size, given.seed, dtype, given.device, lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    sys.stdout.write(f"{given.out}{os.linesep}")
+
+
+if __name__ == "__main__":
+    main()
