@@ -180,3 +180,25 @@ class TalkerEngine(Protocol):
 
     def close(self) -> None:
         """Release the device."""
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """How one stream is made into sound; None = the stage's setting."""
+
+    solver: Literal["rk4", "euler"] | None = None
+    num_steps: int | None = None
+    guidance_scale: float | None = None
+    mode: Literal["streaming", "offline"] | None = None
+
+
+@dataclass(frozen=True)
+class AudioOutput:
+    """One chunk of a stream's waveform."""
+
+    key: str
+    samples: Tensor
+    """fp32 [S], CPU: mono, 24 kHz, in [-1, 1]; may be empty on the final chunk."""
+    final: bool = False
+    error: str | None = None
+    """The engine gave this stream up (for example a non-finite waveform); nothing follows."""

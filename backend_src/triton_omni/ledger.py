@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session ledger: one table in shared memory that all stages of one server read.
+
+It carries what Triton's ensemble does not: credits (what a stage consumed), cancellation against the direction of
+the data, in which stage a session failed, and who has finished with it. There are no locks: every 8-byte field has
+exactly one writing process, and a field that concerns a session holds that session's generation, so that a value
+left by an earlier session of the slot is never taken for the present one.
+
+Layout (unsigned 64-bit words): the header, a block a stage, the ring of cancel tokens, then one record a slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from triton_omni.errors import StageName
+from triton_omni.wire import PROTOCOL_VERSION, SessionKey
+
+CAPACITY: Final = 1024
+"""Records in the table; a deployment's `max_sessions` uses the first of them."""
+
+_MAGIC: Final = 0x6F6D6E692D6C6467  # "omni-ldg"
+_WORD: Final = 8
+_STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
+_HEADER_WORDS: Final = 8
+_STAGE_WORDS: Final = 8
+_RING_WORDS: Final = 1 + 1024
+_RECORD_WORDS: Final = 16
+_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - POSIX shared memory lives here
+
+# Words of a stage's block.
+_EPOCH, _PID, _BEAT, _FINGERPRINT, _DTYPE, _HIDDEN = range(6)
+# Words of a record: three of the thinker's, then four of each stage.
+_GENERATION, _NONCE_HIGH, _NONCE_LOW = range(3)
+_CLOSED, _CONSUMED, _CANCELLED, _FAILED = range(4)
+_FIRST_STAGE_WORD: Final = 3
+
+_COUNT_BITS: Final = 32
+
+
+class LedgerError(RuntimeError):
+    """The table cannot be used: another protocol, or stages that do not fit together."""
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What the stages of one server must agree on; 0 = this stage does not care."""
+
+    fingerprint: int
+    """64 bits of the checkpoint's content."""
+    dtype: int = 0
+    """`1 + index` of the links' dtype, see `serving/tensors.py`."""
+    hidden_size: int = 0
+
+
+def server_name(server_pid: int) -> str:
+    """A name that two servers never share, on one host or in containers with a shared /dev/shm.
+
+    Made of the user, the process-id namespace, the server's process id and its start time.
+    """
+    namespace = Path(f"/proc/{server_pid}/ns/pid").readlink().name.strip("pid:[]")
+    # Field 22 of /proc/PID/stat; the command name before it may hold spaces, so count from its closing bracket.
+    start = Path(f"/proc/{server_pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"triton-omni-{os.getuid()}-{namespace}-{server_pid}-{start}"
+
+
+class SessionLedger:
+    """One stage's view of the table.
+
+    Args:
+        name: the table's name, the same in every stage of one server (`server_name`).
+        stage: whose fields this process may write; "unary" writes cancel tokens only.
+        facts: checked against those of the stages already there.
+
+    Raises:
+        LedgerError: the table is of another protocol version, or a stage's facts differ from ours.
+    """
+
+    def __init__(self, name: str, stage: StageName, facts: StageFacts | None = None) -> None:
+        self.path = _SHARED_MEMORY / name
+        self._stage = stage
+        _create(self.path)
+        with self.path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self._words = np.frombuffer(self._map, dtype=np.uint64)
+        self._check_header()
+        if facts is not None and stage in _STAGES:
+            self._register(facts)
+
+    def close(self) -> None:
+        """Unmap the table; the last stage of the server to leave removes its file."""
+        if self._stage in _STAGES:
+            self._stage_words(self._stage)[_PID] = 0
+        if not any(int(self._stage_words(stage)[_PID]) for stage in _STAGES):
+            self.path.unlink(missing_ok=True)
+        del self._words
+        # numpy views given out may still be alive in another thread's frame; the mapping then goes with the process.
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    # Heartbeats: the seam for whoever watches the stages.
+
+    def beat(self) -> None:
+        """Say that this stage's loop is alive now."""
+        self._stage_words(self._stage)[_BEAT] = time.monotonic_ns()
+
+    def epoch(self, stage: StageName) -> int:
+        """How often `stage` was loaded by this server; 0 = never."""
+        return int(self._stage_words(stage)[_EPOCH])
+
+    def silent_for(self, stage: StageName) -> float:
+        """Seconds since the last heartbeat of `stage`."""
+        return (time.monotonic_ns() - int(self._stage_words(stage)[_BEAT])) / 1e9
+
+    # Sessions.
+
+    def publish(self, slot: int) -> SessionKey:
+        """Thinker only: begin a new session in a free slot."""
+        record = self._record(slot)
+        generation = (int(record[_GENERATION]) + 1) % (1 << _COUNT_BITS) or 1
+        nonce = secrets.randbits(128)
+        record[_NONCE_HIGH], record[_NONCE_LOW] = nonce >> 64, nonce & (2**64 - 1)
+        record[_GENERATION] = generation
+        return SessionKey(slot, generation, f"{nonce:032x}")
+
+    def is_current(self, key: SessionKey) -> bool:
+        """Whether `key` names the session that its slot holds now."""
+        if not 0 <= key.slot < CAPACITY:
+            return False
+        record = self._record(key.slot)
+        nonce = f"{int(record[_NONCE_HIGH]) << 64 | int(record[_NONCE_LOW]):032x}"
+        return int(record[_GENERATION]) == key.generation and secrets.compare_digest(nonce, key.nonce)
+
+    def mark_closed(self, key: SessionKey) -> None:
+        """This stage's last sender of the session is final and its state is dropped."""
+        self._own(key)[_CLOSED] = key.generation
+
+    def mark_cancelled(self, key: SessionKey) -> None:
+        """This stage saw that the client is gone."""
+        self._own(key)[_CANCELLED] = key.generation
+
+    def mark_failed(self, key: SessionKey) -> None:
+        """This stage gave the session up."""
+        self._own(key)[_FAILED] = key.generation
+
+    def count_consumed(self, key: SessionKey, messages: int) -> None:
+        """This stage has copied `messages` data messages of the session so far."""
+        self._own(key)[_CONSUMED] = key.generation << _COUNT_BITS | messages
+
+    def closed(self, key: SessionKey, stage: StageName) -> bool:
+        """Whether `stage` has finished with the session."""
+        return self._reads(key, stage, _CLOSED)
+
+    def consumed(self, key: SessionKey, stage: StageName) -> int:
+        """Data messages of the session that `stage` has copied."""
+        word = int(self._fields(key, stage)[_CONSUMED])
+        return word & ((1 << _COUNT_BITS) - 1) if word >> _COUNT_BITS == key.generation else 0
+
+    def cancelled(self, key: SessionKey) -> bool:
+        """Whether any stage saw that the client is gone."""
+        return any(self._reads(key, stage, _CANCELLED) for stage in _STAGES)
+
+    def failed(self, key: SessionKey) -> bool:
+        """Whether any stage gave the session up."""
+        return any(self._reads(key, stage, _FAILED) for stage in _STAGES)
+
+    # Cancel tokens: how the unary model stops a request that Triton gives it no means to cancel.
+
+    def cancel_token(self, token: int) -> None:
+        """Unary only: ask for the end of the request that carries `token` (1 to 2**63 - 1)."""
+        ring = self._ring()
+        written = int(ring[0])
+        ring[1 + written % (_RING_WORDS - 1)] = token
+        ring[0] = written + 1
+
+    def tokens_since(self, position: int) -> tuple[list[int], int]:
+        """The cancel tokens written after `position`, and the position to ask from next time."""
+        ring = self._ring()
+        written = int(ring[0])
+        first = max(position, written - (_RING_WORDS - 1))
+        return [int(ring[1 + i % (_RING_WORDS - 1)]) for i in range(first, written)], written
+
+    # Layout.
+
+    def _check_header(self) -> None:
+        if int(self._words[0]) != _MAGIC or int(self._words[1]) != PROTOCOL_VERSION:
+            raise LedgerError(
+                f"{self.path} is a ledger of protocol version {int(self._words[1])}, this stage speaks "
+                f"{PROTOCOL_VERSION}: stop the server that made it"
+            )
+
+    def _register(self, facts: StageFacts) -> None:
+        for other in _STAGES:
+            words = self._stage_words(other)
+            if other != self._stage and int(words[_PID]):
+                _check_agreement(self._stage, facts, other, words)
+        own = self._stage_words(self._stage)
+        own[_FINGERPRINT], own[_DTYPE], own[_HIDDEN] = facts.fingerprint, facts.dtype, facts.hidden_size
+        own[_EPOCH] = int(own[_EPOCH]) + 1
+        own[_PID] = os.getpid()
+        self.beat()
+
+    def _stage_words(self, stage: StageName) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        start = _HEADER_WORDS + _STAGES.index(stage) * _STAGE_WORDS
+        return self._words[start : start + _STAGE_WORDS]
+
+    def _ring(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        start = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS
+        return self._words[start : start + _RING_WORDS]
+
+    def _record(self, slot: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        start = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS + _RING_WORDS + slot * _RECORD_WORDS
+        return self._words[start : start + _RECORD_WORDS]
+
+    def _fields(self, key: SessionKey, stage: StageName) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        start = _FIRST_STAGE_WORD + _STAGES.index(stage) * 4
+        return self._record(key.slot)[start : start + 4]
+
+    def _own(self, key: SessionKey) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        return self._fields(key, self._stage)
+
+    def _reads(self, key: SessionKey, stage: StageName, word: int) -> bool:
+        return int(self._fields(key, stage)[word]) == key.generation
+
+
+class Slots:
+    """The thinker's free slots. Thread-safe: requests arrive on Triton's threads, sessions end on the loop's."""
+
+    def __init__(self, ledger: SessionLedger, max_sessions: int) -> None:
+        self._ledger = ledger
+        self._lock = threading.Lock()
+        self._free = list(range(max_sessions))[::-1]
+
+    def allocate(self) -> SessionKey | None:
+        """Begin a session, or None when all slots are taken."""
+        with self._lock:
+            return self._ledger.publish(self._free.pop()) if self._free else None
+
+    def release(self, key: SessionKey) -> None:
+        """Give the slot back; every stage has closed the session."""
+        with self._lock:
+            self._free.append(key.slot)
+
+    @property
+    def free(self) -> int:
+        """Slots that can be allocated now."""
+        with self._lock:
+            return len(self._free)
+
+
+def _check_agreement(
+    stage: StageName, facts: StageFacts, other: StageName, words: np.ndarray[tuple[int], np.dtype[np.uint64]]
+) -> None:
+    pairs = (
+        ("checkpoint fingerprint", facts.fingerprint, int(words[_FINGERPRINT])),
+        ("dtype of the links", facts.dtype, int(words[_DTYPE])),
+        ("hidden size", facts.hidden_size, int(words[_HIDDEN])),
+    )
+    for what, ours, theirs in pairs:
+        if ours and theirs and ours != theirs:
+            raise LedgerError(f"{what} of {stage} is {ours:#x}, of {other} {theirs:#x}: load the same checkpoint in both")
+
+
+def _create(path: Path) -> None:
+    """Make the table if it is not there.
+
+    Written whole under a name of its own and then linked, so that of several loads at once exactly one wins and
+    nobody ever sees a half-made table.
+    """
+    if path.exists():
+        return
+    words = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS + _RING_WORDS + CAPACITY * _RECORD_WORDS
+    table = np.zeros(words, dtype=np.uint64)
+    table[0], table[1] = _MAGIC, PROTOCOL_VERSION
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(table.tobytes())
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+
+
+def remove_stale() -> list[str]:
+    """Remove this user's tables whose server is gone (a killed server cannot); return their names."""
+    removed = []
+    for path in _SHARED_MEMORY.glob(f"triton-omni-{os.getuid()}-*"):
+        namespace, pid = path.name.split("-")[3:5]
+        own = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
+        with contextlib.suppress(OSError):
+            alive = Path(f"/proc/{pid}").exists() and path.name == server_name(int(pid))
+            if namespace == own and not alive:
+                path.unlink()
+                removed.append(path.name)
+    return removed

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one thread that owns a stage: its engine, its sessions, and every decision about them.
+
+Other threads only `post` commands. Between commands the loop steps the engine while it has work, and polls the
+stage's sessions (ledger, deadlines, held-back messages) once a step and at least every 50 ms when idle.
+It knows nothing of engines' kinds, Triton or vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+IDLE_POLL_S = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+class Driven(Protocol):
+    """What the loop drives; every method is called on the loop's thread."""
+
+    def has_work(self) -> bool:
+        """Whether `step` would advance something now."""
+
+    def step(self) -> None:
+        """Advance the engine once and deal with what it gave."""
+
+    def poll(self) -> float:
+        """Look after open sessions; return the seconds until it should be called again at the latest."""
+
+    def fail(self, error: Exception) -> None:
+        """The engine raised: end what is open with an error and never have work again."""
+
+
+class StageLoop:
+    """Runs a `Driven` on a thread of its own."""
+
+    def __init__(self, name: str, driven: Driven) -> None:
+        self._driven = driven
+        self._commands: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop still takes commands."""
+        return self._thread.is_alive()
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run `command` on the loop's thread, in the order of posting."""
+        with self._changed:
+            self._commands.append(command)
+            self._changed.notify()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the loop after the commands already posted."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._finished():
+            try:
+                self._turn()
+            except Exception as error:
+                # The engine is of no more use, but commands still run, so that every session and message ends.
+                logger.exception("the stage's engine failed")
+                self._driven.fail(error)
+                time.sleep(IDLE_POLL_S)
+
+    def _finished(self) -> bool:
+        with self._changed:
+            return self._stopping and not self._commands
+
+    def _turn(self) -> None:
+        self._run_commands()
+        delay = self._driven.poll()
+        if self._driven.has_work():
+            self._driven.step()
+            return
+        with self._changed:
+            if not self._commands and not self._stopping:
+                self._changed.wait(min(delay, IDLE_POLL_S))
+
+    def _run_commands(self) -> None:
+        # Only what was there at the start of the turn, so that a flood of messages cannot starve the engine.
+        for _ in range(len(self._commands)):
+            self._commands.popleft()()

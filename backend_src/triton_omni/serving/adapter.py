@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between Triton's Python backend and a stage: requests in, outlets out, errors to Triton's codes.
+
+`pb_utils` is passed in, so that all of this can be tested without a server.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from triton_omni.errors import BadRequest, InternalError, OmniError, StageName
+from triton_omni.request import RawRequest
+from triton_omni.serving.metrics import StageMetrics
+from triton_omni.serving.outlet import SendingThread, TritonOutlet
+from triton_omni.serving.tensors import LinkCounter, read_bytes, read_tensors
+from triton_omni.stage import Outlet, Stage
+from triton_omni.talker.stage import TalkerStage
+from triton_omni.thinker.stage import ThinkerStage
+from triton_omni.token2wav.stage import Token2WavStage
+
+CLIENT_INPUTS = ("text_input", "messages", "media", "sampling_parameters")
+
+Submit = Callable[[Any, Outlet], None]
+
+logger = logging.getLogger(__name__)
+
+
+class StageAdapter:
+    """One Triton model around one stage.
+
+    Args:
+        pb_utils: Triton's `triton_python_backend_utils`.
+        submit: reads a Triton request and gives it to the stage.
+    """
+
+    def __init__(self, pb_utils: Any, name: StageName, stage: Stage, submit: Submit, counter: LinkCounter) -> None:
+        self._pb_utils = pb_utils
+        self._name = name
+        self._stage = stage
+        self._submit = submit
+        self._thread = SendingThread(name)
+        self._metrics = StageMetrics(pb_utils, name, stage.stats, counter)
+        stage.start()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Take requests; each is answered later through its own sender, and alone: one bad one harms no other."""
+        for request in requests:
+            self._take(request)
+
+    def close(self) -> None:
+        """End every session, send what is due, and stop."""
+        self._stage.close()
+        self._thread.close()
+        self._metrics.close()
+
+    def _take(self, request: Any) -> None:
+        outlet = TritonOutlet(self._pb_utils, request, self._thread)
+        try:
+            self._submit(request, outlet)
+        except OmniError as error:
+            error.stage = error.stage or self._name
+            outlet.fail(error)
+        except Exception:
+            logger.exception("request %s could not be taken", request.request_id())
+            outlet.fail(InternalError("the request could not be read", stage=self._name))
+
+
+def adapt_thinker(pb_utils: Any, stage: ThinkerStage) -> StageAdapter:
+    """The thinker takes clients' requests."""
+
+    def submit(request: Any, outlet: Outlet) -> None:
+        stage.submit(read_client_request(request), outlet)
+
+    return StageAdapter(pb_utils, "thinker", stage, submit, LinkCounter())
+
+
+def adapt_talker(pb_utils: Any, stage: TalkerStage) -> StageAdapter:
+    """The talker takes the thinker's messages."""
+    return _adapt_link(pb_utils, "talker", stage)
+
+
+def adapt_token2wav(pb_utils: Any, stage: Token2WavStage) -> StageAdapter:
+    """token2wav takes the talker's messages."""
+    return _adapt_link(pb_utils, "token2wav", stage)
+
+
+def _adapt_link(pb_utils: Any, name: StageName, stage: TalkerStage | Token2WavStage) -> StageAdapter:
+    counter = LinkCounter()
+
+    def submit(request: Any, outlet: Outlet) -> None:
+        stage.submit(read_tensors(request, counter), outlet)
+
+    return StageAdapter(pb_utils, name, stage, submit, counter)
+
+
+def read_client_request(request: Any) -> RawRequest:
+    """The four public inputs of a Triton request, still unchecked."""
+    given = read_bytes(request, CLIENT_INPUTS)
+    return RawRequest(
+        text_input=_one(given["text_input"], "text_input"),
+        messages=_one(given["messages"], "messages"),
+        media=tuple(given["media"] or ()),
+        sampling_parameters=_one(given["sampling_parameters"], "sampling_parameters"),
+        request_id=request.request_id(),
+    )
+
+
+def _one(values: list[bytes] | None, name: str) -> bytes | None:
+    if values is None:
+        return None
+    if len(values) != 1:
+        raise BadRequest(f"{name}: expected one element, found {len(values)}")
+    return values[0]

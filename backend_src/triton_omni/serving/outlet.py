@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a Triton request is answered: an outlet a request, one sending thread a stage.
+
+Triton's `send` blocks, so no engine thread ever calls it. An outlet guards the rule that a request gets exactly one
+final, and that nobody asks Triton whether a request is cancelled after its final (that would crash the server).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from triton_omni.errors import OmniError
+from triton_omni.serving.tensors import write_tensors
+from triton_omni.wire import Value
+
+logger = logging.getLogger(__name__)
+
+
+class SendingThread:
+    """Runs the stage's sends in order."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-send", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Run `job` after those already put."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Send what was put, then end."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                logger.exception("a response could not be sent")
+
+
+class TritonOutlet:
+    """`stage.Outlet` over one Triton request."""
+
+    def __init__(self, pb_utils: Any, request: Any, thread: SendingThread) -> None:
+        self._pb_utils = pb_utils
+        self._sender = request.get_response_sender()
+        self._thread = thread
+        self._lock = threading.Lock()
+        self._finished = False
+        self._final_sent = False
+
+    def send(self, tensors: Mapping[str, Value], ready: torch.cuda.Event | None = None) -> None:
+        """Send one response."""
+        if not self._finished:
+            self._thread.put(lambda: self._send(tensors, ready))
+
+    def finish(self, ready: torch.cuda.Event | None = None, then: Callable[[], None] | None = None) -> None:
+        """Send the empty final."""
+        if not self._finished:
+            self._finished = True
+            self._thread.put(lambda: self._send_final(None, ready, then))
+
+    def fail(self, error: OmniError, then: Callable[[], None] | None = None) -> None:
+        """Send an error as the final."""
+        if not self._finished:
+            self._finished = True
+            code = getattr(self._pb_utils.TritonError, error.triton_code)
+            triton_error = self._pb_utils.TritonError(error.to_text(), code)
+            response = self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error)
+            self._thread.put(lambda: self._send_final(response, None, then))
+
+    def is_cancelled(self) -> bool:
+        """Whether Triton says that the client is gone."""
+        with self._lock:
+            return not self._final_sent and bool(self._sender.is_cancelled())
+
+    def _send(self, tensors: Mapping[str, Value], ready: torch.cuda.Event | None) -> None:
+        if ready is not None:
+            ready.synchronize()
+        self._sender.send(self._pb_utils.InferenceResponse(output_tensors=write_tensors(self._pb_utils, tensors)))
+
+    def _send_final(
+        self, response: Any | None, ready: torch.cuda.Event | None, then: Callable[[], None] | None
+    ) -> None:
+        if ready is not None:
+            ready.synchronize()
+        final = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        try:
+            with self._lock:
+                self._final_sent = True
+                if response is None:
+                    self._sender.send(flags=final)
+                else:
+                    self._sender.send(response, flags=final)
+        finally:
+            if then is not None:
+                then()

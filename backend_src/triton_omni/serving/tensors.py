@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named tensors to Triton's and back, by DLPack: the one place where tensors cross into or out of Triton.
+
+Nothing is copied here. `LinkCounter` counts what arrives by device, so that a test can prove that rows and codes
+never touched the host on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from triton_omni.wire import Value
+
+TRITON_TYPES: Final[dict[torch.dtype, str]] = {
+    torch.float32: "TYPE_FP32",
+    torch.bfloat16: "TYPE_BF16",
+    torch.float16: "TYPE_FP16",
+}
+"""Triton's names of the dtypes that hidden rows can have."""
+
+
+class LinkCounter:
+    """Tensors and bytes received, by tensor name and device type. Written by Triton's thread, read by any."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[tuple[str, str]] = Counter()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Count one received tensor."""
+        self._bytes[name, tensor.device.type] += tensor.numel() * tensor.element_size()
+
+    def snapshot(self) -> dict[tuple[str, str], int]:
+        """Bytes so far, by (tensor name, device type)."""
+        return dict(self._bytes)
+
+
+def read_tensor(tensor: Any) -> Value:
+    """One Triton input: bytes for a BYTES tensor of one element, else a torch tensor on its device, not copied."""
+    if str(tensor.triton_dtype()) == "bytes" or _is_bytes(tensor):
+        return bytes(tensor.as_numpy().reshape(-1)[0])
+    shape = tuple(tensor.shape())
+    if 0 in shape:
+        return torch.empty(shape)
+    return torch.from_dlpack(tensor)
+
+
+def _is_bytes(tensor: Any) -> bool:
+    return bool(tensor.is_cpu()) and tensor.as_numpy().dtype == np.object_
+
+
+def read_tensors(request: Any, counter: LinkCounter) -> dict[str, Value]:
+    """Every input of one Triton request by name."""
+    values = {tensor.name(): read_tensor(tensor) for tensor in request.inputs()}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            counter.add(name, value)
+    return values
+
+
+def write_tensor(pb_utils: Any, name: str, value: Value) -> Any:
+    """One Triton output; a torch tensor is given by DLPack and must stay unchanged until the response has left."""
+    if isinstance(value, bytes):
+        return pb_utils.Tensor(name, np.array([value], dtype=np.object_))
+    return pb_utils.Tensor.from_dlpack(name, value.contiguous())
+
+
+def write_tensors(pb_utils: Any, values: Mapping[str, Value]) -> list[Any]:
+    """All outputs of one response."""
+    return [write_tensor(pb_utils, name, value) for name, value in values.items()]
+
+
+def read_bytes(request: Any, names: Iterable[str]) -> dict[str, list[bytes] | None]:
+    """BYTES inputs of a client's request as lists; None = not given."""
+    given = {tensor.name(): tensor for tensor in request.inputs()}
+    return {
+        name: [bytes(item) for item in given[name].as_numpy().reshape(-1)] if name in given else None for name in names
+    }

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first stage: takes a client's request, opens its session, sends text and hidden rows to the talker.
+
+It alone allocates and frees sessions, and its sender stays open until token2wav has finished, so that there is
+always a downstream request by which a client's cancel is noticed. It knows nothing of Triton or vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from triton_omni.engine import EngineStats, Sampling, ThinkerEngine, ThinkerOutput, ThinkerPlaced
+from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded
+from triton_omni.ledger import SessionLedger, Slots
+from triton_omni.loop import IDLE_POLL_S, StageLoop
+from triton_omni.request import RawRequest
+from triton_omni.settings import ThinkerSettings
+from triton_omni.stage import SOON_S, Outbox, Outlet, Parcel, StageStats
+from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
+
+RETRY_AFTER_MS = 250
+FORGET_AFTER_S = 5.0
+"""After this, a slot whose later stages stay silent is used again; its generation keeps late messages out."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that was checked, decoded and tokenised."""
+
+    placed: ThinkerPlaced
+    sampling: Sampling
+    session: Session
+    timeout_s: float
+    cancel_token: int | None = None
+
+
+class Intake(Protocol):
+    """Makes a client's request ready for the engine; called on a pool of threads."""
+
+    def prepare(self, raw: RawRequest, accepted_ns: int) -> Prepared:
+        """Check, decode and tokenise. Raises `OmniError`."""
+
+
+@dataclass
+class _Open:
+    """State of one session; touched by the loop's thread only."""
+
+    key: SessionKey
+    outlet: Outlet
+    label: str
+    accepted_ns: int
+    deadline_ns: int
+    outbox: Outbox
+    prepared: Prepared | None = None
+    sequence: int = 0
+    left_ns: int = 0
+    reply_tokens: int = 0
+    first_token_ns: int = 0
+    report: ThinkerReport | None = None
+    ended_ns: int = 0
+    finalised: bool = False
+
+
+class ThinkerStage:
+    """Owns the thinker's engine and the life of every session.
+
+    Args:
+        engine: stepped by this stage's loop alone.
+        intake: turns a raw request into a prepared one.
+        hidden_size: H of the rows; dtype: of the links, the same in the talker.
+    """
+
+    def __init__(
+        self,
+        settings: ThinkerSettings,
+        engine: ThinkerEngine,
+        intake: Intake,
+        ledger: SessionLedger,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._intake = intake
+        self._ledger = ledger
+        self._slots = Slots(ledger, settings.max_sessions)
+        self._hidden_size, self._dtype = hidden_size, dtype
+        self._open: dict[str, _Open] = {}
+        self._by_token: dict[int, _Open] = {}
+        self._tokens_read = ledger.tokens_since(0)[1]
+        # Tokens whose request is still being prepared, or gone.
+        self._early_tokens: deque[int] = deque(maxlen=settings.max_sessions)
+        self._pool = ThreadPoolExecutor(settings.preprocess_threads, thread_name_prefix="omni-intake")
+        self._loop = StageLoop("omni-thinker", self)
+        self._engine_stats = EngineStats(0, 0, 0, 0)
+        self._broken: str | None = None
+
+    # Called from any thread.
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._loop.start()
+
+    def submit(self, raw: RawRequest, outlet: Outlet) -> None:
+        """Take a request; it is answered through `outlet`, always, and always with exactly one final."""
+        accepted_ns = time.monotonic_ns()
+        key = self._slots.allocate()
+        if key is None:
+            outlet.fail(self._no_slot())
+            return
+        deadline_ns = accepted_ns + int(self._settings.timeout_s * 1e9)
+        outbox = Outbox(self._settings.rows_per_message)
+        session = _Open(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox, left_ns=accepted_ns)
+        self._post(functools.partial(self._begin, session))
+        self._pool.submit(self._prepare, session, raw)
+
+    def close(self) -> None:
+        """End every session with an error, then stop the engine."""
+        self._post(lambda: self._end_all(InternalError("the server is shutting down")))
+        self._pool.shutdown(cancel_futures=True)
+        self._loop.stop()
+        self._engine.close()
+
+    def stats(self) -> StageStats:
+        """Figures of this moment; sessions counts slots in use, also those whose later stages still work."""
+        engine = self._engine_stats
+        held = sum(session.outbox.held for session in list(self._open.values()))
+        return StageStats(
+            self._settings.max_sessions - self._slots.free,
+            engine.running,
+            engine.waiting,
+            engine.kv_blocks_used,
+            engine.rows_used,
+            held,
+        )
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine still runs."""
+        return self._broken is None and self._loop.alive
+
+    def _no_slot(self) -> OmniError:
+        limit = self._settings.max_sessions
+        return Overloaded(f"all {limit} sessions are in use", stage="thinker", retry_after_ms=RETRY_AFTER_MS)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._loop.post(command)
+
+    # On the pool's threads.
+
+    def _prepare(self, session: _Open, raw: RawRequest) -> None:
+        try:
+            prepared = self._intake.prepare(raw, session.accepted_ns)
+        except OmniError as error:
+            error.stage = error.stage or "thinker"
+            self._post(functools.partial(self._fail, session, error))
+        except Exception:
+            logger.exception("request %s: preparing it failed", session.label)
+            error = InternalError("preparing the request failed", stage="thinker")
+            self._post(functools.partial(self._fail, session, error))
+        else:
+            self._post(functools.partial(self._admit, session, prepared))
+
+    # On the loop's thread.
+
+    def has_work(self) -> bool:
+        """Whether the engine could advance now."""
+        return self._broken is None and self._engine.has_work()
+
+    def step(self) -> None:
+        """One engine step; what it gave leaves at once where a credit allows."""
+        for output in self._engine.step():
+            session = self._open.get(output.key)
+            if session is not None and not session.ended_ns:
+                self._take(session, output)
+
+    def poll(self) -> float:
+        """Look after every session; see `loop.Driven`."""
+        self._ledger.beat()
+        self._engine_stats = self._engine.stats()
+        self._read_cancel_tokens()
+        now = time.monotonic_ns()
+        return min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
+
+    def fail(self, error: Exception) -> None:
+        """The engine raised: every session ends with an error, later ones are refused."""
+        self._broken = f"the thinker's engine failed: {type(error).__name__}"
+        self._end_all(InternalError(self._broken, stage="thinker"))
+
+    def _begin(self, session: _Open) -> None:
+        self._open[session.key.name] = session
+        if self._broken is not None:
+            self._fail(session, InternalError(self._broken, stage="thinker"))
+
+    def _admit(self, session: _Open, prepared: Prepared) -> None:
+        if session.ended_ns:
+            return
+        session.prepared = prepared
+        session.deadline_ns = session.accepted_ns + int(prepared.timeout_s * 1e9)
+        if prepared.cancel_token is not None:
+            self._by_token[prepared.cancel_token] = session
+            if prepared.cancel_token in self._early_tokens:
+                self._ledger.mark_cancelled(session.key)
+        try:
+            self._engine.add(
+                session.key.name, prepared.placed, prepared.sampling, want_rows=prepared.session.want_audio
+            )
+        except OmniError as error:
+            session.prepared = None
+            error.stage = error.stage or "thinker"
+            self._fail(session, error)
+            return
+        if not prepared.session.want_audio:
+            session.outbox.finish_tensors()
+        positions = extend_positions(prepared.placed.positions, 2)
+        self._send(session, ThinkerMessage(key=session.key, kind=Kind.OPEN, session=prepared.session, positions=positions))
+
+    def _take(self, session: _Open, output: ThinkerOutput) -> None:
+        if output.error is not None:
+            self._fail(session, InternalError(output.error, stage="thinker"))
+            return
+        session.reply_tokens += len(output.token_ids)
+        if output.token_ids and not session.first_token_ns:
+            session.first_token_ns = time.monotonic_ns()
+        session.outbox.put_text(output.text)
+        if output.rows is not None:
+            session.outbox.put(output.rows, output.rows_ready)
+        if output.finish_reason is not None:
+            self._finish_reply(session, output.finish_reason)
+        self._flush(session)
+
+    def _finish_reply(self, session: _Open, reason: str) -> None:
+        session.outbox.finish_tensors()
+        session.outbox.finish_text()
+        session.report = ThinkerReport(
+            finish_reason=reason,
+            prompt_tokens=session.prepared.session.prompt_tokens if session.prepared else 0,
+            reply_tokens=session.reply_tokens,
+            first_token_ns=session.first_token_ns - session.accepted_ns,
+            finished_ns=time.monotonic_ns() - session.accepted_ns,
+        )
+
+    def _flush(self, session: _Open) -> None:
+        while (parcel := session.outbox.take(self._ledger.consumed(session.key, "talker"))) is not None:
+            self._send(session, _to_message(session, parcel), parcel.ready)
+
+    def _send(self, session: _Open, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:
+        session.left_ns = time.monotonic_ns()
+        session.sequence += message.kind != Kind.HEARTBEAT
+        session.outlet.send(message.to_tensors(self._hidden_size, self._dtype), ready)
+
+    def _look_after(self, session: _Open, now: int) -> float:
+        """One session's poll; returns the seconds until it should be looked at again."""
+        if session.ended_ns:
+            return self._try_release(session, now)
+        if self._ledger.cancelled(session.key) or self._ledger.failed(session.key):
+            self._end(session)
+        elif session.prepared is not None and self._ledger.closed(session.key, "token2wav"):
+            self._end(session)
+        elif now >= session.deadline_ns:
+            seconds = (session.deadline_ns - session.accepted_ns) / 1e9
+            self._fail(session, DeadlineExceeded(f"timeout: {seconds:g} s have passed", stage="thinker"))
+        else:
+            self._flush(session)
+            if now - session.left_ns >= self._settings.heartbeat_ms * 1_000_000:
+                self._send(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
+            return SOON_S if session.outbox.waiting or session.report is not None else IDLE_POLL_S
+        return SOON_S
+
+    def _fail(self, session: _Open, error: OmniError) -> None:
+        """End with an error: directly while no later stage holds the session, else in-band through token2wav."""
+        if session.ended_ns:
+            return
+        logger.info("request %s: failed in the thinker: %s", session.label, error.code)
+        if session.prepared is None:
+            self._drop(session)
+            session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key))
+            return
+        failure = Failure.of(error, "thinker")
+        message = ThinkerMessage(key=session.key, kind=Kind.ERROR, sequence=session.sequence, failure=failure)
+        self._send(session, message)
+        self._ledger.mark_failed(session.key)
+        self._end(session)
+
+    def _end(self, session: _Open) -> None:
+        self._drop(session)
+        session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key))
+
+    def _drop(self, session: _Open) -> None:
+        session.ended_ns = time.monotonic_ns()
+        self._engine.abort(session.key.name)
+        session.outbox = Outbox(self._settings.rows_per_message)
+        if session.prepared is not None and session.prepared.cancel_token is not None:
+            self._by_token.pop(session.prepared.cancel_token, None)
+
+    def _try_release(self, session: _Open, now: int) -> float:
+        stages = ("thinker", "talker", "token2wav") if session.prepared is not None else ("thinker",)
+        silent = [stage for stage in stages if not self._ledger.closed(session.key, stage)]
+        if silent and now - session.ended_ns < FORGET_AFTER_S * 1e9:
+            return SOON_S
+        if silent:
+            logger.warning("request %s: %s did not close the session; its slot is reused", session.label, silent)
+        del self._open[session.key.name]
+        self._slots.release(session.key)
+        return IDLE_POLL_S
+
+    def _end_all(self, error: OmniError) -> None:
+        for session in list(self._open.values()):
+            self._fail(session, error)
+
+    def _read_cancel_tokens(self) -> None:
+        tokens, self._tokens_read = self._ledger.tokens_since(self._tokens_read)
+        for token in tokens:
+            session = self._by_token.get(token)
+            if session is None:
+                self._early_tokens.append(token)
+            else:
+                self._ledger.mark_cancelled(session.key)
+
+
+def extend_positions(positions: Tensor, count: int) -> Tensor:
+    """M-RoPE positions [3, P] continued by `count` text tokens: [3, P + count].
+
+    Text after any prompt continues from the largest position on all three axes, as in HF's `get_rope_index`.
+    """
+    after = int(positions.max()) + 1 if positions.numel() else 0
+    return torch.cat([positions, torch.arange(after, after + count).expand(3, count)], dim=1)
+
+
+def _to_message(session: _Open, parcel: Parcel) -> ThinkerMessage:
+    return ThinkerMessage(
+        key=session.key,
+        kind=Kind.DATA if parcel.tensor is not None else Kind.TEXT,
+        sequence=session.sequence,
+        text=parcel.text,
+        rows=parcel.tensor,
+        last=parcel.last,
+        report=session.report if parcel.last else None,
+    )

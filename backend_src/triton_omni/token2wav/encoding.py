@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How samples leave: 16-bit PCM and the header of a WAV file whose length is not known yet (pure)."""
+
+from __future__ import annotations
+
+import base64
+import struct
+
+import torch
+from torch import Tensor
+
+PCM16_PEAK = 32767
+# A reader takes the largest length as "until the end of the stream" (RIFF has no better way to say it).
+_UNKNOWN_LENGTH = 0xFFFFFFFF
+
+
+def to_pcm16(samples: Tensor) -> bytes:
+    """fp32 [S] in [-1, 1] to little-endian 16-bit samples; values outside are clipped."""
+    scaled = (samples.clamp(-1.0, 1.0) * PCM16_PEAK).round()
+    return scaled.to(torch.int16).cpu().numpy().astype("<i2").tobytes()
+
+
+def wav_header(sample_rate: int, data_bytes: int | None = None) -> bytes:
+    """The 44-byte header of a mono 16-bit WAV file.
+
+    Args:
+        sample_rate: in hertz.
+        data_bytes: length of what follows; None writes the streaming form of unknown length.
+    """
+    size = _UNKNOWN_LENGTH if data_bytes is None else data_bytes
+    riff = _UNKNOWN_LENGTH if data_bytes is None else data_bytes + 36
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, sample_rate, sample_rate * 2, 2, 16)
+    return b"RIFF" + struct.pack("<I", riff) + b"WAVE" + form + b"data" + struct.pack("<I", size)
+
+
+def to_base64(data: bytes) -> str:
+    """Base64 text of `data`."""
+    return base64.b64encode(data).decode("ascii")

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last stage: codec codes in, waveform chunks out, and the only one that answers the client of an open session.
+
+Text is passed through at once; an error of any stage becomes the client's error here, after the earlier stages
+have stopped: an error response while an earlier sender is open would leak the ensemble's request for ever.
+It knows nothing of Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
+from triton_omni.errors import InternalError, OmniError
+from triton_omni.ledger import SessionLedger
+from triton_omni.loop import IDLE_POLL_S, StageLoop
+from triton_omni.stage import SOON_S, Outlet, StageStats, record_event
+from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
+from triton_omni.wire import Answer, Kind, Session, SessionKey, TalkerMessage, Value
+
+UPSTREAM_STOP_S = 2.0
+"""How long an error waits for thinker and talker to send their finals."""
+
+logger = logging.getLogger(__name__)
+
+
+class WaveformEngine(Protocol):
+    """What the stage needs of its engine, see `token2wav/engine.py`."""
+
+    def open(self, key: str, voice: str, seed: int, options: StreamOptions) -> None:
+        """Begin a stream."""
+
+    def feed(self, key: str, codes: Tensor) -> None:
+        """Copy the next codes, int32 [N]."""
+
+    def end(self, key: str) -> None:
+        """No more codes."""
+
+    def step(self) -> list[AudioOutput]:
+        """Run one batch of windows that are due."""
+
+    def abort(self, key: str) -> None:
+        """Drop a stream; unknown keys are ignored."""
+
+    def has_work(self) -> bool:
+        """Whether a window is due."""
+
+    def stats(self) -> EngineStats:
+        """Figures of this moment."""
+
+    def close(self) -> None:
+        """Release the device."""
+
+
+@dataclass
+class _Open:
+    """State of one session; touched by the loop's thread only."""
+
+    key: SessionKey
+    outlet: Outlet
+    session: Session
+    expected: int = 1
+    consumed: int = 0
+    samples: int = 0
+    chunks: int = 0
+    first_text_ns: int = 0
+    first_audio_ns: int = 0
+    audio_done: bool = False
+    ending: TalkerMessage | None = None
+    error: OmniError | None = None
+    error_ns: int = 0
+
+
+class Token2WavStage:
+    """Owns the waveform engine and every client's answer.
+
+    Args:
+        engine: stepped by this stage's loop alone.
+        sample_rate: of the waveform, in hertz.
+    """
+
+    def __init__(
+        self, engine: WaveformEngine, ledger: SessionLedger, *, device: torch.device, sample_rate: int
+    ) -> None:
+        self._engine = engine
+        self._device = device
+        self._ledger = ledger
+        self._sample_rate = sample_rate
+        self._open: dict[str, _Open] = {}
+        self._loop = StageLoop("omni-token2wav", self)
+        self._engine_stats = EngineStats(0, 0, 0, 0)
+        self._broken: str | None = None
+
+    # Called from any thread.
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._loop.start()
+
+    def submit(self, tensors: Mapping[str, Value], outlet: Outlet) -> None:
+        """Take one message; its outlet is finished when it was copied, or at the session's end if it is `OPEN`."""
+        try:
+            message = TalkerMessage.from_tensors(tensors)
+        except OmniError as error:
+            error.stage = "token2wav"
+            outlet.fail(error)
+            return
+        if outlet.is_cancelled() and self._ledger.is_current(message.key):
+            self._ledger.mark_cancelled(message.key)
+        self._loop.post(functools.partial(self._receive, message, outlet))
+
+    def close(self) -> None:
+        """End every session with an error, then stop the engine."""
+        self._loop.post(lambda: self._fail_all(InternalError("the server is shutting down", stage="token2wav")))
+        self._loop.stop()
+        for session in list(self._open.values()):
+            self._answer_error(session)
+        self._engine.close()
+
+    def stats(self) -> StageStats:
+        """Figures of the last poll."""
+        engine = self._engine_stats
+        return StageStats(len(self._open), engine.running, engine.waiting, engine.kv_blocks_used, engine.rows_used, 0)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine still runs."""
+        return self._broken is None and self._loop.alive
+
+    # On the loop's thread.
+
+    def has_work(self) -> bool:
+        """Whether a window is due."""
+        return self._broken is None and self._engine.has_work()
+
+    def step(self) -> None:
+        """Run one batch of windows and answer with their samples."""
+        for output in self._engine.step():
+            session = self._open.get(output.key)
+            if session is not None and session.error is None:
+                self._take(session, output)
+
+    def poll(self) -> float:
+        """Look after every session; see `loop.Driven`."""
+        self._ledger.beat()
+        self._engine_stats = self._engine.stats()
+        return min((self._look_after(session) for session in list(self._open.values())), default=IDLE_POLL_S)
+
+    def fail(self, error: Exception) -> None:
+        """The engine raised: every session ends with an error, later ones fail when they open."""
+        self._broken = f"token2wav's engine failed: {type(error).__name__}"
+        self._fail_all(InternalError(self._broken, stage="token2wav"))
+
+    def _receive(self, message: TalkerMessage, outlet: Outlet) -> None:
+        session = self._open.get(message.key.name)
+        if not self._ledger.is_current(message.key):
+            outlet.finish()
+        elif message.kind == Kind.OPEN and session is None and message.session is not None:
+            self._begin(message.key, message.session, outlet)
+        elif session is None or session.error is not None or message.kind == Kind.OPEN:
+            outlet.finish()
+        else:
+            self._consume(session, message, outlet)
+
+    def _begin(self, key: SessionKey, request: Session, outlet: Outlet) -> None:
+        session = _Open(key, outlet, request, audio_done=not request.want_audio)
+        self._open[key.name] = session
+        if self._broken is not None:
+            self._fail(session, InternalError(self._broken, stage="token2wav"))
+        elif request.want_audio:
+            try:
+                self._engine.open(key.name, request.voice, request.seed, _options(request))
+            except OmniError as error:
+                self._fail(session, error)
+
+    def _consume(self, session: _Open, message: TalkerMessage, outlet: Outlet) -> None:
+        if message.sequence != session.expected:
+            outlet.finish()
+            wrong = f"message {message.sequence} came where {session.expected} was due"
+            self._fail(session, InternalError(wrong, stage="token2wav"))
+            return
+        session.expected += 1
+        if message.failure is not None:
+            outlet.finish()
+            self._hold_error(session, message.failure.to_error())
+            return
+        self._consume_codes(session, message, outlet)
+        if message.text:
+            self._answer_text(session, message.text)
+        if message.last:
+            session.ending = message
+        self._finish_if_done(session)
+
+    def _consume_codes(self, session: _Open, message: TalkerMessage, outlet: Outlet) -> None:
+        if message.codes is not None:
+            session.consumed += 1
+            self._engine.feed(session.key.name, message.codes)
+        if message.codes_done and session.session.want_audio and not session.audio_done:
+            self._engine.end(session.key.name)
+        if message.codes is None:
+            outlet.finish()
+            return
+        credit = functools.partial(self._ledger.count_consumed, session.key, session.consumed)
+        outlet.finish(record_event(self._device), credit)
+
+    def _answer_text(self, session: _Open, text: str) -> None:
+        session.first_text_ns = session.first_text_ns or self._age(session)
+        session.outlet.send(Answer(text=text).to_tensors())
+
+    def _take(self, session: _Open, output: AudioOutput) -> None:
+        if output.error is not None:
+            self._fail(session, InternalError(output.error, stage="token2wav"))
+            return
+        if len(output.samples):
+            session.first_audio_ns = session.first_audio_ns or self._age(session)
+            session.samples += len(output.samples)
+            session.outlet.send(self._encode(session, output.samples).to_tensors())
+            session.chunks += 1
+        session.audio_done = output.final
+        self._finish_if_done(session)
+
+    def _encode(self, session: _Open, samples: Tensor) -> Answer:
+        if session.session.audio_format == "f32":
+            return Answer(audio=samples)
+        header = wav_header(self._sample_rate) if session.session.audio_format == "wav" and not session.chunks else b""
+        return Answer(audio_base64=to_base64(header + to_pcm16(samples)))
+
+    def _finish_if_done(self, session: _Open) -> None:
+        if not session.audio_done or session.ending is None:
+            return
+        if session.session.audio_format == "wav" and session.session.want_audio and not session.chunks:
+            session.outlet.send(self._encode(session, torch.empty(0)).to_tensors())
+        session.outlet.send(Answer(info=json.dumps(self._info(session, session.ending))).to_tensors())
+        self._drop(session)
+        session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key))
+
+    def _info(self, session: _Open, ending: TalkerMessage) -> dict[str, Any]:
+        thinker, talker, audio = ending.thinker, ending.talker, session.session.want_audio
+        stages = {
+            "thinker": {"first": thinker.first_token_ns, "done": thinker.finished_ns} if thinker else {},
+            "talker": {"first": talker.first_code_ns, "done": talker.finished_ns} if talker else {},
+            "token2wav": {"first": session.first_audio_ns, "done": self._age(session)},
+        }
+        return {
+            "request_id": session.session.request_id,
+            "finish_reason": {
+                "thinker": thinker.finish_reason if thinker else None,
+                "talker": talker.finish_reason if talker else None,
+                "token2wav": "stop" if audio else None,
+            },
+            "usage": {
+                "prompt_tokens": session.session.prompt_tokens,
+                "reply_tokens": thinker.reply_tokens if thinker else 0,
+                "codes": talker.codes if talker else 0,
+                "samples": session.samples,
+            },
+            "sample_rate": self._sample_rate,
+            "seed": session.session.seed,
+            "time_to_first_text_ms": _milliseconds(session.first_text_ns),
+            "time_to_first_audio_ms": _milliseconds(session.first_audio_ns),
+            "stage_ms": {stage: {k: _milliseconds(v) for k, v in ns.items()} for stage, ns in stages.items()},
+        }
+
+    def _look_after(self, session: _Open) -> float:
+        if session.error is not None:
+            return self._try_answer_error(session)
+        if not self._ledger.is_current(session.key) or self._ledger.cancelled(session.key):
+            self._drop(session)
+            session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key))
+        return IDLE_POLL_S
+
+    def _fail(self, session: _Open, error: OmniError) -> None:
+        logger.info("request %s: failed in token2wav: %s", session.session.request_id, error.code)
+        error.stage = error.stage or "token2wav"
+        self._ledger.mark_failed(session.key)
+        self._hold_error(session, error)
+
+    def _hold_error(self, session: _Open, error: OmniError) -> None:
+        session.error, session.error_ns = error, time.monotonic_ns()
+        self._engine.abort(session.key.name)
+
+    def _try_answer_error(self, session: _Open) -> float:
+        stopped = all(self._ledger.closed(session.key, stage) for stage in ("thinker", "talker"))
+        if stopped or time.monotonic_ns() - session.error_ns > UPSTREAM_STOP_S * 1e9:
+            self._answer_error(session)
+        return SOON_S
+
+    def _answer_error(self, session: _Open) -> None:
+        self._drop(session)
+        error = session.error or InternalError("the session ended without an answer", stage="token2wav")
+        session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key))
+
+    def _drop(self, session: _Open) -> None:
+        self._open.pop(session.key.name, None)
+        self._engine.abort(session.key.name)
+
+    def _fail_all(self, error: OmniError) -> None:
+        for session in list(self._open.values()):
+            if session.error is None:
+                self._fail(session, error)
+
+    @staticmethod
+    def _age(session: _Open) -> int:
+        return time.monotonic_ns() - session.session.accepted_ns
+
+
+def _options(request: Session) -> StreamOptions:
+    return StreamOptions(request.solver, request.num_steps, request.guidance_scale, request.mode)
+
+
+def _milliseconds(nanoseconds: int) -> float | None:
+    return round(nanoseconds / 1e6, 3) if nanoseconds else None
