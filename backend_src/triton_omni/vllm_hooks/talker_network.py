@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The talker's network for vLLM: a Qwen2-style decoder, thinker-wide embeddings in, codec logits out.
+
+It follows HF's `Qwen2_5OmniTalkerForConditionalGeneration`; where the embeddings come from is not its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from triton_omni.vllm_hooks.compat import (
+    AutoWeightsLoader,
+    LlamaModel,
+    LogitsProcessor,
+    ModelRegistry,
+    ParallelLMHead,
+    ReplicatedLinear,
+    SupportsMRoPE,
+    VllmConfig,
+    VocabParallelEmbedding,
+    WeightsMapper,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+ARCHITECTURE = "TritonOmniTalker"
+_PREFIX = "talker."
+
+
+class TalkerForCausalLM(nn.Module, SupportsMRoPE):
+    """Projection, decoder with M-RoPE and codec head; the embedding is as wide as the thinker.
+
+    The layers are vLLM's Llama layers with biases on query, key and value (`qkv_bias`), which is Qwen2; vLLM's own
+    Qwen2 layers take heads to be hidden_size / heads wide, and the published talker's are not. Weights are the `talker.` part of the whole checkpoint; a missing, unexpected or misshapen one stops the load.
+    """
+
+    supports_mrope = True
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={
+            f"{_PREFIX}codec_head.": "lm_head.",
+            _PREFIX: "",
+            "thinker.": None,
+            "token2wav.": None,
+        }
+    )
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.model = LlamaModel(vllm_config=vllm_config, prefix=f"{prefix}model")
+        # LlamaModel makes its table as wide as its layers; the talker's holds vectors that are added to hidden rows.
+        self.model.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.embedding_size)
+        self.thinker_to_talker_proj = ReplicatedLinear(config.embedding_size, config.hidden_size, return_bias=False)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=f"{prefix}lm_head")
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    @staticmethod
+    def is_unused_checkpoint_weight(name: str) -> bool:
+        """Lets vLLM skip files that hold nothing of the talker."""
+        return not name.startswith(_PREFIX)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Codec ids [N] to vectors [N, embedding_size]."""
+        embedded: Tensor = self.model.embed_input_ids(input_ids)
+        return embedded
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [N, hidden_size] of embeddings [N, embedding_size] at positions [3, N].
+
+        `input_ids` are read only where vLLM gives no embeddings (its own warm-up runs).
+        """
+        if inputs_embeds is None:
+            if input_ids is None:
+                raise ValueError("the talker needs input_ids or inputs_embeds, got neither")
+            inputs_embeds = self.embed_input_ids(input_ids)
+        hidden: Tensor = self.model(None, positions, intermediate_tensors, self.thinker_to_talker_proj(inputs_embeds))
+        return hidden
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Codec logits [N, vocab_size] of hidden states [N, hidden_size]."""
+        logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)
+        return logits
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
+        """Plain text positions [3, P] and delta 0; the runner replaces them by the thinker's positions."""
+        return torch.arange(len(input_tokens)).expand(3, -1), 0
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load the `talker.` weights; vLLM's own check lets a missing matrix pass, so it is repeated here.
+
+        Raises:
+            ValueError: a weight is missing, unexpected or of another shape.
+        """
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+        missing = {name for name, _ in self.named_parameters()} - loaded
+        if missing:
+            raise ValueError(f"the checkpoint lacks talker weights: {', '.join(sorted(missing))}")
+        return loaded
+
+
+def talker_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The talker's part of a whole checkpoint's config, as vLLM's `hf_overrides` wants it.
+
+    `projection_dim` is where vLLM looks for the width of prompt embeddings that are not hidden_size wide.
+    """
+    talker: PreTrainedConfig = config.talker_config
+    talker.architectures = [ARCHITECTURE]
+    talker.projection_dim = talker.embedding_size
+    talker.qkv_bias = True
+    return talker
+
+
+def register_talker() -> None:
+    """Make the network known to vLLM in this process; vLLM inspects a class object without a subprocess."""
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(ARCHITECTURE, TalkerForCausalLM)
