@@ -69,8 +69,10 @@ class RequestLimits(_Frozen):
     max_image_pixels: Positive = 16 << 20
     max_audio_seconds: Annotated[float, Field(gt=0)] = 300.0
     max_video_seconds: Annotated[float, Field(gt=0)] = 120.0
-    max_video_frames: Positive = 256
+    max_video_frames: Annotated[int, Field(ge=2)] = 256
     """Frames sampled from a video for the model."""
+    max_video_pixels: Positive = 96 << 20
+    """Pixels of all frames of one video together; larger frames are scaled down to fit."""
     allowed_url_schemes: tuple[Literal["data"], ...] = ("data",)
     """Nothing is fetched or opened by name unless the deployment says so here."""
 

@@ -2,14 +2,16 @@
 """Strict JSON of an outsider: bytes in, a tree of plain Python values out.
 
 Size and nesting are bounded before the parser allocates; duplicate keys, NaN, invalid UTF-8 and unpaired
-surrogates are refused by name. This module knows nothing of chats or of sampling.
+surrogates are refused by name; a schema then checks the tree. This module knows nothing of chats or of sampling.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from triton_omni.errors import BadRequest, TooLarge
 
@@ -20,6 +22,12 @@ SHOWN_CHARACTERS = 80
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 # Base64 of a medium; `\` because some encoders write `/` as `\/`.
 _BASE64_RUN = re.compile(rb"[A-Za-z0-9+/=\\]{1024,}+")
+
+
+class StrictModel(BaseModel):
+    """No coercion (a bool is no int), no unknown key, finite numbers only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def shown(value: object) -> str:
@@ -48,7 +56,7 @@ def decode_utf8(raw: bytes, name: str) -> str:
         raise BadRequest(f"{name}: byte {error.start} (0x{raw[error.start]:02x}) is not valid UTF-8") from error
 
 
-def parse_json(raw: bytes, name: str, *, max_bytes: int, max_media_bytes: int = 0) -> Any:
+def parse_json(raw: bytes, name: str, *, max_bytes: int, max_media_bytes: int = 0) -> object:
     """Parse one JSON document.
 
     Args:
@@ -65,7 +73,7 @@ def parse_json(raw: bytes, name: str, *, max_bytes: int, max_media_bytes: int = 
     text = decode_utf8(raw, name)
     _check_depth(raw, name)
     try:
-        tree = json.loads(text, object_pairs_hook=_Pairs(name), parse_constant=_Constants(name))
+        tree: object = json.loads(text, object_pairs_hook=_Pairs(name), parse_constant=_Constants(name))
     except json.JSONDecodeError as error:
         raise BadRequest(f"{name}: not JSON: {error.msg} at character {error.pos}") from error
     except ValueError as error:  # an integer of thousands of digits
@@ -80,7 +88,7 @@ class _Pairs:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def __call__(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
         made = dict(pairs)
         if len(made) != len(pairs):
             seen: set[str] = set()
@@ -124,7 +132,7 @@ def _check_depth(raw: bytes, name: str) -> None:
             depth -= 1
 
 
-def _check_surrogates(tree: Any, path: str) -> None:
+def _check_surrogates(tree: object, path: str) -> None:
     if isinstance(tree, str):
         check_text(tree, path)
     elif isinstance(tree, dict):
@@ -145,3 +153,37 @@ def check_text(text: str, path: str) -> None:
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         raise BadRequest(f"{path}: unpaired surrogate U+{code:04X} at character {error.start}") from error
+
+
+SchemaT = TypeVar("SchemaT", bound=StrictModel)
+
+
+def validate(schema: type[SchemaT], tree: object, path: str) -> SchemaT:
+    """Check `tree` against a schema.
+
+    Raises:
+        BadRequest: the message names the key path under `path`, the value and what is allowed.
+    """
+    if not isinstance(tree, dict):
+        raise BadRequest(f"{path}: must be an object (got {shown(tree)})")
+    try:
+        return schema.model_validate(tree)
+    except ValidationError as error:
+        raise BadRequest(_describe(error, path)) from error
+
+
+def _describe(error: ValidationError, path: str) -> str:
+    """The first fault as `path.to.key: what is allowed (got what came)`, and how many more there are."""
+    items = error.errors(include_url=False)
+    first = items[0]
+    where = path + "".join(
+        f"[{step}]" if isinstance(step, int) else f".{shown(step)[1:-1] if step.isidentifier() else shown(step)}"
+        for step in first["loc"]
+    )
+    if first["type"] == "extra_forbidden":
+        text = f"{where}: unknown key"
+    elif first["type"] == "missing":
+        text = f"{where}: is required"
+    else:
+        text = f"{where}: {first['msg']} (got {shown(first['input'])})"
+    return text if len(items) == 1 else f"{text}; and {len(items) - 1} more"

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Videos to evenly sampled RGB frames and their sound, as the model card's recipe does (qwen-omni-utils).
+
+Knows FFmpeg through PyAV. A frame becomes RGB only if it was sampled, and is resized before the next is decoded.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import av
+import numpy as np
+import torch
+from av.container import InputContainer
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+from numpy.typing import NDArray
+
+from triton_omni.errors import BadRequest, TooLarge
+from triton_omni.media.audio import check_format, finish_audio
+from triton_omni.media.types import Audio, PixelRange, Video, VisionSizes, smart_resize
+from triton_omni.settings import RequestLimits
+
+Container = Literal["mp4", "webm"]
+_DEMUXERS: dict[Container, str] = {"mp4": "mp4", "webm": "webm"}
+
+FPS = 2.0
+FRAME_FACTOR = 2
+"""Frames are merged in pairs, so their number is even."""
+MIN_FRAMES = 4
+MAX_SOURCE_FPS = 240
+"""Bounds how many frames are decoded for one second of video."""
+
+
+def decode_video(
+    data: bytes, container: Container, limits: RequestLimits, sizes: VisionSizes, *, with_audio: bool
+) -> Video:
+    """Decode an mp4 or webm file.
+
+    Args:
+        data: the file.
+        container: what its first bytes say it is; no other demuxer is tried.
+        limits: of the deployment.
+        sizes: what frames are resized to.
+        with_audio: take the audio track as well, if there is one.
+
+    Raises:
+        BadRequest: unreadable, without frames, or of sizes the model does not take.
+        TooLarge: longer, or of more pixels a frame, than the limits allow.
+    """
+    file = _VideoFile(data, container, limits, sizes)
+    try:
+        frames, fps = file.read_frames()
+        audio = file.read_audio() if with_audio else None
+    except av.error.FFmpegError as error:
+        raise BadRequest(f"unreadable video: {error.strerror}") from error
+    return Video(frames, fps, audio)
+
+
+def frame_count(total: int, source_fps: float, most: int) -> int:
+    """How many of `total` frames are sampled: 2 a second, at least 4, even (`smart_nframes` of qwen-vl-utils).
+
+    Raises:
+        BadRequest: fewer than two frames.
+    """
+    if total < FRAME_FACTOR:
+        raise BadRequest(f"{total} frames, at least {FRAME_FACTOR} are needed")
+    count = min(max(total / source_fps * FPS, MIN_FRAMES), min(most, total))
+    return math.floor(count / FRAME_FACTOR) * FRAME_FACTOR
+
+
+def resize_frame(frame: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """Bicubic with antialiasing on float32, rounded: what torchvision's `resize` gives for a uint8 tensor.
+
+    Args:
+        frame: [H, W, 3].
+        height: of the result.
+        width: of the result.
+    """
+    if frame.shape[:2] == (height, width):
+        return frame
+    pixels = torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1)[None].float()
+    resized = torch.nn.functional.interpolate(
+        pixels, (height, width), mode="bicubic", align_corners=False, antialias=True
+    )
+    out: NDArray[np.uint8] = resized[0].clamp_(0, 255).round_().to(torch.uint8).permute(1, 2, 0).numpy()
+    return out
+
+
+@dataclass(frozen=True)
+class _VideoFile:
+    """One file in memory; every pass over it opens it anew, so a pass that is given up leaves nothing behind."""
+
+    data: bytes = field(repr=False)
+    container: Container
+    limits: RequestLimits
+    sizes: VisionSizes
+
+    def read_frames(self) -> tuple[NDArray[np.uint8], float]:
+        """Sampled frames [T, H, W, 3] and how many a second they are."""
+        total, source_fps = self._count_packets()
+        while True:
+            count = frame_count(total, source_fps, self.limits.max_video_frames)
+            wanted = torch.linspace(0, total - 1, count).round().long().tolist()
+            frames, decoded = self._decode(wanted)
+            if decoded == total:
+                return frames, count / total * source_fps
+            # Packets that show no picture (VP8's hidden frames, damaged ones) do not count: sample among those shown.
+            total = self._checked_total(decoded, source_fps)
+
+    def read_audio(self) -> Audio | None:
+        """The first audio track, or None where there is none."""
+        with self._open() as source:
+            if not source.streams.audio:
+                return None
+            context = source.streams.audio[0].codec_context
+            check_format(context.sample_rate, context.channels)
+            return finish_audio(_sound_blocks(source), context.sample_rate, self.limits.max_video_seconds)
+
+    def _open(self) -> InputContainer:
+        opened = av.open(io.BytesIO(self.data), mode="r", format=_DEMUXERS[self.container], metadata_errors="replace")
+        return cast(InputContainer, opened)
+
+    def _count_packets(self) -> tuple[int, float]:
+        """Packets of the video stream, nearly always one a frame, and frames a second; nothing is decoded."""
+        with self._open() as source:
+            stream = self._stream(source)
+            rate = stream.average_rate or stream.guessed_rate
+            if rate is None or not 0 < rate <= MAX_SOURCE_FPS:
+                raise BadRequest(f"{rate} frames a second, allowed are up to {MAX_SOURCE_FPS}")
+            total = sum(packet.size > 0 for packet in source.demux(stream))
+            return self._checked_total(total, float(rate)), float(rate)
+
+    def _decode(self, wanted: list[int]) -> tuple[NDArray[np.uint8], int]:
+        """The frames of the numbers `wanted` (ascending, none twice), and how many frames there were in all."""
+        places = {index: place for place, index in enumerate(wanted)}
+        out: NDArray[np.uint8] | None = None
+        decoded = 0
+        with self._open() as source:
+            for frame in source.decode(self._stream(source)):
+                self._check_pixels(frame.width, frame.height)
+                if (place := places.get(decoded)) is not None:
+                    pixels = _upright(frame)
+                    if out is None:
+                        out = self._room(len(wanted), pixels)
+                    out[place] = resize_frame(pixels, out.shape[1], out.shape[2])
+                decoded += 1
+                self._checked_total(decoded, MAX_SOURCE_FPS)
+        if out is None:
+            raise BadRequest("has no frame that can be decoded")
+        return out, decoded
+
+    def _room(self, count: int, first: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """An empty result: the frames share `max_video_pixels`, but none is scaled under 1.05 x the least size.
+
+        qwen-vl-utils divides its `total_pixels` in the same way.
+        """
+        least = self.sizes.frame.low
+        most = max(min(self.sizes.frame.high, self.limits.max_video_pixels // count), int(least * 1.05))
+        height, width = smart_resize(first.shape[0], first.shape[1], self.sizes.factor, PixelRange(least, most))
+        return np.zeros((count, height, width, 3), np.uint8)
+
+    def _stream(self, source: InputContainer) -> VideoStream:
+        if not source.streams.video:
+            raise BadRequest("has no video track")
+        stream = source.streams.video[0]
+        self._check_pixels(stream.codec_context.width, stream.codec_context.height)
+        return stream
+
+    def _check_pixels(self, width: int, height: int) -> None:
+        if width < 1 or height < 1:
+            raise BadRequest(f"frames of {width} x {height} pixels")
+        if width * height > self.limits.max_image_pixels:
+            raise TooLarge(f"frames of {width} x {height} pixels, the limit is {self.limits.max_image_pixels} in all")
+
+    def _checked_total(self, total: int, source_fps: float) -> int:
+        seconds = total / source_fps
+        if seconds > self.limits.max_video_seconds:
+            raise TooLarge(f"{seconds:.1f} seconds of video, the limit is {self.limits.max_video_seconds:g}")
+        return total
+
+
+def _upright(frame: VideoFrame) -> NDArray[np.uint8]:
+    """RGB [H, W, 3], turned as the file's display matrix says (phones film upright that way)."""
+    pixels = cast("NDArray[np.uint8]", frame.to_ndarray(format="rgb24"))
+    return np.rot90(pixels, round(frame.rotation / 90)) if frame.rotation else pixels
+
+
+def _sound_blocks(source: InputContainer) -> Iterator[NDArray[np.float32]]:
+    """[n, channels] float32 blocks at the track's own rate."""
+    context = source.streams.audio[0].codec_context
+    resampler = av.AudioResampler(format="fltp", layout=context.layout, rate=context.sample_rate)
+    for frame in itertools.chain(source.decode(source.streams.audio[0]), (None,)):
+        for block in resampler.resample(frame):
+            yield cast("NDArray[np.float32]", block.to_ndarray()).T

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chat as the thinker reads it: token ids with one placeholder a medium, and the media next to them.
+
+Pure: knows the tokenizer and decoded media, neither Triton nor a running engine. What a user wrote is tokenised as
+ordinary text, so no spelling of a special token ever becomes one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from triton_omni.chat import MediaKind, Message, TextPart
+from triton_omni.engine import ThinkerPrompt
+from triton_omni.errors import BadRequest, InternalError
+from triton_omni.media import Audio, Image, Medium, Video
+from triton_omni.request import OmniRequest
+
+DEFAULT_SYSTEM_PROMPT = (
+    "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving auditory and "
+    "visual inputs, as well as generating text and speech."
+)
+"""The model card's; the talker was trained with it (the template itself would fill in one without speech)."""
+
+
+class FastTokenizer(Protocol):
+    """What is needed of a HF fast tokenizer."""
+
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """The `tokenizers.Tokenizer` inside."""
+
+
+class PromptError(ValueError):
+    """A tokenizer that is not Qwen2.5-Omni's; the message names the missing token."""
+
+
+@dataclass(frozen=True)
+class ControlIds:
+    """Ids of the tokens that only the template writes."""
+
+    im_start: int
+    im_end: int
+    vision_bos: int
+    vision_eos: int
+    audio_bos: int
+    audio_eos: int
+    image: int
+    audio: int
+    video: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> ControlIds:
+        """Look the ids up by the spelling in Qwen2.5-Omni's chat template.
+
+        Raises:
+            PromptError: a token is missing.
+        """
+        found: dict[str, int] = {}
+        for item in fields(cls):
+            spelling = _SPELLINGS[item.name]
+            token_id = tokenizer.token_to_id(spelling)
+            if token_id is None:
+                raise PromptError(f"tokenizer: token {spelling} is missing, so this is not a Qwen2.5-Omni checkpoint")
+            found[item.name] = token_id
+        return cls(**found)
+
+    def group(self, kind: MediaKind) -> tuple[int, int, int]:
+        """Begin, placeholder and end id of one medium."""
+        if kind == "audio":
+            return self.audio_bos, self.audio, self.audio_eos
+        return self.vision_bos, self.image if kind == "image" else self.video, self.vision_eos
+
+
+_SPELLINGS: Mapping[str, str] = {
+    "im_start": "<|im_start|>",
+    "im_end": "<|im_end|>",
+    "vision_bos": "<|vision_bos|>",
+    "vision_eos": "<|vision_eos|>",
+    "audio_bos": "<|audio_bos|>",
+    "audio_eos": "<|audio_eos|>",
+    "image": "<|IMAGE|>",
+    "audio": "<|AUDIO|>",
+    "video": "<|VIDEO|>",
+}
+
+
+class PromptRenderer:
+    """Writes chats as Qwen2.5-Omni's template does, straight into token ids. Safe to call from many threads.
+
+    Special tokens cut a text into segments before BPE sees it, so tokenising the runs between control ids one by one
+    gives the ids of the whole. A run holds the role's header, the newline and all text up to the next control id: the
+    pre-tokeniser merges newlines across that boundary.
+    """
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        backend = tokenizer.backend_tokenizer
+        self.ids = ControlIds.of(backend)
+        # A copy of our own: HF switches this flag (and truncation) on the shared one from call to call.
+        self._plain: Tokenizer = copy.deepcopy(backend)
+        self._plain.encode_special_tokens = True
+        self._plain.no_truncation()
+        self._plain.no_padding()
+
+    def render(self, chat: Sequence[Message]) -> tuple[int, ...]:
+        """Ids of `chat` and of the assistant's header; the default system prompt stands in for a missing one."""
+        ids: list[int] = []
+        run: list[str] = []
+        for piece in self._pieces(chat):
+            if isinstance(piece, str):
+                run.append(piece)
+                continue
+            ids += self._encode("".join(run))
+            run.clear()
+            ids.append(piece)
+        return (*ids, *self._encode("".join(run)))
+
+    def _pieces(self, chat: Sequence[Message]) -> Iterator[str | int]:
+        if not chat or chat[0].role != "system":
+            yield from self._turn(Message("system", (TextPart(DEFAULT_SYSTEM_PROMPT),)))
+        for message in chat:
+            yield from self._turn(message)
+        yield self.ids.im_start
+        yield "assistant\n"
+
+    def _turn(self, message: Message) -> Iterator[str | int]:
+        yield self.ids.im_start
+        yield f"{message.role}\n"
+        for part in message.parts:
+            if isinstance(part, TextPart):
+                yield part.text
+            else:
+                yield from self.ids.group(part.kind)
+        yield self.ids.im_end
+        yield "\n"
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids if text else []
+        return ids
+
+
+def build_prompt(request: OmniRequest, media: Sequence[Medium], renderer: PromptRenderer) -> ThinkerPrompt:
+    """The thinker's prompt.
+
+    Args:
+        request: the checked request.
+        media: the decoded media of `request.media`, in that order.
+        renderer: made once from the checkpoint's tokenizer.
+
+    Raises:
+        BadRequest: `use_audio_in_video` with a video without sound, or with audio besides the videos'.
+    """
+    parts = request.media
+    kinds = {"image": Image, "audio": Audio, "video": Video}
+    if len(parts) != len(media) or any(
+        not isinstance(medium, kinds[part.kind]) for part, medium in zip(parts, media, strict=False)
+    ):
+        raise InternalError(f"{len(media)} decoded media do not match the {len(parts)} of the request")
+    data, kwargs = to_vllm_data(media, use_audio_in_video=request.use_audio_in_video)
+    return ThinkerPrompt(renderer.render(request.chat), data, kwargs)
+
+
+def to_vllm_data(media: Sequence[Medium], *, use_audio_in_video: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`multi_modal_data` and `mm_processor_kwargs` of vLLM, which go on to HF's `Qwen2_5OmniProcessor`.
+
+    Image: PIL RGB; audio: float32 [S] at 16 kHz; video: uint8 [T, H, W, 3]. No `fps` is given: HF's processor counts
+    every video at 2 frames a second, as the model card's recipe does, and vLLM interleaves sound with the same figure.
+
+    Raises:
+        BadRequest: `use_audio_in_video` with a video without sound, or with audio besides the videos'.
+    """
+    images = [item.pixels for item in media if isinstance(item, Image)]
+    audios = [item.samples for item in media if isinstance(item, Audio)]
+    videos = [item for item in media if isinstance(item, Video)]
+    kwargs: dict[str, Any] = {}
+    if use_audio_in_video and videos:
+        if audios:
+            raise BadRequest(
+                "use_audio_in_video: audio parts next to videos with sound are not supported; send one or the other"
+            )
+        audios = [_sound_of(video, index) for index, video in enumerate(videos)]
+        kwargs["use_audio_in_video"] = True
+    data = {"image": images, "audio": audios, "video": [video.frames for video in videos]}
+    return {kind: items for kind, items in data.items() if items}, kwargs
+
+
+def _sound_of(video: Video, index: int) -> NDArray[np.float32]:
+    if video.audio is None:
+        raise BadRequest(f"use_audio_in_video: video {index} of the request has no audio track")
+    return video.audio.samples

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small media files made in memory, for every test that needs one.
+
+Knows the codecs' libraries only, nothing of the server.
+"""
+
+from __future__ import annotations
+
+import io
+from fractions import Fraction
+
+import av
+import numpy as np
+import soundfile
+from PIL import Image
+
+_AUDIO_FORMATS = {"wav": ("WAV", "PCM_16"), "flac": ("FLAC", "PCM_16"), "ogg": ("OGG", "VORBIS"), "mp3": ("MP3", None)}
+
+
+def tone(seconds: float = 0.5, rate: int = 16000, channels: int = 1, hertz: float = 440.0) -> np.ndarray:
+    """A sine of amplitude 0.5: float32 [S] or [S, channels], each channel an octave above the one before."""
+    time = np.arange(round(seconds * rate)) / rate
+    waves = [0.5 * np.sin(2 * np.pi * hertz * 2**channel * time) for channel in range(channels)]
+    samples = np.stack(waves, axis=1).astype(np.float32)
+    return samples[:, 0] if channels == 1 else samples
+
+
+def audio_file(
+    kind: str = "wav",
+    *,
+    seconds: float = 0.5,
+    rate: int = 16000,
+    channels: int = 1,
+    samples: np.ndarray | None = None,
+    subtype: str | None = None,
+) -> bytes:
+    """An encoded wav, flac, ogg (Vorbis) or mp3; of `samples` or of `tone`."""
+    container, default = _AUDIO_FORMATS[kind]
+    out = io.BytesIO()
+    wave = tone(seconds, rate, channels) if samples is None else samples
+    soundfile.write(out, wave, rate, format=container, subtype=subtype or default)
+    return out.getvalue()
+
+
+def picture(width: int = 64, height: int = 48, seed: int = 0) -> np.ndarray:
+    """A gradient with a bright square whose place depends on `seed`: uint8 [height, width, 3]."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    pixels = np.stack([rows * 255 // max(height - 1, 1), columns * 255 // max(width - 1, 1), rows * 0 + 40], axis=2)
+    left = (seed * 7) % max(width - 8, 1)
+    pixels[: height // 4, left : left + 8] = 255
+    return pixels.astype(np.uint8)
+
+
+def image_file(kind: str = "png", width: int = 64, height: int = 48, seed: int = 0, **options: object) -> bytes:
+    """An encoded png, jpeg or webp of `picture`; `options` go to Pillow's `save`."""
+    return encode_image(Image.fromarray(picture(width, height, seed)), kind, **options)
+
+
+def encode_image(image: Image.Image, kind: str, **options: object) -> bytes:
+    """An encoded png, jpeg or webp of any Pillow image."""
+    out = io.BytesIO()
+    image.save(out, format=kind.upper(), **options)
+    return out.getvalue()
+
+
+def video_file(
+    kind: str = "mp4",
+    *,
+    seconds: float = 1.0,
+    fps: int = 8,
+    width: int = 64,
+    height: int = 48,
+    audio: bool = False,
+) -> bytes:
+    """An encoded mp4 (H.264, AAC) or webm (VP9, Opus); frame i is `picture(seed=i)`, the sound is `tone`."""
+    out = io.BytesIO()
+    with av.open(out, mode="w", format=kind) as container:
+        stream = container.add_stream("libx264" if kind == "mp4" else "libvpx-vp9", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.thread_count = 1
+        sound = _sound_stream(container, kind) if audio else None
+        for index in range(round(seconds * fps)):
+            frame = av.VideoFrame.from_ndarray(picture(width, height, seed=index), format="rgb24")
+            frame.pts, frame.time_base = index, Fraction(1, fps)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+        if sound is not None:
+            _write_sound(container, sound, seconds)
+    return out.getvalue()
+
+
+def _sound_stream(container: av.container.OutputContainer, kind: str) -> av.AudioStream:
+    stream = container.add_stream("aac" if kind == "mp4" else "libopus", rate=48000)
+    stream.layout = "mono"
+    return stream
+
+
+def _write_sound(container: av.container.OutputContainer, stream: av.AudioStream, seconds: float) -> None:
+    name = stream.codec_context.format.name  # which one libopus takes depends on the build
+    samples = tone(seconds, 48000)[None, :]
+    if name == "s16":
+        samples = (samples * 32767).astype(np.int16)
+    size = stream.frame_size or 960
+    for start in range(0, samples.shape[1], size):
+        block = np.ascontiguousarray(samples[:, start : start + size])
+        frame = av.AudioFrame.from_ndarray(block, format=name, layout="mono")
+        frame.sample_rate, frame.pts, frame.time_base = 48000, start, Fraction(1, 48000)
+        container.mux(stream.encode(frame))
+    container.mux(stream.encode(None))
