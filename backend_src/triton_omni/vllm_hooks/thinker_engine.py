@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thinker's engine: vLLM in this process, giving text deltas and one hidden row a token.
+
+It implements `engine.ThinkerEngine`; sessions, messages and Triton are unknown here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from triton_omni.engine import EngineStats, FinishReason, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
+from triton_omni.errors import BadRequest, TooLarge
+from triton_omni.settings import ThinkerSettings
+from triton_omni.vllm_hooks import thinker_networks
+from triton_omni.vllm_hooks.compat import (
+    LLMEngine,
+    MultiModalFeatureSpec,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    VLLMValidationError,
+)
+from triton_omni.vllm_hooks.engine_args import apply_thread_share, build_engine_args, resolve_dtype
+from triton_omni.vllm_hooks.hidden_rows import RowTap
+from triton_omni.vllm_hooks.sampling import seed_args
+
+_WORKER = "triton_omni.vllm_hooks.thinker_worker.ThinkerWorker"
+_FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of positions [start, start + len(rows)) that wait for their tokens to be known."""
+
+    start: int
+    rows: Tensor
+    finite: Tensor
+    ready: torch.cuda.Event | None
+
+
+@dataclass
+class _Sequence:
+    key: str
+    request_id: str
+    """vLLM's own id of the request."""
+    prompt_tokens: int
+    want_rows: bool
+    reply_tokens: int = 0
+    next_row: int = 0
+    """Position of the first row not yet given."""
+    pieces: deque[_Piece] = field(default_factory=deque)
+
+    @property
+    def row_limit(self) -> int:
+        """Rows of positions from here on are not given (yet): their token may be the last one.
+
+        A position below has its sampled token known, so its step has ended on the device.
+        """
+        return self.prompt_tokens + max(self.reply_tokens - 1, 0)
+
+
+class ThinkerVllmEngine:
+    """vLLM's engine with the hidden-row runner; owned by one thread, except `prepare`.
+
+    Args:
+        checkpoint: folder of a whole Qwen2.5-Omni checkpoint.
+        settings: limits and engine switches of `stage.yaml`.
+        device: `cpu` or a CUDA device.
+
+    Raises:
+        SettingsError: the device or a class name cannot be used.
+        UnsupportedEngineError: the configuration asks for speculative decoding or more than one process.
+    """
+
+    def __init__(self, checkpoint: Path, settings: ThinkerSettings, device: torch.device) -> None:
+        thinker_networks.register()
+        self.dtype = resolve_dtype(settings.dtype, device)
+        self.device = device
+        apply_thread_share(settings.engine)
+        media = settings.limits.max_media_items
+        arguments = build_engine_args(
+            checkpoint,
+            settings.engine,
+            device,
+            self.dtype,
+            worker_cls=_WORKER,
+            hf_overrides={"architectures": [thinker_networks.THINKER_ARCHITECTURE]},
+            limit_mm_per_prompt={"image": media, "audio": media, "video": media},
+            # Media are seen once; the cache would also make the processor unsafe to share between threads.
+            mm_processor_cache_gb=0,
+            skip_mm_profiling=True,
+        )
+        self._llm = LLMEngine.from_engine_args(arguments)
+        self._core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
+        runner = self._llm.model_executor.driver_worker.worker.model_runner
+        self._tap: RowTap = runner.row_tap
+        self._model: Any = runner.get_model()
+        config: Any = self._llm.model_config.hf_config.thinker_config
+        self._media_ids = [config.audio_token_index, config.image_token_index, config.video_token_index]
+        self._end_ids = end_ids(config)
+        self._max_model_len = settings.engine.max_model_len
+        self._processor_lock = threading.Lock()
+        self._sequences: dict[str, _Sequence] = {}
+        self._keys: dict[str, str] = {}
+
+    def prepare(self, prompt: ThinkerPrompt, *, max_tokens: int = 1) -> ThinkerPlaced:
+        """Preprocess media and expand their placeholders; may be called from any thread.
+
+        Raises:
+            TooLarge: the expanded prompt and `max_tokens` exceed `max_model_len`.
+            BadRequest: the media do not fit the placeholders, or cannot be processed.
+        """
+        self._check_length(len(prompt.token_ids), max_tokens)
+        engine_input = self._render(prompt)
+        ids = tuple(engine_input["prompt_token_ids"])
+        self._check_length(len(ids), max_tokens)
+        positions, _ = self._model.get_mrope_input_positions(list(ids), _media_features(engine_input))
+        return ThinkerPlaced(prompt_token_ids=ids, positions=positions.to(torch.int64), engine_input=engine_input)
+
+    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool) -> None:
+        """Queue a sequence; `want_rows` False (a text-only request) gives no rows.
+
+        Raises:
+            ValueError: the key is in use.
+            TooLarge: prompt and `sampling.max_tokens` exceed `max_model_len`.
+            BadRequest: vLLM refuses a sampling value or a medium.
+        """
+        if key in self._sequences:
+            raise ValueError(f"key {key!r} is in use")
+        self._check_length(len(placed.prompt_token_ids), sampling.max_tokens)
+        try:
+            request_id = self._llm.add_request(key, placed.engine_input, self._sampling_params(sampling))
+        except VLLMValidationError as error:
+            raise BadRequest(f"the thinker refused the request: {error}") from error
+        if want_rows:
+            self._tap.want(request_id, np.isin(placed.prompt_token_ids, self._media_ids))
+        self._sequences[key] = _Sequence(key, request_id, len(placed.prompt_token_ids), want_rows)
+        self._keys[request_id] = key
+
+    def step(self) -> list[ThinkerOutput]:
+        """Run one engine step and return what it gave; an empty list when there is nothing to do."""
+        if not self.has_work():
+            return []
+        news: dict[str, RequestOutput] = {output.request_id: output for output in self._llm.step()}  # type: ignore[misc]
+        for key, output in news.items():
+            self._sequences[key].reply_tokens += len(output.outputs[0].token_ids)
+        touched = dict.fromkeys([*self._collect_rows(), *news])
+        return [output for key in touched for output in self._advance(self._sequences[key], news.get(key))]
+
+    def abort(self, key: str) -> None:
+        """Drop a sequence and everything it holds; unknown keys are ignored."""
+        sequence = self._drop(key)
+        if sequence is not None:
+            self._llm.abort_request([sequence.request_id], internal=True)
+
+    def has_work(self) -> bool:
+        """Whether `step` could advance a sequence, or has still to tell the device of an ended one."""
+        return bool(self._core.scheduler.has_requests() or self._core.batch_queue)
+
+    def stats(self) -> EngineStats:
+        """Figures of this moment, from the scheduler's own state."""
+        running, waiting = self._core.scheduler.get_request_counts()
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        held = sum(len(piece.rows) for sequence in self._sequences.values() for piece in sequence.pieces)
+        # The null block is never free.
+        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        return EngineStats(running=running, waiting=waiting, kv_blocks_used=used, rows_used=held)
+
+    def close(self) -> None:
+        """Release the device; the engine cannot be used afterwards."""
+        for key in tuple(self._sequences):
+            self.abort(key)
+        self._tap.steps.clear()
+        self._llm.engine_core.shutdown()
+
+    def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
+        if prompt_tokens + max_tokens > self._max_model_len:
+            raise TooLarge(
+                f"the prompt has {prompt_tokens} tokens and the reply may have {max_tokens}, together "
+                f"{prompt_tokens + max_tokens}; this deployment's limit is {self._max_model_len} (max_model_len)"
+            )
+
+    def _render(self, prompt: ThinkerPrompt) -> Mapping[str, Any]:
+        """vLLM's engine input: ids with expanded placeholders, and the processed media."""
+        tokens: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
+        if not prompt.multi_modal_data:
+            return self._render_one(tokens)
+        tokens["multi_modal_data"] = dict(prompt.multi_modal_data)
+        tokens["mm_processor_kwargs"] = dict(prompt.mm_processor_kwargs)
+        # HF's tokenizer and processors are shared objects and not made for several threads.
+        with self._processor_lock:
+            try:
+                return self._render_one(tokens)
+            except (ValueError, TypeError, RuntimeError) as error:
+                raise BadRequest(f"the media could not be processed for the prompt: {str(error)[:300]}") from error
+
+    def _render_one(self, tokens: dict[str, Any]) -> Mapping[str, Any]:
+        (engine_input,) = self._llm.renderer.render_cmpl([tokens])
+        rendered: Mapping[str, Any] = engine_input
+        return rendered
+
+    def _sampling_params(self, sampling: Sampling) -> SamplingParams:
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            max_tokens=sampling.max_tokens,
+            # The end ids are HF's, whatever the tokenizer calls its end.
+            ignore_eos=True,
+            stop_token_ids=self._end_ids,
+            skip_special_tokens=True,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=seed_args(sampling.seed),
+        )
+
+    def _collect_rows(self) -> list[str]:
+        """Sort the steps' rows that have arrived to their sequences; returns the keys that got some."""
+        keys = []
+        while self._tap.steps and self._tap.steps[0].arrived:
+            step = self._tap.steps.popleft()
+            for segment in step.segments:
+                key = self._keys.get(segment.request_id)
+                if key is None:
+                    continue  # aborted or ended while the step ran
+                part = slice(segment.offset, segment.offset + segment.stop - segment.start)
+                piece = _Piece(segment.start, step.rows[part], step.finite[part], step.ready)
+                self._sequences[key].pieces.append(piece)
+                keys.append(key)
+        return keys
+
+    def _advance(self, sequence: _Sequence, news: RequestOutput | None) -> list[ThinkerOutput]:
+        """Outputs of one sequence in this step; several only when rows of more than one step came free."""
+        given = _release(sequence)
+        if any(not bool(piece.finite.all()) for piece in given):
+            self.abort(sequence.key)
+            return [ThinkerOutput(sequence.key, error="a hidden row is not finite (NaN or infinity)")]
+        outputs = [_rows_only(sequence.key, piece) for piece in given]
+        if news is None:
+            return outputs
+        last = outputs.pop() if outputs else ThinkerOutput(sequence.key)
+        return [*outputs, self._with_news(sequence, last, news)]
+
+    def _with_news(self, sequence: _Sequence, rows: ThinkerOutput, news: RequestOutput) -> ThinkerOutput:
+        completion = news.outputs[0]
+        finish = _FINISH.get(completion.finish_reason)
+        error = None
+        if news.finished:
+            self._drop(sequence.key)
+            if finish is None:
+                error = f"the engine gave the sequence up ({completion.finish_reason})"
+            elif sequence.want_rows and sequence.next_row != sequence.row_limit:
+                error = f"{sequence.next_row} rows were given where {sequence.row_limit} belong to the sequence"
+        return ThinkerOutput(
+            key=sequence.key,
+            text=completion.text,
+            token_ids=tuple(completion.token_ids),
+            rows=rows.rows,
+            row_start=rows.row_start,
+            rows_ready=rows.rows_ready,
+            finish_reason=None if error else finish,
+            error=error,
+        )
+
+    def _drop(self, key: str) -> _Sequence | None:
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            self._keys.pop(sequence.request_id)
+            self._tap.forget(sequence.request_id)
+        return sequence
+
+
+def end_ids(thinker_config: Any) -> list[int]:
+    """Ids that end a reply, as HF's `generate` finds them: the generation config made from the thinker's config."""
+    found = GenerationConfig.from_model_config(thinker_config).eos_token_id
+    if found is None:
+        return []
+    return [found] if isinstance(found, int) else list(found)
+
+
+def _media_features(engine_input: Mapping[str, Any]) -> list[MultiModalFeatureSpec]:
+    """The media of a rendered prompt in the form in which vLLM's M-RoPE reads them."""
+    features = []
+    for modality, places in engine_input.get("mm_placeholders", {}).items():
+        for index, place in enumerate(places):
+            data = engine_input["mm_kwargs"][modality][index]
+            features.append(MultiModalFeatureSpec(data=data, modality=modality, identifier="", mm_position=place))
+    return features
+
+
+def _release(sequence: _Sequence) -> list[_Piece]:
+    """Take the rows that may be given now: each position once, none from the limit on."""
+    given = []
+    while sequence.pieces and sequence.next_row < sequence.row_limit:
+        piece = sequence.pieces[0]
+        stop = min(piece.start + len(piece.rows), sequence.row_limit)
+        if stop > sequence.next_row:
+            part = slice(sequence.next_row - piece.start, stop - piece.start)
+            given.append(_Piece(sequence.next_row, piece.rows[part], piece.finite[part], piece.ready))
+            sequence.next_row = stop
+        if stop == piece.start + len(piece.rows):
+            sequence.pieces.popleft()
+        else:
+            break
+    return given
+
+
+def _rows_only(key: str, piece: _Piece) -> ThinkerOutput:
+    return ThinkerOutput(key, rows=piece.rows, row_start=piece.start, rows_ready=piece.ready)

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thinker's model runner and the worker that vLLM loads by name.
+
+It puts the mixins together; what they do is in `hidden_rows.py` and `sampling.py`.
+"""
+
+from __future__ import annotations
+
+from triton_omni.vllm_hooks.hidden_rows import HiddenRowsMixin
+from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
+from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
+
+
+class ThinkerRunner(HiddenRowsMixin, CounterNoiseMixin, PlatformRunner):
+    """vLLM's runner with hidden rows and batched seeded sampling."""
+
+
+class ThinkerWorker(StageWorker):
+    """Worker of the thinker's engine."""
+
+    runner_class = ThinkerRunner
