@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from triton_omni.checkpoint import synthetic_config, synthetic_text, synthetic_w
 from triton_omni.checkpoint.synthetic_config import SIZES, Size, omni_config, vocabulary
 from triton_omni.checkpoint.synthetic_text import write_speakers, write_text_files
 from triton_omni.checkpoint.synthetic_weights import WeightRules
+
+if TYPE_CHECKING:
+    from transformers import Qwen2_5OmniConfig
 
 Progress = Callable[[str], None]
 
@@ -52,6 +55,7 @@ def make_checkpoint(
     folder: Path,
     size: Size,
     seed: int = 0,
+    *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
@@ -62,7 +66,7 @@ def make_checkpoint(
         folder: made if missing; files of the same names are overwritten.
         size: 'tiny', '3b' or '7b'.
         seed: of all weights and speakers.
-        dtype: of thinker and talker, by default float32 for 'tiny' and bfloat16 else; token2wav is float32 as published.
+        dtype: of thinker and talker, by default float32 for 'tiny', else bfloat16; token2wav is float32 as published.
         device: where the weights are drawn, by default the CPU. At most one shard is in memory at a time.
         progress: is told of every file.
     """
@@ -73,12 +77,14 @@ def make_checkpoint(
     _set_dtype(config, dtype)
     config.save_pretrained(folder)
     write_text_files(folder, size, vocab)
-    dit = config.token2wav_config.dit_config
+    token2wav: Any = config.token2wav_config
+    dit = token2wav.dit_config
     frames = 48 if size == "tiny" else 400
     write_speakers(folder / "spk_dict.pt", vocab, cond=dit.enc_emb_dim, mel=dit.mel_dim, frames=frames, seed=seed)
     tell(f"{folder}: configuration, tokenizer and speakers")
     rules = WeightRules(config, vocab, seed=seed, replies=_REPLIES[size])
-    _write_shards(folder, _plan(config, dtype), rules, torch.device(device or "cpu"), _SHARD_BYTES[size], tell)
+    shards = list(_split(_plan(config, dtype), _SHARD_BYTES[size]))
+    _write_shards(folder, shards, rules, torch.device(device or "cpu"), tell)
 
 
 def default_checkpoint_path() -> Path:
@@ -119,8 +125,10 @@ def _source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def _set_dtype(config: Any, dtype: torch.dtype) -> None:
-    thinker, talker, token2wav = config.thinker_config, config.talker_config, config.token2wav_config
+def _set_dtype(config: Qwen2_5OmniConfig, dtype: torch.dtype) -> None:
+    thinker: Any = config.thinker_config
+    talker: Any = config.talker_config
+    token2wav: Any = config.token2wav_config
     low = (config, thinker, thinker.text_config, thinker.audio_config, thinker.vision_config, talker)
     for part in low:
         part.dtype = dtype
@@ -128,12 +136,12 @@ def _set_dtype(config: Any, dtype: torch.dtype) -> None:
         part.dtype = torch.float32
 
 
-def _plan(config: Any, dtype: torch.dtype) -> list[_Planned]:
+def _plan(config: Qwen2_5OmniConfig, dtype: torch.dtype) -> list[_Planned]:
     """Names and shapes as HF's own modules have them; no memory is spent on values."""
     from transformers import Qwen2_5OmniForConditionalGeneration
 
     with torch.device("meta"):
-        model = Qwen2_5OmniForConditionalGeneration(config)
+        model = Qwen2_5OmniForConditionalGeneration(config)  # type: ignore[no-untyped-call]
     return [
         _Planned(name, tuple(value.shape), torch.float32 if name.startswith("token2wav.") else dtype)
         for name, value in model.state_dict().items()
@@ -154,11 +162,10 @@ def _split(plan: list[_Planned], limit: int) -> Iterator[list[_Planned]]:
 
 
 def _write_shards(
-    folder: Path, plan: list[_Planned], rules: WeightRules, device: torch.device, limit: int, tell: Progress
+    folder: Path, shards: list[list[_Planned]], rules: WeightRules, device: torch.device, tell: Progress
 ) -> None:
     from safetensors.torch import save_file
 
-    shards = list(_split(plan, limit))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -167,7 +174,10 @@ def _write_shards(
         (folder / file).chmod(0o644)  # safetensors writes for the owner alone; a server may run as another user
         weight_map.update(dict.fromkeys(tensors, file))
         tell(f"{file}: {len(tensors)} tensors, {sum(planned.nbytes for planned in shard) / 2**20:.1f} MiB")
-    index = {"metadata": {"total_size": sum(planned.nbytes for planned in plan)}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(planned.nbytes for shard in shards for planned in shard)},
+        "weight_map": weight_map,
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
@@ -191,7 +201,12 @@ def main(arguments: list[str] | None = None) -> None:
         return
     dtype = _DTYPES[given.dtype] if given.dtype else None
     make_checkpoint(
-        given.out, given.size, given.seed, dtype, given.device, lambda line: print(line, file=sys.stderr, flush=True)
+        given.out,
+        given.size,
+        given.seed,
+        dtype=dtype,
+        device=given.device,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
     sys.stdout.write(f"{given.out}{os.linesep}")
 

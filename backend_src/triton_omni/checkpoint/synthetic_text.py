@@ -185,5 +185,5 @@ def _preprocessor_config(seconds: int) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

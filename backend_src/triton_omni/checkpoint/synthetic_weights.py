@@ -20,7 +20,7 @@ import hashlib
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -56,7 +56,10 @@ class Decoder:
 
 def describe(config: Qwen2_5OmniConfig, *, thinker_reply: int, talker_reply: int) -> tuple[Decoder, Decoder]:
     """The thinker's and the talker's transformers of an HF configuration."""
-    text, talker = config.thinker_config.text_config, config.talker_config
+    # HF declares its nested configurations as optional or plain dictionaries; made ones are always objects.
+    thinker: Any = config.thinker_config
+    talker: Any = config.talker_config
+    text = thinker.text_config
     return (
         Decoder(
             "thinker.model.",
@@ -228,11 +231,7 @@ def _rotary_pair(decoder: Decoder) -> int:
 
 def _moments(name: str, shape: tuple[int, ...], decoders: tuple[Decoder, Decoder]) -> tuple[float, float]:
     """Mean and standard deviation by layer kind; the first rule whose pattern matches the name counts."""
-    for pattern, mean, gain, by_fan_in in _RULES:
-        if re.search(pattern, name):
-            break
-    else:
-        raise LookupError(f"no initialisation rule for {name}")
+    mean, gain, by_fan_in = _rule(name)
     if by_fan_in:
         gain /= math.sqrt(_fan_in(name, shape))
     for decoder in decoders:
@@ -240,6 +239,13 @@ def _moments(name: str, shape: tuple[int, ...], decoders: tuple[Decoder, Decoder
         if name.startswith(decoder.prefix) and name.endswith(("o_proj.weight", "down_proj.weight")):
             gain *= math.sqrt(2 / decoder.layers)
     return mean, gain
+
+
+def _rule(name: str) -> tuple[float, float, bool]:
+    for pattern, mean, gain, by_fan_in in _RULES:
+        if re.search(pattern, name):
+            return mean, gain, by_fan_in
+    raise LookupError(f"no initialisation rule for {name}")
 
 
 def _fan_in(name: str, shape: tuple[int, ...]) -> float:

@@ -23,9 +23,9 @@ def define_torchvision_operators() -> bool:
     """
     if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
         return False
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    library.define("nms" + _NMS)
-    library.define("qnms" + _NMS)
+    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for operator in ("nms", "qnms"):
+        library.define(operator + _NMS)  # type: ignore[no-untyped-call]
     # A library's definitions vanish with the object.
     _registered.append(library)
     return True

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts of the weights, read from the checkpoint's own files: sizes, special ids, rates, named upstream quirks.
+
+What a deployment chooses is in `settings.py`. Nothing here imports transformers: `config.json` is read as published
+(names of transformers 4) and as newer transformers write it (`rope_parameters`, `hidden_size` in the DiT).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from triton_omni.checkpoint.reading import CheckpointError, Section, read_json
+
+__all__ = ["CheckpointError", "OmniConfig", "fingerprint", "load_config"]
+
+SAMPLE_RATE = 24000
+"""Hz of the waveform; the vocoder was trained at this rate and no file of the checkpoint states it."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes that the thinker's and the talker's transformers have in common."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    rope_theta: float
+    mrope_section: tuple[int, ...]
+    """Rotary pairs of the temporal, height and width positions; they sum to head_dim / 2."""
+
+
+@dataclass(frozen=True)
+class ThinkerConfig:
+    """The thinker: sizes and ids of the text vocabulary."""
+
+    decoder: DecoderConfig
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    audio_token_id: int
+    image_token_id: int
+    video_token_id: int
+    audio_start_token_id: int
+    audio_end_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    position_id_per_seconds: int
+    seconds_per_chunk: int
+    spatial_merge_size: int
+
+    @property
+    def media_token_ids(self) -> tuple[int, int, int]:
+        """Ids whose input embeddings come from media and are left out of the talker's rows."""
+        return self.audio_token_id, self.image_token_id, self.video_token_id
+
+
+@dataclass(frozen=True)
+class TalkerSampling:
+    """How the talker draws codes unless a request says otherwise (HF `generate`'s defaults)."""
+
+    temperature: float = 0.9
+    top_k: int = 40
+    top_p: float = 0.8
+    repetition_penalty: float = 1.05
+    max_new_tokens: int = 4096
+
+
+@dataclass(frozen=True)
+class TalkerConfig:
+    """The talker: sizes, ids of the codec's vocabulary, and the text ids it is conditioned with."""
+
+    decoder: DecoderConfig
+    embedding_size: int
+    """Width of its inputs: the thinker's hidden size."""
+    codec_pad_id: int
+    codec_bos_id: int
+    codec_eos_id: int
+    codec_mask_id: int
+    text_pad_id: int
+    text_bos_id: int
+    text_eos_id: int
+    sampling: TalkerSampling
+
+    @property
+    def stop_ids(self) -> tuple[int, int]:
+        """Codec ids that end the speech."""
+        return self.codec_pad_id, self.codec_eos_id
+
+
+@dataclass(frozen=True)
+class EcapaConfig:
+    """The speaker encoder inside the DiT."""
+
+    dim: int
+    channels: tuple[int, ...]
+    kernel_sizes: tuple[int, ...]
+    dilations: tuple[int, ...]
+    attention_channels: int
+    res2net_scale: int
+    se_channels: int
+
+
+@dataclass(frozen=True)
+class DitConfig:
+    """The diffusion transformer: codec codes to mel frames."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    ff_mult: int
+    emb_dim: int
+    mel_dim: int
+    speaker_dim: int
+    """Width of the speaker embedding (`enc_emb_dim`)."""
+    block_size: int
+    """Mel frames of an attention block."""
+    look_ahead_layers: tuple[int, ...]
+    look_backward_layers: tuple[int, ...]
+    repeats: int
+    """Mel frames a code."""
+    num_embeds: int
+    max_positions: int
+    rope_theta: float
+    ecapa: EcapaConfig
+
+
+@dataclass(frozen=True)
+class BigVganConfig:
+    """The vocoder: mel frames to waveform."""
+
+    mel_dim: int
+    upsample_initial_channel: int
+    upsample_rates: tuple[int, ...]
+    upsample_kernel_sizes: tuple[int, ...]
+    resblock_kernel_sizes: tuple[int, ...]
+    resblock_dilation_sizes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class CodecConfig:
+    """Rates and the range of the codec's codes."""
+
+    num_embeds: int
+    mel_frames_per_code: int
+    hop_length: int
+    """Samples a mel frame: the product of the vocoder's upsampling rates."""
+    sample_rate: int = SAMPLE_RATE
+
+    @property
+    def largest_code(self) -> int:
+        """The last row of the DiT's table; see `Quirks.codec_table_extra_row`."""
+        return self.num_embeds
+
+    @property
+    def samples_per_code(self) -> int:
+        """Samples of the waveform that one code becomes."""
+        return self.mel_frames_per_code * self.hop_length
+
+    @property
+    def codes_per_second(self) -> float:
+        """50 in the published checkpoints."""
+        return self.sample_rate / self.samples_per_code
+
+
+@dataclass(frozen=True)
+class Quirks:
+    """What the published weights were trained with, odd or not, and an implementation must repeat."""
+
+    dit_rope_on_first_head_only: bool = True
+    """The DiT rotates queries and keys of head 0 alone, in the interleaved layout (HF `DiTAttention`)."""
+    codec_table_extra_row: bool = True
+    """The DiT's code table has `num_embeds + 1` rows (HF `DiTCodecEmbedding`)."""
+    unconditional_code: int = 0
+    """Guidance replaces all codes by this one (HF `DiTCodecEmbedding.forward`, `drop_code`)."""
+
+
+@dataclass(frozen=True)
+class OmniConfig:
+    """A whole checkpoint."""
+
+    thinker: ThinkerConfig
+    talker: TalkerConfig
+    dit: DitConfig
+    bigvgan: BigVganConfig
+    codec: CodecConfig
+    audio_sampling_rate: int
+    """Hz that sound inputs are resampled to."""
+    quirks: Quirks = field(default_factory=Quirks)
+
+
+def load_config(path: Path) -> OmniConfig:
+    """Read the facts of the checkpoint in the folder `path`.
+
+    Raises:
+        CheckpointError: a file cannot be read, a key is missing or wrong, or two parts do not fit together.
+    """
+    root = read_json(path / "config.json")
+    generation = read_json(path / "generation_config.json", optional=True)
+    preprocessor = read_json(path / "preprocessor_config.json", optional=True)
+    if root.values.get("model_type") != "qwen2_5_omni":
+        raise root.fail("model_type", f"expected 'qwen2_5_omni', found {root.values.get('model_type')!r:.80}")
+    token2wav = root.section("token2wav_config")
+    dit, bigvgan = _dit(token2wav.section("dit_config")), _bigvgan(token2wav.section("bigvgan_config"))
+    config = OmniConfig(
+        thinker=_thinker(root, generation),
+        talker=_talker(root.section("talker_config"), generation),
+        dit=dit,
+        bigvgan=bigvgan,
+        codec=CodecConfig(dit.num_embeds, dit.repeats, math.prod(bigvgan.upsample_rates)),
+        audio_sampling_rate=preprocessor.integer("sampling_rate", default=16000, low=1),
+    )
+    _check_parts_fit(config)
+    return config
+
+
+def fingerprint(path: Path) -> int:
+    """64 bits that differ between checkpoints: `config.json` and the names and sizes of the weight files.
+
+    Cheap on purpose (no weight is read): stages compare it to be sure that they serve the same checkpoint.
+
+    Raises:
+        CheckpointError: there is no readable `config.json`.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        digest.update((path / "config.json").read_bytes())
+        for file in sorted([*path.glob("*.safetensors"), *path.glob("spk_dict.pt")]):
+            digest.update(f"{file.name}:{file.stat().st_size};".encode())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _decoder(section: Section, vocab_size: int, head_dim: int | None) -> DecoderConfig:
+    hidden, heads = section.integer("hidden_size", low=1), section.integer("num_attention_heads", low=1)
+    kv_heads = section.integer("num_key_value_heads", default=heads, low=1)
+    if heads % kv_heads:
+        raise section.fail("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
+    if head_dim is None and hidden % heads:
+        raise section.fail("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}")
+    head_dim = head_dim or hidden // heads
+    sections = _mrope_section(section, head_dim)
+    return DecoderConfig(
+        hidden_size=hidden,
+        num_layers=section.integer("num_hidden_layers", low=1),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_positions=section.integer("max_position_embeddings", low=1),
+        rope_theta=_rope_theta(section, default=1000000.0),
+        mrope_section=sections,
+    )
+
+
+def _mrope_section(section: Section, head_dim: int) -> tuple[int, ...]:
+    rope = section.section("rope_parameters") if section.has("rope_parameters") else section.section("rope_scaling")
+    sections = rope.integers("mrope_section")
+    if len(sections) != 3 or sum(sections) * 2 != head_dim:
+        raise rope.fail("mrope_section", f"{list(sections)} are not three numbers that sum to {head_dim // 2}")
+    return sections
+
+
+def _rope_theta(section: Section, default: float) -> float:
+    rope = section.maybe("rope_parameters")
+    return rope.number("rope_theta") if rope.has("rope_theta") else section.number("rope_theta", default=default)
+
+
+def _thinker(root: Section, generation: Section) -> ThinkerConfig:
+    section, talker = root.section("thinker_config"), root.section("talker_config")
+    text = section.section("text_config")
+    decoder = _decoder(text, text.integer("vocab_size", low=1), None)
+    last = decoder.vocab_size - 1
+    # Older files state the vision ids for the talker alone.
+    vision = section if section.has("vision_start_token_id") else talker
+    return ThinkerConfig(
+        decoder=decoder,
+        eos_token_ids=_eos_token_ids((section, text, generation), last),
+        pad_token_id=(section if section.has("pad_token_id") else root).integer("pad_token_id", high=last),
+        audio_token_id=section.integer("audio_token_index", "audio_token_id", high=last),
+        image_token_id=section.integer("image_token_index", "image_token_id", high=last),
+        video_token_id=section.integer("video_token_index", "video_token_id", high=last),
+        audio_start_token_id=section.integer("audio_start_token_id", high=last),
+        audio_end_token_id=section.integer("audio_end_token_id", high=last),
+        vision_start_token_id=vision.integer("vision_start_token_id", high=last),
+        vision_end_token_id=vision.integer("vision_end_token_id", high=last),
+        position_id_per_seconds=section.integer("position_id_per_seconds", low=1),
+        seconds_per_chunk=section.integer("seconds_per_chunk", low=1),
+        spatial_merge_size=section.section("vision_config").integer("spatial_merge_size", default=2, low=1),
+    )
+
+
+def _eos_token_ids(sections: tuple[Section, ...], last: int) -> tuple[int, ...]:
+    """The first place that states them, in the order in which HF's thinker looks."""
+    for section in sections:
+        if section.has("eos_token_id"):
+            ids = section.integers("eos_token_id")
+            if not ids or max(ids) > last:
+                raise section.fail("eos_token_id", f"{list(ids)} is empty or has an id above {last}")
+            return ids
+    raise sections[0].fail("eos_token_id", "is missing, here, in text_config and in generation_config.json")
+
+
+def _talker(section: Section, generation: Section) -> TalkerConfig:
+    decoder = _decoder(section, section.integer("vocab_size", low=1), section.integer("head_dim", low=1))
+    last = decoder.vocab_size - 1
+    return TalkerConfig(
+        decoder=decoder,
+        embedding_size=section.integer("embedding_size", low=1),
+        codec_pad_id=section.integer("tts_codec_pad_token_id", high=last),
+        codec_bos_id=section.integer("tts_codec_start_token_id", high=last),
+        codec_eos_id=section.integer("tts_codec_end_token_id", high=last),
+        codec_mask_id=section.integer("tts_codec_mask_token_id", high=last),
+        text_pad_id=section.integer("tts_text_pad_token_id"),
+        text_bos_id=section.integer("tts_text_start_token_id"),
+        text_eos_id=section.integer("tts_text_end_token_id"),
+        sampling=_talker_sampling(generation),
+    )
+
+
+def _talker_sampling(generation: Section) -> TalkerSampling:
+    """HF `generate`'s defaults, or the keys of its arguments in `generation_config.json`."""
+    hf = TalkerSampling()
+    return TalkerSampling(
+        temperature=generation.number("talker_temperature", default=hf.temperature),
+        top_k=generation.integer("talker_top_k", default=hf.top_k),
+        top_p=generation.number("talker_top_p", default=hf.top_p),
+        repetition_penalty=generation.number("talker_repetition_penalty", default=hf.repetition_penalty, low=0.01),
+        max_new_tokens=generation.integer("talker_max_new_tokens", default=hf.max_new_tokens, low=1),
+    )
+
+
+def _dit(section: Section) -> DitConfig:
+    layers = section.integer("num_hidden_layers", "depth", low=1)
+    return DitConfig(
+        hidden_size=section.integer("hidden_size", "dim", low=1),
+        num_layers=layers,
+        num_heads=section.integer("num_attention_heads", "heads", low=1),
+        head_dim=section.integer("head_dim", low=2),
+        ff_mult=section.integer("ff_mult", low=1),
+        emb_dim=section.integer("emb_dim", low=1),
+        mel_dim=section.integer("mel_dim", low=1),
+        speaker_dim=section.integer("enc_emb_dim", low=1),
+        block_size=section.integer("block_size", default=24, low=1),
+        look_ahead_layers=_layer_numbers(section, "look_ahead_layers", layers),
+        look_backward_layers=_layer_numbers(section, "look_backward_layers", layers),
+        repeats=section.integer("repeats", low=1),
+        num_embeds=section.integer("num_embeds", low=1),
+        max_positions=section.integer("max_position_embeddings", default=32768, low=1),
+        rope_theta=_rope_theta(section, default=10000.0),
+        ecapa=_ecapa(section),
+    )
+
+
+def _layer_numbers(section: Section, key: str, layers: int) -> tuple[int, ...]:
+    numbers = section.integers(key)
+    if any(number >= layers for number in numbers):
+        raise section.fail(key, f"{list(numbers)} names a layer that is not among the {layers}")
+    return numbers
+
+
+def _ecapa(section: Section) -> EcapaConfig:
+    channels = section.integers("enc_channels", low=1)
+    kernels, dilations = section.integers("enc_kernel_sizes", low=1), section.integers("enc_dilations", low=1)
+    if not len(channels) == len(kernels) == len(dilations):
+        raise section.fail("enc_channels", "enc_channels, enc_kernel_sizes and enc_dilations differ in length")
+    return EcapaConfig(
+        dim=section.integer("enc_dim", low=1),
+        channels=channels,
+        kernel_sizes=kernels,
+        dilations=dilations,
+        attention_channels=section.integer("enc_attention_channels", low=1),
+        res2net_scale=section.integer("enc_res2net_scale", low=1),
+        se_channels=section.integer("enc_se_channels", low=1),
+    )
+
+
+def _bigvgan(section: Section) -> BigVganConfig:
+    rates, kernels = section.integers("upsample_rates", low=1), section.integers("upsample_kernel_sizes", low=1)
+    if len(rates) != len(kernels):
+        raise section.fail("upsample_rates", f"{len(rates)} rates but {len(kernels)} upsample_kernel_sizes")
+    resblocks, dilations = (
+        section.integers("resblock_kernel_sizes", low=1),
+        section.integer_rows("resblock_dilation_sizes"),
+    )
+    if len(resblocks) != len(dilations):
+        raise section.fail("resblock_kernel_sizes", f"{len(resblocks)} sizes, {len(dilations)} rows of dilations")
+    return BigVganConfig(
+        mel_dim=section.integer("mel_dim", low=1),
+        upsample_initial_channel=section.integer("upsample_initial_channel", low=1),
+        upsample_rates=rates,
+        upsample_kernel_sizes=kernels,
+        resblock_kernel_sizes=resblocks,
+        resblock_dilation_sizes=dilations,
+    )
+
+
+def _check_parts_fit(config: OmniConfig) -> None:
+    thinker, talker = config.thinker.decoder, config.talker
+    pairs = (
+        ("talker_config.embedding_size", talker.embedding_size, "thinker hidden_size", thinker.hidden_size),
+        ("bigvgan_config.mel_dim", config.bigvgan.mel_dim, "dit_config.mel_dim", config.dit.mel_dim),
+    )
+    for key, value, other, expected in pairs:
+        if value != expected:
+            raise CheckpointError(f"config.json.{key}: {value} differs from {other} {expected}")
+    largest = max(talker.text_pad_id, talker.text_bos_id, talker.text_eos_id)
+    if largest >= thinker.vocab_size:
+        raise CheckpointError(f"config.json.talker_config: tts_text id {largest} >= vocab_size {thinker.vocab_size}")

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typed access to the JSON files of a checkpoint; every refusal names the file, the key, the value and the limit.
+
+Knows nothing of the model: which keys exist and what they mean is in `config.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message names the file and the key or tensor."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A JSON object and where it was found, such as `config.json: talker_config`.
+
+    Each reader takes alternative names of a key in the order of preference (published and newer ones differ);
+    a `default` is for keys that HF's own configuration classes fill in, without one a missing key is an error.
+    """
+
+    where: str
+    values: Mapping[str, Any]
+
+    def fail(self, key: str, problem: str) -> CheckpointError:
+        """The error to raise about a key of this section."""
+        return CheckpointError(f"{self.where}.{key}: {problem}")
+
+    def section(self, key: str) -> Section:
+        """The JSON object under `key`."""
+        found = self.values.get(key)
+        if not isinstance(found, Mapping):
+            raise self.fail(key, f"expected an object, found {found!r:.80}" if key in self.values else "is missing")
+        return Section(f"{self.where}.{key}", found)
+
+    def maybe(self, key: str) -> Section:
+        """The JSON object under `key`, an empty one when it is missing or null."""
+        return self.section(key) if self.values.get(key) is not None else Section(f"{self.where}.{key}", {})
+
+    def has(self, *keys: str) -> bool:
+        """Whether one of the keys is there and not null."""
+        return any(self.values.get(key) is not None for key in keys)
+
+    def integer(self, *keys: str, default: int | None = None, low: int = 0, high: int | None = None) -> int:
+        """An integer in [low, high]."""
+        key, value = self._find(keys, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.fail(key, f"expected an integer, found {value!r:.80}")
+        if value < low or (high is not None and value > high):
+            raise self.fail(key, f"{value} is outside [{low}, {'any' if high is None else high}]")
+        return value
+
+    def number(self, *keys: str, default: float | None = None, low: float = 0.0) -> float:
+        """A finite number of at least `low`."""
+        key, value = self._find(keys, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < float("inf"):
+            raise self.fail(key, f"expected a finite number of at least {low}, found {value!r:.80}")
+        return float(value)
+
+    def flag(self, *keys: str, default: bool | None = None) -> bool:
+        """A boolean."""
+        key, value = self._find(keys, default)
+        if not isinstance(value, bool):
+            raise self.fail(key, f"expected true or false, found {value!r:.80}")
+        return value
+
+    def integers(self, *keys: str, default: tuple[int, ...] | None = None, low: int = 0) -> tuple[int, ...]:
+        """A list of integers of at least `low`; a single integer counts as a list of one."""
+        key, value = self._find(keys, default)
+        items = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(item, bool) or not isinstance(item, int) or item < low for item in items):
+            raise self.fail(key, f"expected integers of at least {low}, found {value!r:.80}")
+        return tuple(items)
+
+    def integer_rows(self, key: str) -> tuple[tuple[int, ...], ...]:
+        """A list of lists of positive integers."""
+        _, value = self._find((key,), None)
+        if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
+            raise self.fail(key, f"expected a list of lists, found {value!r:.80}")
+        return tuple(Section(self.where, {key: row}).integers(key, low=1) for row in value)
+
+    def _find(self, keys: tuple[str, ...], default: object) -> tuple[str, Any]:
+        for key in keys:
+            if self.values.get(key) is not None:
+                return key, self.values[key]
+        if default is None:
+            raise self.fail(keys[0], "is missing" + (f" (as are {', '.join(keys[1:])})" if keys[1:] else ""))
+        return keys[0], default
+
+
+def read_json(path: Path, *, optional: bool = False) -> Section:
+    """The JSON object of a file; with `optional` a missing file is an empty object."""
+    if optional and not path.is_file():
+        return Section(path.name, {})
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    return Section(path.name, values)
