@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocking client over gRPC streams: one call a request, so many may run at once on one client.
+
+A thin shell over `messages.py` and `protocol.py`; its twin is `aio.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc  # type: ignore[import-untyped]
+from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
+
+from .errors import OmniClientError
+from .messages import MODEL, Delta, Media, Request
+from .protocol import MAX_MESSAGE_BYTES, StreamReader, channel_options, from_grpc, to_grpc
+from .reply import Reply, ReplyBuilder, Timings
+
+DEFAULT_URL = "localhost:8001"
+DEFAULT_TIMEOUT = 150.0
+"""Seconds until the client gives up on a request without a timeout of its own: above the server's default of 120."""
+READY_TIMEOUT = 5.0
+"""Seconds that a question whether the server is ready may take."""
+POLL_SECONDS = 0.2
+"""Between two questions whether the server is ready."""
+
+
+class Stream(Iterator[Delta]):
+    """The deltas of one reply as they come; closing it before its end cancels the request on the server.
+
+    Iterating raises the server's error as an `OmniClientError`. `close` may be called from any thread.
+    """
+
+    def __init__(self, call: Any, request: Request) -> None:  # noqa: ANN401
+        self._call = call
+        self._reader = StreamReader(request)
+        self._builder = ReplyBuilder()
+        self._pending: deque[Delta] = deque()
+        self._closed = False
+
+    def __next__(self) -> Delta:
+        while not self._pending:
+            if self._closed:
+                raise StopIteration
+            self._receive()
+        delta = self._pending.popleft()
+        self._builder.add(delta)
+        return delta
+
+    def _receive(self) -> None:
+        try:
+            response = next(self._call, None)
+            if response is None:
+                self._end()
+                self._reader.end()
+            else:
+                self._pending.extend(self._reader.feed(response))
+        except grpc.RpcError as error:
+            self._fail(from_grpc(error))
+        except OmniClientError:
+            self.close()
+            raise
+
+    def _fail(self, error: OmniClientError) -> None:
+        expected = self._closed or self._reader.final  # our own cancel, or nothing that could still be missing
+        self._end()
+        if not expected:
+            raise error
+
+    def _end(self) -> None:
+        self._closed = True
+        self._builder.end()
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended; iteration stops after what has already arrived."""
+        if not self._closed:
+            self._end()
+            self._call.cancel()
+
+    def timings(self) -> Timings:
+        """Times as the client saw them, of the deltas taken so far."""
+        return self._builder.timings()
+
+    def reply(self) -> Reply:
+        """What was taken so far; the rest is neither waited for nor cancelled."""
+        return self._builder.reply()
+
+    def collect(self) -> Reply:
+        """Take all that is still to come and return the whole reply.
+
+        Raises:
+            OmniClientError: the server's error.
+        """
+        with self:
+            for _ in self:
+                pass
+        return self.reply()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def wait_until(ready: Callable[[], bool], seconds: float) -> bool:
+    """Call `ready` until it is true or `seconds` have passed; at least once."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+class OmniClient:
+    """A connection to a server, for any number of requests at once and from any thread.
+
+    Args:
+        url: host and port of Triton's gRPC endpoint.
+        model: the streaming model.
+        timeout: seconds for a request that names none.
+        max_message_bytes: largest gRPC message sent or taken.
+        credentials: TLS credentials of `grpc.ssl_channel_credentials`; None is plain text.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        model: str = MODEL,
+        timeout: float = DEFAULT_TIMEOUT,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        options = channel_options(max_message_bytes)
+        self._model = model
+        self._timeout = timeout
+        self._channel = (
+            grpc.insecure_channel(url, options=options)
+            if credentials is None
+            else grpc.secure_channel(url, credentials, options=options)
+        )
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def stream(self, request: Request) -> Stream:
+        """Send a request; its deltas come by iterating over the result.
+
+        Raises:
+            BadRequest: the request cannot be expressed.
+        """
+        message = to_grpc(request, self._model)
+        timeout = self._timeout if request.timeout is None else request.timeout
+        return Stream(self._stub.ModelStreamInfer(iter([message]), timeout=timeout), request)
+
+    def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:  # noqa: ANN401
+        """Ask and wait for the whole reply.
+
+        Args:
+            text: what the user says.
+            media: what the user shows or plays, before the text.
+            options: the other fields of `Request`.
+
+        Raises:
+            OmniClientError: the request was refused or failed.
+        """
+        return self.stream(Request.ask(text, media, **options)).collect()
+
+    def ready(self, timeout: float = READY_TIMEOUT) -> bool:
+        """Whether the server and the model take requests; a server that cannot be reached is not ready."""
+        try:
+            server = self._stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=timeout)
+            model = self._stub.ModelReady(service_pb2.ModelReadyRequest(name=self._model), timeout=timeout)
+        except grpc.RpcError:
+            return False
+        return bool(server.ready and model.ready)
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Ask again until the server is ready or `seconds` have passed; asks once when `seconds` is 0."""
+        return wait_until(self.ready, seconds)
+
+    def close(self) -> None:
+        """Close the connection; requests still running are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

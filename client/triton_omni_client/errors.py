@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error this client raises, and the reader of the machine-readable part of an error text.
+
+Triton loses error codes on its way, so the server ends each error text in a fixed part:
+``no free session [omni:overloaded;stage=thinker;retry_after_ms=250]``.
+Knows nothing of gRPC or HTTP; `protocol.py` maps their codes to these classes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+_TAIL = re.compile(r"\s*\[omni:(?P<code>[a-z_]+)(?P<fields>(?:;[a-z_]+=[^;\]]*)*)\]\s*$")
+
+
+class OmniClientError(Exception):
+    """Base of every error of this client.
+
+    Args:
+        message: what was wrong, without the machine-readable part.
+        stage: the stage that refused or failed, where the server named one.
+        retry_after_ms: when a retry makes sense, in milliseconds, where the server said so.
+    """
+
+    code: ClassVar[str] = "internal"
+
+    def __init__(self, message: str, *, stage: str | None = None, retry_after_ms: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.stage = stage
+        self.retry_after_ms = retry_after_ms
+
+
+class BadRequest(OmniClientError):
+    """The request is wrong in itself; sending it again cannot help."""
+
+    code = "bad_request"
+
+
+class TooLarge(OmniClientError):
+    """The request, or a message of it, exceeds a limit of the deployment or of this client."""
+
+    code = "too_large"
+
+
+class Overloaded(OmniClientError):
+    """The server has no free session; `retry_after_ms` says when to try again."""
+
+    code = "overloaded"
+
+
+class Cancelled(OmniClientError):
+    """The request was cancelled before it finished."""
+
+    code = "cancelled"
+
+
+class Timeout(OmniClientError):
+    """The deadline of the request passed, at the server or here."""
+
+    code = "timeout"
+
+
+class Internal(OmniClientError):
+    """A fault of the server, or an answer that is outside of the contract."""
+
+
+class ConnectionFailed(OmniClientError):
+    """The server could not be reached, or the connection broke."""
+
+    code = "connection_failed"
+
+
+_BY_CODE: dict[str, type[OmniClientError]] = {
+    kind.code: kind for kind in (BadRequest, TooLarge, Overloaded, Cancelled, Timeout, Internal)
+}
+
+
+def from_text(text: str, *, otherwise: type[OmniClientError] = Internal) -> OmniClientError:
+    """Read a server's error text into the class that its machine-readable part names.
+
+    Args:
+        text: the error text as it came over gRPC or HTTP.
+        otherwise: the class of a text without that part (an error of Triton itself).
+    """
+    found = _TAIL.search(text)
+    if found is None:
+        return otherwise(text)
+    fields = dict(field.split("=", 1) for field in found["fields"].split(";") if field)
+    retry = fields.get("retry_after_ms", "")
+    return _BY_CODE.get(found["code"], Internal)(
+        text[: found.start()],
+        stage=fields.get("stage"),
+        retry_after_ms=int(retry) if retry.isdecimal() and retry.isascii() else None,
+    )

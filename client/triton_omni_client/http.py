@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One reply in one HTTP answer, for where streams cannot be used: `POST /v2/models/qwen2_5_omni_unary/infer`.
+
+A thin shell over `messages.py` and `protocol.py`. HTTP cannot cancel: a request whose caller went
+away runs on at the server until it ends or its timeout passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from .client import DEFAULT_TIMEOUT, READY_TIMEOUT, wait_until
+from .errors import BadRequest, ConnectionFailed, Timeout
+from .messages import UNARY_MODEL, Media, Request
+from .protocol import from_http, to_http
+from .reply import Reply, ReplyBuilder
+
+DEFAULT_HTTP_URL = "http://localhost:8000"
+
+_Answer = tuple[int, dict[str, str], bytes]
+
+
+class HttpClient:
+    """Whole replies over HTTP; a connection a request, so any number of threads may use one client.
+
+    Args:
+        url: Triton's HTTP endpoint, `http://` or `https://`.
+        model: the unary model.
+        timeout: seconds for a request that names none.
+
+    Raises:
+        BadRequest: the URL is none of HTTP.
+    """
+
+    def __init__(
+        self, url: str = DEFAULT_HTTP_URL, *, model: str = UNARY_MODEL, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        self._url = _http_url(url)
+        self._model = model
+        self._timeout = timeout
+
+    def unary(self, request: Request) -> Reply:
+        """Send a request and wait for the whole reply; text and audio come together, at the end.
+
+        Raises:
+            OmniClientError: the request was refused or failed.
+        """
+        headers, body = to_http(request)
+        builder = ReplyBuilder()
+        timeout = self._timeout if request.timeout is None else request.timeout
+        answer = self._ask("POST", f"/v2/models/{self._model}/infer", timeout, headers, body)
+        for delta in from_http(request, *answer):
+            builder.add(delta)
+        builder.end()
+        return builder.reply()
+
+    async def unary_async(self, request: Request) -> Reply:
+        """`unary` on a thread of its own."""
+        return await asyncio.to_thread(self.unary, request)
+
+    def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:  # noqa: ANN401
+        """`unary` with the arguments of `OmniClient.say`."""
+        return self.unary(Request.ask(text, media, **options))
+
+    def ready(self, timeout: float = READY_TIMEOUT) -> bool:
+        """Whether the server and the model take requests; a server that cannot be reached is not ready."""
+        try:
+            return all(
+                self._ask("GET", path, timeout, {}, b"")[0] == 200
+                for path in ("/v2/health/ready", f"/v2/models/{self._model}/ready")
+            )
+        except (ConnectionFailed, Timeout):
+            return False
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Ask again until the server is ready or `seconds` have passed; asks once when `seconds` is 0."""
+        return wait_until(self.ready, seconds)
+
+    def _ask(self, method: str, path: str, timeout: float, headers: dict[str, str], body: bytes) -> _Answer:
+        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._url.hostname or "", self._url.port, timeout=timeout)
+        try:
+            connection.request(method, self._url.path.rstrip("/") + path, body, headers)
+            response = connection.getresponse()
+            return response.status, dict(response.getheaders()), response.read()
+        except TimeoutError as error:
+            raise Timeout(f"no answer within {timeout:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ConnectionFailed(f"{self._url.netloc}: {error or type(error).__name__}") from error
+        finally:
+            connection.close()
+
+
+def _http_url(url: str) -> SplitResult:
+    found = urlsplit(url)
+    try:
+        usable = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise BadRequest(f"{url!r} is no HTTP URL such as {DEFAULT_HTTP_URL}")
+    return found

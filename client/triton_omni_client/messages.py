@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""START HERE: the public contract as types. `Request` to input tensors, output tensors to deltas.
+
+Pure: no socket, no gRPC, no clock. `protocol.py` puts these tensors on a wire, `client.py`, `aio.py`
+and `http.py` are thin shells over both.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from .audio import SAMPLE_RATE, Pcm16Decoder, WavDecoder, Waveform
+from .errors import BadRequest, Internal
+
+AudioFormat = Literal["f32", "pcm16", "wav"]
+Modality = Literal["text", "audio"]
+MediaKind = Literal["image", "audio", "video"]
+Datatype = Literal["BYTES", "FP32"]
+
+MODEL = "qwen2_5_omni"
+UNARY_MODEL = "qwen2_5_omni_unary"
+
+INPUTS: dict[str, Datatype] = {
+    "text_input": "BYTES",
+    "messages": "BYTES",
+    "media": "BYTES",
+    "sampling_parameters": "BYTES",
+}
+OUTPUTS: dict[str, Datatype] = {
+    "text_output": "BYTES",
+    "audio_output": "FP32",
+    "audio_base64": "BYTES",
+    "info": "BYTES",
+}
+
+_LENGTH = struct.Struct("<I")
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor as Triton sends it: `data` is raw little-endian bytes, BYTES elements each behind their length."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of_bytes(cls, name: str, elements: Sequence[bytes]) -> Tensor:
+        """A BYTES tensor [N] of N elements."""
+        return cls(name, "BYTES", (len(elements),), b"".join(_LENGTH.pack(len(e)) + e for e in elements))
+
+    def text(self) -> str:
+        """The UTF-8 text of a BYTES tensor of one element; a tensor of no element is the empty text.
+
+        Raises:
+            Internal: another datatype, or bytes that are not what the shape says.
+        """
+        self._expect("BYTES")
+        if not self.data:
+            return ""
+        try:
+            (length,) = _LENGTH.unpack_from(self.data)
+            found = self.data[_LENGTH.size :].decode("utf-8")
+        except (struct.error, UnicodeDecodeError) as error:
+            raise Internal(f"output {self.name}: not one UTF-8 element: {error}") from error
+        if length != len(self.data) - _LENGTH.size:
+            raise Internal(f"output {self.name}: expected one element, found shape {list(self.shape)}")
+        return found
+
+    def waveform(self) -> Waveform:
+        """The samples of an FP32 tensor [S].
+
+        Raises:
+            Internal: another datatype, or a number of bytes that does not fit the shape.
+        """
+        self._expect("FP32")
+        if len(self.data) != math.prod(self.shape) * _FLOAT_BYTES:
+            raise Internal(f"output {self.name}: {len(self.data)} bytes do not fit shape {list(self.shape)}")
+        return np.frombuffer(self.data, dtype="<f4").astype(np.float32)
+
+    def _expect(self, datatype: Datatype) -> None:
+        if self.datatype != datatype:
+            raise Internal(f"output {self.name}: expected {datatype}, found {self.datatype}")
+
+
+@dataclass(frozen=True)
+class Media:
+    """One encoded medium (wav, mp3, flac, ogg, png, jpeg, webp, mp4, webm): the bytes of its file."""
+
+    kind: MediaKind
+    data: bytes = field(repr=False)
+
+    @classmethod
+    def from_file(cls, kind: MediaKind, path: str | Path) -> Media:
+        """Read a file.
+
+        Raises:
+            BadRequest: the file cannot be read.
+        """
+        try:
+            return cls(kind, Path(path).read_bytes())
+        except OSError as error:
+            raise BadRequest(f"{kind} {path}: cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to say and how; exactly one of `text` and `messages` is given, None leaves a choice to the server.
+
+    Raises:
+        BadRequest: both or none of `text` and `messages`, or a value that no server accepts.
+    """
+
+    text: str | None = None
+    """One user message, the short form."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """A chat, OpenAI style; a part `{"type": "image" | "audio" | "video"}` takes the next element of `media`."""
+    media: Sequence[bytes] = field(default=(), repr=False)
+    """Encoded files, in the order of the parts that take them."""
+    modalities: Sequence[Modality] | None = None
+    voice: str | None = None
+    seed: int | None = None
+    audio_format: AudioFormat = "f32"
+    """How audio travels; the client decodes each to the same float32 waveform. `pcm16` and `wav` halve the bytes of
+    `f32` less a third for base64, and cost 16-bit rounding."""
+    use_audio_in_video: bool | None = None
+    thinker: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling of the thinker, for example `{"temperature": 0.7, "max_tokens": 200}`."""
+    talker: Mapping[str, Any] = field(default_factory=dict)
+    token2wav: Mapping[str, Any] = field(default_factory=dict)
+    timeout: float | None = None
+    """Seconds for the whole request; the server gives up after it, and so does the client."""
+    request_id: str = ""
+    """A label for logs."""
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.messages is None):
+            raise BadRequest("give exactly one of text and messages")
+        if self.audio_format not in get_args(AudioFormat):
+            raise BadRequest(f"audio_format {self.audio_format!r} is none of {list(get_args(AudioFormat))}")
+        if self.timeout is not None and not (self.timeout > 0 and math.isfinite(self.timeout)):
+            raise BadRequest(f"timeout {self.timeout} is not a positive number of seconds")
+
+    @classmethod
+    def ask(cls, text: str = "", media: Sequence[Media] = (), **options: Any) -> Request:  # noqa: ANN401
+        """A request of one user message: `media` first, in order, then `text`.
+
+        Args:
+            text: what the user says; may be empty beside media.
+            media: what the user shows or plays.
+            options: the other fields of `Request`.
+        """
+        if not media:
+            return cls(text=text, **options)
+        content: list[dict[str, str]] = [{"type": medium.kind} for medium in media]
+        if text:
+            content.append({"type": "text", "text": text})
+        message = {"role": "user", "content": content}
+        return cls(messages=[message], media=[medium.data for medium in media], **options)
+
+    def sampling_parameters(self) -> dict[str, Any]:
+        """The JSON object of that name: what was chosen, and nothing of what was left to the server."""
+        chosen: dict[str, Any] = {
+            "modalities": None if self.modalities is None else list(self.modalities),
+            "voice": self.voice,
+            "seed": self.seed,
+            "audio_format": None if self.audio_format == "f32" else self.audio_format,
+            "use_audio_in_video": self.use_audio_in_video,
+            "timeout": self.timeout,
+            "thinker": dict(self.thinker) or None,
+            "talker": dict(self.talker) or None,
+            "token2wav": dict(self.token2wav) or None,
+        }
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    def to_tensors(self) -> list[Tensor]:
+        """The input tensors of either model; optional inputs that say nothing are left out.
+
+        Raises:
+            BadRequest: messages or stage parameters that JSON cannot express.
+        """
+        tensors = []
+        if self.text is not None:
+            tensors.append(Tensor.of_bytes("text_input", [_utf8("text", self.text)]))
+        if self.messages is not None:
+            tensors.append(Tensor.of_bytes("messages", [_json("messages", list(self.messages))]))
+        if self.media:
+            tensors.append(Tensor.of_bytes("media", self.media))
+        if parameters := self.sampling_parameters():
+            tensors.append(Tensor.of_bytes("sampling_parameters", [_json("sampling_parameters", parameters)]))
+        return tensors
+
+
+def _utf8(name: str, text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"{name}: not valid Unicode text: {error.reason} at {error.start}") from error
+
+
+def _json(name: str, value: object) -> bytes:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise BadRequest(f"{name}: not expressible as JSON: {error}") from error
+    return _utf8(name, text)
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """The next piece of the reply's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class AudioDelta:
+    """The next samples of the reply's speech: float32 [S] in [-1, 1], mono, 24 kHz."""
+
+    samples: Waveform
+
+    @property
+    def seconds(self) -> float:
+        """Length of this piece."""
+        return len(self.samples) / SAMPLE_RATE
+
+
+@dataclass(frozen=True)
+class Info:
+    """The server's account of a finished request, its last message; None where the server does not say."""
+
+    finish_reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why each stage ended, for example `{"thinker": "stop", "talker": "length"}`."""
+    prompt_tokens: int | None = None
+    reply_tokens: int | None = None
+    codes: int | None = None
+    samples: int | None = None
+    seed: int | None = None
+    first_text_ms: float | None = None
+    """Server's time from taking the request to its first text."""
+    first_audio_ms: float | None = None
+    stage_ms: Mapping[str, float] = field(default_factory=dict)
+    """Time a stage, in milliseconds."""
+    raw: Mapping[str, Any] = field(default_factory=dict)
+    """The whole object as sent, with keys that this client does not know."""
+
+    @classmethod
+    def from_json(cls, text: str) -> Info:
+        """Read the `info` output.
+
+        Raises:
+            Internal: no JSON object, or a known key of a wrong type.
+        """
+        try:
+            raw = json.loads(text)
+        except ValueError as error:
+            raise Internal(f"info: not JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise Internal(f"info: expected an object, found {type(raw).__name__}")
+        return cls(
+            finish_reasons=_mapping(raw, "finish_reasons", str),
+            stage_ms=_mapping(raw, "stage_ms", (int, float)),
+            raw=raw,
+            **{name: _optional(raw, name, int) for name in _COUNTS},
+            **{name: _optional(raw, name, (int, float)) for name in _TIMES},
+        )
+
+
+_COUNTS = ("prompt_tokens", "reply_tokens", "codes", "samples", "seed")
+_TIMES = ("first_text_ms", "first_audio_ms")
+_Kind = type | tuple[type, ...]
+
+
+def _optional(raw: Mapping[str, Any], name: str, kind: _Kind) -> Any:  # noqa: ANN401
+    value = raw.get(name)
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise Internal(f"info: {name} is {value!r}, expected a number")
+    return value
+
+
+def _mapping(raw: Mapping[str, Any], name: str, kind: _Kind) -> dict[str, Any]:
+    value = raw.get(name, {})
+    if not isinstance(value, dict) or not all(isinstance(item, kind) for item in value.values()):
+        raise Internal(f"info: {name} is {value!r}, expected an object with one entry a stage")
+    return value
+
+
+Delta = TextDelta | AudioDelta | Info
+
+
+class OutputDecoder:
+    """Output tensors of one request, response by response, to deltas.
+
+    Keeps what a PCM16 or WAV stream needs between its chunks, so one decoder serves one request only.
+    """
+
+    def __init__(self, audio_format: AudioFormat) -> None:
+        self._encoded = WavDecoder() if audio_format == "wav" else Pcm16Decoder()
+
+    def feed(self, outputs: Mapping[str, Tensor]) -> list[Delta]:
+        """The deltas of one response: text, then audio, then info; a response may hold none.
+
+        Raises:
+            Internal: an output that is outside of the contract.
+        """
+        deltas: list[Delta] = []
+        if text := _text(outputs, "text_output"):
+            deltas.append(TextDelta(text))
+        deltas.extend(AudioDelta(samples) for samples in self._waveforms(outputs) if len(samples))
+        if info := _text(outputs, "info"):
+            deltas.append(Info.from_json(info))
+        return deltas
+
+    def _waveforms(self, outputs: Mapping[str, Tensor]) -> list[Waveform]:
+        found = []
+        if "audio_output" in outputs:
+            found.append(outputs["audio_output"].waveform())
+        if encoded := _text(outputs, "audio_base64"):
+            try:
+                found.append(self._encoded.feed(base64.b64decode(encoded, validate=True)))
+            except binascii.Error as error:
+                raise Internal(f"audio_base64: not base64: {error}") from error
+        return found
+
+
+def _text(outputs: Mapping[str, Tensor], name: str) -> str:
+    return outputs[name].text() if name in outputs else ""

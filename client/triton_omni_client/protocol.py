@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's protocol (KServe v2) for one request: tensors to and from gRPC messages and HTTP bodies.
+
+Pure but for the protobuf types: no channel, no socket. Also the one place that maps codes of gRPC
+and HTTP to this client's errors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+from tritonclient.grpc import service_pb2  # type: ignore[import-untyped]
+
+from .errors import (
+    BadRequest,
+    Cancelled,
+    ConnectionFailed,
+    Internal,
+    OmniClientError,
+    Overloaded,
+    Timeout,
+    TooLarge,
+    from_text,
+)
+from .messages import OUTPUTS, Delta, OutputDecoder, Request, Tensor
+
+MAX_MESSAGE_BYTES = 1 << 30
+"""Largest gRPC message sent or taken: 1 GiB, room for the media a request may bring (gRPC's own: 4 MiB)."""
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+"""HTTP header that says where the JSON of a body ends and the raw tensors begin."""
+
+_GRPC_ERRORS: dict[grpc.StatusCode, type[OmniClientError]] = {
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Timeout,
+    grpc.StatusCode.INVALID_ARGUMENT: BadRequest,
+    grpc.StatusCode.NOT_FOUND: BadRequest,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: TooLarge,
+    grpc.StatusCode.UNAVAILABLE: ConnectionFailed,
+}
+_HTTP_ERRORS: dict[int, type[OmniClientError]] = {
+    400: BadRequest,
+    404: BadRequest,
+    413: TooLarge,
+    429: Overloaded,
+    502: ConnectionFailed,
+    503: ConnectionFailed,
+    504: Timeout,
+}
+
+
+def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """gRPC channel options of both clients; a broken connection is tried again within a second."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    ]
+
+
+def from_grpc(error: grpc.RpcError) -> OmniClientError:
+    """The error that a failed call means; the machine-readable part wins over the code of gRPC."""
+    return from_text(error.details() or error.code().name, otherwise=_GRPC_ERRORS.get(error.code(), Internal))
+
+
+def to_grpc(request: Request, model: str) -> Any:  # noqa: ANN401
+    """The `ModelInferRequest` of a stream of one request.
+
+    The empty final response is asked for: without it, a stream whose last response was sent before
+    the final flag was known has no end that a client could see.
+    """
+    tensors = request.to_tensors()
+    message = service_pb2.ModelInferRequest(model_name=model, id=request.request_id)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    for tensor in tensors:
+        message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+    message.raw_input_contents.extend(tensor.data for tensor in tensors)
+    return message
+
+
+class StreamReader:
+    """The responses of one streamed request, in order, to deltas; knows when the request has ended."""
+
+    def __init__(self, request: Request) -> None:
+        self._decoder = OutputDecoder(request.audio_format)
+        self.final = False
+        """The server has said that nothing follows."""
+
+    def feed(self, response: Any) -> list[Delta]:  # noqa: ANN401
+        """The deltas of one `ModelStreamInferResponse`.
+
+        Raises:
+            OmniClientError: the server's error (nothing follows), or an answer outside of the contract.
+        """
+        if response.error_message:
+            raise from_text(response.error_message)
+        inferred = response.infer_response
+        if inferred.parameters["triton_final_response"].bool_param:
+            self.final = True
+        return self._decoder.feed(_outputs_of(inferred))
+
+    def end(self) -> None:
+        """To be called when the call has ended.
+
+        Raises:
+            ConnectionFailed: before the request's final response.
+        """
+        if not self.final:
+            raise ConnectionFailed("the stream ended before the reply was complete")
+
+
+def _outputs_of(inferred: Any) -> dict[str, Tensor]:  # noqa: ANN401
+    if len(inferred.raw_output_contents) < len(inferred.outputs):
+        raise Internal(f"{len(inferred.outputs)} outputs, {len(inferred.raw_output_contents)} of them with data")
+    pairs = zip(inferred.outputs, inferred.raw_output_contents, strict=False)
+    return {out.name: Tensor(out.name, out.datatype, tuple(out.shape), data) for out, data in pairs}
+
+
+def to_http(request: Request) -> tuple[dict[str, str], bytes]:
+    """Headers and body of a `POST .../infer`: JSON, then the raw tensors behind it, media unchanged."""
+    tensors = request.to_tensors()
+    inputs = [
+        {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": tensor.shape,
+            "parameters": {"binary_data_size": len(tensor.data)},
+        }
+        for tensor in tensors
+    ]
+    outputs = [{"name": name, "parameters": {"binary_data": True}} for name in OUTPUTS]
+    head: dict[str, Any] = {"inputs": inputs, "outputs": outputs}
+    if request.request_id:
+        head["id"] = request.request_id
+    text = json.dumps(head).encode()
+    headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(text))}
+    return headers, b"".join([text, *(tensor.data for tensor in tensors)])
+
+
+def from_http(request: Request, status: int, headers: Mapping[str, str], body: bytes) -> list[Delta]:
+    """The deltas of the one answer to `to_http`.
+
+    Raises:
+        OmniClientError: the server's error, or an answer outside of the contract.
+    """
+    if status != 200:
+        raise from_text(_http_error(status, body), otherwise=_HTTP_ERRORS.get(status, Internal))
+    length = headers.get(HEADER_LENGTH, "")
+    if not length.isdecimal():
+        raise Internal(f"the answer has no {HEADER_LENGTH} header: not an answer of Triton's /infer")
+    head, data = body[: int(length)], body[int(length) :]
+    return OutputDecoder(request.audio_format).feed(_http_outputs(head, data))
+
+
+def _http_error(status: int, body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        # Not Triton's answer but a proxy's: its page says less than its status.
+        return f"HTTP status {status}"
+
+
+def _http_outputs(head: bytes, data: bytes) -> dict[str, Tensor]:
+    try:
+        outputs: Sequence[Mapping[str, Any]] = json.loads(head)["outputs"]
+        found, at = {}, 0
+        for out in outputs:
+            size = int(out["parameters"]["binary_data_size"])
+            found[out["name"]] = Tensor(out["name"], out["datatype"], tuple(out["shape"]), data[at : at + size])
+            at += size
+    except (ValueError, KeyError, TypeError) as error:
+        raise Internal(f"the answer is outside of Triton's protocol: {error!r}") from error
+    if at != len(data):
+        raise Internal(f"the answer names {at} bytes of tensors and holds {len(data)}")
+    return found

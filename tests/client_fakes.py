@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Triton server in this process, for the client's tests: real gRPC and HTTP on the loopback, scripted replies.
+
+Bodies are built with tritonclient's own serialisers, not with the code under test.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
+
+Response = service_pb2.ModelStreamInferResponse
+INFO = {
+    "finish_reasons": {"thinker": "stop", "talker": "stop"},
+    "prompt_tokens": 9,
+    "reply_tokens": 3,
+    "codes": 2,
+    "samples": 960,
+    "seed": 7,
+    "first_text_ms": 1.5,
+    "first_audio_ms": 4,
+    "stage_ms": {"thinker": 2.5, "talker": 3, "token2wav": 4},
+    "later": True,
+}
+
+
+def bytes_tensor(*elements: bytes) -> bytes:
+    return serialize_byte_tensor(np.array(elements, dtype=np.object_)).item() if elements else b""
+
+
+def raw_outputs(
+    text: str = "", audio: np.ndarray | None = None, encoded: bytes = b"", info: dict[str, Any] | None = None
+) -> list[tuple[str, str, list[int], bytes]]:
+    samples = np.zeros(0, np.float32) if audio is None else audio
+    return [
+        ("text_output", "BYTES", [1], bytes_tensor(text.encode())),
+        ("audio_output", "FP32", [len(samples)], samples.astype("<f4").tobytes()),
+        ("audio_base64", "BYTES", [1], bytes_tensor(base64.b64encode(encoded))),
+        ("info", "BYTES", [1], bytes_tensor(json.dumps(info).encode() if info else b"")),
+    ]
+
+
+def chunk(text: str = "", audio: np.ndarray | None = None, encoded: bytes = b"", info: Any = None) -> Response:
+    response = Response()
+    for name, datatype, shape, data in raw_outputs(text, audio, encoded, info):
+        response.infer_response.outputs.add(name=name, datatype=datatype, shape=shape)
+        response.infer_response.raw_output_contents.append(data)
+    return response
+
+
+def final() -> Response:
+    response = Response()
+    response.infer_response.parameters["triton_final_response"].bool_param = True
+    return response
+
+
+def failure(text: str) -> Response:
+    return Response(error_message=text)
+
+
+def inputs_of(request: Any) -> dict[str, list[bytes]]:
+    pairs = zip(request.inputs, request.raw_input_contents, strict=True)
+    return {tensor.name: list(deserialize_bytes_tensor(data)) for tensor, data in pairs}
+
+
+def parameters_of(request: Any) -> dict[str, Any]:
+    return json.loads(inputs_of(request)["sampling_parameters"][0])
+
+
+Script = Callable[[Any, grpc.ServicerContext], Iterator[Response]]
+
+
+def greeting(_request: Any, _context: grpc.ServicerContext) -> Iterator[Response]:
+    yield chunk(text="Hello")
+    yield chunk(text=", sea.", audio=np.full(480, 0.25, np.float32))
+    yield chunk(audio=np.full(480, -0.5, np.float32))
+    yield chunk(info=INFO)
+    yield final()
+
+
+@dataclass
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers every stream with `script`; notes what it was asked and whether a client went away."""
+
+    script: Script = greeting
+    is_ready: bool = True
+    requests: list[Any] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    finished: threading.Event = field(default_factory=threading.Event)
+    url: str = ""
+
+    def ServerReady(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return service_pb2.ServerReadyResponse(ready=True)
+
+    def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return service_pb2.ModelReadyResponse(ready=self.is_ready and request.name == "qwen2_5_omni")
+
+    def ModelStreamInfer(self, request_iterator: Any, context: Any) -> Iterator[Response]:  # noqa: N802
+        context.add_callback(lambda: self.finished.is_set() or self.cancelled.set())
+        for request in request_iterator:
+            self.requests.append(request)
+            yield from self.script(request, context)
+        self.finished.set()
+
+    def endless(self, _request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
+        """A script that sends one chunk and then nothing, until the client goes away."""
+        yield chunk(text="Hello", audio=np.full(480, 0.25, np.float32))
+        self.cancelled.wait(10)
+
+
+@contextmanager
+def serve_grpc(fake: FakeTriton, address: str = "127.0.0.1:0", workers: int = 40) -> Iterator[FakeTriton]:
+    pool = ThreadPoolExecutor(workers)
+    server = grpc.server(pool, options=[("grpc.max_receive_message_length", -1)])
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
+    port = server.add_insecure_port(address)
+    fake.url = f"127.0.0.1:{port}"
+    server.start()
+    try:
+        yield fake
+    finally:
+        server.stop(None).wait(5)
+        pool.shutdown()
+
+
+@dataclass
+class FakeHttp:
+    """Answers every POST with `answer` (status, headers, body), every GET with 200 or 400."""
+
+    answer: Callable[[], tuple[int, dict[str, str], bytes]]
+    is_ready: bool = True
+    paths: list[str] = field(default_factory=list)
+    inputs: dict[str, list[bytes]] = field(default_factory=dict)
+    head: dict[str, Any] = field(default_factory=dict)
+    url: str = ""
+
+    def take(self, length: int, body: bytes) -> None:
+        self.head, at = json.loads(body[:length]), length
+        for tensor in self.head["inputs"]:
+            size = tensor["parameters"]["binary_data_size"]
+            self.inputs[tensor["name"]] = list(deserialize_bytes_tensor(body[at : at + size]))
+            at += size
+        assert at == len(body)
+
+
+def http_answer(**outputs: Any) -> tuple[int, dict[str, str], bytes]:
+    tensors = raw_outputs(**outputs)
+    head = json.dumps(
+        {
+            "model_name": "qwen2_5_omni_unary",
+            "outputs": [
+                {"name": n, "datatype": d, "shape": s, "parameters": {"binary_data_size": len(b)}}
+                for n, d, s, b in tensors
+            ],
+        }
+    ).encode()
+    return 200, {"Inference-Header-Content-Length": str(len(head))}, head + b"".join(b for *_, b in tensors)
+
+
+@contextmanager
+def serve_http(fake: FakeHttp) -> Iterator[FakeHttp]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            fake.paths.append(self.path)
+            self.send_response(200 if fake.is_ready else 400)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            fake.paths.append(self.path)
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            fake.take(int(self.headers["Inference-Header-Content-Length"]), body)
+            status, headers, answer = fake.answer()
+            self.send_response(status)
+            for name, value in (headers | {"Content-Length": str(len(answer))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    fake.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield fake
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
