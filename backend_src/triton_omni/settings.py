@@ -21,6 +21,7 @@ Positive = Annotated[int, Field(gt=0)]
 
 # A code is two mel frames and a block of the DiT's attention is 24 frames, so 12 codes.
 CODES_PER_BLOCK = 12
+FRAMES_PER_BLOCK = 24
 
 
 class SettingsError(ValueError):
@@ -118,6 +119,17 @@ class StreamingPlan(_Frozen):
     look_back_blocks: Annotated[int, Field(ge=0, le=8)] = 2
     look_ahead_blocks: Annotated[int, Field(ge=0, le=8)] = 1
     vocoder_context_frames: Annotated[int, Field(ge=0, le=96)] = 24
+    """Mel frames a side that the vocoder reads beyond the samples it gives out."""
+
+    @model_validator(mode="after")
+    def _first_chunk_has_sound(self) -> StreamingPlan:
+        seen = (self.chunk_blocks[0] + self.look_ahead_blocks) * FRAMES_PER_BLOCK
+        if seen <= self.vocoder_context_frames:
+            raise ValueError(
+                f"vocoder_context_frames {self.vocoder_context_frames} leaves no sound of the first chunk: "
+                f"chunk_blocks[0] and look_ahead_blocks make {seen} mel frames"
+            )
+        return self
 
 
 class DiffusionSettings(_Frozen):
@@ -142,6 +154,10 @@ class Token2WavSettings(_Frozen):
     diffusion: DiffusionSettings = DiffusionSettings()
     max_batch: Annotated[int, Field(gt=0, le=64)] = 8
     """Windows solved together in one batch."""
+    max_batch_frames: Positive = 8192
+    """Mel frames of one batch, context included, which bounds its memory; a longer window runs alone."""
+    attention: Literal["block", "plain"] = "block"
+    """Block-local attention, or the plain masked one (slow; to compare with)."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
     """Longest stream, which also bounds what Triton can hold for a slow reader."""
     threads: Annotated[int, Field(ge=0)] = 0
@@ -151,6 +167,13 @@ class Token2WavSettings(_Frozen):
         if self.plan not in self.plans:
             raise ValueError(f"plan {self.plan!r} is not in plans: {sorted(self.plans)}")
         return self
+
+
+class UnarySettings(_Frozen):
+    """`model_repository/qwen2_5_omni_unary/1/stage.yaml`."""
+
+    max_requests: Annotated[int, Field(gt=0, le=1024)] = 64
+    """Unary requests served at once; the next one is refused as overloaded."""
 
 
 SettingsT = TypeVar("SettingsT", bound=_Frozen)

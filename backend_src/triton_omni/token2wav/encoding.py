@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 PCM16_PEAK = 32767
+WAV_HEADER_BYTES = 44
 # A reader takes the largest length as "until the end of the stream" (RIFF has no better way to say it).
 _UNKNOWN_LENGTH = 0xFFFFFFFF
 

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's entry to the unary model; everything it does is in `triton_omni.serving`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from triton_omni.serving import launch
+
+
+class TritonPythonModel:
+    """The three calls that Triton's Python backend makes."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Begin to serve."""
+        self._model = launch.start_unary(pb_utils, args)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests; they are answered through their own senders."""
+        self._model.execute(requests)
+
+    def finalize(self) -> None:
+        """Stop."""
+        self._model.close()

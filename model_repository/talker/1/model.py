@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's entry to the talker; everything it does is in `triton_omni.serving`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from triton_omni.serving import launch
+
+
+class TritonPythonModel:
+    """The four calls that Triton's Python backend makes."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Fill in what depends on the machine."""
+        return launch.complete_talker(auto_complete_model_config)
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the stage."""
+        self._adapter = launch.start_talker(pb_utils, args)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests; they are answered through their own senders."""
+        self._adapter.execute(requests)
+
+    def finalize(self) -> None:
+        """End every session and release the device."""
+        self._adapter.close()

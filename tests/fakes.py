@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test doubles: engines without models, and an ensemble without Triton that connects the three stages.
+
+`FakeEnsemble` does what Triton's ensemble does (one downstream request an upstream response, in order; a cancel
+seen only by requests made after it; no further downstream requests after an error), so that the session protocol is
+tested with real stages and threads and no server.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from triton_omni.engine import (
+    AudioOutput,
+    EngineStats,
+    Sampling,
+    StreamOptions,
+    TalkerOutput,
+    TalkerPrompt,
+    ThinkerOutput,
+    ThinkerPlaced,
+)
+from triton_omni.errors import BadRequest, OmniError
+from triton_omni.request import RawRequest
+from triton_omni.thinker.stage import Prepared
+from triton_omni.wire import Session, Value
+
+HIDDEN = 8
+
+
+@dataclass
+class Reply:
+    """What a client got from one request."""
+
+    responses: list[dict[str, Value]] = field(default_factory=list)
+    error: OmniError | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def text(self) -> str:
+        return "".join(bytes(r["text_output"]).decode() for r in self.responses)
+
+    @property
+    def samples(self) -> torch.Tensor:
+        return torch.cat([torch.empty(0), *(r["audio_output"] for r in self.responses)])
+
+    @property
+    def info(self) -> str:
+        return bytes(self.responses[-1]["info"]).decode() if self.responses else ""
+
+
+class LinkOutlet:
+    """An outlet whose responses become requests of the next stage, as in the ensemble."""
+
+    def __init__(self, ensemble: FakeEnsemble, deliver: Callable[[Mapping[str, Value]], None]) -> None:
+        self._ensemble = ensemble
+        self._deliver = deliver
+        self._cancelled_at_birth = ensemble.cancelled
+        self.finals = 0
+        ensemble.outlets.append(self)
+
+    def send(self, tensors, ready=None):
+        del ready
+        assert self.finals == 0, "a response after the final"
+        self._deliver(tensors)
+
+    def finish(self, ready=None, then=None):
+        del ready
+        if self.finals:
+            return
+        self.finals += 1
+        if then is not None:
+            then()
+        self._ensemble.check_done()
+
+    def fail(self, error, then=None):
+        assert self.finals == 0, "an error after the final"
+        self.finals += 1
+        self._ensemble.fail(error, self)
+        if then is not None:
+            then()
+        self._ensemble.check_done()
+
+    def is_cancelled(self):
+        return self._cancelled_at_birth and not self.finals
+
+
+class FakeEnsemble:
+    """One client request on its way through the three stages; each link delivers on a thread of its own."""
+
+    def __init__(self, thinker, talker, token2wav) -> None:
+        self._thinker, self._talker, self._token2wav = thinker, talker, token2wav
+        self._links = {stage: ThreadPoolExecutor(1) for stage in (talker, token2wav)}
+        self._lock = threading.Lock()
+        self._on_the_way = 0
+        self.cancelled = False
+        self.outlets: list[LinkOutlet] = []
+        self.leaked = False
+        self.to_talker: list[Mapping[str, Value]] = []
+        self.to_token2wav: list[Mapping[str, Value]] = []
+        self.reply = Reply()
+
+    def submit(self, raw: RawRequest) -> Reply:
+        self._thinker.submit(raw, LinkOutlet(self, self.forward_to_talker))
+        return self.reply
+
+    def fail(self, error: OmniError, outlet: LinkOutlet) -> None:
+        # Triton leaks the request when an earlier sender is still open at an error response.
+        earlier = self.outlets[: self.outlets.index(outlet)]
+        self.leaked = self.leaked or any(not other.finals for other in earlier)
+        self.reply.error = error
+
+    def check_done(self) -> None:
+        with self._lock:
+            if not self._on_the_way and all(outlet.finals for outlet in self.outlets):
+                self.reply.done.set()
+
+    def forward_to_talker(self, tensors) -> None:
+        self.to_talker.append(tensors)
+        self._forward(self._talker, tensors, self._forward_to_token2wav)
+
+    def _forward_to_token2wav(self, tensors) -> None:
+        self.to_token2wav.append(tensors)
+        self._forward(self._token2wav, tensors, self.reply.responses.append)
+
+    def _forward(self, stage, tensors, deliver) -> None:
+        with self._lock:
+            self._on_the_way += 1
+        self._links[stage].submit(self._deliver, stage, tensors, deliver)
+
+    def _deliver(self, stage, tensors, deliver) -> None:
+        if self.reply.error is None:
+            outlet = LinkOutlet(self, deliver)
+            with self._lock:
+                self._on_the_way -= 1
+            stage.submit(tensors, outlet)
+        else:
+            with self._lock:
+                self._on_the_way -= 1
+        self.check_done()
+
+
+class FakeIntake:
+    """A prompt is `text_input`; `bad` is refused; P is its length."""
+
+    def __init__(self, delay_s: float = 0.0, **session) -> None:
+        self._delay_s = delay_s
+        self._session = session
+
+    def prepare(self, raw: RawRequest, accepted_ns: int) -> Prepared:
+        time.sleep(self._delay_s)
+        text = (raw.text_input or b"").decode()
+        if text == "bad":
+            raise BadRequest("text_input: is bad")
+        ids = tuple(range(len(text)))
+        session = Session(
+            **{
+                "request_id": raw.request_id,
+                "want_audio": True,
+                "audio_format": "f32",
+                "voice": "Chelsie",
+                "seed": 7,
+                "talker": Sampling(),
+                "prompt_tokens": len(ids),
+                "max_rows": len(ids) + 64,
+                "accepted_ns": accepted_ns,
+                **self._session.get("session", {}),
+            }
+        )
+        placed = ThinkerPlaced(ids, torch.arange(len(ids)).expand(3, -1), text)
+        return Prepared(placed, Sampling(), session, self._session.get("timeout_s", 30.0), self._session.get("token"))
+
+
+class _FakeEngine:
+    """What the fake engines share: open keys, injected faults, a pause a step."""
+
+    def __init__(self) -> None:
+        self.open_keys: dict[str, object] = {}
+        self.broken: Exception | None = None
+        self.fail_key: str | None = None
+        self.step_s = 0.0
+        self.closed = False
+
+    def _begin_step(self) -> None:
+        time.sleep(self.step_s)
+        if self.broken is not None:
+            raise self.broken
+
+    def abort(self, key: str) -> None:
+        self.open_keys.pop(key, None)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self.open_keys), 0, len(self.open_keys), 0)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class _Writing:
+    prompt: int
+    want_rows: bool
+    position: int = 0
+
+
+class FakeThinkerEngine(_FakeEngine):
+    """Writes `length` tokens "w0 w1 ...", one a step; the row of position p is filled with p."""
+
+    def __init__(self, length: int = 10) -> None:
+        super().__init__()
+        self.length = length
+
+    def add(self, key, placed, sampling, *, want_rows):
+        del sampling
+        self.open_keys[key] = _Writing(len(placed.prompt_token_ids), want_rows)
+
+    def has_work(self):
+        return bool(self.open_keys)
+
+    def step(self):
+        self._begin_step()
+        return [self._advance(key, state) for key, state in list(self.open_keys.items())]
+
+    def _advance(self, key, state):
+        if self.fail_key is not None:
+            del self.open_keys[key]
+            return ThinkerOutput(key, error="non-finite row")
+        token, state.position = state.position, state.position + 1
+        finished = state.position == self.length
+        if finished:
+            del self.open_keys[key]
+        start, count = (0, state.prompt) if token == 0 else (state.prompt + token - 1, 1)
+        rows = torch.arange(start, start + count).float()[:, None].expand(-1, HIDDEN) if state.want_rows else None
+        return ThinkerOutput(
+            key, f"w{token} ", (token,), rows, start, finish_reason="stop" if finished else None
+        )
+
+
+@dataclass
+class _Speaking:
+    prompt: TalkerPrompt
+    rows: list[float] = field(default_factory=list)
+    ended: bool = False
+    spoken: int = 0
+
+
+class FakeTalkerEngine(_FakeEngine):
+    """One code a reply row, its value; finishes when rows have ended and all are spoken."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        super().__init__()
+        self.stop_after = stop_after
+
+    def open(self, key, prompt, sampling):
+        del sampling
+        self.open_keys[key] = _Speaking(prompt)
+
+    def feed(self, key, rows):
+        state = self.open_keys.get(key)
+        if state is not None:
+            state.rows.extend(rows[:, 0].tolist())
+
+    def end(self, key):
+        if key in self.open_keys:
+            self.open_keys[key].ended = True
+
+    def has_work(self):
+        return any(s.ended or len(s.rows) - s.prompt.prompt_rows > s.spoken for s in self.open_keys.values())
+
+    def step(self):
+        self._begin_step()
+        return [output for key in list(self.open_keys) if (output := self._advance(key)) is not None]
+
+    def _advance(self, key):
+        state = self.open_keys[key]
+        if self.fail_key is not None:
+            del self.open_keys[key]
+            return TalkerOutput(key, error="non-finite logits")
+        reply = state.rows[state.prompt.prompt_rows :]
+        if state.spoken < len(reply) and state.spoken != self.stop_after:
+            state.spoken += 1
+            return TalkerOutput(key, torch.tensor([int(reply[state.spoken - 1])], dtype=torch.int32))
+        if state.ended or state.spoken == self.stop_after:
+            del self.open_keys[key]
+            return TalkerOutput(key, finish_reason="stop")
+        return None
+
+
+@dataclass
+class _Sounding:
+    options: StreamOptions
+    codes: list[float] = field(default_factory=list)
+    ended: bool = False
+
+
+class FakeWaveformEngine(_FakeEngine):
+    """Two samples a code, both code / 1000."""
+
+    def open(self, key, voice, seed, options):
+        del voice, seed
+        self.open_keys[key] = _Sounding(options)
+
+    def feed(self, key, codes):
+        if key in self.open_keys:
+            self.open_keys[key].codes.extend(codes.tolist())
+
+    def end(self, key):
+        if key in self.open_keys:
+            self.open_keys[key].ended = True
+
+    def has_work(self):
+        return any(s.codes or s.ended for s in self.open_keys.values())
+
+    def step(self):
+        self._begin_step()
+        outputs = []
+        for key, state in list(self.open_keys.items()):
+            if self.fail_key is not None:
+                del self.open_keys[key]
+                outputs.append(AudioOutput(key, torch.empty(0), error="non-finite waveform"))
+            elif state.codes or state.ended:
+                samples = torch.tensor(state.codes).repeat_interleave(2) / 1000
+                state.codes = []
+                outputs.append(AudioOutput(key, samples, final=state.ended))
+                if state.ended:
+                    del self.open_keys[key]
+        return outputs

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session protocol over real stages, threads and ledger, with engines and the ensemble replaced by doubles."""
+
+import contextlib
+import json
+import secrets
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
+from triton_omni.errors import InternalError
+from triton_omni.ledger import SessionLedger
+from triton_omni.request import RawRequest
+from triton_omni.settings import TalkerSettings, ThinkerSettings
+from triton_omni.stage import CREDITS
+from triton_omni.talker.stage import TalkerStage
+from triton_omni.thinker.stage import ThinkerStage
+from triton_omni.token2wav.stage import Token2WavStage
+from triton_omni.wire import Kind, TalkerMessage, ThinkerMessage
+
+CPU = torch.device("cpu")
+WAIT_S = 5.0
+
+
+@dataclass
+class Pipeline:
+    """Three stages in one process."""
+
+    thinker: ThinkerStage
+    talker: TalkerStage
+    token2wav: Token2WavStage
+    engines: tuple
+    ledgers: tuple
+
+    def ask(self, text="a prompt", **raw):
+        ensemble = FakeEnsemble(self.thinker, self.talker, self.token2wav)
+        ensemble.submit(RawRequest(text_input=text.encode(), request_id="r1", **raw))
+        return ensemble
+
+    def is_empty(self):
+        stages = (self.thinker, self.talker, self.token2wav)
+        return all(s.stats().sessions == 0 for s in stages) and not any(e.open_keys for e in self.engines)
+
+    def wait_until_empty(self, seconds=WAIT_S):
+        wait_for(self.is_empty, seconds, "something was left behind")
+
+
+def wait_for(condition, seconds=WAIT_S, message="condition not met"):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, message
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def pipeline(*, intake=None, thinker=None, talker=None, waveform=None, settings=None, talker_settings=None):
+    name = f"triton-omni-test-{secrets.token_hex(6)}"
+    ledgers = tuple(SessionLedger(name, stage) for stage in ("thinker", "talker", "token2wav"))
+    thinker, talker, waveform = thinker or FakeThinkerEngine(), talker or FakeTalkerEngine(), waveform or FakeWaveformEngine()
+    settings = settings or ThinkerSettings(max_sessions=8)
+    stages = (
+        ThinkerStage(settings, thinker, intake or FakeIntake(), ledgers[0], hidden_size=HIDDEN, dtype=torch.float32),
+        TalkerStage(talker_settings or TalkerSettings(), talker, ledgers[1], device=CPU, text_bos_id=lambda voice: 3),
+        Token2WavStage(waveform, ledgers[2], device=CPU, sample_rate=24000),
+    )
+    for stage in stages:
+        stage.start()
+    try:
+        yield Pipeline(*stages, (thinker, talker, waveform), ledgers)
+    finally:
+        for stage in stages:
+            stage.close()
+        for ledger in ledgers:
+            ledger.close()
+
+
+def finished(ensemble):
+    assert ensemble.reply.done.wait(WAIT_S), "the request did not end"
+    assert not ensemble.leaked, "an error was answered while an earlier sender was open"
+    assert all(outlet.finals == 1 for outlet in ensemble.outlets)
+    return ensemble.reply
+
+
+def data_messages(ensemble):
+    return [m for t in ensemble.to_talker if (m := ThinkerMessage.from_tensors(t)).kind == Kind.DATA]
+
+
+def test_text_and_codes_arrive_whole_and_in_order():
+    with pipeline() as p:
+        reply = finished(p.ask("12345"))
+        assert reply.text == "".join(f"w{i} " for i in range(10))
+        expected = torch.arange(5, 14).repeat_interleave(2) / 1000  # rows of the reply tokens but the last
+        assert torch.equal(reply.samples, expected)
+        p.wait_until_empty()
+
+
+def test_info_tells_reasons_counts_seed_and_times():
+    with pipeline() as p:
+        info = json.loads(finished(p.ask("12345")).info)
+        assert info["finish_reason"] == {"thinker": "stop", "talker": "stop", "token2wav": "stop"}
+        assert info["usage"] == {"prompt_tokens": 5, "reply_tokens": 10, "codes": 9, "samples": 18}
+        assert info["seed"] == 7
+        assert 0 < info["time_to_first_text_ms"] <= info["stage_ms"]["token2wav"]["done"]
+        assert 0 < info["time_to_first_audio_ms"] <= info["stage_ms"]["token2wav"]["done"]
+
+
+def test_audio_leaves_before_the_thinker_has_finished():
+    engine = FakeThinkerEngine(length=10**9)
+    engine.step_s = 0.001
+    with pipeline(thinker=engine) as p:
+        ensemble = p.ask()
+        wait_for(lambda: len(ensemble.reply.samples) > 20)
+        assert not ensemble.reply.done.is_set()
+        engine.length = 0
+        ensemble.cancelled = True
+        finished(ensemble)
+
+
+def test_text_only_request_makes_no_row_no_code_and_no_talker_sequence():
+    with pipeline(intake=FakeIntake(session={"want_audio": False})) as p:
+        ensemble = p.ask()
+        reply = finished(ensemble)
+        assert reply.text.endswith("w9 ")
+        assert len(reply.samples) == 0
+        assert data_messages(ensemble) == []
+        assert json.loads(reply.info)["usage"]["codes"] == 0
+        p.wait_until_empty()
+
+
+def test_talker_that_stops_first_still_passes_all_text_on():
+    thinker = FakeThinkerEngine(length=40)
+    thinker.step_s = 0.001
+    with pipeline(thinker=thinker, talker=FakeTalkerEngine(stop_after=3)) as p:
+        reply = finished(p.ask())
+        assert reply.text.endswith("w39 ")
+        assert len(reply.samples) == 6
+        p.wait_until_empty()
+
+
+def test_at_most_two_data_messages_are_on_the_way():
+    with pipeline() as p:
+        key_sent = []
+        original = p.talker.submit
+
+        def slow_submit(tensors, outlet):
+            message = ThinkerMessage.from_tensors(tensors)
+            if message.kind == Kind.DATA:
+                key_sent.append(len(key_sent) + 1 - p.ledgers[0].consumed(message.key, "talker"))
+                time.sleep(0.005)
+            original(tensors, outlet)
+
+        p.talker.submit = slow_submit
+        finished(p.ask())
+        assert max(key_sent) <= CREDITS
+
+
+def test_rows_that_wait_for_credit_leave_together():
+    thinker = FakeThinkerEngine(length=200)
+    with pipeline(thinker=thinker) as p:
+        original = p.talker.submit
+
+        def slow_submit(tensors, outlet):
+            time.sleep(0.01 if ThinkerMessage.from_tensors(tensors).kind == Kind.DATA else 0)
+            original(tensors, outlet)
+
+        p.talker.submit = slow_submit
+        ensemble = p.ask()
+        finished(ensemble)
+        assert sum(len(m.rows) for m in data_messages(ensemble)) == len("a prompt") + 199
+        assert len(data_messages(ensemble)) < 100
+
+
+def test_long_prompt_is_split_into_messages_of_bounded_size():
+    with pipeline(settings=ThinkerSettings(max_sessions=2, rows_per_message=16)) as p:
+        ensemble = p.ask("x" * 100)
+        finished(ensemble)
+        assert max(len(m.rows) for m in data_messages(ensemble)) == 16
+
+
+def test_refusal_before_open_reaches_the_client_and_frees_the_slot():
+    with pipeline() as p:
+        ensemble = p.ask("bad")
+        reply = finished(ensemble)
+        assert reply.error.to_text() == "text_input: is bad [omni:bad_request;stage=thinker]"
+        assert [m for m in ensemble.to_talker if ThinkerMessage.from_tensors(m).kind != Kind.HEARTBEAT] == []
+        p.wait_until_empty()
+
+
+def test_no_free_slot_is_refused_at_once_with_a_hint():
+    engine = FakeThinkerEngine(length=10**9)
+    engine.step_s = 0.001
+    with pipeline(thinker=engine, settings=ThinkerSettings(max_sessions=2)) as p:
+        busy = [p.ask(), p.ask()]
+        reply = finished(p.ask())
+        assert reply.error.to_text() == "all 2 sessions are in use [omni:overloaded;stage=thinker;retry_after_ms=250]"
+        for ensemble in busy:
+            ensemble.cancelled = True
+            finished(ensemble)
+        p.wait_until_empty()
+        assert finished_after_reset(p, engine).error is None
+
+
+def finished_after_reset(p, engine):
+    engine.length = 3
+    return finished(p.ask())
+
+
+@pytest.mark.parametrize("moment", ["preparing", "generating", "after the thinker's end"])
+def test_cancel_ends_all_stages_and_leaves_nothing(moment):
+    thinker, talker = FakeThinkerEngine(length=10**9), FakeTalkerEngine()
+    thinker.step_s = 0.001
+    intake = FakeIntake(delay_s=0.4 if moment == "preparing" else 0.0)
+    if moment == "after the thinker's end":
+        thinker.length, talker.step_s = 20, 0.2
+    with pipeline(thinker=thinker, talker=talker, intake=intake) as p:
+        ensemble = p.ask()
+        if moment == "generating":
+            wait_for(lambda: len(ensemble.reply.samples) > 4)
+        elif moment == "after the thinker's end":
+            wait_for(lambda: ensemble.to_talker and ThinkerMessage.from_tensors(ensemble.to_talker[-1]).kind == Kind.HEARTBEAT)
+            assert not thinker.open_keys
+        ensemble.cancelled = True
+        reply = finished(ensemble)
+        assert reply.error is None
+        p.wait_until_empty()
+
+
+def test_cancel_token_in_the_ledger_ends_the_session():
+    engine = FakeThinkerEngine(length=10**9)
+    engine.step_s = 0.001
+    with pipeline(thinker=engine, intake=FakeIntake(token=4711)) as p:
+        ensemble = p.ask()
+        wait_for(lambda: ensemble.reply.responses)
+        p.ledgers[0].cancel_token(4711)
+        finished(ensemble)
+        p.wait_until_empty()
+
+
+def test_cancel_token_that_comes_while_the_request_is_prepared_counts():
+    engine = FakeThinkerEngine(length=10**9)
+    engine.step_s = 0.001
+    with pipeline(thinker=engine, intake=FakeIntake(delay_s=0.2, token=4711)) as p:
+        ensemble = p.ask()
+        p.ledgers[0].cancel_token(4711)
+        finished(ensemble)
+        p.wait_until_empty()
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker", "token2wav"])
+def test_failure_of_one_session_reaches_its_client_alone(stage):
+    engines = {"thinker": FakeThinkerEngine(), "talker": FakeTalkerEngine(), "waveform": FakeWaveformEngine()}
+    faulty = engines["waveform" if stage == "token2wav" else stage]
+    with pipeline(**engines) as p:
+        faulty.fail_key = "any"
+        reply = finished(p.ask())
+        assert reply.error.code == "internal"
+        assert f"stage={stage}" in reply.error.to_text()
+        p.wait_until_empty()
+        faulty.fail_key = None
+        assert finished(p.ask()).error is None
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker", "token2wav"])
+def test_dead_engine_fails_open_and_later_sessions(stage):
+    engines = {"thinker": FakeThinkerEngine(), "talker": FakeTalkerEngine(), "waveform": FakeWaveformEngine()}
+    with pipeline(**engines) as p:
+        engines["waveform" if stage == "token2wav" else stage].broken = RuntimeError("device lost")
+        for _ in range(2):
+            reply = finished(p.ask())
+            assert reply.error.to_text().endswith(f"[omni:internal;stage={stage}]")
+            assert "RuntimeError" in reply.error.message
+            assert "device lost" not in reply.error.message
+        assert not getattr(p, stage).healthy
+
+
+def test_deadline_ends_the_session_with_a_timeout():
+    engine = FakeThinkerEngine(length=10**9)
+    engine.step_s = 0.001
+    with pipeline(thinker=engine, intake=FakeIntake(timeout_s=0.15)) as p:
+        reply = finished(p.ask())
+        assert reply.error.to_text() == "timeout: 0.15 s have passed [omni:timeout;stage=thinker]"
+        p.wait_until_empty()
+
+
+def test_one_reply_token_gives_text_and_empty_audio():
+    with pipeline(thinker=FakeThinkerEngine(length=1)) as p:
+        reply = finished(p.ask())
+        assert reply.text == "w0 "
+        assert len(reply.samples) == 0
+        assert reply.error is None
+
+
+def test_message_of_a_forged_session_is_closed_empty():
+    with pipeline() as p:
+        ensemble = p.ask()
+        finished(ensemble)
+        p.wait_until_empty()
+        opening = ThinkerMessage.from_tensors(ensemble.to_talker[0])
+        forged = ThinkerMessage(
+            key=replace_nonce(opening.key), kind=Kind.OPEN, session=opening.session, positions=opening.positions
+        )
+        other = FakeEnsemble(p.thinker, p.talker, p.token2wav)
+        other.forward_to_talker(forged.to_tensors(HIDDEN, torch.float32))
+        assert other.reply.done.wait(WAIT_S)
+        assert other.to_token2wav == []
+        assert p.talker.stats().sessions == 0
+
+
+def replace_nonce(key):
+    return type(key)(key.slot, key.generation, "0" * 32)
+
+
+def test_message_out_of_sequence_fails_the_session():
+    with pipeline() as p:
+        original, dropped = p.talker.submit, []
+
+        def lossy_submit(tensors, outlet):
+            message = ThinkerMessage.from_tensors(tensors)
+            if message.sequence == 2 and not dropped:
+                dropped.append(message)
+                outlet.finish()
+                return
+            original(tensors, outlet)
+
+        p.talker.submit = lossy_submit
+        reply = finished(p.ask())
+        assert "came where 2 was due" in reply.error.message
+        p.wait_until_empty()
+
+
+def test_meta_of_another_protocol_version_is_refused():
+    with pipeline() as p:
+        ensemble = p.ask()
+        finished(ensemble)
+        tensors = dict(ensemble.to_token2wav[0])
+        tensors["META"] = tensors["META"].replace(b'"version":1', b'"version":99')
+        with pytest.raises(InternalError, match="protocol version 99"):
+            TalkerMessage.from_tensors(tensors)
+
+
+@pytest.mark.parametrize("audio_format", ["pcm16", "wav"])
+def test_encoded_audio_is_the_same_samples(audio_format):
+    import base64
+
+    with pipeline(intake=FakeIntake(session={"audio_format": audio_format})) as p:
+        reply = finished(p.ask("12345"))
+        data = b"".join(base64.b64decode(r["audio_base64"]) for r in reply.responses)
+        if audio_format == "wav":
+            assert data[:4] == b"RIFF"
+            data = data[44:]
+        samples = torch.frombuffer(bytearray(data), dtype=torch.int16)
+        expected = (torch.arange(5, 14).repeat_interleave(2) / 1000 * 32767).round()
+        assert torch.equal(samples.float(), expected)
+        assert len(reply.samples) == 0
+
+
+def test_many_sessions_at_once_get_what_each_gets_alone():
+    with pipeline(settings=ThinkerSettings(max_sessions=8)) as p:
+        ensembles = [p.ask("x" * n) for n in range(1, 9)]
+        for n, ensemble in enumerate(ensembles, start=1):
+            reply = finished(ensemble)
+            assert torch.equal(reply.samples, torch.arange(n, n + 9).repeat_interleave(2) / 1000)
+        p.wait_until_empty()
+
+
+def test_closing_a_stage_ends_its_sessions_with_an_error():
+    engine = FakeThinkerEngine(length=10**9)
+    engine.step_s = 0.001
+    with pipeline(thinker=engine) as p:
+        ensemble = p.ask()
+        wait_for(lambda: ensemble.reply.responses)
+        p.thinker.close()
+        reply = finished(ensemble)
+        assert reply.error.message == "the server is shutting down"
