@@ -169,10 +169,11 @@ def _forbid(rows: Tensor, decoder: Decoder) -> None:
 def _make_stop(head: Tensor, stop: int, competitors: int, decoder: Decoder) -> None:
     """The logit of `stop` rises from hopeless to the height of the best of all `competitors` as *progress* falls."""
     best = _LOGIT_STD * math.sqrt(2 * math.log(competitors))
-    head[stop] = torch.roll(head[0], 7)
+    # Content moves it more than other ids, so that replies differ in length.
+    head[stop] = 1.25 * torch.roll(head[0], 7)
     head[stop, list(_RESERVED)] = 0
     head[stop, CONSTANT] = best * _per_logit(decoder)
-    head[stop, PROGRESS] = -2 * best * _per_logit(decoder)
+    head[stop, PROGRESS] = -1.7 * best * _per_logit(decoder)
 
 
 def _shape_decoder(name: str, tensor: Tensor, decoder: Decoder) -> None:
@@ -195,26 +196,28 @@ def _shape_decoder(name: str, tensor: Tensor, decoder: Decoder) -> None:
 
 
 def _shape_progress_head(name: str, tensor: Tensor, decoder: Decoder) -> None:
-    """Query head 0 scores `strength * cos(frequency * distance)` at *start* and zero elsewhere; value 0 says *start*.
+    """Query head 0 scores `strength * mean(cos(frequency * distance))` at *start*, zero elsewhere; value 0 says *start*.
 
-    The softmax over n positions gives *start* half of the weight where `strength * cos(...) = ln n`.
+    The softmax over n positions gives *start* half of the weight where that score is ln n. Two frequencies, since
+    one would come round again at the beginnings of earlier turns.
     """
-    pair = _rotary_pair(decoder)
-    half = decoder.head_dim // 2
+    first = _rotary_pair(decoder)
+    pairs = [first, first + 1]
+    turned = [pair + decoder.head_dim // 2 for pair in pairs]
     strength = 8.0
-    gain = math.sqrt(strength * math.sqrt(decoder.head_dim))
+    gain = math.sqrt(strength / len(pairs) * math.sqrt(decoder.head_dim))
     # The norm before layer 0 brings *start* from `_unit` to about this value.
     start = _unit(decoder.hidden) / math.sqrt(1.5)
     if name == "q_proj.weight":
         tensor[: decoder.head_dim] = 0
     elif name == "q_proj.bias":
         tensor[: decoder.head_dim] = 0
-        tensor[pair] = gain
+        tensor[pairs] = gain
     elif name == "k_proj.weight":
-        tensor[[pair, pair + half]] = 0
-        tensor[pair, START] = gain / start
+        tensor[pairs + turned] = 0
+        tensor[pairs, START] = gain / start
     elif name == "k_proj.bias":
-        tensor[[pair, pair + half]] = 0
+        tensor[pairs + turned] = 0
     elif name == "v_proj.weight":
         tensor[0] = 0
         tensor[0, START] = 1 / start
@@ -223,10 +226,10 @@ def _shape_progress_head(name: str, tensor: Tensor, decoder: Decoder) -> None:
 
 
 def _rotary_pair(decoder: Decoder) -> int:
-    """The rotary pair whose angle is about one radian at the reply's length."""
+    """The rotary pair whose angle is about one radian at the reply's length; never the last one."""
     half = decoder.head_dim // 2
     exact = half * math.log(decoder.reply_length) / math.log(decoder.rope_theta)
-    return min(max(round(exact), 0), half - 1)
+    return min(max(round(exact), 0), half - 2)
 
 
 def _moments(name: str, shape: tuple[int, ...], decoders: tuple[Decoder, Decoder]) -> tuple[float, float]:
@@ -257,9 +260,9 @@ def _fan_in(name: str, shape: tuple[int, ...]) -> float:
 _RULES: tuple[tuple[str, float, float, bool], ...] = (
     # (pattern, mean, standard deviation, whether that is divided by the square root of the fan-in)
     (r"^(thinker|talker)\.model\.embed_tokens\.weight$", 0.0, 1.0, False),
-    (r"^(thinker|talker)\.model\..*[qk]_proj\.weight$", 0.0, 1.5, True),
+    (r"^(thinker|talker)\.model\..*[qk]_proj\.weight$", 0.0, 2.5, True),
     (r"^(thinker|talker)\.model\..*o_proj\.weight$", 0.0, 2.0, True),
-    (r"^(thinker|talker)\.model\..*down_proj\.weight$", 0.0, 2.5, True),
+    (r"^(thinker|talker)\.model\..*down_proj\.weight$", 0.0, 5.0, True),
     (r"^thinker\.lm_head\.weight$|^talker\.codec_head\.weight$", 0.0, _LOGIT_STD, True),
     (r"^talker\.thinker_to_talker_proj\.weight$", 0.0, 0.8, True),
     (r"audio_bos_eos_token\.weight$", 0.0, 1.0, False),
