@@ -112,7 +112,7 @@ def test_the_request_arrives_as_the_contract_says(server: FakeTriton, client: Om
     ],
 )
 def test_an_error_in_the_stream_is_raised_after_the_deltas_before_it(
-    server: FakeTriton, client: OmniClient, text: str, kind: type[Exception], stage: str | None, retry: int | None
+    server: FakeTriton, client: OmniClient, *, text: str, kind: type[Exception], stage: str | None, retry: int | None
 ) -> None:
     server.script = lambda *_: iter([chunk(text="so far"), failure(text)])
     stream = client.stream(Request(text="hi"))
@@ -159,7 +159,7 @@ def test_a_status_of_grpc_is_an_error_of_the_client(
 def test_a_status_with_the_machine_readable_part_is_what_the_part_says(server: FakeTriton, client: OmniClient) -> None:
     text = "full [omni:overloaded;retry_after_ms=9]"
     server.script = lambda _request, context: context.abort(grpc.StatusCode.INTERNAL, text)
-    with pytest.raises(Overloaded, match="^full$"):
+    with pytest.raises(Overloaded, match=r"^full$"):
         client.say("hi")
 
 

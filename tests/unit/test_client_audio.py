@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PCM16 and WAV, to the sample: the decoders, the file writer, and the round trip between them."""
+
+from __future__ import annotations
+
+import io
+import struct
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+from triton_omni_client.audio import (
+    SAMPLE_RATE,
+    Pcm16Decoder,
+    WavDecoder,
+    WavWriter,
+    pcm16_from_waveform,
+    wav_header,
+)
+from triton_omni_client.errors import Internal
+
+ALL_VALUES = np.arange(-32768, 32768, dtype=np.int16)
+
+
+def _wav(samples: np.ndarray, *, rate: int = SAMPLE_RATE, channels: int = 1, width: int = 2) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(channels)
+        writer.setsampwidth(width)
+        writer.setframerate(rate)
+        writer.writeframes(samples.tobytes())
+    return file.getvalue()
+
+
+class _Pipe(io.BytesIO):
+    def seekable(self) -> bool:
+        return False
+
+
+def test_pcm16_decodes_every_value_exactly() -> None:
+    decoded = Pcm16Decoder().feed(ALL_VALUES.astype("<i2").tobytes())
+    assert decoded.dtype == np.float32
+    np.testing.assert_array_equal(decoded.astype(np.float64) * 32768, ALL_VALUES)
+
+
+def test_pcm16_survives_decoding_and_encoding() -> None:
+    data = ALL_VALUES.astype("<i2").tobytes()
+    assert pcm16_from_waveform(Pcm16Decoder().feed(data)) == data
+
+
+def test_samples_outside_of_the_range_are_clipped_not_wrapped() -> None:
+    assert np.frombuffer(pcm16_from_waveform(np.float32([1.0, 1.5, -1.0, -9.0])), "<i2").tolist() == [
+        32767,
+        32767,
+        -32768,
+        -32768,
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 43, 44, 45, 1000])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_wav_stream_may_be_cut_anywhere(size: int, known: bool) -> None:
+    values = ALL_VALUES[::97]
+    data = wav_header(len(values) if known else None) + values.astype("<i2").tobytes()
+    decoder = WavDecoder()
+    pieces = [decoder.feed(data[at : at + size]) for at in range(0, len(data), size)]
+    np.testing.assert_array_equal(np.concatenate(pieces) * 32768, values)
+
+
+def test_chunks_around_the_samples_of_a_wav_file_are_skipped() -> None:
+    extra = struct.pack("<4sI", b"LIST", 3) + b"abc\0"
+    plain = _wav(ALL_VALUES[:8])
+    decoded = WavDecoder().feed(plain[:36] + extra + plain[36:] + extra)
+    np.testing.assert_array_equal(decoded * 32768, ALL_VALUES[:8])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"OggS" + bytes(40),
+        b"RIFF\0\0\0\0AVI " + bytes(40),
+        _wav(ALL_VALUES[:8], rate=16_000),
+        _wav(ALL_VALUES[:8], channels=2),
+        _wav(ALL_VALUES[:8], width=1),
+    ],
+)
+def test_what_is_not_pcm16_mono_24_khz_is_refused(data: bytes) -> None:
+    with pytest.raises(Internal, match="expected"):
+        WavDecoder().feed(data)
+
+
+def test_a_written_file_is_read_back_by_others(tmp_path: Path) -> None:
+    path = tmp_path / "reply.wav"
+    with path.open("wb") as file, WavWriter(file) as writer:
+        writer.write(np.float32([0.5, -0.5]))
+        writer.write(np.float32([0.25]))
+    with wave.open(str(path)) as reader:
+        assert (reader.getframerate(), reader.getnchannels(), reader.getsampwidth()) == (SAMPLE_RATE, 1, 2)
+        assert np.frombuffer(reader.readframes(99), "<i2").tolist() == [16384, -16384, 8192]
+    assert struct.unpack_from("<I", path.read_bytes(), 4) == (path.stat().st_size - 8,)
+
+
+def test_a_pipe_gets_a_header_of_unknown_length_and_is_never_sought() -> None:
+    pipe = _Pipe()
+    with WavWriter(pipe) as writer:
+        writer.write(np.float32([0.5]))
+    data = pipe.getvalue()
+    assert struct.unpack_from("<I", data, 40) == (0xFFFFFFFF,)
+    np.testing.assert_array_equal(WavDecoder().feed(data), np.float32([0.5]))

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what it prints where, what it writes, how it exits."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import triton_omni_client
+from click.testing import Result
+from client_fakes import (
+    INFO,
+    FakeHttp,
+    FakeTriton,
+    chunk,
+    failure,
+    final,
+    http_answer,
+    inputs_of,
+    parameters_of,
+    serve_grpc,
+    serve_http,
+)
+from rich.console import Console
+from triton_omni_client import Timings, cli
+from triton_omni_client.audio import WavDecoder
+from triton_omni_client.messages import AudioDelta, TextDelta
+from typer.testing import CliRunner
+
+LAST_LINE = re.compile(
+    r"first text \d+\.\d\d s · first audio \d+\.\d\d s · audio 0\.0 s · real-time factor \d+\.\d\d\n$"
+)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeTriton]:
+    with serve_grpc(FakeTriton()) as fake:
+        yield fake
+
+
+def _run(*arguments: str | Path, url: str) -> Result:
+    command, *rest = arguments
+    return CliRunner().invoke(cli.app, [str(command), "--url", url, *map(str, rest)])
+
+
+def _samples(path: Path) -> list[int]:
+    with wave.open(str(path)) as reader:
+        assert (reader.getframerate(), reader.getnchannels(), reader.getsampwidth()) == (24_000, 1, 2)
+        return np.frombuffer(reader.readframes(reader.getnframes()), "<i2").tolist()
+
+
+def test_say_prints_the_text_and_writes_the_wav(server: FakeTriton, tmp_path: Path) -> None:
+    result = _run("say", "hi", "-o", tmp_path / "reply.wav", url=server.url)
+    assert (result.exit_code, result.stdout) == (0, "Hello, sea.\n")
+    assert LAST_LINE.fullmatch(result.stderr), result.stderr
+    assert _samples(tmp_path / "reply.wav") == [8192] * 480 + [-16384] * 480
+    assert "sampling_parameters" not in inputs_of(server.requests[0])
+
+
+def test_say_to_stdout_is_a_wav_and_the_text_moves_to_stderr(server: FakeTriton) -> None:
+    result = _run("say", "hi", "-o", "-", url=server.url)
+    assert result.exit_code == 0
+    samples = WavDecoder().feed(result.stdout_bytes)
+    np.testing.assert_array_equal(samples, np.repeat(np.float32([0.25, -0.5]), 480))
+    assert result.stderr.startswith("Hello, sea.\n")
+
+
+def test_every_option_reaches_the_server(server: FakeTriton, tmp_path: Path) -> None:
+    for name in ("a.png", "b.png", "c.ogg", "d.mp4"):
+        (tmp_path / name).write_bytes(name.encode())
+    arguments = ["what?", "--voice", "Ethan", "--seed", "3", "--text-only", "--timeout", "9", "--audio-format", "pcm16"]
+    arguments += ["--thinker-json", '{"top_k": 1}', "--talker-json", '{"top_k": 2}', "--token2wav-json", '{"x": 3}']
+    arguments += [f"--video={tmp_path}/d.mp4", f"--image={tmp_path}/a.png", f"--image={tmp_path}/b.png"]
+    arguments += [f"--audio={tmp_path}/c.ogg", "--model", "other"]
+    assert _run("say", *arguments, url=server.url).exit_code == 0
+    (request,) = server.requests
+    assert request.model_name == "other"
+    assert inputs_of(request)["media"] == [b"a.png", b"b.png", b"c.ogg", b"d.mp4"]
+    (message,) = json.loads(inputs_of(request)["messages"][0])
+    assert [part["type"] for part in message["content"]] == ["image", "image", "audio", "video", "text"]
+    assert parameters_of(request) == {
+        "modalities": ["text"],
+        "voice": "Ethan",
+        "seed": 3,
+        "audio_format": "pcm16",
+        "timeout": 9,
+        "thinker": {"top_k": 1},
+        "talker": {"top_k": 2},
+        "token2wav": {"x": 3},
+    }
+
+
+def test_json_is_one_object_and_nothing_else_on_stdout(server: FakeTriton) -> None:
+    result = _run("say", "hi", "--json", url=server.url)
+    found = json.loads(result.stdout)
+    assert (found["text"], found["samples"], found["output"], found["info"]) == ("Hello, sea.", 960, None, INFO)
+    assert found["timings"]["audio"] == 0.04
+    assert found["timings"]["first_text"] <= found["timings"]["first_audio"] <= found["timings"]["total"]
+    assert result.stderr == ""
+
+
+def test_a_text_reply_s_last_line_says_nothing_of_speech_that_never_came(server: FakeTriton) -> None:
+    server.script = lambda *_: iter([chunk(text="Hi"), chunk(info=INFO), final()])
+    assert re.fullmatch(r"first text \d\.\d\d s · audio 0\.0 s\n", _run("say", "hi", url=server.url).stderr)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "no free session [omni:overloaded;stage=thinker;retry_after_ms=250]",
+            "error: overloaded: no free session (in the thinker); try again in 0.25 s",
+        ),
+        ("voice: 'Bob' is none of [Ethan] [omni:bad_request]", "error: bad_request: voice: 'Bob' is none of [Ethan]"),
+    ],
+)
+def test_a_failure_is_one_sentence_and_keeps_what_came(
+    server: FakeTriton, tmp_path: Path, text: str, sentence: str
+) -> None:
+    server.script = lambda *_: iter([chunk(text="so far", audio=np.float32([0.5])), failure(text)])
+    result = _run("say", "hi", "-o", tmp_path / "reply.wav", url=server.url)
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "so far\n", sentence + "\n")
+    assert _samples(tmp_path / "reply.wav") == [16384]
+
+
+def test_an_unreachable_server_is_named() -> None:
+    result = _run("say", "hi", url="127.0.0.1:1")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: no connection to 127.0.0.1:1: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["hi", "--json", "-o", "-"],
+        ["hi", "--audio-format", "mp3"],
+        ["hi", "--thinker-json", "{"],
+        ["hi", "--talker-json", "[1]"],
+        ["hi", "--seed", "many"],
+        ["hi", "--no-such-option"],
+    ],
+)
+def test_wrong_usage_exits_with_2_and_asks_nobody(server: FakeTriton, arguments: list[str]) -> None:
+    assert _run("say", *arguments, url=server.url).exit_code == 2
+    assert server.requests == []
+
+
+def test_files_that_cannot_be_used_are_named(server: FakeTriton, tmp_path: Path) -> None:
+    missing = _run("say", "hi", "--image", tmp_path / "none.png", url=server.url)
+    assert (missing.exit_code, missing.stderr) == (
+        1,
+        f"error: bad_request: image {tmp_path}/none.png: cannot be read: No such file or directory\n",
+    )
+    refused = _run("say", "hi", "-o", tmp_path / "no" / "reply.wav", url=server.url)
+    assert refused.exit_code == 1
+    assert "reply.wav: cannot be written" in refused.stderr
+    assert server.requests == []
+
+
+def test_a_url_of_http_gets_the_reply_in_one_answer(tmp_path: Path) -> None:
+    fake = FakeHttp(lambda: http_answer(text="Hello.", audio=np.float32([0.5]), info=INFO))
+    with serve_http(fake):
+        result = _run("say", "hi", "-o", tmp_path / "reply.wav", url=fake.url)
+        assert (result.exit_code, result.stdout) == (0, "Hello.\n")
+        assert _samples(tmp_path / "reply.wav") == [16384]
+        assert _run("ready", url=fake.url).exit_code == 0
+        fake.answer = lambda: http_answer(text="Hello.")
+        assert json.loads(_run("say", "hi", "--json", url=fake.url).stdout)["info"] is None
+
+
+def test_a_url_of_no_known_kind_is_one_sentence() -> None:
+    result = _run("ready", url="ftp://x")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+
+
+def test_ready_says_so_and_waits(server: FakeTriton) -> None:
+    assert (_run("ready", url=server.url).exit_code, _run("ready", url=server.url).stdout) == (0, "ready\n")
+    server.is_ready = False
+    started = time.monotonic()
+    result = _run("ready", "--wait", "0.3", url=server.url)
+    assert time.monotonic() - started >= 0.3
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"not ready: {server.url}\n")
+
+
+def test_interrupt_cancels_on_the_server_keeps_the_audio_and_exits_with_130(server: FakeTriton, tmp_path: Path) -> None:
+    server.script = server.endless
+    path = tmp_path / "reply.wav"
+    command = [sys.executable, "-c", "from triton_omni_client.cli import main; main()", "say", "hi", "-o", str(path)]
+    environment = os.environ | {"PYTHONPATH": str(Path(triton_omni_client.__file__).parents[1])}
+    environment |= {"TRITON_OMNI_URL": server.url}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(5) == b"Hello"
+        while not path.exists() or path.stat().st_size < 44 + 960:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert b"audio 0.0 s" in stderr
+    assert b"Traceback" not in stderr
+    assert server.cancelled.wait(5)
+    assert _samples(path) == [8192] * 480
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("out_is_terminal", [True, False])
+def test_progress_is_drawn_on_a_terminal_and_the_text_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, out_is_terminal: bool
+) -> None:
+    out, err = _Terminal() if out_is_terminal else io.StringIO(), _Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(cli, "Console", lambda stderr: Console(file=err, force_terminal=True, width=80))
+    screen = cli.Screen(text_to_stderr=False, silent=False)
+    with screen.open():
+        screen.show(TextDelta("Hello"), Timings(0.1, None, 0.1, 0))
+        shown = out.getvalue()
+        screen.show(AudioDelta(np.zeros(24_000, np.float32)), Timings(0.1, 0.2, 0.2, 1.0))
+    assert shown == ("" if out_is_terminal else "Hello")
+    assert out.getvalue() == "Hello\n"
+    assert "audio 1.0 s" in err.getvalue()
+    assert ("Hello" in err.getvalue()) is out_is_terminal
+
+
+def test_main_is_the_console_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["triton-omni", "--help"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 0
+    assert "say" in capsys.readouterr().out
