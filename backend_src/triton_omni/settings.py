@@ -102,6 +102,8 @@ class TalkerSettings(_Frozen):
     device: Device = "auto"
     dtype: Dtype = "auto"
     engine: EngineSettings = EngineSettings()
+    max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
+    """Sequences open at once; those beyond `engine.max_num_seqs` queue, their rows reserved."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
     """Longest spoken reply in codec codes (50 a second)."""
     codes_per_message: Positive = 4

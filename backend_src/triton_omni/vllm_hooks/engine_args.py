@@ -8,6 +8,7 @@ what a model needs comes from the caller.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def build_engine_args(
     *,
     worker_cls: str,
     scheduler_cls: str | None = None,
-    hf_overrides: dict[str, Any],
+    hf_overrides: dict[str, Any] | Callable[[Any], Any],
     **model_arguments: Any,
 ) -> EngineArgs:
     """Arguments of one engine.

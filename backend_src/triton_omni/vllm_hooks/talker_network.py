@@ -112,9 +112,12 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
 def talker_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The talker's part of a whole checkpoint's config, as vLLM's `hf_overrides` wants it.
 
-    `projection_dim` is where vLLM looks for the width of prompt embeddings that are not hidden_size wide.
+    `projection_dim` is where vLLM looks for the width of prompt embeddings that are not hidden_size wide. vLLM also
+    tries the override on a config without any parts, to see what model type it would make; that one stays as it is.
     """
-    talker: PreTrainedConfig = config.talker_config
+    talker: PreTrainedConfig | None = getattr(config, "talker_config", None)
+    if talker is None:
+        return config
     talker.architectures = [ARCHITECTURE]
     talker.projection_dim = talker.embedding_size
     talker.qkv_bias = True

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The talker's engine: vLLM in this process, hidden rows in and codec codes out while the rows still arrive.
+
+It implements `engine.TalkerEngine`; sessions, messages and Triton are unknown here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from triton_omni.checkpoint.config import OmniConfig, load_config
+from triton_omni.engine import EngineStats, FinishReason, Sampling, TalkerOutput, TalkerPrompt
+from triton_omni.errors import InternalError, TooLarge
+from triton_omni.settings import TalkerSettings
+from triton_omni.talker.conditioning import CodecIds, prompt_ids, prompt_length
+from triton_omni.vllm_hooks.compat import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from triton_omni.vllm_hooks.engine_args import apply_thread_share, build_engine_args, resolve_dtype
+from triton_omni.vllm_hooks.sampling import seed_args
+from triton_omni.vllm_hooks.talker_network import register_talker, talker_config
+from triton_omni.vllm_hooks.talker_rows import Sequence, TalkerRows
+from triton_omni.vllm_hooks.text_rows import TextRows
+
+_WORKER: Final = "triton_omni.vllm_hooks.talker_runner.TalkerWorker"
+_SCHEDULERS: Final = {
+    False: "triton_omni.vllm_hooks.waiting.WaitingScheduler",
+    True: "triton_omni.vllm_hooks.waiting.WaitingAsyncScheduler",
+}
+_FINISH: Final[dict[str | None, FinishReason]] = {"stop": "stop", "length": "length"}
+
+
+class TalkerVllmEngine:
+    """vLLM's engine with rows added to its inputs; owned by one thread.
+
+    Args:
+        checkpoint: folder of a whole Qwen2.5-Omni checkpoint.
+        settings: limits and engine switches of `stage.yaml`.
+        device: `cpu` or a CUDA device.
+
+    Raises:
+        SettingsError: the device cannot be used.
+        CheckpointError, ValueError: the checkpoint lacks something of the talker.
+    """
+
+    def __init__(self, checkpoint: Path, settings: TalkerSettings, device: torch.device) -> None:
+        config = load_config(checkpoint)
+        self._settings = settings
+        dtype = resolve_dtype(settings.dtype, device)
+        self._text_rows = TextRows(checkpoint, dtype, device)
+        self._llm = _start_vllm(checkpoint, settings, device, dtype)
+        self._core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
+        self._ids = _codec_ids(config)
+        self._rows = self._make_rows(config)
+        self._open: dict[str, Sequence] = {}
+        self._by_request: dict[str, Sequence] = {}
+        self._silent: list[str] = []
+        runner = self._core.model_executor.driver_worker.worker.model_runner
+        runner.serve(self._rows, self._by_request, self._ids, config.codec.largest_code + 1)
+        self._core.scheduler.wait_for(lambda request_id: self._by_request[request_id].ready_positions)
+
+    def _make_rows(self, config: OmniConfig) -> TalkerRows:
+        talker, engine = config.talker, self._settings.engine
+        tail = torch.stack([self._text_rows[talker.text_eos_id], self._text_rows[talker.text_pad_id]])
+        seen = torch.zeros(talker.decoder.vocab_size, dtype=torch.bool)
+        seen[prompt_ids(1, self._ids)] = True
+        return TalkerRows(
+            tail,
+            rows=engine.max_num_seqs * engine.max_model_len,
+            slots=self._settings.max_sessions,
+            prompt_seen=seen.to(tail.device),
+            max_positions=engine.max_model_len,
+        )
+
+    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling) -> None:
+        """Reserve the session's rows; vLLM learns of the sequence with its first row.
+
+        Raises:
+            Overloaded: the rows cannot be had now.
+            TooLarge: the prompt leaves no room for a code.
+            InternalError: the key is in use, or the prompt contradicts itself.
+        """
+        self._check_prompt(key, prompt)
+        text_bos = self._text_rows[prompt.text_bos_id]
+        sequence = self._rows.open(key, prompt, text_bos, sampling)
+        self._open[key] = sequence
+
+    def feed(self, key: str, rows: Tensor) -> None:
+        """Copy the next rows [N, H] (prompt rows first, then the reply's); unknown keys are ignored.
+
+        Raises:
+            InternalError: more rows than announced, another width, or rows after the end.
+        """
+        sequence = self._open.get(key)
+        if sequence is None or not len(rows):
+            return
+        self._rows.feed(sequence, rows)
+        if sequence.request_id is None:
+            self._submit(sequence)
+
+    def end(self, key: str) -> None:
+        """No more rows: from here on the tail is added. Without any reply row the sequence ends with no code."""
+        sequence = self._open.get(key)
+        if sequence is None:
+            return
+        if sequence.speaks:
+            sequence.ended = True
+        else:
+            self.abort(key)
+            self._silent.append(key)
+
+    def step(self) -> list[TalkerOutput]:
+        """Run one engine step over every sequence whose next row is there."""
+        silent, self._silent = self._silent, []
+        outputs = [TalkerOutput(key, finish_reason="stop") for key in silent]
+        if self._vllm_has_work():
+            outputs += [self._output(found) for found in self._llm.step() if isinstance(found, RequestOutput)]
+        return outputs
+
+    def abort(self, key: str) -> None:
+        """Drop a sequence and its rows; unknown keys are ignored."""
+        sequence = self._open.get(key)
+        if sequence is None:
+            return
+        if sequence.request_id is not None:
+            self._llm.abort_request([sequence.request_id], internal=True)
+        self._close(sequence)
+
+    def has_work(self) -> bool:
+        """Whether `step` could advance a sequence now (False while every sequence waits for rows)."""
+        return bool(self._silent) or self._vllm_has_work()
+
+    def _vllm_has_work(self) -> bool:
+        """Whether vLLM could schedule something, or a step of its is in flight."""
+        in_flight = self._core.batch_queue or ()
+        if any(output.total_num_scheduled_tokens for _, output, _ in in_flight):
+            return True
+        return bool(self._core.scheduler.can_advance())
+
+    def stats(self) -> EngineStats:
+        """Figures of this moment, from the scheduler's and the pool's own state."""
+        scheduler = self._core.scheduler
+        running = len(scheduler.running)
+        blocks = scheduler.kv_cache_manager.block_pool
+        return EngineStats(
+            running=running,
+            waiting=len(self._open) - running,
+            # vLLM keeps one block for itself (the null block).
+            kv_blocks_used=blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks(),
+            rows_used=self._rows.rows_used,
+        )
+
+    def close(self) -> None:
+        """Drop every sequence and release the device; the engine cannot be used afterwards."""
+        for key in list(self._open):
+            self.abort(key)
+        self._llm.engine_core.shutdown()
+
+    def _check_prompt(self, key: str, prompt: TalkerPrompt) -> None:
+        length, limit = prompt_length(prompt.prompt_rows), self._settings.engine.max_model_len
+        if key in self._open:
+            raise InternalError(f"talker sequence {key} is open already", stage="talker")
+        if prompt.prompt_rows < 1 or tuple(prompt.positions.shape) != (3, length):
+            raise InternalError(
+                f"talker positions {tuple(prompt.positions.shape)}: {prompt.prompt_rows} prompt rows want (3, {length})",
+                stage="talker",
+            )
+        if length >= limit:
+            raise TooLarge(
+                f"{prompt.prompt_rows} prompt tokens leave the talker no room to speak: "
+                f"its sequences may have {limit} positions (engine.max_model_len), {length} of them are the prompt",
+                stage="talker",
+            )
+
+    def _submit(self, sequence: Sequence) -> None:
+        """Give the sequence to vLLM: dummy prompt ids, since every input is a row plus an embedding."""
+        ids = prompt_ids(sequence.prompt.prompt_rows, self._ids)
+        parameters = self._parameters(sequence.sampling)
+        sequence.request_id = self._llm.add_request(sequence.key, {"prompt_token_ids": ids}, parameters)
+        self._by_request[sequence.request_id] = sequence
+
+    def _parameters(self, sampling: Sampling) -> SamplingParams:
+        """vLLM's parameters; the repetition penalty is left out because the runner applies it on the device."""
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=min(sampling.max_tokens, self._settings.max_codes),
+            # The mask id is never drawn but by a sequence that met something non-finite.
+            stop_token_ids=[*self._ids.stops, self._ids.mask],
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=seed_args(sampling.seed),
+        )
+
+    def _output(self, found: RequestOutput) -> TalkerOutput:
+        sequence, completion = self._open[found.request_id], found.outputs[0]
+        stopped = completion.finish_reason == "stop"
+        codes = sequence.accept(len(completion.token_ids), spoken=len(completion.token_ids) - stopped)
+        if completion.finish_reason is not None:
+            self._close(sequence)
+        if completion.stop_reason == self._ids.mask:
+            return TalkerOutput(sequence.key, error="a hidden row or a logit of this sequence was not finite")
+        return TalkerOutput(
+            sequence.key,
+            codes=codes.ids if codes is not None else None,
+            codes_ready=codes.ready if codes is not None else None,
+            finish_reason=_FINISH[completion.finish_reason] if completion.finish_reason is not None else None,
+        )
+
+    def _close(self, sequence: Sequence) -> None:
+        del self._open[sequence.key]
+        if sequence.request_id is not None:
+            del self._by_request[sequence.request_id]
+        self._rows.close(sequence)
+
+
+def _start_vllm(checkpoint: Path, settings: TalkerSettings, device: torch.device, dtype: torch.dtype) -> LLMEngine:
+    register_talker()
+    apply_thread_share(settings.engine)
+    asynchronous = device.type == "cuda" and settings.engine.async_scheduling
+    arguments = build_engine_args(
+        checkpoint,
+        settings.engine,
+        device,
+        dtype,
+        worker_cls=_WORKER,
+        scheduler_cls=_SCHEDULERS[asynchronous],
+        hf_overrides=talker_config,
+        skip_tokenizer_init=True,
+        # Makes the runner's graphs read embeddings; none ever comes through vLLM's own request.
+        enable_prompt_embeds=True,
+    )
+    return LLMEngine.from_engine_args(arguments)
+
+
+def _codec_ids(config: OmniConfig) -> CodecIds:
+    talker = config.talker
+    return CodecIds(talker.codec_mask_id, talker.codec_pad_id, talker.codec_bos_id, talker.codec_eos_id)

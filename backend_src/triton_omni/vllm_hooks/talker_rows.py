@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory of talker sequences: their hidden rows, the ids they have used, whether all was finite.
+
+Everything is allocated once and indexed by slot, so that a step needs no loop of device operations over
+sequences. It knows neither vLLM nor how a step is scheduled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from triton_omni.engine import Sampling, TalkerPrompt
+from triton_omni.errors import InternalError, Overloaded
+from triton_omni.talker.conditioning import Indices, can_speak, pool_rows, split_at_text_bos, stored_rows
+
+TEXT_EOS_ROW: Final = 0
+TEXT_PAD_ROW: Final = 1
+_TAIL_ROWS: Final = 2
+UNBOUNDED: Final = 1 << 40
+"""Positions that may be computed once the tail has begun."""
+_RETRY_MS: Final = 250
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """Ids that one engine step drew for its batch."""
+
+    ids: Tensor
+    """int32 [B] on the device."""
+    ready: torch.cuda.Event | None
+    """Recorded after `ids` was written, where the device is a GPU."""
+
+
+@dataclass
+class Sequence:
+    """One open talker sequence; `slot` and `base` name its share of the device memory."""
+
+    key: str
+    prompt: TalkerPrompt
+    sampling: Sampling
+    slot: int
+    base: int
+    reserved: int
+    fed: int = 0
+    ended: bool = False
+    request_id: str | None = None
+    """vLLM's id, from the first row on."""
+    sampled: deque[tuple[SampledStep, int]] = field(default_factory=deque)
+    """Steps (and this sequence's row in them) whose ids vLLM has not yet accepted, oldest first."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether a reply row came."""
+        return can_speak(self.prompt.prompt_rows, self.fed)
+
+    @property
+    def ready_positions(self) -> int:
+        """How many positions, from 0 on, have their row."""
+        return UNBOUNDED if self.ended else stored_rows(self.prompt.prompt_rows, self.fed)
+
+    def accept(self, count: int, spoken: int) -> SampledStep | None:
+        """Take the oldest `count` draws, which vLLM has accepted, and return the first `spoken` of them as codes."""
+        taken = [self.sampled.popleft() for _ in range(count)][:spoken]
+        if not taken:
+            return None
+        codes = [step.ids[row : row + 1] for step, row in taken]
+        return SampledStep(codes[0] if len(codes) == 1 else torch.cat(codes), taken[-1][0].ready)
+
+
+class FirstFit:
+    """Contiguous spans of `capacity` places; the first gap that is large enough is taken."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._spans: dict[int, int] = {}
+
+    @property
+    def used(self) -> int:
+        """Places taken now."""
+        return sum(self._spans.values())
+
+    def take(self, count: int) -> int | None:
+        """First place of a span of `count`, or None where no gap is large enough."""
+        for start, end in self._gaps():
+            if end - start >= count:
+                self._spans[start] = count
+                return start
+        return None
+
+    def give(self, start: int) -> None:
+        """Free the span that `take` returned."""
+        del self._spans[start]
+
+    def _gaps(self) -> Iterator[tuple[int, int]]:
+        start = 0
+        for base in sorted(self._spans):
+            yield start, base
+            start = base + self._spans[base]
+        yield start, self.capacity
+
+
+class TalkerRows:
+    """The row pool and the per-slot state of every open sequence.
+
+    Args:
+        tail: [2, H], the text embeddings of text_eos and text_pad; gives dtype, device and width of the pool.
+        rows: rows that all open sequences share.
+        slots: sequences open at once.
+        prompt_seen: bool [V] on the same device, ids that count as used before the first code.
+        max_positions: positions of the longest sequence; rows past it are never used and not kept.
+    """
+
+    def __init__(self, tail: Tensor, rows: int, slots: int, prompt_seen: Tensor, max_positions: int) -> None:
+        device = tail.device
+        self.pool = torch.zeros(_TAIL_ROWS + rows, tail.shape[1], dtype=tail.dtype, device=device)
+        self.pool[:_TAIL_ROWS].copy_(tail)
+        self.idle_slot = slots
+        """A slot of nobody: rows of the batch whose draw is thrown away write there."""
+        self.seen = torch.zeros(slots + 1, prompt_seen.shape[0], dtype=torch.bool, device=device)
+        self.finite = torch.ones(slots + 1, dtype=torch.bool, device=device)
+        self.penalties = torch.ones(slots + 1, dtype=torch.float32, device=device)
+        self._prompt_seen = prompt_seen
+        self._max_positions = max_positions
+        self._bases = np.zeros(slots + 1, dtype=np.int64)
+        self._stored = np.zeros(slots + 1, dtype=np.int64)
+        self._free_slots = list(range(slots))
+        self._spans = FirstFit(rows)
+
+    @property
+    def rows_used(self) -> int:
+        """Rows reserved by open sequences."""
+        return self._spans.used
+
+    def open(self, key: str, prompt: TalkerPrompt, text_bos: Tensor, sampling: Sampling) -> Sequence:
+        """Reserve a sequence's rows and slot; `text_bos` [H] is its speaker's row.
+
+        Raises:
+            Overloaded: no slot, or no gap for the rows.
+        """
+        reserved = min(prompt.max_rows + 1, self._max_positions)
+        start = self._spans.take(reserved) if self._free_slots else None
+        if start is None:
+            raise Overloaded(
+                f"the talker has no room for {reserved} hidden rows: {self.rows_used} of {self._spans.capacity} rows "
+                f"and {self.idle_slot - len(self._free_slots)} of {self.idle_slot} sequences are taken",
+                stage="talker",
+                retry_after_ms=_RETRY_MS,
+            )
+        slot, base = self._free_slots.pop(), start + _TAIL_ROWS
+        self.seen[slot].copy_(self._prompt_seen)
+        self.finite[slot].fill_(True)
+        self.penalties[slot].fill_(sampling.repetition_penalty)
+        self.pool[base + prompt.prompt_rows].copy_(text_bos)
+        self._bases[slot], self._stored[slot] = base, 0
+        return Sequence(key, prompt, sampling, slot, base, reserved)
+
+    def feed(self, sequence: Sequence, rows: Tensor) -> None:
+        """Copy the next rows [N, H] of a sequence; non-finite ones are marked, and kept out of every cache.
+
+        Raises:
+            InternalError: the rows do not fit what was announced at open.
+        """
+        count, width = rows.shape
+        limit = sequence.prompt.max_rows
+        if width != self.pool.shape[1] or sequence.fed + count > limit:
+            raise InternalError(
+                f"talker rows {tuple(rows.shape)} after {sequence.fed} rows: the width must be {self.pool.shape[1]} "
+                f"and there may be {limit} rows in all",
+                stage="talker",
+            )
+        self.finite[sequence.slot].logical_and_(rows.sum(dtype=torch.float32).isfinite())
+        rows = rows.nan_to_num(0.0, 0.0, 0.0)
+        first, second, at_first, at_second = split_at_text_bos(sequence.prompt.prompt_rows, sequence.fed, count)
+        self._store(sequence, at_first, rows[first])
+        self._store(sequence, at_second, rows[second])
+        sequence.fed += count
+        self._stored[sequence.slot] = stored_rows(sequence.prompt.prompt_rows, sequence.fed)
+
+    def _store(self, sequence: Sequence, position: int, rows: Tensor) -> None:
+        rows = rows[: max(sequence.reserved - position, 0)]
+        if len(rows):
+            start = sequence.base + position
+            self.pool[start : start + len(rows)].copy_(rows)
+
+    def close(self, sequence: Sequence) -> None:
+        """Free what `open` reserved. Steps in flight may still read it: later writes queue up behind them."""
+        self._free_slots.append(sequence.slot)
+        self._spans.give(sequence.base - _TAIL_ROWS)
+        sequence.sampled.clear()
+
+    def pool_rows(self, slots: Indices, positions: Indices) -> Indices:
+        """Pool index of the row of each (slot, position), int64 [N] each."""
+        return pool_rows(
+            positions, self._bases[slots], self._stored[slots], text_eos=TEXT_EOS_ROW, text_pad=TEXT_PAD_ROW
+        )

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedulers that run a talker sequence as far as its hidden rows have come, and not further.
+
+One mixin over vLLM's two schedulers. It asks how many positions are ready; what a row is, it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from triton_omni.vllm_hooks.compat import AsyncScheduler, Request, Scheduler
+
+if TYPE_CHECKING:
+    _Scheduler = Scheduler
+else:
+    _Scheduler = object
+
+
+class WaitingMixin(_Scheduler):
+    """Caps what a step may compute of a sequence by the positions whose row has arrived.
+
+    It extends `_reserve_prefill_lookahead`, which vLLM asks for every running and every new sequence to shorten the
+    tokens it is about to schedule. A running sequence shortened to nothing is passed over and the others go on; so
+    one rule serves chunked prefill over half a prompt and decoding alike. `num_computed_tokens` already counts the
+    step in flight, so it is the next position.
+    """
+
+    _ready_positions: Callable[[str], int] | None = None
+
+    def wait_for(self, ready_positions: Callable[[str], int]) -> None:
+        """Ask `ready_positions(request_id)` from now on; a sequence must be ready for one position when added."""
+        self._ready_positions = ready_positions
+
+    def can_advance(self) -> bool:
+        """Whether `schedule` would give a step anything to compute now."""
+        if any(self._reserve_prefill_lookahead(request, request.num_computed_tokens, 1) for request in self.running):
+            return True
+        return bool(self.waiting) and len(self.running) < self.max_num_running_reqs
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        allowed: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if self._ready_positions is None:
+            return allowed
+        if self._awaits_its_own_code(request):
+            return 0
+        return max(0, min(allowed, self._ready_positions(request.request_id) - num_computed_tokens))
+
+    def _awaits_its_own_code(self, request: Request) -> bool:
+        """Whether the code this sequence must read next is known neither here nor to the step before.
+
+        The runner takes the code of the step in flight from the device only for sequences of the step just before;
+        a sequence that was passed over once goes on when the host knows its code.
+        """
+        return request.num_output_placeholders > 0 and request.request_id not in self.prev_step_scheduled_req_ids
+
+
+class WaitingScheduler(WaitingMixin, Scheduler):
+    """For synchronous steps (the CPU, or asynchronous scheduling switched off)."""
+
+
+class WaitingAsyncScheduler(WaitingMixin, AsyncScheduler):
+    """For steps scheduled while the device still runs the one before."""
