@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints
 
 from triton_omni.chat import MediaPart, Message, chat_of_text, parse_messages
-from triton_omni.engine import Sampling
+from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.settings import RequestLimits, Solver
 from triton_omni.strict_json import StrictModel, parse_json, shown, validate
@@ -76,6 +76,10 @@ class Token2WavOptions(StrictModel):
     num_steps: Annotated[int, Field(ge=2, le=64)] | None = None
     guidance_scale: Annotated[float, Field(ge=0, le=10)] | None = None
     mode: Literal["streaming", "offline"] | None = None
+
+    def to_stream_options(self) -> StreamOptions:
+        """The engine's `StreamOptions`."""
+        return StreamOptions(**self.model_dump())
 
 
 class _Parameters(StrictModel):

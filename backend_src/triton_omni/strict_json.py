@@ -22,6 +22,7 @@ SHOWN_CHARACTERS = 80
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 # Base64 of a medium; `\` because some encoders write `/` as `\/`.
 _BASE64_RUN = re.compile(rb"[A-Za-z0-9+/=\\]{1024,}+")
+_PLAIN_KEY = re.compile(rf"[A-Za-z0-9_]{{1,{SHOWN_CHARACTERS}}}")
 
 
 class StrictModel(BaseModel):
@@ -42,6 +43,11 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return f"{value!r:.{SHOWN_CHARACTERS}}"
+
+
+def _step(key: str) -> str:
+    """One key of a key path; a key that is no plain name is quoted and escaped."""
+    return f".{key}" if _PLAIN_KEY.fullmatch(key) else f".{shown(key)}"
 
 
 def decode_utf8(raw: bytes, name: str) -> str:
@@ -138,7 +144,7 @@ def _check_surrogates(tree: object, path: str) -> None:
     elif isinstance(tree, dict):
         for key, value in tree.items():
             check_text(key, f"{path}: key {shown(key)}")
-            _check_surrogates(value, f"{path}.{key[:SHOWN_CHARACTERS]}")
+            _check_surrogates(value, path + _step(key))
     elif isinstance(tree, list):
         for index, value in enumerate(tree):
             _check_surrogates(value, f"{path}[{index}]")
@@ -176,10 +182,7 @@ def _describe(error: ValidationError, path: str) -> str:
     """The first fault as `path.to.key: what is allowed (got what came)`, and how many more there are."""
     items = error.errors(include_url=False)
     first = items[0]
-    where = path + "".join(
-        f"[{step}]" if isinstance(step, int) else f".{shown(step)[1:-1] if step.isidentifier() else shown(step)}"
-        for step in first["loc"]
-    )
+    where = path + "".join(f"[{step}]" if isinstance(step, int) else _step(step) for step in first["loc"])
     if first["type"] == "extra_forbidden":
         text = f"{where}: unknown key"
     elif first["type"] == "missing":

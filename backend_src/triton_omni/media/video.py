@@ -27,7 +27,6 @@ from triton_omni.media.types import Audio, PixelRange, Video, VisionSizes, smart
 from triton_omni.settings import RequestLimits
 
 Container = Literal["mp4", "webm"]
-_DEMUXERS: dict[Container, str] = {"mp4": "mp4", "webm": "webm"}
 
 FPS = 2.0
 FRAME_FACTOR = 2
@@ -70,7 +69,7 @@ def frame_count(total: int, source_fps: float, most: int) -> int:
     """
     if total < FRAME_FACTOR:
         raise BadRequest(f"{total} frames, at least {FRAME_FACTOR} are needed")
-    count = min(max(total / source_fps * FPS, MIN_FRAMES), min(most, total))
+    count = min(max(total / source_fps * FPS, MIN_FRAMES), most, total)
     return math.floor(count / FRAME_FACTOR) * FRAME_FACTOR
 
 
@@ -104,14 +103,21 @@ class _VideoFile:
     def read_frames(self) -> tuple[NDArray[np.uint8], float]:
         """Sampled frames [T, H, W, 3] and how many a second they are."""
         total, source_fps = self._count_packets()
-        while True:
-            count = frame_count(total, source_fps, self.limits.max_video_frames)
-            wanted = torch.linspace(0, total - 1, count).round().long().tolist()
-            frames, decoded = self._decode(wanted)
-            if decoded == total:
-                return frames, count / total * source_fps
+        frames, count, decoded = self._sample(total, source_fps)
+        if decoded != total:
             # Packets that show no picture (VP8's hidden frames, damaged ones) do not count: sample among those shown.
             total = self._checked_total(decoded, source_fps)
+            frames, count, decoded = self._sample(total, source_fps)
+        if decoded != total:
+            raise BadRequest(f"damaged: {total} frames at one reading, {decoded} at the next")
+        return frames, count / total * source_fps
+
+    def _sample(self, total: int, source_fps: float) -> tuple[NDArray[np.uint8], int, int]:
+        """Frames sampled from `total`, their number, and how many there really were to sample from."""
+        count = frame_count(total, source_fps, self.limits.max_video_frames)
+        wanted = torch.linspace(0, total - 1, count).round().long().tolist()
+        frames, decoded = self._decode(wanted)
+        return frames, count, decoded
 
     def read_audio(self) -> Audio | None:
         """The first audio track, or None where there is none."""
@@ -123,8 +129,7 @@ class _VideoFile:
             return finish_audio(_sound_blocks(source), context.sample_rate, self.limits.max_video_seconds)
 
     def _open(self) -> InputContainer:
-        opened = av.open(io.BytesIO(self.data), mode="r", format=_DEMUXERS[self.container], metadata_errors="replace")
-        return cast(InputContainer, opened)
+        return av.open(io.BytesIO(self.data), mode="r", format=self.container, metadata_errors="replace")
 
     def _count_packets(self) -> tuple[int, float]:
         """Packets of the video stream, nearly always one a frame, and frames a second; nothing is decoded."""

@@ -1,0 +1,486 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may hold, and that everything else is refused by name."""
+
+from __future__ import annotations
+
+import base64
+import json
+from contextlib import suppress
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from triton_omni.chat import MediaPart, Message, TextPart
+from triton_omni.errors import BadRequest, OmniError, TooLarge
+from triton_omni.request import RawRequest, RequestDefaults, parse_request
+from triton_omni.settings import RequestLimits
+from triton_omni.strict_json import MAX_DEPTH, shown
+
+LIMITS = RequestLimits(max_request_bytes=4096, max_messages=8, max_media_items=3, max_media_bytes=4096)
+DEFAULTS = RequestDefaults(
+    timeout_s=60.0,
+    max_timeout_s=100.0,
+    max_thinker_tokens=512,
+    max_codes=1024,
+    voice="Chelsie",
+    voices=frozenset({"Chelsie", "Ethan"}),
+)
+
+
+def parse(raw, limits=LIMITS, defaults=DEFAULTS):
+    return parse_request(raw, limits, defaults)
+
+
+def with_parameters(parameters):
+    text = parameters if isinstance(parameters, str) else json.dumps(parameters)
+    return parse(RawRequest(text_input=b"Hi", sampling_parameters=text.encode()))
+
+
+def with_messages(messages, media=(), limits=LIMITS):
+    text = messages if isinstance(messages, str) else json.dumps(messages)
+    return parse(RawRequest(messages=text.encode(), media=media), limits)
+
+
+def user(content):
+    return [{"role": "user", "content": content}]
+
+
+def data_uri(data=b"bytes", kind="image/png"):
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def test_text_input_is_one_message_of_the_user():
+    request = parse(RawRequest(text_input="Grüß dich".encode(), request_id="r1"))
+    assert request.chat == (Message("user", (TextPart("Grüß dich"),)),)
+    assert request.request_id == "r1"
+
+
+def test_defaults_are_those_of_the_reference_and_of_the_deployment():
+    request = parse(RawRequest(text_input=b"Hi"))
+    assert request.modalities == ("text", "audio")
+    assert request.wants_audio
+    assert (request.voice, request.seed, request.audio_format) == ("Chelsie", None, "f32")
+    assert (request.timeout_s, request.priority, request.cancel_token) == (60.0, 0, None)
+    assert request.thinker.temperature == 0.0
+    talker = request.talker
+    assert (talker.temperature, talker.top_p, talker.top_k, talker.repetition_penalty) == (0.9, 0.8, 40, 1.05)
+    assert request.token2wav.model_dump() == dict.fromkeys(("solver", "num_steps", "guidance_scale", "mode"))
+
+
+def test_an_empty_sampling_parameters_input_is_as_none():
+    assert parse(RawRequest(text_input=b"Hi", sampling_parameters=b"")) == parse(RawRequest(text_input=b"Hi"))
+
+
+def test_every_parameter_arrives():
+    request = with_parameters(
+        {
+            "modalities": ["audio", "text"],
+            "voice": "Ethan",
+            "seed": 2**63 - 1,
+            "audio_format": "wav",
+            "use_audio_in_video": True,
+            "thinker": {"temperature": 1, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "max_tokens": 512},
+            "talker": {"temperature": 0, "repetition_penalty": 1, "max_tokens": 1024},
+            "token2wav": {"solver": "euler", "num_steps": 4, "guidance_scale": 0, "mode": "offline"},
+            "timeout": 2.5,
+            "priority": -3,
+            "cancel_token": "9223372036854775807",
+        }
+    )
+    assert request.modalities == ("text", "audio")
+    assert (request.voice, request.seed, request.audio_format) == ("Ethan", 2**63 - 1, "wav")
+    assert request.use_audio_in_video is True
+    assert (request.timeout_s, request.priority, request.cancel_token) == (2.5, -3, 2**63 - 1)
+    assert (request.token2wav.solver, request.token2wav.mode) == ("euler", "offline")
+
+
+def test_options_become_the_engines_sampling():
+    request = with_parameters({"thinker": {"temperature": 0.5, "top_k": 9, "min_p": 0.2, "max_tokens": 100}})
+    thinker = request.thinker.to_sampling(seed=5, limit=50)
+    assert (thinker.temperature, thinker.top_k, thinker.min_p, thinker.max_tokens, thinker.seed) == (0.5, 9, 0.2, 50, 5)
+    assert request.thinker.to_sampling(seed=5, limit=500).max_tokens == 100
+    talker = request.talker.to_sampling(seed=6, limit=77)
+    assert (talker.top_k, talker.top_p, talker.min_p, talker.max_tokens, talker.seed) == (40, 0.8, 0.0, 77, 6)
+
+
+def test_text_only_wants_no_audio():
+    assert not with_parameters({"modalities": ["text"]}).wants_audio
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"bogus": 1}, r"sampling_parameters\.bogus: unknown key"),
+        ({"thinker": {"bogus": 1}}, r"sampling_parameters\.thinker\.bogus: unknown key"),
+        ({"seed": True}, r"seed: .*valid integer \(got true\)"),
+        ({"seed": 1.0}, r"seed: .*valid integer \(got 1\.0\)"),
+        ({"seed": "1"}, r"seed: .*valid integer \(got '1'\)"),
+        ({"seed": -1}, r"seed: .*greater than or equal to 0 \(got -1\)"),
+        ({"seed": 2**63}, r"seed: .*9223372036854775807"),
+        ({"thinker": {"temperature": 2.5}}, r"thinker\.temperature: .*less than or equal to 2 \(got 2\.5\)"),
+        ({"thinker": {"temperature": False}}, r"thinker\.temperature: .*valid number \(got false\)"),
+        ({"thinker": {"top_p": 0}}, r"thinker\.top_p: .*greater than 0"),
+        ({"thinker": {"top_k": -1}}, r"thinker\.top_k"),
+        ({"thinker": {"top_k": 1.5}}, r"thinker\.top_k"),
+        ({"thinker": {"min_p": 2}}, r"thinker\.min_p"),
+        ({"thinker": {"repetition_penalty": 0}}, r"thinker\.repetition_penalty"),
+        ({"thinker": {"max_tokens": 0}}, r"thinker\.max_tokens"),
+        ({"thinker": None}, r"thinker: .*got null"),
+        ({"talker": {"min_p": 0.1}}, r"talker\.min_p: unknown key"),
+        ({"token2wav": {"num_steps": 1}}, r"token2wav\.num_steps: .*greater than or equal to 2"),
+        ({"token2wav": {"solver": "heun"}}, r"token2wav\.solver: .*'rk4' or 'euler' \(got 'heun'\)"),
+        ({"token2wav": {"guidance_scale": 11}}, r"token2wav\.guidance_scale"),
+        ({"modalities": []}, r"modalities"),
+        ({"modalities": ["audio"]}, r'modalities: must be \["text"\] or \["text", "audio"\]'),
+        ({"modalities": ["text", "text"]}, r"modalities: must be"),
+        ({"modalities": ["text", "smell"]}, r"modalities\[1\]: .*'smell'"),
+        ({"voice": "Nobody"}, r"voice: 'Nobody' is not one of: Chelsie, Ethan"),
+        ({"voice": ""}, r"voice: .*at least 1 character"),
+        ({"audio_format": "mp3"}, r"audio_format"),
+        ({"use_audio_in_video": 1}, r"use_audio_in_video: .*boolean"),
+        ({"timeout": 0}, r"timeout: .*greater than 0"),
+        ({"priority": 1001}, r"priority: .*less than or equal to 1000"),
+        ({"cancel_token": 5}, r"cancel_token: .*string"),
+        ({"cancel_token": "0"}, r"cancel_token"),
+        ({"cancel_token": "12\n"}, r"cancel_token"),
+        ({"cancel_token": "9223372036854775808"}, r"cancel_token: must be below"),
+        ([1], r"sampling_parameters: must be an object \(got an array of 1 elements\)"),
+    ],
+)
+def test_a_wrong_parameter_is_refused_by_its_key_path(parameters, message):
+    with pytest.raises(BadRequest, match=message):
+        with_parameters(parameters)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"thinker": {"max_tokens": 513}}, r"thinker\.max_tokens: 513 .*limit of 512"),
+        ({"talker": {"max_tokens": 1025}}, r"talker\.max_tokens: 1025 .*limit of 1024"),
+        ({"timeout": 100.5}, r"timeout: 100\.5 .*limit of 100"),
+    ],
+)
+def test_what_the_deployment_does_not_allow_is_too_large(parameters, message):
+    with pytest.raises(TooLarge, match=message):
+        with_parameters(parameters)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_not_finite_are_refused(number):
+    with pytest.raises(BadRequest, match="finite"):
+        with_parameters('{"thinker": {"temperature": ' + number + "}}")
+
+
+def test_an_integer_of_thousands_of_digits_is_refused():
+    with pytest.raises(BadRequest, match="not JSON"):
+        with_parameters('{"seed": ' + "9" * 5000 + "}")
+
+
+@pytest.mark.parametrize("text", ["", " ", "{", '{"seed": 1,}', "{'seed': 1}", "\ufeff{}", '{"seed": 01}'])
+def test_what_is_not_json_is_refused(text):
+    with pytest.raises(BadRequest, match="messages: not JSON"):
+        with_messages(text)
+
+
+def test_a_key_given_twice_is_refused():
+    with pytest.raises(BadRequest, match="key 'seed' is given twice"):
+        with_parameters('{"seed": 1, "seed": 2}')
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_their_place():
+    with pytest.raises(BadRequest, match=r"text_input: byte 2 \(0xff\) is not valid UTF-8"):
+        parse(RawRequest(text_input=b"Hi\xff"))
+    with pytest.raises(BadRequest, match="messages: byte 2"):
+        parse(RawRequest(messages=b'["\xed\xa0\x80"]'))
+
+
+@pytest.mark.parametrize("escape", ["\\ud800", "\\udc00", "\\udc00\\ud800", "a\\ud83dz"])
+def test_unpaired_surrogates_are_refused_by_key_path(escape):
+    with pytest.raises(BadRequest, match=r"messages\[0\]\.content: unpaired surrogate U\+D"):
+        with_messages('[{"role": "user", "content": "' + escape + '"}]')
+
+
+def test_paired_surrogates_are_one_character():
+    request = with_messages('[{"role": "user", "content": "\\ud83d\\ude00"}]')
+    assert request.chat[0].parts == (TextPart("\U0001f600"),)
+
+
+def test_an_unpaired_surrogate_in_a_key_is_refused():
+    with pytest.raises(BadRequest, match="unpaired surrogate"):
+        with_parameters('{"\\ud800": 1}')
+
+
+@pytest.mark.parametrize("bomb", ["[" * 2000, '{"a":' * 600, "[" * 2000 + "]" * 2000])
+def test_nesting_bombs_are_refused_before_the_parser_sees_them(bomb):
+    with pytest.raises(BadRequest, match=f"nested deeper than {MAX_DEPTH} levels"):
+        with_messages(bomb)
+
+
+def test_brackets_inside_strings_are_no_nesting():
+    content = '[[{"\\' * 100
+    assert with_messages(user(content)).chat[0].parts == (TextPart(content),)
+
+
+def test_a_document_over_the_limit_is_refused_before_it_is_parsed():
+    with pytest.raises(TooLarge, match=r"messages: \d+ bytes besides base64 media, the limit is 4096"):
+        with_messages("[" + '"a b",' * 1000)
+    with pytest.raises(TooLarge, match="text_input: 4097 bytes, the limit is 4096"):
+        parse(RawRequest(text_input=b"a" * 4097))
+    with pytest.raises(TooLarge, match="sampling_parameters: "):
+        with_parameters(" " * 70000)
+
+
+def test_text_that_looks_like_base64_counts_as_text():
+    with pytest.raises(TooLarge, match="over 4096 bytes of text"):
+        with_messages(user("a" * 5000))
+
+
+def test_media_do_not_count_as_text():
+    image = {"type": "image_url", "image_url": {"url": data_uri(b"\xfb" * 4096)}}
+    assert with_messages(user([image])).media[0].data == b"\xfb" * 4096
+
+
+def test_base64_beyond_all_media_limits_is_refused_before_parsing():
+    with pytest.raises(TooLarge, match="bytes of base64"):
+        with_messages('["' + "a" * 20000)
+
+
+def test_escaped_slashes_in_base64_are_understood():
+    text = json.dumps(user([{"type": "image_url", "image_url": {"url": data_uri(b"\xff" * 4096)}}]))
+    assert with_messages(text.replace("/", "\\/")).media[0].data == b"\xff" * 4096
+
+
+@pytest.mark.parametrize(
+    ("raw", "found"),
+    [(RawRequest(), "neither"), (RawRequest(text_input=b"a", messages=b"[]"), "both")],
+)
+def test_exactly_one_of_text_input_and_messages_is_needed(raw, found):
+    with pytest.raises(BadRequest, match=f"exactly one of text_input and messages must be given, found {found}"):
+        parse(raw)
+
+
+def test_text_input_with_media_is_refused_and_says_what_to_do():
+    with pytest.raises(BadRequest, match="use messages"):
+        parse(RawRequest(text_input=b"Hi", media=[b"x"]))
+
+
+def test_an_empty_text_input_is_refused():
+    with pytest.raises(BadRequest, match="text_input: is empty"):
+        parse(RawRequest(text_input=b""))
+
+
+def test_a_chat_keeps_roles_parts_and_order():
+    uri = data_uri(b"abc")
+    request = with_messages(
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]},
+            {"role": "assistant", "content": "b"},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": uri, "detail": "auto"}},
+                    {"type": "video"},
+                    {"type": "text", "text": "c"},
+                ],
+            },
+        ],
+        media=[b"first", b"second"],
+    )
+    assert [message.role for message in request.chat] == ["system", "user", "assistant", "user"]
+    assert request.chat[1].parts == (TextPart("a"), MediaPart("image", b"first"))
+    assert request.chat[3].parts == (MediaPart("image", b"abc"), MediaPart("video", b"second"), TextPart("c"))
+    assert [part.kind for part in request.media] == ["image", "image", "video"]
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image_url", "image_url": {"url": data_uri()}}, "image"),
+        ({"type": "audio_url", "audio_url": {"url": data_uri(kind="audio/wav")}}, "audio"),
+        ({"type": "video_url", "video_url": {"url": data_uri(kind="video/mp4;codecs=avc1")}}, "video"),
+        ({"type": "video_url", "video_url": {"url": data_uri(kind="").replace("data", "DATA")}}, "video"),
+        ({"type": "input_audio", "input_audio": {"data": "Ynl0ZXM=", "format": "wav"}}, "audio"),
+    ],
+)
+def test_every_kind_of_inline_medium(part, kind):
+    assert with_messages(user([part])).media == (MediaPart(kind, b"bytes"),)
+
+
+def test_an_element_of_media_may_be_a_data_uri():
+    request = with_messages(user([{"type": "audio"}]), media=[data_uri(b"abc").encode()])
+    assert request.media == (MediaPart("audio", b"abc"),)
+
+
+@pytest.mark.parametrize("url", ["https://a/b.png", "http://a", "file:///etc/passwd", "/etc/passwd", "ftp://a", ""])
+@pytest.mark.parametrize("kind", ["image_url", "audio_url", "video_url"])
+def test_nothing_is_fetched_or_opened(kind, url):
+    with pytest.raises(BadRequest, match=rf"content\[0\]\.{kind}\.url: .*allowed URL schemes: data \(got"):
+        with_messages(user([{"type": kind, kind: {"url": url}}]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"messages\[0\]\.content: must be a string or an array"),
+        (5, r"messages\[0\]\.content: must be a string or an array"),
+        ([], r"messages\[0\]\.content: must be a string or an array"),
+        ("", r"messages\[0\]\.content: is empty"),
+        (["text"], r"content\[0\]: must be an object \(got 'text'\)"),
+        ([{}], r"content\[0\]\.type: must be one of text, image_url"),
+        ([{"type": []}], r"content\[0\]\.type: must be one of"),
+        ([{"type": "file"}], r"content\[0\]\.type: must be one of .*got 'file'"),
+        ([{"type": "text"}], r"content\[0\]\.text: is required"),
+        ([{"type": "text", "text": 5}], r"content\[0\]\.text: .*valid string \(got 5\)"),
+        ([{"type": "text", "text": "a", "more": 1}], r"content\[0\]\.more: unknown key"),
+        ([{"type": "image_url", "image_url": data_uri()}], r"content\[0\]\.image_url: "),
+        ([{"type": "image_url", "image_url": {"url": "data:,abc"}}], r"image_url\.url: a data URI must be"),
+        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64"}}], r"a data URI must be"),
+        ([{"type": "image_url", "image_url": {"url": "data:;base64,a b="}}], r"image_url\.url: not base64"),
+        ([{"type": "image_url", "image_url": {"url": "data:;base64,YQ"}}], r"image_url\.url: not base64"),
+        ([{"type": "image_url", "image_url": {"url": "data:;base64,é"}}], r"image_url\.url: not base64"),
+        ([{"type": "image_url", "image_url": {"url": "data:;base64,"}}], r"image_url\.url: is empty"),
+        ([{"type": "image_url", "image_url": {"url": data_uri(), "detail": "low"}}], r"image_url\.detail"),
+        ([{"type": "input_audio", "input_audio": {"data": "YQ=="}}], r"input_audio\.format: is required"),
+        ([{"type": "input_audio", "input_audio": {"data": "YQ==", "format": "aiff"}}], r"input_audio\.format"),
+        ([{"type": "image", "image": "x"}], r"content\[0\]\.image: unknown key"),
+        ([{"type": "image"}], r"content\[0\]: takes element 0 of media, but media has 0 elements"),
+    ],
+)
+def test_wrong_content_is_refused_by_its_key_path(content, message):
+    with pytest.raises(BadRequest, match=message):
+        with_messages(user(content))
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "at least one message"),
+        ({}, "at least one message"),
+        (["a"], r"messages\[0\]: must be an object"),
+        ([{"role": "tool", "content": "a"}], r"messages\[0\]\.role: .*'tool'"),
+        ([{"content": "a"}], r"messages\[0\]\.role: is required"),
+        ([{"role": "user", "content": "a", "name": "b"}], r"messages\[0\]\.name: unknown key"),
+        ([*user("a"), {"role": "system", "content": "b"}, *user("c")], r"messages\[1\]\.role: system is allowed only"),
+        ([*user("a"), {"role": "assistant", "content": "b"}], r"messages\[1\]\.role: the last message must be"),
+        ([{"role": "system", "content": "b"}], "the last message must be the user's"),
+        ([{"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": data_uri()}}]}], "only in"),
+    ],
+)
+def test_a_wrong_chat_is_refused(messages, message):
+    with pytest.raises(BadRequest, match=message):
+        with_messages(messages)
+
+
+def test_media_without_a_part_are_refused():
+    with pytest.raises(BadRequest, match="media: 2 elements are given but messages take 1"):
+        with_messages(user([{"type": "image"}]), media=[b"a", b"b"])
+
+
+def test_counts_and_sizes_of_media_are_bounded():
+    with pytest.raises(TooLarge, match="media: 4 elements, the limit is 3"):
+        with_messages(user([{"type": "image"}] * 4), media=[b"a"] * 4)
+    with pytest.raises(TooLarge, match=r"content\[3\]: more than 3 media"):
+        with_messages(user([{"type": "image_url", "image_url": {"url": data_uri()}}] * 4))
+    with pytest.raises(TooLarge, match=r"media\[0\]: 4097 bytes, the limit is 4096"):
+        with_messages(user([{"type": "image"}]), media=[b"a" * 4097])
+    with pytest.raises(TooLarge, match=r"image_url\.url: .*limit is 4096 bytes"):
+        with_messages(user([{"type": "image_url", "image_url": {"url": data_uri(b"a" * 4099)}}]))
+    with pytest.raises(BadRequest, match=r"media\[0\]: is empty"):
+        with_messages(user([{"type": "image"}]), media=[b""])
+
+
+def test_the_number_of_messages_is_bounded():
+    with pytest.raises(TooLarge, match="messages: 9 messages, the limit is 8"):
+        with_messages(user("a") * 9)
+
+
+def test_values_in_messages_are_cut_and_escaped():
+    with pytest.raises(BadRequest) as caught:
+        with_parameters({"voice": "\n\x1b[31m" + "x" * 500})
+    assert "\n" not in caught.value.message
+    assert "\x1b" not in caught.value.message
+    assert len(caught.value.message) < 300
+    with pytest.raises(BadRequest) as caught:
+        with_parameters({"\n" + "k" * 500: 1})
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 300
+
+
+def test_keys_in_key_paths_are_escaped():
+    with pytest.raises(BadRequest, match="unpaired surrogate") as caught:
+        with_parameters('{"\\n": "\\ud800"}')
+    assert "\n" not in caught.value.message
+
+
+def test_media_bytes_do_not_appear_in_representations():
+    assert "secret" not in repr(MediaPart("image", b"secret"))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("a\tb", r"'a\tb'"), (True, "true"), (None, "null"), (1.5, "1.5"), ({"a": 1}, "an object")]
+)
+def test_shown_values(value, expected):
+    assert shown(value).startswith(expected)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["user", "text"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "url", "image_url", "seed", "thinker", "top_k"]), inner
+        )
+    ),
+    max_leaves=12,
+)
+
+
+def parse_or_refuse(raw):
+    with suppress(OmniError):
+        request = parse(raw)
+        assert request.chat[-1].role == "user"
+
+
+@settings(max_examples=200, deadline=None)
+@given(JSON, JSON, st.lists(st.binary(max_size=6), max_size=4))
+def test_any_json_is_parsed_or_refused_by_name(messages, parameters, media):
+    parse_or_refuse(RawRequest(None, json.dumps(messages).encode(), media, json.dumps(parameters).encode()))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=40), st.binary(max_size=40))
+@example(b'["\\', b'{"\\')
+def test_any_bytes_are_parsed_or_refused_by_name(messages, parameters):
+    parse_or_refuse(RawRequest(messages=messages, sampling_parameters=parameters))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(min_size=1, max_size=50).filter(lambda text: all(not 0xD800 <= ord(char) < 0xE000 for char in text)))
+def test_any_text_survives_both_forms(text):
+    spoken = parse(RawRequest(text_input=text.encode()))
+    assert (
+        spoken.chat == with_messages(user(text)).chat == with_messages(json.dumps(user(text), ensure_ascii=False)).chat
+    )
+    assert spoken.chat[0].parts == (TextPart(text),)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            "temperature": st.floats(0, 2),
+            "top_p": st.floats(0, 1, exclude_min=True),
+            "top_k": st.integers(0, 1 << 20),
+            "repetition_penalty": st.floats(0.1, 10),
+            "max_tokens": st.integers(1, 512),
+        }
+    ),
+    st.integers(0, 2**63 - 1),
+)
+def test_every_value_in_range_reaches_the_engine_unchanged(options, seed):
+    request = with_parameters({"thinker": options, "talker": options, "seed": seed})
+    for stage in (request.thinker, request.talker):
+        sampling = stage.to_sampling(request.seed, 4096)
+        assert {name: getattr(sampling, name) for name in options} == options
+        assert sampling.seed == seed
