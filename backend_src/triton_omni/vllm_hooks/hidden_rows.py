@@ -2,7 +2,7 @@
 """Hidden rows out of vLLM's V1 model runner: input embedding plus last hidden state of scheduled positions.
 
 One gather a step for the whole batch; nothing is copied per request and nothing waits for the device.
-It knows positions and request ids, not what a row is for.
+It knows positions and request ids; which rows may be given when is in `row_release.py`.
 """
 
 from __future__ import annotations
@@ -26,27 +26,30 @@ else:
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows of one request within a step: positions [start, stop), at `offset` of the step's rows."""
+    """Tokens of one request within a step: positions [start, stop), from `flag_offset` on in the batch."""
 
     request_id: str
     start: int
     stop: int
-    offset: int
+    flag_offset: int
+    row_offset: int | None
+    """Where the request's rows begin in the step's rows; None when it wants none."""
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows of one engine step.
+    """What one engine step computed.
 
     Attributes:
-        segments: which rows are whose, in the order of the batch.
-        rows: [n, H] on the device, engine dtype; a tensor of its own, no view of a graph's pool.
-        finite: bool [n] on the host; valid once `arrived` is true.
+        segments: which tokens are whose, in the order of the batch.
+        rows: [n, H] on the device, engine dtype, a tensor of its own and no view of a graph's pool; None when
+            nobody wants rows.
+        finite: bool [tokens] on the host: the token's hidden state has no NaN or infinity; valid once `arrived`.
         ready: recorded on the engine's stream after `rows` and `finite` were written; None on the CPU.
     """
 
     segments: tuple[Segment, ...]
-    rows: Tensor
+    rows: Tensor | None
     finite: Tensor
     ready: torch.cuda.Event | None
 
@@ -56,71 +59,83 @@ class StepRows:
         return self.ready is None or bool(self.ready.query())  # type: ignore[no-untyped-call]
 
 
-class RowTap:
-    """Which requests want rows, and the steps' rows that wait to be taken.
-
-    `want` and `forget` are called between steps, on the thread that steps the engine.
-    """
-
-    def __init__(self) -> None:
-        self._placeholders: dict[str, NDArray[np.bool_]] = {}
-        self.steps: deque[StepRows] = deque()
-
-    def want(self, request_id: str, placeholders: NDArray[np.bool_]) -> None:
-        """Give rows of this request; `placeholders` bool [P] marks media positions, whose embedding counts as zero."""
-        self._placeholders[request_id] = placeholders
-
-    def forget(self, request_id: str) -> None:
-        """Give no more rows of this request; an unknown one is ignored."""
-        self._placeholders.pop(request_id, None)
-
-    def plan(
-        self, request_ids: list[str], starts: NDArray[np.integer[Any]], bounds: NDArray[np.integer[Any]]
-    ) -> GatherPlan | None:
-        """What to gather from a step's batch, or None when nobody wants rows.
-
-        Args:
-            request_ids: of the batch, in its order.
-            starts: [B] position of each request's first scheduled token.
-            bounds: [B + 1] where each request's tokens begin in the batch, and the end.
-        """
-        segments, indices, masks, offset = [], [], [], 0
-        for row, request_id in enumerate(request_ids):
-            placeholders = self._placeholders.get(request_id)
-            if placeholders is None:
-                continue
-            first, count = int(starts[row]), int(bounds[row + 1] - bounds[row])
-            segments.append(Segment(request_id, first, first + count, offset))
-            indices.append(np.arange(bounds[row], bounds[row + 1], dtype=np.int64))
-            masks.append(_window(placeholders, first, count))
-            offset += count
-        if not segments:
-            return None
-        return GatherPlan(tuple(segments), np.concatenate(indices), np.concatenate(masks))
-
-
 @dataclass(frozen=True)
 class GatherPlan:
-    """Rows of a batch to be taken: `indices` int64 [n] into its tokens, `zeroed` bool [n] without embedding."""
+    """Which tokens of a batch become rows: `indices` int64 [n], and `zeroed` bool [n] without their embedding."""
 
     segments: tuple[Segment, ...]
     indices: NDArray[np.int64]
     zeroed: NDArray[np.bool_]
 
-    def gather(self, embeddings: Tensor, hidden: Tensor) -> StepRows:
-        """Row = embedding (zero at media) + last hidden state, as HF sums them for the talker.
+    def gather(self, embeddings: Tensor, hidden: Tensor) -> Tensor | None:
+        """Rows [n, H]: embedding (zero at media) + last hidden state, as HF sums them for the talker.
 
         Source: `Qwen2_5OmniForConditionalGeneration.generate` of transformers.
 
         Args:
             embeddings, hidden: [tokens of the batch, padding included; H], same device and dtype.
         """
-        index = _to_device(torch.from_numpy(self.indices), hidden.device)
+        if not len(self.indices):
+            return None
+        index = _to_device(self.indices, hidden.device)
         rows = embeddings.index_select(0, index)
         if self.zeroed.any():
-            rows.masked_fill_(_to_device(torch.from_numpy(self.zeroed), hidden.device).unsqueeze(1), 0)
-        rows += hidden.index_select(0, index)
-        return _with_flags(self.segments, rows)
+            rows.masked_fill_(_to_device(self.zeroed, hidden.device).unsqueeze(1), 0)
+        return rows.add_(hidden.index_select(0, index))
+
+
+class RowTap:
+    """Which requests want rows, and what the steps gave until it is taken.
+
+    `want` and `forget` are called between steps, on the thread that steps the engine.
+    """
+
+    def __init__(self) -> None:
+        self._media: dict[str, NDArray[np.bool_]] = {}
+        self.steps: deque[StepRows] = deque()
+
+    def want(self, request_id: str, media: NDArray[np.bool_]) -> None:
+        """Give rows of this request; `media` bool [P] marks the prompt's positions whose embedding counts as zero."""
+        self._media[request_id] = media
+
+    def forget(self, request_id: str) -> None:
+        """Give no more rows of this request; an unknown one is ignored."""
+        self._media.pop(request_id, None)
+
+    def plan(
+        self, request_ids: list[str], starts: NDArray[np.integer[Any]], bounds: NDArray[np.integer[Any]]
+    ) -> GatherPlan:
+        """What to take from a step's batch.
+
+        Args:
+            request_ids: of the batch, in its order.
+            starts: [B] position of each request's first scheduled token.
+            bounds: [B + 1] where each request's tokens begin in the batch, and the end.
+        """
+        segments, total = [], 0
+        indices, zeroed = [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
+        for request_id, start, begin, end in zip(request_ids, starts, bounds, bounds[1:], strict=False):
+            first, stop = int(start), int(start + end - begin)
+            media = self._media.get(request_id)
+            segments.append(Segment(request_id, first, stop, int(begin), None if media is None else total))
+            if media is not None:
+                indices.append(np.arange(begin, end, dtype=np.int64))
+                zeroed.append(_window(media, first, stop))
+                total += stop - first
+        return GatherPlan(tuple(segments), np.concatenate(indices), np.concatenate(zeroed))
+
+    def record(self, plan: GatherPlan, embeddings: Tensor, hidden: Tensor) -> None:
+        """Take a step's rows and flags off the device's buffers; nothing here waits for the device."""
+        rows = plan.gather(embeddings, hidden)
+        finite = torch.isfinite(hidden).all(dim=1)
+        if hidden.device.type == "cpu":
+            self.steps.append(StepRows(plan.segments, rows, finite, None))
+            return
+        host = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)
+        host.copy_(finite, non_blocking=True)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        self.steps.append(StepRows(plan.segments, rows, host, ready))
 
 
 class HiddenRowsMixin(_Runner):
@@ -140,37 +155,25 @@ class HiddenRowsMixin(_Runner):
     ) -> Any:
         """Run the model, then take the rows of this step; the batch is laid out by `_prepare_inputs` before."""
         hidden = super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
+        if inputs_embeds is None:
+            raise RuntimeError("the thinker ran on token ids: rows need a multimodal model's input embeddings")
         batch = self.input_batch
         plan = self.row_tap.plan(batch.req_ids, batch.num_computed_tokens_cpu, self.query_start_loc.np)
-        if plan is not None:
-            if inputs_embeds is None:
-                raise RuntimeError("the thinker ran on token ids: rows need a multimodal model's input embeddings")
-            self.row_tap.steps.append(plan.gather(inputs_embeds, hidden))
+        self.row_tap.record(plan, inputs_embeds, hidden)
         return hidden
 
 
-def _window(mask: NDArray[np.bool_], start: int, count: int) -> NDArray[np.bool_]:
-    """`mask[start : start + count]`, false beyond its end (reply tokens are never media)."""
-    window = np.zeros(count, dtype=np.bool_)
-    part = mask[start : start + count]
+def _window(mask: NDArray[np.bool_], start: int, stop: int) -> NDArray[np.bool_]:
+    """`mask[start:stop]`, false beyond its end (reply tokens are never media)."""
+    window = np.zeros(stop - start, dtype=np.bool_)
+    part = mask[start:stop]
     window[: len(part)] = part
     return window
 
 
-def _to_device(host: Tensor, device: torch.device) -> Tensor:
+def _to_device(host: NDArray[Any], device: torch.device) -> Tensor:
     """Copy without waiting: from pinned memory, which torch keeps until the copy is done."""
+    tensor = torch.from_numpy(host)
     if device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
-
-
-def _with_flags(segments: tuple[Segment, ...], rows: Tensor) -> StepRows:
-    """Add the finite flags, on their way to the host, and the event that says when they and the rows are there."""
-    finite = torch.isfinite(rows).all(dim=1)
-    if rows.device.type == "cpu":
-        return StepRows(segments, rows, finite, None)
-    host = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)
-    host.copy_(finite, non_blocking=True)
-    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    ready.record()
-    return StepRows(segments, rows, host, ready)
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -7,15 +7,13 @@ It implements `engine.ThinkerEngine`; sessions, messages and Triton are unknown 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import GenerationConfig
 
 from triton_omni.engine import EngineStats, FinishReason, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
@@ -32,6 +30,7 @@ from triton_omni.vllm_hooks.compat import (
 )
 from triton_omni.vllm_hooks.engine_args import apply_thread_share, build_engine_args, resolve_dtype
 from triton_omni.vllm_hooks.hidden_rows import RowTap
+from triton_omni.vllm_hooks.row_release import Piece, RowRelease
 from triton_omni.vllm_hooks.sampling import seed_args
 
 _WORKER = "triton_omni.vllm_hooks.thinker_worker.ThinkerWorker"
@@ -39,34 +38,12 @@ _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Rows of positions [start, start + len(rows)) that wait for their tokens to be known."""
-
-    start: int
-    rows: Tensor
-    finite: Tensor
-    ready: torch.cuda.Event | None
-
-
-@dataclass
 class _Sequence:
     key: str
     request_id: str
     """vLLM's own id of the request."""
-    prompt_tokens: int
     want_rows: bool
-    reply_tokens: int = 0
-    next_row: int = 0
-    """Position of the first row not yet given."""
-    pieces: deque[_Piece] = field(default_factory=deque)
-
-    @property
-    def row_limit(self) -> int:
-        """Rows of positions from here on are not given (yet): their token may be the last one.
-
-        A position below has its sampled token known, so its step has ended on the device.
-        """
-        return self.prompt_tokens + max(self.reply_tokens - 1, 0)
+    release: RowRelease
 
 
 class ThinkerVllmEngine:
@@ -106,7 +83,11 @@ class ThinkerVllmEngine:
         self._tap: RowTap = runner.row_tap
         self._model: Any = runner.get_model()
         config: Any = self._llm.model_config.hf_config.thinker_config
-        self._media_ids = [config.audio_token_index, config.image_token_index, config.video_token_index]
+        self._media_ids = {
+            "audio": config.audio_token_index,
+            "image": config.image_token_index,
+            "video": config.video_token_index,
+        }
         self._end_ids = end_ids(config)
         self._max_model_len = settings.engine.max_model_len
         self._processor_lock = threading.Lock()
@@ -121,6 +102,7 @@ class ThinkerVllmEngine:
             BadRequest: the media do not fit the placeholders, or cannot be processed.
         """
         self._check_length(len(prompt.token_ids), max_tokens)
+        self._check_placeholders(prompt)
         engine_input = self._render(prompt)
         ids = tuple(engine_input["prompt_token_ids"])
         self._check_length(len(ids), max_tokens)
@@ -143,8 +125,8 @@ class ThinkerVllmEngine:
         except VLLMValidationError as error:
             raise BadRequest(f"the thinker refused the request: {error}") from error
         if want_rows:
-            self._tap.want(request_id, np.isin(placed.prompt_token_ids, self._media_ids))
-        self._sequences[key] = _Sequence(key, request_id, len(placed.prompt_token_ids), want_rows)
+            self._tap.want(request_id, np.isin(placed.prompt_token_ids, list(self._media_ids.values())))
+        self._sequences[key] = _Sequence(key, request_id, want_rows, RowRelease(len(placed.prompt_token_ids)))
         self._keys[request_id] = key
 
     def step(self) -> list[ThinkerOutput]:
@@ -153,7 +135,7 @@ class ThinkerVllmEngine:
             return []
         news: dict[str, RequestOutput] = {output.request_id: output for output in self._llm.step()}  # type: ignore[misc]
         for key, output in news.items():
-            self._sequences[key].reply_tokens += len(output.outputs[0].token_ids)
+            self._sequences[key].release.reply_tokens += len(output.outputs[0].token_ids)
         touched = dict.fromkeys([*self._collect_rows(), *news])
         return [output for key in touched for output in self._advance(self._sequences[key], news.get(key))]
 
@@ -171,7 +153,7 @@ class ThinkerVllmEngine:
         """Figures of this moment, from the scheduler's own state."""
         running, waiting = self._core.scheduler.get_request_counts()
         pool = self._core.scheduler.kv_cache_manager.block_pool
-        held = sum(len(piece.rows) for sequence in self._sequences.values() for piece in sequence.pieces)
+        held = sum(sequence.release.held_rows for sequence in self._sequences.values())
         # The null block is never free.
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         return EngineStats(running=running, waiting=waiting, kv_blocks_used=used, rows_used=held)
@@ -190,6 +172,16 @@ class ThinkerVllmEngine:
                 f"{prompt_tokens + max_tokens}; this deployment's limit is {self._max_model_len} (max_model_len)"
             )
 
+    def _check_placeholders(self, prompt: ThinkerPrompt) -> None:
+        """One placeholder a medium; the sound of a video shares the video's."""
+        items = {kind: len(prompt.multi_modal_data.get(kind, ())) for kind in self._media_ids}
+        if prompt.mm_processor_kwargs.get("use_audio_in_video"):
+            items["audio"] -= items["video"]
+        for kind, token_id in self._media_ids.items():
+            places = prompt.token_ids.count(token_id)
+            if places != items[kind]:
+                raise BadRequest(f"{kind}: {items[kind]} media were given for {places} placeholders")
+
     def _render(self, prompt: ThinkerPrompt) -> Mapping[str, Any]:
         """vLLM's engine input: ids with expanded placeholders, and the processed media."""
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
@@ -201,8 +193,9 @@ class ThinkerVllmEngine:
         with self._processor_lock:
             try:
                 return self._render_one(tokens)
-            except (ValueError, TypeError, RuntimeError) as error:
-                raise BadRequest(f"the media could not be processed for the prompt: {str(error)[:300]}") from error
+            except (ValueError, TypeError) as error:
+                # vLLM's text may print the media themselves, so it goes to the log alone.
+                raise BadRequest("a medium could not be processed; it may be too short or too small") from error
 
     def _render_one(self, tokens: dict[str, Any]) -> Mapping[str, Any]:
         (engine_input,) = self._llm.renderer.render_cmpl([tokens])
@@ -234,34 +227,32 @@ class ThinkerVllmEngine:
                 key = self._keys.get(segment.request_id)
                 if key is None:
                     continue  # aborted or ended while the step ran
-                part = slice(segment.offset, segment.offset + segment.stop - segment.start)
-                piece = _Piece(segment.start, step.rows[part], step.finite[part], step.ready)
-                self._sequences[key].pieces.append(piece)
+                self._sequences[key].release.held.append(Piece.of(step, segment))
                 keys.append(key)
         return keys
 
     def _advance(self, sequence: _Sequence, news: RequestOutput | None) -> list[ThinkerOutput]:
         """Outputs of one sequence in this step; several only when rows of more than one step came free."""
-        given = _release(sequence)
+        given = sequence.release.take()
         if any(not bool(piece.finite.all()) for piece in given):
             self.abort(sequence.key)
-            return [ThinkerOutput(sequence.key, error="a hidden row is not finite (NaN or infinity)")]
-        outputs = [_rows_only(sequence.key, piece) for piece in given]
+            return [ThinkerOutput(sequence.key, error="a hidden state is not finite (NaN or infinity)")]
+        outputs = [_rows_only(sequence.key, piece) for piece in given if piece.rows is not None]
         if news is None:
             return outputs
         last = outputs.pop() if outputs else ThinkerOutput(sequence.key)
         return [*outputs, self._with_news(sequence, last, news)]
 
     def _with_news(self, sequence: _Sequence, rows: ThinkerOutput, news: RequestOutput) -> ThinkerOutput:
-        completion = news.outputs[0]
+        completion, release = news.outputs[0], sequence.release
         finish = _FINISH.get(completion.finish_reason)
         error = None
         if news.finished:
             self._drop(sequence.key)
             if finish is None:
                 error = f"the engine gave the sequence up ({completion.finish_reason})"
-            elif sequence.want_rows and sequence.next_row != sequence.row_limit:
-                error = f"{sequence.next_row} rows were given where {sequence.row_limit} belong to the sequence"
+            elif release.next_position != release.limit:
+                error = f"{release.next_position} of the sequence's {release.limit} hidden rows were computed"
         return ThinkerOutput(
             key=sequence.key,
             text=completion.text,
@@ -299,22 +290,5 @@ def _media_features(engine_input: Mapping[str, Any]) -> list[MultiModalFeatureSp
     return features
 
 
-def _release(sequence: _Sequence) -> list[_Piece]:
-    """Take the rows that may be given now: each position once, none from the limit on."""
-    given = []
-    while sequence.pieces and sequence.next_row < sequence.row_limit:
-        piece = sequence.pieces[0]
-        stop = min(piece.start + len(piece.rows), sequence.row_limit)
-        if stop > sequence.next_row:
-            part = slice(sequence.next_row - piece.start, stop - piece.start)
-            given.append(_Piece(sequence.next_row, piece.rows[part], piece.finite[part], piece.ready))
-            sequence.next_row = stop
-        if stop == piece.start + len(piece.rows):
-            sequence.pieces.popleft()
-        else:
-            break
-    return given
-
-
-def _rows_only(key: str, piece: _Piece) -> ThinkerOutput:
+def _rows_only(key: str, piece: Piece) -> ThinkerOutput:
     return ThinkerOutput(key, rows=piece.rows, row_start=piece.start, rows_ready=piece.ready)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thinker's network under a name of this project; vLLM's own code, unchanged.
+"""The thinker's network under a name of this project: vLLM's own, with HF's positions for sound inside video.
 
 vLLM inspects the classes of its own registry in a child process, where the preparations of `compat` do not
 hold; a registered class object is inspected in this process.
@@ -7,9 +7,15 @@ hold; a registered class object is inspected in this process.
 
 from __future__ import annotations
 
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
 from triton_omni.vllm_hooks.compat import (
     MULTIMODAL_REGISTRY,
     ModelRegistry,
+    MultiModalFeatureSpec,
     Qwen2_5OmniThinkerDummyInputsBuilder,
     Qwen2_5OmniThinkerForConditionalGeneration,
     Qwen2_5OmniThinkerMultiModalProcessor,
@@ -26,6 +32,45 @@ THINKER_ARCHITECTURE = "TritonOmniThinker"
 )
 class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration):
     """Qwen2.5-Omni's thinker: text, image, sound and video in, logits and last hidden states out."""
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
+    ) -> tuple[Tensor, int]:
+        """M-RoPE positions int64 [3, P] of a prompt, and how far its reply's positions run ahead of their indices.
+
+        vLLM 0.32.0 lays the positions of sound inside video one token early, over the begin-of-audio token.
+        Source: `get_rope_index` of transformers, where both begin tokens share a position, and both end tokens.
+        """
+        positions, delta = super().get_mrope_input_positions(input_tokens, mm_features)
+        sounding = [offset for offset, _, data in self.iter_mm_features(mm_features) if data.get("use_audio_in_video")]
+        if not sounding:
+            return positions, delta
+        for offset in sounding:
+            end = input_tokens.index(self.config.audio_end_token_id, offset)
+            positions = move_interleaved(positions, input_tokens, offset, end)
+        return positions, int(positions.max()) + 1 - len(input_tokens)
+
+
+def move_interleaved(positions: Tensor, tokens: list[int], begin: int, end: int) -> Tensor:
+    """Put the positions of one video with sound where HF has them.
+
+    Args:
+        positions: int64 [3, P] with the span's media positions one index early, and text behind them.
+        tokens: the P ids.
+        begin, end: indices of the begin-of-audio and end-of-audio ids around the media ids.
+
+    Returns:
+        int64 [3, P].
+    """
+    media = positions[:, begin : end - 1]
+    # As in HF, what follows counts on from the last chunk, not from the highest position of the span.
+    last_chunk = sum(1 for _ in takewhile(lambda token: token == tokens[end - 1], reversed(tokens[begin + 1 : end])))
+    end_position = int(media[:, -last_chunk:].max()) + 1
+    ends = torch.full((3, 2), end_position, dtype=positions.dtype)
+    rest = positions[:, end + 2 :]
+    if rest.shape[1]:
+        rest = rest - rest[0, 0] + end_position + 1
+    return torch.cat([positions[:, :begin], positions[:, begin - 1 : begin], media, ends, rest], dim=1)
 
 
 def register() -> None:

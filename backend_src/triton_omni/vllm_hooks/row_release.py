@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of a sequence may be given: each position once and in order, none past the last token that is known.
+
+It knows positions and counts, neither vLLM nor the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from triton_omni.vllm_hooks.hidden_rows import Segment, StepRows
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Positions [start, stop) of one sequence from one engine step.
+
+    Attributes:
+        finite: bool [stop - start], host.
+        rows: [stop - start, H] on the device, None for a sequence that wants none.
+        ready: recorded after `rows` was written, where the device is a GPU.
+    """
+
+    start: int
+    stop: int
+    finite: Tensor
+    rows: Tensor | None
+    ready: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, step: StepRows, segment: Segment) -> Piece:
+        """A sequence's part of a step: views, no copies."""
+        count, rows = segment.stop - segment.start, None
+        if segment.row_offset is not None and step.rows is not None:
+            rows = step.rows[segment.row_offset : segment.row_offset + count]
+        finite = step.finite[segment.flag_offset : segment.flag_offset + count]
+        return cls(segment.start, segment.stop, finite, rows, step.ready)
+
+    def part(self, start: int, stop: int) -> Piece:
+        """The positions [start, stop) of this piece."""
+        window = slice(start - self.start, stop - self.start)
+        rows = None if self.rows is None else self.rows[window]
+        return Piece(start, stop, self.finite[window], rows, self.ready)
+
+
+@dataclass
+class RowRelease:
+    """Holds back a sequence's rows until they may be given.
+
+    The row of a position may be given when the token after it is known: then its step has ended on the device,
+    and the position is not that of the last reply token, which has no row. So a step that ran too far (async
+    scheduling) gives nothing, and what is computed again after a preemption is not given twice.
+    """
+
+    prompt_tokens: int
+    reply_tokens: int = 0
+    next_position: int = 0
+    held: deque[Piece] = field(default_factory=deque)
+
+    @property
+    def limit(self) -> int:
+        """Rows of positions from here on are not given (yet): P, then P + n_out - 1."""
+        return self.prompt_tokens + max(self.reply_tokens - 1, 0)
+
+    @property
+    def held_rows(self) -> int:
+        """Rows of device memory held back now."""
+        return sum(len(piece.rows) for piece in self.held if piece.rows is not None)
+
+    def take(self) -> list[Piece]:
+        """The pieces that may be given now, without gaps; each position only once."""
+        given = []
+        while self.held and self.held[0].start < self.limit:
+            piece = self.held.popleft()
+            stop = min(piece.stop, self.limit)
+            if stop > self.next_position:
+                given.append(piece.part(self.next_position, stop))
+                self.next_position = stop
+            if stop < piece.stop:
+                self.held.appendleft(piece.part(stop, piece.stop))
+        return given
