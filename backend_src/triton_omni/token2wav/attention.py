@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of the DiT over blocks of mel frames: the plain masked form and the block-local fast one.
+
+Both have one signature, take the same ragged batch and agree within fp32 rounding; a setting chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from triton_omni.token2wav.batching import BlockLayout
+
+AttentionKind = Literal["block", "plain"]
+Attention = Callable[[Tensor, Tensor, Tensor, BlockLayout, tuple[int, int]], Tensor]
+"""(query, key, value, layout, reach) -> mixed values; tensors [N, block, heads, head_dim]."""
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, reach: tuple[int, int]) -> Tensor:
+    """Every frame against every frame of its window under a mask (HF: `_create_block_diff`).
+
+    Time and memory grow with the square of the longest window; the reference for `block_attention`.
+    """
+    look_back, look_ahead = reach
+    block = torch.arange(layout.dense_valid.shape[1], device=query.device) // layout.block_size
+    distance = block[None, :] - block[:, None]
+    within = (distance >= -look_back) & (distance <= look_ahead)
+    # Places behind a window's end see themselves only, so that no row of the softmax is empty.
+    mask = (within & layout.dense_valid[:, None, :]) | torch.eye(len(block), dtype=torch.bool, device=query.device)
+    query, key, value = (_to_dense(tensor, layout) for tensor in (query, key, value))
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
+    return _from_dense(mixed, layout)
+
+
+def block_attention(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, reach: tuple[int, int]) -> Tensor:
+    """Every block of frames against the blocks that it can see; linear in the number of blocks.
+
+    Args:
+        query, key, value: [N, block, heads, head_dim].
+        layout: which blocks are neighbours.
+        reach: (look-back, look-ahead) in blocks, one of `batching.REACHES`.
+    """
+    keys = layout.reaches[reach]
+    if any(reach):
+        seen = (query.shape[0], -1, *query.shape[2:])
+        key = key.index_select(0, keys.blocks).view(seen)
+        value = value.index_select(0, keys.blocks).view(seen)
+    mixed = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=keys.mask
+    )
+    return mixed.transpose(1, 2)
+
+
+ATTENTION: dict[AttentionKind, Attention] = {"block": block_attention, "plain": plain_attention}
+
+
+def _to_dense(blocks: Tensor, layout: BlockLayout) -> Tensor:
+    """[N, block, heads, d] to [W, heads, B x block, d]."""
+    windows, places = layout.dense_blocks.shape
+    dense = blocks.index_select(0, layout.dense_blocks.flatten())
+    return dense.view(windows, places * layout.block_size, *blocks.shape[2:]).transpose(1, 2)
+
+
+def _from_dense(dense: Tensor, layout: BlockLayout) -> Tensor:
+    """[W, heads, B x block, d] back to [N, block, heads, d]."""
+    rows = dense.transpose(1, 2).reshape(-1, layout.block_size, dense.shape[1], dense.shape[3])
+    return rows.index_select(0, layout.dense_places)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the networks of this stage, loads their weights strictly and encodes every voice once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from triton_omni.checkpoint.config import load_config
+from triton_omni.checkpoint.speakers import load_speakers
+from triton_omni.checkpoint.weights import load_module
+from triton_omni.settings import Token2WavSettings
+from triton_omni.token2wav.attention import ATTENTION
+from triton_omni.token2wav.bigvgan import BigVGAN
+from triton_omni.token2wav.dit import DiT, Voice
+
+DIT_PREFIX = "token2wav.code2wav_dit_model."
+VOCODER_PREFIX = "token2wav.code2wav_bigvgan_model."
+_DERIVED = ("rotary_embed.inv_freq", ".filter")
+"""Ends of names that some checkpoints carry although they follow from the configuration."""
+
+
+@dataclass(frozen=True)
+class Networks:
+    """What the engine runs, on its device and without gradients."""
+
+    dit: DiT
+    vocoder: BigVGAN
+    voices: Mapping[str, Voice]
+
+
+def load_networks(checkpoint: Path, settings: Token2WavSettings, device: torch.device) -> Networks:
+    """Load DiT, vocoder and voices from the checkpoint's folder, in fp32.
+
+    Raises:
+        CheckpointError: a file cannot be read, or a tensor is missing, unexpected or misshapen.
+    """
+    config = load_config(checkpoint)
+    with torch.device(device):
+        dit = DiT(config.dit, ATTENTION[settings.attention])
+        vocoder = BigVGAN(config.bigvgan)
+    load_module(dit, checkpoint, DIT_PREFIX, rename=_without_derived, device=device)
+    load_module(vocoder, checkpoint, VOCODER_PREFIX, rename=_without_derived, device=device)
+    speakers = load_speakers(checkpoint, config).by_name
+    with torch.inference_mode():
+        voices = {
+            name: dit.voice(speaker.cond[0].to(device), speaker.ref_mel[0].to(device))
+            for name, speaker in speakers.items()
+        }
+    return Networks(dit, vocoder, voices)
+
+
+def _without_derived(name: str) -> str | None:
+    return None if name.endswith(_DERIVED) else name

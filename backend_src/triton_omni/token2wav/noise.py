@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Standard normal noise as a function of (seed, mel frame, mel channel): no state, no order of drawing.
+
+Philox 4x32-10 (Salmon et al., SC 2011) on integer tensors, so the bits are the same on every device and in
+every batch; Box-Muller in fp64, rounded to fp32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_MASK = 0xFFFFFFFF
+_WORDS = 4
+
+MAX_SEED = 2**64 - 1
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox 4x32-10: four counter words and two key words to four random words.
+
+    Every word is an int64 tensor with a value in [0, 2^32); shapes broadcast.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def standard_normal(seed: int, first_frame: int, last_frame: int, channels: int, device: torch.device) -> Tensor:
+    """Noise of mel frames [first_frame, last_frame) under `seed`.
+
+    Args:
+        seed: in [0, 2^64).
+        first_frame: absolute number of the stream's frame.
+        last_frame: one beyond the last frame.
+        channels: mel channels.
+        device: where to make it.
+
+    Returns:
+        [last_frame - first_frame, channels] fp32.
+    """
+    frames = torch.arange(first_frame, last_frame, device=device)[:, None]
+    groups = torch.arange(-(-channels // _WORDS), device=device)[None, :]
+    zero = torch.zeros_like(frames)
+    words = philox((frames, groups, zero, zero), (zero + (seed & _MASK), zero + (seed >> 32)))
+    normals = torch.stack([*_box_muller(words[0], words[1]), *_box_muller(words[2], words[3])], dim=-1)
+    return normals.flatten(1)[:, :channels].float()
+
+
+def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """High and low word of a 32 x 32 bit product, by halves: int64 has no room for the whole of it."""
+    low_part = word * (multiplier & 0xFFFF)
+    high_part = word * (multiplier >> 16)
+    high = (high_part + (low_part >> 16)) >> 16
+    low = (((high_part & 0xFFFF) << 16) + low_part) & _MASK
+    return high, low
+
+
+def _box_muller(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    # Half a step above zero: the logarithm never sees 0.
+    radius = torch.sqrt(-2.0 * torch.log((first.double() + 0.5) / 2**32))
+    angle = 2.0 * math.pi * (second.double() / 2**32)
+    return radius * torch.cos(angle), radius * torch.sin(angle)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HF's token2wav on a checkpoint's weights, with its noise replaced by ours: the reference of the tests here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
+from triton_omni.token2wav.noise import standard_normal
+
+PREFIX = "token2wav."
+CPU = torch.device("cpu")
+
+
+class HfToken2Wav:
+    """HF's modules and the checkpoint's voices, fp32 on the CPU."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        config: Any = Qwen2_5OmniConfig.from_pretrained(checkpoint).token2wav_config
+        config._attn_implementation = "sdpa"
+        self.model: Any = Qwen2_5OmniToken2WavModel(config).float().eval().requires_grad_(False)  # type: ignore[no-untyped-call]
+        state: dict[str, Tensor] = {}
+        for file in sorted(checkpoint.glob("*.safetensors")):
+            tensors = load_file(file)
+            state |= {name.removeprefix(PREFIX): t.float() for name, t in tensors.items() if name.startswith(PREFIX)}
+        self.model.load_state_dict(state, strict=True)
+        self.dit = self.model.code2wav_dit_model
+        self.vocoder = self.model.code2wav_bigvgan_model
+        self.voices = torch.load(checkpoint / "spk_dict.pt", weights_only=True)
+
+    def voice(self, name: str) -> tuple[Tensor, Tensor]:
+        """Speaker embedding [1, D] and reference mel [1, T, M]."""
+        return self.voices[name]["cond"].float(), self.voices[name]["ref_mel"].float()
+
+    def mel(self, codes: Tensor, voice: str, seed: int, *, first_frame: int = 0, **options: float) -> Tensor:
+        """HF's sampler on `codes` [C] with the noise of these frames; [T, M]."""
+        speaker, reference_mel = self.voice(voice)
+        with noise_of(seed, first_frame):
+            mel: Tensor = self.dit.sample(speaker, reference_mel, codes[None].long(), **options)
+        return mel[0].T
+
+    def waveform(self, codes: Tensor, voice: str, seed: int, **options: float) -> Tensor:
+        """HF's token2wav on the whole reply; [S]."""
+        speaker, reference_mel = self.voice(voice)
+        with noise_of(seed, 0):
+            waveform: Tensor = self.model(codes[None].long(), speaker, reference_mel, **options)
+            return waveform.reshape(-1)
+
+
+@contextlib.contextmanager
+def noise_of(seed: int, first_frame: int) -> Iterator[None]:
+    """`torch.randn` gives our noise of the frames from `first_frame` on."""
+
+    def randn(shape: list[int], **_: object) -> Tensor:
+        batch, frames, channels = shape
+        assert batch == 1
+        return standard_normal(seed, first_frame, first_frame + frames, channels, CPU)[None]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randn", randn)
+        yield
