@@ -164,7 +164,8 @@ class TalkerVllmEngine:
             raise InternalError(f"talker sequence {key} is open already", stage="talker")
         if prompt.prompt_rows < 1 or tuple(prompt.positions.shape) != (3, length):
             raise InternalError(
-                f"talker positions {tuple(prompt.positions.shape)}: {prompt.prompt_rows} prompt rows want (3, {length})",
+                f"talker positions {tuple(prompt.positions.shape)}: expected (3, {length}), "
+                f"two more than the {prompt.prompt_rows} prompt rows, of which there must be one",
                 stage="talker",
             )
         if length >= limit:

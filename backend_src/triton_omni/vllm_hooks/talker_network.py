@@ -36,7 +36,8 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
     """Projection, decoder with M-RoPE and codec head; the embedding is as wide as the thinker.
 
     The layers are vLLM's Llama layers with biases on query, key and value (`qkv_bias`), which is Qwen2; vLLM's own
-    Qwen2 layers take heads to be hidden_size / heads wide, and the published talker's are not. Weights are the `talker.` part of the whole checkpoint; a missing, unexpected or misshapen one stops the load.
+    Qwen2 layers take a head to be hidden_size / heads wide, and the published talker's is not. Weights are the
+    `talker.` part of the whole checkpoint; a missing, unexpected or misshapen one stops the load.
     """
 
     supports_mrope = True

@@ -25,6 +25,9 @@ from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
 from triton_omni.vllm_hooks.talker_rows import SampledStep, Sequence, TalkerRows
 
 if TYPE_CHECKING:
+    from vllm.sequence import IntermediateTensors
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
     _Runner = GPUModelRunner
 else:
     _Runner = object
@@ -62,7 +65,7 @@ class TalkerRunnerMixin(_Runner):
         req_state.mrope_position_delta = int(positions.max()) + 1 - positions.shape[1]
 
     def _preprocess(
-        self, scheduler_output: SchedulerOutput, num_input_tokens: int, intermediate_tensors: Any = None
+        self, scheduler_output: SchedulerOutput, num_input_tokens: int, intermediate_tensors: IntermediateTensors | None = None
     ) -> tuple[None, Tensor, Tensor, None, dict[str, Any], None]:
         """Write row + codec embedding of every scheduled position into the buffer that CUDA graphs read.
 
@@ -73,7 +76,8 @@ class TalkerRunnerMixin(_Runner):
         embeds = self.inputs_embeds.gpu[:count]
         torch.index_select(self._rows.pool, 0, self._row_index.gpu[:count], out=embeds)
         ids = self.input_ids.gpu[:count]
-        embeds += self.model.embed_input_ids(ids) * (ids != self._ids.mask).unsqueeze(-1)
+        codes: Tensor = self.model.embed_input_ids(ids)  # type: ignore[operator]
+        embeds += codes * (ids != self._ids.mask).unsqueeze(-1)
         inputs_embeds = self.inputs_embeds.gpu[:num_input_tokens]
         positions = self.mrope_positions.gpu[:, :num_input_tokens]
         return None, inputs_embeds, positions, None, self._init_model_kwargs(), None
@@ -92,7 +96,7 @@ class TalkerRunnerMixin(_Runner):
         self._slot_index.copy_to_gpu(len(sequences))
         self._drawing = [None if skip else found for skip, found in zip(unfinished, sequences, strict=True)]
 
-    def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+    def _sample(self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
         """Penalise, mask and draw; a sequence with anything non-finite draws the mask id, which ends it alone."""
         if logits is None:
             raise RuntimeError("the talker runs on one rank, so every step has logits")
@@ -120,7 +124,7 @@ class TalkerRunnerMixin(_Runner):
         """Remember this step's ids [B] with their sequences until vLLM says which of them count."""
         ready = None
         if drawn.is_cuda:
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         step = SampledStep(drawn.to(torch.int32), ready)
         for row, sequence in enumerate(self._drawing):
