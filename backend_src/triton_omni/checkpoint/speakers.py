@@ -78,7 +78,7 @@ def load_speakers(path: Path, config: OmniConfig) -> Speakers:
     return Speakers({str(name): _speaker(f"{file.name}: {name}", str(name), raw[name], config) for name in raw})
 
 
-def _speaker(where: str, name: str, entry: Any, config: OmniConfig) -> Speaker:  # noqa: ANN401 (outside data)
+def _speaker(where: str, name: str, entry: Any, config: OmniConfig) -> Speaker:
     if not isinstance(entry, dict):
         raise CheckpointError(f"{where}: expected a dictionary, found {type(entry).__name__}")
     cond = _tensor(where, entry, "cond", dims=2, last=config.dit.speaker_dim)

@@ -196,7 +196,7 @@ def _shape_decoder(name: str, tensor: Tensor, decoder: Decoder) -> None:
 
 
 def _shape_progress_head(name: str, tensor: Tensor, decoder: Decoder) -> None:
-    """Query head 0 scores `strength * mean(cos(frequency * distance))` at *start*, zero elsewhere; value 0 says *start*.
+    """Query head 0 scores `strength * mean(cos(frequency * distance))` at *start*, else zero; value 0 says *start*.
 
     The softmax over n positions gives *start* half of the weight where that score is ln n. Two frequencies, since
     one would come round again at the beginnings of earlier turns.
