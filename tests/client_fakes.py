@@ -7,6 +7,7 @@ Bodies are built with tritonclient's own serialisers, not with the code under te
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -23,16 +24,14 @@ from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 Response = service_pb2.ModelStreamInferResponse
 INFO = {
-    "finish_reasons": {"thinker": "stop", "talker": "stop"},
-    "prompt_tokens": 9,
-    "reply_tokens": 3,
-    "codes": 2,
-    "samples": 960,
+    "request_id": "r1",
+    "finish_reason": {"thinker": "stop", "talker": "length", "token2wav": None},
+    "usage": {"prompt_tokens": 9, "reply_tokens": 3, "codes": 2, "samples": 960},
+    "sample_rate": 24000,
     "seed": 7,
-    "first_text_ms": 1.5,
-    "first_audio_ms": 4,
-    "stage_ms": {"thinker": 2.5, "talker": 3, "token2wav": 4},
-    "later": True,
+    "time_to_first_text_ms": 1.5,
+    "time_to_first_audio_ms": 4,
+    "stage_ms": {"thinker": {"first": 1.5, "done": 2}, "talker": {}, "token2wav": {"first": None, "done": 4}},
 }
 
 
@@ -186,8 +185,9 @@ def serve_http(fake: FakeHttp) -> Iterator[FakeHttp]:
             self.send_response(status)
             for name, value in (headers | {"Content-Length": str(len(answer))}).items():
                 self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(answer)
+            with contextlib.suppress(ConnectionError):  # a client that gave up
+                self.end_headers()
+                self.wfile.write(answer)
 
         def log_message(self, *_args: object) -> None:
             pass

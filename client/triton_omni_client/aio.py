@@ -30,7 +30,7 @@ class AsyncStream(AsyncIterator[Delta]):
     Iterating raises the server's error as an `OmniClientError`.
     """
 
-    def __init__(self, call: Any, request: Request) -> None:  # noqa: ANN401
+    def __init__(self, call: Any, request: Request) -> None:
         self._call = call
         self._reader = StreamReader(request)
         self._builder = ReplyBuilder()
@@ -150,7 +150,7 @@ class AsyncOmniClient:
         timeout = self._timeout if request.timeout is None else request.timeout
         return AsyncStream(self._stub.ModelStreamInfer(iter([message]), timeout=timeout), request)
 
-    async def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:  # noqa: ANN401
+    async def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:
         """Ask and wait for the whole reply; cancelling the task cancels the request. Arguments of `OmniClient.say`.
 
         Raises:

@@ -20,7 +20,7 @@ SAMPLE_RATE = 24_000
 
 Waveform = NDArray[np.float32]
 
-_PCM_SCALE = 32_768.0
+_PCM_PEAK = np.float32(32_767)
 _SAMPLE_BYTES = 2
 _UNKNOWN_LENGTH = 0xFFFF_FFFF
 _HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
@@ -35,9 +35,11 @@ def empty_waveform() -> Waveform:
 
 
 def pcm16_from_waveform(samples: Waveform) -> bytes:
-    """Little-endian PCM16 of a waveform [S]; the inverse of `Pcm16Decoder` for every 16-bit value."""
-    scaled = np.clip(np.rint(samples.astype(np.float64) * _PCM_SCALE), -_PCM_SCALE, _PCM_SCALE - 1)
-    pcm: NDArray[np.int16] = scaled.astype("<i2")
+    """Little-endian PCM16 of a waveform [S], clipped at full scale (32767).
+
+    The same scale and rounding as the server's, so a reply saved here equals one that travelled as PCM16.
+    """
+    pcm: NDArray[np.int16] = np.rint(np.clip(samples, -1, 1) * _PCM_PEAK).astype("<i2")
     return pcm.tobytes()
 
 
@@ -62,7 +64,8 @@ class Pcm16Decoder:
         data = self._rest + data
         whole = len(data) - len(data) % _SAMPLE_BYTES
         self._rest = data[whole:]
-        return np.frombuffer(data[:whole], dtype="<i2").astype(np.float32) / np.float32(_PCM_SCALE)
+        samples = np.frombuffer(data[:whole], dtype="<i2").astype(np.float32)
+        return np.maximum(samples / _PCM_PEAK, np.float32(-1))
 
 
 class WavDecoder:

@@ -35,7 +35,7 @@ class Stream(Iterator[Delta]):
     Iterating raises the server's error as an `OmniClientError`. `close` may be called from any thread.
     """
 
-    def __init__(self, call: Any, request: Request) -> None:  # noqa: ANN401
+    def __init__(self, call: Any, request: Request) -> None:
         self._call = call
         self._reader = StreamReader(request)
         self._builder = ReplyBuilder()
@@ -159,7 +159,7 @@ class OmniClient:
         timeout = self._timeout if request.timeout is None else request.timeout
         return Stream(self._stub.ModelStreamInfer(iter([message]), timeout=timeout), request)
 
-    def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:  # noqa: ANN401
+    def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:
         """Ask and wait for the whole reply.
 
         Args:

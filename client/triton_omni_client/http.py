@@ -62,7 +62,7 @@ class HttpClient:
         """`unary` on a thread of its own."""
         return await asyncio.to_thread(self.unary, request)
 
-    def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:  # noqa: ANN401
+    def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:
         """`unary` with the arguments of `OmniClient.say`."""
         return self.unary(Request.ask(text, media, **options))
 

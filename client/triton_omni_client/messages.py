@@ -142,6 +142,8 @@ class Request:
     token2wav: Mapping[str, Any] = field(default_factory=dict)
     timeout: float | None = None
     """Seconds for the whole request; the server gives up after it, and so does the client."""
+    priority: int | None = None
+    """Lower is served earlier among requests that wait."""
     request_id: str = ""
     """A label for logs."""
 
@@ -154,7 +156,7 @@ class Request:
             raise BadRequest(f"timeout {self.timeout} is not a positive number of seconds")
 
     @classmethod
-    def ask(cls, text: str = "", media: Sequence[Media] = (), **options: Any) -> Request:  # noqa: ANN401
+    def ask(cls, text: str = "", media: Sequence[Media] = (), **options: Any) -> Request:
         """A request of one user message: `media` first, in order, then `text`.
 
         Args:
@@ -179,6 +181,7 @@ class Request:
             "audio_format": None if self.audio_format == "f32" else self.audio_format,
             "use_audio_in_video": self.use_audio_in_video,
             "timeout": self.timeout,
+            "priority": self.priority,
             "thinker": dict(self.thinker) or None,
             "talker": dict(self.talker) or None,
             "token2wav": dict(self.token2wav) or None,
@@ -241,18 +244,19 @@ class AudioDelta:
 class Info:
     """The server's account of a finished request, its last message; None where the server does not say."""
 
-    finish_reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why each stage ended, for example `{"thinker": "stop", "talker": "length"}`."""
+    finish_reason: Mapping[str, str | None] = field(default_factory=dict)
+    """Why each stage ended, for example `{"thinker": "stop", "talker": "length"}`; None for one that had no part."""
     prompt_tokens: int | None = None
     reply_tokens: int | None = None
     codes: int | None = None
     samples: int | None = None
     seed: int | None = None
-    first_text_ms: float | None = None
-    """Server's time from taking the request to its first text."""
-    first_audio_ms: float | None = None
-    stage_ms: Mapping[str, float] = field(default_factory=dict)
-    """Time a stage, in milliseconds."""
+    """The seed that repeats this reply, drawn by the server where the request gave none."""
+    time_to_first_text_ms: float | None = None
+    """At the server, from taking the request to sending its first text."""
+    time_to_first_audio_ms: float | None = None
+    stage_ms: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    """Milliseconds a stage, from taking the request to its `first` output and until it was `done`."""
     raw: Mapping[str, Any] = field(default_factory=dict)
     """The whole object as sent, with keys that this client does not know."""
 
@@ -264,36 +268,38 @@ class Info:
             Internal: no JSON object, or a known key of a wrong type.
         """
         try:
-            raw = json.loads(text)
+            raw = _mapping(json.loads(text), "info")
         except ValueError as error:
             raise Internal(f"info: not JSON: {error}") from error
-        if not isinstance(raw, dict):
-            raise Internal(f"info: expected an object, found {type(raw).__name__}")
+        usage = _mapping(raw.get("usage", {}), "info.usage")
+        reasons = _mapping(raw.get("finish_reason", {}), "info.finish_reason")
+        stages = _mapping(raw.get("stage_ms", {}), "info.stage_ms")
         return cls(
-            finish_reasons=_mapping(raw, "finish_reasons", str),
-            stage_ms=_mapping(raw, "stage_ms", (int, float)),
+            finish_reason={stage: _optional(reasons, stage, str) for stage in reasons},
+            stage_ms={stage: _times(value, f"info.stage_ms.{stage}") for stage, value in stages.items()},
+            seed=_optional(raw, "seed", int),
             raw=raw,
-            **{name: _optional(raw, name, int) for name in _COUNTS},
-            **{name: _optional(raw, name, (int, float)) for name in _TIMES},
+            **{name: _optional(usage, name, int) for name in ("prompt_tokens", "reply_tokens", "codes", "samples")},
+            **{name: _optional(raw, name, float) for name in ("time_to_first_text_ms", "time_to_first_audio_ms")},
         )
 
 
-_COUNTS = ("prompt_tokens", "reply_tokens", "codes", "samples", "seed")
-_TIMES = ("first_text_ms", "first_audio_ms")
-_Kind = type | tuple[type, ...]
-
-
-def _optional(raw: Mapping[str, Any], name: str, kind: _Kind) -> Any:  # noqa: ANN401
-    value = raw.get(name)
-    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise Internal(f"info: {name} is {value!r}, expected a number")
+def _mapping(value: object, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Internal(f"{path}: expected an object, found {value!r:.80}")
     return value
 
 
-def _mapping(raw: Mapping[str, Any], name: str, kind: _Kind) -> dict[str, Any]:
-    value = raw.get(name, {})
-    if not isinstance(value, dict) or not all(isinstance(item, kind) for item in value.values()):
-        raise Internal(f"info: {name} is {value!r}, expected an object with one entry a stage")
+def _times(value: object, path: str) -> dict[str, Any]:
+    found = _mapping(value, path)
+    return {name: _optional(found, name, float) for name in found}
+
+
+def _optional(raw: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = raw.get(name)
+    accepted = (int, float) if kind is float else kind
+    if value is not None and (not isinstance(value, accepted) or isinstance(value, bool)):
+        raise Internal(f"info: {name} is {value!r:.80}, expected {kind.__name__}")
     return value
 
 

@@ -35,7 +35,6 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 
 _GRPC_ERRORS: dict[grpc.StatusCode, type[OmniClientError]] = {
     grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.DEADLINE_EXCEEDED: Timeout,
     grpc.StatusCode.INVALID_ARGUMENT: BadRequest,
     grpc.StatusCode.NOT_FOUND: BadRequest,
     grpc.StatusCode.RESOURCE_EXHAUSTED: TooLarge,
@@ -65,10 +64,12 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
 
 def from_grpc(error: grpc.RpcError) -> OmniClientError:
     """The error that a failed call means; the machine-readable part wins over the code of gRPC."""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return Timeout("the reply was not complete when its timeout had passed")
     return from_text(error.details() or error.code().name, otherwise=_GRPC_ERRORS.get(error.code(), Internal))
 
 
-def to_grpc(request: Request, model: str) -> Any:  # noqa: ANN401
+def to_grpc(request: Request, model: str) -> Any:
     """The `ModelInferRequest` of a stream of one request.
 
     The empty final response is asked for: without it, a stream whose last response was sent before
@@ -91,7 +92,7 @@ class StreamReader:
         self.final = False
         """The server has said that nothing follows."""
 
-    def feed(self, response: Any) -> list[Delta]:  # noqa: ANN401
+    def feed(self, response: Any) -> list[Delta]:
         """The deltas of one `ModelStreamInferResponse`.
 
         Raises:
@@ -114,7 +115,7 @@ class StreamReader:
             raise ConnectionFailed("the stream ended before the reply was complete")
 
 
-def _outputs_of(inferred: Any) -> dict[str, Tensor]:  # noqa: ANN401
+def _outputs_of(inferred: Any) -> dict[str, Tensor]:
     if len(inferred.raw_output_contents) < len(inferred.outputs):
         raise Internal(f"{len(inferred.outputs)} outputs, {len(inferred.raw_output_contents)} of them with data")
     pairs = zip(inferred.outputs, inferred.raw_output_contents, strict=False)

@@ -33,6 +33,10 @@ def _wav(samples: np.ndarray, *, rate: int = SAMPLE_RATE, channels: int = 1, wid
     return file.getvalue()
 
 
+def _decoded(values: np.ndarray) -> np.ndarray:
+    return np.maximum(values.astype(np.float32) / np.float32(32767), np.float32(-1))
+
+
 class _Pipe(io.BytesIO):
     def seekable(self) -> bool:
         return False
@@ -41,11 +45,12 @@ class _Pipe(io.BytesIO):
 def test_pcm16_decodes_every_value_exactly() -> None:
     decoded = Pcm16Decoder().feed(ALL_VALUES.astype("<i2").tobytes())
     assert decoded.dtype == np.float32
-    np.testing.assert_array_equal(decoded.astype(np.float64) * 32768, ALL_VALUES)
+    np.testing.assert_array_equal(decoded[1:], ALL_VALUES[1:].astype(np.float32) / np.float32(32767))
+    assert decoded[0] == -1  # the one value beyond full scale
 
 
 def test_pcm16_survives_decoding_and_encoding() -> None:
-    data = ALL_VALUES.astype("<i2").tobytes()
+    data = ALL_VALUES[1:].astype("<i2").tobytes()
     assert pcm16_from_waveform(Pcm16Decoder().feed(data)) == data
 
 
@@ -53,8 +58,8 @@ def test_samples_outside_of_the_range_are_clipped_not_wrapped() -> None:
     assert np.frombuffer(pcm16_from_waveform(np.float32([1.0, 1.5, -1.0, -9.0])), "<i2").tolist() == [
         32767,
         32767,
-        -32768,
-        -32768,
+        -32767,
+        -32767,
     ]
 
 
@@ -65,14 +70,14 @@ def test_a_wav_stream_may_be_cut_anywhere(size: int, known: bool) -> None:
     data = wav_header(len(values) if known else None) + values.astype("<i2").tobytes()
     decoder = WavDecoder()
     pieces = [decoder.feed(data[at : at + size]) for at in range(0, len(data), size)]
-    np.testing.assert_array_equal(np.concatenate(pieces) * 32768, values)
+    np.testing.assert_array_equal(np.concatenate(pieces), _decoded(values))
 
 
 def test_chunks_around_the_samples_of_a_wav_file_are_skipped() -> None:
     extra = struct.pack("<4sI", b"LIST", 3) + b"abc\0"
     plain = _wav(ALL_VALUES[:8])
     decoded = WavDecoder().feed(plain[:36] + extra + plain[36:] + extra)
-    np.testing.assert_array_equal(decoded * 32768, ALL_VALUES[:8])
+    np.testing.assert_array_equal(decoded, _decoded(ALL_VALUES[:8]))
 
 
 @pytest.mark.parametrize(
@@ -107,4 +112,4 @@ def test_a_pipe_gets_a_header_of_unknown_length_and_is_never_sought() -> None:
         writer.write(np.float32([0.5]))
     data = pipe.getvalue()
     assert struct.unpack_from("<I", data, 40) == (0xFFFFFFFF,)
-    np.testing.assert_array_equal(WavDecoder().feed(data), np.float32([0.5]))
+    np.testing.assert_array_equal(WavDecoder().feed(data), _decoded(np.int16([16384])))

@@ -72,7 +72,7 @@ def test_say_to_stdout_is_a_wav_and_the_text_moves_to_stderr(server: FakeTriton)
     result = _run("say", "hi", "-o", "-", url=server.url)
     assert result.exit_code == 0
     samples = WavDecoder().feed(result.stdout_bytes)
-    np.testing.assert_array_equal(samples, np.repeat(np.float32([0.25, -0.5]), 480))
+    np.testing.assert_array_equal(np.rint(samples * 32767), np.repeat([8192, -16384], 480))
     assert result.stderr.startswith("Hello, sea.\n")
 
 

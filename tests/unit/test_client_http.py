@@ -25,7 +25,7 @@ from triton_omni_client import (
 )
 from triton_omni_client.audio import pcm16_from_waveform, wav_header
 
-SAMPLES = np.arange(-50, 50, dtype=np.float32) / 64
+SAMPLES = np.arange(-50, 50, dtype=np.float32) * 600 / np.float32(32767)
 
 
 @pytest.fixture

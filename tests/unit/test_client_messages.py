@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import triton_omni_client
+from client_fakes import INFO
 from google.protobuf import text_format
 from triton_omni_client.audio import pcm16_from_waveform, wav_header
 from triton_omni_client.errors import BadRequest, Internal
@@ -99,6 +100,7 @@ def test_every_choice_is_sent_under_its_name() -> None:
         "audio_format": "wav",
         "use_audio_in_video": False,
         "timeout": 2.5,
+        "priority": 0,
         "thinker": {"temperature": 0},
         "talker": {"top_k": 3},
         "token2wav": {"solver": "euler"},
@@ -168,7 +170,7 @@ def test_an_empty_response_holds_nothing() -> None:
 
 @pytest.mark.parametrize("audio_format", ["pcm16", "wav"])
 def test_encoded_chunks_join_to_the_exact_waveform(audio_format: Any) -> None:
-    waveform = (np.arange(-600, 600, dtype=np.float32) * 27) / 32768
+    waveform = np.arange(-600, 600, dtype=np.float32) * 27 / np.float32(32767)
     data = (wav_header(None) if audio_format == "wav" else b"") + pcm16_from_waveform(waveform)
     decoder = OutputDecoder(audio_format)
     pieces = []
@@ -190,10 +192,11 @@ def test_encoded_chunks_join_to_the_exact_waveform(audio_format: Any) -> None:
         _bytes("audio_base64", b"%%%"),
         _bytes("info", b"{"),
         _bytes("info", b"[]"),
-        _bytes("info", b'{"codes": "many"}'),
-        _bytes("info", b'{"codes": true}'),
-        _bytes("info", b'{"stage_ms": 3}'),
-        _bytes("info", b'{"finish_reasons": {"thinker": 1}}'),
+        _bytes("info", b'{"seed": "many"}'),
+        _bytes("info", b'{"seed": 1.5}'),
+        _bytes("info", b'{"usage": {"codes": true}}'),
+        _bytes("info", b'{"stage_ms": {"talker": 3}}'),
+        _bytes("info", b'{"finish_reason": {"thinker": 1}}'),
     ],
 )
 def test_an_output_outside_of_the_contract_is_an_internal_error(outputs: dict[str, Tensor]) -> None:
@@ -202,10 +205,17 @@ def test_an_output_outside_of_the_contract_is_an_internal_error(outputs: dict[st
         OutputDecoder("f32").feed(outputs)
 
 
+def test_info_is_read_by_name() -> None:
+    info = Info.from_json(json.dumps(INFO))
+    assert info.finish_reason == {"thinker": "stop", "talker": "length", "token2wav": None}
+    assert (info.prompt_tokens, info.reply_tokens, info.codes, info.samples, info.seed) == (9, 3, 2, 960, 7)
+    assert (info.time_to_first_text_ms, info.time_to_first_audio_ms) == (1.5, 4)
+    assert info.stage_ms == INFO["stage_ms"]
+
+
 def test_info_keeps_what_it_does_not_know_and_is_none_where_the_server_is_silent() -> None:
-    info = Info.from_json('{"codes": 5, "first_text_ms": 2, "stage_ms": {"talker": 1.5}, "later": [1]}')
-    assert (info.codes, info.first_text_ms, info.stage_ms) == (5, 2, {"talker": 1.5})
-    assert (info.seed, info.first_audio_ms, dict(info.finish_reasons)) == (None, None, {})
+    info = Info.from_json('{"seed": 5, "later": [1]}')
+    assert (info.seed, info.codes, info.time_to_first_audio_ms, dict(info.finish_reason)) == (5, None, None, {})
     assert info.raw["later"] == [1]
 
 
