@@ -63,7 +63,7 @@ TEXTS = [
     "...\n\n...",
     "don't we'll I'M",
     "12345 67",
-    "你好，北京。\n\n你好",
+    "你好。北京\n\n你好",
     "cafe\u0301 and café",
     "\u0301starts with a combining mark",
     "emoji \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f600",

@@ -74,7 +74,7 @@ def frame_count(total: int, source_fps: float, most: int) -> int:
 
 
 def resize_frame(frame: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """Bicubic with antialiasing on float32, rounded: what torchvision's `resize` gives for a uint8 tensor.
+    """Bicubic with antialiasing in 8 bits, the kernel that torchvision's `resize` uses for a uint8 tensor.
 
     Args:
         frame: [H, W, 3].
@@ -83,11 +83,11 @@ def resize_frame(frame: NDArray[np.uint8], height: int, width: int) -> NDArray[n
     """
     if frame.shape[:2] == (height, width):
         return frame
-    pixels = torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1)[None].float()
+    pixels = torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1)[None]
     resized = torch.nn.functional.interpolate(
         pixels, (height, width), mode="bicubic", align_corners=False, antialias=True
     )
-    out: NDArray[np.uint8] = resized[0].clamp_(0, 255).round_().to(torch.uint8).permute(1, 2, 0).numpy()
+    out: NDArray[np.uint8] = resized[0].permute(1, 2, 0).numpy()
     return out
 
 
