@@ -10,19 +10,21 @@ import base64
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeAlias
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import numpy as np
-from tritonclient.grpc import service_pb2, service_pb2_grpc
-from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
+from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor  # type: ignore[import-untyped]
 
-Response = service_pb2.ModelStreamInferResponse
+Response: TypeAlias = Any  # service_pb2.ModelStreamInferResponse; the package is untyped
+Samples = NDArray[np.float32]
 INFO = {
     "request_id": "r1",
     "finish_reason": {"thinker": "stop", "talker": "length", "token2wav": None},
@@ -35,12 +37,16 @@ INFO = {
 }
 
 
+def floats(values: Sequence[float]) -> Samples:
+    return np.array(values, dtype=np.float32)
+
+
 def bytes_tensor(*elements: bytes) -> bytes:
     return serialize_byte_tensor(np.array(elements, dtype=np.object_)).item() if elements else b""
 
 
 def raw_outputs(
-    text: str = "", audio: np.ndarray | None = None, encoded: bytes = b"", info: dict[str, Any] | None = None
+    text: str = "", audio: Samples | None = None, encoded: bytes = b"", info: dict[str, Any] | None = None
 ) -> list[tuple[str, str, list[int], bytes]]:
     samples = np.zeros(0, np.float32) if audio is None else audio
     return [
@@ -51,8 +57,8 @@ def raw_outputs(
     ]
 
 
-def chunk(text: str = "", audio: np.ndarray | None = None, encoded: bytes = b"", info: Any = None) -> Response:
-    response = Response()
+def chunk(text: str = "", audio: Samples | None = None, encoded: bytes = b"", info: Any = None) -> Response:
+    response = service_pb2.ModelStreamInferResponse()
     for name, datatype, shape, data in raw_outputs(text, audio, encoded, info):
         response.infer_response.outputs.add(name=name, datatype=datatype, shape=shape)
         response.infer_response.raw_output_contents.append(data)
@@ -60,13 +66,13 @@ def chunk(text: str = "", audio: np.ndarray | None = None, encoded: bytes = b"",
 
 
 def final() -> Response:
-    response = Response()
+    response = service_pb2.ModelStreamInferResponse()
     response.infer_response.parameters["triton_final_response"].bool_param = True
     return response
 
 
 def failure(text: str) -> Response:
-    return Response(error_message=text)
+    return service_pb2.ModelStreamInferResponse(error_message=text)
 
 
 def inputs_of(request: Any) -> dict[str, list[bytes]]:
@@ -75,7 +81,8 @@ def inputs_of(request: Any) -> dict[str, list[bytes]]:
 
 
 def parameters_of(request: Any) -> dict[str, Any]:
-    return json.loads(inputs_of(request)["sampling_parameters"][0])
+    found: dict[str, Any] = json.loads(inputs_of(request)["sampling_parameters"][0])
+    return found
 
 
 Script = Callable[[Any, grpc.ServicerContext], Iterator[Response]]
@@ -90,7 +97,7 @@ def greeting(_request: Any, _context: grpc.ServicerContext) -> Iterator[Response
 
 
 @dataclass
-class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Answers every stream with `script`; notes what it was asked and whether a client went away."""
 
     script: Script = greeting
@@ -107,11 +114,15 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ModelReadyResponse(ready=self.is_ready and request.name == "qwen2_5_omni")
 
     def ModelStreamInfer(self, request_iterator: Any, context: Any) -> Iterator[Response]:  # noqa: N802
-        context.add_callback(lambda: self.finished.is_set() or self.cancelled.set())
+        context.add_callback(self._note_cancel)
         for request in request_iterator:
             self.requests.append(request)
             yield from self.script(request, context)
         self.finished.set()
+
+    def _note_cancel(self) -> None:
+        if not self.finished.is_set():
+            self.cancelled.set()
 
     def endless(self, _request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
         """A script that sends one chunk and then nothing, until the client goes away."""

@@ -9,11 +9,11 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import FakeTriton, chunk, failure, final, greeting, inputs_of, parameters_of, serve_grpc
+from client_fakes import FakeTriton, chunk, failure, final, floats, greeting, inputs_of, parameters_of, serve_grpc
 from triton_omni_client import (
     AsyncOmniClient,
     AudioDelta,
@@ -53,7 +53,7 @@ async def test_deltas_come_in_the_server_s_order(client: AsyncOmniClient) -> Non
 async def test_say_collects_text_audio_info_and_times(client: AsyncOmniClient) -> None:
     reply = await client.say("hi", seed=1)
     assert reply.text == "Hello, sea."
-    np.testing.assert_array_equal(reply.audio, np.repeat(np.float32([0.25, -0.5]), 480))
+    np.testing.assert_array_equal(reply.audio, np.repeat(floats([0.25, -0.5]), 480))
     assert reply.info is not None
     assert reply.info.seed == 7
     assert reply.timings.first_text is not None
@@ -193,6 +193,12 @@ async def test_ready_asks_server_and_model(server: FakeTriton, client: AsyncOmni
     assert not await client.wait_ready(0.3)
     async with AsyncOmniClient("127.0.0.1:1") as nobody:
         assert not await nobody.ready()
+
+
+async def test_wait_ready_sees_a_server_that_becomes_ready(server: FakeTriton, client: AsyncOmniClient) -> None:
+    server.is_ready = False
+    asyncio.get_running_loop().call_later(0.3, setattr, server, "is_ready", True)
+    assert await client.wait_ready(5)
 
 
 async def test_a_secure_channel_is_used_when_credentials_are_given(server: FakeTriton) -> None:

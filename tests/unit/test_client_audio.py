@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from client_fakes import floats
+from numpy.typing import NDArray
 from triton_omni_client.audio import (
     SAMPLE_RATE,
     Pcm16Decoder,
@@ -23,7 +25,7 @@ from triton_omni_client.errors import Internal
 ALL_VALUES = np.arange(-32768, 32768, dtype=np.int16)
 
 
-def _wav(samples: np.ndarray, *, rate: int = SAMPLE_RATE, channels: int = 1, width: int = 2) -> bytes:
+def _wav(samples: NDArray[np.int16], *, rate: int = SAMPLE_RATE, channels: int = 1, width: int = 2) -> bytes:
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
         writer.setnchannels(channels)
@@ -33,7 +35,7 @@ def _wav(samples: np.ndarray, *, rate: int = SAMPLE_RATE, channels: int = 1, wid
     return file.getvalue()
 
 
-def _decoded(values: np.ndarray) -> np.ndarray:
+def _decoded(values: NDArray[np.int16]) -> NDArray[np.float32]:
     return np.maximum(values.astype(np.float32) / np.float32(32767), np.float32(-1))
 
 
@@ -55,7 +57,7 @@ def test_pcm16_survives_decoding_and_encoding() -> None:
 
 
 def test_samples_outside_of_the_range_are_clipped_not_wrapped() -> None:
-    assert np.frombuffer(pcm16_from_waveform(np.float32([1.0, 1.5, -1.0, -9.0])), "<i2").tolist() == [
+    assert np.frombuffer(pcm16_from_waveform(floats([1.0, 1.5, -1.0, -9.0])), "<i2").tolist() == [
         32767,
         32767,
         -32767,
@@ -98,8 +100,8 @@ def test_what_is_not_pcm16_mono_24_khz_is_refused(data: bytes) -> None:
 def test_a_written_file_is_read_back_by_others(tmp_path: Path) -> None:
     path = tmp_path / "reply.wav"
     with path.open("wb") as file, WavWriter(file) as writer:
-        writer.write(np.float32([0.5, -0.5]))
-        writer.write(np.float32([0.25]))
+        writer.write(floats([0.5, -0.5]))
+        writer.write(floats([0.25]))
     with wave.open(str(path)) as reader:
         assert (reader.getframerate(), reader.getnchannels(), reader.getsampwidth()) == (SAMPLE_RATE, 1, 2)
         assert np.frombuffer(reader.readframes(99), "<i2").tolist() == [16384, -16384, 8192]
@@ -109,7 +111,7 @@ def test_a_written_file_is_read_back_by_others(tmp_path: Path) -> None:
 def test_a_pipe_gets_a_header_of_unknown_length_and_is_never_sought() -> None:
     pipe = _Pipe()
     with WavWriter(pipe) as writer:
-        writer.write(np.float32([0.5]))
+        writer.write(floats([0.5]))
     data = pipe.getvalue()
     assert struct.unpack_from("<I", data, 40) == (0xFFFFFFFF,)
-    np.testing.assert_array_equal(WavDecoder().feed(data), _decoded(np.int16([16384])))
+    np.testing.assert_array_equal(WavDecoder().feed(data), _decoded(np.array([16384], np.int16)))

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import triton_omni_client
-from click.testing import Result
 from client_fakes import (
     INFO,
     FakeHttp,
@@ -26,6 +25,7 @@ from client_fakes import (
     chunk,
     failure,
     final,
+    floats,
     http_answer,
     inputs_of,
     parameters_of,
@@ -36,7 +36,7 @@ from rich.console import Console
 from triton_omni_client import Timings, cli
 from triton_omni_client.audio import WavDecoder
 from triton_omni_client.messages import AudioDelta, TextDelta
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 LAST_LINE = re.compile(
     r"first text \d+\.\d\d s · first audio \d+\.\d\d s · audio 0\.0 s · real-time factor \d+\.\d\d\n$"
@@ -57,7 +57,7 @@ def _run(*arguments: str | Path, url: str) -> Result:
 def _samples(path: Path) -> list[int]:
     with wave.open(str(path)) as reader:
         assert (reader.getframerate(), reader.getnchannels(), reader.getsampwidth()) == (24_000, 1, 2)
-        return np.frombuffer(reader.readframes(reader.getnframes()), "<i2").tolist()
+        return list(np.frombuffer(reader.readframes(reader.getnframes()), "<i2"))
 
 
 def test_say_prints_the_text_and_writes_the_wav(server: FakeTriton, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_text_reply_s_last_line_says_nothing_of_speech_that_never_came(server:
 def test_a_failure_is_one_sentence_and_keeps_what_came(
     server: FakeTriton, tmp_path: Path, text: str, sentence: str
 ) -> None:
-    server.script = lambda *_: iter([chunk(text="so far", audio=np.float32([0.5])), failure(text)])
+    server.script = lambda *_: iter([chunk(text="so far", audio=floats([0.5])), failure(text)])
     result = _run("say", "hi", "-o", tmp_path / "reply.wav", url=server.url)
     assert (result.exit_code, result.stdout, result.stderr) == (1, "so far\n", sentence + "\n")
     assert _samples(tmp_path / "reply.wav") == [16384]
@@ -171,7 +171,7 @@ def test_files_that_cannot_be_used_are_named(server: FakeTriton, tmp_path: Path)
 
 
 def test_a_url_of_http_gets_the_reply_in_one_answer(tmp_path: Path) -> None:
-    fake = FakeHttp(lambda: http_answer(text="Hello.", audio=np.float32([0.5]), info=INFO))
+    fake = FakeHttp(lambda: http_answer(text="Hello.", audio=floats([0.5]), info=INFO))
     with serve_http(fake):
         result = _run("say", "hi", "-o", tmp_path / "reply.wav", url=fake.url)
         assert (result.exit_code, result.stdout) == (0, "Hello.\n")
@@ -213,6 +213,19 @@ def test_interrupt_cancels_on_the_server_keeps_the_audio_and_exits_with_130(serv
     assert b"Traceback" not in stderr
     assert server.cancelled.wait(5)
     assert _samples(path) == [8192] * 480
+
+
+def test_interrupt_prints_the_times_of_what_was_received(server: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    def show(_self: cli.Screen, delta: object, _timings: Timings) -> None:
+        if isinstance(delta, AudioDelta):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.Screen, "show", show)
+    server.script = server.endless
+    result = _run("say", "hi", url=server.url)
+    assert result.exit_code == 130
+    assert LAST_LINE.fullmatch(result.stderr), result.stderr
+    assert server.cancelled.wait(5)
 
 
 class _Terminal(io.StringIO):

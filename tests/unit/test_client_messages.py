@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import triton_omni_client
-from client_fakes import INFO
-from google.protobuf import text_format
+from client_fakes import INFO, floats
+from google.protobuf import text_format  # type: ignore[import-untyped]
 from triton_omni_client.audio import pcm16_from_waveform, wav_header
 from triton_omni_client.errors import BadRequest, Internal
 from triton_omni_client.messages import (
@@ -31,7 +31,7 @@ from triton_omni_client.messages import (
     TextDelta,
 )
 from triton_omni_client.reply import ReplyBuilder
-from tritonclient.grpc import model_config_pb2
+from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 
@@ -149,7 +149,7 @@ def test_media_bytes_are_kept_out_of_the_representation() -> None:
 
 
 def test_one_response_may_hold_text_audio_and_info() -> None:
-    audio = Tensor("audio_output", "FP32", (2,), np.float32([0.5, -1]).tobytes())
+    audio = Tensor("audio_output", "FP32", (2,), floats([0.5, -1]).tobytes())
     outputs = _bytes("text_output", b"hi") | {"audio_output": audio} | _bytes("info", b'{"seed": 3}')
     text, sound, info = OutputDecoder("f32").feed(outputs)
     assert text == TextDelta("hi")

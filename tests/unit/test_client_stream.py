@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 from client_fakes import (
@@ -18,6 +18,7 @@ from client_fakes import (
     chunk,
     failure,
     final,
+    floats,
     greeting,
     inputs_of,
     parameters_of,
@@ -32,6 +33,7 @@ from triton_omni_client import (
     Internal,
     Media,
     OmniClient,
+    OmniClientError,
     Overloaded,
     Request,
     TextDelta,
@@ -78,7 +80,7 @@ def test_say_collects_text_audio_info_and_times(client: OmniClient) -> None:
     reply = client.say("hi")
     assert reply.text == "Hello, sea."
     assert reply.audio.dtype == np.float32
-    np.testing.assert_array_equal(reply.audio, np.repeat(np.float32([0.25, -0.5]), 480))
+    np.testing.assert_array_equal(reply.audio, np.repeat(floats([0.25, -0.5]), 480))
     assert reply.info is not None
     assert (reply.info.codes, reply.info.seed, reply.info.raw) == (2, 7, INFO)
     times = reply.timings
@@ -111,7 +113,13 @@ def test_the_request_arrives_as_the_contract_says(server: FakeTriton, client: Om
     ],
 )
 def test_an_error_in_the_stream_is_raised_after_the_deltas_before_it(
-    server: FakeTriton, client: OmniClient, *, text: str, kind: type[Exception], stage: str | None, retry: int | None
+    server: FakeTriton,
+    client: OmniClient,
+    *,
+    text: str,
+    kind: type[OmniClientError],
+    stage: str | None,
+    retry: int | None,
 ) -> None:
     server.script = lambda *_: iter([chunk(text="so far"), failure(text)])
     stream = client.stream(Request(text="hi"))
@@ -166,6 +174,26 @@ def test_a_stream_that_ends_without_its_final_response_is_an_error(server: FakeT
     server.script = lambda *_: iter([chunk(text="half")])
     with pytest.raises(ConnectionFailed, match="before the reply was complete"):
         client.say("hi")
+
+
+def test_an_output_without_its_data_is_an_error(server: FakeTriton, client: OmniClient) -> None:
+    response = chunk(text="half")
+    del response.infer_response.raw_output_contents[1:]
+    server.script = lambda *_: iter([response, final()])
+    with pytest.raises(Internal, match="4 outputs, 1 of them with data"):
+        client.say("hi")
+
+
+def test_times_and_reply_of_a_stream_can_be_asked_for_while_it_runs(client: OmniClient) -> None:
+    stream = client.stream(Request(text="hi"))
+    assert stream.timings().first_text is None
+    next(stream)
+    first = stream.timings()
+    assert first.first_text is not None
+    assert first.first_audio is None
+    assert stream.reply().text == "Hello"
+    stream.close()
+    assert stream.timings().total == stream.timings().total  # the clock stands
 
 
 def test_a_broken_call_after_the_final_response_loses_nothing(server: FakeTriton, client: OmniClient) -> None:
