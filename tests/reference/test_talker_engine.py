@@ -11,7 +11,7 @@ import torch
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.engine import Sampling, TalkerPrompt
-from triton_omni.errors import InternalError, Overloaded, TooLarge
+from triton_omni.errors import BadRequest, InternalError, Overloaded, TooLarge
 from triton_omni.settings import EngineSettings, TalkerSettings
 
 # vLLM's import walks over every attribute of torch.distributed.
@@ -114,6 +114,25 @@ def voices(tiny_checkpoint):
     return [speakers.get(name).text_bos_id for name in speakers.names]
 
 
+def schedule_ahead(monkeypatch):
+    """Let vLLM schedule a step before it knows the codes of the one before, as on a GPU.
+
+    vLLM switches that off on the CPU, where nothing runs beside the host; its logic is the same.
+    """
+    from triton_omni.vllm_hooks.compat import EngineArgs
+    from triton_omni.vllm_hooks.waiting import WaitingAsyncScheduler
+
+    create = EngineArgs.create_engine_config
+
+    def create_ahead(self, *args, **kwargs):
+        config = create(self, *args, **kwargs)
+        config.scheduler_config.async_scheduling = True
+        config.scheduler_config.scheduler_cls = WaitingAsyncScheduler
+        return config
+
+    monkeypatch.setattr(EngineArgs, "create_engine_config", create_ahead)
+
+
 def make_engine(checkpoint, **engine):
     from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
 
@@ -122,9 +141,13 @@ def make_engine(checkpoint, **engine):
     return TalkerVllmEngine(checkpoint, settings, torch.device("cpu"))
 
 
-@pytest.fixture(scope="module")
-def shared_engine(tiny_checkpoint):
-    engine = make_engine(tiny_checkpoint)
+@pytest.fixture(scope="module", params=["step by step", "scheduled ahead"])
+def shared_engine(request, tiny_checkpoint):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if request.param == "scheduled ahead":
+            schedule_ahead(monkeypatch)
+        engine = make_engine(tiny_checkpoint)
+    assert (engine._core.batch_queue is not None) == (request.param == "scheduled ahead")
     yield engine
     engine.close()
 
@@ -132,6 +155,10 @@ def shared_engine(tiny_checkpoint):
 @pytest.fixture
 def engine(shared_engine):
     yield shared_engine
+    left = list(shared_engine._open)
+    for key in left:
+        shared_engine.abort(key)
+    assert left == []
     assert not shared_engine.has_work()
     assert_nothing_held(shared_engine)
 
@@ -402,12 +429,13 @@ def test_greedy_is_untouched_by_sampled_neighbours(engine, cases, expected):
     assert speak(engine, cases, samplings)[1::2] == expected[1::2]
 
 
-def test_only_codes_of_the_codec_are_drawn(engine, cases, tiny_checkpoint):
-    wild = Sampling(temperature=50.0, max_tokens=60)
+def test_only_codes_of_the_codec_and_the_stop_ids_can_be_drawn(engine, tiny_checkpoint):
     config = load_config(tiny_checkpoint)
-    codes = [code for found, _ in speak(engine, cases, [wild] * 8) for code in found]
-    assert len(set(codes)) > 100
-    assert max(codes) <= config.codec.largest_code
+    runner = engine._core.model_executor.driver_worker.worker.model_runner
+    logits = torch.zeros(1, config.talker.decoder.vocab_size)
+    adjusted = runner._adjust(logits, torch.tensor([engine._rows.idle_slot]), torch.tensor([True]))
+    drawable = set(adjusted[0].isfinite().nonzero().flatten().tolist())
+    assert drawable == {*range(config.codec.largest_code + 1), *config.talker.stop_ids}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -454,6 +482,15 @@ def test_a_prompt_that_leaves_no_room_is_refused(engine, voices):
     prompt = TalkerPrompt(254, torch.arange(256).expand(3, -1), voices[0], max_rows=300)
     with pytest.raises(TooLarge, match="254 prompt tokens"):
         engine.open("s", prompt, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=-1.0), Sampling(top_p=0.0), Sampling(repetition_penalty=0.0), Sampling(max_tokens=0)],
+)
+def test_impossible_sampling_is_refused_at_open(engine, cases, sampling):
+    with pytest.raises(BadRequest):
+        engine.open("s", cases[1].prompt, sampling)
 
 
 @pytest.mark.parametrize("wrong", ["positions", "voice", "key", "width", "count"])

@@ -7,17 +7,23 @@ It implements `engine.TalkerEngine`; sessions, messages and Triton are unknown h
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
 from triton_omni.checkpoint.config import OmniConfig, load_config
 from triton_omni.engine import EngineStats, FinishReason, Sampling, TalkerOutput, TalkerPrompt
-from triton_omni.errors import InternalError, TooLarge
+from triton_omni.errors import BadRequest, InternalError, TooLarge
 from triton_omni.settings import TalkerSettings
 from triton_omni.talker.conditioning import CodecIds, prompt_ids, prompt_length
-from triton_omni.vllm_hooks.compat import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from triton_omni.vllm_hooks.compat import (
+    LLMEngine,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    VLLMValidationError,
+)
 from triton_omni.vllm_hooks.engine_args import apply_thread_share, build_engine_args, resolve_dtype
 from triton_omni.vllm_hooks.sampling import seed_args
 from triton_omni.vllm_hooks.talker_network import register_talker, talker_config
@@ -80,12 +86,13 @@ class TalkerVllmEngine:
         Raises:
             Overloaded: the rows cannot be had now.
             TooLarge: the prompt leaves no room for a code.
+            BadRequest: a sampling value is out of range.
             InternalError: the key is in use, or the prompt contradicts itself.
         """
         self._check_prompt(key, prompt)
+        parameters = self._parameters(sampling)
         text_bos = self._text_rows[prompt.text_bos_id]
-        sequence = self._rows.open(key, prompt, text_bos, sampling)
-        self._open[key] = sequence
+        self._open[key] = self._rows.open(key, prompt, text_bos, parameters, sampling.repetition_penalty)
 
     def feed(self, key: str, rows: Tensor) -> None:
         """Copy the next rows [N, H] (prompt rows first, then the reply's); unknown keys are ignored.
@@ -178,24 +185,31 @@ class TalkerVllmEngine:
     def _submit(self, sequence: Sequence) -> None:
         """Give the sequence to vLLM: dummy prompt ids, since every input is a row plus an embedding."""
         ids = prompt_ids(sequence.prompt.prompt_rows, self._ids)
-        parameters = self._parameters(sequence.sampling)
+        parameters = cast(SamplingParams, sequence.parameters)
         sequence.request_id = self._llm.add_request(sequence.key, {"prompt_token_ids": ids}, parameters)
         self._by_request[sequence.request_id] = sequence
 
     def _parameters(self, sampling: Sampling) -> SamplingParams:
-        """vLLM's parameters; the repetition penalty is left out because the runner applies it on the device."""
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=min(sampling.max_tokens, self._settings.max_codes),
-            # The mask id is never drawn but by a sequence that met something non-finite.
-            stop_token_ids=[*self._ids.stops, self._ids.mask],
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            extra_args=seed_args(sampling.seed),
-        )
+        """vLLM's parameters of a sequence, checked by vLLM."""
+        try:
+            parameters = SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                repetition_penalty=sampling.repetition_penalty,
+                max_tokens=min(sampling.max_tokens, self._settings.max_codes),
+                # The mask id is never drawn but by a sequence that met something non-finite.
+                stop_token_ids=[*self._ids.stops, self._ids.mask],
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+                extra_args=seed_args(sampling.seed),
+            )
+        except VLLMValidationError as error:
+            raise BadRequest(f"the talker's sampling: {error}", stage="talker") from error
+        # The runner applies it on the device; in vLLM it would make every step wait for the one before.
+        parameters.repetition_penalty = 1.0
+        return parameters
 
     def _output(self, found: RequestOutput) -> TalkerOutput:
         sequence, completion = self._open[found.request_id], found.outputs[0]

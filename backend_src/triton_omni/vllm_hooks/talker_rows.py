@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triton_omni.engine import Sampling, TalkerPrompt
+from triton_omni.engine import TalkerPrompt
 from triton_omni.errors import InternalError, Overloaded
 from triton_omni.talker.conditioning import Indices, can_speak, pool_rows, split_at_text_bos, stored_rows
 
@@ -44,7 +44,8 @@ class Sequence:
 
     key: str
     prompt: TalkerPrompt
-    sampling: Sampling
+    parameters: object
+    """How it is sampled, in the engine's own form."""
     slot: int
     base: int
     reserved: int
@@ -138,7 +139,9 @@ class TalkerRows:
         """Rows reserved by open sequences."""
         return self._spans.used
 
-    def open(self, key: str, prompt: TalkerPrompt, text_bos: Tensor, sampling: Sampling) -> Sequence:
+    def open(
+        self, key: str, prompt: TalkerPrompt, text_bos: Tensor, parameters: object, repetition_penalty: float
+    ) -> Sequence:
         """Reserve a sequence's rows and slot; `text_bos` [H] is its speaker's row.
 
         Raises:
@@ -156,10 +159,10 @@ class TalkerRows:
         slot, base = self._free_slots.pop(), start + _TAIL_ROWS
         self.seen[slot].copy_(self._prompt_seen)
         self.finite[slot].fill_(True)
-        self.penalties[slot].fill_(sampling.repetition_penalty)
+        self.penalties[slot].fill_(repetition_penalty)
         self.pool[base + prompt.prompt_rows].copy_(text_bos)
         self._bases[slot], self._stored[slot] = base, 0
-        return Sequence(key, prompt, sampling, slot, base, reserved)
+        return Sequence(key, prompt, parameters, slot, base, reserved)
 
     def feed(self, sequence: Sequence, rows: Tensor) -> None:
         """Copy the next rows [N, H] of a sequence; non-finite ones are marked, and kept out of every cache.

@@ -65,7 +65,10 @@ class TalkerRunnerMixin(_Runner):
         req_state.mrope_position_delta = int(positions.max()) + 1 - positions.shape[1]
 
     def _preprocess(
-        self, scheduler_output: SchedulerOutput, num_input_tokens: int, intermediate_tensors: IntermediateTensors | None = None
+        self,
+        scheduler_output: SchedulerOutput,
+        num_input_tokens: int,
+        intermediate_tensors: IntermediateTensors | None = None,
     ) -> tuple[None, Tensor, Tensor, None, dict[str, Any], None]:
         """Write row + codec embedding of every scheduled position into the buffer that CUDA graphs read.
 
