@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine offers a server: an installed tritonserver, its environment, GPUs, free ports.
+
+It starts nothing and knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import sysconfig
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class ServerError(RuntimeError):
+    """The server cannot be started or does not run; the message is one sentence for the operator."""
+
+
+class ServerNotReady(ServerError):
+    """The server was started and ended, or was stopped, before its models were loaded."""
+
+
+@dataclass(frozen=True)
+class TritonInstall:
+    """A tritonserver and what it needs to run here."""
+
+    binary: Path
+    backend_directory: Path | None = None
+    """None = where the binary looks by itself."""
+    library_folders: tuple[Path, ...] = ()
+    """Go first on LD_LIBRARY_PATH."""
+
+
+def find_triton(environment: Mapping[str, str] | None = None) -> TritonInstall:
+    """The tritonserver to use: under `TRITON_HOME`, else on PATH, else where `build.sh setup` unpacked one.
+
+    Raises:
+        ServerError: there is none, or `TRITON_HOME` holds none.
+    """
+    env = os.environ if environment is None else environment
+    if home := env.get("TRITON_HOME"):
+        return _unpacked(Path(home))
+    if found := shutil.which("tritonserver", path=env.get("PATH", "")):
+        return TritonInstall(Path(found))
+    return _unpacked(Path(sys.prefix) / "share" / "tritonserver")
+
+
+def _unpacked(home: Path) -> TritonInstall:
+    root = home / "pytriton" / "tritonserver"
+    binary = root / "bin" / "tritonserver"
+    if not binary.is_file():
+        raise ServerError(f"no tritonserver on PATH and none in {home}: run ./build.sh setup")
+    # The stub links libpython, which a Python outside the system's folders has in its own.
+    libpython = Path(str(sysconfig.get_config_var("LIBDIR")))
+    return TritonInstall(binary, root / "backends", (home / "nvidia_pytriton.libs", libpython))
+
+
+def stub_environment(base: Mapping[str, str], install: TritonInstall, model: Path) -> dict[str, str]:
+    """Environment of the server, which its stages inherit."""
+    env = dict(base)
+    # A stage's stub takes its packages from the first `python3` on PATH.
+    env["PATH"] = _prepend([Path(sys.executable).parent], base.get("PATH", os.defpath))
+    if install.library_folders:
+        env["LD_LIBRARY_PATH"] = _prepend(install.library_folders, base.get("LD_LIBRARY_PATH", ""))
+    env["OMNI_MODEL"] = str(model)
+    # Everything is read from the folder: no look-ups at start, no statistics sent.
+    env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # The engine lives in the stage's process, on vLLM's first model runner.
+    return env | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+def _prepend(folders: list[Path] | tuple[Path, ...], rest: str) -> str:
+    return os.pathsep.join([*map(str, folders), *([rest] if rest else [])])
+
+
+def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """Number of NVIDIA GPUs that a process with this environment sees; the driver is not asked."""
+    present = len(list(devices.glob("nvidia[0-9]*")))
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return present
+    return min(present, len([name for name in chosen.split(",") if name.strip() not in ("", "-1")]))
+
+
+def choose_ports(host: str, wanted: Mapping[str, int]) -> dict[str, int]:
+    """A port for each service; 0 is replaced by a free one.
+
+    Raises:
+        ServerError: `host` cannot be bound, two services want one port, or a port is taken.
+    """
+    with ExitStack() as held:
+        # All stay bound until all are chosen, so that no two services get the same one.
+        return {service: _bind(held, host, service, port) for service, port in wanted.items()}
+
+
+def _bind(held: ExitStack, host: str, service: str, port: int) -> int:
+    listener = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+    # As the server binds: a connection that lingers after an earlier server does not count.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ServerError(
+            f"{service} cannot listen on {host}:{port} ({reason}): "
+            f"end what listens there or choose another --{service}-port (0 = a free one)"
+        ) from error
+    return int(listener.getsockname()[1])

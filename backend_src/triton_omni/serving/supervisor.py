@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts tritonserver on a model repository, waits until it is ready, and stops it cleanly.
+
+`build.sh serve`, the container and the server tests run servers through this; it knows nothing of requests.
+Command line: `python -m triton_omni.serving.supervisor --model-repository FOLDER --http-port 8000`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from triton_omni.serving.machine import (
+    ServerError,
+    ServerNotReady,
+    TritonInstall,
+    choose_ports,
+    find_triton,
+    stub_environment,
+    visible_gpus,
+)
+from triton_omni.serving.memory_pool import memory_pool_bytes
+from triton_omni.serving.model_folder import ModelFolderError, model_folder
+from triton_omni.serving.server_log import ServerLog
+
+# Triton stops by itself within its exit timeout; what is left after this much more is ended.
+_KILL_AFTER_S = 5.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How one server runs."""
+
+    model_repository: Path
+    model: str | None = None
+    """Checkpoint folder or hub id; None = the tiny synthetic checkpoint."""
+    host: str = "127.0.0.1"
+    """Address that the three services bind."""
+    http_port: int = 0
+    """0 = a free port, here and below."""
+    grpc_port: int = 0
+    metrics_port: int = 0
+    log_path: Path | None = None
+    """Where the server's output goes; None = this process's standard error."""
+    log_verbose: int = 0
+    """Triton's own verbosity."""
+    ready_timeout_s: float = 900.0
+    """First start on a GPU included: kernels are compiled and weights are read."""
+    exit_timeout_s: int = 30
+    """What a stopping server waits for requests in flight, in seconds."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of the server and its stages."""
+
+
+class Supervisor:
+    """Owns one tritonserver process, from `start` to `stop`.
+
+    As a context manager it starts the server and waits until it is ready:
+
+        with Supervisor(ServerConfig(Path("model_repository"))) as server:
+            client = grpc.InferenceServerClient(server.grpc_url)
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.log = ServerLog(config.log_path)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stop_requested = threading.Event()
+        self._ports = {"http": 0, "grpc": 0, "metrics": 0}
+
+    @property
+    def http_url(self) -> str:
+        """`HOST:PORT` of HTTP, as clients of Triton take it."""
+        return _address(self.config.host, self._ports["http"])
+
+    @property
+    def grpc_url(self) -> str:
+        """`HOST:PORT` of gRPC."""
+        return _address(self.config.host, self._ports["grpc"])
+
+    @property
+    def metrics_url(self) -> str:
+        """`HOST:PORT` of the metrics."""
+        return _address(self.config.host, self._ports["metrics"])
+
+    @property
+    def pid(self) -> int:
+        """Process id of tritonserver. Raises `ServerError` before `start`."""
+        return self._running().pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of tritonserver, None while it runs; as a shell gives it (128 + signal)."""
+        code = self._running().poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def start(self) -> None:
+        """Start the process and return at once.
+
+        Raises:
+            ServerError: already started, no tritonserver, no checkpoint, or a port is taken.
+        """
+        if self._process is not None:
+            raise ServerError(f"the server is already started (process {self._process.pid})")
+        if not self.config.model_repository.is_dir():
+            raise ServerError(f"{self.config.model_repository} is no folder; a model repository is needed")
+        install = find_triton()
+        try:
+            model = model_folder(self.config.model)
+        except ModelFolderError as error:
+            raise ServerError(str(error)) from error
+        wanted = {"http": self.config.http_port, "grpc": self.config.grpc_port, "metrics": self.config.metrics_port}
+        self._ports = choose_ports(self.config.host, wanted)
+        environment = {**stub_environment(os.environ, install, model), **self.config.environment}
+        # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, which then stops the server in order.
+        self._process = subprocess.Popen(
+            self._command(install, model),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.log.follow(self._process)
+
+    def wait_ready(self) -> None:
+        """Block until every model is loaded.
+
+        Raises:
+            ServerNotReady: the server died (the message has the failing model's reason), `ready_timeout_s` passed,
+                or `request_stop` was called.
+        """
+        deadline = time.monotonic() + self.config.ready_timeout_s
+        while not self._is_ready():
+            if self.exit_code is not None:
+                raise ServerNotReady(self._why_it_died())
+            if self._stop_requested.is_set():
+                raise ServerNotReady("stopped before the server was ready")
+            if time.monotonic() > deadline:
+                raise ServerNotReady(f"the server was not ready after {self.config.ready_timeout_s:g} s{self.log.hint}")
+            time.sleep(_POLL_S)
+
+    def run(self) -> int:
+        """Block until `request_stop` is called or the server ends by itself; stop it and return its exit code."""
+        while self.exit_code is None and not self._stop_requested.wait(_POLL_S):
+            pass
+        self.stop()
+        return self.exit_code or 0
+
+    def request_stop(self) -> None:
+        """Make `run` and `wait_ready` return; safe in a signal handler."""
+        self._stop_requested.set()
+
+    def stop(self) -> float:
+        """Stop the server in order, by force only past its exit timeout; return the seconds it took."""
+        process, begin = self._process, time.monotonic()
+        if process is None:
+            return 0.0
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(self.config.exit_timeout_s + _KILL_AFTER_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self.log.close()
+        return time.monotonic() - begin
+
+    def __enter__(self) -> Supervisor:
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _command(self, install: TritonInstall, model: Path) -> list[str]:
+        host = self.config.host
+        command = [
+            str(install.binary),
+            f"--model-repository={self.config.model_repository.resolve()}",
+            "--model-control-mode=none",
+            "--strict-readiness=true",
+            f"--exit-timeout-secs={self.config.exit_timeout_s}",
+            "--allow-http=true",
+            f"--http-address={host}",
+            f"--http-port={self._ports['http']}",
+            "--allow-grpc=true",
+            f"--grpc-address={host}",
+            f"--grpc-port={self._ports['grpc']}",
+            "--allow-metrics=true",
+            f"--metrics-address={host}",
+            f"--metrics-port={self._ports['metrics']}",
+            f"--log-verbose={self.config.log_verbose}",
+        ]
+        if install.backend_directory is not None:
+            command.append(f"--backend-directory={install.backend_directory}")
+        if gpus := visible_gpus(os.environ):
+            pool = memory_pool_bytes(self.config.model_repository, model)
+            command += [f"--cuda-memory-pool-byte-size={gpu}:{pool}" for gpu in range(gpus)]
+        return command
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise ServerError("the server is not started")
+        return self._process
+
+    def _is_ready(self) -> bool:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.host, self.config.host)
+        connection = http.client.HTTPConnection(host, self._ports["http"], timeout=2.0)
+        # Until the server listens, connecting fails; while models load, it listens and says no.
+        with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == 200
+        return False
+
+    def _why_it_died(self) -> str:
+        self.log.close()
+        return f"the server ended with code {self.exit_code}: {self.log.reason()}{self.log.hint}"
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _parse(arguments: Sequence[str] | None) -> ServerConfig:
+    parser = argparse.ArgumentParser(prog="triton_omni.serving.supervisor", description="Serve a model repository.")
+    parser.add_argument("--model-repository", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--model", default=os.environ.get("OMNI_MODEL"), help="folder or hub id (default: OMNI_MODEL)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
+    parser.add_argument("--http-port", type=_port, default=8000, metavar="N", help="default 8000; 0 = a free port")
+    parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N", help="default 8001; 0 = a free port")
+    parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N", help="default 8002; 0 = a free port")
+    parser.add_argument("--log-file", type=Path, metavar="FILE", help="the server's log (default: standard error)")
+    parser.add_argument("--log-verbose", type=int, default=0, metavar="N")
+    parser.add_argument("--ready-timeout", type=float, default=900.0, metavar="SECONDS")
+    parser.add_argument("--exit-timeout", type=int, default=30, metavar="SECONDS")
+    given = parser.parse_args(arguments)
+    return ServerConfig(
+        model_repository=given.model_repository,
+        model=given.model,
+        host=given.host,
+        http_port=given.http_port,
+        grpc_port=given.grpc_port,
+        metrics_port=given.metrics_port,
+        log_path=given.log_file,
+        log_verbose=given.log_verbose,
+        ready_timeout_s=given.ready_timeout,
+        exit_timeout_s=given.exit_timeout,
+    )
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{port} is not in 0..65535")
+    return port
+
+
+@contextlib.contextmanager
+def _stop_on_signals(server: Supervisor) -> Iterator[None]:
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        server.request_stop()
+
+    earlier = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM, SIGINT or the server's own end; the exit code is the server's, 1 if it never was ready."""
+    server = Supervisor(_parse(arguments))
+    with _stop_on_signals(server):
+        try:
+            with server:
+                print(f"READY http={server.http_url} grpc={server.grpc_url} metrics={server.metrics_url}", flush=True)
+                return server.run()
+        except ServerError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
