@@ -202,3 +202,5 @@ class AudioOutput:
     final: bool = False
     error: str | None = None
     """The engine gave this stream up (for example a non-finite waveform); nothing follows."""
+    clamped_codes: int = 0
+    """Codes of the stream so far that were outside the codec's table and were clamped into it."""

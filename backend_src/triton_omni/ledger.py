@@ -36,7 +36,7 @@ _HEADER_WORDS: Final = 8
 _STAGE_WORDS: Final = 8
 _RING_WORDS: Final = 1 + 1024
 _RECORD_WORDS: Final = 16
-_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - POSIX shared memory lives here
+_SHARED_MEMORY: Final = Path("/dev/shm")
 
 # Words of a stage's block.
 _EPOCH, _PID, _BEAT, _FINGERPRINT, _DTYPE, _HIDDEN = range(6)
@@ -268,7 +268,9 @@ def _check_agreement(
     )
     for what, ours, theirs in pairs:
         if ours and theirs and ours != theirs:
-            raise LedgerError(f"{what} of {stage} is {ours:#x}, of {other} {theirs:#x}: load the same checkpoint in both")
+            raise LedgerError(
+                f"{what} of {stage} is {ours:#x}, of {other} {theirs:#x}: load the same checkpoint in both"
+            )
 
 
 def _create(path: Path) -> None:

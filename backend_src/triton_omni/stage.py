@@ -6,6 +6,7 @@ It knows the message protocol's rules (credits, merging) but no engine, no Trito
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from triton_omni.errors import OmniError
+from triton_omni.errors import InternalError, OmniError
 from triton_omni.wire import Value
+
+logger = logging.getLogger(__name__)
 
 CREDITS: Final = 2
 """Data messages of one session that may be on the way on one link."""
@@ -74,6 +77,14 @@ class Stage(Protocol):
     @property
     def healthy(self) -> bool:
         """Whether the engine still runs."""
+
+
+def as_omni_error(error: Exception, label: str) -> OmniError:
+    """What a session ends with when handling its message raised; what is not ours is logged under `label`."""
+    if isinstance(error, OmniError):
+        return error
+    logger.error("request %s: handling a message failed", label, exc_info=error)
+    return InternalError(f"handling a message failed: {type(error).__name__}")
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from triton_omni.engine import Sampling
+from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import ErrorCode, InternalError, OmniError, StageName, from_code
 
 PROTOCOL_VERSION = 1
@@ -61,11 +61,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     voice: str
     seed: int
     talker: Sampling
-    solver: Literal["rk4", "euler"] | None = None
-    num_steps: int | None = None
-    guidance_scale: float | None = None
-    mode: Literal["streaming", "offline"] | None = None
-    """The four above: None = the stage's own setting."""
+    token2wav: StreamOptions = StreamOptions()
     prompt_tokens: int
     max_rows: int
     """Upper bound of the rows of this session: prompt and longest reply."""

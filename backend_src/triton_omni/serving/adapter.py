@@ -90,7 +90,13 @@ def _adapt_link(pb_utils: Any, name: StageName, stage: TalkerStage | Token2WavSt
     counter = LinkCounter()
 
     def submit(request: Any, outlet: Outlet) -> None:
-        stage.submit(read_tensors(request, counter), outlet)
+        try:
+            stage.submit(read_tensors(request, counter), outlet)
+        except Exception:
+            # An error response here would leak the ensemble's request while the thinker's sender is open; closed
+            # empty, the session ends at its deadline at the latest.
+            logger.exception("%s: a message could not be read", name)
+            outlet.finish()
 
     return StageAdapter(pb_utils, name, stage, submit, counter)
 

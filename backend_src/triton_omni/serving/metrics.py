@@ -34,9 +34,7 @@ logger = logging.getLogger(__name__)
 class StageMetrics:
     """Publishes `stats` and received link bytes until closed."""
 
-    def __init__(
-        self, pb_utils: Any, stage: StageName, stats: Callable[[], StageStats], counter: LinkCounter
-    ) -> None:
+    def __init__(self, pb_utils: Any, stage: StageName, stats: Callable[[], StageStats], counter: LinkCounter) -> None:
         self._stats = stats
         self._counter = counter
         self._stage = stage

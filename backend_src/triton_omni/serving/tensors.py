@@ -16,12 +16,8 @@ import torch
 
 from triton_omni.wire import Value
 
-TRITON_TYPES: Final[dict[torch.dtype, str]] = {
-    torch.float32: "TYPE_FP32",
-    torch.bfloat16: "TYPE_BF16",
-    torch.float16: "TYPE_FP16",
-}
-"""Triton's names of the dtypes that hidden rows can have."""
+BYTES_TENSORS: Final = frozenset({"TEXT", "META"})
+"""Inputs of a link that are byte strings; a Triton tensor itself cannot be asked for its type."""
 
 
 class LinkCounter:
@@ -40,17 +36,11 @@ class LinkCounter:
 
 
 def read_tensor(tensor: Any) -> Value:
-    """One Triton input: bytes for a BYTES tensor of one element, else a torch tensor on its device, not copied."""
-    if str(tensor.triton_dtype()) == "bytes" or _is_bytes(tensor):
+    """One input of a link: bytes for TEXT and META, else a torch tensor on its device, not copied."""
+    if tensor.name() in BYTES_TENSORS:
         return bytes(tensor.as_numpy().reshape(-1)[0])
     shape = tuple(tensor.shape())
-    if 0 in shape:
-        return torch.empty(shape)
-    return torch.from_dlpack(tensor)
-
-
-def _is_bytes(tensor: Any) -> bool:
-    return bool(tensor.is_cpu()) and tensor.as_numpy().dtype == np.object_
+    return torch.empty(shape) if 0 in shape else torch.from_dlpack(tensor)
 
 
 def read_tensors(request: Any, counter: LinkCounter) -> dict[str, Value]:

@@ -7,6 +7,7 @@ closed as soon as its rows were copied. It knows nothing of Triton or vLLM.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -15,14 +16,23 @@ from dataclasses import dataclass
 
 import torch
 
-from triton_omni.engine import EngineStats, TalkerEngine, TalkerOutput, TalkerPrompt
-from triton_omni.errors import InternalError, OmniError
+from triton_omni.engine import EngineStats, Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
+from triton_omni.errors import InternalError, OmniError, TooLarge
 from triton_omni.ledger import SessionLedger
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.settings import TalkerSettings
-from triton_omni.stage import SOON_S, Outbox, Outlet, Parcel, StageStats, record_event
-from triton_omni.wire import Failure, Kind, Session, SessionKey, TalkerMessage, TalkerReport, ThinkerMessage
-from triton_omni.wire import ThinkerReport, Value
+from triton_omni.stage import SOON_S, Outbox, Outlet, Parcel, StageStats, as_omni_error, record_event
+from triton_omni.wire import (
+    Failure,
+    Kind,
+    Session,
+    SessionKey,
+    TalkerMessage,
+    TalkerReport,
+    ThinkerMessage,
+    ThinkerReport,
+    Value,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +89,12 @@ class TalkerStage:
         self._loop.start()
 
     def submit(self, tensors: Mapping[str, Value], outlet: Outlet) -> None:
-        """Take one message; its outlet is finished when it was copied, or at the session's end if it is `OPEN`."""
-        try:
-            message = ThinkerMessage.from_tensors(tensors)
-        except OmniError as error:
-            error.stage = "talker"
-            outlet.fail(error)
-            return
+        """Take one message; its outlet is finished when it was copied, or at the session's end if it is `OPEN`.
+
+        Raises:
+            InternalError: it is no message of this protocol; the outlet is still open.
+        """
+        message = ThinkerMessage.from_tensors(tensors)
         if outlet.is_cancelled() and self._ledger.is_current(message.key):
             self._ledger.mark_cancelled(message.key)
         self._loop.post(functools.partial(self._receive, message, outlet))
@@ -142,7 +151,11 @@ class TalkerStage:
         elif session is None or message.kind in (Kind.HEARTBEAT, Kind.OPEN):
             outlet.finish()
         else:
-            self._consume(session, message, outlet)
+            try:
+                self._consume(session, message, outlet)
+            except Exception as error:  # noqa: BLE001 - one bad message must not end the stage
+                outlet.finish()
+                self._fail(session, as_omni_error(error, session.session.request_id))
 
     def _begin(self, message: ThinkerMessage, request: Session, outlet: Outlet) -> None:
         outbox = Outbox(self._settings.max_codes, self._settings.codes_per_message)
@@ -165,9 +178,19 @@ class TalkerStage:
             prompt = TalkerPrompt(
                 request.prompt_tokens, message.positions, self._text_bos_id(request.voice), request.max_rows
             )
-            self._engine.open(session.key.name, prompt, request.talker)
+            self._engine.open(session.key.name, prompt, self._within_limits(request))
         except OmniError as error:
             self._fail(session, error)
+
+    def _within_limits(self, request: Session) -> Sampling:
+        room = self._settings.engine.max_model_len - request.prompt_tokens - 2
+        limit = min(request.talker.max_tokens, self._settings.max_codes, room)
+        if limit < 1:
+            raise TooLarge(
+                f"a prompt of {request.prompt_tokens} tokens leaves the talker no room in its max_model_len of "
+                f"{self._settings.engine.max_model_len}"
+            )
+        return dataclasses.replace(request.talker, max_tokens=limit)
 
     def _consume(self, session: _Open, message: ThinkerMessage, outlet: Outlet) -> None:
         if message.sequence != session.expected:
@@ -233,14 +256,12 @@ class TalkerStage:
                 self._close(session)
 
     def _look_after(self, session: _Open) -> float:
-        if not self._ledger.is_current(session.key):
+        key = session.key
+        if not self._ledger.is_current(key) or self._ledger.cancelled(key) or self._ledger.failed(key):
             self._close(session)
-        elif self._ledger.cancelled(session.key) or self._ledger.failed(session.key):
-            self._close(session)
-        else:
-            self._flush(session)
-            return SOON_S if session.outbox.waiting else IDLE_POLL_S
-        return IDLE_POLL_S
+            return IDLE_POLL_S
+        self._flush(session)
+        return SOON_S if session.outbox.waiting else IDLE_POLL_S
 
     def _fail(self, session: _Open, error: OmniError) -> None:
         logger.info("request %s: failed in the talker: %s", session.session.request_id, error.code)

@@ -226,7 +226,9 @@ class ThinkerStage:
         if not prepared.session.want_audio:
             session.outbox.finish_tensors()
         positions = extend_positions(prepared.placed.positions, 2)
-        self._send(session, ThinkerMessage(key=session.key, kind=Kind.OPEN, session=prepared.session, positions=positions))
+        self._send(
+            session, ThinkerMessage(key=session.key, kind=Kind.OPEN, session=prepared.session, positions=positions)
+        )
 
     def _take(self, session: _Open, output: ThinkerOutput) -> None:
         if output.error is not None:
@@ -266,9 +268,7 @@ class ThinkerStage:
         """One session's poll; returns the seconds until it should be looked at again."""
         if session.ended_ns:
             return self._try_release(session, now)
-        if self._ledger.cancelled(session.key) or self._ledger.failed(session.key):
-            self._end(session)
-        elif session.prepared is not None and self._ledger.closed(session.key, "token2wav"):
+        if self._is_over(session):
             self._end(session)
         elif now >= session.deadline_ns:
             seconds = (session.deadline_ns - session.accepted_ns) / 1e9
@@ -279,6 +279,12 @@ class ThinkerStage:
                 self._send(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
             return SOON_S if session.outbox.waiting or session.report is not None else IDLE_POLL_S
         return SOON_S
+
+    def _is_over(self, session: _Open) -> bool:
+        """The client is gone, a later stage failed, or the last stage has answered all."""
+        key = session.key
+        done = session.prepared is not None and self._ledger.closed(key, "token2wav")
+        return done or self._ledger.cancelled(key) or self._ledger.failed(key)
 
     def _fail(self, session: _Open, error: OmniError) -> None:
         """End with an error: directly while no later stage holds the session, else in-band through token2wav."""

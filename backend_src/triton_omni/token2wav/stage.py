@@ -23,7 +23,7 @@ from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.errors import InternalError, OmniError
 from triton_omni.ledger import SessionLedger
 from triton_omni.loop import IDLE_POLL_S, StageLoop
-from triton_omni.stage import SOON_S, Outlet, StageStats, record_event
+from triton_omni.stage import SOON_S, Outlet, StageStats, as_omni_error, record_event
 from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
 from triton_omni.wire import Answer, Kind, Session, SessionKey, TalkerMessage, Value
 
@@ -107,13 +107,12 @@ class Token2WavStage:
         self._loop.start()
 
     def submit(self, tensors: Mapping[str, Value], outlet: Outlet) -> None:
-        """Take one message; its outlet is finished when it was copied, or at the session's end if it is `OPEN`."""
-        try:
-            message = TalkerMessage.from_tensors(tensors)
-        except OmniError as error:
-            error.stage = "token2wav"
-            outlet.fail(error)
-            return
+        """Take one message; its outlet is finished when it was copied, or at the session's end if it is `OPEN`.
+
+        Raises:
+            InternalError: it is no message of this protocol; the outlet is still open.
+        """
+        message = TalkerMessage.from_tensors(tensors)
         if outlet.is_cancelled() and self._ledger.is_current(message.key):
             self._ledger.mark_cancelled(message.key)
         self._loop.post(functools.partial(self._receive, message, outlet))
@@ -169,7 +168,11 @@ class Token2WavStage:
         elif session is None or session.error is not None or message.kind == Kind.OPEN:
             outlet.finish()
         else:
-            self._consume(session, message, outlet)
+            try:
+                self._consume(session, message, outlet)
+            except Exception as error:  # noqa: BLE001 - one bad message must not end the stage
+                outlet.finish()
+                self._fail(session, as_omni_error(error, session.session.request_id))
 
     def _begin(self, key: SessionKey, request: Session, outlet: Outlet) -> None:
         session = _Open(key, outlet, request, audio_done=not request.want_audio)
@@ -178,7 +181,7 @@ class Token2WavStage:
             self._fail(session, InternalError(self._broken, stage="token2wav"))
         elif request.want_audio:
             try:
-                self._engine.open(key.name, request.voice, request.seed, _options(request))
+                self._engine.open(key.name, request.voice, request.seed, request.token2wav)
             except OmniError as error:
                 self._fail(session, error)
 
@@ -311,10 +314,6 @@ class Token2WavStage:
     @staticmethod
     def _age(session: _Open) -> int:
         return time.monotonic_ns() - session.session.accepted_ns
-
-
-def _options(request: Session) -> StreamOptions:
-    return StreamOptions(request.solver, request.num_steps, request.guidance_scale, request.mode)
 
 
 def _milliseconds(nanoseconds: int) -> float | None:

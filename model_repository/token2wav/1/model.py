@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 from triton_omni.serving import launch
+
+FOLDER = Path(__file__).parent
 
 
 class TritonPythonModel:
@@ -14,7 +17,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the stage."""
-        self._adapter = launch.start_token2wav(pb_utils, args)
+        self._adapter = launch.start_token2wav(pb_utils, args, FOLDER)
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests; they are answered through their own senders."""

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds each Triton model from its folder: settings, checkpoint, ledger, engine, stage, adapter.
+
+Imported by every `model.py`, so heavy packages (torch, vLLM) are imported inside the functions that need them.
+"""
+
+from __future__ import annotations
+
+import locale
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from triton_omni.device import resolve_device, resolve_dtype_name
+from triton_omni.errors import StageName
+from triton_omni.settings import (
+    Device,
+    SettingsError,
+    SettingsT,
+    TalkerSettings,
+    ThinkerSettings,
+    Token2WavSettings,
+    UnarySettings,
+    load_settings,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from triton_omni.ledger import SessionLedger, StageFacts
+    from triton_omni.serving.adapter import StageAdapter
+    from triton_omni.serving.unary import UnaryModel
+
+CHECKPOINT_VARIABLE = "OMNI_MODEL"
+_TRITON_TYPES = {"float32": "TYPE_FP32", "bfloat16": "TYPE_BF16", "float16": "TYPE_FP16"}
+_DTYPE_CODES = {name: code for code, name in enumerate(_TRITON_TYPES, start=1)}
+
+
+def complete_thinker(config: Any, folder: Path) -> Any:
+    """Add ROWS with the dtype that the thinker will give."""
+    config.add_output(_rows(_settings(folder, ThinkerSettings)))
+    return config
+
+
+def complete_talker(config: Any, folder: Path) -> Any:
+    """Add ROWS with the dtype that the talker will take."""
+    config.add_input(_rows(_settings(folder, TalkerSettings)))
+    return config
+
+
+def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdapter:
+    """Load the thinker.
+
+    Raises:
+        SettingsError, CheckpointError, LedgerError: a sentence that says what is wrong.
+    """
+    _prepare_process()
+    settings = _settings(folder, ThinkerSettings)
+    checkpoint = checkpoint_folder()
+    from triton_omni.checkpoint.config import load_config
+    from triton_omni.checkpoint.speakers import load_speakers
+    from triton_omni.serving.adapter import adapt_thinker
+    from triton_omni.thinker.intake import RequestIntake
+    from triton_omni.thinker.stage import ThinkerStage
+    from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+
+    config = load_config(checkpoint)
+    device = _torch_device(settings.device, args)
+    engine = ThinkerVllmEngine(checkpoint, settings, device)
+    ledger = _ledger("thinker", _facts(checkpoint, settings, config.thinker.decoder.hidden_size))
+    intake = RequestIntake(checkpoint, config, load_speakers(checkpoint, config), settings, engine)
+    stage = ThinkerStage(
+        settings, engine, intake, ledger, hidden_size=config.thinker.decoder.hidden_size, dtype=engine.dtype
+    )
+    return adapt_thinker(pb_utils, stage)
+
+
+def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdapter:
+    """Load the talker; raises as `start_thinker` does."""
+    _prepare_process()
+    settings = _settings(folder, TalkerSettings)
+    checkpoint = checkpoint_folder()
+    from triton_omni.checkpoint.config import load_config
+    from triton_omni.checkpoint.speakers import load_speakers
+    from triton_omni.serving.adapter import adapt_talker
+    from triton_omni.talker.stage import TalkerStage
+    from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
+
+    config = load_config(checkpoint)
+    speakers = load_speakers(checkpoint, config)
+    device = _torch_device(settings.device, args)
+    engine = TalkerVllmEngine(checkpoint, settings, device)
+    ledger = _ledger("talker", _facts(checkpoint, settings, config.talker.embedding_size))
+    stage = TalkerStage(
+        settings, engine, ledger, device=device, text_bos_id=lambda voice: speakers.get(voice).text_bos_id
+    )
+    return adapt_talker(pb_utils, stage)
+
+
+def start_token2wav(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdapter:
+    """Load token2wav; raises as `start_thinker` does."""
+    _prepare_process()
+    settings = _settings(folder, Token2WavSettings)
+    checkpoint = checkpoint_folder()
+    from triton_omni.checkpoint.config import load_config
+    from triton_omni.serving.adapter import adapt_token2wav
+    from triton_omni.token2wav.engine import Token2WavEngine
+    from triton_omni.token2wav.stage import Token2WavStage
+
+    device = _torch_device(settings.device, args)
+    _limit_threads(settings.threads)
+    engine = Token2WavEngine(checkpoint, settings, device)
+    ledger = _ledger("token2wav", _facts(checkpoint))
+    sample_rate = load_config(checkpoint).codec.sample_rate
+    return adapt_token2wav(pb_utils, Token2WavStage(engine, ledger, device=device, sample_rate=sample_rate))
+
+
+def start_unary(pb_utils: Any, args: dict[str, str], folder: Path) -> UnaryModel:
+    """Start the unary model; raises as `start_thinker` does."""
+    del args
+    _prepare_process()
+    from triton_omni.serving.unary import UnaryModel
+
+    return UnaryModel(pb_utils, _ledger("unary", None), _settings(folder, UnarySettings))
+
+
+def checkpoint_folder() -> Path:
+    """The checkpoint of this server.
+
+    Raises:
+        SettingsError: `OMNI_MODEL` is unset or names no folder.
+    """
+    given = os.environ.get(CHECKPOINT_VARIABLE, "")
+    if not given:
+        raise SettingsError(f"{CHECKPOINT_VARIABLE} is not set: it names the folder of the checkpoint")
+    if not Path(given).is_dir():
+        raise SettingsError(f"{CHECKPOINT_VARIABLE}: {given} is not a folder")
+    return Path(given)
+
+
+def _prepare_process() -> None:
+    # Triton's stub starts its interpreter in the C locale, in which torch's and vLLM's sources cannot be read.
+    locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+    logging.basicConfig(
+        level=os.environ.get("OMNI_LOG_LEVEL", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+
+
+def _settings(folder: Path, kind: type[SettingsT]) -> SettingsT:
+    return load_settings(folder / "stage.yaml", kind)
+
+
+def _rows(settings: ThinkerSettings | TalkerSettings) -> dict[str, Any]:
+    return {"name": "ROWS", "data_type": _TRITON_TYPES[_rows_dtype(settings)], "dims": [-1, -1]}
+
+
+def _rows_dtype(settings: ThinkerSettings | TalkerSettings) -> str:
+    return resolve_dtype_name(settings.dtype, resolve_device(settings.device))
+
+
+def _torch_device(device: Device, args: dict[str, str]) -> torch.device:
+    import torch
+
+    if resolve_device(device) == "cpu":
+        return torch.device("cpu")
+    chosen = torch.device("cuda", int(args["model_instance_device_id"]))
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _limit_threads(threads: int) -> None:
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _facts(
+    checkpoint: Path, settings: ThinkerSettings | TalkerSettings | None = None, hidden_size: int = 0
+) -> StageFacts:
+    from triton_omni.checkpoint.config import fingerprint
+    from triton_omni.ledger import StageFacts
+
+    code = _DTYPE_CODES[_rows_dtype(settings)] if settings is not None else 0
+    return StageFacts(fingerprint(checkpoint), code, hidden_size)
+
+
+def _ledger(stage: StageName, facts: StageFacts | None) -> SessionLedger:
+    from triton_omni.ledger import SessionLedger, remove_stale, server_name
+
+    remove_stale()
+    # Every stub is a child of tritonserver, whose process names the table.
+    return SessionLedger(server_name(os.getppid()), stage, facts)

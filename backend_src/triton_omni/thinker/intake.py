@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a client's bytes to what the engine takes: check, decode, render, tokenise.
+
+Runs on a pool of threads, so that a long video holds up nobody else. It knows no session and no Triton.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from triton_omni.checkpoint.config import OmniConfig
+from triton_omni.checkpoint.speakers import Speakers
+from triton_omni.engine import ThinkerEngine, ThinkerPlaced
+from triton_omni.media import decode_media
+from triton_omni.request import MAX_SEED, OmniRequest, RawRequest, RequestDefaults, parse_request
+from triton_omni.settings import ThinkerSettings
+from triton_omni.thinker.prompt import PromptRenderer, build_prompt
+from triton_omni.thinker.stage import Prepared
+from triton_omni.wire import Session
+
+
+class RequestIntake:
+    """Makes requests ready; safe to call from many threads.
+
+    Args:
+        checkpoint: folder whose tokenizer writes the prompt.
+        config: the checkpoint's facts.
+        engine: expands media placeholders and knows the positions.
+    """
+
+    def __init__(
+        self, checkpoint: Path, config: OmniConfig, speakers: Speakers, settings: ThinkerSettings, engine: ThinkerEngine
+    ) -> None:
+        self._settings = settings
+        self._speakers = speakers
+        self._engine = engine
+        self._renderer = PromptRenderer(AutoTokenizer.from_pretrained(checkpoint))
+        self._defaults = RequestDefaults(
+            timeout_s=settings.timeout_s,
+            max_thinker_tokens=settings.max_new_tokens,
+            max_codes=config.talker.sampling.max_new_tokens,
+            voice=speakers.default.name,
+            voices=frozenset(speakers.names),
+        )
+
+    def prepare(self, raw: RawRequest, accepted_ns: int) -> Prepared:
+        """Check, decode and tokenise one request.
+
+        Raises:
+            BadRequest: something is wrong in the request itself.
+            TooLarge: a limit of this deployment is exceeded.
+        """
+        request = parse_request(raw, self._settings.limits, self._defaults)
+        media = decode_media(request.media, self._settings.limits, with_audio=request.use_audio_in_video)
+        prompt = build_prompt(request, media, self._renderer)
+        placed = self._engine.prepare(prompt, max_tokens=request.thinker.max_tokens or 1)
+        return self._ready(request, placed, accepted_ns)
+
+    def _ready(self, request: OmniRequest, placed: ThinkerPlaced, accepted_ns: int) -> Prepared:
+        seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed
+        prompt_tokens = len(placed.prompt_token_ids)
+        # A reply without a limit of its own may use what the prompt leaves.
+        room = min(self._settings.max_new_tokens, self._settings.engine.max_model_len - prompt_tokens)
+        sampling = request.thinker.to_sampling(seed, room)
+        session = Session(
+            request_id=request.request_id,
+            want_audio=request.wants_audio,
+            audio_format=request.audio_format,
+            voice=self._speakers.get(request.voice).name,
+            seed=seed,
+            talker=request.talker.to_sampling(seed, self._defaults.max_codes),
+            prompt_tokens=prompt_tokens,
+            max_rows=prompt_tokens + sampling.max_tokens,
+            accepted_ns=accepted_ns,
+            token2wav=request.token2wav.to_stream_options(),
+        )
+        return Prepared(placed, sampling, session, request.timeout_s, request.cancel_token)
