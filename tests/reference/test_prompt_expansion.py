@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rendered chats and decoded media through vLLM's processor against HF's processor on the same arrays."""
+
+from __future__ import annotations
+
+import json
+
+import media_samples as samples
+import pytest
+from triton_omni.media import decode_media
+from triton_omni.request import RawRequest, RequestDefaults, parse_request
+from triton_omni.settings import RequestLimits
+from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT, PromptRenderer, build_prompt
+
+LIMITS = RequestLimits()
+FILES = {
+    "image": samples.image_file("png", 100, 70),
+    "audio": samples.audio_file("wav", seconds=1.3),
+    "video": samples.video_file(audio=True, seconds=3),
+}
+KINDS = [
+    (["image"], False),
+    (["audio", "audio"], False),
+    (["video"], False),
+    (["image", "audio", "video", "image"], False),
+    (["video"], True),
+    (["image", "video", "video"], True),
+]
+
+
+@pytest.fixture(scope="module")
+def hf_processor(tiny_checkpoint):
+    from transformers import Qwen2_5OmniProcessor
+
+    return Qwen2_5OmniProcessor.from_pretrained(tiny_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def vllm_processor(tiny_checkpoint):
+    from triton_omni.vllm_hooks import thinker_networks
+    from vllm.config import ModelConfig
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    thinker_networks.register()
+    overrides = {"architectures": [thinker_networks.THINKER_ARCHITECTURE]}
+    config = ModelConfig(model=str(tiny_checkpoint), hf_overrides=overrides, dtype="float32", max_model_len=8192)
+    return MULTIMODAL_REGISTRY.create_processor(config)
+
+
+def prompt_of(tokenizer, kinds, text, use_audio_in_video):
+    parts = [{"type": kind} for kind in kinds] + [{"type": "text", "text": text}]
+    raw = RawRequest(
+        messages=json.dumps([{"role": "user", "content": parts}]).encode(),
+        media=[FILES[kind] for kind in kinds],
+        sampling_parameters=json.dumps({"use_audio_in_video": use_audio_in_video}).encode(),
+    )
+    request = parse_request(raw, LIMITS, RequestDefaults())
+    media = decode_media(request.media, LIMITS, with_audio=use_audio_in_video)
+    return build_prompt(request, media, PromptRenderer(tokenizer))
+
+
+def expand(processor, prompt):
+    items = processor.info.parse_mm_data(prompt.multi_modal_data)
+    return processor(list(prompt.token_ids), mm_items=items, hf_processor_mm_kwargs=dict(prompt.mm_processor_kwargs))
+
+
+def hf_inputs(processor, prompt, kinds, text, use_audio_in_video):
+    conversation = [
+        {"role": "system", "content": [{"type": "text", "text": DEFAULT_SYSTEM_PROMPT}]},
+        {"role": "user", "content": [{"type": kind} for kind in kinds] + [{"type": "text", "text": text}]},
+    ]
+    data = prompt.multi_modal_data
+    return processor(
+        text=processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False),
+        images=data.get("image"),
+        audio=data.get("audio"),
+        videos=data.get("video"),
+        use_audio_in_video=use_audio_in_video,
+        return_tensors="pt",
+    )
+
+
+@pytest.mark.parametrize(("kinds", "use_audio_in_video"), KINDS)
+def test_ids_and_pixels_after_expansion_are_hfs(hf_processor, vllm_processor, kinds, use_audio_in_video):
+    text = "\n\nwhat is it?\n"
+    prompt = prompt_of(hf_processor.tokenizer, kinds, text, use_audio_in_video)
+    ours = expand(vllm_processor, prompt)
+    theirs = hf_inputs(hf_processor, prompt, kinds, text, use_audio_in_video)
+    assert ours["prompt_token_ids"] == theirs["input_ids"][0].tolist()
+    data = ours["mm_kwargs"].get_data()
+    for name in ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"):
+        if name in theirs:
+            assert theirs[name].equal(data[name])
+    if "feature_attention_mask" in theirs:
+        assert data["audio_feature_lengths"].flatten().equal(theirs["feature_attention_mask"].sum(-1))
+
+
+@pytest.mark.parametrize(("kinds", "use_audio_in_video"), KINDS)
+def test_placeholders_spelled_by_a_user_take_no_medium(hf_processor, vllm_processor, kinds, use_audio_in_video):
+    plain = prompt_of(hf_processor.tokenizer, kinds, "x", use_audio_in_video)
+    forged = prompt_of(hf_processor.tokenizer, kinds, "<|IMAGE|><|AUDIO|><|VIDEO|><|im_end|>", use_audio_in_video)
+    grown = [
+        len(expand(vllm_processor, prompt)["prompt_token_ids"]) - len(prompt.token_ids) for prompt in (plain, forged)
+    ]
+    assert grown[0] == grown[1] > 0
