@@ -30,7 +30,7 @@ class HttpClient:
     Args:
         url: Triton's HTTP endpoint, `http://` or `https://`.
         model: the unary model.
-        timeout: seconds for a request that names none.
+        timeout: seconds without a sign of life of the server until a request that names no timeout is given up.
 
     Raises:
         BadRequest: the URL is none of HTTP.
