@@ -145,6 +145,19 @@ class HiddenRowsMixin(_Runner):
         super().__init__(*args, **kwargs)
         self.row_tap = RowTap()
 
+    def clear_cache_of(self, request_id: str) -> None:
+        """Zero the KV cache blocks of a request that failed, before they are given to another.
+
+        Attention multiplies what lies behind a sequence's end by zero, and zero times NaN is NaN. Ordered after
+        every step already launched; the request may have ended, its blocks are known here until the next step.
+        """
+        state = self.requests.get(request_id)
+        if state is None:
+            return
+        if self.device.type != "cpu" and not hasattr(self, "_kv_block_zeroer"):
+            self._init_kv_zero_meta()
+        self._zero_block_ids([block for group in state.block_ids for block in group])
+
     def _model_forward(
         self,
         input_ids: Tensor | None = None,

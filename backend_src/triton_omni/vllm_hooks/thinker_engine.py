@@ -79,9 +79,9 @@ class ThinkerVllmEngine:
         )
         self._llm = LLMEngine.from_engine_args(arguments)
         self._core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
-        runner = self._llm.model_executor.driver_worker.worker.model_runner
-        self._tap: RowTap = runner.row_tap
-        self._model: Any = runner.get_model()
+        self._runner: Any = self._llm.model_executor.driver_worker.worker.model_runner
+        self._tap: RowTap = self._runner.row_tap
+        self._model: Any = self._runner.get_model()
         config: Any = self._llm.model_config.hf_config.thinker_config
         self._media_ids = {
             "audio": config.audio_token_index,
@@ -236,6 +236,7 @@ class ThinkerVllmEngine:
         given = sequence.release.take()
         if any(not bool(piece.finite.all()) for piece in given):
             self.abort(sequence.key)
+            self._runner.clear_cache_of(sequence.request_id)
             return [ThinkerOutput(sequence.key, error="a hidden state is not finite (NaN or infinity)")]
         outputs = [_rows_only(sequence.key, piece) for piece in given if piece.rows is not None]
         if news is None:

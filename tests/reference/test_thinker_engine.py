@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thinker's engine against HF on the tiny checkpoint, float32 on the CPU: tokens exact, rows to 2e-5.
+
+The engine prefills in chunks of 64 tokens, so every longer prompt here is a test of chunked prefill.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from media_samples import picture, tone
+from PIL import Image
+
+from reference.hf import HfReference, ThinkerResult
+from triton_omni.engine import EngineStats, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
+from triton_omni.errors import BadRequest, TooLarge
+from triton_omni.settings import EngineSettings, ThinkerSettings
+
+# vLLM's and transformers' own warnings are not ours to fix.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+ROW_TOLERANCE = 2e-5
+SOUND_IN_VIDEO_TOLERANCE = 1e-4  # up to 720 tokens of summation order; rows are of the order of 1
+REPLY = Sampling(max_tokens=64)
+NOTHING_HELD = EngineStats(running=0, waiting=0, kv_blocks_used=0, rows_used=0)
+QUESTIONS = (
+    "hello",
+    "what is the weather like in Paris today?",
+    "a" * 100,
+    "Tell me about the sea. " * 8,
+    "x",
+    "1 2 3 4 5 6 7",
+    "naïve café 漢字 emoji 😀",
+    "why",
+)
+IMAGE, SOUND, VIDEO = {"type": "image"}, {"type": "audio"}, {"type": "video"}
+QUESTION = {"type": "text", "text": "what is this?"}
+
+
+@dataclass
+class Answer:
+    """All outputs of one sequence put together."""
+
+    outputs: list[ThinkerOutput] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token for output in self.outputs for token in output.token_ids)
+
+    @property
+    def text(self) -> str:
+        return "".join(output.text for output in self.outputs)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Rows in the order given; checks that they join without gap or overlap."""
+        parts, position = [], 0
+        for output in self.outputs:
+            if output.rows is not None:
+                assert output.row_start == position
+                position += len(output.rows)
+                parts.append(output.rows)
+        return torch.cat(parts)
+
+    @property
+    def last(self) -> ThinkerOutput:
+        return self.outputs[-1]
+
+
+def make_engine(checkpoint: Path, **engine: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+
+        settings = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 64, "threads": 2} | engine
+        return ThinkerVllmEngine(
+            checkpoint, ThinkerSettings(engine=EngineSettings(**settings)), torch.device("cpu")
+        )
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Iterator[Any]:
+    made = make_engine(tiny_checkpoint)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "engine" in request.fixturenames:
+        assert request.getfixturevalue("engine").stats() == NOTHING_HELD
+
+
+def token_ids(hf: HfReference, *parts: Mapping[str, str]) -> tuple[int, ...]:
+    """The chat's ids before the placeholders are expanded."""
+    text = hf.render([{"role": "user", "content": list(parts)}])
+    return tuple(hf.processor.tokenizer(text)["input_ids"])
+
+
+def ask(hf: HfReference, text: str) -> ThinkerPrompt:
+    return ThinkerPrompt(token_ids(hf, {"type": "text", "text": text}))
+
+
+def run(
+    engine: Any,
+    prompts: Mapping[str, ThinkerPrompt | ThinkerPlaced],
+    sampling: Sampling | Mapping[str, Sampling] = REPLY,
+    *,
+    want_rows: bool | set[str] = True,
+) -> dict[str, Answer]:
+    """Run the prompts together until the engine has nothing to do."""
+    for key, prompt in prompts.items():
+        placed = engine.prepare(prompt) if isinstance(prompt, ThinkerPrompt) else prompt
+        chosen = sampling if isinstance(sampling, Sampling) else sampling[key]
+        engine.add(key, placed, chosen, want_rows=want_rows if isinstance(want_rows, bool) else key in want_rows)
+    return drain(engine, {key: Answer() for key in prompts})
+
+
+def drain(engine: Any, answers: dict[str, Answer]) -> dict[str, Answer]:
+    while engine.has_work():
+        for output in engine.step():
+            answers[output.key].outputs.append(output)
+    return answers
+
+
+def assert_equals_hf(answer: Answer, expected: ThinkerResult, tolerance: float = ROW_TOLERANCE) -> None:
+    assert answer.last.error is None
+    assert answer.token_ids == expected.token_ids
+    # A character cut off by the end of the reply is never shown, where HF decodes it to a replacement character.
+    assert answer.text.rstrip("\ufffd") == expected.text.rstrip("\ufffd")
+    assert answer.rows.shape == expected.rows.shape
+    torch.testing.assert_close(answer.rows, expected.rows, rtol=2e-5, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def expected(hf: HfReference) -> dict[str, ThinkerResult]:
+    """HF's replies to `QUESTIONS`, of at most 64 tokens."""
+    return {text: hf.thinker(hf.ask(text), REPLY) for text in QUESTIONS}
+
+
+@pytest.mark.parametrize("text", QUESTIONS[:4])
+def test_a_prompt_alone_gives_hf_tokens_text_and_rows(
+    engine: Any, hf: HfReference, expected: dict[str, ThinkerResult], text: str
+) -> None:
+    placed = engine.prepare(ask(hf, text))
+    assert placed.prompt_token_ids == expected[text].prompt_token_ids
+    assert torch.equal(placed.positions, expected[text].positions)
+    assert_equals_hf(run(engine, {"one": placed})["one"], expected[text])
+
+
+def test_eight_prompts_together_give_what_each_gives_alone(
+    engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
+) -> None:
+    answers = run(engine, {text: ask(hf, text) for text in QUESTIONS})
+    for text in QUESTIONS:
+        assert_equals_hf(answers[text], expected[text])
+
+
+def test_prompts_that_join_late_mix_prefill_with_decode(
+    engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
+) -> None:
+    answers = {text: Answer() for text in QUESTIONS[:4]}
+    for text in answers:
+        engine.add(text, engine.prepare(ask(hf, text)), REPLY, want_rows=True)
+        for output in [*engine.step(), *engine.step()]:
+            answers[output.key].outputs.append(output)
+    for text, answer in drain(engine, answers).items():
+        assert_equals_hf(answer, expected[text])
+
+
+def test_text_only_requests_give_no_rows_and_do_not_disturb_others(
+    engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
+) -> None:
+    speaking = {QUESTIONS[0], QUESTIONS[3]}
+    answers = run(engine, {text: ask(hf, text) for text in QUESTIONS[:4]}, want_rows=speaking)
+    for text, answer in answers.items():
+        if text in speaking:
+            assert_equals_hf(answer, expected[text])
+        else:
+            assert answer.token_ids == expected[text].token_ids
+            assert all(output.rows is None for output in answer.outputs)
+
+
+def test_rows_of_a_step_are_gathered_once_for_the_whole_batch(engine: Any, hf: HfReference) -> None:
+    for text in QUESTIONS[:3]:
+        engine.add(text, engine.prepare(ask(hf, text)), Sampling(max_tokens=8), want_rows=True)
+    shared = 0
+    while engine.has_work():
+        storages = [output.rows.untyped_storage().data_ptr() for output in engine.step() if output.rows is not None]
+        assert len(set(storages)) <= 1
+        shared += len(storages) > 1
+    assert shared > 0
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7])
+def test_a_reply_cut_by_its_limit_has_a_row_a_token_but_the_last(engine: Any, hf: HfReference, limit: int) -> None:
+    placed = engine.prepare(ask(hf, "hello"))
+    answer = run(engine, {"cut": placed}, Sampling(max_tokens=limit))["cut"]
+    assert answer.last.finish_reason == "length"
+    assert len(answer.token_ids) == limit
+    assert len(answer.rows) == len(placed.prompt_token_ids) + limit - 1
+
+
+def test_the_ending_id_is_given_but_not_its_text(
+    engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
+) -> None:
+    text = next(text for text in QUESTIONS if len(expected[text].token_ids) < REPLY.max_tokens)
+    answer = run(engine, {"end": ask(hf, text)})["end"]
+    assert answer.last.finish_reason == "stop"
+    assert answer.token_ids[-1] == hf.model.thinker.generation_config.eos_token_id
+    assert "<|" not in answer.text
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Media of one prompt, in the forms that HF's processor and vLLM share."""
+
+    parts: tuple[Mapping[str, str], ...]
+    image: tuple[Any, ...] = ()
+    audio: tuple[Any, ...] = ()
+    video: tuple[Any, ...] = ()
+    sound_in_video: bool = False
+
+    def prompt(self, hf: HfReference) -> ThinkerPrompt:
+        media = {"image": list(self.image), "audio": list(self.audio), "video": list(self.video)}
+        return ThinkerPrompt(
+            token_ids(hf, *self.parts),
+            {kind: items for kind, items in media.items() if items},
+            {"use_audio_in_video": True} if self.sound_in_video else {},
+        )
+
+    def reference(self, hf: HfReference) -> ThinkerResult:
+        inputs = hf.prepare(
+            [{"role": "user", "content": list(self.parts)}],
+            images=self.image,
+            audios=self.audio,
+            videos=self.video,
+            use_audio_in_video=self.sound_in_video,
+        )
+        return hf.thinker(inputs, Sampling(max_tokens=20))
+
+
+def clip(frames: int, width: int = 64, height: int = 48) -> np.ndarray:
+    return np.stack([picture(width, height, seed) for seed in range(frames)])
+
+
+PHOTO = Image.fromarray(picture(96, 64))
+MIXED = {
+    "an image": Mixed((IMAGE, QUESTION), image=(PHOTO,)),
+    "two images": Mixed((IMAGE, QUESTION, IMAGE), image=(PHOTO, Image.fromarray(picture(56, 84, 3)))),
+    "a sound": Mixed((SOUND, QUESTION), audio=(tone(1.3),)),
+    "a sound over several prefill chunks": Mixed((SOUND, QUESTION), audio=(tone(7.7),)),
+    "a video": Mixed((VIDEO, QUESTION), video=(clip(8),)),
+    "an image and a sound": Mixed((IMAGE, SOUND, QUESTION), image=(PHOTO,), audio=(tone(1.0),)),
+    "a silent video and a sound": Mixed((VIDEO, SOUND, QUESTION), video=(clip(4),), audio=(tone(1.0),)),
+}
+SOUNDING = {
+    "sound as long as its video": Mixed((VIDEO, QUESTION), audio=(tone(4.0),), video=(clip(8),), sound_in_video=True),
+    "sound shorter": Mixed((VIDEO, QUESTION), audio=(tone(1.0),), video=(clip(8),), sound_in_video=True),
+    "sound longer": Mixed((VIDEO, QUESTION), audio=(tone(7.0),), video=(clip(4, 56, 56),), sound_in_video=True),
+    "two": Mixed((VIDEO, VIDEO), audio=(tone(2.0), tone(0.6)), video=(clip(4), clip(4, 56, 56)), sound_in_video=True),
+    "after an image": Mixed((IMAGE, VIDEO), (PHOTO,), (tone(2.0),), (clip(4),), sound_in_video=True),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_media_give_hf_tokens_rows_and_positions(engine: Any, hf: HfReference, name: str) -> None:
+    _compare_media(engine, hf, MIXED[name], ROW_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", SOUNDING)
+def test_sound_inside_video_gives_hf_tokens_rows_and_positions(engine: Any, hf: HfReference, name: str) -> None:
+    _compare_media(engine, hf, SOUNDING[name], SOUND_IN_VIDEO_TOLERANCE)
+
+
+def _compare_media(engine: Any, hf: HfReference, mixed: Mixed, tolerance: float) -> None:
+    expected, placed = mixed.reference(hf), engine.prepare(mixed.prompt(hf))
+    assert placed.prompt_token_ids == expected.prompt_token_ids
+    assert torch.equal(placed.positions, expected.positions)
+    assert_equals_hf(run(engine, {"media": placed}, Sampling(max_tokens=20))["media"], expected, tolerance)
+
+
+def test_media_and_text_in_one_batch_keep_their_own_rows(engine: Any, hf: HfReference) -> None:
+    answers = run(engine, {name: mixed.prompt(hf) for name, mixed in MIXED.items()}, Sampling(max_tokens=20))
+    for name, mixed in MIXED.items():
+        assert_equals_hf(answers[name], mixed.reference(hf))
+
+
+def test_prompts_are_prepared_by_several_threads_at_once(engine: Any, hf: HfReference) -> None:
+    prompts = [mixed.prompt(hf) for mixed in MIXED.values()] * 3
+    alone = [engine.prepare(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(engine.prepare, prompts))
+    for one, other in zip(alone, together, strict=True):
+        assert one.prompt_token_ids == other.prompt_token_ids
+        assert torch.equal(one.positions, other.positions)
+
+
+def test_an_abort_in_prefill_frees_everything_at_once(engine: Any, hf: HfReference) -> None:
+    placed = engine.prepare(ask(hf, QUESTIONS[3]))
+    engine.add("gone", placed, REPLY, want_rows=True)
+    (output,) = engine.step()
+    assert output.rows is not None
+    assert len(output.rows) < len(placed.prompt_token_ids)
+    assert engine.stats().kv_blocks_used > 0
+    engine.abort("gone")
+    assert engine.stats() == NOTHING_HELD
+    assert drain(engine, {}) == {}
+
+
+def test_an_abort_in_decode_frees_everything_and_leaves_others_exact(
+    engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
+) -> None:
+    gone, stays = QUESTIONS[1], QUESTIONS[0]
+    answers = {gone: Answer(), stays: Answer()}
+    for text in answers:
+        engine.add(text, engine.prepare(ask(hf, text)), REPLY, want_rows=True)
+    while len(answers[gone].token_ids) < 5:
+        for output in engine.step():
+            answers[output.key].outputs.append(output)
+    engine.abort(gone)
+    told = len(answers[gone].outputs)
+    drain(engine, answers)
+    assert len(answers[gone].outputs) == told
+    assert_equals_hf(answers[stays], expected[stays])
+
+
+def test_an_aborted_key_can_be_used_again_and_unknown_keys_are_ignored(
+    engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
+) -> None:
+    engine.abort("never seen")
+    placed = engine.prepare(ask(hf, "hello"))
+    engine.add("again", placed, REPLY, want_rows=True)
+    engine.step()
+    engine.abort("again")
+    assert_equals_hf(run(engine, {"again": placed})["again"], expected["hello"])
+
+
+def test_a_key_in_use_is_refused(engine: Any, hf: HfReference) -> None:
+    placed = engine.prepare(ask(hf, "hello"))
+    engine.add("twice", placed, Sampling(max_tokens=4), want_rows=True)
+    with pytest.raises(ValueError, match="'twice' is in use"):
+        engine.add("twice", placed, Sampling(max_tokens=4), want_rows=True)
+    engine.abort("twice")
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_figures(engine: Any, hf: HfReference) -> None:
+    with pytest.raises(TooLarge, match=r"prompt has 10\d\d tokens .* limit is 1024"):
+        engine.prepare(ask(hf, "b" * 980))
+    with pytest.raises(TooLarge, match=r"prompt has 11\d\d tokens"):
+        engine.prepare(Mixed((VIDEO, VIDEO), video=(clip(8), clip(8))).prompt(hf))
+    placed = engine.prepare(ask(hf, "hello"))
+    with pytest.raises(TooLarge, match=r"the reply may have 1000, together 1058"):
+        engine.add("long", placed, Sampling(max_tokens=1000), want_rows=True)
+
+
+@pytest.mark.parametrize(
+    ("mixed", "message"),
+    [
+        (Mixed((IMAGE, QUESTION)), "image: 0 media were given for 1 placeholders"),
+        (Mixed((QUESTION,), audio=(tone(1.0),)), "audio: 1 media were given for 0 placeholders"),
+        (Mixed((SOUND, QUESTION), audio=(tone(0.001),)), "could not be processed"),
+    ],
+)
+def test_media_that_do_not_fit_are_refused(engine: Any, hf: HfReference, mixed: Mixed, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        engine.prepare(mixed.prompt(hf))
+
+
+@contextmanager
+def poisoned(engine: Any, key: str) -> Iterator[None]:
+    """NaN in every input embedding of one sequence, as a broken encoder would give it."""
+    runner = engine._llm.model_executor.driver_worker.worker.model_runner
+
+    def poison(_: Any, arguments: Any, named: dict[str, Any]) -> None:
+        for row, request_id in enumerate(runner.input_batch.req_ids):
+            if request_id.startswith(key):
+                begin, end = runner.query_start_loc.np[row : row + 2]
+                named["inputs_embeds"][begin:end] = float("nan")
+
+    hook = runner.get_model().register_forward_pre_hook(poison, with_kwargs=True)
+    yield
+    hook.remove()
+
+
+@pytest.mark.parametrize("want_rows", [True, False])
+def test_a_state_that_is_not_finite_fails_its_own_sequence_alone(
+    engine: Any, hf: HfReference, expected: dict[str, ThinkerResult], want_rows: bool
+) -> None:
+    prompts = {"bad": ask(hf, QUESTIONS[1]), **{text: ask(hf, text) for text in QUESTIONS[:4]}}
+    wanting = {*QUESTIONS, "bad"} if want_rows else set(QUESTIONS)
+    with poisoned(engine, "bad"):
+        answers = run(engine, prompts, want_rows=wanting)
+    assert [output.error for output in answers["bad"].outputs] == ["a hidden state is not finite (NaN or infinity)"]
+    assert not answers["bad"].token_ids
+    for text in QUESTIONS[:4]:
+        assert_equals_hf(answers[text], expected[text])
+
+
+def test_cache_blocks_of_a_failed_sequence_do_not_harm_the_next(
+    engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
+) -> None:
+    with poisoned(engine, "bad"):
+        run(engine, {f"bad{number}": ask(hf, QUESTIONS[3]) for number in range(8)})
+    answers = run(engine, {text: ask(hf, text) for text in QUESTIONS})
+    for text in QUESTIONS:
+        assert_equals_hf(answers[text], expected[text])
+
+
+def test_a_seed_draws_the_same_tokens_alone_and_in_a_batch(engine: Any, hf: HfReference) -> None:
+    def seeded(seed: int) -> Sampling:
+        return Sampling(temperature=1.0, top_k=40, top_p=0.95, max_tokens=24, seed=seed)
+
+    prompt = ask(hf, "hello")
+    alone = {seed: run(engine, {"one": prompt}, seeded(seed))["one"].token_ids for seed in (1, 2, 2**63 + 5)}
+    keys = {f"{seed}/{copy}": seed for seed in alone for copy in range(2)}
+    answers = run(engine, dict.fromkeys(keys, prompt), {key: seeded(seed) for key, seed in keys.items()})
+    assert {key: answers[key].token_ids for key in keys} == {key: alone[seed] for key, seed in keys.items()}
+    assert len(set(alone.values())) == len(alone)
+
+
+def test_a_repetition_penalty_counts_the_prompt_as_hf_does(engine: Any, hf: HfReference) -> None:
+    sampling = Sampling(repetition_penalty=1.3, max_tokens=24)
+    expected = hf.thinker(hf.ask(QUESTIONS[0]), sampling)
+    assert_equals_hf(run(engine, {"penalised": ask(hf, QUESTIONS[0])}, sampling)["penalised"], expected)
+
+
+def test_a_preempted_sequence_gives_each_row_once(
+    tiny_checkpoint: Path,
+    hf: HfReference,
+    expected: dict[str, ThinkerResult],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from triton_omni.vllm_hooks import engine_args
+
+    # Nine blocks of 32 tokens, one of them never given out: too few for both sequences at their ends.
+    monkeypatch.setattr(engine_args, "kv_cache_blocks", lambda _settings, _block_size: 9)
+    small = make_engine(tiny_checkpoint, max_model_len=256, max_num_seqs=2)
+    preempted = _count_calls(small._core.scheduler, "_preempt_request", monkeypatch)
+    answers = run(small, {text: ask(hf, text) for text in QUESTIONS[1:3]})
+    assert preempted
+    for text, answer in answers.items():
+        assert_equals_hf(answer, expected[text])
+    assert small.stats() == NOTHING_HELD
+    small.close()
+
+
+def _count_calls(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    calls: list[None] = []
+    method: Callable[..., Any] = getattr(owner, name)
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        calls.append(None)
+        return method(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"speculative_config": object()}, "speculative decoding is not supported"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"tensor_parallel_size": 4}, "tensor_parallel_size is 4"),
+    ],
+)
+def test_what_the_runners_cannot_do_is_refused_by_name(engine: Any, change: dict[str, Any], message: str) -> None:
+    from triton_omni.vllm_hooks.platform import UnsupportedEngineError, refuse_unsupported
+
+    parallel = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1}
+    parallel |= {name: value for name, value in change.items() if name in parallel}
+    config = SimpleNamespace(
+        speculative_config=change.get("speculative_config"), parallel_config=SimpleNamespace(**parallel)
+    )
+    with pytest.raises(UnsupportedEngineError, match=message):
+        refuse_unsupported(config)
