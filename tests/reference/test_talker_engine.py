@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.engine import Sampling, TalkerPrompt
@@ -424,6 +423,17 @@ def test_seeds_differ_and_repeat(engine, cases):
     assert len({tuple(codes) for codes, _ in (first, second, third)}) == 3
 
 
+def test_seeded_sequences_make_no_generators(engine, cases):
+    engine.open("s", cases[2].prompt, SAMPLED)
+    engine.feed("s", cases[2].rows)
+    engine.step()
+    batch = engine._core.model_executor.driver_worker.worker.model_runner.input_batch
+    assert batch.num_reqs == 1
+    assert not batch.generators
+    engine.abort("s")
+    Spoken().drain(engine)
+
+
 def test_greedy_is_untouched_by_sampled_neighbours(engine, cases, expected):
     samplings = [GREEDY if number % 2 else SAMPLED for number in range(8)]
     assert speak(engine, cases, samplings)[1::2] == expected[1::2]
@@ -500,12 +510,14 @@ def test_contradictions_are_named(engine, cases, wrong):
         "positions": TalkerPrompt(12, case.positions[:, :-1], case.text_bos_id, 15),
         "voice": TalkerPrompt(12, case.positions, 10**6, 15),
     }
+    calls = {
+        "width": lambda: engine.feed("taken", torch.zeros(1, 3)),
+        "count": lambda: engine.feed("taken", torch.zeros(16, case.rows.shape[1])),
+        "key": lambda: engine.open("taken", case.prompt, GREEDY),
+    }
     engine.open("taken", case.prompt, GREEDY)
     try:
-        with pytest.raises(InternalError, match="talker|text id"):
-            if wrong in ("width", "count"):
-                engine.feed("taken", torch.zeros(1, 3) if wrong == "width" else torch.zeros(16, case.rows.shape[1]))
-            else:
-                engine.open("taken" if wrong == "key" else "s", prompts.get(wrong, case.prompt), GREEDY)
+        with pytest.raises(InternalError, match=r"talker|text id"):
+            calls.get(wrong, lambda: engine.open("s", prompts[wrong], GREEDY))()
     finally:
         engine.abort("taken")

@@ -66,6 +66,9 @@ class TalkerVllmEngine:
         runner = self._core.model_executor.driver_worker.worker.model_runner
         runner.serve(self._rows, self._by_request, self._ids, config.codec.largest_code + 1)
         self._core.scheduler.wait_for(lambda request_id: self._by_request[request_id].ready_positions)
+        if device.type == "cuda":
+            # The thread that steps may not be this one, and its stream would not wait for this one's.
+            torch.cuda.synchronize(device)
 
     def _make_rows(self, config: OmniConfig) -> TalkerRows:
         talker, engine = config.talker, self._settings.engine

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counter-based sampling: the right distribution, the same draw in any batch, one op sequence for a whole batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# vLLM's import walks over every attribute of torch.distributed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
+
+DRAWS = 40000
+VOCAB = 24
+
+
+@pytest.fixture(scope="module")
+def sampling():
+    from triton_omni.vllm_hooks import sampling
+
+    return sampling
+
+
+def uniforms(sampling, count, seed=7):
+    return sampling.counter_uniforms(np.full(count, seed, dtype=np.uint64), np.arange(count, dtype=np.uint64))
+
+
+def chi_square(counts, probabilities):
+    """Statistic and the bound that it exceeds once in 30,000 (mean + 4 standard deviations)."""
+    kept = probabilities > 0
+    expected = probabilities[kept] * counts.sum()
+    statistic = ((counts[kept] - expected) ** 2 / expected).sum()
+    freedom = kept.sum() - 1
+    return statistic, freedom + 4 * np.sqrt(2 * freedom)
+
+
+def logits_of(seed):
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.2
+
+
+def test_uniforms_fill_the_interval_evenly(sampling):
+    found = uniforms(sampling, DRAWS)
+    assert found.min() >= 0
+    assert found.max() < 1
+    statistic, bound = chi_square(np.histogram(found, 64, (0, 1))[0], np.full(64, 1 / 64))
+    assert statistic < bound
+
+
+@pytest.mark.parametrize("vary", ["seed", "position"])
+def test_neighbouring_seeds_and_positions_are_independent(sampling, vary):
+    counter, fixed = np.arange(DRAWS, dtype=np.uint64), np.full(DRAWS, 3, dtype=np.uint64)
+    first = sampling.counter_uniforms(*((counter, fixed) if vary == "seed" else (fixed, counter)))
+    pairs = np.histogram2d(first[:-1], first[1:], 8, ((0, 1), (0, 1)))[0].ravel()
+    statistic, bound = chi_square(pairs, np.full(64, 1 / 64))
+    assert statistic < bound
+
+
+def test_a_uniform_depends_on_seed_and_position_alone(sampling):
+    seeds = np.array([5, 2**64 - 1, 0, 5], dtype=np.uint64)
+    positions = np.array([9, 1, 0, 10], dtype=np.uint64)
+    together = sampling.counter_uniforms(seeds, positions)
+    alone = [sampling.counter_uniforms(seeds[i : i + 1], positions[i : i + 1])[0] for i in range(4)]
+    assert together.tolist() == alone
+    assert len(set(alone)) == 4
+
+
+def test_seeds_of_any_size_and_sign_fit(sampling):
+    assert sampling.seed_args(-1) == sampling.seed_args(2**64 - 1)
+    assert sampling.seed_args(2**64 + 3) == sampling.seed_args(3)
+    assert sampling.seed_args(4) != sampling.seed_args(3)
+
+
+def test_draws_follow_the_softmax(sampling):
+    logits = logits_of(0)
+    found = sampling.draw(logits.expand(DRAWS, -1), torch.from_numpy(uniforms(sampling, DRAWS)))
+    statistic, bound = chi_square(np.bincount(found, minlength=VOCAB), logits.double().softmax(-1).numpy())
+    assert statistic < bound
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (VOCAB, 0.8), (10, 0.7), (40, 0.95)])
+def test_draws_follow_hf_after_top_k_and_top_p(sampling, top_k, top_p):
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    logits = logits_of(1)
+    warped = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(min(top_k, VOCAB))(None, logits[None].clone()))
+    noise = torch.from_numpy(uniforms(sampling, DRAWS))
+    sampler = sampling.CounterTopKTopPSampler(noise)
+    found, _ = sampler(
+        logits.repeat(DRAWS, 1),
+        {},
+        torch.full((DRAWS,), min(top_k, VOCAB), dtype=torch.int32),
+        torch.full((DRAWS,), top_p),
+    )
+    counts, probabilities = np.bincount(found, minlength=VOCAB), warped[0].double().softmax(-1).numpy()
+    assert counts[probabilities == 0].sum() == 0
+    assert (probabilities > 0).sum() > 1
+    statistic, bound = chi_square(counts, probabilities)
+    assert statistic < bound
+
+
+def test_an_excluded_id_is_not_drawn_at_either_end(sampling):
+    logits = torch.zeros(2, VOCAB)
+    logits[:, :4] = logits[:, -4:] = float("-inf")
+    ends = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
+    assert sampling.draw(logits, ends).tolist() == [4, VOCAB - 5]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
+def test_the_largest_uniform_stays_inside_for_every_total(sampling, scale):
+    logits = torch.randn(4000, VOCAB, generator=torch.Generator().manual_seed(2)) * scale
+    logits[:, -1] = float("-inf")
+    found = sampling.draw(logits, torch.full((4000,), 1 - 2.0**-52, dtype=torch.float64))
+    assert found.max() < VOCAB - 1
+
+
+def test_a_row_of_nan_still_draws_a_valid_index(sampling):
+    found = sampling.draw(torch.full((1, VOCAB), float("nan")), torch.tensor([0.5], dtype=torch.float64))
+    assert 0 <= found.item() < VOCAB
+
+
+def test_a_draw_does_not_depend_on_its_neighbours(sampling):
+    rows = torch.stack([logits_of(seed) for seed in range(16)])
+    noise = torch.from_numpy(uniforms(sampling, 16))
+    together = sampling.draw(rows, noise).tolist()
+    assert together == [sampling.draw(rows[i : i + 1], noise[i : i + 1]).item() for i in range(16)]
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(3))
+    assert sampling.draw(rows[order], noise[order]).tolist() == [together[i] for i in order]
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the tensor operations that reach the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_batch_costs_as_many_operations_as_one_sequence(sampling):
+    counts = []
+    for batch in (1, 64):
+        sampler = sampling.CounterTopKTopPSampler(torch.from_numpy(uniforms(sampling, batch)))
+        with CountOps() as ops:
+            sampler(torch.zeros(batch, VOCAB), {}, torch.full((batch,), 5), torch.full((batch,), 0.9))
+        counts.append(ops.count)
+    assert counts[0] == counts[1] > 0
