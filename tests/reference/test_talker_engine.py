@@ -439,6 +439,12 @@ def test_greedy_is_untouched_by_sampled_neighbours(engine, cases, expected):
     assert speak(engine, cases, samplings)[1::2] == expected[1::2]
 
 
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}])
+def test_filters_that_leave_one_code_are_greedy(engine, cases, expected, filters):
+    sampling = Sampling(temperature=1.5, repetition_penalty=1.05, max_tokens=40, seed=11, **filters)
+    assert speak(engine, cases, [sampling] * len(cases)) == expected
+
+
 def test_only_codes_of_the_codec_and_the_stop_ids_can_be_drawn(engine, tiny_checkpoint):
     config = load_config(tiny_checkpoint)
     runner = engine._core.model_executor.driver_worker.worker.model_runner
@@ -503,11 +509,12 @@ def test_impossible_sampling_is_refused_at_open(engine, cases, sampling):
         engine.open("s", cases[1].prompt, sampling)
 
 
-@pytest.mark.parametrize("wrong", ["positions", "voice", "key", "width", "count"])
+@pytest.mark.parametrize("wrong", ["positions", "max_rows", "voice", "key", "width", "count"])
 def test_contradictions_are_named(engine, cases, wrong):
     case = cases[1]
     prompts = {
         "positions": TalkerPrompt(12, case.positions[:, :-1], case.text_bos_id, 15),
+        "max_rows": TalkerPrompt(12, case.positions, case.text_bos_id, 12),
         "voice": TalkerPrompt(12, case.positions, 10**6, 15),
     }
     calls = {

@@ -85,7 +85,7 @@ try:
     from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.inputs import MultiModalFeatureSpec
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -136,6 +136,7 @@ __all__ = [
     "AsyncScheduler",
     "AutoWeightsLoader",
     "CachedRequestState",
+    "CompletionOutput",
     "EngineArgs",
     "GPUModelRunner",
     "InputBatch",

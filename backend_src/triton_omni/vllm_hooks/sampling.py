@@ -106,6 +106,8 @@ class CounterNoiseMixin(_Runner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self._uniforms = self._make_buffer(self.max_num_reqs, dtype=torch.float64)
+        self._seeded: list[str] = []
+        self._seeds = np.zeros(0, dtype=np.uint64)
         self.sampler.topk_topp_sampler = CounterTopKTopPSampler(self._uniforms.gpu)  # type: ignore[assignment]
 
     def _prepare_inputs(
@@ -121,7 +123,13 @@ class CounterNoiseMixin(_Runner):
         return prepared
 
     def _batch_seeds(self) -> NDArray[np.uint64]:
-        """Seeds in the order of the batch's rows, uint64 [B]."""
-        params = (self.requests[request_id].sampling_params for request_id in self.input_batch.req_ids)
-        seeds = [(p.extra_args or {}).get(_SEED_KEY, 0) if p is not None else 0 for p in params]
-        return np.asarray(seeds, dtype=np.uint64)
+        """Seeds in the order of the batch's rows, uint64 [B]; read again only when the batch changes."""
+        if self._seeded != self.input_batch.req_ids:
+            self._seeded = list(self.input_batch.req_ids)
+            self._seeds = np.asarray([self._seed_of(request_id) for request_id in self._seeded], dtype=np.uint64)
+        return self._seeds
+
+    def _seed_of(self, request_id: str) -> int:
+        parameters = self.requests[request_id].sampling_params
+        arguments = parameters.extra_args if parameters is not None else None
+        return int((arguments or {}).get(_SEED_KEY, 0))

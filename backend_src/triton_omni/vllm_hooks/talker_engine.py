@@ -18,6 +18,7 @@ from triton_omni.errors import BadRequest, InternalError, TooLarge
 from triton_omni.settings import TalkerSettings
 from triton_omni.talker.conditioning import CodecIds, prompt_ids, prompt_length
 from triton_omni.vllm_hooks.compat import (
+    CompletionOutput,
     LLMEngine,
     RequestOutput,
     RequestOutputKind,
@@ -178,6 +179,11 @@ class TalkerVllmEngine:
                 f"two more than the {prompt.prompt_rows} prompt rows, of which there must be one",
                 stage="talker",
             )
+        if prompt.max_rows <= prompt.prompt_rows:
+            raise InternalError(
+                f"talker max_rows {prompt.max_rows} leaves no reply row after {prompt.prompt_rows} prompt rows",
+                stage="talker",
+            )
         if length >= limit:
             raise TooLarge(
                 f"{prompt.prompt_rows} prompt tokens leave the talker no room to speak: "
@@ -218,16 +224,25 @@ class TalkerVllmEngine:
         sequence, completion = self._open[found.request_id], found.outputs[0]
         stopped = completion.finish_reason == "stop"
         codes = sequence.accept(len(completion.token_ids), spoken=len(completion.token_ids) - stopped)
-        if completion.finish_reason is not None:
+        error = None
+        if found.finished:
             self._close(sequence)
-        if completion.stop_reason == self._ids.mask:
-            return TalkerOutput(sequence.key, error="a hidden row or a logit of this sequence was not finite")
+            error = self._reason_of_failure(completion)
         return TalkerOutput(
             sequence.key,
             codes=codes.ids if codes is not None else None,
             codes_ready=codes.ready if codes is not None else None,
-            finish_reason=_FINISH[completion.finish_reason] if completion.finish_reason is not None else None,
+            finish_reason=None if error else _FINISH.get(completion.finish_reason),
+            error=error,
         )
+
+    def _reason_of_failure(self, completion: CompletionOutput) -> str | None:
+        """Why a finished sequence is no good, or None."""
+        if completion.stop_reason == self._ids.mask:
+            return "a hidden row or a logit of this sequence is not finite (NaN or infinity)"
+        if completion.finish_reason not in _FINISH:
+            return f"the engine gave the sequence up ({completion.finish_reason})"
+        return None
 
     def _close(self, sequence: Sequence) -> None:
         del self._open[sequence.key]

@@ -175,9 +175,10 @@ class TalkerRows:
         if width != self.pool.shape[1] or sequence.fed + count > limit:
             raise InternalError(
                 f"talker rows {tuple(rows.shape)} after {sequence.fed} rows: the width must be {self.pool.shape[1]} "
-                f"and there may be {limit} rows in all",
+                f"and {limit} rows in all were announced",
                 stage="talker",
             )
+        rows = rows.to(self.pool)
         self.finite[sequence.slot].logical_and_(rows.sum(dtype=torch.float32).isfinite())
         rows = rows.nan_to_num(0.0, 0.0, 0.0)
         first, second, at_first, at_second = split_at_text_bos(sequence.prompt.prompt_rows, sequence.fed, count)
