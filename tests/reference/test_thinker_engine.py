@@ -20,7 +20,6 @@ import pytest
 import torch
 from media_samples import picture, tone
 from PIL import Image
-
 from reference.hf import HfReference, ThinkerResult
 from triton_omni.engine import EngineStats, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
 from triton_omni.errors import BadRequest, TooLarge
@@ -83,9 +82,7 @@ def make_engine(checkpoint: Path, **engine: Any) -> Any:
         from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
 
         settings = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 64, "threads": 2} | engine
-        return ThinkerVllmEngine(
-            checkpoint, ThinkerSettings(engine=EngineSettings(**settings)), torch.device("cpu")
-        )
+        return ThinkerVllmEngine(checkpoint, ThinkerSettings(engine=EngineSettings(**settings)), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

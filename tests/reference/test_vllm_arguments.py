@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both engines ask of vLLM: memory sized in advance, no prefix cache, the supported version."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton_omni.settings import EngineSettings, SettingsError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def engine_args() -> Any:
+    from triton_omni.vllm_hooks import engine_args
+
+    return engine_args
+
+
+def build(engine_args: Any, settings: EngineSettings, device: torch.device = CPU, **names: Any) -> Any:
+    worker = {"worker_cls": "triton_omni.vllm_hooks.thinker_worker.ThinkerWorker"} | names
+    return engine_args.build_engine_args(
+        Path("/nowhere"), settings, device, torch.float32, hf_overrides={"architectures": ["X"]}, **worker
+    )
+
+
+def test_the_cache_holds_every_sequence_at_its_longest(engine_args: Any) -> None:
+    settings = EngineSettings(max_num_seqs=3, max_model_len=100)
+    built = build(engine_args, settings)
+    assert built.block_size == 32
+    assert built.num_gpu_blocks_override == 3 * 4 + 1
+    assert built.kv_cache_memory_bytes is not None
+    assert built.enable_prefix_caching is False
+
+
+def test_the_cpu_engine_is_eager_and_synchronous(engine_args: Any) -> None:
+    built = build(engine_args, EngineSettings())
+    assert built.enforce_eager
+    assert not built.async_scheduling
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_gpu_engine_captures_decode_steps_unless_it_is_eager(
+    engine_args: Any, monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    monkeypatch.setattr(engine_args, "_check_device", lambda _device: None)
+    settings = EngineSettings(max_num_seqs=20, enforce_eager=eager)
+    built = build(engine_args, settings, torch.device("cuda", 1))
+    assert built.enforce_eager is eager
+    assert built.async_scheduling
+    assert built.block_size == 16
+    assert built.device_ids == [1]
+    if not eager:
+        # EngineArgs turns the mapping into vLLM's own configuration.
+        assert built.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
+        assert int(built.compilation_config.mode) == 0
+        assert built.compilation_config.cudagraph_capture_sizes == [1, 2, 4, 8, 16, 20]
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (32, [1, 2, 4, 8, 16, 24, 32])]
+)
+def test_graphs_are_captured_up_to_the_largest_batch(engine_args: Any, most: int, sizes: list[int]) -> None:
+    assert engine_args.graph_batch_sizes(most) == sizes
+
+
+@pytest.mark.parametrize("name", ["worker_cls", "scheduler_cls"])
+def test_class_names_outside_the_allowed_packages_are_refused(engine_args: Any, name: str) -> None:
+    with pytest.raises(SettingsError, match=r"'os\.system' is outside"):
+        build(engine_args, EngineSettings(), **{name: "os.system"})
+
+
+def test_a_device_that_this_vllm_does_not_run_on_is_refused(engine_args: Any) -> None:
+    with pytest.raises(SettingsError, match="device: meta was asked for"):
+        build(engine_args, EngineSettings(), torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "resolved"),
+    [("auto", "cpu", torch.float32), ("auto", "cuda", torch.bfloat16), ("float16", "cpu", torch.float16)],
+)
+def test_auto_is_exact_on_the_cpu_and_fast_on_a_gpu(
+    engine_args: Any, dtype: Any, device: str, resolved: torch.dtype
+) -> None:
+    assert engine_args.resolve_dtype(dtype, torch.device(device)) is resolved
+
+
+def test_another_vllm_is_refused_by_its_version(engine_args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton_omni.vllm_hooks import compat
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda _package: "0.31.9")
+    with pytest.raises(compat.UnsupportedVllmError, match=r"vllm 0\.31\.9 is installed.*install vllm==0\.32\.0"):
+        compat._check_version()
+
+
+def test_a_missing_vllm_is_named(engine_args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton_omni.vllm_hooks import compat
+
+    def absent(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(compat.UnsupportedVllmError, match="vLLM is not installed"):
+        compat._check_version()
+
+
+def test_a_runner_without_an_extended_method_is_refused(engine_args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton_omni.vllm_hooks import compat
+
+    monkeypatch.delattr(compat.GPUModelRunner, "_model_forward")
+    with pytest.raises(compat.UnsupportedVllmError, match="_model_forward"):
+        compat._check_runner()

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathering hidden rows from a batch and releasing them in order, without vLLM."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from triton_omni.vllm_hooks.hidden_rows import RowTap, StepRows
+from triton_omni.vllm_hooks.row_release import Piece, RowRelease
+
+HIDDEN = 4
+
+
+def batch(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Embeddings and hidden states [tokens, H]."""
+    generator = torch.Generator().manual_seed(seed)
+    both = torch.randn(2, tokens, HIDDEN, generator=generator)
+    return both[0], both[1]
+
+
+def record(tap: RowTap, tokens: dict[str, tuple[int, int]], hidden: Tensor, embeds: Tensor) -> StepRows:
+    """One step over `tokens`: of each request its first position and how many."""
+    starts, counts = zip(*tokens.values(), strict=True)
+    bounds = np.concatenate([[0], np.cumsum(counts)])
+    tap.record(tap.plan(list(tokens), np.array(starts), bounds), embeds, hidden)
+    return tap.steps.pop()
+
+
+def test_a_row_is_embedding_plus_hidden_and_media_embeddings_count_as_zero() -> None:
+    tap = RowTap()
+    media = np.array([False, True, True, False, False])
+    tap.want("a", media)
+    embeds, hidden = batch(5)
+    step = record(tap, {"a": (0, 5)}, hidden, embeds)
+    torch.testing.assert_close(step.rows, hidden + embeds * torch.tensor(~media).unsqueeze(1))
+
+
+def test_media_positions_are_found_in_every_chunk_of_a_prompt_and_never_in_the_reply() -> None:
+    tap = RowTap()
+    media = np.array([False, False, True, True])
+    tap.want("a", media)
+    embeds, hidden = batch(3)
+    second = record(tap, {"a": (3, 3)}, hidden, embeds)
+    expected = hidden + embeds
+    expected[0] = hidden[0]
+    torch.testing.assert_close(second.rows, expected)
+
+
+def test_only_requests_that_want_rows_are_gathered_but_all_are_flagged() -> None:
+    tap = RowTap()
+    for wanting in ("a", "c"):
+        tap.want(wanting, np.zeros(8, dtype=bool))
+    embeds, hidden = batch(7)  # one token of padding at the end
+    hidden[3, 1] = float("inf")
+    step = record(tap, {"a": (0, 2), "b": (5, 3), "c": (2, 1)}, hidden, embeds)
+    pieces = {segment.request_id: Piece.of(step, segment) for segment in step.segments}
+    assert step.rows is not None
+    assert step.rows.shape == (3, HIDDEN)
+    torch.testing.assert_close(pieces["a"].rows, (hidden + embeds)[0:2])
+    torch.testing.assert_close(pieces["c"].rows, (hidden + embeds)[5:6])
+    assert pieces["b"].rows is None
+    assert {key: bool(piece.finite.all()) for key, piece in pieces.items()} == {"a": True, "b": False, "c": True}
+    assert (pieces["b"].start, pieces["b"].stop) == (5, 8)
+
+
+def test_rows_do_not_share_memory_with_the_buffers_of_the_step() -> None:
+    tap = RowTap()
+    tap.want("a", np.zeros(2, dtype=bool))
+    embeds, hidden = batch(2)
+    step = record(tap, {"a": (0, 2)}, hidden, embeds)
+    expected = embeds + hidden
+    hidden.zero_()
+    embeds.zero_()
+    torch.testing.assert_close(step.rows, expected)
+
+
+def test_a_step_in_which_nobody_wants_rows_gathers_none() -> None:
+    tap = RowTap()
+    tap.want("a", np.zeros(2, dtype=bool))
+    tap.forget("a")
+    tap.forget("never seen")
+    embeds, hidden = batch(2)
+    assert record(tap, {"a": (0, 2)}, hidden, embeds).rows is None
+
+
+def piece(start: int, stop: int) -> Piece:
+    """Rows whose values are their positions."""
+    rows = torch.arange(start, stop, dtype=torch.float32).unsqueeze(1)
+    return Piece(start, stop, torch.ones(stop - start, dtype=torch.bool), rows, None)
+
+
+def given(release: RowRelease) -> list[float]:
+    return [value for part in release.take() if part.rows is not None for value in part.rows[:, 0].tolist()]
+
+
+def test_prompt_rows_are_given_chunk_by_chunk() -> None:
+    release = RowRelease(prompt_tokens=5)
+    release.held.append(piece(0, 3))
+    assert given(release) == [0, 1, 2]
+    release.held.append(piece(3, 5))
+    release.reply_tokens = 1
+    assert given(release) == [3, 4]
+    assert release.held_rows == 0
+
+
+@pytest.mark.parametrize("reply", [1, 2, 5])
+def test_a_finished_reply_has_given_a_row_a_token_but_the_last(reply: int) -> None:
+    release, rows = RowRelease(prompt_tokens=3), []
+    release.held.append(piece(0, 3))
+    for token in range(reply):
+        release.reply_tokens = token + 1
+        rows += given(release)
+        release.held.append(piece(3 + token, 4 + token))  # the next step, which runs ahead of the ending
+    assert rows == list(range(3 + reply - 1))
+    assert release.next_position == release.limit
+    assert given(release) == []
+
+
+def test_a_step_that_runs_ahead_is_held_until_its_token_is_known() -> None:
+    release = RowRelease(prompt_tokens=2, reply_tokens=1)
+    release.held.extend([piece(0, 2), piece(2, 3), piece(3, 4)])
+    assert given(release) == [0, 1]
+    assert release.held_rows == 2
+    release.reply_tokens = 3
+    assert given(release) == [2, 3]
+
+
+def test_what_a_preempted_sequence_computes_again_is_not_given_twice() -> None:
+    release = RowRelease(prompt_tokens=4, reply_tokens=3)
+    release.held.extend([piece(0, 4), piece(4, 5), piece(5, 6)])
+    assert given(release) == [0, 1, 2, 3, 4, 5]
+    release.held.extend([piece(0, 4), piece(4, 7)])
+    release.reply_tokens = 4
+    assert given(release) == [6]
+    assert release.held_rows == 0
