@@ -156,8 +156,8 @@ class Token2WavSettings(_Frozen):
     diffusion: DiffusionSettings = DiffusionSettings()
     max_batch: Annotated[int, Field(gt=0, le=64)] = 8
     """Windows solved together in one batch."""
-    max_batch_frames: Positive = 8192
-    """Mel frames of one batch, context included, which bounds its memory; a longer window runs alone."""
+    max_batch_frames: Positive = 2048
+    """Mel frames of one batch, context included: bounds its memory and its time; a longer window runs alone."""
     attention: Literal["block", "plain"] = "block"
     """Block-local attention, or the plain masked one (slow; to compare with)."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096

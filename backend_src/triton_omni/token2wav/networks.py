@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from triton_omni.checkpoint.config import load_config
+from triton_omni.checkpoint.config import DitConfig, load_config
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.checkpoint.weights import load_module
-from triton_omni.settings import Token2WavSettings
+from triton_omni.settings import SettingsError, Token2WavSettings
 from triton_omni.token2wav.attention import ATTENTION
 from triton_omni.token2wav.bigvgan import BigVGAN
 from triton_omni.token2wav.dit import DiT, Voice
@@ -37,8 +37,14 @@ def load_networks(checkpoint: Path, settings: Token2WavSettings, device: torch.d
 
     Raises:
         CheckpointError: a file cannot be read, or a tensor is missing, unexpected or misshapen.
+        SettingsError: `max_codes` makes more mel frames than the DiT has positions for.
     """
     config = load_config(checkpoint)
+    _check_length(settings, config.dit)
+    if device.type == "cuda":
+        # This stage states fp32: without this, cuDNN's convolutions round their inputs to 10 bits of mantissa.
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
     with torch.device(device):
         dit = DiT(config.dit, ATTENTION[settings.attention])
         vocoder = BigVGAN(config.bigvgan)
@@ -51,6 +57,15 @@ def load_networks(checkpoint: Path, settings: Token2WavSettings, device: torch.d
             for name, speaker in speakers.items()
         }
     return Networks(dit, vocoder, voices)
+
+
+def _check_length(settings: Token2WavSettings, config: DitConfig) -> None:
+    frames = settings.max_codes * config.repeats
+    if frames > config.max_positions:
+        raise SettingsError(
+            f"max_codes: {settings.max_codes} codes are {frames} mel frames, the checkpoint's DiT takes at most "
+            f"{config.max_positions}"
+        )
 
 
 def _without_derived(name: str) -> str | None:

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which codes and mel frames a chunk covers, and when it is due (pure).
+
+The windows follow from the plan and the reply's length alone; load and timing move nothing.
+
+One regular chunk, here with two blocks of look-back and one of look-ahead::
+
+    codes        ...........|===========|===========|===========|===========|....
+    solved       .          [ look-back ............|  kept     | look-ahead]      the window of the DiT
+    kept         .                                  [start   end]                  mel frames made for good
+    vocoder      .                            [ ctx |  audio    | ctx ]            mel frames into BigVGAN
+    audio        .                                  [===========]                  samples given out
+
+- Look-back frames are solved again only as context; what was kept of them before is not replaced.
+- The vocoder reads, left of `start`, the mel frames that *earlier* windows kept (the stream's tail); from `start`
+  on, the mel of this window: its kept frames and then, as right context, its look-ahead frames. A frame of
+  look-ahead is thus heard only as context; its own samples come from the window that keeps it.
+- With less look-ahead than vocoder context, audio lags: it ends `context - look-ahead` frames before `end`, and
+  the next chunk begins there. So every sample has its full context on both sides, but at the reply's ends,
+  where the vocoder pads as it does offline.
+- A chunk is regular if the reply has more codes than it keeps, and at least its look-ahead; else it is the final
+  one and covers all that is left (one look-ahead more than a regular chunk at most), with nothing behind it.
+- Offline is the plan whose first chunk is never full: the final chunk is the whole reply.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from triton_omni.settings import StreamingPlan
+
+UNBOUNDED = sys.maxsize
+
+
+@dataclass(frozen=True)
+class Span:
+    """Mel frames [start, end) by absolute number in the stream."""
+
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk of a stream; see the drawing above."""
+
+    index: int
+    final: bool
+    solved: Span
+    kept: Span
+    vocoder: Span
+    audio: Span
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """A streaming plan in codes and frames of the model at hand."""
+
+    chunk_codes: tuple[int, ...]
+    """New codes of chunk 0, 1, ...; the last entry repeats."""
+    look_back_codes: int
+    look_ahead_codes: int
+    vocoder_context: int
+    """Mel frames a side."""
+    frames_per_code: int
+
+    def chunk(self, index: int, codes: int, *, ended: bool) -> Chunk | None:
+        """Chunk `index` of a stream that has `codes` codes, or None while it is not due.
+
+        Args:
+            index: from 0; the chunk before it must not have been final.
+            codes: received so far.
+            ended: whether they are all.
+        """
+        start = self._first_code(index)
+        end = start + self._size(index)
+        if codes >= end + max(self.look_ahead_codes, 1):
+            return self._chunk(index, start, end, end + self.look_ahead_codes, final=False)
+        return self._chunk(index, start, codes, codes, final=True) if ended else None
+
+    def tail_start(self, chunk: Chunk) -> int:
+        """First mel frame that the chunk after `chunk` may need; earlier ones can be dropped."""
+        return max(0, chunk.audio.end - self.vocoder_context)
+
+    def _chunk(self, index: int, start: int, end: int, solved_end: int, *, final: bool) -> Chunk:
+        frames = self.frames_per_code
+        audio_start = 0 if index == 0 else start * frames - self._lag
+        audio_end = end * frames - (0 if final else self._lag)
+        context = self.vocoder_context
+        return Chunk(
+            index=index,
+            final=final,
+            solved=Span(max(0, start - self.look_back_codes) * frames, solved_end * frames),
+            kept=Span(start * frames, end * frames),
+            vocoder=Span(max(0, audio_start - context), min(audio_end + context, solved_end * frames)),
+            audio=Span(audio_start, audio_end),
+        )
+
+    @property
+    def _lag(self) -> int:
+        return max(0, self.vocoder_context - self.look_ahead_codes * self.frames_per_code)
+
+    def _size(self, index: int) -> int:
+        return self.chunk_codes[min(index, len(self.chunk_codes) - 1)]
+
+    def _first_code(self, index: int) -> int:
+        listed = self.chunk_codes[:index]
+        return sum(listed) + (index - len(listed)) * self.chunk_codes[-1]
+
+
+def streaming_plan(plan: StreamingPlan, *, block_frames: int, frames_per_code: int) -> WindowPlan:
+    """Turn blocks into codes; `block_frames` is the DiT's block size, a multiple of `frames_per_code`."""
+    block = block_frames // frames_per_code
+    return WindowPlan(
+        chunk_codes=tuple(blocks * block for blocks in plan.chunk_blocks),
+        look_back_codes=plan.look_back_blocks * block,
+        look_ahead_codes=plan.look_ahead_blocks * block,
+        vocoder_context=plan.vocoder_context_frames,
+        frames_per_code=frames_per_code,
+    )
+
+
+def offline_plan(*, frames_per_code: int) -> WindowPlan:
+    """The whole reply in one window."""
+    return WindowPlan((UNBOUNDED,), 0, 0, 0, frames_per_code)

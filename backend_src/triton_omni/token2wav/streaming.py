@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of one stream between chunks: codes received, mel frames kept for the vocoder, number of the next chunk.
+
+Knows nothing of the networks; the codes and the mel frames stay on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triton_omni.errors import TooLarge
+from triton_omni.token2wav.chunking import Chunk, WindowPlan
+from triton_omni.token2wav.dit import Voice
+from triton_omni.token2wav.sampler import FlowOptions, Window
+
+
+@dataclass(frozen=True)
+class StreamRequest:
+    """What a stream was opened with."""
+
+    voice: Voice
+    seed: int
+    plan: WindowPlan
+    flow: FlowOptions
+    guidance_scale: float
+
+
+@dataclass
+class Stream:
+    """One stream.
+
+    Attributes:
+        codes: int32 [max codes] on the device, `received` of them valid and each within the codec's table.
+        clamped: int64 scalar on the device, how many received codes were outside the table.
+        tail: [t, M] on the device, the last mel frames kept, up to frame `tail_end`.
+        tail_end: absolute number of the frame behind the tail.
+        frames_given: mel frames whose samples were given out; the stream with the fewest is the most urgent.
+    """
+
+    key: str
+    request: StreamRequest
+    codes: Tensor
+    clamped: Tensor
+    tail: Tensor
+    received: int = 0
+    ended: bool = False
+    tail_end: int = 0
+    frames_given: int = 0
+    next_chunk: int = 0
+
+    @classmethod
+    def begin(cls, key: str, request: StreamRequest, *, max_codes: int, mel_dim: int, device: torch.device) -> Stream:
+        """A stream without codes."""
+        return cls(
+            key=key,
+            request=request,
+            codes=torch.zeros(max_codes, dtype=torch.int32, device=device),
+            clamped=torch.zeros((), dtype=torch.int64, device=device),
+            tail=torch.empty(0, mel_dim, device=device),
+        )
+
+    def feed(self, codes: Tensor, last_code: int) -> None:
+        """Copy `codes` (int [N], any device), brought into [0, last_code]; counts on the device what was not.
+
+        Raises:
+            TooLarge: the stream would exceed its code buffer.
+        """
+        end = self.received + codes.shape[0]
+        if end > self.codes.shape[0]:
+            raise TooLarge(f"codes: {end} exceed max_codes {self.codes.shape[0]}", stage="token2wav")
+        arrived = codes.to(self.codes.device)
+        within = arrived.clamp(0, last_code)
+        self.codes[self.received : end] = within
+        self.clamped += (arrived != within).sum()
+        self.received = end
+
+    def due(self) -> Chunk | None:
+        """The next chunk, or None while its codes are not there."""
+        return self.request.plan.chunk(self.next_chunk, self.received, ended=self.ended)
+
+    def window(self, chunk: Chunk) -> Window:
+        """What the sampler needs to solve `chunk`."""
+        per_code = self.request.plan.frames_per_code
+        return Window(
+            codes=self.codes[chunk.solved.start // per_code : chunk.solved.end // per_code],
+            first_frame=chunk.solved.start,
+            seed=self.request.seed,
+            voice=self.request.voice,
+            guidance_scale=self.request.guidance_scale,
+        )
+
+    def advance(self, chunk: Chunk, mel: Tensor) -> Tensor:
+        """Keep what later chunks need of the window's `mel` [T, M]; returns the mel frames to vocode.
+
+        Returns:
+            [frames of chunk.vocoder, M]: kept frames of earlier windows, then this window's.
+        """
+        fresh = mel[chunk.kept.start - chunk.solved.start :]
+        tail_start = self.tail_end - self.tail.shape[0]
+        known = torch.cat([self.tail, fresh])
+        vocoded = known[chunk.vocoder.start - tail_start : chunk.vocoder.end - tail_start]
+        keep_from = self.request.plan.tail_start(chunk)
+        # A copy: a view would hold the whole window's memory until the next chunk.
+        self.tail = known[keep_from - tail_start : chunk.kept.end - tail_start].clone()
+        self.tail_end = chunk.kept.end
+        self.frames_given = chunk.audio.end
+        self.next_chunk += 1
+        return vocoded

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine promises beside the waveform: errors stay with their stream, cost is flat, nothing is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from triton_omni.checkpoint.config import load_config
+from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
+from triton_omni.errors import BadRequest, TooLarge
+from triton_omni.settings import DiffusionSettings, SettingsError, Token2WavSettings
+from triton_omni.token2wav.attention import block_attention
+from triton_omni.token2wav.bigvgan import BigVGAN
+from triton_omni.token2wav.dit import DiT, Voice
+from triton_omni.token2wav.engine import Token2WavEngine
+from triton_omni.token2wav.networks import load_networks
+from triton_omni.token2wav.sampler import FlowOptions, Sampler, Window
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+VOICE = "Ethan"
+LARGEST_CODE = 193
+SETTINGS = Token2WavSettings(diffusion=DiffusionSettings(solver="euler", num_steps=2), max_codes=400)
+DEFAULTS = StreamOptions()
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tiny_checkpoint: Path) -> Token2WavEngine:
+    return Token2WavEngine(tiny_checkpoint, SETTINGS, CPU)
+
+
+@pytest.fixture
+def engine(shared_engine: Token2WavEngine) -> Iterator[Token2WavEngine]:
+    yield shared_engine
+    shared_engine.close()
+
+
+def some_codes(count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(LARGEST_CODE + 1, (count,), generator=generator, dtype=torch.int32)
+
+
+def drain(engine: Token2WavEngine) -> list[AudioOutput]:
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    return outputs
+
+
+def speak(engine: Token2WavEngine, codes: Tensor, key: str = "a", seed: int = 1) -> list[AudioOutput]:
+    engine.open(key, VOICE, seed, DEFAULTS)
+    engine.feed(key, codes)
+    engine.end(key)
+    return drain(engine)
+
+
+def waveform(outputs: list[AudioOutput], key: str = "a") -> Tensor:
+    return torch.cat([output.samples for output in outputs if output.key == key])
+
+
+def test_no_codes_give_one_empty_final_chunk(engine: Token2WavEngine) -> None:
+    (output,) = speak(engine, some_codes(0))
+    assert output.final
+    assert output.error is None
+    assert output.samples.shape == (0,)
+    assert engine.stats() == EngineStats(0, 0, 0, 0)
+
+
+def test_an_open_stream_without_enough_codes_is_no_work(engine: Token2WavEngine) -> None:
+    engine.open("a", VOICE, 1, DEFAULTS)
+    engine.feed("a", some_codes(23))
+    assert not engine.has_work()
+    assert engine.step() == []
+    engine.feed("a", some_codes(1))
+    assert engine.has_work()
+
+
+def test_samples_are_fp32_on_the_host_and_within_range(engine: Token2WavEngine) -> None:
+    for output in speak(engine, some_codes(30)):
+        assert output.samples.dtype == torch.float32
+        assert output.samples.device == CPU
+        assert output.samples.abs().max() <= 1.0
+
+
+def test_codes_outside_the_table_are_counted_and_heard_as_the_nearest_code(engine: Token2WavEngine) -> None:
+    wild = some_codes(60)
+    wild[[0, 30, 59]] = torch.tensor([-7, LARGEST_CODE + 1, 2**31 - 1], dtype=torch.int32)
+    outputs = speak(engine, wild)
+    tame = speak(engine, wild.clamp(0, LARGEST_CODE))
+    assert torch.equal(waveform(outputs), waveform(tame))
+    assert outputs[-1].clamped_codes == 3
+    assert [output.clamped_codes for output in tame] == [0] * len(tame)
+
+
+def test_fed_codes_may_be_overwritten_by_their_owner(engine: Token2WavEngine) -> None:
+    codes = some_codes(30)
+    expected = waveform(speak(engine, codes))
+    engine.open("a", VOICE, 1, DEFAULTS)
+    engine.feed("a", codes)
+    codes.zero_()
+    engine.end("a")
+    assert torch.equal(waveform(drain(engine)), expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_waveform_that_is_not_finite_fails_its_stream_alone(engine: Token2WavEngine, bad: float) -> None:
+    codes = some_codes(60)
+    expected = waveform(speak(engine, codes, key="good"), "good")
+    sick = engine._streams  # the voice of one stream is spoilt behind the engine's back
+    for key in ("good", "sick"):
+        engine.open(key, VOICE, 1, DEFAULTS)
+        engine.feed(key, codes)
+    spoilt = Voice(torch.full((64,), bad), sick["sick"].request.voice.unconditional)
+    sick["sick"].request = dataclasses.replace(sick["sick"].request, voice=spoilt)
+    first = {output.key: output for output in engine.step()}
+    assert set(first) == {"good", "sick"}
+    assert first["sick"].final
+    assert "chunk 0 is not finite" in str(first["sick"].error)
+    assert first["sick"].samples.shape == (0,)
+    assert engine.stats().running == 1
+    engine.end("good")
+    got = waveform([first["good"], *drain(engine)], "good")
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+def test_cost_of_a_chunk_does_not_grow_with_the_stream(engine: Token2WavEngine) -> None:
+    engine.open("a", VOICE, 1, DEFAULTS)
+    costs, held = [], []
+    for part in torch.split(some_codes(384), 12):
+        engine.feed("a", part)
+        before = engine.frames_solved
+        if engine.step():
+            costs.append(engine.frames_solved - before)
+            held.append(engine.stats().rows_used)
+    # 1, 2 and then 3 new blocks, one of look-ahead, up to two of look-back.
+    assert costs == [48, 96, *[144] * (len(costs) - 2)]
+    assert len(costs) > 8
+    assert held == [24] * len(held)
+
+
+def test_the_stream_that_was_given_least_sound_goes_first(tiny_checkpoint: Path) -> None:
+    engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 1}), CPU)
+    engine.open("old", VOICE, 1, DEFAULTS)
+    engine.feed("old", some_codes(200))
+    assert [output.key for output in engine.step()] == ["old"]
+    engine.open("new", VOICE, 1, DEFAULTS)
+    engine.feed("new", some_codes(200))
+    assert [engine.step()[0].key for _ in range(4)] == ["new", "old", "new", "old"]
+
+
+def test_a_batch_holds_no_more_windows_and_frames_than_set(tiny_checkpoint: Path) -> None:
+    engine = Token2WavEngine(
+        tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 3, "max_batch_frames": 120}), CPU
+    )
+    for number in range(4):
+        engine.open(f"s{number}", VOICE, 1, StreamOptions(mode="offline") if number == 1 else DEFAULTS)
+        engine.feed(f"s{number}", some_codes(100))
+        engine.end(f"s{number}")
+    # Three of 48 frames exceed 120; the offline one of 200 runs alone when its turn comes.
+    assert [output.key for output in engine.step()] == ["s0", "s2"]
+    assert [output.key for output in engine.step()] == ["s1"]
+
+
+def test_streams_with_other_solvers_are_not_solved_together(engine: Token2WavEngine) -> None:
+    kinds = {"a": DEFAULTS, "b": StreamOptions(solver="rk4"), "c": StreamOptions(guidance_scale=0.0), "d": DEFAULTS}
+    for key, options in kinds.items():
+        engine.open(key, VOICE, 1, options)
+        engine.feed(key, some_codes(24))
+    assert [[output.key for output in engine.step()] for _ in range(3)] == [["a", "d"], ["b"], ["c"]]
+
+
+def test_streams_of_one_batch_keep_their_own_guidance(engine: Token2WavEngine) -> None:
+    codes = some_codes(20)
+    expected: dict[str, Tensor] = {}
+    for together in (False, True):
+        for key, scale in (("weak", 0.1), ("strong", 4.0)):
+            engine.open(key, VOICE, 1, StreamOptions(guidance_scale=scale))
+            engine.feed(key, codes)
+            engine.end(key)
+            expected |= {} if together else {key: waveform(drain(engine), key)}
+    outputs = engine.step()
+    assert len(outputs) == 2
+    assert (expected["weak"] - expected["strong"]).abs().max() > 1e-3
+    for key, samples in expected.items():
+        torch.testing.assert_close(waveform(outputs, key), samples, atol=1e-5, rtol=0)
+
+
+def test_seed_and_voice_change_the_waveform(engine: Token2WavEngine) -> None:
+    codes = some_codes(20)
+    first = waveform(speak(engine, codes))
+    assert torch.equal(first, waveform(speak(engine, codes)))
+    assert not torch.allclose(first, waveform(speak(engine, codes, seed=2)), atol=1e-3)
+    engine.open("a", "Chelsie", 1, DEFAULTS)
+    engine.feed("a", codes)
+    engine.end("a")
+    assert not torch.allclose(first, waveform(drain(engine)), atol=1e-3)
+
+
+@pytest.mark.parametrize("fed", [0, 10, 50])
+def test_abort_leaves_nothing(engine: Token2WavEngine, fed: int) -> None:
+    engine.open("a", VOICE, 1, DEFAULTS)
+    engine.feed("a", some_codes(fed))
+    engine.step()
+    engine.abort("a")
+    engine.abort("a")
+    assert engine.stats() == EngineStats(0, 0, 0, 0)
+    assert not engine.has_work()
+    with pytest.raises(KeyError):
+        engine.feed("a", some_codes(1))
+
+
+def test_a_finished_stream_leaves_nothing_and_its_key_can_be_used_again(engine: Token2WavEngine) -> None:
+    first = waveform(speak(engine, some_codes(60)))
+    assert engine.stats() == EngineStats(0, 0, 0, 0)
+    assert torch.equal(first, waveform(speak(engine, some_codes(60))))
+
+
+def test_misuse_is_refused_by_name(engine: Token2WavEngine) -> None:
+    with pytest.raises(BadRequest, match=r"voice: 'Nobody' .*Chelsie"):
+        engine.open("a", "Nobody", 1, DEFAULTS)
+    with pytest.raises(BadRequest, match="seed: -1"):
+        engine.open("a", VOICE, -1, DEFAULTS)
+    with pytest.raises(BadRequest, match=r"num_steps: .*65"):
+        engine.open("a", VOICE, 1, StreamOptions(num_steps=65))
+    assert engine.stats().running == 0
+    engine.open("a", VOICE, 1, DEFAULTS)
+    with pytest.raises(ValueError, match="a is open already"):
+        engine.open("a", VOICE, 1, DEFAULTS)
+    with pytest.raises(TooLarge, match="401 exceed max_codes 400"):
+        engine.feed("a", some_codes(401))
+    engine.end("a")
+    with pytest.raises(ValueError, match="a has ended"):
+        engine.feed("a", some_codes(1))
+
+
+def test_a_code_limit_beyond_the_positions_of_the_dit_stops_the_load(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(tiny_checkpoint)
+    short = dataclasses.replace(config, dit=dataclasses.replace(config.dit, max_positions=799))
+    monkeypatch.setattr("triton_omni.token2wav.networks.load_config", lambda _: short)
+    with pytest.raises(SettingsError, match=r"max_codes: 400 codes are 800 mel frames.* 799"):
+        load_networks(tiny_checkpoint, SETTINGS, CPU)
+
+
+def test_nothing_between_codes_and_samples_waits_for_the_device(tiny_checkpoint: Path) -> None:
+    """On the meta device every read of a value raises, and so does mixing in a tensor made on the host."""
+    config = load_config(tiny_checkpoint)
+    with META:
+        dit, vocoder = DiT(config.dit, block_attention), BigVGAN(config.bigvgan)
+        speaker, reference_mel, codes = torch.empty(192), torch.empty(40, 80), torch.empty(30, dtype=torch.int32)
+    with torch.inference_mode():
+        voice = dit.voice(speaker, reference_mel)
+        windows = [Window(part, 24, 3, voice, 0.5) for part in (codes, codes[:12])]
+        for guided in (True, False):
+            mels = Sampler(dit, META).sample(windows, FlowOptions("rk4", 4, -1.0, guided))
+            assert [tuple(mel.shape) for mel in mels] == [(60, 80), (24, 80)]
+            assert vocoder(mels[0].T[None]).shape == (1, 60 * 240)

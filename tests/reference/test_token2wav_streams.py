@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's waveforms: offline and streamed against HF's modules, and the same whatever the timing or company."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hf_token2wav import CPU, HfToken2Wav
+from torch import Tensor
+from triton_omni.engine import AudioOutput, StreamOptions
+from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
+from triton_omni.token2wav.attention import AttentionKind
+from triton_omni.token2wav.engine import Token2WavEngine
+
+VOICE = "Chelsie"
+LARGEST_CODE = 193
+HOP = 240
+FAST = DiffusionSettings(num_steps=3)
+STREAMED = StreamOptions(mode="streaming")
+OFFLINE = StreamOptions(mode="offline")
+
+
+@pytest.fixture(scope="module")
+def hf(tiny_checkpoint: Path) -> HfToken2Wav:
+    return HfToken2Wav(tiny_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tiny_checkpoint: Path) -> Token2WavEngine:
+    return Token2WavEngine(tiny_checkpoint, Token2WavSettings(diffusion=FAST), CPU)
+
+
+@pytest.fixture
+def engine(shared_engine: Token2WavEngine) -> Iterator[Token2WavEngine]:
+    yield shared_engine
+    shared_engine.close()
+
+
+def some_codes(count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(LARGEST_CODE + 1, (count,), generator=generator, dtype=torch.int32)
+
+
+def drain(engine: Token2WavEngine) -> list[AudioOutput]:
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    return outputs
+
+
+def speak(
+    engine: Token2WavEngine, codes: Tensor, *, key: str = "a", seed: int = 5, options: StreamOptions = STREAMED
+) -> list[Tensor]:
+    """Chunks of one stream whose codes come all at once."""
+    engine.open(key, VOICE, seed, options)
+    engine.feed(key, codes)
+    engine.end(key)
+    outputs = drain(engine)
+    assert all(output.error is None for output in outputs)
+    assert [output.final for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    return [output.samples for output in outputs]
+
+
+@pytest.mark.parametrize("count", [1, 2, 12, 13, 90])
+def test_offline_waveform_equals_hf(engine: Token2WavEngine, hf: HfToken2Wav, count: int) -> None:
+    codes = some_codes(count)
+    (ours,) = speak(engine, codes, options=OFFLINE)
+    theirs = hf.waveform(codes, VOICE, 5, num_steps=FAST.num_steps)
+    assert theirs.std() > 1e-3
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_offline_waveform_with_default_solver_equals_hf_defaults(tiny_checkpoint: Path, hf: HfToken2Wav) -> None:
+    codes = some_codes(40)
+    engine = Token2WavEngine(tiny_checkpoint, Token2WavSettings(mode="offline"), CPU)
+    (ours,) = speak(engine, codes, options=StreamOptions())
+    torch.testing.assert_close(ours, hf.waveform(codes, VOICE, 5), atol=1e-4, rtol=0)
+
+
+def hf_streamed(hf: HfToken2Wav, codes: Tensor, plan: StreamingPlan, seed: int) -> list[Tensor]:
+    """Chunks by HF's modules, straight from the plan's definition: frames of earlier windows stay as they were made."""
+    block, total = 12, len(codes)
+    back, ahead, context = plan.look_back_blocks * block, plan.look_ahead_blocks * block, plan.vocoder_context_frames
+    lag = max(0, context - 2 * ahead)
+    kept = torch.empty(0, 80)
+    chunks: list[Tensor] = []
+    start = given = 0
+    for index in itertools.count():
+        end = start + plan.chunk_blocks[min(index, len(plan.chunk_blocks) - 1)] * block
+        final = total < end + max(ahead, 1)
+        end, solved_end = (total, total) if final else (end, end + ahead)
+        first = max(0, start - back)
+        mel = hf.mel(codes[first:solved_end], VOICE, seed, first_frame=2 * first, num_steps=FAST.num_steps)
+        heard = torch.cat([kept, mel[2 * (start - first) :]])
+        kept = heard[: 2 * end]
+        give = 2 * end - (0 if final else lag)
+        left = max(0, given - context)
+        samples = hf.vocoder(heard[left : give + context].T[None]).reshape(-1)
+        chunks.append(samples[(given - left) * HOP : (give - left) * HOP])
+        start, given = end, give
+        if final:
+            return chunks
+    raise AssertionError("unreachable")
+
+
+PLANS = {
+    "balanced": StreamingPlan(),
+    "no context": StreamingPlan(chunk_blocks=(2,), look_back_blocks=0, look_ahead_blocks=0, vocoder_context_frames=0),
+    "audio lags": StreamingPlan(chunk_blocks=(2, 1), look_back_blocks=1, look_ahead_blocks=0),
+    "long context": StreamingPlan(chunk_blocks=(1, 3), look_ahead_blocks=1, vocoder_context_frames=30),
+    "far ahead": StreamingPlan(chunk_blocks=(1,), look_ahead_blocks=3),
+}
+
+
+@pytest.mark.parametrize("count", [1, 24, 25, 90, 131])
+@pytest.mark.parametrize("name", PLANS)
+def test_streamed_chunks_equal_hf_modules_window_by_window(
+    tiny_checkpoint: Path, hf: HfToken2Wav, name: str, count: int
+) -> None:
+    settings = Token2WavSettings(diffusion=FAST, plan=name, plans=PLANS)
+    codes = some_codes(count)
+    ours = speak(Token2WavEngine(tiny_checkpoint, settings, CPU), codes)
+    theirs = hf_streamed(hf, codes, PLANS[name], 5)
+    assert [len(chunk) for chunk in ours] == [len(chunk) for chunk in theirs]
+    assert sum(map(len, ours)) == count * 480
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, atol=1e-4, rtol=0)
+
+
+def fed_in(engine: Token2WavEngine, codes: Tensor, bursts: Sequence[int], *, wait: bool) -> list[Tensor]:
+    """Chunks when codes come in bursts; `wait` leaves the work until all have come."""
+    engine.open("a", VOICE, 5, STREAMED)
+    outputs: list[AudioOutput] = []
+    for part in torch.split(codes, list(bursts)):
+        engine.feed("a", part)
+        outputs += [] if wait else drain(engine)
+    engine.end("a")
+    return [output.samples for output in outputs + drain(engine)]
+
+
+@pytest.mark.parametrize(
+    ("bursts", "wait"),
+    [([1] * 100, False), ([7] * 14 + [2], False), ([24, 0, 36, 40], False), ([100], True), ([37, 63], True)],
+)
+def test_waveform_does_not_depend_on_when_codes_come(engine: Token2WavEngine, bursts: list[int], wait: bool) -> None:
+    codes = some_codes(100)
+    expected = speak(engine, codes)
+    assert len(expected) > 2
+    got = fed_in(engine, codes, bursts, wait=wait)
+    assert [len(chunk) for chunk in got] == [len(chunk) for chunk in expected]
+    torch.testing.assert_close(torch.cat(got), torch.cat(expected), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["block", "plain"])
+def test_streams_of_unequal_lengths_together_equal_each_alone(tiny_checkpoint: Path, attention: AttentionKind) -> None:
+    settings = Token2WavSettings(diffusion=FAST, attention=attention)
+    engine = Token2WavEngine(tiny_checkpoint, settings, CPU)
+    replies = {f"s{n}": some_codes(count, seed=n) for n, count in enumerate([100, 3, 12, 25, 37, 61, 90, 101])}
+    options = {key: OFFLINE if key in ("s2", "s5") else STREAMED for key in replies}
+    alone = {
+        key: speak(engine, codes, key=key, seed=n, options=options[key])
+        for n, (key, codes) in enumerate(replies.items())
+    }
+    for n, key in enumerate(replies):
+        engine.open(key, VOICE, n, options[key])
+    together: dict[str, list[Tensor]] = {key: [] for key in replies}
+    for step in range(120):
+        for key, codes in replies.items():
+            engine.feed(key, codes[step : step + 1]) if step < len(codes) else None
+            engine.end(key) if step == len(codes) else None
+        for output in engine.step():
+            together[output.key].append(output.samples)
+    for output in drain(engine):
+        together[output.key].append(output.samples)
+    for key, chunks in alone.items():
+        assert [len(chunk) for chunk in together[key]] == [len(chunk) for chunk in chunks]
+        torch.testing.assert_close(torch.cat(together[key]), torch.cat(chunks), atol=1e-5, rtol=0)

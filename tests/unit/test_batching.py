@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ragged batches of blocks: packing loses nothing, and no window sees another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from triton_omni.token2wav.attention import Attention, block_attention, plain_attention
+from triton_omni.token2wav.batching import REACHES, block_layout, equal_length_groups
+
+CPU = torch.device("cpu")
+LENGTHS = (30, 1, 24, 71, 8, 48)
+BLOCK, HEADS, DIM = 8, 2, 4
+
+
+def some_windows(features: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, features, generator=generator) for length in LENGTHS]
+
+
+def attend(attention: Attention, windows: list[list[Tensor]], reach: tuple[int, int]) -> list[Tensor]:
+    """Attention over [query, key, value] lists of windows [T, heads x dim]."""
+    layout = block_layout([len(window) for window in windows[0]], BLOCK, CPU)
+    query, key, value = (layout.pack(part).view(-1, BLOCK, HEADS, DIM) for part in windows)
+    return layout.unpack(attention(query, key, value, layout, reach).flatten(2))
+
+
+def by_definition(query: Tensor, key: Tensor, value: Tensor, reach: tuple[int, int]) -> Tensor:
+    """One window, written as a softmax over the frames whose block is within reach."""
+    block = torch.arange(len(query)) // BLOCK
+    distance = block[None] - block[:, None]
+    outputs = []
+    for part in torch.stack([query, key, value]).view(3, -1, HEADS, DIM).unbind(2):
+        scores = part[0] @ part[1].T / DIM**0.5
+        scores = scores.masked_fill((distance < -reach[0]) | (distance > reach[1]), float("-inf"))
+        outputs.append(F.softmax(scores, dim=-1) @ part[2])
+    return torch.cat(outputs, dim=1)
+
+
+def test_unpack_is_the_inverse_of_pack_and_padding_is_zero() -> None:
+    windows = some_windows(3, 0)
+    layout = block_layout(LENGTHS, BLOCK, CPU)
+    packed = layout.pack(windows)
+    assert packed.shape == (layout.num_blocks, BLOCK, 3)
+    assert packed.abs().gt(0).sum() == sum(LENGTHS) * 3
+    for window, back in zip(windows, layout.unpack(packed), strict=True):
+        assert torch.equal(window, back)
+
+
+def test_positions_begin_anew_in_every_window() -> None:
+    layout = block_layout(LENGTHS, BLOCK, CPU)
+    for length, positions in zip(LENGTHS, layout.unpack(layout.positions[..., None]), strict=True):
+        assert torch.equal(positions[:, 0], torch.arange(length))
+
+
+@pytest.mark.parametrize("attention", [block_attention, plain_attention])
+@pytest.mark.parametrize("reach", REACHES)
+def test_attention_over_a_ragged_batch_equals_its_definition_on_each_window(
+    attention: Attention, reach: tuple[int, int]
+) -> None:
+    windows = [some_windows(HEADS * DIM, seed) for seed in range(3)]
+    for number, mixed in enumerate(attend(attention, windows, reach)):
+        query, key, value = (part[number] for part in windows)
+        expected = by_definition(query, key, value, reach)
+        torch.testing.assert_close(mixed, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attention", [block_attention, plain_attention])
+@pytest.mark.parametrize("reach", REACHES)
+def test_values_that_are_not_finite_stay_in_their_window(attention: Attention, reach: tuple[int, int]) -> None:
+    windows = [some_windows(HEADS * DIM, seed) for seed in range(3)]
+    for part in windows:
+        part[2].fill_(float("nan"))
+    finite = [bool(torch.isfinite(mixed).all()) for mixed in attend(attention, windows, reach)]
+    assert finite == [True, True, False, True, True, True]
+
+
+def test_whole_blocks_need_no_mask_within_a_block() -> None:
+    assert block_layout([16, 8], BLOCK, CPU).reaches[0, 0].mask is None
+    assert block_layout([16, 9], BLOCK, CPU).reaches[0, 0].mask is not None
+
+
+def test_windows_of_equal_length_share_a_group() -> None:
+    assert equal_length_groups([5, 7, 5, 9, 7]) == [[0, 2], [1, 4], [3]]

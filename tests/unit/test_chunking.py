@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The window plan: every code is spoken once, windows follow from the length alone, the first chunk comes early."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from pydantic import ValidationError
+from triton_omni.settings import StreamingPlan
+from triton_omni.token2wav.chunking import Chunk, Span, WindowPlan, offline_plan, streaming_plan
+
+PLANS = [
+    StreamingPlan(chunk_blocks=blocks, look_back_blocks=back, look_ahead_blocks=ahead, vocoder_context_frames=context)
+    for blocks, back, ahead, context in itertools.product(
+        [(1,), (2,), (1, 2, 3), (4, 1)], [0, 2], [0, 1, 3], [0, 1, 24, 30]
+    )
+    if (blocks[0] + ahead) * 24 > context
+]
+LENGTHS = [0, 1, 2, 11, 12, 13, 23, 24, 25, 36, 37, 60, 72, 100, 143, 144, 145]
+
+
+def in_codes(plan: StreamingPlan) -> WindowPlan:
+    return streaming_plan(plan, block_frames=24, frames_per_code=2)
+
+
+def chunks_of(plan: WindowPlan, codes: int) -> list[Chunk]:
+    """All chunks of a whole reply."""
+    chunks: list[Chunk] = []
+    while not chunks or not chunks[-1].final:
+        chunk = plan.chunk(len(chunks), codes, ended=True)
+        assert chunk is not None
+        chunks.append(chunk)
+    return chunks
+
+
+@pytest.mark.parametrize("settings", PLANS, ids=str)
+def test_chunks_cover_every_frame_once_and_each_sample_has_its_context(settings: StreamingPlan) -> None:
+    plan = in_codes(settings)
+    for codes in LENGTHS:
+        chunks, total = chunks_of(plan, codes), codes * 2
+        for what in ("kept", "audio"):
+            spans: list[Span] = [getattr(chunk, what) for chunk in chunks]
+            assert spans[0].start == 0
+            assert spans[-1].end == total
+            assert all(left.end == right.start for left, right in itertools.pairwise(spans))
+        for chunk in chunks:
+            assert chunk.vocoder.start == max(0, chunk.audio.start - plan.vocoder_context)
+            assert chunk.vocoder.end == min(total, chunk.audio.end + plan.vocoder_context)
+            assert chunk.kept.start >= chunk.solved.start
+            assert chunk.kept.end <= chunk.solved.end
+            assert len(chunk.audio) > 0 or codes == 0
+
+
+@pytest.mark.parametrize("settings", PLANS, ids=str)
+def test_mel_frames_for_the_vocoder_are_there_when_the_chunk_runs(settings: StreamingPlan) -> None:
+    plan = in_codes(settings)
+    for codes in LENGTHS:
+        tail = Span(0, 0)
+        for chunk in chunks_of(plan, codes):
+            assert tail.end == chunk.kept.start
+            assert tail.start <= chunk.vocoder.start <= chunk.kept.end
+            assert chunk.vocoder.end <= chunk.solved.end
+            tail = Span(plan.tail_start(chunk), chunk.kept.end)
+            assert len(tail) <= max(2 * plan.vocoder_context, 1)
+
+
+@pytest.mark.parametrize("settings", PLANS, ids=str)
+def test_a_chunk_is_the_same_whenever_it_becomes_due(settings: StreamingPlan) -> None:
+    plan = in_codes(settings)
+    for total in LENGTHS:
+        for chunk in chunks_of(plan, total):
+            seen = [plan.chunk(chunk.index, codes, ended=False) for codes in range(total + 1)]
+            first = next((n for n, one in enumerate(seen) if one is not None), len(seen))
+            assert all(one is None for one in seen[:first])
+            assert all(one == chunk for one in seen[first:])
+            assert chunk.final == (first == len(seen))
+
+
+@pytest.mark.parametrize("settings", PLANS, ids=str)
+def test_windows_stay_bounded_however_long_the_stream(settings: StreamingPlan) -> None:
+    widest = (max(settings.chunk_blocks) + settings.look_back_blocks + settings.look_ahead_blocks) * 24
+    assert all(len(chunk.solved) <= widest for chunk in chunks_of(in_codes(settings), 1000))
+
+
+def test_default_plan_speaks_after_one_block_and_its_look_ahead() -> None:
+    plan = in_codes(StreamingPlan())
+    assert plan.chunk(0, 23, ended=False) is None
+    chunk = plan.chunk(0, 24, ended=False)
+    assert chunk == Chunk(0, False, solved=Span(0, 48), kept=Span(0, 24), vocoder=Span(0, 48), audio=Span(0, 24))
+
+
+def test_chunk_sizes_follow_the_plan_and_the_last_one_repeats() -> None:
+    plan = in_codes(StreamingPlan(chunk_blocks=(1, 2, 3)))
+    assert [len(chunk.kept) / 24 for chunk in chunks_of(plan, 12 * 13)] == [1, 2, 3, 3, 3, 1]
+    assert [len(chunk.kept) / 24 for chunk in chunks_of(plan, 12 * 13 - 1)] == [1, 2, 3, 3, 3 + 11 / 12]
+
+
+def test_later_chunks_look_back_and_ahead() -> None:
+    chunk = in_codes(StreamingPlan()).chunk(2, 1000, ended=False)
+    assert chunk == Chunk(
+        2, False, solved=Span(24, 168), kept=Span(72, 144), vocoder=Span(48, 168), audio=Span(72, 144)
+    )
+
+
+def test_without_look_ahead_the_audio_lags_by_the_vocoder_context() -> None:
+    plan = in_codes(StreamingPlan(chunk_blocks=(2,), look_back_blocks=1, look_ahead_blocks=0))
+    first, second = plan.chunk(0, 49, ended=False), plan.chunk(1, 49, ended=False)
+    assert first == Chunk(0, False, solved=Span(0, 48), kept=Span(0, 48), vocoder=Span(0, 48), audio=Span(0, 24))
+    assert second == Chunk(1, False, solved=Span(24, 96), kept=Span(48, 96), vocoder=Span(0, 96), audio=Span(24, 72))
+
+
+def test_offline_is_one_window_when_the_stream_has_ended() -> None:
+    plan = offline_plan(frames_per_code=2)
+    assert plan.chunk(0, 4096, ended=False) is None
+    whole = Span(0, 200)
+    assert plan.chunk(0, 100, ended=True) == Chunk(0, True, solved=whole, kept=whole, vocoder=whole, audio=whole)
+
+
+def test_a_plan_whose_first_chunk_has_no_sound_is_refused() -> None:
+    with pytest.raises(ValidationError, match="vocoder_context_frames 24 leaves no sound of the first chunk"):
+        StreamingPlan(chunk_blocks=(1,), look_ahead_blocks=0)
