@@ -281,7 +281,7 @@ stop_server() {
     exit "$status"
 }
 
-# Sets HTTP_URL and GRPC_URL from the READY line of the supervisor, or fails with what it said.
+# Sets GRPC_URL from the READY line of the supervisor, or fails with what it said.
 wait_for_ready() { # wait_for_ready OUTPUT
     local ready=''
     while [[ -z $ready ]]; do
@@ -306,7 +306,7 @@ command_demo() {
     SERVER=$!
     say "demo: starting the server (its log: $LOGS/server.log)"
     wait_for_ready "$output"
-    "$VENV/bin/python" -m triton_omni_client say "${1:-Tell me a story}" -o reply.wav --url "$GRPC_URL"
+    "$VENV/bin/triton-omni" say "${1:-Tell me a story}" -o reply.wav --url "$GRPC_URL"
 }
 
 # --- check, test, clean -----------------------------------------------------------------------------------------------
