@@ -397,6 +397,10 @@ class TestVideo:
         spectrum = np.abs(np.fft.rfft(sound.samples, 16000))
         assert np.argmax(spectrum) == pytest.approx(440, abs=2)
 
+    def test_a_video_of_the_longest_length_keeps_its_padded_sound(self):
+        data = samples.video_file(seconds=4, fps=2, audio=True)
+        assert len(video(data, with_audio=True).audio.samples) > 4 * 16000
+
     def test_a_silent_video_has_no_sound(self):
         assert video(samples.video_file(), with_audio=True).audio is None
 
@@ -423,6 +427,12 @@ class TestVideo:
             container.mux(stream.encode(None))
         with pytest.raises(BadRequest, match="has no video track"):
             video(out.getvalue())
+
+    @pytest.mark.parametrize(("codec", "track"), [(b"V_VP9", "video"), (b"A_OPUS", "audio")])
+    def test_an_unknown_codec_is_refused(self, codec, track):
+        data = samples.video_file("webm", audio=True).replace(codec, codec[:-1] + b"?")
+        with pytest.raises(BadRequest, match=f"the codec of its {track} track is unknown"):
+            video(data, kind="webm", with_audio=True)
 
     def test_packets_that_show_no_picture_do_not_count(self, monkeypatch):
         data = samples.video_file(seconds=2, fps=8, width=84, height=56)

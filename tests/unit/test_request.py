@@ -103,6 +103,11 @@ def test_options_become_the_engines_sampling():
     assert (talker.top_k, talker.top_p, talker.min_p, talker.max_tokens, talker.seed) == (40, 0.8, 0.0, 77, 6)
 
 
+def test_token2wav_options_become_the_engines():
+    options = with_parameters({"token2wav": {"solver": "euler", "num_steps": 4}}).token2wav.to_stream_options()
+    assert (options.solver, options.num_steps, options.guidance_scale, options.mode) == ("euler", 4, None, None)
+
+
 def test_text_only_wants_no_audio():
     assert not with_parameters({"modalities": ["text"]}).wants_audio
 

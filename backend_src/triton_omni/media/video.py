@@ -11,12 +11,15 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal, cast, overload
 
 import av
 import numpy as np
 import torch
+from av.audio.codeccontext import AudioCodecContext
+from av.audio.stream import AudioStream
 from av.container import InputContainer
+from av.video.codeccontext import VideoCodecContext
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
@@ -34,6 +37,8 @@ FRAME_FACTOR = 2
 MIN_FRAMES = 4
 MAX_SOURCE_FPS = 240
 """Bounds how many frames are decoded for one second of video."""
+SOUND_SLACK_SECONDS = 1.0
+"""Sound may end after the last picture: encoders pad it to whole packets."""
 
 
 def decode_video(
@@ -124,9 +129,10 @@ class _VideoFile:
         with self._open() as source:
             if not source.streams.audio:
                 return None
-            context = source.streams.audio[0].codec_context
+            context = _known_codec(source.streams.audio[0])
             check_format(context.sample_rate, context.channels)
-            return finish_audio(_sound_blocks(source), context.sample_rate, self.limits.max_video_seconds)
+            most = self.limits.max_video_seconds + SOUND_SLACK_SECONDS
+            return finish_audio(_sound_blocks(source), context.sample_rate, most)
 
     def _open(self) -> InputContainer:
         return av.open(io.BytesIO(self.data), mode="r", format=self.container, metadata_errors="replace")
@@ -174,7 +180,8 @@ class _VideoFile:
         if not source.streams.video:
             raise BadRequest("has no video track")
         stream = source.streams.video[0]
-        self._check_pixels(stream.codec_context.width, stream.codec_context.height)
+        context = _known_codec(stream)
+        self._check_pixels(context.width, context.height)
         return stream
 
     def _check_pixels(self, width: int, height: int) -> None:
@@ -188,6 +195,22 @@ class _VideoFile:
         if seconds > self.limits.max_video_seconds:
             raise TooLarge(f"{seconds:.1f} seconds of video, the limit is {self.limits.max_video_seconds:g}")
         return total
+
+
+@overload
+def _known_codec(stream: VideoStream) -> VideoCodecContext: ...
+
+
+@overload
+def _known_codec(stream: AudioStream) -> AudioCodecContext: ...
+
+
+def _known_codec(stream: VideoStream | AudioStream) -> VideoCodecContext | AudioCodecContext:
+    """The decoder of a track; PyAV has None for a codec that this FFmpeg does not know."""
+    context = cast("VideoCodecContext | AudioCodecContext | None", stream.codec_context)
+    if context is None:
+        raise BadRequest(f"the codec of its {stream.type} track is unknown")
+    return context
 
 
 def _upright(frame: VideoFrame) -> NDArray[np.uint8]:
