@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -483,3 +483,70 @@ def test_what_the_runners_cannot_do_is_refused_by_name(engine: Any, change: dict
     )
     with pytest.raises(UnsupportedEngineError, match=message):
         refuse_unsupported(config)
+
+
+class _Ordered:
+    """Stream or event of a device that does everything at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def record(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, _: Any) -> None: ...
+
+
+@pytest.fixture
+def async_engine(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An engine that schedules a step ahead, as on a GPU: vLLM allows it there alone, so its streams are stood in."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    adjust = CpuPlatform.check_and_update_config
+
+    def adjust_but_stay_async(config: Any) -> None:
+        adjust(config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(adjust_but_stay_async))
+    for name, stand_in in (("Stream", _Ordered), ("Event", _Ordered), ("current_stream", _Ordered)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    made = make_engine(tiny_checkpoint)
+    assert made._core.batch_queue is not None
+    yield made
+    assert made.stats() == NOTHING_HELD
+    made.close()
+
+
+def test_a_step_scheduled_ahead_adds_no_row(
+    async_engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
+) -> None:
+    prompts = {text: ask(hf, text) for text in QUESTIONS}
+    answers = run(async_engine, prompts)
+    for text in QUESTIONS:
+        assert_equals_hf(answers[text], expected[text])
+    cut = run(async_engine, prompts, Sampling(max_tokens=3))
+    for text in QUESTIONS:
+        assert cut[text].token_ids == expected[text].token_ids[:3]
+        assert len(cut[text].rows) == len(expected[text].prompt_token_ids) + 2
+
+
+def test_sequences_that_end_while_a_step_is_ahead_leave_nothing(
+    async_engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
+) -> None:
+    answers = {text: Answer() for text in QUESTIONS[:3]}
+    for text in answers:
+        async_engine.add(text, async_engine.prepare(ask(hf, text)), REPLY, want_rows=True)
+    with poisoned(async_engine, "bad"):
+        answers["bad"] = Answer()
+        async_engine.add("bad", async_engine.prepare(ask(hf, QUESTIONS[4])), REPLY, want_rows=True)
+        while len(answers[QUESTIONS[1]].token_ids) < 5:
+            for output in async_engine.step():
+                answers[output.key].outputs.append(output)
+        async_engine.abort(QUESTIONS[1])
+        drain(async_engine, answers)
+    assert answers["bad"].last.error is not None
+    for text in (QUESTIONS[0], QUESTIONS[2]):
+        assert_equals_hf(answers[text], expected[text])
