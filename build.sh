@@ -85,7 +85,7 @@ help_check() {
     cat <<'TEXT'
 Usage: ./build.sh check
 
-Runs ruff format --check, ruff check, and mypy --strict on backend_src, client and model_repository.
+Runs ruff format --check, ruff check, mypy --strict on backend_src, client and model_repository, shellcheck and hadolint.
 TEXT
 }
 
@@ -322,6 +322,8 @@ run_checks() {
         [[ -f $model ]] || continue
         "$VENV/bin/mypy" --strict "$model"
     done
+    "$VENV/bin/shellcheck" build.sh scripts/*.sh .ci/run
+    "$VENV/bin/hadolint" Dockerfile
 }
 
 command_check() {

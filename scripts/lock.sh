@@ -2,15 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # Resolves requirements/*.in into the lock files for Python 3.11 and 3.12 on Linux x86_64.
 # Maintainers run it after changing a requirement (needs uv on PATH); `build.sh setup` only reads the result.
+# Locked versions stay where they can; `scripts/lock.sh --upgrade` renews them all.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+options=("$@")
 unset UV_FIND_LINKS # the locks name public builds only
 
 compile() { # compile NAME [uv arguments]: requirements/NAME.in -> requirements/NAME.lock
     local name=$1
     shift
-    uv pip compile "requirements/$name.in" --universal --fork-strategy fewest --python-version 3.11 --upgrade \
-        --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links --quiet "$@" \
+    uv pip compile "requirements/$name.in" --universal --fork-strategy fewest --python-version 3.11 \
+        --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links --quiet "${options[@]}" "$@" \
         --output-file "requirements/$name.lock"
     # The limits that every line shares are checked by build.sh, once.
     sed -i "s/ ; python_full_version < '3.13' and platform_machine == 'x86_64' and sys_platform == 'linux'//" \
