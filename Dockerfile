@@ -20,7 +20,7 @@ RUN python3 -m venv --without-pip .venv \
 # As `build.sh setup` does it on a machine with a GPU.
 RUN /opt/uv/bin/uv pip install --no-cache --python .venv/bin/python --override requirements/overrides.txt \
         -r requirements/gpu.lock
-COPY LICENSE README.md pyproject.toml ./
+COPY LICENSE pyproject.toml ./
 COPY backend_src backend_src
 COPY client client
 RUN /opt/uv/bin/uv pip install --no-cache --python .venv/bin/python --no-deps --no-build-isolation . ./client
