@@ -470,6 +470,29 @@ def test_a_row_that_is_not_finite_fails_its_sequence_alone(engine, cases, expect
     assert speak(engine, cases, [GREEDY] * 8) == expected
 
 
+@pytest.mark.parametrize("end", ["by itself", "by abort"])
+def test_a_sequence_that_overflows_inside_the_network_fails_alone(engine, cases, expected, end):
+    """Others get its cache blocks next, and attention multiplies what lies behind their last position by zero."""
+    for number in (2, 4):
+        engine.open(f"s{number}", cases[number].prompt, GREEDY)
+        engine.feed(f"s{number}", cases[number].rows)
+        engine.end(f"s{number}")
+    spoken = Spoken()
+    for _ in range(5):
+        spoken.step(engine)
+    runner = engine._core.model_executor.driver_worker.worker.model_runner
+    with torch.inference_mode():
+        for cache in runner.kv_caches:
+            cache[runner.requests[engine._open["s4"].request_id].block_ids[0]] = float("nan")
+    if end == "by abort":
+        engine.abort("s4")
+    spoken.drain(engine)
+    assert spoken.of("s2") == expected[2]
+    assert ("s4" in spoken.errors) == (end == "by itself")
+    assert not any(cache.isnan().any() for cache in runner.kv_caches)
+    assert speak(engine, cases, [GREEDY] * 8) == expected
+
+
 def test_more_sequences_than_a_step_holds_take_turns(engine, cases, expected):
     assert speak(engine, cases * 2, [GREEDY] * 16) == expected * 2
 

@@ -64,8 +64,8 @@ class TalkerVllmEngine:
         self._open: dict[str, Sequence] = {}
         self._by_request: dict[str, Sequence] = {}
         self._silent: list[str] = []
-        runner = self._core.model_executor.driver_worker.worker.model_runner
-        runner.serve(self._rows, self._by_request, self._ids, config.codec.largest_code + 1)
+        self._runner: Any = self._core.model_executor.driver_worker.worker.model_runner
+        self._runner.serve(self._rows, self._by_request, self._ids, config.codec.largest_code + 1)
         self._core.scheduler.wait_for(lambda request_id: self._by_request[request_id].ready_positions)
         if device.type == "cuda":
             # The thread that steps may not be this one, and its stream would not wait for this one's.
@@ -136,6 +136,7 @@ class TalkerVllmEngine:
         if sequence is None:
             return
         if sequence.request_id is not None:
+            self._runner.scrub(sequence.request_id)
             self._llm.abort_request([sequence.request_id], internal=True)
         self._close(sequence)
 
@@ -224,10 +225,11 @@ class TalkerVllmEngine:
         sequence, completion = self._open[found.request_id], found.outputs[0]
         stopped = completion.finish_reason == "stop"
         codes = sequence.accept(len(completion.token_ids), spoken=len(completion.token_ids) - stopped)
-        error = None
+        error = self._reason_of_failure(completion) if found.finished else None
+        if error:
+            self._runner.scrub(sequence.request_id)
         if found.finished:
             self._close(sequence)
-            error = self._reason_of_failure(completion)
         return TalkerOutput(
             sequence.key,
             codes=codes.ids if codes is not None else None,

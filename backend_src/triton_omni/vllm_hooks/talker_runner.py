@@ -58,6 +58,24 @@ class TalkerRunnerMixin(_Runner):
         forbidden[[ids.bos, ids.mask]] = True
         self._forbidden = forbidden.to(self.device)
 
+    @torch.inference_mode()
+    def scrub(self, request_id: str) -> None:
+        """Zero the cache blocks of a sequence that ends before its values are known to be finite.
+
+        A later owner of a block reads what lies behind its last position times zero, and NaN times zero is NaN.
+        Must run before the scheduler gives the blocks away, that is before its next step.
+        """
+        state = self.requests.get(request_id)
+        if state is None:
+            return
+        blocks = torch.tensor([block for group in state.block_ids for block in group], dtype=torch.int64)
+        if self.device.type == "cuda":
+            blocks = blocks.pin_memory()
+        blocks = blocks.to(self.device, non_blocking=True)
+        for cache in self.kv_caches:
+            # Blocks come first in every layer's view; an attention kernel may split one into several.
+            cache.unflatten(0, (self.kv_cache_config.num_blocks, -1)).index_fill_(0, blocks, 0)
+
     def _init_mrope_positions(self, req_state: CachedRequestState) -> None:
         """The thinker computed the positions; vLLM's own way would need the media's grids."""
         positions = self._sequences[req_state.req_id].prompt.positions
