@@ -485,6 +485,15 @@ def test_what_the_runners_cannot_do_is_refused_by_name(engine: Any, change: dict
         refuse_unsupported(config)
 
 
+def test_a_checkpoint_in_which_vllm_and_hf_would_place_videos_differently_is_refused(engine: Any) -> None:
+    from triton_omni.vllm_hooks.platform import UnsupportedEngineError
+    from triton_omni.vllm_hooks.thinker_networks import check_time_scale
+
+    config = SimpleNamespace(position_id_per_seconds=25, vision_config=SimpleNamespace(tokens_per_second=2))
+    with pytest.raises(UnsupportedEngineError, match=r"position_id_per_seconds is 25.*tokens_per_second is 2"):
+        check_time_scale(config)
+
+
 class _Ordered:
     """Stream or event of a device that does everything at once."""
 

@@ -6,7 +6,6 @@ It implements `engine.ThinkerEngine`; sessions, messages and Triton are unknown 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +72,9 @@ class ThinkerVllmEngine:
             worker_cls=_WORKER,
             hf_overrides={"architectures": [thinker_networks.THINKER_ARCHITECTURE]},
             limit_mm_per_prompt={"image": media, "audio": media, "video": media},
-            # Media are seen once; the cache would also make the processor unsafe to share between threads.
+            # `prepare` runs on that many threads: vLLM then keeps a tokenizer for each, and its cache of processed
+            # media, which is not made for threads, has to be off.
+            renderer_num_workers=settings.preprocess_threads,
             mm_processor_cache_gb=0,
             skip_mm_profiling=True,
         )
@@ -83,6 +84,7 @@ class ThinkerVllmEngine:
         self._tap: RowTap = self._runner.row_tap
         self._model: Any = self._runner.get_model()
         config: Any = self._llm.model_config.hf_config.thinker_config
+        thinker_networks.check_time_scale(config)
         self._media_ids = {
             "audio": config.audio_token_index,
             "image": config.image_token_index,
@@ -90,12 +92,14 @@ class ThinkerVllmEngine:
         }
         self._end_ids = end_ids(config)
         self._max_model_len = settings.engine.max_model_len
-        self._processor_lock = threading.Lock()
         self._sequences: dict[str, _Sequence] = {}
         self._keys: dict[str, str] = {}
 
     def prepare(self, prompt: ThinkerPrompt, *, max_tokens: int = 1) -> ThinkerPlaced:
         """Preprocess media and expand their placeholders; may be called from any thread.
+
+        `multi_modal_data` holds a list a modality: "image" (PIL, or uint8 [H, W, 3]), "audio" (float32 [S] at 16 kHz),
+        "video" (uint8 [T, H, W, 3] at 2 frames a second); with `use_audio_in_video` every video has its sound.
 
         Raises:
             TooLarge: the expanded prompt and `max_tokens` exceed `max_model_len`.
@@ -133,6 +137,9 @@ class ThinkerVllmEngine:
         """Run one engine step and return what it gave; an empty list when there is nothing to do."""
         if not self.has_work():
             return []
+        if self.device.type == "cuda":
+            # A thread's current device; whoever made the engine may have been another thread.
+            torch.cuda.set_device(self._runner.device)
         news: dict[str, RequestOutput] = {output.request_id: output for output in self._llm.step()}  # type: ignore[misc]
         for key, output in news.items():
             self._sequences[key].release.reply_tokens += len(output.outputs[0].token_ids)
@@ -189,13 +196,11 @@ class ThinkerVllmEngine:
             return self._render_one(tokens)
         tokens["multi_modal_data"] = dict(prompt.multi_modal_data)
         tokens["mm_processor_kwargs"] = dict(prompt.mm_processor_kwargs)
-        # HF's tokenizer and processors are shared objects and not made for several threads.
-        with self._processor_lock:
-            try:
-                return self._render_one(tokens)
-            except (ValueError, TypeError) as error:
-                # vLLM's text may print the media themselves, so it goes to the log alone.
-                raise BadRequest("a medium could not be processed; it may be too short or too small") from error
+        try:
+            return self._render_one(tokens)
+        except (ValueError, TypeError) as error:
+            # vLLM's text may print the media themselves, so it goes to the log alone.
+            raise BadRequest("a medium could not be processed; it may be too short or too small") from error
 
     def _render_one(self, tokens: dict[str, Any]) -> Mapping[str, Any]:
         (engine_input,) = self._llm.renderer.render_cmpl([tokens])

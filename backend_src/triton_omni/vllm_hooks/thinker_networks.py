@@ -11,6 +11,7 @@ from itertools import takewhile
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from triton_omni.vllm_hooks.compat import (
     MULTIMODAL_REGISTRY,
@@ -21,6 +22,7 @@ from triton_omni.vllm_hooks.compat import (
     Qwen2_5OmniThinkerMultiModalProcessor,
     Qwen2_5OmniThinkerProcessingInfo,
 )
+from triton_omni.vllm_hooks.platform import UnsupportedEngineError
 
 THINKER_ARCHITECTURE = "TritonOmniThinker"
 
@@ -49,6 +51,20 @@ class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration):
             end = input_tokens.index(self.config.audio_end_token_id, offset)
             positions = move_interleaved(positions, input_tokens, offset, end)
         return positions, int(positions.max()) + 1 - len(input_tokens)
+
+
+def check_time_scale(thinker_config: PretrainedConfig) -> None:
+    """Refuse a checkpoint whose two figures for positions a second differ: HF reads one, vLLM the other.
+
+    Raises:
+        UnsupportedEngineError: naming both.
+    """
+    ours, theirs = thinker_config.position_id_per_seconds, thinker_config.vision_config.tokens_per_second
+    if ours != theirs:
+        raise UnsupportedEngineError(
+            f"thinker_config.position_id_per_seconds is {ours}, vision_config.tokens_per_second is {theirs}: "
+            "vLLM would place videos elsewhere than HF does; make them equal"
+        )
 
 
 def move_interleaved(positions: Tensor, tokens: list[int], begin: int, end: int) -> Tensor:
