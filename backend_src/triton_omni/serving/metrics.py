@@ -39,8 +39,10 @@ class StageMetrics:
         self._counter = counter
         self._stage = stage
         self._families = {name: self._family(pb_utils, f"omni_{name}", text) for name, text in _HELP.items()}
-        self._gauges = {name: family.Metric(labels={"stage": stage}) for name, family in self._families.items()}
-        self._link_family = self._family(pb_utils, "omni_link_bytes", "bytes received from the stage before, by device")
+        self._gauges = {name: self._families[name].Metric(labels={"stage": stage}) for name in _HELP}
+        self._families["link_bytes"] = self._family(
+            pb_utils, "omni_link_bytes", "bytes received from the stage before, by device"
+        )
         self._links: dict[tuple[str, str], Any] = {}
         self._published: dict[Any, float] = {}
         self._stopping = threading.Event()
@@ -48,9 +50,17 @@ class StageMetrics:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop publishing."""
+        """Stop publishing and give the metrics back.
+
+        A metric that outlives the model is destroyed when the stub has already closed its shared memory, and
+        crashes it.
+        """
         self._stopping.set()
         self._thread.join()
+        self._published.clear()
+        self._gauges.clear()
+        self._links.clear()
+        self._families.clear()
 
     @staticmethod
     def _family(pb_utils: Any, name: str, text: str) -> Any:
@@ -70,7 +80,7 @@ class StageMetrics:
         for link, size in self._counter.snapshot().items():
             if link not in self._links:
                 labels = {"stage": self._stage, "tensor": link[0], "device": link[1]}
-                self._links[link] = self._link_family.Metric(labels=labels)
+                self._links[link] = self._families["link_bytes"].Metric(labels=labels)
             self._set(link, self._links[link], size)
 
     def _set(self, key: Any, metric: Any, value: float) -> None:

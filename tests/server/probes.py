@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stage runs in the tests: the real stage and engine, watched and, for chosen seeds, disturbed.
+
+A test's model repository holds a `model.py` that calls `install` and then starts the stage as ever. What passes on
+the links and out of the engines goes to a file of JSON lines a stage; a request whose seed is in `DISTURBANCES` slows
+an engine down, loses its sequence or breaks the engine. Requests with other seeds run the real code alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+RECORDS_VARIABLE = "OMNI_TEST_RECORDS"
+
+StageName = Literal["thinker", "talker", "token2wav"]
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What an engine does while a sequence of this seed is open."""
+
+    stage: StageName
+    step_s: float = 0.0
+    """Every step of the engine takes this much longer."""
+    fails_after: int | None = None
+    """The engine gives this sequence up after so many outputs."""
+    breaks_after: int | None = None
+    """The engine raises after so many outputs of this sequence."""
+
+
+SLOW_THINKER, SLOW_TALKER, SLOW_TOKEN2WAV = 910_001, 910_002, 910_003
+CRAWLING_THINKER = 910_004
+FAILING_THINKER, FAILING_TALKER, FAILING_TOKEN2WAV = 920_001, 920_002, 920_003
+BREAKING_TALKER = 930_002
+
+DISTURBANCES = {
+    SLOW_THINKER: Disturbance("thinker", step_s=0.04),
+    CRAWLING_THINKER: Disturbance("thinker", step_s=0.15),
+    SLOW_TALKER: Disturbance("talker", step_s=0.04),
+    SLOW_TOKEN2WAV: Disturbance("token2wav", step_s=0.15),
+    FAILING_THINKER: Disturbance("thinker", fails_after=5),
+    FAILING_TALKER: Disturbance("talker", fails_after=5),
+    FAILING_TOKEN2WAV: Disturbance("token2wav", fails_after=0),
+    BREAKING_TALKER: Disturbance("talker", breaks_after=5),
+}
+
+
+class Recorder:
+    """Appends events to this stage's file; safe from every thread, since a line is one write."""
+
+    def __init__(self, stage: StageName) -> None:
+        path = Path(os.environ[RECORDS_VARIABLE]) / f"{stage}.jsonl"
+        self._file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+
+    def write(self, event: str, key: str, **fields: Any) -> None:
+        """Write one event with the system-wide monotonic time."""
+        line = json.dumps({"event": event, "key": key, "ns": time.monotonic_ns(), **fields})
+        os.write(self._file, line.encode() + b"\n")
+
+
+def install(stage: StageName) -> None:
+    """Put the probes between `serving.launch` and what it starts; to be called once, before the stage is loaded."""
+    recorder = Recorder(stage)
+    _watch_cancellation(recorder)
+    if stage == "thinker":
+        _probe_thinker(recorder)
+    elif stage == "talker":
+        _probe_talker(recorder)
+    else:
+        _probe_token2wav(recorder)
+
+
+def _watch_cancellation(recorder: Recorder) -> None:
+    from triton_omni import ledger
+
+    class WatchedLedger(ledger.SessionLedger):
+        def mark_cancelled(self, key: Any) -> None:
+            super().mark_cancelled(key)
+            recorder.write("noticed", key.name)
+
+    ledger.SessionLedger = WatchedLedger
+
+
+class _Disturbed:
+    """Mixed in before an engine: applies the disturbance of every open sequence, and records what comes out."""
+
+    recorder: Recorder
+    stage: StageName
+
+    def begin(self, key: str, seed: int) -> None:
+        disturbance = DISTURBANCES.get(seed)
+        if disturbance is not None and disturbance.stage == self.stage:
+            self._disturbed()[key] = disturbance
+
+    def step(self) -> list[Any]:
+        outputs = super().step()
+        time.sleep(max((found.step_s for found in self._disturbed().values()), default=0.0))
+        return [self._disturb(output) for output in outputs]
+
+    def abort(self, key: str) -> None:
+        super().abort(key)
+        self._disturbed().pop(key, None)
+        self.recorder.write("aborted", key)
+
+    def _disturbed(self) -> dict[str, Disturbance]:
+        return self.__dict__.setdefault("_open_disturbances", {})
+
+    def _disturb(self, output: Any) -> Any:
+        found = self._disturbed().get(output.key)
+        if found is None:
+            return output
+        if found.breaks_after == 0:
+            raise RuntimeError("injected: the device is lost")
+        if found.fails_after == 0:
+            super().abort(output.key)
+            empty = {"samples": output.samples[:0]} if hasattr(output, "samples") else {}
+            return type(output)(output.key, error="injected: not finite", **empty)
+        self._disturbed()[output.key] = dataclasses.replace(
+            found,
+            fails_after=None if found.fails_after is None else found.fails_after - 1,
+            breaks_after=None if found.breaks_after is None else found.breaks_after - 1,
+        )
+        return output
+
+
+def _probe_thinker(recorder: Recorder) -> None:
+    from triton_omni.vllm_hooks import thinker_engine
+
+    class ProbedThinkerEngine(_Disturbed, thinker_engine.ThinkerVllmEngine):
+        stage = "thinker"
+
+        def add(self, key: str, placed: Any, sampling: Any, *, want_rows: bool) -> None:
+            super().add(key, placed, sampling, want_rows=want_rows)
+            recorder.write("added", key, prompt=list(placed.prompt_token_ids))
+            self.begin(key, sampling.seed)
+
+        def step(self) -> list[Any]:
+            outputs = super().step()
+            for output in outputs:
+                recorder.write("tokens", output.key, ids=list(output.token_ids))
+                if output.finish_reason is not None:
+                    recorder.write("finished", output.key)
+            return outputs
+
+    ProbedThinkerEngine.recorder = recorder
+    thinker_engine.ThinkerVllmEngine = ProbedThinkerEngine
+
+
+def _probe_talker(recorder: Recorder) -> None:
+    from triton_omni.talker import stage
+    from triton_omni.vllm_hooks import talker_engine
+
+    class ProbedTalkerEngine(_Disturbed, talker_engine.TalkerVllmEngine):
+        stage = "talker"
+
+        def open(self, key: str, prompt: Any, sampling: Any) -> None:
+            super().open(key, prompt, sampling)
+            self.begin(key, sampling.seed)
+
+    class ProbedTalkerStage(stage.TalkerStage):
+        def submit(self, tensors: Any, outlet: Any) -> None:
+            recorder.write("message", **_described(tensors), rows=len(tensors["ROWS"]))
+            super().submit(tensors, outlet)
+
+    ProbedTalkerEngine.recorder = recorder
+    talker_engine.TalkerVllmEngine = ProbedTalkerEngine
+    stage.TalkerStage = ProbedTalkerStage
+
+
+def _probe_token2wav(recorder: Recorder) -> None:
+    from triton_omni.token2wav import engine, stage
+
+    class ProbedToken2WavEngine(_Disturbed, engine.Token2WavEngine):
+        stage = "token2wav"
+
+        def open(self, key: str, voice: str, seed: int, options: Any) -> None:
+            super().open(key, voice, seed, options)
+            self.begin(key, seed)
+
+    class ProbedToken2WavStage(stage.Token2WavStage):
+        def submit(self, tensors: Any, outlet: Any) -> None:
+            recorder.write("message", **_described(tensors), codes=tensors["CODES"].tolist())
+            super().submit(tensors, outlet)
+
+    ProbedToken2WavEngine.recorder = recorder
+    engine.Token2WavEngine = ProbedToken2WavEngine
+    stage.Token2WavStage = ProbedToken2WavStage
+
+
+def _described(tensors: Any) -> dict[str, Any]:
+    meta = json.loads(tensors["META"])
+    key = meta["key"]
+    request_id = (meta.get("session") or {}).get("request_id")
+    return {"key": f"s{key['slot']}g{key['generation']}", "kind": meta["kind"], "request_id": request_id}

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tritonserver with probed stages for tests: its repository, its clients, its metrics and its records.
+
+Knows `serving.supervisor` and the public client; what the stages record is written by `probes.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from triton_omni.serving.supervisor import ServerConfig, Supervisor
+from triton_omni_client import HttpClient, OmniClient, Reply, Request
+
+from server.probes import RECORDS_VARIABLE
+
+ROOT = Path(__file__).parents[2]
+STAGES = ("thinker", "talker", "token2wav")
+
+Settings = Mapping[str, Mapping[str, Any]]
+
+TINY: Settings = {
+    "thinker": {
+        "engine": {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 128, "threads": 1},
+        "limits": {"max_media_bytes": 1 << 20, "max_audio_seconds": 5, "max_request_bytes": 8192},
+        "max_sessions": 8,
+        "max_new_tokens": 256,
+        "timeout_s": 60,
+        "preprocess_threads": 2,
+    },
+    "talker": {
+        "engine": {"max_num_seqs": 8, "max_model_len": 2048, "max_num_batched_tokens": 512, "threads": 1},
+        "max_sessions": 8,
+        "max_codes": 600,
+    },
+    "token2wav": {"threads": 1, "max_codes": 600},
+    "qwen2_5_omni_unary": {"max_requests": 16},
+}
+"""Settings of the tests' servers, for the tiny checkpoint on two cores."""
+
+_PROBED_MODEL = """
+import sys
+
+sys.path.insert(0, "{tests}")
+from server.probes import install
+
+install("{stage}")
+"""
+
+
+def make_repository(target: Path, settings: Settings = TINY) -> Path:
+    """A copy of the project's model repository with these settings over its own, and probes in its stages."""
+    shutil.copytree(ROOT / "model_repository", target)
+    for model, chosen in settings.items():
+        path = target / model / "1" / "stage.yaml"
+        path.write_text(yaml.safe_dump(_merged(yaml.safe_load(path.read_text()), chosen)))
+    for stage in STAGES:
+        model_file = target / stage / "1" / "model.py"
+        code = model_file.read_text()
+        begin = "FOLDER = "
+        assert begin in code, f"{model_file} has changed: no place for the probes"
+        probes = _PROBED_MODEL.format(stage=stage, tests=ROOT / "tests")
+        model_file.write_text(code.replace(begin, probes + begin, 1))
+    return target
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in new.items():
+        merged[key] = _merged(merged.get(key) or {}, value) if isinstance(value, Mapping) else value
+    return merged
+
+
+def server_config(folder: Path, checkpoint: Path, settings: Settings = TINY, **options: Any) -> ServerConfig:
+    """How a test's server runs; everything it writes is in `folder`."""
+    records = folder / "records"
+    records.mkdir()
+    return ServerConfig(
+        model_repository=make_repository(folder / "repository", settings),
+        model=str(checkpoint),
+        log_path=folder / "server.log",
+        ready_timeout_s=180,
+        environment={"OMP_NUM_THREADS": "1", RECORDS_VARIABLE: str(records)},
+        **options,
+    )
+
+
+@contextmanager
+def serve(folder: Path, checkpoint: Path, settings: Settings = TINY) -> Iterator[Served]:
+    """A running server."""
+    with Supervisor(server_config(folder, checkpoint, settings)) as supervisor:
+        served = Served(supervisor, folder / "records")
+        with served.client:
+            yield served
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], object]) -> None:
+    """Poll until `condition` holds; `what` says what was found when it never does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still not so after {seconds:g} s: {what()}"
+        time.sleep(0.01)
+
+
+class Served:
+    """One running server as tests see it."""
+
+    def __init__(self, supervisor: Supervisor, records: Path) -> None:
+        self.supervisor = supervisor
+        self.client = OmniClient(supervisor.grpc_url, timeout=60)
+        self.http = HttpClient(f"http://{supervisor.http_url}", timeout=60)
+        self.records = Records(records)
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Triton's metrics whose names begin with `prefix`, labels included."""
+        with urllib.request.urlopen(f"http://{self.supervisor.metrics_url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith(prefix))}
+
+    def held(self) -> dict[str, float]:
+        """What the stages and Triton itself hold now: every figure that is not 0."""
+        found = self.metrics("omni_") | self.metrics("nv_inference_pending_request_count")
+        return {name: value for name, value in found.items() if value and not name.startswith("omni_link_bytes")}
+
+    def link_bytes(self) -> dict[str, float]:
+        """Bytes of rows and codes that passed on the links, by metric."""
+        found = self.metrics("omni_link_bytes")
+        return {name: value for name, value in found.items() if re.search('tensor="(ROWS|CODES)"', name)}
+
+    def wait_until_idle(self, seconds: float = 5.0) -> None:
+        """Nothing is left of any request."""
+        wait_for(lambda: not self.held(), seconds, self.held)
+
+    def ask(self, request_id: str, text: str, **options: Any) -> Reply:
+        """One whole reply over a gRPC stream."""
+        return self.client.stream(Request(text=text, request_id=request_id, **options)).collect()
+
+
+@dataclass(frozen=True)
+class Records:
+    """What the probes of one server wrote, by request id."""
+
+    folder: Path
+
+    def events(self, stage: str) -> list[dict[str, Any]]:
+        """All events of a stage, in order."""
+        path = self.folder / f"{stage}.jsonl"
+        # The last line may be in the middle of being written.
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def key(self, request_id: str) -> str:
+        """The session of a request that reached the talker."""
+        keys = [event["key"] for event in self.events("talker") if event.get("request_id") == request_id]
+        assert len(keys) == 1, f"request {request_id} opened {len(keys)} sessions"
+        return str(keys[0])
+
+    def of(self, request_id: str, stage: str, event: str) -> list[dict[str, Any]]:
+        """The events of one kind that a stage recorded for a request."""
+        key = self.key(request_id)
+        return [found for found in self.events(stage) if found["key"] == key and found["event"] == event]
+
+    def prompt(self, request_id: str) -> tuple[int, ...]:
+        """Prompt ids as the thinker's engine took them."""
+        return tuple(self.of(request_id, "thinker", "added")[0]["prompt"])
+
+    def tokens(self, request_id: str) -> tuple[int, ...]:
+        """Reply ids that the thinker's engine gave."""
+        return tuple(token for event in self.of(request_id, "thinker", "tokens") for token in event["ids"])
+
+    def codes(self, request_id: str) -> tuple[int, ...]:
+        """Codec codes as they arrived at token2wav, through Triton."""
+        return tuple(code for event in self.of(request_id, "token2wav", "message") for code in event["codes"])
