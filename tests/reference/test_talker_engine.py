@@ -16,6 +16,7 @@ from triton_omni.settings import EngineSettings, TalkerSettings
 # vLLM's import walks over every attribute of torch.distributed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_LEN = 256
 GREEDY = Sampling(temperature=0.0, repetition_penalty=1.05, max_tokens=40)
 SAMPLED = Sampling(temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05, max_tokens=24)
@@ -113,7 +114,7 @@ def voices(tiny_checkpoint):
     return [speakers.get(name).text_bos_id for name in speakers.names]
 
 
-def schedule_ahead(monkeypatch):
+def schedule_ahead_on_the_cpu(monkeypatch):
     """Let vLLM schedule a step before it knows the codes of the one before, as on a GPU.
 
     vLLM switches that off on the CPU, where nothing runs beside the host; its logic is the same.
@@ -132,21 +133,24 @@ def schedule_ahead(monkeypatch):
     monkeypatch.setattr(EngineArgs, "create_engine_config", create_ahead)
 
 
-def make_engine(checkpoint, **engine):
+def make_engine(checkpoint, *, ahead=False, **engine):
+    """On a GPU, scheduling ahead goes with CUDA graphs, and step by step is the plain path."""
     from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
 
     sizes = {"max_num_seqs": 8, "max_model_len": MAX_LEN, "max_num_batched_tokens": 64, **engine}
-    settings = TalkerSettings(dtype="float32", max_codes=200, engine=EngineSettings(**sizes, enforce_eager=True))
-    return TalkerVllmEngine(checkpoint, settings, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module", params=["step by step", "scheduled ahead"])
-def shared_engine(request, tiny_checkpoint):
+    switches = {"enforce_eager": not ahead, "async_scheduling": ahead}
+    settings = TalkerSettings(dtype="float32", max_codes=200, engine=EngineSettings(**sizes, **switches))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if request.param == "scheduled ahead":
-            schedule_ahead(monkeypatch)
-        engine = make_engine(tiny_checkpoint)
-    assert (engine._core.batch_queue is not None) == (request.param == "scheduled ahead")
+        if ahead and DEVICE.type == "cpu":
+            schedule_ahead_on_the_cpu(monkeypatch)
+        engine = TalkerVllmEngine(checkpoint, settings, DEVICE)
+    assert (engine._core.batch_queue is not None) == ahead
+    return engine
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "scheduled ahead"])
+def shared_engine(request, tiny_checkpoint):
+    engine = make_engine(tiny_checkpoint, ahead=request.param)
     yield engine
     engine.close()
 
@@ -309,7 +313,7 @@ def test_prompt_logits_are_within_tolerance_of_hf(engine, hf, cases, monkeypatch
         runner, "_adjust", lambda logits, *rest: (seen.append(logits.clone()), adjust(logits, *rest))[1]
     )
     speak(engine, [cases[3]], [Sampling(max_tokens=1)])
-    torch.testing.assert_close(seen[0][0], hf.prompt_logits(cases[3]), rtol=0, atol=2e-5)
+    torch.testing.assert_close(seen[0][0].cpu(), hf.prompt_logits(cases[3]), rtol=0, atol=2e-5)
 
 
 def test_length_speaks_every_code(engine, hf, cases):
@@ -448,8 +452,9 @@ def test_filters_that_leave_one_code_are_greedy(engine, cases, expected, filters
 def test_only_codes_of_the_codec_and_the_stop_ids_can_be_drawn(engine, tiny_checkpoint):
     config = load_config(tiny_checkpoint)
     runner = engine._core.model_executor.driver_worker.worker.model_runner
-    logits = torch.zeros(1, config.talker.decoder.vocab_size)
-    adjusted = runner._adjust(logits, torch.tensor([engine._rows.idle_slot]), torch.tensor([True]))
+    logits = torch.zeros(1, config.talker.decoder.vocab_size, device=DEVICE)
+    slots = torch.tensor([engine._rows.idle_slot], device=DEVICE)
+    adjusted = runner._adjust(logits, slots, torch.tensor([True], device=DEVICE))
     drawable = set(adjusted[0].isfinite().nonzero().flatten().tolist())
     assert drawable == {*range(config.codec.largest_code + 1), *config.talker.stop_ids}
 
@@ -530,6 +535,15 @@ def test_a_prompt_that_leaves_no_room_is_refused(engine, voices):
 def test_impossible_sampling_is_refused_at_open(engine, cases, sampling):
     with pytest.raises(BadRequest):
         engine.open("s", cases[1].prompt, sampling)
+
+
+def test_rows_after_the_end_are_refused(engine, cases):
+    engine.open("s", cases[1].prompt, GREEDY)
+    engine.feed("s", cases[1].rows[:-1])
+    engine.end("s")
+    with pytest.raises(InternalError, match="after the end"):
+        engine.feed("s", cases[1].rows[-1:])
+    engine.abort("s")
 
 
 @pytest.mark.parametrize("wrong", ["positions", "max_rows", "voice", "key", "width", "count"])

@@ -168,8 +168,10 @@ class TalkerRows:
         """Copy the next rows [N, H] of a sequence; non-finite ones are marked, and kept out of every cache.
 
         Raises:
-            InternalError: the rows do not fit what was announced at open.
+            InternalError: the rows do not fit what was announced at open, or come after the end.
         """
+        if sequence.ended:
+            raise InternalError(f"talker rows {tuple(rows.shape)} after the end of the sequence", stage="talker")
         count, width = rows.shape
         limit = sequence.prompt.max_rows
         if width != self.pool.shape[1] or sequence.fed + count > limit:

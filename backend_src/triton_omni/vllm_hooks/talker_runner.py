@@ -57,6 +57,8 @@ class TalkerRunnerMixin(_Runner):
         forbidden[list(ids.stops)] = False
         forbidden[[ids.bos, ids.mask]] = True
         self._forbidden = forbidden.to(self.device)
+        # Its graphs are captured over embeddings by now; from here on vLLM need not upload embeddings of its own.
+        self.enable_prompt_embeds = False
 
     @torch.inference_mode()
     def scrub(self, request_id: str) -> None:
@@ -74,11 +76,11 @@ class TalkerRunnerMixin(_Runner):
         blocks = blocks.to(self.device, non_blocking=True)
         for cache in self.kv_caches:
             # Blocks come first in every layer's view; an attention kernel may split one into several.
-            cache.unflatten(0, (self.kv_cache_config.num_blocks, -1)).index_fill_(0, blocks, 0)
+            torch.unflatten(cache, 0, (self.kv_cache_config.num_blocks, -1)).index_fill_(0, blocks, 0)
 
     def _init_mrope_positions(self, req_state: CachedRequestState) -> None:
         """The thinker computed the positions; vLLM's own way would need the media's grids."""
-        positions = self._sequences[req_state.req_id].prompt.positions
+        positions = self._sequences[req_state.req_id].prompt.positions.cpu()
         req_state.mrope_positions = positions
         req_state.mrope_position_delta = int(positions.max()) + 1 - positions.shape[1]
 
