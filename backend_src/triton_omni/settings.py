@@ -19,8 +19,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Solver = Literal["rk4", "euler"]
 Positive = Annotated[int, Field(gt=0)]
 
-# A code is two mel frames and a block of the DiT's attention is 24 frames, so 12 codes.
-CODES_PER_BLOCK = 12
+# A block of the DiT's attention: 24 mel frames, two a code, so 12 codes.
 FRAMES_PER_BLOCK = 24
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from triton_omni.checkpoint.config import load_config
+from triton_omni.checkpoint.config import CheckpointError, load_config
+from triton_omni.checkpoint.speakers import Speakers, load_speakers
 from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.settings import DiffusionSettings, SettingsError, Token2WavSettings
@@ -245,6 +246,16 @@ def test_a_code_limit_beyond_the_positions_of_the_dit_stops_the_load(
     short = dataclasses.replace(config, dit=dataclasses.replace(config.dit, max_positions=799))
     monkeypatch.setattr("triton_omni.token2wav.networks.load_config", lambda _: short)
     with pytest.raises(SettingsError, match=r"max_codes: 400 codes are 800 mel frames.* 799"):
+        load_networks(tiny_checkpoint, SETTINGS, CPU)
+
+
+def test_a_reference_too_short_for_the_speaker_encoder_stops_the_load(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speaker = load_speakers(tiny_checkpoint, load_config(tiny_checkpoint)).default
+    short = Speakers({"Brief": dataclasses.replace(speaker, name="Brief", ref_mel=speaker.ref_mel[:, :4])})
+    monkeypatch.setattr("triton_omni.token2wav.networks.load_speakers", lambda *_: short)
+    with pytest.raises(CheckpointError, match=r"Brief.ref_mel has 4 mel frames, at least 5 needed"):
         load_networks(tiny_checkpoint, SETTINGS, CPU)
 
 

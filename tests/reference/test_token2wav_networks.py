@@ -12,10 +12,16 @@ import pytest
 import torch
 from hf_token2wav import CPU, HfToken2Wav
 from torch import Tensor
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import RungeKutta4ODESolver
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniDiTConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    ECAPA_TimeDelayNet,
+    RungeKutta4ODESolver,
+)
+from triton_omni.checkpoint.config import EcapaConfig
 from triton_omni.settings import Token2WavSettings
 from triton_omni.token2wav.batching import block_layout
 from triton_omni.token2wav.bigvgan import ACTIVATION_TAPS, low_pass
+from triton_omni.token2wav.ecapa import Ecapa
 from triton_omni.token2wav.networks import Networks, load_networks
 from triton_omni.token2wav.ode import guide, integrate, time_grid
 from triton_omni.token2wav.sampler import FlowOptions, Sampler, Window
@@ -50,6 +56,21 @@ def test_speaker_encoder_equals_hf(hf: HfToken2Wav, networks: Networks) -> None:
     theirs = hf.dit.input_embed.spk_encoder(reference_mel)
     assert theirs.std() > 1e-2
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1, 2, 4])
+def test_speaker_encoder_of_any_scale_equals_hf(scale: int) -> None:
+    sizes: dict[str, Any] = {"channels": (16, 16, 16, 32), "kernel_sizes": (5, 3, 3, 1), "dilations": (1, 2, 3, 1)}
+    sizes_hf = {f"enc_{name}": values for name, values in sizes.items()}
+    torch.manual_seed(6)
+    hf_config = Qwen2_5OmniDiTConfig(
+        mel_dim=20, enc_dim=8, enc_attention_channels=8, enc_res2net_scale=scale, enc_se_channels=8, **sizes_hf
+    )
+    theirs: Any = ECAPA_TimeDelayNet(hf_config)
+    ours = Ecapa(EcapaConfig(8, **sizes, attention_channels=8, res2net_scale=scale, se_channels=8), mel_dim=20)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    mel = torch.randn(2, ours.min_frames, 20)
+    torch.testing.assert_close(ours(mel), theirs(mel), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 12, 30, 41])

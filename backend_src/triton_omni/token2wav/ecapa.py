@@ -32,9 +32,13 @@ class Ecapa(nn.Module):
         self.mfa = TimeDelay(sum(channels[1:-1]), channels[-1], kernels[-1], dilations[-1])
         self.asp = AttentivePooling(channels[-1], config.attention_channels)
         self.fc = nn.Conv1d(channels[-1] * 2, config.dim, 1)
+        # Reflection needs one frame more than it mirrors.
+        self.min_frames = 1 + max(
+            (kernel - 1) * dilation // 2 for kernel, dilation in zip(kernels, dilations, strict=True)
+        )
 
     def forward(self, mel: Tensor) -> Tensor:
-        """Encode `mel` [B, T, M] fp32 to speaker vectors [B, dim]; T must exceed the reflect padding."""
+        """Encode `mel` [B, T, M] fp32 to speaker vectors [B, dim]; T at least `min_frames`."""
         hidden = mel.transpose(1, 2)
         layers = []
         for block in self.blocks:

@@ -56,11 +56,6 @@ class Token2WavEngine:
         self._frames_solved = 0
 
     @property
-    def samples_per_code(self) -> int:
-        """Samples of the waveform that one code becomes."""
-        return self._config.repeats * self._vocoder.samples_per_frame
-
-    @property
     def frames_solved(self) -> int:
         """Mel frames solved since the start, context included."""
         return self._frames_solved

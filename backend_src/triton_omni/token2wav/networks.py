@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from triton_omni.checkpoint.config import DitConfig, load_config
-from triton_omni.checkpoint.speakers import load_speakers
+from triton_omni.checkpoint.config import CheckpointError, DitConfig, load_config
+from triton_omni.checkpoint.speakers import Speaker, load_speakers
 from triton_omni.checkpoint.weights import load_module
 from triton_omni.settings import SettingsError, Token2WavSettings
 from triton_omni.token2wav.attention import ATTENTION
@@ -36,7 +36,8 @@ def load_networks(checkpoint: Path, settings: Token2WavSettings, device: torch.d
     """Load DiT, vocoder and voices from the checkpoint's folder, in fp32.
 
     Raises:
-        CheckpointError: a file cannot be read, or a tensor is missing, unexpected or misshapen.
+        CheckpointError: a file cannot be read, a tensor is missing, unexpected or misshapen, or a voice's reference
+            is too short for the speaker encoder.
         SettingsError: `max_codes` makes more mel frames than the DiT has positions for.
     """
     config = load_config(checkpoint)
@@ -51,6 +52,8 @@ def load_networks(checkpoint: Path, settings: Token2WavSettings, device: torch.d
     load_module(dit, checkpoint, DIT_PREFIX, rename=_without_derived, device=device)
     load_module(vocoder, checkpoint, VOCODER_PREFIX, rename=_without_derived, device=device)
     speakers = load_speakers(checkpoint, config).by_name
+    for speaker in speakers.values():
+        _check_reference(speaker, dit.input_embed.spk_encoder.min_frames)
     with torch.inference_mode():
         voices = {
             name: dit.voice(speaker.cond[0].to(device), speaker.ref_mel[0].to(device))
@@ -65,6 +68,14 @@ def _check_length(settings: Token2WavSettings, config: DitConfig) -> None:
         raise SettingsError(
             f"max_codes: {settings.max_codes} codes are {frames} mel frames, the checkpoint's DiT takes at most "
             f"{config.max_positions}"
+        )
+
+
+def _check_reference(speaker: Speaker, min_frames: int) -> None:
+    frames = speaker.ref_mel.shape[1]
+    if frames < min_frames:
+        raise CheckpointError(
+            f"spk_dict.pt: {speaker.name}.ref_mel has {frames} mel frames, at least {min_frames} needed"
         )
 
 
