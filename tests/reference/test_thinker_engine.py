@@ -176,6 +176,19 @@ def test_prompts_that_join_late_mix_prefill_with_decode(
         assert_equals_hf(answer, expected[text])
 
 
+def test_more_sequences_than_places_wait_their_turn(
+    engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
+) -> None:
+    keys = {f"{text}/{copy}": text for text in QUESTIONS for copy in range(2)}
+    placed = {text: engine.prepare(ask(hf, text)) for text in QUESTIONS}
+    for key, text in keys.items():
+        engine.add(key, placed[text], REPLY, want_rows=True)
+    assert engine.stats().waiting == len(keys)
+    answers = drain(engine, {key: Answer() for key in keys})
+    for key, text in keys.items():
+        assert_equals_hf(answers[key], expected[text])
+
+
 def test_text_only_requests_give_no_rows_and_do_not_disturb_others(
     engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
 ) -> None:

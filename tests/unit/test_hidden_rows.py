@@ -135,3 +135,12 @@ def test_what_a_preempted_sequence_computes_again_is_not_given_twice() -> None:
     release.reply_tokens = 4
     assert given(release) == [6]
     assert release.held_rows == 0
+
+
+def test_a_piece_that_reaches_past_the_known_tokens_is_split() -> None:
+    release = RowRelease(prompt_tokens=4, reply_tokens=2)
+    release.held.append(piece(0, 7))
+    assert given(release) == [0, 1, 2, 3, 4]
+    assert release.held_rows == 2
+    release.reply_tokens = 4
+    assert given(release) == [5, 6]

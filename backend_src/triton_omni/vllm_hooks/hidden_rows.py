@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ else:
     _Runner = object
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Tokens of one request within a step: positions [start, stop), from `flag_offset` on in the batch."""
 
     request_id: str
@@ -112,17 +111,22 @@ class RowTap:
             starts: [B] position of each request's first scheduled token.
             bounds: [B + 1] where each request's tokens begin in the batch, and the end.
         """
-        segments, total = [], 0
-        indices, zeroed = [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
-        for request_id, start, begin, end in zip(request_ids, starts, bounds, bounds[1:], strict=False):
-            first, stop = int(start), int(start + end - begin)
-            media = self._media.get(request_id)
-            segments.append(Segment(request_id, first, stop, int(begin), None if media is None else total))
+        count = len(request_ids)
+        firsts, edges = starts[:count].tolist(), bounds[: count + 1].tolist()
+        segments, total, media_spans = [], 0, []
+        for request_id, first, begin, end in zip(request_ids, firsts, edges, edges[1:], strict=False):
+            media, tokens = self._media.get(request_id), end - begin
+            segments.append(Segment(request_id, first, first + tokens, begin, None if media is None else total))
             if media is not None:
-                indices.append(np.arange(begin, end, dtype=np.int64))
-                zeroed.append(_window(media, first, stop))
-                total += stop - first
-        return GatherPlan(tuple(segments), np.concatenate(indices), np.concatenate(zeroed))
+                if first < len(media):
+                    media_spans.append((total, media[first : first + tokens]))
+                total += tokens
+        wanted = np.array([segment.row_offset is not None for segment in segments], dtype=np.bool_)
+        indices = np.flatnonzero(np.repeat(wanted, np.diff(bounds[: count + 1])))
+        zeroed = np.zeros(total, dtype=np.bool_)
+        for offset, span in media_spans:
+            zeroed[offset : offset + len(span)] = span
+        return GatherPlan(tuple(segments), indices, zeroed)
 
     def record(self, plan: GatherPlan, embeddings: Tensor, hidden: Tensor) -> None:
         """Take a step's rows and flags off the device's buffers; nothing here waits for the device."""
@@ -174,14 +178,6 @@ class HiddenRowsMixin(_Runner):
         plan = self.row_tap.plan(batch.req_ids, batch.num_computed_tokens_cpu, self.query_start_loc.np)
         self.row_tap.record(plan, inputs_embeds, hidden)
         return hidden
-
-
-def _window(mask: NDArray[np.bool_], start: int, stop: int) -> NDArray[np.bool_]:
-    """`mask[start:stop]`, false beyond its end (reply tokens are never media)."""
-    window = np.zeros(stop - start, dtype=np.bool_)
-    part = mask[start:stop]
-    window[: len(part)] = part
-    return window
 
 
 def _to_device(host: NDArray[Any], device: torch.device) -> Tensor:

@@ -51,9 +51,9 @@ class Piece:
 class RowRelease:
     """Holds back a sequence's rows until they may be given.
 
-    The row of a position may be given when the token after it is known: then its step has ended on the device,
-    and the position is not that of the last reply token, which has no row. So a step that ran too far (async
-    scheduling) gives nothing, and what is computed again after a preemption is not given twice.
+    Prompt rows may be given as soon as they are there; a reply token's row when the token after it is known, since
+    the last reply token has none. So a step that ran too far (async scheduling) gives nothing, and what is computed
+    again after a preemption is not given twice.
     """
 
     prompt_tokens: int
