@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory of talker sequences: their hidden rows, the ids they have used, whether all was finite.
+"""Device memory of talker sequences: their hidden rows, the ids they have used, the faults they met.
 
 Everything is allocated once and indexed by slot, so that a step needs no loop of device operations over
 sequences. It knows neither vLLM nor how a step is scheduled.
@@ -125,7 +125,7 @@ class TalkerRows:
         self.idle_slot = slots
         """A slot of nobody: rows of the batch whose draw is thrown away write there."""
         self.seen = torch.zeros(slots + 1, prompt_seen.shape[0], dtype=torch.bool, device=device)
-        self.finite = torch.ones(slots + 1, dtype=torch.bool, device=device)
+        self._faults = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.penalties = torch.ones(slots + 1, dtype=torch.float32, device=device)
         self._prompt_seen = prompt_seen
         self._max_positions = max_positions
@@ -158,14 +158,14 @@ class TalkerRows:
             )
         slot, base = self._free_slots.pop(), start + _TAIL_ROWS
         self.seen[slot].copy_(self._prompt_seen)
-        self.finite[slot].fill_(True)
+        self._faults[slot].zero_()
         self.penalties[slot].fill_(repetition_penalty)
         self.pool[base + prompt.prompt_rows].copy_(text_bos)
         self._bases[slot], self._stored[slot] = base, 0
         return Sequence(key, prompt, parameters, slot, base, reserved)
 
     def feed(self, sequence: Sequence, rows: Tensor) -> None:
-        """Copy the next rows [N, H] of a sequence; non-finite ones are marked, and kept out of every cache.
+        """Copy the next rows [N, H] of a sequence into its reserve.
 
         Raises:
             InternalError: the rows do not fit what was announced at open, or come after the end.
@@ -180,9 +180,6 @@ class TalkerRows:
                 f"and {limit} rows in all were announced",
                 stage="talker",
             )
-        rows = rows.to(self.pool)
-        self.finite[sequence.slot].logical_and_(rows.sum(dtype=torch.float32).isfinite())
-        rows = rows.nan_to_num(0.0, 0.0, 0.0)
         first, second, at_first, at_second = split_at_text_bos(sequence.prompt.prompt_rows, sequence.fed, count)
         self._store(sequence, at_first, rows[first])
         self._store(sequence, at_second, rows[second])
@@ -206,3 +203,26 @@ class TalkerRows:
         return pool_rows(
             positions, self._bases[slots], self._stored[slots], text_eos=TEXT_EOS_ROW, text_pad=TEXT_PAD_ROW
         )
+
+    def gather(self, index: Tensor, slots: Tensor, out: Tensor) -> None:
+        """Write the rows of a whole step into `out`.
+
+        What is not finite counts against its sequence and is written as 0, so that it never reaches a cache.
+
+        Args:
+            index: int64 [N] on the device, as `pool_rows` gives it.
+            slots: int64 [N] on the device, whose row it is.
+            out: [N, H], dtype of the pool.
+        """
+        torch.index_select(self.pool, 0, index, out=out)
+        self._faults.index_add_(0, slots, (~_rows_are_finite(out)).to(torch.int32))
+        out.nan_to_num_(0.0, 0.0, 0.0)
+
+    def sound(self, slots: Tensor, logits: Tensor) -> Tensor:
+        """bool [B]: whether every row that the sequences used so far, and their `logits` [B, V], are finite."""
+        return (self._faults[slots] == 0) & _rows_are_finite(logits)
+
+
+def _rows_are_finite(values: Tensor) -> Tensor:
+    """bool [N] of values [N, ...]; a sum is finite only where every term is."""
+    return values.sum(dim=-1, dtype=torch.float32).abs() < float("inf")

@@ -97,7 +97,8 @@ class TalkerRunnerMixin(_Runner):
         count = scheduler_output.total_num_scheduled_tokens
         self._stage_indices(count)
         embeds = self.inputs_embeds.gpu[:count]
-        torch.index_select(self._rows.pool, 0, self._row_index.gpu[:count], out=embeds)
+        owners = self._slot_index.gpu[self.req_indices.gpu[:count]]
+        self._rows.gather(self._row_index.gpu[:count], owners, embeds)
         ids = self.input_ids.gpu[:count]
         codes: Tensor = self.model.embed_input_ids(ids)  # type: ignore[operator]
         embeds += codes * (ids != self._ids.mask).unsqueeze(-1)
@@ -114,9 +115,9 @@ class TalkerRunnerMixin(_Runner):
         positions = batch.num_computed_tokens_cpu[owners] + self.query_pos.np[:count]
         self._row_index.np[:count] = self._rows.pool_rows(slots[owners], positions)
         self._row_index.copy_to_gpu(count)
-        unfinished = self.discard_request_mask.np[: len(sequences)]
-        self._slot_index.np[: len(sequences)] = np.where(unfinished, self._rows.idle_slot, slots)
+        self._slot_index.np[: len(sequences)] = slots
         self._slot_index.copy_to_gpu(len(sequences))
+        unfinished = self.discard_request_mask.np[: len(sequences)]
         self._drawing = [None if skip else found for skip, found in zip(unfinished, sequences, strict=True)]
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
@@ -124,20 +125,22 @@ class TalkerRunnerMixin(_Runner):
         if logits is None:
             raise RuntimeError("the talker runs on one rank, so every step has logits")
         slots = self._slot_index.gpu[: logits.shape[0]]
-        finite = logits.sum(dim=-1, dtype=torch.float32).isfinite() & self._rows.finite[slots]
-        output = super()._sample(self._adjust(logits, slots, finite), spec_decode_metadata)
-        drawn = torch.where(finite, output.sampled_token_ids[:, 0], self._ids.mask)
+        sound = self._rows.sound(slots, logits)
+        output = super()._sample(self._adjust(logits, slots, sound), spec_decode_metadata)
+        drawn = torch.where(sound, output.sampled_token_ids[:, 0], self._ids.mask)
+        # A draw in the middle of a prompt is thrown away and must not count as used.
+        slots = torch.where(self.discard_request_mask.gpu[: logits.shape[0]], self._rows.idle_slot, slots)
         self._rows.seen[slots, drawn.long()] = True
         output.sampled_token_ids = drawn.unsqueeze(-1)
         self._hand_out(drawn)
         return output
 
-    def _adjust(self, logits: Tensor, slots: Tensor, finite: Tensor) -> Tensor:
+    def _adjust(self, logits: Tensor, slots: Tensor, sound: Tensor) -> Tensor:
         """Logits [B, V] after HF's repetition penalty (`RepetitionPenaltyLogitsProcessor`) and the fixed mask.
 
         vLLM's own penalty would need the codes on the host, so a step would wait for the one before.
         """
-        logits = torch.where(finite.unsqueeze(-1), logits.float(), 0.0)
+        logits = torch.where(sound.unsqueeze(-1), logits.float(), 0.0)
         penalty = self._rows.penalties[slots].unsqueeze(-1)
         penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
         logits = torch.where(self._rows.seen[slots], penalised, logits)
