@@ -109,7 +109,7 @@ class TalkerOutput:
 
     key: str
     codes: Tensor | None = None
-    """int32 [N] on the engine's device: codes to be spoken; the last sampled id never is (HF drops it)."""
+    """int32 [N] on the engine's device: codes to be spoken; a stop id never is, as in HF's `generate`."""
     codes_ready: torch.cuda.Event | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
