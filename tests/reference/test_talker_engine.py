@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from media_samples import picture, tone
+from PIL import Image
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.engine import Sampling, TalkerPrompt
@@ -17,7 +19,7 @@ from triton_omni.settings import EngineSettings, TalkerSettings
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MAX_LEN = 256
+MAX_LEN = 512
 GREEDY = Sampling(temperature=0.0, repetition_penalty=1.05, max_tokens=40)
 SAMPLED = Sampling(temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05, max_tokens=24)
 
@@ -41,10 +43,7 @@ class Case:
 class HfTalker:
     """HF's talker with the conditioning of `Qwen2_5OmniForConditionalGeneration.generate`."""
 
-    def __init__(self, checkpoint):
-        from transformers import Qwen2_5OmniForConditionalGeneration
-
-        model = Qwen2_5OmniForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).float().eval()
+    def __init__(self, model):
         self.talker = model.talker
         self.embed = model.thinker.get_input_embeddings()
         self.hidden = self.talker.config.embedding_size
@@ -104,8 +103,8 @@ class HfTalker:
 
 
 @pytest.fixture(scope="module")
-def hf(tiny_checkpoint):
-    return HfTalker(tiny_checkpoint)
+def talker(hf):
+    return HfTalker(hf.model)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +138,7 @@ def make_engine(checkpoint, *, ahead=False, **engine):
 
     sizes = {"max_num_seqs": 8, "max_model_len": MAX_LEN, "max_num_batched_tokens": 64, **engine}
     switches = {"enforce_eager": not ahead, "async_scheduling": ahead}
-    settings = TalkerSettings(dtype="float32", max_codes=200, engine=EngineSettings(**sizes, **switches))
+    settings = TalkerSettings(dtype="float32", max_codes=400, engine=EngineSettings(**sizes, **switches))
     with pytest.MonkeyPatch.context() as monkeypatch:
         if ahead and DEVICE.type == "cpu":
             schedule_ahead_on_the_cpu(monkeypatch)
@@ -209,17 +208,17 @@ def speak(engine, cases, samplings):
 
 
 @pytest.fixture(scope="module")
-def cases(hf, voices):
+def cases(talker, voices):
     shapes = [(5, 1), (12, 3), (20, 30), (33, 9), (7, 60), (40, 2), (16, 12), (28, 20)]
     return [
-        hf.case(seed, prompt, reply, voices[seed % 2], image=seed in (3, 7))
+        talker.case(seed, prompt, reply, voices[seed % 2], image=seed in (3, 7))
         for seed, (prompt, reply) in enumerate(shapes)
     ]
 
 
 @pytest.fixture(scope="module")
-def expected(hf, cases):
-    return [hf.codes(case, GREEDY) for case in cases]
+def expected(talker, cases):
+    return [talker.codes(case, GREEDY) for case in cases]
 
 
 def test_greedy_codes_equal_hf_one_by_one(engine, cases, expected):
@@ -228,6 +227,32 @@ def test_greedy_codes_equal_hf_one_by_one(engine, cases, expected):
 
 def test_greedy_codes_equal_hf_eight_at_once(engine, cases, expected):
     assert speak(engine, cases, [GREEDY] * len(cases)) == expected
+
+
+def chat(medium):
+    return [{"role": "user", "content": [medium, {"type": "text", "text": "and?"}]}]
+
+
+def whole_replies(hf):
+    """Text in both voices, an image and a sound, through all of HF's `generate`."""
+    image, sound = Image.fromarray(picture(64, 48)), tone(0.5)
+    inputs = [hf.ask("hello"), hf.ask("what is this?")]
+    inputs.append(hf.prepare(chat({"type": "image"}), images=[image]))
+    inputs.append(hf.prepare(chat({"type": "audio"}), audios=[sound]))
+    return [hf.generate(asked, voice=voice, speak=False) for asked in inputs for voice in hf.voices]
+
+
+def test_rows_of_whole_replies_give_the_codes_of_hf_generate(engine, hf, talker):
+    replies = whole_replies(hf)
+    cases = [
+        Case(r.thinker.rows, None, len(r.thinker.prompt_token_ids), r.talker.positions, r.talker.text_bos_id, None)
+        for r in replies
+    ]
+    sampling = Sampling(repetition_penalty=1.05, max_tokens=300)
+    found = speak(engine, cases, [sampling] * len(cases))
+    assert [tuple(codes) for codes, _ in found] == [reply.talker.codes for reply in replies]
+    assert [finish == "stop" for _, finish in found] == [r.talker.sampled != r.talker.codes for r in replies]
+    assert len({reply.talker.codes for reply in replies}) == len(replies)
 
 
 def test_the_reference_is_not_constant(expected):
@@ -285,12 +310,12 @@ def test_sequences_that_wait_do_not_hold_up_the_others(engine, cases, expected):
     assert spoken.drain(engine).of("waiting") == expected[2]
 
 
-def test_a_prompt_longer_than_a_step_is_prefilled_in_parts(hf, voices, engine):
-    case = hf.case(21, 150, 10, voices[0])
-    assert speak(engine, [case], [GREEDY]) == [hf.codes(case, GREEDY)]
+def test_a_prompt_longer_than_a_step_is_prefilled_in_parts(talker, voices, engine):
+    case = talker.case(21, 150, 10, voices[0])
+    assert speak(engine, [case], [GREEDY]) == [talker.codes(case, GREEDY)]
 
 
-def test_media_positions_matter(engine, hf, cases, expected):
+def test_media_positions_matter(engine, talker, cases, expected):
     """Positions of an image differ by axis; plain text positions give other codes."""
     case = cases[3]
     assert not torch.equal(case.positions[0], case.positions[1])
@@ -305,7 +330,7 @@ def test_the_voice_matters(engine, cases, voices, expected):
     assert speak(engine, [other], [GREEDY]) != [expected[2]]
 
 
-def test_prompt_logits_are_within_tolerance_of_hf(engine, hf, cases, monkeypatch):
+def test_prompt_logits_are_within_tolerance_of_hf(engine, talker, cases, monkeypatch):
     seen = []
     runner = engine._core.model_executor.driver_worker.worker.model_runner
     adjust = runner._adjust
@@ -313,23 +338,23 @@ def test_prompt_logits_are_within_tolerance_of_hf(engine, hf, cases, monkeypatch
         runner, "_adjust", lambda logits, *rest: (seen.append(logits.clone()), adjust(logits, *rest))[1]
     )
     speak(engine, [cases[3]], [Sampling(max_tokens=1)])
-    torch.testing.assert_close(seen[0][0].cpu(), hf.prompt_logits(cases[3]), rtol=0, atol=2e-5)
+    torch.testing.assert_close(seen[0][0].cpu(), talker.prompt_logits(cases[3]), rtol=0, atol=2e-5)
 
 
-def test_length_speaks_every_code(engine, hf, cases):
+def test_length_speaks_every_code(engine, talker, cases):
     sampling = Sampling(max_tokens=4)
     codes, finish = speak(engine, [cases[2]], [sampling])[0]
     assert finish == "length"
     assert len(codes) == 4
-    assert (codes, finish) == hf.codes(cases[2], sampling)
+    assert (codes, finish) == talker.codes(cases[2], sampling)
 
 
-def test_a_sequence_ends_at_the_longest_the_engine_can_hold(engine, hf, voices):
-    case = hf.case(31, 240, 4, voices[0])
+def test_a_sequence_ends_at_the_longest_the_engine_can_hold(engine, talker, voices):
+    case = talker.case(31, MAX_LEN - 16, 4, voices[0])
     codes, finish = speak(engine, [case], [GREEDY])[0]
     assert finish == "length"
-    assert codes == hf.codes(case, GREEDY)[0][: len(codes)]
-    assert len(codes) == MAX_LEN - 242
+    assert codes == talker.codes(case, GREEDY)[0][: len(codes)]
+    assert len(codes) == 14
 
 
 @pytest.fixture
@@ -505,10 +530,10 @@ def test_more_sequences_than_a_step_holds_take_turns(engine, cases, expected):
 def test_overload_is_refused_at_open_and_heals(tiny_checkpoint, cases, expected):
     engine = make_engine(tiny_checkpoint, max_num_seqs=2)
     try:
-        big = TalkerPrompt(12, cases[1].positions, cases[1].text_bos_id, max_rows=400)
+        big = TalkerPrompt(12, cases[1].positions, cases[1].text_bos_id, max_rows=2 * MAX_LEN)
         engine.open("a", big, GREEDY)
         engine.open("b", big, GREEDY)
-        with pytest.raises(Overloaded, match="512 of 512 rows") as refused:
+        with pytest.raises(Overloaded, match="1024 of 1024 rows") as refused:
             engine.open("c", big, GREEDY)
         assert refused.value.retry_after_ms
         engine.abort("a")
@@ -523,8 +548,8 @@ def test_overload_is_refused_at_open_and_heals(tiny_checkpoint, cases, expected)
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(engine, voices):
-    prompt = TalkerPrompt(254, torch.arange(256).expand(3, -1), voices[0], max_rows=300)
-    with pytest.raises(TooLarge, match="254 prompt tokens"):
+    prompt = TalkerPrompt(MAX_LEN - 2, torch.arange(MAX_LEN).expand(3, -1), voices[0], max_rows=MAX_LEN + 40)
+    with pytest.raises(TooLarge, match="510 prompt tokens"):
         engine.open("s", prompt, GREEDY)
 
 

@@ -102,6 +102,7 @@ except ImportError as error:
     raise UnsupportedVllmError(f"vLLM {SUPPORTED_VLLM} lacks a symbol that vllm_hooks relies on: {error}") from error
 
 _RUNNER_METHODS = (
+    "_calc_mrope_positions",
     "_zero_block_ids",
     "_init_kv_zero_meta",
     "_init_model_kwargs",

@@ -84,6 +84,18 @@ class TalkerRunnerMixin(_Runner):
         req_state.mrope_positions = positions
         req_state.mrope_position_delta = int(positions.max()) + 1 - positions.shape[1]
 
+    def _calc_mrope_positions(self, scheduler_output: SchedulerOutput) -> None:
+        """One array operation where every sequence decodes; otherwise vLLM's loop over sequences."""
+        batch, count = self.input_batch, self.input_batch.num_reqs
+        computed = batch.num_computed_tokens_cpu[:count]
+        decodes = scheduler_output.total_num_scheduled_tokens == count
+        if not decodes or (computed < batch.num_prompt_tokens[:count]).any():
+            super()._calc_mrope_positions(scheduler_output)
+            return
+        states = (self.requests[request_id] for request_id in batch.req_ids)
+        deltas = np.fromiter((state.mrope_position_delta for state in states), dtype=np.int64, count=count)
+        self.mrope_positions.np[:, :count] = computed + deltas
+
     def _preprocess(
         self,
         scheduler_output: SchedulerOutput,
