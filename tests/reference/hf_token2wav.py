@@ -18,6 +18,8 @@ from triton_omni.token2wav.noise import standard_normal
 
 PREFIX = "token2wav."
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where engines under test run: on a GPU where there is one. HF's reference stays on the CPU."""
 
 
 class HfToken2Wav:

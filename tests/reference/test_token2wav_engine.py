@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_token2wav import DEVICE
 from torch import Tensor
 from triton_omni.checkpoint.config import CheckpointError, load_config
 from triton_omni.checkpoint.speakers import Speakers, load_speakers
@@ -32,7 +33,7 @@ DEFAULTS = StreamOptions()
 
 @pytest.fixture(scope="module")
 def shared_engine(tiny_checkpoint: Path) -> Token2WavEngine:
-    return Token2WavEngine(tiny_checkpoint, SETTINGS, CPU)
+    return Token2WavEngine(tiny_checkpoint, SETTINGS, DEVICE)
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_cost_of_a_chunk_does_not_grow_with_the_stream(engine: Token2WavEngine) 
 
 
 def test_the_stream_that_was_given_least_sound_goes_first(tiny_checkpoint: Path) -> None:
-    engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 1}), CPU)
+    engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 1}), DEVICE)
     engine.open("old", VOICE, 1, DEFAULTS)
     engine.feed("old", some_codes(200))
     assert [output.key for output in engine.step()] == ["old"]
@@ -156,7 +157,7 @@ def test_the_stream_that_was_given_least_sound_goes_first(tiny_checkpoint: Path)
 
 def test_a_batch_holds_no_more_windows_and_frames_than_set(tiny_checkpoint: Path) -> None:
     engine = Token2WavEngine(
-        tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 3, "max_batch_frames": 120}), CPU
+        tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 3, "max_batch_frames": 120}), DEVICE
     )
     for number in range(4):
         engine.open(f"s{number}", VOICE, 1, StreamOptions(mode="offline") if number == 1 else DEFAULTS)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_token2wav import CPU, HfToken2Wav
+from hf_token2wav import DEVICE, HfToken2Wav
 from torch import Tensor
 from triton_omni.engine import AudioOutput, StreamOptions
 from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
@@ -31,7 +31,7 @@ def hf(tiny_checkpoint: Path) -> HfToken2Wav:
 
 @pytest.fixture(scope="module")
 def shared_engine(tiny_checkpoint: Path) -> Token2WavEngine:
-    return Token2WavEngine(tiny_checkpoint, Token2WavSettings(diffusion=FAST), CPU)
+    return Token2WavEngine(tiny_checkpoint, Token2WavSettings(diffusion=FAST), DEVICE)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_offline_waveform_equals_hf(engine: Token2WavEngine, hf: HfToken2Wav, co
 
 def test_offline_waveform_with_default_solver_equals_hf_defaults(tiny_checkpoint: Path, hf: HfToken2Wav) -> None:
     codes = some_codes(40)
-    engine = Token2WavEngine(tiny_checkpoint, Token2WavSettings(mode="offline"), CPU)
+    engine = Token2WavEngine(tiny_checkpoint, Token2WavSettings(mode="offline"), DEVICE)
     (ours,) = speak(engine, codes, options=StreamOptions())
     torch.testing.assert_close(ours, hf.waveform(codes, VOICE, 5), atol=1e-4, rtol=0)
 
@@ -123,7 +123,7 @@ def test_streamed_chunks_equal_hf_modules_window_by_window(
 ) -> None:
     settings = Token2WavSettings(diffusion=FAST, plan=name, plans=PLANS)
     codes = some_codes(count)
-    ours = speak(Token2WavEngine(tiny_checkpoint, settings, CPU), codes)
+    ours = speak(Token2WavEngine(tiny_checkpoint, settings, DEVICE), codes)
     theirs = hf_streamed(hf, codes, PLANS[name], 5)
     assert [len(chunk) for chunk in ours] == [len(chunk) for chunk in theirs]
     assert sum(map(len, ours)) == count * 480
@@ -158,7 +158,7 @@ def test_waveform_does_not_depend_on_when_codes_come(engine: Token2WavEngine, bu
 @pytest.mark.parametrize("attention", ["block", "plain"])
 def test_streams_of_unequal_lengths_together_equal_each_alone(tiny_checkpoint: Path, attention: AttentionKind) -> None:
     settings = Token2WavSettings(diffusion=FAST, attention=attention)
-    engine = Token2WavEngine(tiny_checkpoint, settings, CPU)
+    engine = Token2WavEngine(tiny_checkpoint, settings, DEVICE)
     replies = {f"s{n}": some_codes(count, seed=n) for n, count in enumerate([100, 3, 12, 25, 37, 61, 90, 101])}
     options = {key: OFFLINE if key in ("s2", "s5") else STREAMED for key in replies}
     alone = {
