@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thinker's engine against HF on the tiny checkpoint, float32: tokens exact, rows to 2e-5.
 
-The engine runs on a GPU where there is one, HF on the CPU. The engine prefills in chunks of 64 tokens, so every longer prompt here is a test of chunked prefill.
+The engine runs on a GPU where there is one, HF on the CPU. It prefills in chunks of 64 tokens, so every longer prompt
+here is a test of chunked prefill.
 """
 
 from __future__ import annotations
