@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 
 import pytest
 import torch
 from media_samples import picture, tone
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.engine import Sampling, TalkerPrompt
@@ -590,3 +592,32 @@ def test_contradictions_are_named(engine, cases, wrong):
             calls.get(wrong, lambda: engine.open("s", prompts[wrong], GREEDY))()
     finally:
         engine.abort("taken")
+
+
+def damaged(checkpoint, folder, change):
+    """A copy of the checkpoint whose talker tensors went through `change`, in one file."""
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = {}
+    for shard in checkpoint.glob("*.safetensors"):
+        tensors.update(load_file(shard))
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "message"),
+    [
+        ("talker.model.layers.1.self_attn.k_proj.bias", None, "lacks talker weights: talker.*k_proj.bias"),
+        ("talker.model.layers.0.mlp.down_proj.weight", None, "lacks talker weights: talker.*down_proj.weight"),
+        ("talker.thinker_to_talker_proj.weight", None, "lacks talker weights: talker.thinker_to_talker_proj"),
+        ("talker.model.norm.weight", "talker.model.norm.scale", "norm.scale"),
+    ],
+)
+def test_a_checkpoint_with_a_missing_or_unknown_weight_is_refused(tiny_checkpoint, tmp_path, name, new, message):
+    def change(tensors):
+        tensors[new or "talker.unused"] = tensors.pop(name)
+        tensors.pop("talker.unused", None)
+
+    with pytest.raises(ValueError, match=message):
+        make_engine(damaged(tiny_checkpoint, tmp_path / "damaged", change))

@@ -6,12 +6,13 @@ It follows HF's `Qwen2_5OmniTalkerForConditionalGeneration`; where the embedding
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from triton_omni.checkpoint.reading import CheckpointError
 from triton_omni.vllm_hooks.compat import (
     AutoWeightsLoader,
     LlamaModel,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "TritonOmniTalker"
 _PREFIX = "talker."
+_STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Matrices that vLLM keeps as one, and their parts in the checkpoint."""
 
 
 class TalkerForCausalLM(nn.Module, SupportsMRoPE):
@@ -37,7 +40,7 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
 
     The layers are vLLM's Llama layers with biases on query, key and value (`qkv_bias`), which is Qwen2; vLLM's own
     Qwen2 layers take a head to be hidden_size / heads wide, and the published talker's is not. Weights are the
-    `talker.` part of the whole checkpoint; a missing, unexpected or misshapen one stops the load.
+    `talker.` part of the whole checkpoint; a missing or unexpected one stops the load.
     """
 
     supports_mrope = True
@@ -98,16 +101,34 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
         return torch.arange(len(input_tokens)).expand(3, -1), 0
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the `talker.` weights; vLLM's own check lets a missing matrix pass, so it is repeated here.
+        """Load the `talker.` weights, each exactly once.
+
+        vLLM counts a stacked matrix as loaded when one of its parts came, so the checkpoint's names are counted here.
 
         Raises:
-            ValueError: a weight is missing, unexpected or of another shape.
+            CheckpointError: weights are missing.
+            ValueError: a weight is unexpected.
         """
-        loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
-        missing = {name for name, _ in self.named_parameters()} - loaded
+        missing = self._checkpoint_names()
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                missing.discard(name)
+                yield name, tensor
+
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(counted(), mapper=self.hf_to_vllm_mapper)
         if missing:
-            raise ValueError(f"the checkpoint lacks talker weights: {', '.join(sorted(missing))}")
+            raise CheckpointError(f"the checkpoint lacks talker weights: {', '.join(sorted(missing))}")
         return loaded
+
+    def _checkpoint_names(self) -> set[str]:
+        """The checkpoint's names of all parameters."""
+        names: set[str] = set()
+        for name, _ in self.named_parameters():
+            stacked = next((part for part in _STACKED if f".{part}." in name), None)
+            parts = [name.replace(stacked, part) for part in _STACKED[stacked]] if stacked else [name]
+            names.update(_PREFIX + part.replace("lm_head.", "codec_head.") for part in parts)
+        return names
 
 
 def talker_config(config: PreTrainedConfig) -> PreTrainedConfig:
