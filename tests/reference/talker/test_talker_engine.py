@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The talker's engine against HF's talker on the tiny checkpoint: greedy codes exact, whenever the rows come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference.talker.rig import (
+    DEVICE,
+    GREEDY,
+    SAMPLED,
+    Case,
+    Spoken,
+    speak,
+    whole_replies,
+)
+from triton_omni.checkpoint.config import load_config
+from triton_omni.engine import Sampling
+
+# vLLM's import walks over every attribute of torch.distributed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
+
+
+def test_greedy_codes_equal_hf_one_by_one(engine, cases, expected):
+    assert [speak(engine, [case], [GREEDY])[0] for case in cases] == expected
+
+
+def test_greedy_codes_equal_hf_eight_at_once(engine, cases, expected):
+    assert speak(engine, cases, [GREEDY] * len(cases)) == expected
+
+
+def test_rows_of_whole_replies_give_the_codes_of_hf_generate(engine, hf, talker):
+    replies = whole_replies(hf)
+    cases = [
+        Case(r.thinker.rows, None, len(r.thinker.prompt_token_ids), r.talker.positions, r.talker.text_bos_id, None)
+        for r in replies
+    ]
+    sampling = Sampling(repetition_penalty=1.05, max_tokens=300)
+    found = speak(engine, cases, [sampling] * len(cases))
+    assert [tuple(codes) for codes, _ in found] == [reply.talker.codes for reply in replies]
+    assert [finish == "stop" for _, finish in found] == [r.talker.sampled != r.talker.codes for r in replies]
+    assert len({reply.talker.codes for reply in replies}) == len(replies)
+
+
+def test_the_reference_is_not_constant(expected):
+    assert len({tuple(codes) for codes, _ in expected}) == len(expected)
+    assert all(len(set(codes)) > len(codes) // 2 for codes, _ in expected)
+
+
+def test_rows_that_come_one_by_one_give_the_same_codes(engine, cases, expected):
+    """Sessions run at different speeds, so the batch changes all the time."""
+    spoken, left = Spoken(), {}
+    for number, case in enumerate(cases):
+        engine.open(f"s{number}", case.prompt, GREEDY)
+        left[f"s{number}"] = case.rows
+    turn = 0
+    while left:
+        for number, key in enumerate(list(left)):
+            if turn % (1 + number % 3) == 0:
+                engine.feed(key, left[key][:1])
+                left[key] = left[key][1:]
+            if not len(left[key]):
+                engine.end(key)
+                del left[key]
+        spoken.step(engine)
+        turn += 1
+    spoken.drain(engine)
+    assert [spoken.of(f"s{number}") for number in range(len(cases))] == expected
+
+
+def test_a_code_is_given_as_soon_as_its_row_is_there(engine, cases, expected):
+    case, spoken = cases[2], Spoken()
+    engine.open("s", case.prompt, GREEDY)
+    engine.feed("s", case.rows[: case.prompt_rows])
+    spoken.drain(engine)
+    assert spoken.codes == {}
+    for count in range(1, 6):
+        engine.feed("s", case.rows[case.prompt_rows + count - 1][None])
+        spoken.drain(engine)
+        assert spoken.codes["s"] == expected[2][0][:count]
+        assert not engine.has_work()
+    engine.abort("s")
+
+
+def test_sequences_that_wait_do_not_hold_up_the_others(engine, cases, expected):
+    waiting, ready, spoken = cases[2], cases[3], Spoken()
+    engine.open("waiting", waiting.prompt, GREEDY)
+    engine.feed("waiting", waiting.rows[: waiting.prompt_rows + 2])
+    engine.open("ready", ready.prompt, GREEDY)
+    engine.feed("ready", ready.rows)
+    engine.end("ready")
+    spoken.drain(engine)
+    assert spoken.of("ready") == expected[3]
+    assert spoken.codes["waiting"] == expected[2][0][:2]
+    engine.feed("waiting", waiting.rows[waiting.prompt_rows + 2 :])
+    engine.end("waiting")
+    assert spoken.drain(engine).of("waiting") == expected[2]
+
+
+def test_a_prompt_longer_than_a_step_is_prefilled_in_parts(talker, voices, engine):
+    case = talker.case(21, 150, 10, voices[0])
+    assert speak(engine, [case], [GREEDY]) == [talker.codes(case, GREEDY)]
+
+
+def test_media_positions_matter(engine, talker, cases, expected):
+    """Positions of an image differ by axis; plain text positions give other codes."""
+    case = cases[3]
+    assert not torch.equal(case.positions[0], case.positions[1])
+    flat = Case(case.rows, case.text_ids, case.prompt_rows, torch.arange(35).expand(3, -1), case.text_bos_id, None)
+    assert speak(engine, [flat], [GREEDY]) != [expected[3]]
+
+
+def test_the_voice_matters(engine, cases, voices, expected):
+    case = cases[2]
+    other = Case(case.rows, case.text_ids, case.prompt_rows, case.positions, voices[1], None)
+    assert case.text_bos_id == voices[0]
+    assert speak(engine, [other], [GREEDY]) != [expected[2]]
+
+
+def test_prompt_logits_are_within_tolerance_of_hf(engine, talker, cases, monkeypatch):
+    seen = []
+    runner = engine._core.model_executor.driver_worker.worker.model_runner
+    adjust = runner._adjust
+    monkeypatch.setattr(
+        runner, "_adjust", lambda logits, *rest: (seen.append(logits.clone()), adjust(logits, *rest))[1]
+    )
+    speak(engine, [cases[3]], [Sampling(max_tokens=1)])
+    torch.testing.assert_close(seen[0][0].cpu(), talker.prompt_logits(cases[3]), rtol=0, atol=2e-5)
+
+
+def test_a_seed_draws_the_same_alone_and_among_others(engine, cases):
+    samplings = [Sampling(**{**SAMPLED.__dict__, "seed": seed}) for seed in range(8)]
+    together = speak(engine, cases, samplings)
+    backwards = speak(engine, cases[::-1], samplings[::-1])[::-1]
+    alone = [speak(engine, [case], [sampling])[0] for case, sampling in zip(cases, samplings, strict=True)]
+    assert together == alone == backwards
+
+
+def test_seeds_differ_and_repeat(engine, cases):
+    samplings = [Sampling(**{**SAMPLED.__dict__, "seed": seed}) for seed in (1, 2, 1, 3)]
+    first, second, again, third = speak(engine, [cases[2]] * 4, samplings)
+    assert first == again
+    assert len({tuple(codes) for codes, _ in (first, second, third)}) == 3
+
+
+def test_seeded_sequences_make_no_generators(engine, cases):
+    engine.open("s", cases[2].prompt, SAMPLED)
+    engine.feed("s", cases[2].rows)
+    engine.step()
+    batch = engine._core.model_executor.driver_worker.worker.model_runner.input_batch
+    assert batch.num_reqs == 1
+    assert not batch.generators
+    engine.abort("s")
+    Spoken().drain(engine)
+
+
+def test_greedy_is_untouched_by_sampled_neighbours(engine, cases, expected):
+    samplings = [GREEDY if number % 2 else SAMPLED for number in range(8)]
+    assert speak(engine, cases, samplings)[1::2] == expected[1::2]
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}])
+def test_filters_that_leave_one_code_are_greedy(engine, cases, expected, filters):
+    sampling = Sampling(temperature=1.5, repetition_penalty=1.05, max_tokens=40, seed=11, **filters)
+    assert speak(engine, cases, [sampling] * len(cases)) == expected
+
+
+def test_only_codes_of_the_codec_and_the_stop_ids_can_be_drawn(engine, tiny_checkpoint):
+    config = load_config(tiny_checkpoint)
+    runner = engine._core.model_executor.driver_worker.worker.model_runner
+    logits = torch.zeros(1, config.talker.decoder.vocab_size, device=DEVICE)
+    slots = torch.tensor([engine._rows.idle_slot], device=DEVICE)
+    adjusted = runner._adjust(logits, slots, torch.tensor([True], device=DEVICE))
+    drawable = set(adjusted[0].isfinite().nonzero().flatten().tolist())
+    assert drawable == {*range(config.codec.largest_code + 1), *config.talker.stop_ids}
+
+
+def test_more_sequences_than_a_step_holds_take_turns(engine, cases, expected):
+    assert speak(engine, cases * 2, [GREEDY] * 16) == expected * 2
