@@ -38,6 +38,14 @@ class WaitingMixin(_Scheduler):
             return True
         return bool(self.waiting) and len(self.running) < self.max_num_running_reqs
 
+    def has_requests(self) -> bool:
+        """Whether vLLM should schedule a step now.
+
+        It would otherwise run empty steps while everybody waits, and after an empty step the runner puts its whole
+        batch together again.
+        """
+        return bool(super().has_requests()) and self.can_advance()
+
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         allowed: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         if self._ready_positions is None:

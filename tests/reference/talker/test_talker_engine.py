@@ -82,6 +82,30 @@ def test_a_code_is_given_as_soon_as_its_row_is_there(engine, cases, expected):
     engine.abort("s")
 
 
+def test_no_step_is_run_for_nothing_while_sequences_wait(engine, cases, monkeypatch):
+    scheduled, schedule = [], engine._core.scheduler.schedule
+
+    def watched(*args):
+        output = schedule(*args)
+        scheduled.append(output.total_num_scheduled_tokens)
+        return output
+
+    monkeypatch.setattr(engine._core.scheduler, "schedule", watched)
+    spoken = Spoken()
+    for number in (2, 4):
+        engine.open(f"s{number}", cases[number].prompt, GREEDY)
+        engine.feed(f"s{number}", cases[number].rows[: cases[number].prompt_rows])
+    for count in range(4):
+        for number in (2, 4):
+            engine.feed(f"s{number}", cases[number].rows[cases[number].prompt_rows + count][None])
+        spoken.drain(engine)
+    # The prompts with the first reply row in one step (they fit), then both together a row.
+    assert scheduled == [20 + 2 + 7 + 2, 2, 2, 2]
+    assert {key: len(codes) for key, codes in spoken.codes.items()} == {"s2": 4, "s4": 4}
+    for number in (2, 4):
+        engine.abort(f"s{number}")
+
+
 def test_sequences_that_wait_do_not_hold_up_the_others(engine, cases, expected):
     waiting, ready, spoken = cases[2], cases[3], Spoken()
     engine.open("waiting", waiting.prompt, GREEDY)
