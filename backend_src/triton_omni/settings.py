@@ -100,7 +100,8 @@ class TalkerSettings(_Frozen):
 
     device: Device = "auto"
     dtype: Dtype = "auto"
-    engine: EngineSettings = EngineSettings()
+    engine: EngineSettings = EngineSettings(max_model_len=8194)
+    """The longest sequence holds a prompt of 4096 rows, two more, and `max_codes`."""
     max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
     """Sequences open at once; those beyond `engine.max_num_seqs` queue, their rows reserved."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
@@ -184,11 +185,11 @@ def load_settings(path: Path, kind: type[SettingsT]) -> SettingsT:
     """Read and check one `stage.yaml`.
 
     Raises:
-        SettingsError: the file is missing, is no mapping, or holds an unknown key or an impossible value.
+        SettingsError: the file is missing, is no UTF-8 mapping, or holds an unknown key or an impossible value.
     """
     try:
         raw: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(f"{path}: cannot be read: {error}") from error
     if raw is not None and not isinstance(raw, dict):
         raise SettingsError(f"{path}: expected a mapping of settings, found {type(raw).__name__}")

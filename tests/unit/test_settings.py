@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stage.yaml`: shipped files agree with the defaults, and what cannot be used stops the load by name."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+from triton_omni.settings import (
+    EngineSettings,
+    RequestLimits,
+    SettingsError,
+    StreamingPlan,
+    TalkerSettings,
+    ThinkerSettings,
+    Token2WavSettings,
+    UnarySettings,
+    load_settings,
+)
+
+REPOSITORY = Path(__file__).parents[2] / "model_repository"
+SHIPPED = {
+    "thinker": ThinkerSettings,
+    "talker": TalkerSettings,
+    "token2wav": Token2WavSettings,
+    "qwen2_5_omni_unary": UnarySettings,
+}
+
+each_shipped = pytest.mark.parametrize(("model", "kind"), SHIPPED.items(), ids=SHIPPED)
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_text(text, kind=ThinkerSettings):
+        path = tmp_path / "stage.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_settings(path, kind)
+
+    return load_text
+
+
+def shipped_path(model):
+    return REPOSITORY / model / "1" / "stage.yaml"
+
+
+@each_shipped
+def test_the_shipped_file_equals_the_defaults(model, kind):
+    assert load_settings(shipped_path(model), kind) == kind()
+
+
+@each_shipped
+def test_the_shipped_file_names_every_key(model, kind):
+    raw = yaml.safe_load(shipped_path(model).read_text())
+    assert missing_keys(kind(), raw) == []
+
+
+def missing_keys(settings: BaseModel, raw, prefix=""):
+    missing = [prefix + name for name in type(settings).model_fields if name not in raw]
+    for name, value in settings:
+        if isinstance(value, BaseModel) and name in raw:
+            missing += missing_keys(value, raw[name], f"{prefix}{name}.")
+    return missing
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "{}"])
+def test_an_empty_file_gives_the_defaults(load, text):
+    assert load(text) == ThinkerSettings()
+
+
+def test_given_keys_replace_defaults_and_leave_the_others(load):
+    settings = load("max_sessions: 3\nengine: {max_num_seqs: 5}\n")
+    assert settings.max_sessions == 3
+    assert settings.engine == EngineSettings(max_num_seqs=5)
+    assert settings.max_new_tokens == ThinkerSettings().max_new_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("max_session: 3", ["max_session", "3"]),
+        ("engine: {max_seqs: 3}", ["engine.max_seqs"]),
+        ("max_sessions: many", ["max_sessions", "many"]),
+        ("max_sessions: 0", ["max_sessions", "greater than 0", "0"]),
+        ("max_sessions: 1025", ["max_sessions", "1024", "1025"]),
+        ("heartbeat_ms: 2000", ["heartbeat_ms", "1000"]),
+        ("device: tpu", ["device", "tpu"]),
+        ("engine: 3", ["engine", "3"]),
+        ("limits: {allowed_url_schemes: [file]}", ["limits.allowed_url_schemes", "file"]),
+        ("max_sessions: 0\nrows_per_message: 0", ["max_sessions", "rows_per_message"]),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(load, text, names):
+    with pytest.raises(SettingsError) as refused:
+        load(text)
+    assert all(name in str(refused.value) for name in [*names, "stage.yaml"])
+
+
+def test_a_batch_larger_than_a_step_is_refused(load):
+    with pytest.raises(SettingsError, match="max_num_batched_tokens 64 is below max_num_seqs 65"):
+        load("engine: {max_num_batched_tokens: 64, max_num_seqs: 65}")
+
+
+def test_a_plan_that_is_not_listed_is_refused(load):
+    with pytest.raises(SettingsError, match=r"plan 'fast' is not in plans: \['balanced'\]"):
+        load("plan: fast", Token2WavSettings)
+
+
+def test_a_first_chunk_without_sound_is_refused(load):
+    plan = "plans: {balanced: {chunk_blocks: [1], look_ahead_blocks: 0, vocoder_context_frames: 24}}"
+    with pytest.raises(SettingsError, match="vocoder_context_frames 24 leaves no sound of the first chunk"):
+        load(plan, Token2WavSettings)
+    assert StreamingPlan(chunk_blocks=(1,), look_ahead_blocks=0, vocoder_context_frames=23)
+
+
+def test_a_plan_without_chunks_is_refused(load):
+    with pytest.raises(SettingsError, match=r"plans\.balanced\.chunk_blocks"):
+        load("plans: {balanced: {chunk_blocks: []}}", Token2WavSettings)
+
+
+@pytest.mark.parametrize(("text", "found"), [("[1, 2]", "list"), ("word", "str"), ("3", "int"), ("[]", "list")])
+def test_a_file_that_is_no_mapping_is_refused(load, text, found):
+    with pytest.raises(SettingsError, match=f"expected a mapping of settings, found {found}"):
+        load(text)
+
+
+@pytest.mark.parametrize("text", ["max_sessions: [", "a: b: c", "\t- x"])
+def test_a_file_that_is_no_yaml_is_refused(load, text):
+    with pytest.raises(SettingsError, match=r"stage\.yaml: cannot be read"):
+        load(text)
+
+
+def test_a_file_that_is_no_utf8_is_refused(tmp_path):
+    path = tmp_path / "stage.yaml"
+    path.write_bytes(b"device: \xff\xfe")
+    with pytest.raises(SettingsError, match=r"stage\.yaml: cannot be read"):
+        load_settings(path, ThinkerSettings)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match=r"nowhere\.yaml: cannot be read"):
+        load_settings(tmp_path / "nowhere.yaml", UnarySettings)
+
+
+def test_a_file_cannot_make_python_objects(load):
+    with pytest.raises(SettingsError, match="cannot be read"):
+        load("device: !!python/object/apply:os.getcwd []")
+
+
+def test_settings_do_not_change_after_load():
+    with pytest.raises(ValidationError, match="frozen"):
+        RequestLimits().max_messages = 3
