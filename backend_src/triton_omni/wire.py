@@ -94,15 +94,16 @@ class Failure(msgspec.Struct, frozen=True):
     stage: StageName
     code: ErrorCode
     message: str
+    retry_after_ms: int | None = None
 
     @classmethod
     def of(cls, error: OmniError, stage: StageName) -> Failure:
         """The failure that `error` means when `stage` raised it."""
-        return cls(error.stage or stage, error.code, error.message)
+        return cls(error.stage or stage, error.code, error.message, error.retry_after_ms)
 
     def to_error(self) -> OmniError:
         """The exception to answer with."""
-        return from_code(self.code, self.message, stage=self.stage)
+        return from_code(self.code, self.message, stage=self.stage, retry_after_ms=self.retry_after_ms)
 
 
 class ThinkerMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,11 +134,11 @@ class ThinkerMessage(msgspec.Struct, frozen=True, kw_only=True):
         """Read a message back.
 
         Raises:
-            InternalError: another protocol version, or a META that is not ours.
+            InternalError: another protocol version, or tensors that are not of this protocol.
         """
         meta = _unpack(_bytes(tensors, "META"), _ThinkerMeta)
         rows, positions = _filled(tensors, "ROWS", 0), _filled(tensors, "POSITIONS", 1)
-        return cls(rows=rows, positions=positions, text=_bytes(tensors, "TEXT").decode(), **_fields(meta))
+        return cls(rows=rows, positions=positions, text=_text(tensors), **_fields(meta))
 
 
 class TalkerMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,10 +169,10 @@ class TalkerMessage(msgspec.Struct, frozen=True, kw_only=True):
         """Read a message back.
 
         Raises:
-            InternalError: another protocol version, or a META that is not ours.
+            InternalError: another protocol version, or tensors that are not of this protocol.
         """
         meta = _unpack(_bytes(tensors, "META"), _TalkerMeta)
-        return cls(codes=_filled(tensors, "CODES", 0), text=_bytes(tensors, "TEXT").decode(), **_fields(meta))
+        return cls(codes=_filled(tensors, "CODES", 0), text=_text(tensors), **_fields(meta))
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,6 +244,13 @@ def _bytes(tensors: Mapping[str, Value], name: str) -> bytes:
     if not isinstance(value, bytes):
         raise InternalError(f"{name}: expected one byte string, found {type(value).__name__}")
     return value
+
+
+def _text(tensors: Mapping[str, Value]) -> str:
+    try:
+        return _bytes(tensors, "TEXT").decode()
+    except UnicodeDecodeError as error:
+        raise InternalError(f"TEXT is not UTF-8: {error}") from error
 
 
 def _filled(tensors: Mapping[str, Value], name: str, dim: int) -> Tensor | None:
