@@ -36,6 +36,7 @@ _HEADER_WORDS: Final = 8
 _STAGE_WORDS: Final = 8
 _RING_WORDS: Final = 1 + 1024
 _RECORD_WORDS: Final = 16
+_TABLE_WORDS: Final = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS + _RING_WORDS + CAPACITY * _RECORD_WORDS
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
 # Words of a stage's block.
@@ -59,7 +60,7 @@ class StageFacts:
     fingerprint: int
     """64 bits of the checkpoint's content."""
     dtype: int = 0
-    """`1 + index` of the links' dtype, see `serving/tensors.py`."""
+    """`1 + index` of the links' dtype, see `serving/launch.py`."""
     hidden_size: int = 0
 
 
@@ -91,7 +92,10 @@ class SessionLedger:
         self._stage = stage
         _create(self.path)
         with self.path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 0)
+            size = os.fstat(file.fileno()).st_size
+            if size != _TABLE_WORDS * _WORD:
+                raise LedgerError(f"{self.path} has {size} bytes, a ledger has {_TABLE_WORDS * _WORD}: remove it")
+            self._map = mmap.mmap(file.fileno(), size)
         self._words = np.frombuffer(self._map, dtype=np.uint64)
         self._check_header()
         if facts is not None and stage in _STAGES:
@@ -139,7 +143,8 @@ class SessionLedger:
             return False
         record = self._record(key.slot)
         nonce = f"{int(record[_NONCE_HIGH]) << 64 | int(record[_NONCE_LOW]):032x}"
-        return int(record[_GENERATION]) == key.generation and secrets.compare_digest(nonce, key.nonce)
+        # As bytes: the key may come from outside, and only ASCII strings can be compared as they are.
+        return int(record[_GENERATION]) == key.generation and secrets.compare_digest(nonce.encode(), key.nonce.encode())
 
     def mark_closed(self, key: SessionKey) -> None:
         """This stage's last sender of the session is final and its state is dropped."""
@@ -200,15 +205,23 @@ class SessionLedger:
             )
 
     def _register(self, facts: StageFacts) -> None:
+        own = self._stage_words(self._stage)
+        own[_FINGERPRINT], own[_DTYPE], own[_HIDDEN] = facts.fingerprint, facts.dtype, facts.hidden_size
+        # Entered before looking at the others: of two stages that load at once, one at least sees the other.
+        own[_PID] = os.getpid()
+        try:
+            self._check_others(facts)
+        except LedgerError:
+            own[_PID] = 0
+            raise
+        own[_EPOCH] = int(own[_EPOCH]) + 1
+        self.beat()
+
+    def _check_others(self, facts: StageFacts) -> None:
         for other in _STAGES:
             words = self._stage_words(other)
             if other != self._stage and int(words[_PID]):
                 _check_agreement(self._stage, facts, other, words)
-        own = self._stage_words(self._stage)
-        own[_FINGERPRINT], own[_DTYPE], own[_HIDDEN] = facts.fingerprint, facts.dtype, facts.hidden_size
-        own[_EPOCH] = int(own[_EPOCH]) + 1
-        own[_PID] = os.getpid()
-        self.beat()
 
     def _stage_words(self, stage: StageName) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         start = _HEADER_WORDS + _STAGES.index(stage) * _STAGE_WORDS
@@ -281,8 +294,7 @@ def _create(path: Path) -> None:
     """
     if path.exists():
         return
-    words = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS + _RING_WORDS + CAPACITY * _RECORD_WORDS
-    table = np.zeros(words, dtype=np.uint64)
+    table = np.zeros(_TABLE_WORDS, dtype=np.uint64)
     table[0], table[1] = _MAGIC, PROTOCOL_VERSION
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
@@ -296,13 +308,14 @@ def _create(path: Path) -> None:
 
 def remove_stale() -> list[str]:
     """Remove this user's tables whose server is gone (a killed server cannot); return their names."""
+    namespace = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
     removed = []
-    for path in _SHARED_MEMORY.glob(f"triton-omni-{os.getuid()}-*"):
-        namespace, pid = path.name.split("-")[3:5]
-        own = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
+    for path in _SHARED_MEMORY.glob(f"triton-omni-{os.getuid()}-{namespace}-*-*"):
+        # A table that a live server's stage is just making has its server's name in front (`_create`).
+        table = path.name.partition(".")[0]
+        pid = table.split("-")[4]
         with contextlib.suppress(OSError):
-            alive = Path(f"/proc/{pid}").exists() and path.name == server_name(int(pid))
-            if namespace == own and not alive:
+            if not (pid.isdigit() and Path(f"/proc/{pid}").exists() and table == server_name(int(pid))):
                 path.unlink()
                 removed.append(path.name)
     return removed

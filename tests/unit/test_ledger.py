@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session ledger over real shared memory: generations, credits, cancellation, agreement, files that stay behind."""
+
+import itertools
+import multiprocessing
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton_omni import ledger as ledger_module
+from triton_omni.ledger import CAPACITY, LedgerError, SessionLedger, Slots, StageFacts, remove_stale, server_name
+from triton_omni.wire import SessionKey
+
+STAGES = ("thinker", "talker", "token2wav")
+FORK = multiprocessing.get_context("fork")
+WAIT_S = 20.0
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+@pytest.fixture
+def name():
+    name = f"triton-omni-test-{secrets.token_hex(8)}"
+    yield name
+    (Path("/dev/shm") / name).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def attach(name):
+    """Attach as a stage; all are detached at the end."""
+    ledgers = []
+
+    def attach_stage(stage, facts=None):
+        ledgers.append(SessionLedger(name, stage, facts))
+        return ledgers[-1]
+
+    yield attach_stage
+    for ledger in ledgers:
+        if hasattr(ledger, "_words"):
+            ledger.close()
+
+
+@pytest.fixture
+def thinker(attach):
+    return attach("thinker")
+
+
+@pytest.fixture
+def talker(attach, thinker):
+    return attach("talker")
+
+
+MARKS = {
+    "closed": (SessionLedger.mark_closed, lambda ledger, key: ledger.closed(key, "talker")),
+    "cancelled": (SessionLedger.mark_cancelled, SessionLedger.cancelled),
+    "failed": (SessionLedger.mark_failed, SessionLedger.failed),
+    "consumed": (
+        lambda ledger, key: ledger.count_consumed(key, 7),
+        lambda ledger, key: ledger.consumed(key, "talker") == 7,
+    ),
+}
+each_mark = pytest.mark.parametrize(("mark", "read"), MARKS.values(), ids=MARKS)
+
+
+@each_mark
+def test_what_one_stage_writes_the_other_reads(thinker, talker, mark, read):
+    key = thinker.publish(3)
+    assert not read(thinker, key)
+    mark(talker, key)
+    assert read(thinker, key)
+    assert read(talker, key)
+
+
+@each_mark
+def test_what_an_earlier_session_left_is_ignored(thinker, talker, mark, read):
+    mark(talker, thinker.publish(3))
+    assert not read(thinker, thinker.publish(3))
+
+
+@each_mark
+def test_slots_do_not_mix(thinker, talker, mark, read):
+    keys = [thinker.publish(slot) for slot in (0, 1, CAPACITY - 1)]
+    mark(talker, keys[1])
+    assert [read(thinker, key) for key in keys] == [False, True, False]
+
+
+def test_closed_and_consumed_are_told_by_stage(thinker, talker):
+    key = thinker.publish(0)
+    talker.mark_closed(key)
+    talker.count_consumed(key, 2)
+    assert [thinker.closed(key, stage) for stage in STAGES] == [False, True, False]
+    assert [thinker.consumed(key, stage) for stage in STAGES] == [0, 2, 0]
+
+
+def test_only_the_present_session_of_a_slot_is_current(thinker, talker):
+    old = thinker.publish(5)
+    assert talker.is_current(old)
+    new = thinker.publish(5)
+    assert new.generation == old.generation + 1
+    assert not talker.is_current(old)
+    assert talker.is_current(new)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"nonce": "0" * 32},
+        {"nonce": ""},
+        {"nonce": "é" * 32},
+        {"slot": 6},
+        {"slot": -1},
+        {"slot": CAPACITY},
+        {"slot": 10**30},
+        {"generation": 0},
+        {"generation": 2},
+        {"generation": -1},
+    ],
+    ids=str,
+)
+def test_a_forged_key_is_not_current(thinker, talker, forged):
+    key = thinker.publish(5)
+    fields = {"slot": key.slot, "generation": key.generation, "nonce": key.nonce}
+    assert not talker.is_current(SessionKey(**{**fields, **forged}))
+
+
+def test_nonces_are_random(thinker):
+    assert len({thinker.publish(0).nonce for _ in range(100)}) == 100
+
+
+def test_a_slot_never_used_holds_no_session(talker):
+    assert not talker.is_current(SessionKey(9, 1, "0" * 32))
+
+
+def test_generations_wrap_around_and_skip_zero(thinker, talker):
+    thinker._record(2)[0] = 2**32 - 2
+    last = thinker.publish(2)
+    assert last.generation == 2**32 - 1
+    talker.count_consumed(last, 2**32 - 1)
+    assert thinker.consumed(last, "talker") == 2**32 - 1
+    first = thinker.publish(2)
+    assert first.generation == 1
+    assert thinker.consumed(first, "talker") == 0
+    assert not talker.is_current(last)
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["publish", *MARKS]), st.integers(0, 2), st.sampled_from(STAGES), st.booleans()),
+    max_size=40,
+)
+
+
+class Model:
+    """What the ledger should say, kept in plain sets."""
+
+    def __init__(self):
+        self.sessions = {}
+        self.marks = set()
+
+    def says(self, mark, key):
+        if mark in ("closed", "consumed"):
+            return (mark, key.name, "talker") in self.marks
+        return any((mark, key.name, stage) in self.marks for stage in STAGES)
+
+
+@settings(deadline=None, max_examples=60)
+@given(operations=OPERATIONS)
+def test_any_history_leaves_what_each_session_was_told(operations):
+    table = f"triton-omni-test-{secrets.token_hex(8)}"
+    ledgers = {stage: SessionLedger(table, stage) for stage in STAGES}
+    model = Model()
+    try:
+        for operation, slot, stage, _ in operations:
+            if operation == "publish":
+                model.sessions[slot] = ledgers["thinker"].publish(slot)
+            elif slot in model.sessions:
+                MARKS[operation][0](ledgers[stage], model.sessions[slot])
+                model.marks.add((operation, model.sessions[slot].name, stage))
+        for key in model.sessions.values():
+            for mark, (_, read) in MARKS.items():
+                assert read(ledgers["token2wav"], key) == model.says(mark, key)
+    finally:
+        for ledger in ledgers.values():
+            ledger.close()
+
+
+# Processes.
+
+
+def _count(name, stage, slots, rounds, go):
+    ledger = SessionLedger(name, stage)
+    go.wait(WAIT_S)
+    for messages in range(1, rounds + 1):
+        for key in slots:
+            ledger.count_consumed(key, messages)
+    ledger.mark_failed(slots[0])
+
+
+def test_stages_of_several_processes_write_side_by_side(thinker, name):
+    keys, rounds = [thinker.publish(slot) for slot in range(8)], 500
+    go = FORK.Barrier(3)
+    workers = [FORK.Process(target=_count, args=(name, stage, keys, rounds, go)) for stage in ("talker", "token2wav")]
+    for worker in workers:
+        worker.start()
+    go.wait(WAIT_S)
+    seen = [(0, 0)]
+    while any(worker.is_alive() for worker in workers):
+        seen.append(tuple(thinker.consumed(keys[3], stage) for stage in ("talker", "token2wav")))
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert all(a <= b for before, after in itertools.pairwise(seen) for a, b in zip(before, after, strict=True))
+    assert all(thinker.consumed(key, stage) == rounds for key in keys for stage in ("talker", "token2wav"))
+    assert [thinker.failed(key) for key in keys] == [True] + [False] * 7
+    assert not any(thinker.closed(key, "thinker") for key in keys)
+
+
+def _attach(name, barrier, results):
+    barrier.wait(WAIT_S)
+    ledger = SessionLedger(name, "unary")
+    results.put((ledger.path.stat().st_ino, int(ledger._words[0])))
+
+
+def test_eight_processes_that_create_at_once_make_one_whole_table(name):
+    barrier, results = FORK.Barrier(8), FORK.Queue()
+    workers = [FORK.Process(target=_attach, args=(name, barrier, results)) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    found = [results.get(timeout=WAIT_S) for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert len(set(found)) == 1
+    assert found[0][1] == ledger_module._MAGIC
+    assert [path.name for path in Path("/dev/shm").glob(f"{name}*")] == [name]
+
+
+def test_the_table_is_for_its_user_alone(thinker):
+    assert thinker.path.stat().st_mode & 0o777 == 0o600
+
+
+# Agreement.
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        (StageFacts(2, 1, 8), "checkpoint fingerprint of talker is 0x2, of thinker 0x1"),
+        (StageFacts(1, 2, 8), "dtype of the links of talker is 0x2, of thinker 0x1"),
+        (StageFacts(1, 1, 9), "hidden size of talker is 0x9, of thinker 0x8"),
+    ],
+)
+def test_a_stage_that_disagrees_is_refused_by_name(attach, facts, sentence):
+    attach("thinker", StageFacts(1, 1, 8))
+    with pytest.raises(LedgerError, match=sentence):
+        attach("talker", facts)
+
+
+def test_a_refused_stage_leaves_no_trace(attach):
+    attach("thinker", StageFacts(1, 1, 8))
+    with pytest.raises(LedgerError):
+        attach("talker", StageFacts(2, 1, 8))
+    assert attach("unary").epoch("talker") == 0
+    attach("talker", StageFacts(1, 1, 8))
+    attach("token2wav", StageFacts(1))
+
+
+def test_a_stage_that_does_not_care_agrees_with_all(attach):
+    attach("thinker", StageFacts(1, 2, 8))
+    attach("talker", StageFacts(1, 2, 8))
+    attach("token2wav", StageFacts(1))
+
+
+def test_a_stage_may_come_back_with_another_checkpoint_when_the_others_are_gone(attach):
+    attach("unary")
+    first = attach("thinker", StageFacts(1, 1, 8))
+    first._stage_words("thinker")[ledger_module._PID] = 0
+    attach("talker", StageFacts(2, 1, 8))
+
+
+def _register_often(name, stage, facts, barrier, results):
+    for attempt in range(100):
+        ledger = SessionLedger(f"{name}-{attempt}", stage)
+        barrier.wait(WAIT_S)
+        try:
+            ledger._register(facts)
+        except LedgerError:
+            results.put(attempt)
+    results.put(None)
+
+
+def test_stages_that_disagree_and_load_at_once_are_not_both_let_in(name):
+    barrier, results = FORK.Barrier(2), FORK.Queue()
+    entries = [("thinker", StageFacts(1)), ("talker", StageFacts(2))]
+    workers = [FORK.Process(target=_register_often, args=(name, *entry, barrier, results)) for entry in entries]
+    for worker in workers:
+        worker.start()
+    refused = [attempt for _ in workers for attempt in iter(lambda: results.get(timeout=WAIT_S), None)]
+    for worker in workers:
+        worker.join()
+    for attempt in range(100):
+        (Path("/dev/shm") / f"{name}-{attempt}").unlink()
+    assert set(refused) == set(range(100))
+
+
+def test_a_table_of_another_version_is_refused(name):
+    words = np.zeros(ledger_module._TABLE_WORDS, dtype=np.uint64)
+    words[0], words[1] = ledger_module._MAGIC, 99
+    (Path("/dev/shm") / name).write_bytes(words.tobytes())
+    with pytest.raises(LedgerError, match="protocol version 99"):
+        SessionLedger(name, "thinker")
+
+
+@pytest.mark.parametrize("size", [0, 27])
+def test_a_file_that_is_no_table_is_refused(name, size):
+    (Path("/dev/shm") / name).write_bytes(b"something else that is here"[:size])
+    with pytest.raises(LedgerError, match=f"{name} has {size} bytes, a ledger has"):
+        SessionLedger(name, "thinker")
+
+
+# Heartbeats.
+
+
+def test_heartbeats_and_epochs_tell_of_each_stage(attach):
+    thinker = attach("thinker", StageFacts(1))
+    assert thinker.epoch("thinker") == 1
+    assert thinker.epoch("talker") == 0
+    assert thinker.silent_for("thinker") < WAIT_S
+    time.sleep(0.02)
+    assert thinker.silent_for("thinker") >= 0.02
+    thinker.beat()
+    assert thinker.silent_for("thinker") < 0.02
+    assert attach("thinker", StageFacts(1)).epoch("thinker") == 2
+
+
+# Cancel tokens.
+
+
+def test_cancel_tokens_arrive_once_each_and_in_order(attach, thinker):
+    unary = attach("unary")
+    tokens, position = thinker.tokens_since(0)
+    assert (tokens, position) == ([], 0)
+    for token in (5, 2**63 - 1, 1):
+        unary.cancel_token(token)
+    tokens, position = thinker.tokens_since(position)
+    assert tokens == [5, 2**63 - 1, 1]
+    assert thinker.tokens_since(position) == ([], position)
+
+
+def test_the_ring_of_tokens_wraps_around(attach, thinker):
+    unary, position = attach("unary"), 0
+    size, got = ledger_module._RING_WORDS - 1, []
+    for token in range(1, 2 * size + 100):
+        unary.cancel_token(token)
+        if token % 100 == 0:
+            tokens, position = thinker.tokens_since(position)
+            got += tokens
+    got += thinker.tokens_since(position)[0]
+    assert got == list(range(1, 2 * size + 100))
+
+
+def test_a_late_reader_gets_the_newest_tokens(attach, thinker):
+    unary, size = attach("unary"), ledger_module._RING_WORDS - 1
+    for token in range(1, size + 11):
+        unary.cancel_token(token)
+    tokens, position = thinker.tokens_since(0)
+    assert tokens == list(range(11, size + 11))
+    assert position == size + 10
+
+
+# Slots.
+
+
+def test_slots_are_given_once_and_again_after_release(thinker):
+    slots = Slots(thinker, 3)
+    keys = [slots.allocate() for _ in range(3)]
+    assert {key.slot for key in keys} == {0, 1, 2}
+    assert slots.free == 0
+    assert slots.allocate() is None
+    slots.release(keys[1])
+    again = slots.allocate()
+    assert again.slot == keys[1].slot
+    assert again.generation != keys[1].generation
+    assert not thinker.is_current(keys[1])
+
+
+# Names and files.
+
+
+def test_a_servers_name_is_its_own(tmp_path):
+    """The command name in /proc may hold spaces and brackets, which must not shift the start time."""
+    program = tmp_path / "a) (b c) R 1 2"
+    program.symlink_to(Path("/bin/sleep").resolve())
+    with subprocess.Popen([program, "30"]) as other:
+        try:
+            wait_for_command(other.pid, "a) (b c) R 1 2")
+            found = server_name(other.pid)
+            stat = Path(f"/proc/{other.pid}/stat").read_text()
+        finally:
+            other.kill()
+    uid, namespace, pid, start = found.removeprefix("triton-omni-").split("-")
+    assert (int(uid), int(pid)) == (os.getuid(), other.pid)
+    assert Path("/proc/self/ns/pid").stat().st_ino == int(namespace)
+    assert int(start) == int(stat[stat.rindex(")") :].split()[20])
+    assert server_name(os.getpid()) != found
+    assert server_name(os.getpid()) == server_name(os.getpid())
+
+
+def wait_for_command(pid, name):
+    end = time.monotonic() + WAIT_S
+    while name[:15] != Path(f"/proc/{pid}/comm").read_text().rstrip("\n"):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_tables_of_dead_servers_are_removed_and_others_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_module, "_SHARED_MEMORY", tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        alive, dead = server_name(os.getpid()), server_name(other.pid)
+        other.communicate(b"\n")
+    namespace = alive.split("-")[3]
+    reused = alive.rpartition("-")[0] + "-1"
+    foreign_namespace = dead.replace(f"-{namespace}-", f"-{int(namespace) + 1}-")
+    foreign_user = dead.replace(f"omni-{os.getuid()}-", f"omni-{os.getuid() + 1}-")
+    odd = [f"triton-omni-{os.getuid()}-", f"triton-omni-{os.getuid()}-x-y-z", "something-else"]
+    dead_draft, alive_draft = f"{dead}.123.abcdef01", f"{alive}.123.abcdef01"
+    kept = [alive, alive_draft, foreign_namespace, foreign_user, *odd]
+    for file in (dead, reused, dead_draft, *kept):
+        (tmp_path / file).touch()
+    assert sorted(remove_stale()) == sorted([dead, reused, dead_draft])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_the_last_stage_to_leave_removes_the_file(name):
+    ledgers = [SessionLedger(name, stage, StageFacts(1)) for stage in STAGES]
+    for ledger in ledgers[:-1]:
+        ledger.close()
+        assert ledger.path.exists()
+    ledgers[-1].close()
+    assert not ledgers[-1].path.exists()
