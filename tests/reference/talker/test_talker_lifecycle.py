@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from reference.talker.rig import (
     GREEDY,
     MAX_LEN,
+    SAMPLED,
     Spoken,
     assert_nothing_held,
     make_engine,
@@ -250,3 +252,48 @@ def test_a_sequence_ends_at_the_longest_the_engine_can_hold(engine, talker, voic
     assert finish == "length"
     assert codes == talker.codes(case, GREEDY)[0][: len(codes)]
     assert len(codes) == 14
+
+
+class Visitor:
+    """A session that sends its rows in random pieces and may leave at any moment."""
+
+    def __init__(self, key, case, sampling):
+        self.key, self.case, self.sampling, self.sent, self.ended = key, case, sampling, 0, False
+
+    def send(self, engine, count):
+        engine.feed(self.key, self.case.rows[self.sent : self.sent + count])
+        self.sent += count
+        if self.sent >= len(self.case.rows) and not self.ended:
+            self.ended = True
+            engine.end(self.key)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sessions_that_come_and_go_at_random_get_what_each_gets_alone(engine, cases, seed):
+    chance = random.Random(seed)
+    kinds = [(case, GREEDY if place % 2 else SAMPLED) for place, case in enumerate(cases)]
+    alone = [speak(engine, [case], [sampling])[0] for case, sampling in kinds]
+    open_, kind_of, spoken, left = {}, {}, Spoken(), set()
+    for turn in range(900):
+        choice = chance.random()
+        if choice < 0.1:
+            key, kind = f"v{turn}", chance.randrange(len(kinds))
+            open_[key], kind_of[key] = Visitor(key, *kinds[kind]), kind
+            engine.open(key, kinds[kind][0].prompt, kinds[kind][1])
+        elif choice < 0.5 and open_:
+            open_[chance.choice(list(open_))].send(engine, chance.choice([1, 1, 2, 30]))
+        elif choice < 0.52 and open_:
+            key = chance.choice(list(open_))
+            engine.abort(key)
+            left.add(key)
+            del open_[key]
+        else:
+            spoken.step(engine)
+        open_ = {key: visitor for key, visitor in open_.items() if key not in spoken.finish}
+    for visitor in open_.values():
+        visitor.send(engine, 1000)
+    spoken.drain(engine)
+    stayed = set(kind_of) - left
+    assert len(stayed) > 40
+    assert len(left) > 3
+    assert {key: spoken.of(key) for key in stayed} == {key: alone[kind_of[key]] for key in stayed}
