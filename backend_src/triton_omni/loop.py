@@ -75,8 +75,14 @@ class StageLoop:
             except Exception as error:
                 # The engine is of no more use, but commands still run, so that every session and message ends.
                 logger.exception("the stage's engine failed")
-                self._driven.fail(error)
+                self._fail(error)
                 time.sleep(IDLE_POLL_S)
+
+    def _fail(self, error: Exception) -> None:
+        try:
+            self._driven.fail(error)
+        except Exception:
+            logger.exception("ending the sessions after the engine's failure failed as well")
 
     def _finished(self) -> bool:
         with self._changed:

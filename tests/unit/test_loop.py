@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that owns a stage: order of commands, fairness to the engine, faults, stopping."""
+
+import threading
+import time
+
+import pytest
+from triton_omni.loop import IDLE_POLL_S, StageLoop
+
+WAIT_S = 5.0
+
+
+class Driven:
+    """Counts calls; `work` steps are left; each call may raise once armed."""
+
+    def __init__(self, work=0, delay=IDLE_POLL_S):
+        self.work, self.delay = work, delay
+        self.steps, self.polls, self.failures, self.threads = 0, 0, [], set()
+        self.faults = {}
+
+    def _enter(self, name):
+        self.threads.add(threading.get_ident())
+        if name in self.faults:
+            raise self.faults[name]
+
+    def has_work(self):
+        self._enter("has_work")
+        return self.work > 0
+
+    def step(self):
+        self._enter("step")
+        self.steps += 1
+        self.work -= 1
+
+    def poll(self):
+        self._enter("poll")
+        self.polls += 1
+        return self.delay
+
+    def fail(self, error):
+        self.failures.append(error)
+        self.work = 0
+        self._enter("fail")
+
+
+@pytest.fixture
+def run():
+    loops = []
+
+    def start(driven):
+        loops.append(StageLoop("test-loop", driven))
+        loops[-1].start()
+        return loops[-1]
+
+    yield start
+    for loop in loops:
+        loop.stop()
+        assert not loop.alive
+
+
+def wait_for(condition):
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, "condition not met"
+        time.sleep(0.001)
+
+
+def done(loop):
+    """Wait until everything posted so far has run."""
+    event = threading.Event()
+    loop.post(event.set)
+    assert event.wait(WAIT_S)
+
+
+def test_commands_run_in_the_order_of_posting_on_one_thread(run):
+    driven, seen = Driven(work=50), []
+    loop = run(driven)
+    for n in range(500):
+        loop.post(lambda n=n: seen.append((n, threading.get_ident())))
+    done(loop)
+    assert [n for n, _ in seen] == list(range(500))
+    wait_for(lambda: driven.steps == 50)
+    assert {thread for _, thread in seen} == driven.threads
+    assert threading.get_ident() not in driven.threads
+
+
+def test_commands_of_several_threads_keep_each_threads_order(run):
+    loop, seen = run(Driven()), []
+    posters = [
+        threading.Thread(target=lambda p=p: [loop.post(lambda n=n: seen.append((p, n))) for n in range(200)])
+        for p in range(4)
+    ]
+    for poster in posters:
+        poster.start()
+    for poster in posters:
+        poster.join()
+    done(loop)
+    assert all([n for p, n in seen if p == poster] == list(range(200)) for poster in range(4))
+
+
+def test_a_flood_of_commands_does_not_starve_the_engine(run):
+    driven, flooding = Driven(work=20), [True]
+    loop = run(driven)
+
+    def again():
+        if flooding[0]:
+            loop.post(again)
+            loop.post(lambda: None)
+
+    loop.post(again)
+    wait_for(lambda: driven.steps == 20)
+    flooding[0] = False
+
+
+def test_sessions_are_polled_once_a_step(run):
+    driven = Driven(work=30)
+    run(driven)
+    wait_for(lambda: driven.steps == 30)
+    assert driven.polls >= 30
+
+
+def test_an_idle_loop_polls_at_its_rate_and_no_faster(run):
+    driven = Driven(delay=IDLE_POLL_S)
+    run(driven)
+    time.sleep(4.5 * IDLE_POLL_S)
+    assert 2 <= driven.polls <= 6
+
+
+def test_a_poll_that_asks_to_look_again_soon_is_heard(run):
+    driven = Driven(delay=0.001)
+    run(driven)
+    wait_for(lambda: driven.polls >= 20)
+
+
+def test_a_command_wakes_an_idle_loop(run):
+    loop = run(Driven())
+    done(loop)
+    start = time.monotonic()
+    for _ in range(20):
+        done(loop)
+    assert time.monotonic() - start < 20 * IDLE_POLL_S / 2
+
+
+def test_an_engine_that_raises_is_told_and_commands_still_run(run):
+    driven = Driven(work=1)
+    driven.faults["step"] = RuntimeError("device lost")
+    loop = run(driven)
+    wait_for(lambda: driven.failures)
+    assert driven.failures == [driven.faults["step"]]
+    done(loop)
+    assert loop.alive
+
+
+def test_a_command_that_raises_does_not_lose_the_next(run):
+    driven, seen = Driven(), []
+    loop = run(driven)
+    gate = threading.Event()
+    loop.post(lambda: gate.wait(WAIT_S))
+    loop.post(lambda: 1 / 0)
+    loop.post(lambda: seen.append("next"))
+    gate.set()
+    done(loop)
+    assert seen == ["next"]
+    assert [type(error) for error in driven.failures] == [ZeroDivisionError]
+
+
+def test_the_thread_lives_on_when_ending_the_sessions_raises_too(run):
+    driven = Driven(work=1)
+    driven.faults = {"step": RuntimeError("device lost"), "fail": RuntimeError("still lost")}
+    loop = run(driven)
+    wait_for(lambda: driven.failures)
+    done(loop)
+    assert loop.alive
+
+
+def test_a_fault_that_stays_does_not_spin(run):
+    driven = Driven()
+    driven.faults["poll"] = RuntimeError("device lost")
+    run(driven)
+    time.sleep(4.5 * IDLE_POLL_S)
+    assert 2 <= len(driven.failures) <= 6
+
+
+def test_stop_runs_what_was_posted_first():
+    driven, seen = Driven(work=10**9), []
+    loop = StageLoop("test-loop", driven)
+    loop.post(lambda: time.sleep(0.02))
+    for n in range(50):
+        loop.post(lambda n=n: seen.append(n))
+    loop.post(lambda: loop.post(lambda: seen.append("posted by a command")))
+    loop.start()
+    loop.stop()
+    assert seen == [*range(50), "posted by a command"]
+    assert not loop.alive
+
+
+def test_stop_waits_no_longer_than_asked():
+    driven = Driven(work=1)
+    gate = threading.Event()
+    driven.step = gate.wait
+    loop = StageLoop("test-loop", driven)
+    loop.start()
+    start = time.monotonic()
+    loop.stop(timeout_s=0.05)
+    assert time.monotonic() - start < 1
+    assert loop.alive
+    driven.work = 0
+    gate.set()
+    loop.stop()
+    assert not loop.alive

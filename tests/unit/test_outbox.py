@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What waits on a link: credits, merging, sizes, pace of text; everything leaves once, in order, and last comes last."""
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton_omni.errors import InternalError, TooLarge
+from triton_omni.stage import CREDITS, TEXT_INTERVAL_NS, Outbox, as_omni_error
+
+LONG_AGO = 10 * TEXT_INTERVAL_NS
+
+
+def rows(start, count):
+    return torch.arange(start, start + count)
+
+
+def take_all(outbox, consumed=0, now_ns=LONG_AGO):
+    parcels = []
+    while (parcel := outbox.take(consumed, now_ns)) is not None:
+        parcels.append(parcel)
+    return parcels
+
+
+def values(parcels):
+    return [parcel.tensor.tolist() for parcel in parcels if parcel.tensor is not None]
+
+
+def test_an_empty_outbox_gives_nothing():
+    outbox = Outbox(largest=8)
+    assert outbox.take(0, LONG_AGO) is None
+    assert not outbox.waiting
+    assert outbox.held == 0
+
+
+def test_rows_leave_while_there_are_credits_and_wait_without():
+    outbox, consumed = Outbox(largest=8), 0
+    for n in range(CREDITS):
+        outbox.put(rows(n, 1))
+        assert values(take_all(outbox, consumed)) == [[n]]
+    outbox.put(rows(CREDITS, 1))
+    assert take_all(outbox, consumed) == []
+    assert outbox.waiting
+    assert outbox.held == 1
+    assert values(take_all(outbox, consumed + 1)) == [[CREDITS]]
+
+
+def test_what_waits_for_a_credit_leaves_together():
+    outbox = Outbox(largest=100)
+    for n in range(10):
+        outbox.put(rows(n, 1))
+        outbox.take(0, LONG_AGO)
+    assert values(take_all(outbox, CREDITS)) == [list(range(CREDITS, 10))]
+
+
+def test_no_message_is_larger_than_the_largest():
+    outbox = Outbox(largest=4)
+    outbox.put(rows(0, 10))
+    parcels, consumed = [], 0
+    while outbox.held:
+        parcels += take_all(outbox, consumed)
+        consumed = len(parcels)
+    assert values(parcels) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_fewer_than_the_smallest_wait_for_more_or_for_the_end():
+    outbox = Outbox(largest=8, smallest=4)
+    outbox.put(rows(0, 3))
+    assert take_all(outbox) == []
+    outbox.put(rows(3, 1))
+    assert values(take_all(outbox)) == [[0, 1, 2, 3]]
+    outbox.put(rows(4, 2))
+    assert take_all(outbox) == []
+    outbox.finish_tensors()
+    assert values(take_all(outbox)) == [[4, 5]]
+
+
+def test_text_travels_with_rows():
+    outbox = Outbox(largest=8)
+    outbox.put_text("one ")
+    outbox.put_text("two")
+    outbox.put(rows(0, 2))
+    [parcel] = take_all(outbox, now_ns=0)
+    assert (parcel.text, parcel.tensor.tolist()) == ("one two", [0, 1])
+
+
+def test_text_without_a_credit_leaves_by_itself_but_not_too_often():
+    outbox = Outbox(largest=8)
+    outbox.put_text("a")
+    assert [p.text for p in take_all(outbox, now_ns=LONG_AGO)] == ["a"]
+    outbox.put_text("b")
+    assert take_all(outbox, now_ns=LONG_AGO + TEXT_INTERVAL_NS - 1) == []
+    assert outbox.waiting
+    outbox.put_text("c")
+    assert [p.text for p in take_all(outbox, now_ns=LONG_AGO + TEXT_INTERVAL_NS)] == ["bc"]
+
+
+def test_text_needs_no_credit():
+    outbox = Outbox(largest=1)
+    outbox.put(rows(0, CREDITS + 1))
+    take_all(outbox)
+    outbox.put_text("still here")
+    assert [p.text for p in take_all(outbox, now_ns=2 * LONG_AGO)] == ["still here"]
+
+
+def test_the_last_text_does_not_wait():
+    outbox = Outbox(largest=8)
+    outbox.finish_tensors()
+    outbox.put_text("a")
+    take_all(outbox, now_ns=LONG_AGO)
+    outbox.put_text("b")
+    outbox.finish_text()
+    [parcel] = take_all(outbox, now_ns=LONG_AGO)
+    assert (parcel.text, parcel.last) == ("b", True)
+
+
+def test_the_end_of_the_rows_is_told_once_with_the_last_of_them():
+    outbox = Outbox(largest=8)
+    outbox.put(rows(0, 2))
+    outbox.finish_tensors()
+    [parcel] = take_all(outbox)
+    assert (parcel.tensors_done, parcel.last) == (True, False)
+    outbox.put_text("more")
+    assert [(p.text, p.tensors_done) for p in take_all(outbox, now_ns=2 * LONG_AGO)] == [("more", True)]
+    outbox.finish_text()
+    assert [p.last for p in take_all(outbox)] == [True]
+
+
+def test_the_end_of_the_rows_is_told_alone_when_all_have_left():
+    outbox = Outbox(largest=8)
+    outbox.put(rows(0, 2))
+    assert [p.tensors_done for p in take_all(outbox)] == [False]
+    outbox.finish_tensors()
+    assert [(p.tensor, p.tensors_done, p.last) for p in take_all(outbox)] == [(None, True, False)]
+    assert take_all(outbox, now_ns=2 * LONG_AGO) == []
+
+
+def test_last_waits_for_rows_without_a_credit():
+    outbox = Outbox(largest=1)
+    outbox.put(rows(0, CREDITS + 1))
+    outbox.finish_tensors()
+    outbox.finish_text()
+    assert [p.last for p in take_all(outbox)] == [False] * CREDITS
+    assert outbox.waiting
+    assert [p.last for p in take_all(outbox, CREDITS)] == [True]
+    assert not outbox.waiting
+
+
+def test_nothing_follows_the_last():
+    outbox = Outbox(largest=1)
+    outbox.finish_tensors()
+    outbox.finish_text()
+    assert [p.last for p in take_all(outbox)] == [True]
+    outbox.put_text("too late")
+    assert outbox.take(9, 2 * LONG_AGO) is None
+
+
+def test_empty_rows_and_text_are_nothing():
+    outbox = Outbox(largest=1)
+    outbox.put(rows(0, 0))
+    outbox.put_text("")
+    assert take_all(outbox) == []
+    assert not outbox.waiting
+
+
+def test_one_tensor_leaves_without_a_copy():
+    outbox, tensor = Outbox(largest=8), torch.ones(3, 4)
+    outbox.put(tensor)
+    [parcel] = take_all(outbox)
+    assert parcel.tensor.data_ptr() == tensor.data_ptr()
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 7)),
+        st.tuples(st.just("text"), st.text("abc", max_size=3)),
+        st.tuples(st.just("take"), st.integers(0, 2 * TEXT_INTERVAL_NS)),
+        st.tuples(st.just("consume"), st.integers(1, CREDITS)),
+        st.tuples(st.just("finish tensors"), st.none()),
+        st.tuples(st.just("finish text"), st.none()),
+    ),
+    max_size=60,
+)
+
+
+class Link:
+    """Drives an outbox as a stage does, and checks every parcel on its way."""
+
+    def __init__(self, largest, smallest):
+        self.outbox = Outbox(largest, smallest)
+        self.largest, self.smallest = largest, smallest
+        self.put, self.text = 0, ""
+        self.parcels, self.consumed, self.now = [], 0, 0
+        self.tensors_done = self.text_done = False
+
+    def act(self, action, value):
+        if action == "put" and not self.tensors_done:
+            self.outbox.put(rows(self.put, value))
+            self.put += value
+        elif action == "text" and not self.text_done:
+            self.outbox.put_text(value)
+            self.text += value
+        elif action == "take":
+            self.now += value
+            self.take()
+        elif action == "consume":
+            self.consumed = min(self.consumed + value, len(values(self.parcels)))
+        elif action == "finish tensors":
+            self.tensors_done = True
+            self.outbox.finish_tensors()
+        elif action == "finish text":
+            self.text_done = True
+            self.outbox.finish_text()
+
+    def take(self):
+        parcel = self.outbox.take(self.consumed, self.now)
+        if parcel is None:
+            return
+        if parcel.tensor is not None:
+            assert 1 <= len(parcel.tensor) <= self.largest
+            assert len(parcel.tensor) >= self.smallest or self.tensors_done or self.largest < self.smallest
+        self.parcels.append(parcel)
+        assert len(values(self.parcels)) - self.consumed <= CREDITS
+
+    def drain(self):
+        self.act("finish tensors", None)
+        self.act("finish text", None)
+        while self.outbox.waiting:
+            before = len(self.parcels)
+            self.take()
+            if len(self.parcels) == before:
+                assert self.consumed < len(values(self.parcels)), "stuck with credits left"
+                self.consumed += 1
+
+
+@settings(deadline=None, max_examples=200)
+@given(actions=ACTIONS, largest=st.integers(1, 6), smallest=st.integers(1, 4))
+def test_whatever_the_order_everything_leaves_once_and_last_comes_last(actions, largest, smallest):
+    link = Link(max(largest, smallest), smallest)
+    for action, value in actions:
+        link.act(action, value)
+    link.drain()
+    assert list(itertools.chain.from_iterable(values(link.parcels))) == list(range(link.put))
+    assert "".join(parcel.text for parcel in link.parcels) == link.text
+    assert [parcel.last for parcel in link.parcels] == [False] * (len(link.parcels) - 1) + [True]
+    done = [parcel.tensors_done for parcel in link.parcels]
+    assert done == sorted(done)
+    assert all(parcel.tensor is None for parcel in link.parcels[done.index(True) + 1 :])
+    assert link.outbox.held == 0
+
+
+def test_an_error_of_ours_stays_and_any_other_is_internal(caplog):
+    ours = TooLarge("too many")
+    assert as_omni_error(ours, "r1") is ours
+    other = as_omni_error(KeyError("secret"), "r1")
+    assert type(other) is InternalError
+    assert "KeyError" in other.message
+    assert "secret" not in other.message
+    assert "request r1" in caplog.text
