@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waits on a link: credits, merging, sizes, pace of text; everything leaves once, in order, and last comes last."""
+"""What waits on a link: credits, merging, sizes, pace of text; everything leaves once, in order, last comes last."""
 
 import itertools
 

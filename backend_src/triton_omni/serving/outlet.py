@@ -7,6 +7,7 @@ final, and that nobody asks Triton whether a request is cancelled after its fina
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -45,6 +46,8 @@ class SendingThread:
                 job()
             except Exception:
                 logger.exception("a response could not be sent")
+            # It holds a response's tensors, which an idle thread would keep alive.
+            del job
 
 
 class TritonOutlet:
@@ -55,6 +58,7 @@ class TritonOutlet:
         self._sender = request.get_response_sender()
         self._thread = thread
         self._lock = threading.Lock()
+        self._claim = threading.Lock()
         self._finished = False
         self._final_sent = False
 
@@ -65,14 +69,12 @@ class TritonOutlet:
 
     def finish(self, ready: torch.cuda.Event | None = None, then: Callable[[], None] | None = None) -> None:
         """Send the empty final."""
-        if not self._finished:
-            self._finished = True
+        if self._claim_final():
             self._thread.put(lambda: self._send_final(None, ready, then))
 
     def fail(self, error: OmniError, then: Callable[[], None] | None = None) -> None:
         """Send an error as the final."""
-        if not self._finished:
-            self._finished = True
+        if self._claim_final():
             code = getattr(self._pb_utils.TritonError, error.triton_code)
             triton_error = self._pb_utils.TritonError(error.to_text(), code)
             response = self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error)
@@ -83,6 +85,12 @@ class TritonOutlet:
         with self._lock:
             return not self._final_sent and bool(self._sender.is_cancelled())
 
+    def _claim_final(self) -> bool:
+        """Whether the caller is the first to end this request; not `_lock`, which is held while Triton sends."""
+        with self._claim:
+            first, self._finished = not self._finished, True
+            return first
+
     def _send(self, tensors: Mapping[str, Value], ready: torch.cuda.Event | None) -> None:
         if ready is not None:
             ready.synchronize()
@@ -91,16 +99,19 @@ class TritonOutlet:
     def _send_final(
         self, response: Any | None, ready: torch.cuda.Event | None, then: Callable[[], None] | None
     ) -> None:
-        if ready is not None:
-            ready.synchronize()
-        final = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        try:
-            with self._lock:
-                self._final_sent = True
-                if response is None:
-                    self._sender.send(flags=final)
-                else:
-                    self._sender.send(response, flags=final)
-        finally:
+        # Triton waits for the final and the other stages for `then`, also when the device is lost.
+        with contextlib.ExitStack() as always:
             if then is not None:
-                then()
+                always.callback(then)
+            always.callback(self._send_flag, response)
+            if ready is not None:
+                ready.synchronize()
+
+    def _send_flag(self, response: Any | None) -> None:
+        final = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        with self._lock:
+            self._final_sent = True
+            if response is None:
+                self._sender.send(flags=final)
+            else:
+                self._sender.send(response, flags=final)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for Triton's `triton_python_backend_utils`, strict where Triton crashes or hangs.
+
+A response after the final, a second final and `is_cancelled` after the final (which takes the real server down) are
+recorded as violations, which a test asserts to be none.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+FINAL = 1
+
+
+class TritonError(Exception):
+    """Named codes, as in Triton."""
+
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
+
+    def __init__(self, text, code=INTERNAL):
+        super().__init__(text)
+        self.text, self._code = text, code
+
+    def message(self):
+        return self.text
+
+    def code(self):
+        return self._code
+
+
+class Tensor:
+    """Holds a numpy array, or a torch tensor given by DLPack."""
+
+    def __init__(self, name, array):
+        self._name, self.array, self.torch = name, array, None
+
+    @classmethod
+    def from_dlpack(cls, name, tensor):
+        made = cls(name, None)
+        made.torch = torch.from_dlpack(tensor)
+        return made
+
+    def name(self):
+        return self._name
+
+    def shape(self):
+        return list(self.array.shape if self.torch is None else self.torch.shape)
+
+    def as_numpy(self):
+        return self.array if self.torch is None else self.torch.numpy()
+
+    def __dlpack__(self, **options):
+        if 0 in self.shape():
+            raise BufferError("DLPack of Triton cannot carry tensors without elements")
+        return self.torch.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.torch.__dlpack_device__()
+
+
+class InferenceResponse:
+    def __init__(self, output_tensors=(), error=None):
+        self._tensors, self._error = list(output_tensors), error
+
+    def has_error(self):
+        return self._error is not None
+
+    def error(self):
+        return self._error
+
+    def output_tensors(self):
+        return self._tensors
+
+
+class Sender:
+    """Records what was sent, and every breach of Triton's rules."""
+
+    def __init__(self):
+        self.responses, self.finals, self.violations = [], 0, []
+        self.cancelled = False
+        self.cancel_queries = 0
+        self.fault = None
+        self.done = threading.Event()
+
+    def send(self, response=None, flags=0):
+        if self.fault is not None and not flags:
+            raise self.fault
+        if self.finals:
+            self.violations.append("sent after the final")
+        if response is not None:
+            self.responses.append(response)
+        if flags & FINAL:
+            self.finals += 1
+            self.done.set()
+
+    def is_cancelled(self):
+        self.cancel_queries += 1
+        if self.finals:
+            self.violations.append("is_cancelled after the final")
+        return self.cancelled
+
+    @property
+    def error(self):
+        return next((r.error() for r in self.responses if r.has_error()), None)
+
+    def outputs(self):
+        return [{t.name(): t for t in r.output_tensors()} for r in self.responses if not r.has_error()]
+
+
+class Request:
+    def __init__(self, inputs=(), request_id="r1", parameters=""):
+        self._inputs, self._id, self._parameters = list(inputs), request_id, parameters
+        self.sender = Sender()
+
+    def inputs(self):
+        return self._inputs
+
+    def request_id(self):
+        return self._id
+
+    def parameters(self):
+        return self._parameters
+
+    def get_response_sender(self):
+        return self.sender
+
+
+class MetricFamily:
+    GAUGE = "gauge"
+
+    def __init__(self, name, description, kind):
+        self.name, self.description, self.kind = name, description, kind
+        self.metrics = []
+
+    def Metric(self, labels):  # noqa: N802 - Triton's name
+        self.metrics.append(Metric(labels))
+        return self.metrics[-1]
+
+
+class Metric:
+    def __init__(self, labels):
+        self.labels, self.values = labels, []
+        self.fault = None
+
+    def set(self, value):
+        if self.fault is not None:
+            raise self.fault
+        self.values.append(value)
+
+
+def text_tensor(name, *values):
+    """A BYTES tensor of `values` (bytes or str)."""
+    return Tensor(name, np.array([v.encode() if isinstance(v, str) else v for v in values], dtype=np.object_))
+
+
+class PbUtils(SimpleNamespace):
+    """The module; `infer(request)` gives the responses of BLS calls, which are kept in `inner`."""
+
+    def __init__(self, infer=None):
+        self.families = []
+        self.inner = []
+        super().__init__(
+            TritonError=TritonError,
+            Tensor=Tensor,
+            InferenceResponse=InferenceResponse,
+            TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
+        )
+        self._infer = infer
+        outer = self
+
+        class Family(MetricFamily):
+            def __init__(self, **fields):
+                super().__init__(**fields)
+                outer.families.append(self)
+
+        class InferenceRequest(SimpleNamespace):
+            def exec(self, decoupled):
+                assert decoupled
+                outer.inner.append(self)
+                return outer._infer(self)
+
+        self.MetricFamily = Family
+        self.InferenceRequest = InferenceRequest
+
+    @staticmethod
+    def get_input_tensor_by_name(request, name):
+        return next((tensor for tensor in request.inputs() if tensor.name() == name), None)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers to Triton: exactly one final, nothing after it, in order, and a fault of one answer harms no other."""
+
+import threading
+
+import pytest
+import torch
+from fake_pb_utils import PbUtils, Request, TritonError
+from triton_omni.errors import BadRequest, Cancelled, DeadlineExceeded, InternalError, Overloaded, TooLarge
+from triton_omni.serving.outlet import SendingThread, TritonOutlet
+
+WAIT_S = 5.0
+
+
+@pytest.fixture
+def thread():
+    thread = SendingThread("test")
+    yield thread
+    thread.close()
+
+
+@pytest.fixture
+def request_():
+    return Request()
+
+
+@pytest.fixture
+def sender(request_):
+    yield request_.sender
+    assert request_.sender.violations == []
+
+
+@pytest.fixture
+def outlet(request_, thread, sender):
+    del sender
+    return TritonOutlet(PbUtils(), request_, thread)
+
+
+class Event:
+    """A device event; `fault` is raised by waiting for it."""
+
+    def __init__(self, log=None, fault=None):
+        self.log, self.fault = log if log is not None else [], fault
+
+    def synchronize(self):
+        self.log.append("waited")
+        if self.fault is not None:
+            raise self.fault
+
+
+def drained(thread):
+    event = threading.Event()
+    thread.put(event.set)
+    assert event.wait(WAIT_S)
+
+
+def texts(sender):
+    return [bytes(outputs["TEXT"].as_numpy()[0]) for outputs in sender.outputs()]
+
+
+def test_answers_leave_in_order_and_the_final_is_empty(outlet, sender, thread):
+    for n in range(50):
+        outlet.send({"TEXT": b"%d" % n, "CODES": torch.arange(n)})
+    outlet.finish()
+    drained(thread)
+    assert texts(sender) == [b"%d" % n for n in range(50)]
+    assert sender.outputs()[7]["CODES"].torch.tolist() == list(range(7))
+    assert sender.finals == 1
+
+
+@pytest.mark.parametrize("first", ["finish", "fail"])
+@pytest.mark.parametrize("second", ["finish", "fail", "send"])
+def test_nothing_follows_the_final(outlet, sender, thread, first, second):
+    calls = {
+        "finish": outlet.finish,
+        "fail": lambda: outlet.fail(InternalError("x")),
+        "send": lambda: outlet.send({"TEXT": b"late"}),
+    }
+    calls[first]()
+    calls[second]()
+    drained(thread)
+    calls[second]()
+    drained(thread)
+    assert sender.finals == 1
+    assert texts(sender) == []
+
+
+def test_of_many_threads_that_finish_at_once_one_final_is_sent(thread):
+    for _ in range(50):
+        request = Request()
+        outlet, barrier = TritonOutlet(PbUtils(), request, thread), threading.Barrier(4)
+
+        def finish(outlet=outlet, barrier=barrier):
+            barrier.wait(WAIT_S)
+            outlet.finish()
+
+        threads = [threading.Thread(target=finish) for _ in range(4)]
+        for finishing in threads:
+            finishing.start()
+        for finishing in threads:
+            finishing.join()
+        drained(thread)
+        assert request.sender.finals == 1
+        assert request.sender.violations == []
+
+
+def test_triton_is_not_asked_for_a_cancel_after_the_final(outlet, sender, thread):
+    sender.cancelled = True
+    assert outlet.is_cancelled()
+    outlet.finish()
+    drained(thread)
+    asked = sender.cancel_queries
+    assert not outlet.is_cancelled()
+    assert sender.cancel_queries == asked
+
+
+def test_a_watcher_beside_the_final_never_asks_too_late(thread):
+    for _ in range(30):
+        request, stop = Request(), threading.Event()
+        outlet = TritonOutlet(PbUtils(), request, thread)
+
+        def watch(outlet=outlet, stop=stop):
+            while not stop.is_set():
+                outlet.is_cancelled()
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        outlet.finish()
+        assert request.sender.done.wait(WAIT_S)
+        drained(thread)
+        stop.set()
+        watcher.join()
+        assert request.sender.violations == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BadRequest("x"), TritonError.INVALID_ARG),
+        (TooLarge("x"), TritonError.INVALID_ARG),
+        (Overloaded("x", retry_after_ms=9), TritonError.UNAVAILABLE),
+        (Cancelled("x"), TritonError.CANCELLED),
+        (DeadlineExceeded("x"), TritonError.UNAVAILABLE),
+        (InternalError("x"), TritonError.INTERNAL),
+    ],
+    ids=lambda value: getattr(value, "code", None) if isinstance(value, Exception) else None,
+)
+def test_an_error_is_the_final_and_carries_tritons_code(outlet, sender, thread, error, code):
+    outlet.fail(error)
+    drained(thread)
+    assert sender.finals == 1
+    assert (sender.error.message(), sender.error.code()) == (error.to_text(), code)
+
+
+@pytest.mark.parametrize("how", ["finish", "fail"])
+def test_what_comes_then_runs_after_the_final_has_left(outlet, sender, thread, how):
+    finals = []
+    end = outlet.finish if how == "finish" else lambda then: outlet.fail(InternalError("x"), then)
+    end(then=lambda: finals.append(sender.finals))
+    drained(thread)
+    assert finals == [1]
+
+
+def test_then_runs_also_when_triton_refuses_the_final(outlet, sender, thread, monkeypatch):
+    ran = []
+    monkeypatch.setattr(sender, "send", lambda *args, **kwargs: 1 / 0)
+    outlet.finish(then=lambda: ran.append(True))
+    drained(thread)
+    assert ran == [True]
+
+
+def test_the_device_is_waited_for_before_an_answer_leaves(outlet, sender, thread):
+    log = []
+    outlet.send({"TEXT": b"1"}, Event(log))
+    outlet.finish(Event(log), lambda: log.append("final"))
+    drained(thread)
+    assert log == ["waited", "waited", "final"]
+    assert texts(sender) == [b"1"]
+
+
+def test_a_lost_device_still_gives_the_final_and_runs_then(outlet, sender, thread):
+    ran = []
+    outlet.finish(Event(fault=RuntimeError("device lost")), lambda: ran.append(True))
+    drained(thread)
+    assert sender.finals == 1
+    assert ran == [True]
+
+
+def test_an_answer_that_cannot_be_sent_harms_no_other(outlet, sender, thread, caplog):
+    sender.fault = RuntimeError("pool is full")
+    outlet.send({"TEXT": b"lost"})
+    drained(thread)
+    sender.fault = None
+    outlet.send({"TEXT": b"next"})
+    outlet.finish()
+    drained(thread)
+    assert texts(sender) == [b"next"]
+    assert sender.finals == 1
+    assert "could not be sent" in caplog.text
+
+
+def test_closing_sends_what_was_put_first():
+    thread, request, gate = SendingThread("test"), Request(), threading.Event()
+    outlet = TritonOutlet(PbUtils(), request, thread)
+    thread.put(lambda: gate.wait(WAIT_S))
+    outlet.send({"TEXT": b"1"})
+    outlet.finish()
+    gate.set()
+    thread.close()
+    assert texts(request.sender) == [b"1"]
+    assert request.sender.finals == 1
+
+
+def test_an_idle_thread_holds_no_tensor_of_the_last_answer(thread):
+    import weakref
+
+    class Job:
+        def __call__(self):
+            pass
+
+    job = Job()
+    alive = weakref.ref(job)
+    thread.put(job)
+    drained_by_name(thread)
+    del job
+    assert alive() is None
+
+
+def drained_by_name(thread):
+    """Wait without putting a job that would replace the last one."""
+    import time
+
+    end = time.monotonic() + WAIT_S
+    while not thread._jobs.empty():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    time.sleep(0.02)
