@@ -46,6 +46,7 @@ class StageAdapter:
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Take requests; each is answered later through its own sender, and alone: one bad one harms no other."""
+        self._metrics.start()
         for request in requests:
             self._take(request)
 

@@ -47,7 +47,13 @@ class StageMetrics:
         self._published: dict[Any, float] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{stage}-metrics", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Begin to publish; further calls do nothing. Not before Triton has finished to initialise the model:
+        a metric set meanwhile would be a second call into the server beside that one.
+        """
+        if self._thread.ident is None:
+            self._thread.start()
 
     def close(self) -> None:
         """Stop publishing and give the metrics back.
@@ -56,7 +62,8 @@ class StageMetrics:
         crashes it.
         """
         self._stopping.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._published.clear()
         self._gauges.clear()
         self._links.clear()

@@ -25,6 +25,8 @@ _FORCED = {
     "VLLM_DO_NOT_TRACK": "1",
 }
 _DEFAULTS = {
+    # Attention kernels of float32 models multiply in float32, not in TF32: that mode is there to be exact.
+    "TRITON_F32_DEFAULT": "ieee",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
