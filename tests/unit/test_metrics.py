@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gauges of a stage: published when they change, given back on close, and no trouble to anybody else."""
+
+import time
+
+import pytest
+import torch
+from fake_pb_utils import PbUtils
+from triton_omni.serving import metrics
+from triton_omni.serving.metrics import StageMetrics
+from triton_omni.serving.tensors import LinkCounter
+from triton_omni.stage import StageStats
+
+WAIT_S = 5.0
+
+
+class Stats:
+    """Figures that a test sets."""
+
+    def __init__(self):
+        self.now, self.calls = StageStats(0, 0, 0, 0, 0, 0), 0
+
+    def __call__(self):
+        self.calls += 1
+        return self.now
+
+
+@pytest.fixture
+def stats(monkeypatch):
+    monkeypatch.setattr(metrics, "INTERVAL_S", 0.005)
+    return Stats()
+
+
+@pytest.fixture
+def pb_utils():
+    return PbUtils()
+
+
+@pytest.fixture
+def counter():
+    return LinkCounter()
+
+
+@pytest.fixture
+def published(pb_utils, stats, counter):
+    published = StageMetrics(pb_utils, "talker", stats, counter)
+    yield published
+    published.close()
+
+
+def family(pb_utils, name):
+    return next(family for family in pb_utils.families if family.name == name)
+
+
+def gauge(pb_utils, name):
+    [metric] = family(pb_utils, name).metrics
+    return metric
+
+
+def wait_for(condition):
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, "condition not met"
+        time.sleep(0.001)
+
+
+def rounds(stats, count=3):
+    target = stats.calls + count
+    wait_for(lambda: stats.calls >= target)
+
+
+def test_every_figure_has_a_gauge_with_the_stages_label(published, pb_utils, stats):
+    stats.now = StageStats(sessions=1, running=2, waiting=3, kv_blocks_used=4, rows_used=5, outbox=6)
+    rounds(stats)
+    found = {f.name: f.metrics[0].values[-1] for f in pb_utils.families if f.metrics}
+    assert found == {
+        "omni_sessions": 1,
+        "omni_running": 2,
+        "omni_waiting": 3,
+        "omni_kv_blocks_used": 4,
+        "omni_rows_used": 5,
+        "omni_outbox": 6,
+    }
+    assert all(f.metrics[0].labels == {"stage": "talker"} for f in pb_utils.families if f.metrics)
+    assert {f.kind for f in pb_utils.families} == {"gauge"}
+    assert published
+
+
+def test_a_figure_is_set_only_when_it_changes(published, pb_utils, stats):
+    assert published
+    rounds(stats)
+    for value in (4, 4, 0):
+        stats.now = StageStats(value, 0, 0, 0, 0, 0)
+        rounds(stats)
+    assert gauge(pb_utils, "omni_sessions").values == [0, 4, 0]
+    assert gauge(pb_utils, "omni_running").values == [0]
+
+
+def test_received_bytes_are_told_by_tensor_and_device(published, pb_utils, stats, counter):
+    assert published
+    counter.add("ROWS", torch.ones(4))
+    counter.add("ROWS", torch.ones(4, device="meta"))
+    rounds(stats)
+    counter.add("ROWS", torch.ones(1))
+    rounds(stats)
+    links = {m.labels["device"]: (m.labels, m.values) for m in family(pb_utils, "omni_link_bytes").metrics}
+    assert links["cpu"] == ({"stage": "talker", "tensor": "ROWS", "device": "cpu"}, [16, 20])
+    assert links["meta"][1] == [16]
+
+
+def test_after_close_nothing_is_set_and_no_metric_is_held(published, pb_utils, stats):
+    rounds(stats)
+    published.close()
+    calls = stats.calls
+    stats.now = StageStats(9, 0, 0, 0, 0, 0)
+    time.sleep(0.03)
+    assert stats.calls == calls
+    assert gauge(pb_utils, "omni_sessions").values == [0]
+    assert [published._gauges, published._links, published._families, published._published] == [{}] * 4
+
+
+def test_a_server_that_takes_no_metric_ends_the_publishing_and_nothing_else(published, pb_utils, stats, caplog):
+    rounds(stats)
+    gauge(pb_utils, "omni_sessions").fault = RuntimeError("server is stopping")
+    stats.now = StageStats(9, 0, 0, 0, 0, 0)
+    wait_for(lambda: not published._thread.is_alive())
+    assert "metrics could not be published" in caplog.text

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors into and out of Triton: the same memory, the right bytes, and a count of what crossed by device."""
+
+import numpy as np
+import pytest
+import torch
+from fake_pb_utils import PbUtils, Request, Tensor, text_tensor
+from triton_omni.serving.tensors import (
+    LinkCounter,
+    read_bytes,
+    read_tensor,
+    read_tensors,
+    write_tensor,
+    write_tensors,
+)
+from triton_omni.wire import Kind, SessionKey, TalkerMessage, ThinkerMessage
+
+KEY = SessionKey(1, 2, "0" * 32)
+PB_UTILS = PbUtils()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64])
+def test_a_tensor_crosses_both_ways_without_a_copy(dtype):
+    tensor = torch.ones(3, 4, dtype=dtype)
+    given = write_tensor(PB_UTILS, "ROWS", tensor)
+    assert given.name() == "ROWS"
+    assert given.torch.data_ptr() == tensor.data_ptr()
+    found = read_tensor(given)
+    assert found.data_ptr() == tensor.data_ptr()
+    assert (found.dtype, found.shape) == (dtype, (3, 4))
+
+
+def test_a_tensor_with_gaps_is_made_contiguous():
+    tensor = torch.arange(12).reshape(3, 4)[:, ::2]
+    assert torch.equal(write_tensor(PB_UTILS, "X", tensor).torch, tensor)
+    assert write_tensor(PB_UTILS, "X", tensor).torch.is_contiguous()
+
+
+def test_a_tensor_without_elements_keeps_its_shape():
+    """Triton's DLPack gives no memory to such a tensor."""
+    found = read_tensor(write_tensor(PB_UTILS, "POSITIONS", torch.empty(3, 0, dtype=torch.int64)))
+    assert found.shape == (3, 0)
+
+
+@pytest.mark.parametrize("name", ["TEXT", "META"])
+@pytest.mark.parametrize("value", [b"", "grüße 👋".encode(), b"\x00\xff", b"x" * 100_000])
+def test_bytes_cross_both_ways(name, value):
+    assert read_tensor(write_tensor(PB_UTILS, name, value)) == value
+
+
+def test_whole_messages_cross():
+    rows = torch.arange(8.0).reshape(2, 4)
+    message = ThinkerMessage(key=KEY, kind=Kind.DATA, sequence=3, text="é", rows=rows)
+    request = Request(write_tensors(PB_UTILS, message.to_tensors(4, torch.float32)))
+    found = ThinkerMessage.from_tensors(read_tensors(request, LinkCounter()))
+    assert found.rows.data_ptr() == rows.data_ptr()
+    assert (found.text, found.sequence, found.positions) == ("é", 3, None)
+    heartbeat = TalkerMessage(key=KEY, kind=Kind.HEARTBEAT)
+    found = TalkerMessage.from_tensors(
+        read_tensors(Request(write_tensors(PB_UTILS, heartbeat.to_tensors())), LinkCounter())
+    )
+    assert found == heartbeat
+
+
+def test_received_tensors_are_counted_by_name_and_device():
+    counter = LinkCounter()
+    for _ in range(2):
+        tensors = {"ROWS": torch.ones(2, 4, dtype=torch.bfloat16), "CODES": torch.ones(3, dtype=torch.int32)}
+        read_tensors(Request(write_tensors(PB_UTILS, {**tensors, "TEXT": b"12345"})), counter)
+    counter.add("ROWS", torch.empty(5, 4, dtype=torch.float32, device="meta"))
+    assert counter.snapshot() == {("ROWS", "cpu"): 32, ("CODES", "cpu"): 24, ("ROWS", "meta"): 80}
+
+
+def test_a_snapshot_does_not_change():
+    counter = LinkCounter()
+    before = counter.snapshot()
+    counter.add("ROWS", torch.ones(1))
+    assert before == {}
+
+
+def test_byte_inputs_are_read_as_lists_and_absent_ones_told():
+    request = Request([text_tensor("media", b"\x00\x01", b""), text_tensor("text_input", "hi"), text_tensor("other")])
+    assert read_bytes(request, ("text_input", "media", "messages")) == {
+        "text_input": [b"hi"],
+        "media": [b"\x00\x01", b""],
+        "messages": None,
+    }
+
+
+def test_byte_inputs_of_any_shape_are_read_flat():
+    tensor = Tensor("media", np.array([[b"a"], [b"b"]], dtype=np.object_))
+    assert read_bytes(Request([tensor]), ("media",)) == {"media": [b"a", b"b"]}
