@@ -36,6 +36,7 @@ console = Console(stderr=True)
 
 
 def main(
+    *,
     model: Annotated[Path, typer.Option(help="checkpoint folder")],
     out: Annotated[Path, typer.Option(help="JSON file to write")] = Path("baseline.json"),
     repository: Annotated[Path, typer.Option(help="model repository to serve")] = ROOT / "model_repository",

@@ -236,9 +236,7 @@ class FakeThinkerEngine(_FakeEngine):
             del self.open_keys[key]
         start, count = (0, state.prompt) if token == 0 else (state.prompt + token - 1, 1)
         rows = torch.arange(start, start + count).float()[:, None].expand(-1, HIDDEN) if state.want_rows else None
-        return ThinkerOutput(
-            key, f"w{token} ", (token,), rows, start, finish_reason="stop" if finished else None
-        )
+        return ThinkerOutput(key, f"w{token} ", (token,), rows, start, finish_reason="stop" if finished else None)
 
 
 @dataclass

@@ -129,8 +129,13 @@ class EngineStats:
 class ThinkerEngine(Protocol):
     """Text, image, sound and video in; reply tokens and one row a token out."""
 
-    def prepare(self, prompt: ThinkerPrompt) -> ThinkerPlaced:
-        """Preprocess media and expand their placeholders. May be called from any thread. Raises `errors.TooLarge`."""
+    def prepare(self, prompt: ThinkerPrompt, *, max_tokens: int = 1) -> ThinkerPlaced:
+        """Preprocess media and expand their placeholders; may be called from any thread.
+
+        Raises:
+            TooLarge: prompt and `max_tokens` exceed what a sequence may hold.
+            BadRequest: media and placeholders do not fit together.
+        """
 
     def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool) -> None:
         """Queue a sequence; `want_rows` False (a text-only request) gives no rows."""

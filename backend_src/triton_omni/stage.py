@@ -91,7 +91,7 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     """Mark the present point of the current stream; None on the CPU, where work is done when it returns."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
 

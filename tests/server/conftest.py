@@ -8,21 +8,18 @@ from pathlib import Path
 
 import pytest
 from reference.hf import HfReference
-
 from server.serving import Served, serve
 
-STOP_S = 10.0
-"""A server whose requests have all ended stops in a few seconds; one that leaked a request waits 30 s for it."""
+STOP_S = 20.0
+"""Three interpreters with torch end in 5 to 10 s on two cores; a server that leaked a request waits 30 s for it."""
 
 
 @pytest.fixture(scope="session")
 def shared_server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The server of most tests; that it stops in time after all of them shows that none left a request behind."""
+    """The server of most tests; its stop shows that none of them left a request behind."""
     with serve(tmp_path_factory.mktemp("server"), tiny_checkpoint) as served:
         yield served
-        served.wait_until_idle()
-        seconds = served.supervisor.stop()
-        assert seconds < STOP_S, f"the server took {seconds:.1f} s to stop: a request was left behind"
+        assert served.stop() < STOP_S
 
 
 @pytest.fixture

@@ -6,22 +6,22 @@ Knows `serving.supervisor` and the public client; what the stages record is writ
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import shutil
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from server.probes import RECORDS_VARIABLE
 from triton_omni.serving.supervisor import ServerConfig, Supervisor
 from triton_omni_client import HttpClient, OmniClient, Reply, Request
-
-from server.probes import RECORDS_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("thinker", "talker", "token2wav")
@@ -30,7 +30,7 @@ Settings = Mapping[str, Mapping[str, Any]]
 
 TINY: Settings = {
     "thinker": {
-        "engine": {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 128, "threads": 1},
+        "engine": {"max_num_seqs": 6, "max_model_len": 1024, "max_num_batched_tokens": 128, "threads": 1},
         "limits": {"max_media_bytes": 1 << 20, "max_audio_seconds": 5, "max_request_bytes": 8192},
         "max_sessions": 8,
         "max_new_tokens": 256,
@@ -38,14 +38,14 @@ TINY: Settings = {
         "preprocess_threads": 2,
     },
     "talker": {
-        "engine": {"max_num_seqs": 8, "max_model_len": 2048, "max_num_batched_tokens": 512, "threads": 1},
+        "engine": {"max_num_seqs": 4, "max_model_len": 2048, "max_num_batched_tokens": 512, "threads": 1},
         "max_sessions": 8,
         "max_codes": 600,
     },
     "token2wav": {"threads": 1, "max_codes": 600},
     "qwen2_5_omni_unary": {"max_requests": 16},
 }
-"""Settings of the tests' servers, for the tiny checkpoint on two cores."""
+"""Settings of the tests' servers, for the tiny checkpoint on two cores; fewer places in the engines than sessions."""
 
 _PROBED_MODEL = """
 import sys
@@ -98,9 +98,16 @@ def server_config(folder: Path, checkpoint: Path, settings: Settings = TINY, **o
 def serve(folder: Path, checkpoint: Path, settings: Settings = TINY) -> Iterator[Served]:
     """A running server."""
     with Supervisor(server_config(folder, checkpoint, settings)) as supervisor:
-        served = Served(supervisor, folder / "records")
+        served = Served(supervisor, folder / "records", checkpoint)
         with served.client:
             yield served
+
+
+def in_flight_at_stop(log: str) -> int:
+    """Models that had requests in flight when the server was told to stop, by Triton's own log."""
+    found = re.search(r"Found (\d+) model versions that have in-flight inferences", log)
+    assert found is not None, "the server was never told to stop"
+    return int(found[1])
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], object]) -> None:
@@ -114,17 +121,34 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], o
 class Served:
     """One running server as tests see it."""
 
-    def __init__(self, supervisor: Supervisor, records: Path) -> None:
+    def __init__(self, supervisor: Supervisor, records: Path, checkpoint: Path) -> None:
         self.supervisor = supervisor
+        self.checkpoint = checkpoint
         self.client = OmniClient(supervisor.grpc_url, timeout=60)
         self.http = HttpClient(f"http://{supervisor.http_url}", timeout=60)
         self.records = Records(records)
+
+    def stop(self) -> float:
+        """Stop the server; the seconds it took. Fails if Triton waited for a request that was left behind."""
+        self.wait_until_idle()
+        seconds = self.supervisor.stop()
+        assert in_flight_at_stop(self.log()) == 0
+        assert "Segfault" not in self.log()
+        return seconds
+
+    def log(self) -> str:
+        """The server's output so far."""
+        path = self.supervisor.config.log_path
+        assert path is not None
+        return path.read_text(errors="replace")
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Triton's metrics whose names begin with `prefix`, labels included."""
         with urllib.request.urlopen(f"http://{self.supervisor.metrics_url}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith(prefix))}
+        return {
+            name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith(prefix))
+        }
 
     def held(self) -> dict[str, float]:
         """What the stages and Triton itself hold now: every figure that is not 0."""
@@ -139,6 +163,14 @@ class Served:
     def wait_until_idle(self, seconds: float = 5.0) -> None:
         """Nothing is left of any request."""
         wait_for(lambda: not self.held(), seconds, self.held)
+
+    def post(self, path: str, body: str) -> tuple[int, str]:
+        """Status and text of an HTTP answer."""
+        connection = http.client.HTTPConnection(self.supervisor.http_url, timeout=60)
+        with closing(connection):
+            connection.request("POST", path, body.encode(), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
 
     def ask(self, request_id: str, text: str, **options: Any) -> Reply:
         """One whole reply over a gRPC stream."""

@@ -12,13 +12,12 @@ import torch
 from media_samples import audio_file, image_file, picture, video_file
 from PIL import Image
 from reference.hf import GREEDY_TALKER, GREEDY_THINKER, HfReference, Reply
+from server.serving import Served
 from triton_omni.media import VisionSizes, decode_audio, decode_video
 from triton_omni.settings import RequestLimits
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT
 from triton_omni.token2wav.noise import standard_normal
 from triton_omni_client import Media, Request
-
-from server.serving import Served
 
 GREEDY = {
     "thinker": {"temperature": 0, "max_tokens": GREEDY_THINKER.max_tokens},

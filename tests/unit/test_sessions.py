@@ -58,7 +58,11 @@ def wait_for(condition, seconds=WAIT_S, message="condition not met"):
 def pipeline(*, intake=None, thinker=None, talker=None, waveform=None, settings=None, talker_settings=None):
     name = f"triton-omni-test-{secrets.token_hex(6)}"
     ledgers = tuple(SessionLedger(name, stage) for stage in ("thinker", "talker", "token2wav"))
-    thinker, talker, waveform = thinker or FakeThinkerEngine(), talker or FakeTalkerEngine(), waveform or FakeWaveformEngine()
+    thinker, talker, waveform = (
+        thinker or FakeThinkerEngine(),
+        talker or FakeTalkerEngine(),
+        waveform or FakeWaveformEngine(),
+    )
     settings = settings or ThinkerSettings(max_sessions=8)
     stages = (
         ThinkerStage(settings, thinker, intake or FakeIntake(), ledgers[0], hidden_size=HIDDEN, dtype=torch.float32),
@@ -219,7 +223,11 @@ def test_cancel_ends_all_stages_and_leaves_nothing(moment):
         if moment == "generating":
             wait_for(lambda: len(ensemble.reply.samples) > 4)
         elif moment == "after the thinker's end":
-            wait_for(lambda: ensemble.to_talker and ThinkerMessage.from_tensors(ensemble.to_talker[-1]).kind == Kind.HEARTBEAT)
+            wait_for(
+                lambda: (
+                    ensemble.to_talker and ThinkerMessage.from_tensors(ensemble.to_talker[-1]).kind == Kind.HEARTBEAT
+                )
+            )
             assert not thinker.open_keys
         ensemble.cancelled = True
         reply = finished(ensemble)

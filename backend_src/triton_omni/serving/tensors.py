@@ -40,7 +40,7 @@ def read_tensor(tensor: Any) -> Value:
     if tensor.name() in BYTES_TENSORS:
         return bytes(tensor.as_numpy().reshape(-1)[0])
     shape = tuple(tensor.shape())
-    return torch.empty(shape) if 0 in shape else torch.from_dlpack(tensor)
+    return torch.empty(shape) if 0 in shape else torch.utils.dlpack.from_dlpack(tensor)
 
 
 def read_tensors(request: Any, counter: LinkCounter) -> dict[str, Value]:

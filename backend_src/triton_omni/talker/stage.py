@@ -175,9 +175,9 @@ class TalkerStage:
         try:
             if message.positions is None:
                 raise InternalError("OPEN without positions")
-            prompt = TalkerPrompt(
-                request.prompt_tokens, message.positions, self._text_bos_id(request.voice), request.max_rows
-            )
+            # A copy: the engine keeps them, and what came from Triton must be given back with its message.
+            positions = message.positions.clone()
+            prompt = TalkerPrompt(request.prompt_tokens, positions, self._text_bos_id(request.voice), request.max_rows)
             self._engine.open(session.key.name, prompt, self._within_limits(request))
         except OmniError as error:
             self._fail(session, error)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from triton_omni.engine import EngineStats, Sampling, ThinkerEngine, ThinkerOutput, ThinkerPlaced
-from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded
+from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
 from triton_omni.ledger import SessionLedger, Slots
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.request import RawRequest
@@ -169,8 +169,8 @@ class ThinkerStage:
             self._post(functools.partial(self._fail, session, error))
         except Exception:
             logger.exception("request %s: preparing it failed", session.label)
-            error = InternalError("preparing the request failed", stage="thinker")
-            self._post(functools.partial(self._fail, session, error))
+            fault = InternalError("preparing the request failed", stage="thinker")
+            self._post(functools.partial(self._fail, session, fault))
         else:
             self._post(functools.partial(self._admit, session, prepared))
 
@@ -297,8 +297,8 @@ class ThinkerStage:
             return
         failure = Failure.of(error, "thinker")
         message = ThinkerMessage(key=session.key, kind=Kind.ERROR, sequence=session.sequence, failure=failure)
+        # Not marked as failed in the ledger: the talker would see that first, close, and not relay the message.
         self._send(session, message)
-        self._ledger.mark_failed(session.key)
         self._end(session)
 
     def _end(self, session: _Open) -> None:
@@ -313,7 +313,9 @@ class ThinkerStage:
             self._by_token.pop(session.prepared.cancel_token, None)
 
     def _try_release(self, session: _Open, now: int) -> float:
-        stages = ("thinker", "talker", "token2wav") if session.prepared is not None else ("thinker",)
+        stages: tuple[StageName, ...] = ("thinker",)
+        if session.prepared is not None:
+            stages = ("thinker", "talker", "token2wav")
         silent = [stage for stage in stages if not self._ledger.closed(session.key, stage)]
         if silent and now - session.ended_ns < FORGET_AFTER_S * 1e9:
             return SOON_S

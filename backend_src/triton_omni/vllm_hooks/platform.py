@@ -36,9 +36,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
     for name in ("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"):
         size = getattr(config.parallel_config, name)
         if size != 1:
-            raise UnsupportedEngineError(
-                f"{name} is {size}: rows are handed over inside one process, use 1"
-            )
+            raise UnsupportedEngineError(f"{name} is {size}: rows are handed over inside one process, use 1")
 
 
 class StageWorker(_PlatformWorker):
