@@ -57,9 +57,10 @@ class Collected:
     def to_answer(self) -> Answer:
         """The whole reply; streamed WAV chunks become one file whose header tells the true length."""
         encoded = b"".join(self.encoded)
-        if encoded.startswith(b"RIFF"):
+        sample_rate = json.loads(self.info)["sample_rate"]
+        if encoded.startswith(wav_header(sample_rate)):
             samples = encoded[WAV_HEADER_BYTES:]
-            encoded = wav_header(json.loads(self.info)["sample_rate"], len(samples)) + samples
+            encoded = wav_header(sample_rate, len(samples)) + samples
         audio = torch.from_numpy(np.concatenate(self.audio)) if self.audio else None
         return Answer(text="".join(self.text), audio=audio, audio_base64=to_base64(encoded), info=self.info)
 
@@ -134,8 +135,14 @@ class UnaryModel:
             if outputs:
                 collected.add(outputs)
         if not collected.info:
-            raise errors.Cancelled("the request was cancelled", stage="unary")
+            raise self._unfinished(token)
         return collected
+
+    def _unfinished(self, token: int) -> OmniError:
+        with self._lock:
+            if token in self._cancelled:
+                return errors.Cancelled("the request was cancelled", stage="unary")
+        return InternalError("the stream ended without its last response", stage="unary")
 
     def _infer(self, request: Any, token: int) -> Iterable[Any]:
         inputs = [tensor for tensor in request.inputs() if tensor.name() != "sampling_parameters"]
@@ -156,7 +163,7 @@ class UnaryModel:
         text = bytes(given.as_numpy().reshape(-1)[0]) if given is not None else b"{}"
         try:
             parameters = json.loads(text or b"{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             parameters = None
         if isinstance(parameters, dict):
             text = json.dumps({**parameters, "cancel_token": str(token)}).encode()
@@ -167,9 +174,15 @@ class UnaryModel:
             with self._lock:
                 running = dict(self._running)
             for token, outlet in running.items():
-                if token not in self._cancelled and outlet.is_cancelled():
-                    self._cancelled.add(token)
+                if token not in self._cancelled and outlet.is_cancelled() and self._note_cancel(token):
                     self._ledger.cancel_token(token)
+
+    def _note_cancel(self, token: int) -> bool:
+        """Remember a cancel, unless the request has ended meanwhile."""
+        with self._lock:
+            if token in self._running:
+                self._cancelled.add(token)
+            return token in self._running
 
 
 def _value(tensor: Any) -> Any:
