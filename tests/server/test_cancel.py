@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client that goes away: every stage stops soon after it is noticed, and nothing is left.
+
+Times are the stages' own, on the system-wide monotonic clock: when a stage noticed, and when each engine dropped the
+sequence. The disturbed seeds make replies that last seconds, so that a cancel meets the moment it is meant for.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+from server.probes import CRAWLING_THINKER, SLOW_TALKER, SLOW_THINKER, SLOW_TOKEN2WAV
+from server.serving import STAGES, Served, wait_for
+from triton_omni_client import OmniClient, Request
+from triton_omni_client.messages import UNARY_MODEL
+from triton_omni_client.protocol import to_grpc
+from tritonclient.grpc import service_pb2_grpc
+
+NOTICE_S = 1.0
+"""A heartbeat leaves every 0.1 s and notices; the rest is for a machine with other work to do."""
+STOP_S = 0.3
+"""From a stage's notice to the last engine's drop, beside the step that an engine is in."""
+STEP_S = 0.2
+LONG_PROMPT = "Tell me about the sea. " * 36
+
+Ready = Callable[[Served, str], bool]
+
+
+def in_prefill(server: Served, request_id: str) -> bool:
+    return bool(opened(server, request_id)) and not server.records.tokens(request_id)
+
+
+def generating(server: Served, request_id: str) -> bool:
+    return bool(opened(server, request_id)) and len(server.records.codes(request_id)) > 0
+
+
+def after_thinkers_end(server: Served, request_id: str) -> bool:
+    return bool(opened(server, request_id)) and bool(server.records.of(request_id, "thinker", "finished"))
+
+
+def opened(server: Served, request_id: str) -> list[object]:
+    return [event for event in server.records.events("token2wav") if event.get("request_id") == request_id]
+
+
+MOMENTS: dict[str, tuple[int, str, Ready]] = {
+    "in prefill": (CRAWLING_THINKER, LONG_PROMPT, in_prefill),
+    "while generating": (SLOW_THINKER, "hello", generating),
+    "while the talker speaks": (SLOW_TALKER, "hello", after_thinkers_end),
+    "while token2wav works": (SLOW_TOKEN2WAV, "hello", after_thinkers_end),
+}
+
+
+@contextmanager
+def stream_cancelled(server: Served, request: Request) -> Iterator[Callable[[], None]]:
+    stream = server.client.stream(request)
+    yield stream.close
+
+
+@contextmanager
+def channel_closed(server: Served, request: Request) -> Iterator[Callable[[], None]]:
+    client = OmniClient(server.supervisor.grpc_url)
+    stream = client.stream(request)
+    yield client.close
+    del stream
+
+
+@contextmanager
+def http_stream_closed(server: Served, request: Request) -> Iterator[Callable[[], None]]:
+    host, port = server.supervisor.http_url.rsplit(":", 1)
+    body = json.dumps(
+        {
+            "id": request.request_id,
+            "text_input": request.text,
+            "sampling_parameters": json.dumps(request.sampling_parameters()),
+        }
+    ).encode()
+    head = (
+        f"POST /v2/models/qwen2_5_omni/generate_stream HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + body)
+        yield connection.close
+
+
+@contextmanager
+def unary_cancelled(server: Served, request: Request) -> Iterator[Callable[[], None]]:
+    message = to_grpc(request, UNARY_MODEL)
+    message.parameters.clear()
+    with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer.future(message)
+        yield call.cancel
+        assert call.cancelled()
+
+
+WAYS = {
+    "stream cancelled": stream_cancelled,
+    "connection closed": channel_closed,
+    "HTTP stream closed": http_stream_closed,
+    "unary call cancelled": unary_cancelled,
+}
+CASES = [("stream cancelled", moment) for moment in MOMENTS] + [
+    (way, "while generating") for way in WAYS if way != "stream cancelled"
+]
+
+
+@pytest.mark.parametrize(("way", "moment"), CASES)
+def test_cancel_stops_every_stage_and_leaves_nothing(server: Served, way: str, moment: str) -> None:
+    seed, text, ready = MOMENTS[moment]
+    request_id = f"cancel: {way}, {moment}"
+    request = Request(text=text, seed=seed, request_id=request_id, voice="Chelsie", talker={"temperature": 0})
+    with WAYS[way](server, request) as cancel:
+        wait_for(lambda: ready(server, request_id), 20, lambda: f"never {moment}")
+        cancelled_ns = time.monotonic_ns()
+        cancel()
+        server.wait_until_idle()
+    assert_stopped_in_time(server, request_id, cancelled_ns)
+    reply = server.ask(f"after {request_id}", "hello", seed=1)
+    assert reply.info is not None
+    assert reply.info.samples == len(reply.audio) > 0
+
+
+def assert_stopped_in_time(server: Served, request_id: str, cancelled_ns: int) -> None:
+    noticed = min(found["ns"] for stage in STAGES for found in server.records.of(request_id, stage, "noticed"))
+    dropped = {stage: server.records.of(request_id, stage, "aborted")[0]["ns"] for stage in STAGES}
+    assert cancelled_ns < noticed < cancelled_ns + NOTICE_S * 1e9
+    for stage, stopped in dropped.items():
+        assert stopped - noticed < (STOP_S + STEP_S) * 1e9, f"{stage} stopped {(stopped - noticed) / 1e6:.0f} ms late"
+    codes = server.records.of(request_id, "token2wav", "message")
+    assert all(event["ns"] < noticed + (STOP_S + STEP_S) * 1e9 for event in codes), "codes came after the cancel"
+
+
+def test_many_cancelled_at_once_leave_nothing_and_harm_no_other(server: Served) -> None:
+    expected = server.ask("undisturbed", "why", seed=51)
+    doomed = [
+        server.client.stream(Request(text="hello", seed=SLOW_THINKER, request_id=f"doomed {i}")) for i in range(6)
+    ]
+    spared = server.client.stream(Request(text="why", seed=51, request_id="spared"))
+    for stream in doomed:
+        next(stream)
+        stream.close()
+    reply = spared.collect()
+    assert reply.text == expected.text
+    assert server.records.codes("spared") == server.records.codes("undisturbed")
+
+
+def test_deadline_of_a_request_ends_it_with_a_timeout(server: Served) -> None:
+    body = json.dumps(
+        {"text_input": "hello", "sampling_parameters": json.dumps({"seed": SLOW_THINKER, "timeout": 0.7})}
+    )
+    status, text = server.post("/v2/models/qwen2_5_omni_unary/generate", body)
+    assert status == 503
+    assert "timeout: 0.7 s have passed [omni:timeout;stage=thinker]" in text

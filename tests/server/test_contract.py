@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public contract over every way in: unary over HTTP and gRPC, `/generate`, `/generate_stream`; what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from media_samples import audio_file, image_file
+from server.probes import CRAWLING_THINKER
+from server.serving import Served
+from triton_omni_client import Overloaded, Reply, Request
+from triton_omni_client.audio import Pcm16Decoder, wav_header
+from triton_omni_client.messages import MODEL, UNARY_MODEL
+from triton_omni_client.protocol import to_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+Inputs = Mapping[str, Sequence[bytes]]
+
+GREEDY = {"seed": 71, "talker": {"temperature": 0}}
+JSON_TOLERANCE = 1e-6
+"""Triton writes a float of a JSON answer with so many digits."""
+
+
+def bytes_tensor(elements: Sequence[bytes]) -> bytes:
+    return b"".join(len(element).to_bytes(4, "little") + element for element in elements)
+
+
+def infer_request(inputs: Inputs, model: str) -> Any:
+    """Triton's gRPC request of these BYTES inputs, checked by nobody."""
+    message = service_pb2.ModelInferRequest(model_name=model)
+    for name, elements in inputs.items():
+        message.inputs.add(name=name, datatype="BYTES", shape=[len(elements)])
+    message.raw_input_contents.extend(bytes_tensor(elements) for elements in inputs.values())
+    return message
+
+
+def stream_error(server: Served, inputs: Inputs) -> str:
+    """The one error that a stream of these inputs ends with."""
+    with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        answers = list(stub.ModelStreamInfer(iter([infer_request(inputs, MODEL)]), timeout=20))
+    assert len(answers) == 1
+    return str(answers[0].error_message)
+
+
+def unary_error(server: Served, inputs: Inputs) -> tuple[grpc.StatusCode, str]:
+    with grpc.insecure_channel(server.supervisor.grpc_url) as channel, pytest.raises(grpc.RpcError) as caught:
+        service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(infer_request(inputs, UNARY_MODEL), timeout=20)
+    return caught.value.code(), caught.value.details()
+
+
+def generate(server: Served, **fields: Any) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of `POST /generate` of the unary model."""
+    status, text = server.post(f"/v2/models/{UNARY_MODEL}/generate", json.dumps(fields))
+    return status, json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def streamed(shared_server: Served) -> Reply:
+    """What every other way in must give as well."""
+    return shared_server.ask("streamed", "hello", **GREEDY)
+
+
+def test_http_infer_gives_the_stream_s_reply_at_once(server: Served, streamed: Reply) -> None:
+    reply = server.http.unary(Request(text="hello", request_id="infer", **GREEDY))
+    assert reply.text == streamed.text
+    np.testing.assert_array_equal(reply.audio, streamed.audio)
+    assert reply.info is not None
+    assert streamed.info is not None
+    assert reply.info.raw["usage"] == streamed.info.raw["usage"]
+    assert reply.info.finish_reason == streamed.info.finish_reason
+
+
+def test_grpc_infer_gives_the_stream_s_reply_at_once(server: Served, streamed: Reply) -> None:
+    message = to_grpc(Request(text="hello", request_id="ModelInfer", **GREEDY), UNARY_MODEL)
+    message.parameters.clear()
+    with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
+        answer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(message)
+    outputs = dict(zip([out.name for out in answer.outputs], answer.raw_output_contents, strict=True))
+    assert outputs["text_output"] == bytes_tensor([streamed.text.encode()])
+    np.testing.assert_array_equal(np.frombuffer(outputs["audio_output"], "<f4"), streamed.audio)
+
+
+def test_generate_gives_the_stream_s_reply_as_json(server: Served, streamed: Reply) -> None:
+    status, answer = generate(server, text_input="hello", sampling_parameters=json.dumps(GREEDY))
+    assert status == 200
+    assert answer["text_output"] == streamed.text
+    np.testing.assert_allclose(answer["audio_output"], streamed.audio, rtol=JSON_TOLERANCE, atol=JSON_TOLERANCE)
+
+
+def test_generate_stream_gives_the_same_deltas_as_server_sent_events(server: Served, streamed: Reply) -> None:
+    body = json.dumps({"text_input": "hello", "sampling_parameters": json.dumps(GREEDY)})
+    status, text = server.post(f"/v2/models/{MODEL}/generate_stream", body)
+    assert status == 200
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    assert "".join(event["text_output"] for event in events) == streamed.text
+    samples = [np.atleast_1d(event["audio_output"]) for event in events if event["audio_output"] not in ([], "")]
+    np.testing.assert_allclose(np.concatenate(samples), streamed.audio, rtol=JSON_TOLERANCE, atol=JSON_TOLERANCE)
+    assert [bool(event["info"]) for event in events] == [False] * (len(events) - 1) + [True]
+
+
+@pytest.mark.parametrize("audio_format", ["pcm16", "wav"])
+def test_unary_encoded_audio_is_one_whole_file(server: Served, streamed: Reply, audio_format: str) -> None:
+    parameters = json.dumps({**GREEDY, "audio_format": audio_format})
+    status, answer = generate(server, text_input="hello", sampling_parameters=parameters)
+    assert status == 200
+    data = base64.b64decode(answer["audio_base64"], validate=True)
+    if audio_format == "wav":
+        header, data = data[:44], data[44:]
+        assert header == wav_header(len(streamed.audio))
+    np.testing.assert_array_equal(np.rint(Pcm16Decoder().feed(data) * 32767), np.rint(streamed.audio * 32767))
+
+
+def test_many_unary_requests_at_a_time_each_get_their_own_reply(server: Served) -> None:
+    texts = ["hello", "x", "why", "Hi.", "1 2 3", "aaaa"]
+    alone = {text: server.ask(f"unary alone: {text}", text, **GREEDY) for text in texts}
+    server.wait_until_idle()
+    with ThreadPoolExecutor(len(texts)) as pool:
+        replies = list(pool.map(lambda text: server.http.say(text, **GREEDY), texts))
+    for text, reply in zip(texts, replies, strict=True):
+        assert reply.text == alone[text].text
+        np.testing.assert_allclose(reply.audio, alone[text].audio, rtol=0, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A request that is wrong, and what the error must say."""
+
+    inputs: Inputs
+    says: str
+    code: str = "bad_request"
+
+
+def with_parameters(text: str) -> Inputs:
+    return {"text_input": [b"hello"], "sampling_parameters": [text.encode()]}
+
+
+def with_media(kind: str, *media: bytes) -> Inputs:
+    messages = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "what is this?"}]}]
+    return {"messages": [json.dumps(messages).encode()], **({"media": media} if media else {})}
+
+
+def with_url(url: str) -> Inputs:
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    return {"messages": [json.dumps(messages).encode()]}
+
+
+REFUSED = {
+    "unknown voice": Refused(with_parameters('{"voice": "Nobody"}'), 'sampling_parameters.voice: "Nobody"'),
+    "bad JSON": Refused(with_parameters('{"voice": '), "sampling_parameters"),
+    "no JSON object": Refused(with_parameters("[1]"), "sampling_parameters"),
+    "unknown key": Refused(with_parameters('{"thinker": {"temprature": 1}}'), "sampling_parameters.thinker.temprature"),
+    "value out of range": Refused(
+        with_parameters('{"thinker": {"temperature": 3}}'), "sampling_parameters.thinker.temperature"
+    ),
+    "wrong type": Refused(with_parameters('{"seed": "1"}'), "sampling_parameters.seed"),
+    "neither input": Refused({"sampling_parameters": [b"{}"]}, "exactly one of text_input and messages"),
+    "both inputs": Refused({"text_input": [b"a"], "messages": [b"[]"]}, "exactly one of text_input and messages"),
+    "bad messages": Refused({"messages": [b"[{]"]}, "messages"),
+    "no UTF-8": Refused({"text_input": [b"\xff\xfe"]}, "text_input"),
+    "prompt too long": Refused({"text_input": [b"word " * 600]}, "1024", "too_large"),
+    "text too large": Refused({"text_input": [b"a" * 8193]}, "8192", "too_large"),
+    "reply too long": Refused(
+        with_parameters('{"thinker": {"max_tokens": 257}}'), "sampling_parameters.thinker.max_tokens", "too_large"
+    ),
+    "medium too large": Refused(with_media("audio", b"RIFF" + bytes(1 << 20)), str(1 << 20), "too_large"),
+    "sound too long": Refused(with_media("audio", audio_file("wav", seconds=5.5)), "medium 0 (audio)", "too_large"),
+    "another medium than said": Refused(with_media("image", audio_file("wav")), "medium 0 (image)"),
+    "broken medium": Refused(with_media("image", image_file("png")[:60]), "medium 0 (image)"),
+    "missing medium": Refused(with_media("image"), "media"),
+    "medium too many": Refused(with_media("audio", audio_file("wav"), audio_file("wav")), "media"),
+    "URL of the web": Refused(with_url("http://example.com/a.png"), "http"),
+    "path of a file": Refused(with_url("file:///etc/passwd"), "file"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_request_is_refused_with_its_cause_and_code(server: Served, name: str) -> None:
+    refused = REFUSED[name]
+    tail = f"[omni:{refused.code};stage=thinker]"
+    text = stream_error(server, refused.inputs)
+    assert refused.says in text
+    assert text.endswith(tail)
+    code, details = unary_error(server, refused.inputs)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.says in details
+    assert details.endswith(tail)
+
+
+def test_wrong_request_is_http_400(server: Served) -> None:
+    status, answer = generate(server, text_input="hello", sampling_parameters='{"voice": "Nobody"}')
+    assert status == 400
+    assert answer["error"].endswith("[omni:bad_request;stage=thinker]")
+
+
+def test_no_free_session_is_refused_with_a_time_to_retry_and_the_next_request_is_served(server: Served) -> None:
+    busy = [
+        server.client.stream(Request(text="hello", seed=CRAWLING_THINKER, request_id=f"busy {i}")) for i in range(8)
+    ]
+    for stream in busy:
+        next(stream)
+    with pytest.raises(Overloaded) as caught:
+        server.ask("one too many", "hello")
+    assert caught.value.message.endswith("all 8 sessions are in use")
+    assert (caught.value.stage, caught.value.retry_after_ms) == ("thinker", 250)
+    code, details = unary_error(server, {"text_input": [b"hello"]})
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert details.endswith("all 8 sessions are in use [omni:overloaded;stage=thinker;retry_after_ms=250]")
+    status, answer = generate(server, text_input="hello")
+    assert status == 503
+    assert "[omni:overloaded;stage=thinker;retry_after_ms=250]" in answer["error"]
+    for stream in busy:
+        stream.close()
+    server.wait_until_idle()
+    assert server.ask("the next", "hello", seed=1).info is not None
+
+
+FORGED = {
+    "forged session": b'{"version":1,"key":{"slot":0,"generation":1,"nonce":"00000000000000000000000000000000"},'
+    b'"kind":"text","sequence":1,"last":true}',
+    "no message": b"hello",
+    "another version": b'{"version":99,"key":{"slot":0,"generation":1,"nonce":"0"},"kind":"open"}',
+    "slot out of range": b'{"version":1,"key":{"slot":99999999,"generation":1,"nonce":"0"},"kind":"open"}',
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+@pytest.mark.parametrize("stage", ["talker", "token2wav"])
+def test_a_client_that_calls_a_later_stage_directly_gets_nowhere(server: Served, stage: str, name: str) -> None:
+    message = infer_request({"TEXT": [b"hello"], "META": [FORGED[name]]}, stage)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    if stage == "talker":
+        message.inputs.add(name="ROWS", datatype="FP32", shape=[0, hidden_size(server)])
+        message.inputs.add(name="POSITIONS", datatype="INT64", shape=[3, 0])
+        message.raw_input_contents.extend([b"", b""])
+    else:
+        message.inputs.add(name="CODES", datatype="INT32", shape=[0])
+        message.raw_input_contents.append(b"")
+    with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        answers = list(stub.ModelStreamInfer(iter([message]), timeout=10))
+    assert [answer.error_message for answer in answers] == [""]
+    assert not answers[0].infer_response.outputs
+    assert server.ask(f"after {name} at {stage}", "x", seed=1).info is not None
+
+
+def hidden_size(server: Served) -> int:
+    config = json.loads((server.checkpoint / "config.json").read_text())
+    return int(config["thinker_config"]["text_config"]["hidden_size"])
