@@ -94,7 +94,6 @@ class _Parameters(StrictModel):
     talker: TalkerOptions = TalkerOptions()
     token2wav: Token2WavOptions = Token2WavOptions()
     timeout: Annotated[float, Field(gt=0)] | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     cancel_token: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,18}\z")] | None = None
 
 
@@ -138,7 +137,6 @@ class OmniRequest:
     talker: TalkerOptions
     token2wav: Token2WavOptions
     timeout_s: float
-    priority: int
     cancel_token: int | None
     """Random 63-bit name under which the unary model cancels."""
     request_id: str
@@ -175,7 +173,6 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
         talker=parameters.talker,
         token2wav=parameters.token2wav,
         timeout_s=defaults.timeout_s if parameters.timeout is None else parameters.timeout,
-        priority=parameters.priority,
         cancel_token=None if parameters.cancel_token is None else int(parameters.cancel_token),
         request_id=raw.request_id,
     )

@@ -142,8 +142,6 @@ class Request:
     token2wav: Mapping[str, Any] = field(default_factory=dict)
     timeout: float | None = None
     """Seconds for the whole request; the server gives up after it, and so does the client."""
-    priority: int | None = None
-    """Lower is served earlier among requests that wait."""
     request_id: str = ""
     """A label for logs."""
 
@@ -181,7 +179,6 @@ class Request:
             "audio_format": None if self.audio_format == "f32" else self.audio_format,
             "use_audio_in_video": self.use_audio_in_video,
             "timeout": self.timeout,
-            "priority": self.priority,
             "thinker": dict(self.thinker) or None,
             "talker": dict(self.talker) or None,
             "token2wav": dict(self.token2wav) or None,

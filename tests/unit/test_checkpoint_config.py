@@ -238,3 +238,8 @@ def test_fingerprint_changes_with_configuration_and_weight_files(tmp_path: Path)
     assert len(seen) == 4
     assert all(0 <= value < 1 << 64 for value in seen)
     assert fingerprint(tmp_path) in seen
+
+
+def test_longest_sound_is_what_the_feature_extractor_takes_whole(tiny_checkpoint: Path) -> None:
+    stated = json.loads((tiny_checkpoint / "preprocessor_config.json").read_text())
+    assert load_config(tiny_checkpoint).max_audio_seconds == stated["n_samples"] / stated["sampling_rate"]

@@ -65,7 +65,6 @@ def test_the_backend_accepts_every_field_that_the_client_can_send() -> None:
         talker={"top_k": 3},
         token2wav={"solver": "euler", "num_steps": 4},
         timeout=9.5,
-        priority=-1,
     )
     parsed = parse_request(_raw(request), RequestLimits(), RequestDefaults())
     assert (parsed.modalities, parsed.voice, parsed.seed, parsed.audio_format) == (
@@ -74,7 +73,7 @@ def test_the_backend_accepts_every_field_that_the_client_can_send() -> None:
         5,
         "pcm16",
     )
-    assert (parsed.timeout_s, parsed.priority, parsed.use_audio_in_video) == (9.5, -1, True)
+    assert (parsed.timeout_s, parsed.use_audio_in_video) == (9.5, True)
     assert (parsed.thinker.max_tokens, parsed.talker.top_k, parsed.token2wav.solver) == (8, 3, "euler")
     assert len(parsed.media) == 1
 

@@ -100,7 +100,6 @@ def test_every_choice_is_sent_under_its_name() -> None:
         "audio_format": "wav",
         "use_audio_in_video": False,
         "timeout": 2.5,
-        "priority": 0,
         "thinker": {"temperature": 0},
         "talker": {"top_k": 3},
         "token2wav": {"solver": "euler"},

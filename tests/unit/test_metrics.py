@@ -44,6 +44,7 @@ def counter():
 @pytest.fixture
 def published(pb_utils, stats, counter):
     published = StageMetrics(pb_utils, "talker", stats, counter)
+    published.start()
     yield published
     published.close()
 
@@ -84,6 +85,21 @@ def test_every_figure_has_a_gauge_with_the_stages_label(published, pb_utils, sta
     assert all(f.metrics[0].labels == {"stage": "talker"} for f in pb_utils.families if f.metrics)
     assert {f.kind for f in pb_utils.families} == {"gauge"}
     assert published
+
+
+def test_nothing_is_set_before_the_start_and_starting_again_is_harmless(pb_utils, stats, counter):
+    metrics = StageMetrics(pb_utils, "talker", stats, counter)
+    time.sleep(0.03)
+    assert stats.calls == 0
+    metrics.start()
+    metrics.start()
+    rounds(stats)
+    metrics.close()
+
+
+def test_what_never_started_closes(pb_utils, stats, counter):
+    StageMetrics(pb_utils, "talker", stats, counter).close()
+    assert stats.calls == 0
 
 
 def test_a_figure_is_set_only_when_it_changes(published, pb_utils, stats):

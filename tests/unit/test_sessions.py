@@ -104,7 +104,13 @@ def test_info_tells_reasons_counts_seed_and_times():
     with pipeline() as p:
         info = json.loads(finished(p.ask("12345")).info)
         assert info["finish_reason"] == {"thinker": "stop", "talker": "stop", "token2wav": "stop"}
-        assert info["usage"] == {"prompt_tokens": 5, "reply_tokens": 10, "codes": 9, "samples": 18}
+        assert info["usage"] == {
+            "prompt_tokens": 5,
+            "reply_tokens": 10,
+            "codes": 9,
+            "samples": 18,
+            "clamped_codes": 0,
+        }
         assert info["seed"] == 7
         assert 0 < info["time_to_first_text_ms"] <= info["stage_ms"]["token2wav"]["done"]
         assert 0 < info["time_to_first_audio_ms"] <= info["stage_ms"]["token2wav"]["done"]

@@ -192,6 +192,8 @@ class OmniConfig:
     codec: CodecConfig
     audio_sampling_rate: int
     """Hz that sound inputs are resampled to."""
+    max_audio_seconds: float
+    """Longest sound that the feature extractor takes whole; it would cut a longer one off silently."""
     quirks: Quirks = field(default_factory=Quirks)
 
 
@@ -208,13 +210,15 @@ def load_config(path: Path) -> OmniConfig:
         raise root.fail("model_type", f"expected 'qwen2_5_omni', found {root.values.get('model_type')!r:.80}")
     token2wav = root.section("token2wav_config")
     dit, bigvgan = _dit(token2wav.section("dit_config")), _bigvgan(token2wav.section("bigvgan_config"))
+    sampling_rate = preprocessor.integer("sampling_rate", default=16000, low=1)
     config = OmniConfig(
         thinker=_thinker(root, generation),
         talker=_talker(root.section("talker_config"), generation),
         dit=dit,
         bigvgan=bigvgan,
         codec=CodecConfig(dit.num_embeds, dit.repeats, math.prod(bigvgan.upsample_rates)),
-        audio_sampling_rate=preprocessor.integer("sampling_rate", default=16000, low=1),
+        audio_sampling_rate=sampling_rate,
+        max_audio_seconds=preprocessor.integer("n_samples", default=300 * sampling_rate, low=1) / sampling_rate,
     )
     _check_parts_fit(config)
     return config

@@ -35,6 +35,8 @@ class RequestIntake:
         self, checkpoint: Path, config: OmniConfig, speakers: Speakers, settings: ThinkerSettings, engine: ThinkerEngine
     ) -> None:
         self._settings = settings
+        seconds = min(settings.limits.max_audio_seconds, config.max_audio_seconds)
+        self._limits = settings.limits.model_copy(update={"max_audio_seconds": seconds})
         self._speakers = speakers
         self._engine = engine
         self._renderer = PromptRenderer(AutoTokenizer.from_pretrained(checkpoint))
@@ -53,8 +55,8 @@ class RequestIntake:
             BadRequest: something is wrong in the request itself.
             TooLarge: a limit of this deployment is exceeded.
         """
-        request = parse_request(raw, self._settings.limits, self._defaults)
-        media = decode_media(request.media, self._settings.limits, with_audio=request.use_audio_in_video)
+        request = parse_request(raw, self._limits, self._defaults)
+        media = decode_media(request.media, self._limits, with_audio=request.use_audio_in_video)
         prompt = build_prompt(request, media, self._renderer)
         placed = self._engine.prepare(prompt, max_tokens=request.thinker.max_tokens or 1)
         return self._ready(request, placed, accepted_ns)

@@ -74,6 +74,7 @@ class _Open:
     chunks: int = 0
     first_text_ns: int = 0
     first_audio_ns: int = 0
+    clamped_codes: int = 0
     audio_done: bool = False
     ending: TalkerMessage | None = None
     error: OmniError | None = None
@@ -228,6 +229,7 @@ class Token2WavStage:
             session.samples += len(output.samples)
             session.outlet.send(self._encode(session, output.samples).to_tensors())
             session.chunks += 1
+        session.clamped_codes = output.clamped_codes
         session.audio_done = output.final
         self._finish_if_done(session)
 
@@ -265,6 +267,7 @@ class Token2WavStage:
                 "reply_tokens": thinker.reply_tokens if thinker else 0,
                 "codes": talker.codes if talker else 0,
                 "samples": session.samples,
+                "clamped_codes": session.clamped_codes,
             },
             "sample_rate": self._sample_rate,
             "seed": session.session.seed,
