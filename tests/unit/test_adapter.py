@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between Triton and a stage: what a client sent is read, one bad request harms no other, closing loses nothing."""
+
+import contextlib
+import secrets
+
+import pytest
+import torch
+from fake_pb_utils import PbUtils, Request, Tensor, TritonError, text_tensor
+from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
+from triton_omni.errors import BadRequest, Overloaded
+from triton_omni.ledger import SessionLedger
+from triton_omni.request import RawRequest
+from triton_omni.serving.adapter import (
+    StageAdapter,
+    adapt_talker,
+    adapt_thinker,
+    adapt_token2wav,
+    read_client_request,
+)
+from triton_omni.serving.tensors import LinkCounter, read_tensors, write_tensors
+from triton_omni.settings import TalkerSettings, ThinkerSettings
+from triton_omni.stage import StageStats
+from triton_omni.talker.stage import TalkerStage
+from triton_omni.thinker.stage import ThinkerStage
+from triton_omni.token2wav.stage import Token2WavStage
+from triton_omni.wire import Kind, SessionKey, TalkerMessage, ThinkerMessage
+
+WAIT_S = 5.0
+CPU = torch.device("cpu")
+
+
+class RecordingStage:
+    """A stage that answers each request at once and remembers the calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def start(self):
+        self.calls.append("start")
+
+    def close(self):
+        self.calls.append("close")
+
+    def stats(self):
+        return StageStats(0, 0, 0, 0, 0, 0)
+
+
+def submit(request, outlet):
+    found = read_client_request(request)
+    if found.text_input == b"overloaded":
+        raise Overloaded("no session", retry_after_ms=5)
+    if found.text_input == b"fault":
+        raise KeyError("secret")
+    outlet.send({"TEXT": found.text_input})
+    outlet.finish()
+
+
+@contextlib.contextmanager
+def adapted(stage=None):
+    adapter = StageAdapter(PbUtils(), "thinker", stage or RecordingStage(), submit, LinkCounter())
+    try:
+        yield adapter
+    finally:
+        adapter.close()
+
+
+def answered(request):
+    assert request.sender.done.wait(WAIT_S), "no final"
+    assert request.sender.finals == 1
+    assert request.sender.violations == []
+    return request.sender
+
+
+def ask(text):
+    return Request([text_tensor("text_input", text)])
+
+
+# A client's request.
+
+
+def test_all_four_inputs_of_a_client_are_read():
+    request = Request(
+        [
+            text_tensor("text_input", "grüße"),
+            text_tensor("messages", "[]"),
+            text_tensor("media", b"\x00", b""),
+            text_tensor("sampling_parameters", "{}"),
+        ],
+        request_id="r-5",
+    )
+    assert read_client_request(request) == RawRequest(
+        text_input="grüße".encode(),
+        messages=b"[]",
+        media=(b"\x00", b""),
+        sampling_parameters=b"{}",
+        request_id="r-5",
+    )
+
+
+def test_inputs_left_out_are_told_as_such():
+    assert read_client_request(Request()) == RawRequest(request_id="r1")
+
+
+@pytest.mark.parametrize("name", ["text_input", "messages", "sampling_parameters"])
+@pytest.mark.parametrize("values", [(), ("a", "b")], ids=["none", "two"])
+def test_any_other_number_of_elements_is_refused_by_name(name, values):
+    with pytest.raises(BadRequest, match=f"{name}: expected one element, found {len(values)}"):
+        read_client_request(Request([text_tensor(name, *values)]))
+
+
+# Requests in, answers out.
+
+
+def test_one_bad_request_harms_no_other():
+    requests = [ask("one"), ask("overloaded"), ask("fault"), Request([text_tensor("text_input", "a", "b")]), ask("two")]
+    with adapted() as adapter:
+        adapter.execute(requests)
+        senders = [answered(request) for request in requests]
+    assert [s.error and s.error.code() for s in senders] == [
+        None,
+        TritonError.UNAVAILABLE,
+        TritonError.INTERNAL,
+        TritonError.INVALID_ARG,
+        None,
+    ]
+    assert senders[1].error.message() == "no session [omni:overloaded;stage=thinker;retry_after_ms=5]"
+    assert senders[2].error.message() == "the request could not be read [omni:internal;stage=thinker]"
+    assert senders[3].error.message().endswith("[omni:bad_request;stage=thinker]")
+    assert [bytes(s.outputs()[0]["TEXT"].as_numpy()[0]) for s in (senders[0], senders[4])] == [b"one", b"two"]
+
+
+def test_the_stage_starts_at_once_and_is_closed_before_the_sending_ends():
+    class LateStage(RecordingStage):
+        """Answers what it holds only when it is closed, as at a server's shutdown."""
+
+        def close(self):
+            super().close()
+            outlet.finish()
+
+    stage, request = LateStage(), ask("one")
+    with contextlib.ExitStack() as ending:
+        adapter = StageAdapter(PbUtils(), "thinker", stage, lambda _, given: outlets.append(given), LinkCounter())
+        ending.callback(adapter.close)
+        outlets = []
+        assert stage.calls == ["start"]
+        adapter.execute([request])
+        [outlet] = outlets
+    assert stage.calls == ["start", "close"]
+    assert answered(request).responses == []
+
+
+# Real stages behind the adapter.
+
+
+@pytest.fixture
+def name():
+    return f"triton-omni-test-{secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def thinker_ledger(name):
+    ledger = SessionLedger(name, "thinker")
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture
+def open_stage(name, thinker_ledger):
+    """Adapt a stage with a stand-in engine."""
+    del thinker_ledger
+    with contextlib.ExitStack() as ending:
+
+        def start(kind):
+            adapter, ledger = {"thinker": thinker, "talker": talker, "token2wav": token2wav}[kind](name)
+            ending.callback(ledger.close)
+            ending.callback(adapter.close)
+            return adapter
+
+        yield start
+
+
+def thinker(name):
+    ledger = SessionLedger(name, "thinker")
+    stage = ThinkerStage(
+        ThinkerSettings(max_sessions=2),
+        FakeThinkerEngine(length=3),
+        FakeIntake(),
+        ledger,
+        hidden_size=HIDDEN,
+        dtype=torch.float32,
+    )
+    return adapt_thinker(PbUtils(), stage), ledger
+
+
+def talker(name):
+    ledger = SessionLedger(name, "talker")
+    stage = TalkerStage(TalkerSettings(), FakeTalkerEngine(), ledger, device=CPU, text_bos_id=lambda voice: 3)
+    return adapt_talker(PbUtils(), stage), ledger
+
+
+def token2wav(name):
+    ledger = SessionLedger(name, "token2wav")
+    return adapt_token2wav(
+        PbUtils(), Token2WavStage(FakeWaveformEngine(), ledger, device=CPU, sample_rate=24000)
+    ), ledger
+
+
+def link_tensors(kind, key):
+    if kind == "talker":
+        return ThinkerMessage(key=key, kind=Kind.HEARTBEAT).to_tensors(HIDDEN, torch.float32)
+    return TalkerMessage(key=key, kind=Kind.HEARTBEAT).to_tensors()
+
+
+def test_a_clients_request_opens_a_session_and_sends_its_messages(open_stage):
+    adapter = open_stage("thinker")
+    request = ask("hello")
+    adapter.execute([request])
+    while not request.sender.outputs():
+        assert not request.sender.done.wait(0.002)
+    first = ThinkerMessage.from_tensors(
+        read_tensors(Request(request.sender.responses[0].output_tensors()), LinkCounter())
+    )
+    assert first.kind in (Kind.OPEN, Kind.HEARTBEAT)
+    adapter.close()
+    assert answered(request).error is None
+
+
+def test_a_refused_request_tells_its_client_why(open_stage):
+    adapter = open_stage("thinker")
+    request = ask("bad")
+    adapter.execute([request])
+    assert answered(request).error.message() == "text_input: is bad [omni:bad_request;stage=thinker]"
+
+
+@pytest.mark.parametrize("kind", ["talker", "token2wav"])
+@pytest.mark.parametrize(
+    "breakage",
+    [
+        {"META": b"{}"},
+        {"META": b"\xff"},
+        {"TEXT": b"\xff"},
+        {"META": None},
+        {"TEXT": None},
+        {"ROWS": None, "CODES": None},
+    ],
+    ids=str,
+)
+def test_a_message_that_cannot_be_read_is_closed_empty(open_stage, thinker_ledger, kind, breakage):
+    """Not with an error: that would leak the ensemble's request while the thinker's sender is open."""
+    adapter = open_stage(kind)
+    tensors = {**link_tensors(kind, thinker_ledger.publish(0)), **breakage}
+    broken = Request(write_tensors(PbUtils(), {n: v for n, v in tensors.items() if v is not None}))
+    adapter.execute([broken])
+    assert answered(broken).responses == []
+
+
+@pytest.mark.parametrize("kind", ["talker", "token2wav"])
+@pytest.mark.parametrize("nonce", ["0" * 32, "é", ""])
+def test_a_message_of_a_foreign_session_is_closed_empty_and_harms_no_other(open_stage, thinker_ledger, kind, nonce):
+    adapter = open_stage(kind)
+    key = thinker_ledger.publish(0)
+    forged = Request(write_tensors(PbUtils(), link_tensors(kind, SessionKey(key.slot, key.generation, nonce))))
+    forged.sender.cancelled = True
+    adapter.execute([forged])
+    assert answered(forged).responses == []
+    assert adapter._stage.healthy
+    assert not thinker_ledger.cancelled(key)
+
+
+@pytest.mark.parametrize("kind", ["talker", "token2wav"])
+def test_a_cancel_that_a_message_brings_is_written_to_the_ledger(open_stage, thinker_ledger, kind):
+    adapter = open_stage(kind)
+    key = thinker_ledger.publish(0)
+    heartbeat = Request(write_tensors(PbUtils(), link_tensors(kind, key)))
+    heartbeat.sender.cancelled = True
+    adapter.execute([heartbeat])
+    answered(heartbeat)
+    assert thinker_ledger.cancelled(key)
+
+
+def test_an_input_that_is_no_byte_string_is_an_error_of_ours(open_stage):
+    adapter = open_stage("thinker")
+    request = Request([Tensor("text_input", None)])
+    adapter.execute([request])
+    assert answered(request).error.code() == TritonError.INTERNAL

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports go one way: contracts, then protocol, then engines' parts, then stages, then serving, then the models."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BACKEND = ROOT / "backend_src" / "triton_omni"
+CLIENT = ROOT / "client" / "triton_omni_client"
+
+# Each module may import modules of lower layers and of its own group.
+LAYERS = [
+    {"contracts": {"errors", "settings", "engine", "device"}},
+    {
+        "protocol": {"wire", "ledger", "loop", "stage", "strict_json", "chat", "request"},
+        "checkpoint": {"checkpoint"},
+    },
+    {"media": {"media"}, "token2wav": {"token2wav"}},
+    {"thinker": {"thinker.prompt"}, "talker": {"talker.conditioning"}},
+    {"vllm_hooks": {"vllm_hooks"}},
+    {"thinker": {"thinker"}, "talker": {"talker"}, "token2wav": {"token2wav.stage"}},
+    {"serving": {"serving"}},
+]
+
+
+def modules(folder, package):
+    return {
+        ".".join([package, *path.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__"): path
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+BACKEND_MODULES = modules(BACKEND, "triton_omni")
+CLIENT_MODULES = modules(CLIENT, "triton_omni_client")
+MODEL_FILES = sorted((ROOT / "model_repository").glob("*/1/model.py"))
+
+
+def imports(path):
+    """Full names of all that a file imports, wherever in it, its own package's relative imports left out."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def own_imports(path):
+    return {name for name in imports(path) if name in BACKEND_MODULES} - {"triton_omni"}
+
+
+def top_level(path):
+    return {name.partition(".")[0] for name in imports(path)}
+
+
+def place(module):
+    """(layer, group) of a module by its longest listed prefix."""
+    inner = module.removeprefix("triton_omni.")
+    best, found = -1, None
+    for layer, groups in enumerate(LAYERS):
+        for group, prefixes in groups.items():
+            for prefix in prefixes:
+                if (inner == prefix or inner.startswith(f"{prefix}.")) and len(prefix) > best:
+                    best, found = len(prefix), (layer, group)
+    assert found is not None, f"{module} has no place in the layers: list it"
+    return found
+
+
+def importing(package):
+    return {module for module, path in BACKEND_MODULES.items() if package in top_level(path)}
+
+
+def test_the_whole_backend_is_seen():
+    assert {"triton_omni.errors", "triton_omni.serving.adapter", "triton_omni.token2wav.stage"} <= set(BACKEND_MODULES)
+    assert len(MODEL_FILES) == 4
+    assert own_imports(BACKEND / "loop.py") == set()
+    assert "triton_omni.ledger" in own_imports(BACKEND / "thinker" / "stage.py")
+
+
+@pytest.mark.parametrize("module", [module for module in BACKEND_MODULES if module != "triton_omni"])
+def test_a_module_imports_lower_layers_and_its_own_group_alone(module):
+    layer, group = place(module)
+    for name in own_imports(BACKEND_MODULES[module]):
+        other_layer, other_group = place(name)
+        assert other_layer < layer or (other_layer, other_group) == (layer, group), f"{module} imports {name}"
+
+
+def test_the_backend_imports_by_full_names():
+    for module, path in BACKEND_MODULES.items():
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        assert not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes), module
+
+
+def test_stages_never_import_each_other():
+    for stage in ("thinker", "talker", "token2wav"):
+        others = {"thinker", "talker", "token2wav"} - {stage}
+        for module, path in BACKEND_MODULES.items():
+            if module.startswith(f"triton_omni.{stage}"):
+                assert not {name.split(".")[1] for name in own_imports(path)} & others, module
+
+
+def test_vllm_is_imported_by_its_hooks_alone():
+    found = importing("vllm")
+    assert found
+    assert {module for module in found if not module.startswith("triton_omni.vllm_hooks")} == set()
+
+
+def test_triton_is_imported_by_the_models_alone():
+    assert importing("triton_python_backend_utils") == set()
+    for path in MODEL_FILES:
+        assert "triton_python_backend_utils" in top_level(path)
+    assert not any(top_level(path) & {"triton_python_backend_utils"} for path in CLIENT_MODULES.values())
+
+
+def test_models_import_the_launching_module_alone():
+    for path in MODEL_FILES:
+        assert {name for name in imports(path) if name.startswith("triton_omni.")} == {
+            "triton_omni.serving",
+            "triton_omni.serving.launch",
+        }
+
+
+def test_client_and_backend_know_nothing_of_each_other():
+    assert not any("triton_omni" in top_level(path) for path in CLIENT_MODULES.values())
+    assert importing("triton_omni_client") == set()
+
+
+def test_token2wav_is_torch_and_numpy_alone():
+    # pydantic: its ValidationError is what settings raise.
+    allowed = {"torch", "numpy", "pydantic", "triton_omni", *sys.stdlib_module_names}
+    ours = {"settings", "engine", "errors", "checkpoint", "token2wav"}
+    for module, path in BACKEND_MODULES.items():
+        if module.startswith("triton_omni.token2wav") and module != "triton_omni.token2wav.stage":
+            assert top_level(path) <= allowed, module
+            assert {name.split(".")[1] for name in own_imports(path)} <= ours, module
+            assert "triton_omni.token2wav.stage" not in own_imports(path)
+
+
+def test_the_package_itself_imports_nothing():
+    assert imports(BACKEND / "__init__.py") == set()
