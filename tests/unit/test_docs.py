@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents say is what the repository has: links, paths, settings, contract, error codes, request keys."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from triton_omni import errors, request, settings
+from triton_omni.settings import TalkerSettings, ThinkerSettings, Token2WavSettings, UnarySettings
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "client" / "README.md"]
+STAGES = {
+    "thinker": ThinkerSettings,
+    "talker": TalkerSettings,
+    "token2wav": Token2WavSettings,
+    "qwen2_5_omni_unary": UnarySettings,
+}
+FOLDERS = ["backend_src", "client", "docs", "examples", "model_repository", "requirements", "scripts", "tests"]
+FILES = [*ROOT.glob("*"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
+MODELS = ["qwen2_5_omni", "qwen2_5_omni_unary"]
+
+
+def section(title: str) -> str:
+    """The text of a README section, its subsections included."""
+    text = README.read_text(encoding="utf-8")
+    found = re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,3}} |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found, f"README.md has no section {title!r}"
+    return found[2]
+
+
+def table(text: str, header: str) -> dict[str, list[str]]:
+    """Rows of the table whose first header cell is `header`: first cell without backquotes -> other cells."""
+    lines = iter(text.splitlines())
+    for line in lines:
+        if line.startswith(f"| {header} |"):
+            break
+    else:
+        raise AssertionError(f"no table headed {header!r}")
+    assert set(next(lines)) <= set("|- ")
+    rows = {}
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
+        rows[cells[0].strip("`")] = cells[1:]
+    return rows
+
+
+def leaves(kind: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of a settings class and their defaults; a nested class is walked into."""
+    found: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = field.default
+    return found
+
+
+def file_leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        nested = isinstance(value, dict) and name != "plans"
+        found |= file_leaves(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return found
+
+
+def shipped(stage: str) -> dict[str, Any]:
+    """What a server uses without any change: the class's defaults under the shipped file."""
+    path = ROOT / "model_repository" / stage / "1" / "stage.yaml"
+    return leaves(STAGES[stage]) | file_leaves(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_something(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    headings = {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        assert (document.parent / path).exists(), f"{target} is not there"
+        assert path or anchor in headings, f"no heading for {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_files_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for name in set(re.findall(r"[\w./*]*\w+\.(?:py|sh|in|lock|pbtxt|toml)\b", text)):
+        end = name.removeprefix("./").removeprefix("../")
+        assert any(path.match(end) for path in FILES), f"{name} is not in the repository"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_settings_table_names_every_key_with_the_value_in_use(stage: str) -> None:
+    documented = table(section(stage), "key")
+    used = shipped(stage)
+    assert documented.keys() == used.keys()
+    for key, (default, _meaning) in documented.items():
+        if key != "plans":
+            assert yaml.safe_load(default.strip("`")) == plain(used[key]), key
+
+
+def test_settings_table_has_the_shipped_plan() -> None:
+    cells = table(section("token2wav"), "key")["plans"]
+    said = {name: yaml.safe_load(value) for name, value in re.findall(r"`(\w+)` (\[[^\]]*\]|\d+)", cells[1])}
+    assert said == shipped("token2wav")["plans"]["balanced"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_contract_table_is_the_model_configuration(model: str, side: str) -> None:
+    config = (ROOT / "model_repository" / model / "config.pbtxt").read_text(encoding="utf-8")
+    block = re.search(rf"^{side} \[(.*?)^\]", config, re.MULTILINE | re.DOTALL)
+    assert block
+    tensors = re.findall(r'name: "(\w+)"\s+data_type: TYPE_(\w+)\s+dims: \[ (-?\d+) \]', block[1])
+    configured = {name: f"{kind.replace('STRING', 'BYTES')} [{dims}]" for name, kind, dims in tensors}
+    documented = {name: cells[0] for name, cells in table(section("The public contract"), side).items()}
+    assert documented == configured
+
+
+def test_parameter_table_names_every_key_a_request_may_have() -> None:
+    documented = table(section("The public contract"), "`sampling_parameters` key")
+    accepted = set(request._Parameters.model_fields) - {"cancel_token"}
+    assert documented.keys() == accepted
+    for stage, options in (
+        ("thinker", request.ThinkerOptions),
+        ("talker", request.TalkerOptions),
+        ("token2wav", request.Token2WavOptions),
+    ):
+        said = dict(re.findall(r"`(\w+)`(?: (-?[\d.]+\d|\d))?", documented[stage][1]))
+        assert options.model_fields.keys() <= said.keys(), stage
+        for name, field in options.model_fields.items():
+            assert not said[name] or float(said[name]) == field.default, f"{stage}.{name}"
+
+
+def test_error_table_names_every_code() -> None:
+    assert list(table(section("The public contract"), "code")) == list(get_args(errors.ErrorCode))
+
+
+def test_upgrade_note_names_every_private_method_relied_on() -> None:
+    compat = ast.parse((ROOT / "backend_src/triton_omni/vllm_hooks/compat.py").read_text(encoding="utf-8"))
+    values = {
+        target.id: node.value
+        for node in compat.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    methods = ast.literal_eval(values["_RUNNER_METHODS"])
+    note = (ROOT / "docs" / "upgrade.md").read_text(encoding="utf-8")
+    assert [name for name in methods if not re.search(rf"`(GPUModelRunner\.)?{name}`", note)] == []
+
+
+def test_documents_speak_of_the_block_the_code_uses() -> None:
+    assert f"a *block* is {settings.FRAMES_PER_BLOCK} frames" in section("Vocabulary")
