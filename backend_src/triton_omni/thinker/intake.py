@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
+from typing import Final
 
 from transformers import AutoTokenizer
 
@@ -15,11 +16,14 @@ from triton_omni.checkpoint.config import OmniConfig
 from triton_omni.checkpoint.speakers import Speakers
 from triton_omni.engine import ThinkerEngine, ThinkerPlaced
 from triton_omni.media import decode_media
-from triton_omni.request import MAX_SEED, OmniRequest, RawRequest, RequestDefaults, parse_request
+from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request
 from triton_omni.settings import ThinkerSettings
 from triton_omni.thinker.prompt import PromptRenderer, build_prompt
 from triton_omni.thinker.stage import Prepared
 from triton_omni.wire import Session
+
+DRAWN_SEED_BITS: Final = 53
+"""A drawn seed is reported in JSON, whose readers hold larger integers as inexact doubles."""
 
 
 class RequestIntake:
@@ -62,7 +66,7 @@ class RequestIntake:
         return self._ready(request, placed, accepted_ns)
 
     def _ready(self, request: OmniRequest, placed: ThinkerPlaced, accepted_ns: int) -> Prepared:
-        seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed
+        seed = secrets.randbits(DRAWN_SEED_BITS) if request.seed is None else request.seed
         prompt_tokens = len(placed.prompt_token_ids)
         # A reply without a limit of its own may use what the prompt leaves.
         room = min(self._settings.max_new_tokens, self._settings.engine.max_model_len - prompt_tokens)

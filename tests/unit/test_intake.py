@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a client's bytes to a prepared request: defaults, limits, seeds, voices, and who refuses what."""
+
+import json
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from media_samples import image_file
+from triton_omni.checkpoint.config import load_config
+from triton_omni.checkpoint.speakers import load_speakers
+from triton_omni.engine import Sampling, StreamOptions, ThinkerPlaced
+from triton_omni.errors import BadRequest, TooLarge
+from triton_omni.request import RawRequest
+from triton_omni.settings import EngineSettings, RequestLimits, ThinkerSettings
+from triton_omni.thinker.intake import RequestIntake
+
+
+@dataclass
+class Engine:
+    """Takes prompts as they are and remembers what it was asked."""
+
+    max_model_len: int = 4096
+    prompts: list = field(default_factory=list)
+    max_tokens: list = field(default_factory=list)
+
+    def prepare(self, prompt, *, max_tokens=1):
+        if len(prompt.token_ids) + max_tokens > self.max_model_len:
+            raise TooLarge("too long")
+        self.prompts.append(prompt)
+        self.max_tokens.append(max_tokens)
+        return ThinkerPlaced(prompt.token_ids, torch.arange(len(prompt.token_ids)).expand(3, -1), prompt)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint):
+    config = load_config(tiny_checkpoint)
+    return tiny_checkpoint, config, load_speakers(tiny_checkpoint, config)
+
+
+@pytest.fixture
+def make(checkpoint):
+    def make_intake(**settings):
+        engine = Engine()
+        return RequestIntake(*checkpoint, ThinkerSettings(**settings), engine), engine
+
+    return make_intake
+
+
+def raw(text="hello", **parameters):
+    return RawRequest(text_input=text.encode(), sampling_parameters=json.dumps(parameters).encode(), request_id="r-1")
+
+
+def test_a_plain_request_gets_the_deployments_defaults(make, checkpoint):
+    intake, _ = make(timeout_s=33.0, max_new_tokens=50)
+    prepared = intake.prepare(raw(), 123)
+    config, speakers = checkpoint[1:]
+    prompt = len(prepared.placed.prompt_token_ids)
+    session = prepared.session
+    assert prompt > 0
+    assert prepared.timeout_s == 33.0
+    assert prepared.cancel_token is None
+    assert (session.request_id, session.accepted_ns) == ("r-1", 123)
+    assert (session.want_audio, session.audio_format, session.voice) == (True, "f32", speakers.default.name)
+    assert (session.prompt_tokens, session.max_rows) == (prompt, prompt + 50)
+    assert prepared.sampling == Sampling(max_tokens=50, seed=session.seed)
+    assert session.talker == Sampling(0.9, 0.8, 40, 0.0, 1.05, config.talker.sampling.max_new_tokens, session.seed)
+    assert session.token2wav == StreamOptions()
+
+
+def test_what_a_request_asks_for_reaches_every_stage(make):
+    intake, engine = make()
+    prepared = intake.prepare(
+        raw(
+            voice="Ethan",
+            seed=7,
+            audio_format="wav",
+            timeout=2.5,
+            cancel_token="4711",
+            thinker={"temperature": 0.5, "max_tokens": 9},
+            talker={"top_k": 3, "max_tokens": 11},
+            token2wav={"solver": "euler", "num_steps": 4},
+        ),
+        0,
+    )
+    session = prepared.session
+    assert (session.voice, session.seed, session.audio_format) == ("Ethan", 7, "wav")
+    assert (prepared.timeout_s, prepared.cancel_token) == (2.5, 4711)
+    assert prepared.sampling == Sampling(temperature=0.5, max_tokens=9, seed=7)
+    assert (session.talker.top_k, session.talker.max_tokens, session.talker.seed) == (3, 11, 7)
+    assert session.token2wav == StreamOptions(solver="euler", num_steps=4)
+    assert engine.max_tokens == [9]
+
+
+def test_text_alone_wants_no_audio(make):
+    assert not make()[0].prepare(raw(modalities=["text"]), 0).session.want_audio
+
+
+def test_a_seed_is_drawn_for_each_request_that_gives_none(make):
+    intake, _ = make()
+    seeds = {intake.prepare(raw(), 0).session.seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(0 <= seed < 2**53 for seed in seeds)
+
+
+def test_a_reply_without_a_limit_may_use_what_the_prompt_leaves(make):
+    intake, _ = make(max_new_tokens=4000, engine=EngineSettings(max_model_len=200, max_num_batched_tokens=64))
+    prepared = intake.prepare(raw(), 0)
+    assert prepared.sampling.max_tokens == 200 - prepared.session.prompt_tokens
+    assert prepared.session.max_rows == 200
+
+
+def test_a_medium_becomes_a_part_of_the_prompt(make):
+    intake, engine = make()
+    content = [{"type": "image"}, {"type": "text", "text": "what is it?"}]
+    messages = json.dumps([{"role": "user", "content": content}]).encode()
+    intake.prepare(RawRequest(messages=messages, media=(image_file(),)), 0)
+    assert list(engine.prompts[0].multi_modal_data) == ["image"]
+    assert len(engine.prompts[0].multi_modal_data["image"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "names"),
+    [
+        (RawRequest(), BadRequest, ["text_input", "messages"]),
+        (raw(voice="Nobody"), BadRequest, ["voice", "Nobody"]),
+        (raw(volume=3), BadRequest, ["volume"]),
+        (raw(thinker={"max_tokens": 51}), TooLarge, ["thinker.max_tokens", "51", "50"]),
+        (raw("x" * 101), TooLarge, ["text_input", "101", "100"]),
+        (RawRequest(text_input=b"a", sampling_parameters=b"[1]"), BadRequest, ["sampling_parameters"]),
+        (RawRequest(text_input=b"\xff"), BadRequest, ["text_input"]),
+    ],
+    ids=["nothing", "voice", "unknown key", "reply too long", "text too long", "no object", "no utf-8"],
+)
+def test_what_cannot_be_served_is_refused_by_name_before_the_engine_is_asked(make, request_, kind, names):
+    intake, engine = make(max_new_tokens=50, limits=RequestLimits(max_request_bytes=100))
+    with pytest.raises(kind) as refused:
+        intake.prepare(request_, 0)
+    assert all(name in refused.value.message for name in names), refused.value.message
+    assert engine.prompts == []
+
+
+def test_a_prompt_that_fills_the_engine_is_refused_by_the_engine(make):
+    intake, engine = make()
+    engine.max_model_len = 10
+    with pytest.raises(TooLarge, match="too long"):
+        intake.prepare(raw(), 0)
+
+
+def test_many_threads_prepare_at_once(make):
+    intake, _ = make()
+    texts = [f"question {'x ' * n}" for n in range(1, 9)]
+    alone = [intake.prepare(raw(text, seed=1), 0).placed.prompt_token_ids for text in texts]
+    found = [None] * len(texts)
+
+    def prepare(n):
+        for _ in range(5):
+            found[n] = intake.prepare(raw(texts[n], seed=1), 0).placed.prompt_token_ids
+
+    threads = [threading.Thread(target=prepare, args=(n,)) for n in range(len(texts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == alone
+    assert len(set(alone)) == len(texts)
