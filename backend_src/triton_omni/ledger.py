@@ -39,6 +39,8 @@ _RECORD_WORDS: Final = 16
 _TABLE_WORDS: Final = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS + _RING_WORDS + CAPACITY * _RECORD_WORDS
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
+# Word of the header; the words before it are magic and version.
+_UNARY_PID = 2
 # Words of a stage's block.
 _EPOCH, _PID, _BEAT, _FINGERPRINT, _DTYPE, _HIDDEN = range(6)
 # Words of a record: three of the thinker's, then four of each stage.
@@ -100,12 +102,13 @@ class SessionLedger:
         self._check_header()
         if facts is not None and stage in _STAGES:
             self._register(facts)
+        elif stage not in _STAGES:
+            self._enter(os.getpid())
 
     def close(self) -> None:
-        """Unmap the table; the last stage of the server to leave removes its file."""
-        if self._stage in _STAGES:
-            self._stage_words(self._stage)[_PID] = 0
-        if not any(int(self._stage_words(stage)[_PID]) for stage in _STAGES):
+        """Unmap the table; the last model of the server to leave removes its file."""
+        self._enter(0)
+        if not any(int(self._stage_words(stage)[_PID]) for stage in _STAGES) and not int(self._words[_UNARY_PID]):
             self.path.unlink(missing_ok=True)
         del self._words
         # numpy views given out may still be alive in another thread's frame; the mapping then goes with the process.
@@ -208,14 +211,21 @@ class SessionLedger:
         own = self._stage_words(self._stage)
         own[_FINGERPRINT], own[_DTYPE], own[_HIDDEN] = facts.fingerprint, facts.dtype, facts.hidden_size
         # Entered before looking at the others: of two stages that load at once, one at least sees the other.
-        own[_PID] = os.getpid()
+        self._enter(os.getpid())
         try:
             self._check_others(facts)
         except LedgerError:
-            own[_PID] = 0
+            self._enter(0)
             raise
         own[_EPOCH] = int(own[_EPOCH]) + 1
         self.beat()
+
+    def _enter(self, pid: int) -> None:
+        """Say which process serves this model; 0 = none any more."""
+        if self._stage in _STAGES:
+            self._stage_words(self._stage)[_PID] = pid
+        else:
+            self._words[_UNARY_PID] = pid
 
     def _check_others(self, facts: StageFacts) -> None:
         for other in _STAGES:

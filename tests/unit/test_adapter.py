@@ -56,9 +56,19 @@ def submit(request, outlet):
     outlet.finish()
 
 
+class Ledger:
+    """Is told to close."""
+
+    def __init__(self, calls):
+        self._calls = calls
+
+    def close(self):
+        self._calls.append("ledger closed")
+
+
 @contextlib.contextmanager
-def adapted(stage=None):
-    adapter = StageAdapter(PbUtils(), "thinker", stage or RecordingStage(), submit, LinkCounter())
+def adapted():
+    adapter = StageAdapter(PbUtils(), "thinker", RecordingStage(), submit, counter=LinkCounter(), ledger=Ledger([]))
     try:
         yield adapter
     finally:
@@ -130,23 +140,30 @@ def test_one_bad_request_harms_no_other():
     assert [bytes(s.outputs()[0]["TEXT"].as_numpy()[0]) for s in (senders[0], senders[4])] == [b"one", b"two"]
 
 
-def test_the_stage_starts_at_once_and_is_closed_before_the_sending_ends():
+def test_the_stage_starts_at_once_and_is_closed_first_then_the_sending_then_the_ledger():
     class LateStage(RecordingStage):
         """Answers what it holds only when it is closed, as at a server's shutdown."""
 
         def close(self):
             super().close()
-            outlet.finish()
+            outlet.finish(then=lambda: self.calls.append("answered"))
 
     stage, request = LateStage(), ask("one")
     with contextlib.ExitStack() as ending:
-        adapter = StageAdapter(PbUtils(), "thinker", stage, lambda _, given: outlets.append(given), LinkCounter())
+        adapter = StageAdapter(
+            PbUtils(),
+            "thinker",
+            stage,
+            lambda _, given: outlets.append(given),
+            counter=LinkCounter(),
+            ledger=Ledger(stage.calls),
+        )
         ending.callback(adapter.close)
         outlets = []
         assert stage.calls == ["start"]
         adapter.execute([request])
         [outlet] = outlets
-    assert stage.calls == ["start", "close"]
+    assert stage.calls == ["start", "close", "answered", "ledger closed"]
     assert answered(request).responses == []
 
 
@@ -172,8 +189,7 @@ def open_stage(name, thinker_ledger):
     with contextlib.ExitStack() as ending:
 
         def start(kind):
-            adapter, ledger = {"thinker": thinker, "talker": talker, "token2wav": token2wav}[kind](name)
-            ending.callback(ledger.close)
+            adapter = {"thinker": thinker, "talker": talker, "token2wav": token2wav}[kind](name)
             ending.callback(adapter.close)
             return adapter
 
@@ -190,20 +206,19 @@ def thinker(name):
         hidden_size=HIDDEN,
         dtype=torch.float32,
     )
-    return adapt_thinker(PbUtils(), stage), ledger
+    return adapt_thinker(PbUtils(), stage, ledger)
 
 
 def talker(name):
     ledger = SessionLedger(name, "talker")
     stage = TalkerStage(TalkerSettings(), FakeTalkerEngine(), ledger, device=CPU, text_bos_id=lambda voice: 3)
-    return adapt_talker(PbUtils(), stage), ledger
+    return adapt_talker(PbUtils(), stage, ledger)
 
 
 def token2wav(name):
     ledger = SessionLedger(name, "token2wav")
-    return adapt_token2wav(
-        PbUtils(), Token2WavStage(FakeWaveformEngine(), ledger, device=CPU, sample_rate=24000)
-    ), ledger
+    stage = Token2WavStage(FakeWaveformEngine(), ledger, device=CPU, sample_rate=24000)
+    return adapt_token2wav(PbUtils(), stage, ledger)
 
 
 def link_tensors(kind, key):
@@ -212,8 +227,8 @@ def link_tensors(kind, key):
     return TalkerMessage(key=key, kind=Kind.HEARTBEAT).to_tensors()
 
 
-def test_a_clients_request_opens_a_session_and_sends_its_messages(open_stage):
-    adapter = open_stage("thinker")
+def test_a_clients_request_opens_a_session_and_sends_its_messages(name):
+    adapter = thinker(name)
     request = ask("hello")
     adapter.execute([request])
     while not request.sender.outputs():

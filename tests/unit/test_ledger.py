@@ -436,8 +436,10 @@ def test_tables_of_dead_servers_are_removed_and_others_kept(tmp_path, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
-def test_the_last_stage_to_leave_removes_the_file(name):
-    ledgers = [SessionLedger(name, stage, StageFacts(1)) for stage in STAGES]
+@pytest.mark.parametrize("last", [*STAGES, "unary"])
+def test_the_last_model_to_leave_removes_the_file(name, last):
+    models = [*(stage for stage in (*STAGES, "unary") if stage != last), last]
+    ledgers = [SessionLedger(name, model, StageFacts(1)) for model in models]
     for ledger in ledgers[:-1]:
         ledger.close()
         assert ledger.path.exists()

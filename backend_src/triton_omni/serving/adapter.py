@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from triton_omni.errors import BadRequest, InternalError, OmniError, StageName
+from triton_omni.ledger import SessionLedger
 from triton_omni.request import RawRequest
 from triton_omni.serving.metrics import StageMetrics
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
@@ -33,12 +34,23 @@ class StageAdapter:
     Args:
         pb_utils: Triton's `triton_python_backend_utils`.
         submit: reads a Triton request and gives it to the stage.
+        ledger: the stage's, closed after its last answer.
     """
 
-    def __init__(self, pb_utils: Any, name: StageName, stage: Stage, submit: Submit, counter: LinkCounter) -> None:
+    def __init__(
+        self,
+        pb_utils: Any,
+        name: StageName,
+        stage: Stage,
+        submit: Submit,
+        *,
+        counter: LinkCounter,
+        ledger: SessionLedger,
+    ) -> None:
         self._pb_utils = pb_utils
         self._name = name
         self._stage = stage
+        self._ledger = ledger
         self._submit = submit
         self._thread = SendingThread(name)
         self._metrics = StageMetrics(pb_utils, name, stage.stats, counter)
@@ -55,6 +67,8 @@ class StageAdapter:
         self._stage.close()
         self._thread.close()
         self._metrics.close()
+        # Last: answers on their way still write to it.
+        self._ledger.close()
 
     def _take(self, request: Any) -> None:
         outlet = TritonOutlet(self._pb_utils, request, self._thread)
@@ -68,26 +82,28 @@ class StageAdapter:
             outlet.fail(InternalError("the request could not be read", stage=self._name))
 
 
-def adapt_thinker(pb_utils: Any, stage: ThinkerStage) -> StageAdapter:
+def adapt_thinker(pb_utils: Any, stage: ThinkerStage, ledger: SessionLedger) -> StageAdapter:
     """The thinker takes clients' requests."""
 
     def submit(request: Any, outlet: Outlet) -> None:
         stage.submit(read_client_request(request), outlet)
 
-    return StageAdapter(pb_utils, "thinker", stage, submit, LinkCounter())
+    return StageAdapter(pb_utils, "thinker", stage, submit, counter=LinkCounter(), ledger=ledger)
 
 
-def adapt_talker(pb_utils: Any, stage: TalkerStage) -> StageAdapter:
+def adapt_talker(pb_utils: Any, stage: TalkerStage, ledger: SessionLedger) -> StageAdapter:
     """The talker takes the thinker's messages."""
-    return _adapt_link(pb_utils, "talker", stage)
+    return _adapt_link(pb_utils, "talker", stage, ledger)
 
 
-def adapt_token2wav(pb_utils: Any, stage: Token2WavStage) -> StageAdapter:
+def adapt_token2wav(pb_utils: Any, stage: Token2WavStage, ledger: SessionLedger) -> StageAdapter:
     """token2wav takes the talker's messages."""
-    return _adapt_link(pb_utils, "token2wav", stage)
+    return _adapt_link(pb_utils, "token2wav", stage, ledger)
 
 
-def _adapt_link(pb_utils: Any, name: StageName, stage: TalkerStage | Token2WavStage) -> StageAdapter:
+def _adapt_link(
+    pb_utils: Any, name: StageName, stage: TalkerStage | Token2WavStage, ledger: SessionLedger
+) -> StageAdapter:
     counter = LinkCounter()
 
     def submit(request: Any, outlet: Outlet) -> None:
@@ -99,7 +115,7 @@ def _adapt_link(pb_utils: Any, name: StageName, stage: TalkerStage | Token2WavSt
             logger.exception("%s: a message could not be read", name)
             outlet.finish()
 
-    return StageAdapter(pb_utils, name, stage, submit, counter)
+    return StageAdapter(pb_utils, name, stage, submit, counter=counter, ledger=ledger)
 
 
 def read_client_request(request: Any) -> RawRequest:

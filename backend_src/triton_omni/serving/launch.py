@@ -74,7 +74,7 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
     stage = ThinkerStage(
         settings, engine, intake, ledger, hidden_size=config.thinker.decoder.hidden_size, dtype=engine.dtype
     )
-    return adapt_thinker(pb_utils, stage)
+    return adapt_thinker(pb_utils, stage, ledger)
 
 
 def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdapter:
@@ -96,7 +96,7 @@ def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdap
     stage = TalkerStage(
         settings, engine, ledger, device=device, text_bos_id=lambda voice: speakers.get(voice).text_bos_id
     )
-    return adapt_talker(pb_utils, stage)
+    return adapt_talker(pb_utils, stage, ledger)
 
 
 def start_token2wav(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdapter:
@@ -114,7 +114,8 @@ def start_token2wav(pb_utils: Any, args: dict[str, str], folder: Path) -> StageA
     engine = Token2WavEngine(checkpoint, settings, device)
     ledger = _ledger("token2wav", _facts(checkpoint))
     sample_rate = load_config(checkpoint).codec.sample_rate
-    return adapt_token2wav(pb_utils, Token2WavStage(engine, ledger, device=device, sample_rate=sample_rate))
+    stage = Token2WavStage(engine, ledger, device=device, sample_rate=sample_rate)
+    return adapt_token2wav(pb_utils, stage, ledger)
 
 
 def start_unary(pb_utils: Any, args: dict[str, str], folder: Path) -> UnaryModel:

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model starts from its folder: what Triton is told, what stops the load, what the stages agree on."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fake_pb_utils import PbUtils, Request, TritonError, text_tensor
+from triton_omni import ledger as ledger_module
+from triton_omni.checkpoint.config import CheckpointError, fingerprint
+from triton_omni.ledger import LedgerError, SessionLedger, StageFacts, server_name
+from triton_omni.serving import launch
+from triton_omni.serving.launch import (
+    checkpoint_folder,
+    complete_talker,
+    complete_thinker,
+    start_token2wav,
+    start_unary,
+)
+from triton_omni.settings import SettingsError, TalkerSettings, ThinkerSettings
+
+REPOSITORY = Path(__file__).parents[2] / "model_repository"
+ARGS = {"model_instance_device_id": "0"}
+WAIT_S = 5.0
+
+
+class Config:
+    """What Triton gives to complete."""
+
+    def __init__(self):
+        self.inputs, self.outputs = [], []
+
+    def add_input(self, tensor):
+        self.inputs.append(tensor)
+
+    def add_output(self, tensor):
+        self.outputs.append(tensor)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(text=""):
+        (tmp_path / "stage.yaml").write_text(text)
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with as many GPUs as the test says; torch is not asked."""
+
+    def has(gpus):
+        monkeypatch.setattr("triton_omni.device.gpu_count", lambda: gpus)
+
+    return has
+
+
+@pytest.fixture
+def shared_memory(tmp_path, monkeypatch):
+    """Tables in a folder of the test, in place of /dev/shm; the server is this process's parent."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(ledger_module, "_SHARED_MEMORY", folder)
+    return folder
+
+
+@pytest.fixture
+def omni_model(tiny_checkpoint, monkeypatch):
+    monkeypatch.setenv("OMNI_MODEL", str(tiny_checkpoint))
+    return tiny_checkpoint
+
+
+# Completing the configuration.
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "data_type"),
+    [
+        ("", 0, "TYPE_FP32"),
+        ("", 1, "TYPE_BF16"),
+        ("device: cpu", 1, "TYPE_FP32"),
+        ("dtype: float16", 1, "TYPE_FP16"),
+        ("dtype: float32", 1, "TYPE_FP32"),
+        ("dtype: bfloat16", 0, "TYPE_BF16"),
+    ],
+)
+def test_rows_have_the_dtype_of_device_and_settings_on_both_ends(folder, machine, text, gpus, data_type):
+    machine(gpus)
+    rows = {"name": "ROWS", "data_type": data_type, "dims": [-1, -1]}
+    thinker, talker = complete_thinker(Config(), folder(text)), complete_talker(Config(), folder(text))
+    assert (thinker.outputs, thinker.inputs) == ([rows], [])
+    assert (talker.inputs, talker.outputs) == ([rows], [])
+
+
+@pytest.mark.parametrize("complete", [complete_thinker, complete_talker])
+def test_settings_that_cannot_be_used_stop_the_load_here_already(folder, machine, complete):
+    machine(0)
+    with pytest.raises(SettingsError, match=r"stage\.yaml: device"):
+        complete(Config(), folder("device: tpu"))
+    with pytest.raises(SettingsError, match="shows no GPU"):
+        complete(Config(), folder("device: cuda"))
+
+
+@pytest.mark.parametrize("complete", [complete_thinker, complete_talker])
+def test_a_folder_without_settings_is_refused(tmp_path, complete):
+    with pytest.raises(SettingsError, match=r"stage\.yaml: cannot be read"):
+        complete(Config(), tmp_path)
+
+
+# The checkpoint.
+
+
+def test_the_checkpoint_is_the_folder_that_the_environment_names(omni_model):
+    assert checkpoint_folder() == omni_model
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_an_unset_checkpoint_is_told_with_its_variable(monkeypatch, value):
+    monkeypatch.delenv("OMNI_MODEL", raising=False)
+    if value is not None:
+        monkeypatch.setenv("OMNI_MODEL", value)
+    with pytest.raises(SettingsError, match="OMNI_MODEL is not set"):
+        checkpoint_folder()
+
+
+def test_a_checkpoint_that_is_no_folder_is_told_with_its_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("OMNI_MODEL", str(tmp_path / "nowhere"))
+    with pytest.raises(SettingsError, match=r"OMNI_MODEL: .*nowhere is not a folder"):
+        checkpoint_folder()
+
+
+def test_a_folder_without_a_checkpoint_is_refused(monkeypatch, tmp_path, folder, shared_memory):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.setenv("OMNI_MODEL", str(empty))
+    with pytest.raises(CheckpointError, match="empty"):
+        start_token2wav(PbUtils(), ARGS, folder("device: cpu"))
+    assert list(shared_memory.iterdir()) == []
+
+
+# What the stages agree on.
+
+
+def test_facts_are_the_checkpoints_fingerprint_and_the_links_dtype_and_size(omni_model, machine):
+    machine(0)
+    dtypes = ["float32", "bfloat16", "float16"]
+    facts = [launch._facts(omni_model, ThinkerSettings(dtype=dtype), 64) for dtype in dtypes]
+    assert {fact.fingerprint for fact in facts} == {fingerprint(omni_model)}
+    assert {fact.hidden_size for fact in facts} == {64}
+    assert len({fact.dtype for fact in facts}) == 3
+    assert 0 not in {fact.dtype for fact in facts}
+    assert launch._facts(omni_model, TalkerSettings(), 64) == facts[0]
+    assert launch._facts(omni_model) == StageFacts(fingerprint(omni_model))
+
+
+def test_a_stage_of_another_checkpoint_is_refused(omni_model, folder, shared_memory):
+    del omni_model
+    other = SessionLedger(server_name(launch.os.getppid()), "thinker", StageFacts(1))
+    with pytest.raises(LedgerError, match="checkpoint fingerprint of token2wav"):
+        start_token2wav(PbUtils(), ARGS, folder("device: cpu"))
+    other.close()
+    assert list(shared_memory.iterdir()) == []
+
+
+# Whole models.
+
+
+def test_token2wav_starts_answers_and_closes(omni_model, folder, shared_memory):
+    del omni_model
+    adapter = start_token2wav(PbUtils(), ARGS, folder("device: cpu"))
+    [table] = shared_memory.iterdir()
+    assert table.name == server_name(launch.os.getppid())
+    request = Request([text_tensor("META", "{}"), text_tensor("TEXT", "")])
+    adapter.execute([request])
+    assert request.sender.done.wait(WAIT_S)
+    assert request.sender.responses == []
+    adapter.close()
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_threads_of_the_settings_are_used(omni_model, folder, shared_memory, monkeypatch):
+    del omni_model, shared_memory
+    seen = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    start_token2wav(PbUtils(), ARGS, folder("device: cpu\nthreads: 3")).close()
+    start_token2wav(PbUtils(), ARGS, folder("device: cpu")).close()
+    assert seen == [3]
+
+
+def test_the_unary_model_serves_up_to_its_settings(folder, shared_memory):
+    pb_utils = PbUtils(lambda inner: [])
+    model = start_unary(pb_utils, ARGS, folder("max_requests: 1"))
+    request = Request([text_tensor("text_input", "hi")])
+    model.execute([request])
+    assert request.sender.done.wait(WAIT_S)
+    assert request.sender.error.code() == TritonError.INTERNAL
+    model.close()
+    assert list(shared_memory.iterdir()) == []
+
+
+@pytest.mark.parametrize("model", ["thinker", "talker", "token2wav", "qwen2_5_omni_unary"])
+def test_every_model_file_has_the_calls_that_triton_makes(monkeypatch, machine, model):
+    machine(0)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", PbUtils())
+    path = REPOSITORY / model / "1" / "model.py"
+    spec = importlib.util.spec_from_file_location(f"model_of_{model}", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    spec.loader.exec_module(module)
+    assert path.parent == module.FOLDER
+    calls = module.TritonPythonModel
+    assert all(callable(getattr(calls, name)) for name in ("initialize", "execute", "finalize"))
+    if model in ("thinker", "talker"):
+        config = calls.auto_complete_config(Config())
+        assert [tensor["name"] for tensor in config.inputs + config.outputs] == ["ROWS"]
