@@ -167,6 +167,28 @@ def test_the_stage_starts_at_once_and_is_closed_first_then_the_sending_then_the_
     assert answered(request).responses == []
 
 
+def test_an_engine_that_cannot_be_closed_loses_no_answer():
+    class BrokenStage(RecordingStage):
+        def close(self):
+            outlets[0].fail(Overloaded("closing"))
+            raise RuntimeError("device lost")
+
+    outlets, calls, request = [], [], ask("one")
+    adapter = StageAdapter(
+        PbUtils(),
+        "thinker",
+        BrokenStage(),
+        lambda _, given: outlets.append(given),
+        counter=LinkCounter(),
+        ledger=Ledger(calls),
+    )
+    adapter.execute([request])
+    with pytest.raises(RuntimeError, match="device lost"):
+        adapter.close()
+    assert answered(request).error.code() == TritonError.UNAVAILABLE
+    assert calls == ["ledger closed"]
+
+
 # Real stages behind the adapter.
 
 

@@ -388,3 +388,69 @@ def test_closing_a_stage_ends_its_sessions_with_an_error():
         p.thinker.close()
         reply = finished(ensemble)
         assert reply.error.message == "the server is shutting down"
+
+
+ENGINES = {"thinker": FakeThinkerEngine, "talker": FakeTalkerEngine, "token2wav": FakeWaveformEngine}
+ARGUMENTS = {"thinker": "thinker", "talker": "talker", "token2wav": "waveform"}
+
+
+@pytest.mark.parametrize("stage", ENGINES)
+def test_engine_that_can_do_nothing_any_more_still_lets_every_session_end(stage, monkeypatch):
+    """After a lost device not only steps fail, but all calls."""
+    engine = ENGINES[stage]()
+    with pipeline(**{ARGUMENTS[stage]: engine}) as p:
+
+        def lost(*args, **kwargs):
+            engine.broken = RuntimeError("device lost")
+            raise engine.broken
+
+        for call in ("step", "abort", "stats"):
+            monkeypatch.setattr(engine, call, lost)
+        for _ in range(2):
+            reply = finished(p.ask())
+            assert reply.error.to_text().endswith(f"[omni:internal;stage={stage}]")
+        wait_for(lambda: all(s.stats().sessions == 0 for s in (p.thinker, p.talker, p.token2wav)))
+
+
+@pytest.mark.parametrize("stage", ENGINES)
+def test_sequence_that_the_engine_cannot_take_fails_alone(stage, monkeypatch):
+    engine = ENGINES[stage]()
+    with pipeline(**{ARGUMENTS[stage]: engine}) as p:
+        with monkeypatch.context() as once:
+            once.setattr(engine, "add" if stage == "thinker" else "open", lambda *args, **kwargs: {}["secret"])
+            reply = finished(p.ask())
+        assert reply.error.message == "handling a message failed: KeyError"
+        assert reply.error.to_text().endswith(f"[omni:internal;stage={stage}]")
+        assert getattr(p, stage).healthy
+        assert finished(p.ask()).error is None
+        p.wait_until_empty()
+
+
+def test_cancel_tokens_of_refused_sequences_are_forgotten(monkeypatch):
+    with pipeline(intake=FakeIntake(token=4711)) as p:
+        monkeypatch.setattr(p.engines[0], "add", lambda *args, **kwargs: {}["secret"])
+        finished(p.ask())
+        p.wait_until_empty()
+        assert p.thinker._by_token == {}
+
+
+def test_error_that_is_lost_between_stages_still_reaches_the_client(monkeypatch):
+    monkeypatch.setattr("triton_omni.token2wav.stage.UPSTREAM_STOP_S", 0.1)
+    engine = FakeThinkerEngine(length=10**9)
+    engine.step_s = 0.001
+    with pipeline(thinker=engine) as p:
+        original = p.token2wav.submit
+
+        def lossy_submit(tensors, outlet):
+            if TalkerMessage.from_tensors(tensors).kind == Kind.ERROR:
+                outlet.finish()
+            else:
+                original(tensors, outlet)
+
+        p.token2wav.submit = lossy_submit
+        ensemble = p.ask()
+        wait_for(lambda: ensemble.reply.responses)
+        engine.fail_key = "any"
+        reply = finished(ensemble)
+        assert reply.error.message == "the stages before ended the session without an answer"
+        p.wait_until_empty()

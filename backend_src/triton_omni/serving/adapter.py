@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,11 +65,13 @@ class StageAdapter:
 
     def close(self) -> None:
         """End every session, send what is due, and stop."""
-        self._stage.close()
-        self._thread.close()
-        self._metrics.close()
-        # Last: answers on their way still write to it.
-        self._ledger.close()
+        # From the last to the first, each also when one before it fails: what is due must leave, and the ledger is
+        # written to until it has left.
+        with contextlib.ExitStack() as ending:
+            ending.callback(self._ledger.close)
+            ending.callback(self._metrics.close)
+            ending.callback(self._thread.close)
+            ending.callback(self._stage.close)
 
     def _take(self, request: Any) -> None:
         outlet = TritonOutlet(self._pb_utils, request, self._thread)

@@ -134,7 +134,8 @@ class TalkerStage:
     def poll(self) -> float:
         """Look after every session; see `loop.Driven`."""
         self._ledger.beat()
-        self._engine_stats = self._engine.stats()
+        if self._broken is None:
+            self._engine_stats = self._engine.stats()
         return min((self._look_after(session) for session in list(self._open.values())), default=IDLE_POLL_S)
 
     def fail(self, error: Exception) -> None:
@@ -173,14 +174,16 @@ class TalkerStage:
     def _open_sequence(self, session: _Open, message: ThinkerMessage) -> None:
         request = session.session
         try:
-            if message.positions is None:
-                raise InternalError("OPEN without positions")
-            # A copy: the engine keeps them, and what came from Triton must be given back with its message.
-            positions = message.positions.clone()
-            prompt = TalkerPrompt(request.prompt_tokens, positions, self._text_bos_id(request.voice), request.max_rows)
-            self._engine.open(session.key.name, prompt, self._within_limits(request))
-        except OmniError as error:
-            self._fail(session, error)
+            self._engine.open(session.key.name, self._prompt(request, message), self._within_limits(request))
+        except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
+            self._fail(session, as_omni_error(error, request.request_id))
+
+    def _prompt(self, request: Session, message: ThinkerMessage) -> TalkerPrompt:
+        if message.positions is None:
+            raise InternalError("OPEN without positions")
+        # A copy: the engine keeps them, and what came from Triton must be given back with its message.
+        positions = message.positions.clone()
+        return TalkerPrompt(request.prompt_tokens, positions, self._text_bos_id(request.voice), request.max_rows)
 
     def _within_limits(self, request: Session) -> Sampling:
         room = self._settings.engine.max_model_len - request.prompt_tokens - 2
@@ -276,7 +279,8 @@ class TalkerStage:
     def _close(self, session: _Open) -> None:
         if self._open.pop(session.key.name, None) is None:
             return
-        self._engine.abort(session.key.name)
+        if self._broken is None:
+            self._engine.abort(session.key.name)
         session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key))
 
     def _fail_all(self, error: OmniError) -> None:

@@ -25,7 +25,7 @@ from triton_omni.ledger import SessionLedger, Slots
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.request import RawRequest
 from triton_omni.settings import ThinkerSettings
-from triton_omni.stage import SOON_S, Outbox, Outlet, Parcel, StageStats
+from triton_omni.stage import SOON_S, Outbox, Outlet, Parcel, StageStats, as_omni_error
 from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
 RETRY_AFTER_MS = 250
@@ -190,7 +190,8 @@ class ThinkerStage:
     def poll(self) -> float:
         """Look after every session; see `loop.Driven`."""
         self._ledger.beat()
-        self._engine_stats = self._engine.stats()
+        if self._broken is None:
+            self._engine_stats = self._engine.stats()
         self._read_cancel_tokens()
         now = time.monotonic_ns()
         return min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
@@ -210,19 +211,20 @@ class ThinkerStage:
             return
         session.prepared = prepared
         session.deadline_ns = session.accepted_ns + int(prepared.timeout_s * 1e9)
-        if prepared.cancel_token is not None:
-            self._by_token[prepared.cancel_token] = session
-            if prepared.cancel_token in self._early_tokens:
-                self._ledger.mark_cancelled(session.key)
         try:
             self._engine.add(
                 session.key.name, prepared.placed, prepared.sampling, want_rows=prepared.session.want_audio
             )
-        except OmniError as error:
+        except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
             session.prepared = None
-            error.stage = error.stage or "thinker"
-            self._fail(session, error)
+            refusal = as_omni_error(error, session.label)
+            refusal.stage = refusal.stage or "thinker"
+            self._fail(session, refusal)
             return
+        if prepared.cancel_token is not None:
+            self._by_token[prepared.cancel_token] = session
+            if prepared.cancel_token in self._early_tokens:
+                self._ledger.mark_cancelled(session.key)
         if not prepared.session.want_audio:
             session.outbox.finish_tensors()
         positions = extend_positions(prepared.placed.positions, 2)
@@ -251,7 +253,7 @@ class ThinkerStage:
             finish_reason=reason,
             prompt_tokens=session.prepared.session.prompt_tokens if session.prepared else 0,
             reply_tokens=session.reply_tokens,
-            first_token_ns=session.first_token_ns - session.accepted_ns,
+            first_token_ns=session.first_token_ns - session.accepted_ns if session.first_token_ns else 0,
             finished_ns=time.monotonic_ns() - session.accepted_ns,
         )
 
@@ -307,7 +309,8 @@ class ThinkerStage:
 
     def _drop(self, session: _Open) -> None:
         session.ended_ns = time.monotonic_ns()
-        self._engine.abort(session.key.name)
+        if self._broken is None:
+            self._engine.abort(session.key.name)
         session.outbox = Outbox(self._settings.rows_per_message)
         if session.prepared is not None and session.prepared.cancel_token is not None:
             self._by_token.pop(session.prepared.cancel_token, None)

@@ -79,6 +79,7 @@ class _Open:
     ending: TalkerMessage | None = None
     error: OmniError | None = None
     error_ns: int = 0
+    orphaned_ns: int = 0
 
 
 class Token2WavStage:
@@ -152,7 +153,8 @@ class Token2WavStage:
     def poll(self) -> float:
         """Look after every session; see `loop.Driven`."""
         self._ledger.beat()
-        self._engine_stats = self._engine.stats()
+        if self._broken is None:
+            self._engine_stats = self._engine.stats()
         return min((self._look_after(session) for session in list(self._open.values())), default=IDLE_POLL_S)
 
     def fail(self, error: Exception) -> None:
@@ -183,8 +185,8 @@ class Token2WavStage:
         elif request.want_audio:
             try:
                 self._engine.open(key.name, request.voice, request.seed, request.token2wav)
-            except OmniError as error:
-                self._fail(session, error)
+            except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
+                self._fail(session, as_omni_error(error, request.request_id))
 
     def _consume(self, session: _Open, message: TalkerMessage, outlet: Outlet) -> None:
         if message.sequence != session.expected:
@@ -282,7 +284,15 @@ class Token2WavStage:
         if not self._ledger.is_current(session.key) or self._ledger.cancelled(session.key):
             self._drop(session)
             session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key))
+        elif self._ledger.closed(session.key, "thinker"):
+            self._await_failure(session)
         return IDLE_POLL_S
+
+    def _await_failure(self, session: _Open) -> None:
+        """The thinker ends before this stage only with an error, which is on its way here or was lost."""
+        session.orphaned_ns = session.orphaned_ns or time.monotonic_ns()
+        if time.monotonic_ns() - session.orphaned_ns > UPSTREAM_STOP_S * 1e9:
+            self._fail(session, InternalError("the stages before ended the session without an answer"))
 
     def _fail(self, session: _Open, error: OmniError) -> None:
         logger.info("request %s: failed in token2wav: %s", session.session.request_id, error.code)
@@ -292,7 +302,7 @@ class Token2WavStage:
 
     def _hold_error(self, session: _Open, error: OmniError) -> None:
         session.error, session.error_ns = error, time.monotonic_ns()
-        self._engine.abort(session.key.name)
+        self._abort(session)
 
     def _try_answer_error(self, session: _Open) -> float:
         stopped = all(self._ledger.closed(session.key, stage) for stage in ("thinker", "talker"))
@@ -307,7 +317,11 @@ class Token2WavStage:
 
     def _drop(self, session: _Open) -> None:
         self._open.pop(session.key.name, None)
-        self._engine.abort(session.key.name)
+        self._abort(session)
+
+    def _abort(self, session: _Open) -> None:
+        if self._broken is None:
+            self._engine.abort(session.key.name)
 
     def _fail_all(self, error: OmniError) -> None:
         for session in list(self._open.values()):
