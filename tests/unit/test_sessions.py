@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
-from triton_omni.errors import InternalError
+from triton_omni.errors import InternalError, Overloaded
 from triton_omni.ledger import SessionLedger
 from triton_omni.request import RawRequest
 from triton_omni.settings import TalkerSettings, ThinkerSettings
@@ -427,11 +427,32 @@ def test_sequence_that_the_engine_cannot_take_fails_alone(stage, monkeypatch):
 
 
 def test_cancel_tokens_of_refused_sequences_are_forgotten(monkeypatch):
+    def full(*args, **kwargs):
+        raise Overloaded("the engine is full")
+
     with pipeline(intake=FakeIntake(token=4711)) as p:
-        monkeypatch.setattr(p.engines[0], "add", lambda *args, **kwargs: {}["secret"])
-        finished(p.ask())
+        monkeypatch.setattr(p.engines[0], "add", full)
+        assert finished(p.ask()).error.to_text() == "the engine is full [omni:overloaded;stage=thinker]"
         p.wait_until_empty()
         assert p.thinker._by_token == {}
+
+
+def test_request_cancelled_before_its_turn_is_not_prepared():
+    prepared = []
+
+    class Intake(FakeIntake):
+        def prepare(self, raw, accepted_ns):
+            prepared.append(raw.text_input)
+            return super().prepare(raw, accepted_ns)
+
+    settings = ThinkerSettings(max_sessions=8, preprocess_threads=1, heartbeat_ms=10)
+    with pipeline(intake=Intake(delay_s=0.2), settings=settings) as p:
+        first, second = p.ask("first"), p.ask("second")
+        second.cancelled = True
+        finished(second)
+        assert finished(first).error is None
+        assert finished(p.ask("third")).error is None
+        assert prepared == [b"first", b"third"]
 
 
 def test_error_that_is_lost_between_stages_still_reaches_the_client(monkeypatch):

@@ -55,7 +55,7 @@ class Intake(Protocol):
 
 @dataclass
 class _Open:
-    """State of one session; touched by the loop's thread only."""
+    """State of one session; changed by the loop's thread only."""
 
     key: SessionKey
     outlet: Outlet
@@ -162,6 +162,9 @@ class ThinkerStage:
     # On the pool's threads.
 
     def _prepare(self, session: _Open, raw: RawRequest) -> None:
+        if session.ended_ns:
+            # Its slot is free again: what is cancelled while it waits must not hold up the others here.
+            return
         try:
             prepared = self._intake.prepare(raw, session.accepted_ns)
         except OmniError as error:
