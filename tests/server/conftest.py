@@ -24,8 +24,7 @@ def shared_server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def server(shared_server: Served) -> Iterator[Served]:
-    """The shared server, idle before and after the test."""
-    shared_server.wait_until_idle()
+    """The shared server, idle again after the test."""
     yield shared_server
     shared_server.wait_until_idle()
 

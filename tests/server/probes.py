@@ -99,9 +99,11 @@ class _Disturbed:
             self._disturbed()[key] = disturbance
 
     def step(self) -> list[Any]:
+        # An engine may drop a sequence within the step that ends it.
+        disturbed = dict(self._disturbed())
         outputs = super().step()
-        time.sleep(max((found.step_s for found in self._disturbed().values()), default=0.0))
-        return [self._disturb(output) for output in outputs]
+        time.sleep(max((found.step_s for found in disturbed.values()), default=0.0))
+        return [self._disturb(output, disturbed.get(output.key)) for output in outputs]
 
     def abort(self, key: str) -> None:
         super().abort(key)
@@ -111,8 +113,7 @@ class _Disturbed:
     def _disturbed(self) -> dict[str, Disturbance]:
         return self.__dict__.setdefault("_open_disturbances", {})
 
-    def _disturb(self, output: Any) -> Any:
-        found = self._disturbed().get(output.key)
+    def _disturb(self, output: Any, found: Disturbance | None) -> Any:
         if found is None:
             return output
         if found.breaks_after == 0:

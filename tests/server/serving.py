@@ -161,7 +161,8 @@ class Served:
         return {name: value for name, value in found.items() if re.search('tensor="(ROWS|CODES)"', name)}
 
     def wait_until_idle(self, seconds: float = 5.0) -> None:
-        """Nothing is left of any request."""
+        """Nothing is left of any request; the stages publish their figures every 0.1 s."""
+        time.sleep(0.12)
         wait_for(lambda: not self.held(), seconds, self.held)
 
     def post(self, path: str, body: str) -> tuple[int, str]:

@@ -118,7 +118,8 @@ def test_cancel_stops_every_stage_and_leaves_nothing(server: Served, way: str, m
         wait_for(lambda: ready(server, request_id), 20, lambda: f"never {moment}")
         cancelled_ns = time.monotonic_ns()
         cancel()
-        server.wait_until_idle()
+        for stage in STAGES:
+            wait_for(lambda stage=stage: server.records.of(request_id, stage, "aborted"), 5, lambda: "still running")
     assert_stopped_in_time(server, request_id, cancelled_ns)
     reply = server.ask(f"after {request_id}", "hello", seed=1)
     assert reply.info is not None

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from media_samples import audio_file, image_file
 from server.probes import CRAWLING_THINKER
-from server.serving import Served
+from server.serving import Served, wait_for
 from triton_omni_client import Overloaded, Reply, Request
 from triton_omni_client.audio import Pcm16Decoder, wav_header
 from triton_omni_client.messages import MODEL, UNARY_MODEL
@@ -154,7 +154,7 @@ def with_url(url: str) -> Inputs:
 
 
 REFUSED = {
-    "unknown voice": Refused(with_parameters('{"voice": "Nobody"}'), 'sampling_parameters.voice: "Nobody"'),
+    "unknown voice": Refused(with_parameters('{"voice": "Nobody"}'), "sampling_parameters.voice: 'Nobody'"),
     "bad JSON": Refused(with_parameters('{"voice": '), "sampling_parameters"),
     "no JSON object": Refused(with_parameters("[1]"), "sampling_parameters"),
     "unknown key": Refused(with_parameters('{"thinker": {"temprature": 1}}'), "sampling_parameters.thinker.temprature"),
@@ -205,8 +205,7 @@ def test_no_free_session_is_refused_with_a_time_to_retry_and_the_next_request_is
     busy = [
         server.client.stream(Request(text="hello", seed=CRAWLING_THINKER, request_id=f"busy {i}")) for i in range(8)
     ]
-    for stream in busy:
-        next(stream)
+    wait_for(lambda: server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'] == 8, 5, server.held)
     with pytest.raises(Overloaded) as caught:
         server.ask("one too many", "hello")
     assert caught.value.message.endswith("all 8 sessions are in use")

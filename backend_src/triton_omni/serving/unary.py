@@ -136,6 +136,8 @@ class UnaryModel:
                 collected.add(outputs)
         if not collected.info:
             raise self._unfinished(token)
+        if (error := json.loads(collected.info).get("error")) is not None:
+            raise errors.parse(error)
         return collected
 
     def _unfinished(self, token: int) -> OmniError:
