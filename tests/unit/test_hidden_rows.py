@@ -24,7 +24,12 @@ def record(tap: RowTap, tokens: dict[str, tuple[int, int]], hidden: Tensor, embe
     """One step over `tokens`: of each request its first position and how many."""
     starts, counts = zip(*tokens.values(), strict=True)
     bounds = np.concatenate([[0], np.cumsum(counts)])
-    tap.record(tap.plan(list(tokens), np.array(starts), bounds), embeds, hidden)
+    plan = tap.plan(list(tokens), np.array(starts), bounds)
+    buffer = embeds.clone()
+    taken = plan.take_embeddings(buffer)
+    # The model uses the buffer of its inputs for the residual stream.
+    buffer.fill_(float("nan"))
+    tap.record(plan, taken, hidden)
     return tap.steps.pop()
 
 
@@ -72,7 +77,6 @@ def test_rows_do_not_share_memory_with_the_buffers_of_the_step() -> None:
     step = record(tap, {"a": (0, 2)}, hidden, embeds)
     expected = embeds + hidden
     hidden.zero_()
-    embeds.zero_()
     torch.testing.assert_close(step.rows, expected)
 
 

@@ -66,21 +66,33 @@ class GatherPlan:
     indices: NDArray[np.int64]
     zeroed: NDArray[np.bool_]
 
-    def gather(self, embeddings: Tensor, hidden: Tensor) -> Tensor | None:
+    def take_embeddings(self, embeddings: Tensor) -> Tensor | None:
+        """Input embeddings [n, H] of the rows, zero at media; to be called before the model runs.
+
+        vLLM's fused norm on a GPU adds the residual stream into the very buffer that holds the embeddings.
+
+        Args:
+            embeddings: [tokens of the batch, padding included; H].
+        """
+        if not len(self.indices):
+            return None
+        taken = embeddings.index_select(0, _to_device(self.indices, embeddings.device))
+        if self.zeroed.any():
+            taken.masked_fill_(_to_device(self.zeroed, embeddings.device).unsqueeze(1), 0)
+        return taken
+
+    def add_hidden(self, taken: Tensor | None, hidden: Tensor) -> Tensor | None:
         """Rows [n, H]: embedding (zero at media) + last hidden state, as HF sums them for the talker.
 
         Source: `Qwen2_5OmniForConditionalGeneration.generate` of transformers.
 
         Args:
-            embeddings, hidden: [tokens of the batch, padding included; H], same device and dtype.
+            taken: what `take_embeddings` gave; becomes the rows.
+            hidden: [tokens of the batch, padding included; H], same device and dtype.
         """
-        if not len(self.indices):
+        if taken is None:
             return None
-        index = _to_device(self.indices, hidden.device)
-        rows = embeddings.index_select(0, index)
-        if self.zeroed.any():
-            rows.masked_fill_(_to_device(self.zeroed, hidden.device).unsqueeze(1), 0)
-        return rows.add_(hidden.index_select(0, index))
+        return taken.add_(hidden.index_select(0, _to_device(self.indices, hidden.device)))
 
 
 class RowTap:
@@ -128,9 +140,9 @@ class RowTap:
             zeroed[offset : offset + len(span)] = span
         return GatherPlan(tuple(segments), indices, zeroed)
 
-    def record(self, plan: GatherPlan, embeddings: Tensor, hidden: Tensor) -> None:
-        """Take a step's rows and flags off the device's buffers; nothing here waits for the device."""
-        rows = plan.gather(embeddings, hidden)
+    def record(self, plan: GatherPlan, taken: Tensor | None, hidden: Tensor) -> None:
+        """Finish a step's rows and flags, off the device's buffers; nothing here waits for the device."""
+        rows = plan.add_hidden(taken, hidden)
         finite = torch.isfinite(hidden).all(dim=1)
         if hidden.device.type == "cpu":
             self.steps.append(StepRows(plan.segments, rows, finite, None))
@@ -170,13 +182,14 @@ class HiddenRowsMixin(_Runner):
         inputs_embeds: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Run the model, then take the rows of this step; the batch is laid out by `_prepare_inputs` before."""
-        hidden = super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
+        """Run the model and take the rows of this step; the batch is laid out by `_prepare_inputs` before."""
         if inputs_embeds is None:
             raise RuntimeError("the thinker ran on token ids: rows need a multimodal model's input embeddings")
         batch = self.input_batch
         plan = self.row_tap.plan(batch.req_ids, batch.num_computed_tokens_cpu, self.query_start_loc.np)
-        self.row_tap.record(plan, inputs_embeds, hidden)
+        taken = plan.take_embeddings(inputs_embeds)
+        hidden = super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
+        self.row_tap.record(plan, taken, hidden)
         return hidden
 
 
