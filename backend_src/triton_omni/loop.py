@@ -61,12 +61,19 @@ class StageLoop:
             self._commands.append(command)
             self._changed.notify()
 
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End the loop after the commands already posted."""
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End the loop after the commands already posted.
+
+        Returns:
+            Whether it has ended; if not, an engine step hangs, and nobody else may touch the engine.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify()
         self._thread.join(timeout_s)
+        if self.alive:
+            logger.error("%s is still busy after %g s", self._thread.name, timeout_s)
+        return not self.alive
 
     def _run(self) -> None:
         while not self._finished():

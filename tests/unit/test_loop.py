@@ -189,7 +189,7 @@ def test_stop_runs_what_was_posted_first():
         loop.post(lambda n=n: seen.append(n))
     loop.post(lambda: loop.post(lambda: seen.append("posted by a command")))
     loop.start()
-    loop.stop()
+    assert loop.stop()
     assert seen == [*range(50), "posted by a command"]
     assert not loop.alive
 
@@ -201,10 +201,10 @@ def test_stop_waits_no_longer_than_asked():
     loop = StageLoop("test-loop", driven)
     loop.start()
     start = time.monotonic()
-    loop.stop(timeout_s=0.05)
+    assert not loop.stop(timeout_s=0.05)
     assert time.monotonic() - start < 1
     assert loop.alive
     driven.work = 0
     gate.set()
-    loop.stop()
+    assert loop.stop()
     assert not loop.alive

@@ -475,3 +475,15 @@ def test_error_that_is_lost_between_stages_still_reaches_the_client(monkeypatch)
         reply = finished(ensemble)
         assert reply.error.message == "the stages before ended the session without an answer"
         p.wait_until_empty()
+
+
+@pytest.mark.parametrize("stage", ENGINES)
+def test_engine_is_closed_with_its_stage_unless_a_step_of_it_hangs(stage, monkeypatch):
+    idle, stuck = ENGINES[stage](), ENGINES[stage]()
+    for engine in (idle, stuck):
+        with pipeline(**{ARGUMENTS[stage]: engine}) as p:
+            if engine is stuck:
+                monkeypatch.setattr(getattr(p, stage)._loop, "stop", lambda: False)
+            getattr(p, stage).close()
+            assert engine.closed == (engine is idle)
+            monkeypatch.undo()

@@ -102,8 +102,8 @@ class TalkerStage:
     def close(self) -> None:
         """End every session with an error, then stop the engine."""
         self._loop.post(lambda: self._fail_all(InternalError("the server is shutting down", stage="talker")))
-        self._loop.stop()
-        self._engine.close()
+        if self._loop.stop():
+            self._engine.close()
 
     def stats(self) -> StageStats:
         """Figures of the last poll."""

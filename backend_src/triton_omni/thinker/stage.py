@@ -131,8 +131,8 @@ class ThinkerStage:
         """End every session with an error, then stop the engine."""
         self._post(lambda: self._end_all(InternalError("the server is shutting down")))
         self._pool.shutdown(cancel_futures=True)
-        self._loop.stop()
-        self._engine.close()
+        if self._loop.stop():
+            self._engine.close()
 
     def stats(self) -> StageStats:
         """Figures of this moment; sessions counts slots in use, also those whose later stages still work."""

@@ -122,10 +122,10 @@ class Token2WavStage:
     def close(self) -> None:
         """End every session with an error, then stop the engine."""
         self._loop.post(lambda: self._fail_all(InternalError("the server is shutting down", stage="token2wav")))
-        self._loop.stop()
-        for session in list(self._open.values()):
-            self._answer_error(session)
-        self._engine.close()
+        if self._loop.stop():
+            for session in list(self._open.values()):
+                self._answer_error(session)
+            self._engine.close()
 
     def stats(self) -> StageStats:
         """Figures of the last poll."""
