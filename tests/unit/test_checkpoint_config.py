@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from triton_omni.checkpoint.config import CheckpointError, TalkerSampling, fingerprint, load_config
+from triton_omni.checkpoint.config import CheckpointError, fingerprint, load_config
+from triton_omni.checkpoint.facts import TalkerSampling
 from triton_omni.checkpoint.synthetic_config import omni_config
 
 # As the 7B checkpoint is published (transformers 4.5x): rope_scaling, and the DiT's old names.

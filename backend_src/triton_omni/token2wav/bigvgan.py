@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triton_omni.checkpoint.config import BigVganConfig
+from triton_omni.checkpoint.facts import BigVganConfig
 
 MIN_DECIBEL = -115.0
 REFERENCE_DECIBEL = 20.0

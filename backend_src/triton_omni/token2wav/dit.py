@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triton_omni.checkpoint.config import DitConfig
+from triton_omni.checkpoint.facts import DitConfig
 from triton_omni.token2wav.attention import Attention
 from triton_omni.token2wav.batching import BlockLayout
 from triton_omni.token2wav.ecapa import Ecapa

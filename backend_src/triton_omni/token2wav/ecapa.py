@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from triton_omni.checkpoint.config import EcapaConfig
+from triton_omni.checkpoint.facts import EcapaConfig
 
 
 class Ecapa(nn.Module):

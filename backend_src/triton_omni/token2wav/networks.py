@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from triton_omni.checkpoint.config import CheckpointError, DitConfig, load_config
+from triton_omni.checkpoint.config import CheckpointError, load_config
+from triton_omni.checkpoint.facts import DitConfig
 from triton_omni.checkpoint.speakers import Speaker, load_speakers
 from triton_omni.checkpoint.weights import load_module
 from triton_omni.settings import SettingsError, Token2WavSettings
