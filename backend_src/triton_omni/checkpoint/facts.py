@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the weights dictate: sizes, special ids, rates and named upstream quirks, as frozen types.
+"""What the weights dictate: sizes, special ids and rates, as frozen types.
 
 `config.py` reads them from a checkpoint's own files.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 SAMPLE_RATE = 24000
 """Hz of the waveform; the vocoder was trained at this rate and no file of the checkpoint states it."""
@@ -147,7 +147,7 @@ class CodecConfig:
 
     @property
     def largest_code(self) -> int:
-        """The last row of the DiT's table; see `Quirks.codec_table_extra_row`."""
+        """The last row of the DiT's table, which has `num_embeds + 1` rows (HF `DiTCodecEmbedding`)."""
         return self.num_embeds
 
     @property
@@ -159,18 +159,6 @@ class CodecConfig:
     def codes_per_second(self) -> float:
         """50 in the published checkpoints."""
         return self.sample_rate / self.samples_per_code
-
-
-@dataclass(frozen=True)
-class Quirks:
-    """What the published weights were trained with, odd or not, and an implementation must repeat."""
-
-    dit_rope_on_first_head_only: bool = True
-    """The DiT rotates queries and keys of head 0 alone, in the interleaved layout (HF `DiTAttention`)."""
-    codec_table_extra_row: bool = True
-    """The DiT's code table has `num_embeds + 1` rows (HF `DiTCodecEmbedding`)."""
-    unconditional_code: int = 0
-    """Guidance replaces all codes by this one (HF `DiTCodecEmbedding.forward`, `drop_code`)."""
 
 
 @dataclass(frozen=True)
@@ -186,4 +174,3 @@ class OmniConfig:
     """Hz that sound inputs are resampled to."""
     max_audio_seconds: float
     """Longest sound that the feature extractor takes whole; it would cut a longer one off silently."""
-    quirks: Quirks = field(default_factory=Quirks)
