@@ -201,6 +201,16 @@ def test_an_error_of_the_stream_keeps_its_code_which_triton_lost(serve, error, c
     assert sender.error.message().endswith(error.to_text())
 
 
+def test_an_error_that_comes_as_the_last_info_is_the_answer(serve):
+    """Triton loses a late error response on its way to a BLS, so token2wav sends it in-band."""
+    late = json.dumps({"error": Overloaded("full", stage="talker", retry_after_ms=9).to_text()})
+    model, _ = serve(lambda inner: responses(Answer(text="Hel"), Answer(info=late)))
+    sender = answered(ask(model))
+    assert sender.outputs() == []
+    assert sender.error.code() == TritonError.UNAVAILABLE
+    assert sender.error.message() == "full [omni:overloaded;stage=talker;retry_after_ms=9]"
+
+
 def test_a_fault_of_triton_is_internal(serve):
     model, _ = serve(lambda inner: [InferenceResponse(error=TritonError("Failed to open shared memory"))])
     error = answered(ask(model)).error
