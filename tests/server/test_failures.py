@@ -9,12 +9,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from server.probes import BREAKING_TALKER, FAILING_TALKER, FAILING_THINKER, FAILING_TOKEN2WAV, SLOW_THINKER
-from server.serving import Served, serve, wait_for
 from triton_omni_client import HttpClient, Internal, OmniClientError, Request
 from triton_omni_client.messages import UNARY_MODEL
 from triton_omni_client.protocol import to_grpc
 from tritonclient.grpc import service_pb2_grpc
+
+from server.probes import BREAKING_TALKER, FAILING_TALKER, FAILING_THINKER, FAILING_TOKEN2WAV, SLOW_THINKER
+from server.serving import Served, serve, wait_for
 
 FAILING = {"thinker": FAILING_THINKER, "talker": FAILING_TALKER, "token2wav": FAILING_TOKEN2WAV}
 
@@ -48,7 +49,7 @@ def test_failed_sequence_fails_a_unary_request_with_triton_s_code(server: Served
     assert caught.value.details().endswith(f"injected: not finite [omni:internal;stage={stage}]")
     body = json.dumps({"text_input": "hello", "sampling_parameters": json.dumps(request.sampling_parameters())})
     status, text = server.post(f"/v2/models/{UNARY_MODEL}/generate", body)
-    assert status == 500
+    assert status == 400
     assert f"injected: not finite [omni:internal;stage={stage}]" in text
 
 
