@@ -20,6 +20,9 @@ from triton_omni.engine import Sampling
 # vLLM's import walks over every attribute of torch.distributed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
 
+# A GPU adds its kernels' order of summation; ids that are never drawn have logits beyond 100, so it counts by size.
+LOGIT_RELATIVE_TOLERANCE = 0.0 if DEVICE.type == "cpu" else 5e-6
+
 
 def test_greedy_codes_equal_hf_one_by_one(engine, cases, expected):
     assert [speak(engine, [case], [GREEDY])[0] for case in cases] == expected
@@ -149,7 +152,9 @@ def test_prompt_logits_are_within_tolerance_of_hf(engine, talker, cases, monkeyp
         runner, "_adjust", lambda logits, *rest: (seen.append(logits.clone()), adjust(logits, *rest))[1]
     )
     speak(engine, [cases[3]], [Sampling(max_tokens=1)])
-    torch.testing.assert_close(seen[0][0].cpu(), talker.prompt_logits(cases[3]), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        seen[0][0].cpu(), talker.prompt_logits(cases[3]), rtol=LOGIT_RELATIVE_TOLERANCE, atol=2e-5
+    )
 
 
 def test_a_seed_draws_the_same_alone_and_among_others(engine, cases):
