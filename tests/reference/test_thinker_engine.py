@@ -459,8 +459,8 @@ def test_a_preempted_sequence_gives_each_row_once(
 ) -> None:
     from triton_omni.vllm_hooks import engine_args
 
-    # Nine blocks of 32 tokens, one of them never given out: too few for both sequences at their ends.
-    monkeypatch.setattr(engine_args, "kv_cache_blocks", lambda _settings, _block_size: 9)
+    # Blocks of 256 tokens, and one that is never given out: too few for both sequences at their ends.
+    monkeypatch.setattr(engine_args, "kv_cache_blocks", lambda _settings, block_size: 256 // block_size + 1)
     small = make_engine(tiny_checkpoint, max_model_len=256, max_num_seqs=2)
     preempted = _count_calls(small._core.scheduler, "_preempt_request", monkeypatch)
     answers = run(small, {text: ask(hf, text) for text in QUESTIONS[1:3]})
