@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from triton_omni.settings import EngineSettings, SettingsError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
 @pytest.fixture(scope="module")
@@ -22,35 +23,49 @@ def engine_args() -> Any:
     return engine_args
 
 
-def build(engine_args: Any, settings: EngineSettings, device: torch.device = CPU, **names: Any) -> Any:
+@pytest.fixture
+def any_device(engine_args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both platforms' arguments on either: only starting an engine needs the platform itself."""
+    monkeypatch.setattr(engine_args, "_check_device", lambda _device: None)
+
+
+@pytest.fixture(scope="module")
+def own_device(engine_args: Any) -> torch.device:
+    """What the installed vLLM runs on."""
+    return torch.device(engine_args.current_platform.device_type)
+
+
+def build(engine_args: Any, folder: Path, settings: EngineSettings, device: torch.device, **names: Any) -> Any:
     worker = {"worker_cls": "triton_omni.vllm_hooks.thinker_worker.ThinkerWorker"} | names
     return engine_args.build_engine_args(
-        Path("/nowhere"), settings, device, torch.float32, hf_overrides={"architectures": ["X"]}, **worker
+        folder, settings, device, torch.float32, hf_overrides={"architectures": ["X"]}, **worker
     )
 
 
-def test_the_cache_holds_every_sequence_at_its_longest(engine_args: Any) -> None:
+@pytest.mark.parametrize(("device", "sizes"), [(CPU, (32, 4)), (GPU, (16, 7))])
+def test_the_cache_holds_every_sequence_at_its_longest(
+    engine_args: Any, any_device: None, tmp_path: Path, device: torch.device, sizes: tuple[int, int]
+) -> None:
+    block_size, blocks_a_sequence = sizes
     settings = EngineSettings(max_num_seqs=3, max_model_len=100)
-    built = build(engine_args, settings)
-    assert built.block_size == 32
-    assert built.num_gpu_blocks_override == 3 * 4 + 1
+    built = build(engine_args, tmp_path, settings, device)
+    assert built.block_size == block_size
+    assert built.num_gpu_blocks_override == 3 * blocks_a_sequence + 1
     assert built.kv_cache_memory_bytes is not None
     assert built.enable_prefix_caching is False
 
 
-def test_the_cpu_engine_is_eager_and_synchronous(engine_args: Any) -> None:
-    built = build(engine_args, EngineSettings())
+def test_the_cpu_engine_is_eager_and_synchronous(engine_args: Any, any_device: None, tmp_path: Path) -> None:
+    built = build(engine_args, tmp_path, EngineSettings(), CPU)
     assert built.enforce_eager
     assert not built.async_scheduling
 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_gpu_engine_captures_decode_steps_unless_it_is_eager(
-    engine_args: Any, monkeypatch: pytest.MonkeyPatch, eager: bool
+    engine_args: Any, any_device: None, tmp_path: Path, eager: bool
 ) -> None:
-    monkeypatch.setattr(engine_args, "_check_device", lambda _device: None)
-    settings = EngineSettings(max_num_seqs=20, enforce_eager=eager)
-    built = build(engine_args, settings, torch.device("cuda", 1))
+    built = build(engine_args, tmp_path, EngineSettings(max_num_seqs=20, enforce_eager=eager), GPU)
     assert built.enforce_eager is eager
     assert built.async_scheduling
     assert built.block_size == 16
@@ -70,14 +85,26 @@ def test_graphs_are_captured_up_to_the_largest_batch(engine_args: Any, most: int
 
 
 @pytest.mark.parametrize("name", ["worker_cls", "scheduler_cls"])
-def test_class_names_outside_the_allowed_packages_are_refused(engine_args: Any, name: str) -> None:
+def test_class_names_outside_the_allowed_packages_are_refused(
+    engine_args: Any, own_device: torch.device, tmp_path: Path, name: str
+) -> None:
     with pytest.raises(SettingsError, match=r"'os\.system' is outside"):
-        build(engine_args, EngineSettings(), **{name: "os.system"})
+        build(engine_args, tmp_path, EngineSettings(), own_device, **{name: "os.system"})
 
 
-def test_a_device_that_this_vllm_does_not_run_on_is_refused(engine_args: Any) -> None:
-    with pytest.raises(SettingsError, match="device: meta was asked for"):
-        build(engine_args, EngineSettings(), torch.device("meta"))
+def test_the_device_that_this_vllm_runs_on_is_taken(engine_args: Any, own_device: torch.device, tmp_path: Path) -> None:
+    assert own_device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert build(engine_args, tmp_path, EngineSettings(), own_device).model == str(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "meta"])
+def test_a_device_that_this_vllm_does_not_run_on_is_refused(
+    engine_args: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    other = {"cpu": "cuda", "cuda": "cpu", "meta": "cuda"}[kind]
+    monkeypatch.setattr(engine_args, "current_platform", SimpleNamespace(device_type=other))
+    with pytest.raises(SettingsError, match=f"device: {kind} was asked for, but .* runs on '{other}'"):
+        build(engine_args, tmp_path, EngineSettings(), torch.device(kind))
 
 
 @pytest.mark.parametrize(
