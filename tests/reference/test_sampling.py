@@ -119,6 +119,14 @@ def test_the_largest_uniform_stays_inside_for_every_total(sampling, scale):
     assert found.max() < VOCAB - 1
 
 
+def test_a_target_that_falls_among_excluded_ids_gives_the_likeliest_id(sampling, monkeypatch):
+    """As where parallel sums put one more bit on an excluded id than on the id before it."""
+    logits = torch.tensor([[1.0, 2.0, float("-inf"), 0.0, float("-inf")]] * 2, device=DEVICE)
+    rounded = torch.tensor([[0.2, 0.8, 0.9, 0.95, 1.0]] * 2, dtype=torch.float64, device=DEVICE)
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda *_, **__: rounded)
+    assert sampling.draw(logits, torch.tensor([0.85, 0.99], dtype=torch.float64, device=DEVICE)).tolist() == [1, 1]
+
+
 def test_a_row_of_nan_still_draws_a_valid_index(sampling):
     logits = torch.full((1, VOCAB), float("nan"), device=DEVICE)
     found = sampling.draw(logits, torch.tensor([0.5], dtype=torch.float64, device=DEVICE))

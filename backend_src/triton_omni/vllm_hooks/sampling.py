@@ -71,11 +71,15 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         int64 [B]. An id of probability 0 is never returned.
     """
-    cumulative = logits.softmax(dim=-1, dtype=torch.float32).cumsum(dim=-1, dtype=torch.float64)
+    probabilities = logits.softmax(dim=-1, dtype=torch.float32)
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     target = uniforms.unsqueeze(-1) * cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
     # Only a row of NaN can run off the end; its owner fails that sequence, but the id must be a valid index.
-    return ids.clamp_(max=logits.shape[-1] - 1)
+    ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
+    # A GPU sums in parallel, so two sums with only excluded ids between them may differ in their last bit, and a
+    # target may fall between them.
+    drawable = probabilities.gather(-1, ids) > 0
+    return torch.where(drawable, ids, probabilities.argmax(dim=-1, keepdim=True)).squeeze(-1)
 
 
 class CounterTopKTopPSampler(nn.Module):
