@@ -88,11 +88,12 @@ def as_omni_error(error: Exception, label: str) -> OmniError:
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Mark the present point of the current stream; None on the CPU, where work is done when it returns."""
+    """Mark the present point of the device's current stream; None on the CPU, where work is done when it returns."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
+    # Without a stream it would mark the thread's current device, which is device 0 in a thread that chose none.
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

@@ -2,12 +2,13 @@
 """What waits on a link: credits, merging, sizes, pace of text; everything leaves once, in order, last comes last."""
 
 import itertools
+from types import SimpleNamespace
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_omni.errors import InternalError, TooLarge
-from triton_omni.stage import CREDITS, TEXT_INTERVAL_NS, Outbox, as_omni_error
+from triton_omni.stage import CREDITS, TEXT_INTERVAL_NS, Outbox, as_omni_error, record_event
 
 LONG_AGO = 10 * TEXT_INTERVAL_NS
 
@@ -258,3 +259,13 @@ def test_an_error_of_ours_stays_and_any_other_is_internal(caplog):
     assert "KeyError" in other.message
     assert "secret" not in other.message
     assert "request r1" in caplog.text
+
+
+def test_an_event_marks_the_stream_of_its_device_not_of_the_threads(monkeypatch):
+    marked = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda *streams: marked.extend(streams)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
+    second = torch.device("cuda", 1)
+    assert record_event(second) is not None
+    assert marked == [("stream of", second)]
+    assert record_event(torch.device("cpu")) is None

@@ -127,6 +127,9 @@ class TalkerVllmEngine:
         silent, self._silent = self._silent, []
         outputs = [TalkerOutput(key, finish_reason="stop") for key in silent]
         if self._vllm_has_work():
+            if self._runner.device.type == "cuda":
+                # A thread's current device; whoever made the engine may have been another thread.
+                torch.cuda.set_device(self._runner.device)
             outputs += [self._output(found) for found in self._llm.step() if isinstance(found, RequestOutput)]
         return outputs
 
