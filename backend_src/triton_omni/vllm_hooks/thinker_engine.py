@@ -94,6 +94,9 @@ class ThinkerVllmEngine:
         self._max_model_len = settings.engine.max_model_len
         self._sequences: dict[str, _Sequence] = {}
         self._keys: dict[str, str] = {}
+        if device.type == "cuda":
+            # vLLM warms up on a stream of this thread; another thread's, which may step, would not wait for it.
+            torch.cuda.synchronize(device)
 
     def prepare(self, prompt: ThinkerPrompt, *, max_tokens: int = 1) -> ThinkerPlaced:
         """Preprocess media and expand their placeholders; may be called from any thread.
