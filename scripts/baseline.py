@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
 from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
 from triton_omni.serving.supervisor import ServerConfig, Supervisor
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
 
 # Before any test module imports transformers' vision code.

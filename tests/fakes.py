@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
+
 from triton_omni.engine import (
     AudioOutput,
     EngineStats,

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+
 from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
 from triton_omni.engine import Sampling
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from reference.hf import SAMPLED_TALKER, HfReference, Reply, loading_info
 from triton_omni.checkpoint.config import OmniConfig, load_config
 from triton_omni.engine import Sampling

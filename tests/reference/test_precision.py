@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from reference.hf import HfReference
 from reference.talker.rig import DEVICE, HfTalker, make_engine
-from torch import Tensor
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.engine import Sampling, ThinkerPrompt

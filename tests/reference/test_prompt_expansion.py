@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 
-import media_samples as samples
 import pytest
+
+import media_samples as samples
 from triton_omni.media import decode_media
 from triton_omni.request import RawRequest, RequestDefaults, parse_request
 from triton_omni.settings import RequestLimits
@@ -37,9 +38,10 @@ def hf_processor(tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def vllm_processor(tiny_checkpoint):
-    from triton_omni.vllm_hooks import thinker_networks
     from vllm.config import ModelConfig
     from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    from triton_omni.vllm_hooks import thinker_networks
 
     thinker_networks.register()
     overrides = {"architectures": [thinker_networks.THINKER_ARCHITECTURE]}

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from media_samples import picture, tone
 from PIL import Image
+
+from media_samples import picture, tone
 from reference.hf import HfReference, ThinkerResult
 from triton_omni.engine import EngineStats, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
 from triton_omni.errors import BadRequest, TooLarge

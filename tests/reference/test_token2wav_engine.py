@@ -11,6 +11,7 @@ import pytest
 import torch
 from hf_token2wav import DEVICE
 from torch import Tensor
+
 from triton_omni.checkpoint.config import CheckpointError, load_config
 from triton_omni.checkpoint.speakers import Speakers, load_speakers
 from triton_omni.engine import AudioOutput, EngineStats, StreamOptions

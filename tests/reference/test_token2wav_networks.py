@@ -17,6 +17,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     ECAPA_TimeDelayNet,
     RungeKutta4ODESolver,
 )
+
 from triton_omni.checkpoint.facts import EcapaConfig
 from triton_omni.settings import Token2WavSettings
 from triton_omni.token2wav.batching import block_layout

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hf_token2wav import DEVICE, HfToken2Wav
 from torch import Tensor
+
 from triton_omni.engine import AudioOutput, StreamOptions
 from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
 from triton_omni.token2wav.attention import AttentionKind

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from triton_omni.settings import EngineSettings, SettingsError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from reference.hf import HfReference
 from server.serving import Served, serve
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from server.probes import RECORDS_VARIABLE
 from triton_omni.serving.supervisor import ServerConfig, Supervisor
 from triton_omni_client import HttpClient, OmniClient, Reply, Request

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
-from triton_omni_client import OmniClient, Request
-from triton_omni_client.messages import UNARY_MODEL
-from triton_omni_client.protocol import to_grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from server.probes import CRAWLING_THINKER, SLOW_TALKER, SLOW_THINKER, SLOW_TOKEN2WAV
 from server.serving import STAGES, Served, wait_for
+from triton_omni_client import OmniClient, Request
+from triton_omni_client.messages import UNARY_MODEL
+from triton_omni_client.protocol import to_grpc
 
 NOTICE_S = 1.0
 """A heartbeat leaves every 0.1 s and notices; the rest is for a machine with other work to do."""

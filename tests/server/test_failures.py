@@ -9,13 +9,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from triton_omni_client import HttpClient, Internal, OmniClientError, Request
-from triton_omni_client.messages import UNARY_MODEL
-from triton_omni_client.protocol import to_grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from server.probes import BREAKING_TALKER, FAILING_TALKER, FAILING_THINKER, FAILING_TOKEN2WAV, SLOW_THINKER
 from server.serving import Served, serve, wait_for
+from triton_omni_client import HttpClient, Internal, OmniClientError, Request
+from triton_omni_client.messages import UNARY_MODEL
+from triton_omni_client.protocol import to_grpc
 
 FAILING = {"thinker": FAILING_THINKER, "talker": FAILING_TALKER, "token2wav": FAILING_TOKEN2WAV}
 

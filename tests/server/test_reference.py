@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from media_samples import audio_file, image_file, picture, video_file
 from PIL import Image
+
+from media_samples import audio_file, image_file, picture, video_file
 from reference.hf import GREEDY_TALKER, GREEDY_THINKER, HfReference, Reply
 from server.serving import Served
 from triton_omni.media import VisionSizes, decode_audio, decode_video

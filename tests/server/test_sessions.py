@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from media_samples import audio_file, image_file
 from reference.hf import HfReference, Sampling
 from server.probes import SLOW_THINKER

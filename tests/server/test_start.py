@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from server.serving import TINY, server_config
 from triton_omni.serving.machine import ServerError, ServerNotReady
 from triton_omni.serving.supervisor import Supervisor

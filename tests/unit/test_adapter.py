@@ -6,6 +6,7 @@ import secrets
 
 import pytest
 import torch
+
 from fake_pb_utils import PbUtils, Request, Tensor, TritonError, text_tensor
 from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
 from triton_omni.errors import BadRequest, Overloaded

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
 from triton_omni.token2wav.attention import Attention, block_attention, plain_attention
 from triton_omni.token2wav.batching import REACHES, block_layout, equal_length_groups
 

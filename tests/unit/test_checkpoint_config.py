@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from triton_omni.checkpoint.config import CheckpointError, fingerprint, load_config
 from triton_omni.checkpoint.facts import TalkerSampling
 from triton_omni.checkpoint.synthetic_config import omni_config

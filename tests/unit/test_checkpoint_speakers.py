@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from triton_omni.checkpoint.config import CheckpointError, OmniConfig, load_config
 from triton_omni.checkpoint.speakers import Speakers, load_speakers
 from triton_omni.errors import BadRequest

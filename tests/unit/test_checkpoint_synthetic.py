@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from triton_omni.checkpoint import synthetic
 from triton_omni.checkpoint.synthetic import ensure_tiny, make_checkpoint
 from triton_omni.checkpoint.synthetic_config import omni_config, vocabulary

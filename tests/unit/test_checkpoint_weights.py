@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
 from triton_omni.checkpoint.config import CheckpointError
 from triton_omni.checkpoint.weights import INDEX_FILE, load_module, weight_map
 

@@ -13,6 +13,7 @@ import grpc  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import pytest_asyncio
+
 from client_fakes import FakeTriton, chunk, failure, final, floats, greeting, inputs_of, parameters_of, serve_grpc
 from triton_omni_client import (
     AsyncOmniClient,

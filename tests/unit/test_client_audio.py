@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from client_fakes import floats
 from numpy.typing import NDArray
+
+from client_fakes import floats
 from triton_omni_client.audio import (
     SAMPLE_RATE,
     Pcm16Decoder,

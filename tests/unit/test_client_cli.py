@@ -17,6 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
 import triton_omni_client
 from client_fakes import (
     INFO,
@@ -32,11 +35,9 @@ from client_fakes import (
     serve_grpc,
     serve_http,
 )
-from rich.console import Console
 from triton_omni_client import Timings, cli
 from triton_omni_client.audio import WavDecoder
 from triton_omni_client.messages import AudioDelta, TextDelta
-from typer.testing import CliRunner, Result
 
 LAST_LINE = re.compile(
     r"first text \d+\.\d\d s · first audio \d+\.\d\d s · audio 0\.0 s · real-time factor \d+\.\d\d\n$"

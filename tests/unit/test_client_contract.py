@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from client_fakes import floats
 from triton_omni import errors as backend_errors
 from triton_omni.request import RawRequest, RequestDefaults, parse_request

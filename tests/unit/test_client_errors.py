@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+
 from triton_omni_client import errors
 from triton_omni_client.errors import BadRequest, Internal, OmniClientError, Overloaded, from_text
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from client_fakes import INFO, FakeHttp, http_answer, serve_http
 from triton_omni_client import (
     BadRequest,

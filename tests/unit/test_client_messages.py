@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf import text_format  # type: ignore[import-untyped]
+from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
+
 import triton_omni_client
 from client_fakes import INFO, floats
-from google.protobuf import text_format  # type: ignore[import-untyped]
 from triton_omni_client.audio import pcm16_from_waveform, wav_header
 from triton_omni_client.errors import BadRequest, Internal
 from triton_omni_client.messages import (
@@ -31,7 +33,6 @@ from triton_omni_client.messages import (
     TextDelta,
 )
 from triton_omni_client.reply import ReplyBuilder
-from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 

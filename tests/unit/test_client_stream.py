@@ -12,6 +12,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import numpy as np
 import pytest
+
 from client_fakes import (
     INFO,
     FakeTriton,

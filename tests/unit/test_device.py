@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from triton_omni import device
 from triton_omni.device import gpu_count, resolve_device, resolve_dtype_name
 from triton_omni.settings import SettingsError

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 from pydantic import BaseModel
+
 from triton_omni import errors, request, settings
 from triton_omni.settings import TalkerSettings, ThinkerSettings, Token2WavSettings, UnarySettings
 

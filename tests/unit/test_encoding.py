@@ -12,6 +12,7 @@ import soundfile
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from triton_omni.token2wav.encoding import WAV_HEADER_BYTES, to_base64, to_pcm16, wav_header
 
 RATE = 24000

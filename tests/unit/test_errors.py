@@ -4,6 +4,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from triton_omni import errors
 from triton_omni.errors import BadRequest, Cancelled, DeadlineExceeded, InternalError, OmniError, Overloaded, TooLarge
 

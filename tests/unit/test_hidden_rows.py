@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
 from triton_omni.vllm_hooks.hidden_rows import RowTap, StepRows
 from triton_omni.vllm_hooks.row_release import Piece, RowRelease
 

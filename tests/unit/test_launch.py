@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from fake_pb_utils import PbUtils, Request, TritonError, text_tensor
 from triton_omni import ledger as ledger_module
 from triton_omni.checkpoint.config import CheckpointError, fingerprint

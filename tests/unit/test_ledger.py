@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from triton_omni import ledger as ledger_module
 from triton_omni.ledger import CAPACITY, LedgerError, SessionLedger, Slots, StageFacts, remove_stale, server_name
 from triton_omni.wire import SessionKey

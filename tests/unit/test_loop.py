@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 
 WAIT_S = 5.0

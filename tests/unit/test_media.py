@@ -9,7 +9,6 @@ import zlib
 from contextlib import suppress
 
 import av
-import media_samples as samples
 import numpy as np
 import pytest
 import soxr
@@ -18,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as hf_smart_resize
+
+import media_samples as samples
 from triton_omni.chat import MediaPart
 from triton_omni.errors import BadRequest, OmniError, TooLarge
 from triton_omni.media import (

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+
 from fake_pb_utils import PbUtils
 from triton_omni.serving import metrics
 from triton_omni.serving.metrics import StageMetrics

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+
 from triton_omni.token2wav.noise import MAX_SEED, philox, standard_normal
 
 CPU = torch.device("cpu")

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+
 from triton_omni.token2wav.ode import Solver, evaluation_times, guide, integrate, time_grid
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from triton_omni.errors import InternalError, TooLarge
 from triton_omni.stage import CREDITS, TEXT_INTERVAL_NS, Outbox, as_omni_error, record_event
 

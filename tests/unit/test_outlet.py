@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+
 from fake_pb_utils import PbUtils, Request, TritonError
 from triton_omni.errors import BadRequest, Cancelled, DeadlineExceeded, InternalError, Overloaded, TooLarge
 from triton_omni.serving.outlet import SendingThread, TritonOutlet

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
 from triton_omni.chat import MediaPart, Message, TextPart
 from triton_omni.errors import BadRequest, InternalError
 from triton_omni.media import Audio, Image, Video

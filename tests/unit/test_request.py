@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from triton_omni.chat import MediaPart, Message, TextPart
 from triton_omni.errors import BadRequest, OmniError, TooLarge
 from triton_omni.request import RawRequest, RequestDefaults, parse_request

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
 from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
 from triton_omni.errors import InternalError, Overloaded
 from triton_omni.ledger import SessionLedger

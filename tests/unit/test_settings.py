@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
+
 from triton_omni.settings import (
     EngineSettings,
     RequestLimits,

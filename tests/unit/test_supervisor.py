@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from triton_omni.serving.machine import ServerError, ServerNotReady, choose_ports, find_triton, visible_gpus
 from triton_omni.serving.memory_pool import memory_pool_bytes, pool_bytes
 from triton_omni.serving.model_folder import ModelFolderError, model_folder

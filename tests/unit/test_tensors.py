@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 import torch
+
 from fake_pb_utils import PbUtils, Request, Tensor, text_tensor
 from triton_omni.serving.tensors import (
     LinkCounter,

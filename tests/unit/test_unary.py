@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from fake_pb_utils import InferenceResponse, PbUtils, Request, Tensor, TritonError, text_tensor
 from triton_omni.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.ledger import SessionLedger

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import DeadlineExceeded, InternalError, Overloaded
 from triton_omni.wire import (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+
 from triton_omni.serving import launch
 
 FOLDER = Path(__file__).parent

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+
 from reference.talker.rig import GREEDY, HfTalker, assert_nothing_held, make_engine
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers

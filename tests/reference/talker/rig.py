@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from media_samples import picture, tone
 from PIL import Image
+
+from media_samples import picture, tone
 from triton_omni.engine import Sampling, TalkerPrompt
 from triton_omni.settings import EngineSettings, TalkerSettings
 

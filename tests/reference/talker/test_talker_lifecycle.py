@@ -8,6 +8,8 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from reference.talker.rig import (
     GREEDY,
     MAX_LEN,
@@ -17,7 +19,6 @@ from reference.talker.rig import (
     make_engine,
     speak,
 )
-from safetensors.torch import load_file, save_file
 from triton_omni.engine import Sampling, TalkerPrompt
 from triton_omni.errors import BadRequest, InternalError, Overloaded, TooLarge
 
