@@ -92,9 +92,13 @@ class LinkOutlet:
 
 
 class FakeEnsemble:
-    """One client request on its way through the three stages; each link delivers on a thread of its own."""
+    """One client request on its way through the three stages; each link delivers on a thread of its own.
 
-    def __init__(self, thinker, talker, token2wav) -> None:
+    `transit_s` is how long a message is on its way.
+    """
+
+    def __init__(self, thinker, talker, token2wav, transit_s: float = 0.0) -> None:
+        self._transit_s = transit_s
         self._thinker, self._talker, self._token2wav = thinker, talker, token2wav
         self._links = {stage: ThreadPoolExecutor(1) for stage in (talker, token2wav)}
         self._lock = threading.Lock()
@@ -111,9 +115,10 @@ class FakeEnsemble:
         return self.reply
 
     def fail(self, error: OmniError, outlet: LinkOutlet) -> None:
-        # Triton leaks the request when an earlier sender is still open at an error response.
-        earlier = self.outlets[: self.outlets.index(outlet)]
-        self.leaked = self.leaked or any(not other.finals for other in earlier)
+        # Triton leaks the request when any other request of it is open, or on its way, at an error response.
+        with self._lock:
+            others = [other for other in self.outlets if other is not outlet and not other.finals]
+            self.leaked = self.leaked or bool(self._on_the_way or others)
         self.reply.error = error
 
     def check_done(self) -> None:
@@ -135,6 +140,7 @@ class FakeEnsemble:
         self._links[stage].submit(self._deliver, stage, tensors, deliver)
 
     def _deliver(self, stage, tensors, deliver) -> None:
+        time.sleep(self._transit_s)
         if self.reply.error is None:
             outlet = LinkOutlet(self, deliver)
             with self._lock:

@@ -35,7 +35,7 @@ _STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
 _HEADER_WORDS: Final = 8
 _STAGE_WORDS: Final = 8
 _RING_WORDS: Final = 1 + 1024
-_RECORD_WORDS: Final = 16
+_RECORD_WORDS: Final = 20
 _TABLE_WORDS: Final = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS + _RING_WORDS + CAPACITY * _RECORD_WORDS
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
@@ -43,10 +43,11 @@ _SHARED_MEMORY: Final = Path("/dev/shm")
 _UNARY_PID = 2
 # Words of a stage's block.
 _EPOCH, _PID, _BEAT, _FINGERPRINT, _DTYPE, _HIDDEN = range(6)
-# Words of a record: three of the thinker's, then four of each stage.
+# Words of a record: three of the thinker's, then five of each stage.
 _GENERATION, _NONCE_HIGH, _NONCE_LOW = range(3)
-_CLOSED, _CONSUMED, _CANCELLED, _FAILED = range(4)
+_CLOSED, _CONSUMED, _RETURNED, _CANCELLED, _FAILED = range(5)
 _FIRST_STAGE_WORD: Final = 3
+_SESSION_WORDS: Final = 5
 
 _COUNT_BITS: Final = 32
 
@@ -149,9 +150,9 @@ class SessionLedger:
         # As bytes: the key may come from outside, and only ASCII strings can be compared as they are.
         return int(record[_GENERATION]) == key.generation and secrets.compare_digest(nonce.encode(), key.nonce.encode())
 
-    def mark_closed(self, key: SessionKey) -> None:
-        """This stage's last sender of the session is final and its state is dropped."""
-        self._own(key)[_CLOSED] = key.generation
+    def mark_closed(self, key: SessionKey, sent: int = 0) -> None:
+        """This stage's last sender of the session is final, `sent` messages left by it, and its state is dropped."""
+        self._own(key)[_CLOSED] = _counted(key, sent)
 
     def mark_cancelled(self, key: SessionKey) -> None:
         """This stage saw that the client is gone."""
@@ -163,16 +164,27 @@ class SessionLedger:
 
     def count_consumed(self, key: SessionKey, messages: int) -> None:
         """This stage has copied `messages` data messages of the session so far."""
-        self._own(key)[_CONSUMED] = key.generation << _COUNT_BITS | messages
+        self._own(key)[_CONSUMED] = _counted(key, messages)
+
+    def count_returned(self, key: SessionKey) -> None:
+        """This stage has ended one more of the session's requests; on its sending thread only."""
+        own = self._own(key)
+        own[_RETURNED] = _counted(key, (_count(key, own[_RETURNED]) or 0) + 1)
 
     def closed(self, key: SessionKey, stage: StageName) -> bool:
         """Whether `stage` has finished with the session."""
-        return self._reads(key, stage, _CLOSED)
+        return _count(key, self._fields(key, stage)[_CLOSED]) is not None
 
     def consumed(self, key: SessionKey, stage: StageName) -> int:
         """Data messages of the session that `stage` has copied."""
-        word = int(self._fields(key, stage)[_CONSUMED])
-        return word & ((1 << _COUNT_BITS) - 1) if word >> _COUNT_BITS == key.generation else 0
+        return _count(key, self._fields(key, stage)[_CONSUMED]) or 0
+
+    def in_transit(self, key: SessionKey, sender: StageName, receiver: StageName) -> int | None:
+        """Messages from `sender` whose requests `receiver` has not ended; None = the sender may still send."""
+        sent = _count(key, self._fields(key, sender)[_CLOSED])
+        if sent is None:
+            return None
+        return sent - (_count(key, self._fields(key, receiver)[_RETURNED]) or 0)
 
     def cancelled(self, key: SessionKey) -> bool:
         """Whether any stage saw that the client is gone."""
@@ -246,8 +258,8 @@ class SessionLedger:
         return self._words[start : start + _RECORD_WORDS]
 
     def _fields(self, key: SessionKey, stage: StageName) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        start = _FIRST_STAGE_WORD + _STAGES.index(stage) * 4
-        return self._record(key.slot)[start : start + 4]
+        start = _FIRST_STAGE_WORD + _STAGES.index(stage) * _SESSION_WORDS
+        return self._record(key.slot)[start : start + _SESSION_WORDS]
 
     def _own(self, key: SessionKey) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         return self._fields(key, self._stage)
@@ -279,6 +291,17 @@ class Slots:
         """Slots that can be allocated now."""
         with self._lock:
             return len(self._free)
+
+
+def _counted(key: SessionKey, count: int) -> int:
+    """A count of this session in one word, together with the generation that it belongs to."""
+    return key.generation << _COUNT_BITS | count
+
+
+def _count(key: SessionKey, word: int) -> int | None:
+    """The count in a word; None if an earlier session of the slot left it."""
+    generation, count = divmod(int(word), 1 << _COUNT_BITS)
+    return count if generation == key.generation else None
 
 
 def _check_agreement(

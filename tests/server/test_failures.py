@@ -74,5 +74,5 @@ def test_dead_engine_fails_what_is_open_and_what_comes_later_and_the_server_stil
 
 def assert_names_the_dead_engine(error: OmniClientError) -> None:
     assert error.stage == "talker"
-    assert "the talker's engine failed: RuntimeError" in error.message
+    assert "the engine of talker failed: RuntimeError" in error.message
     assert "the device is lost" not in error.message, "the cause is for the log, not for clients"

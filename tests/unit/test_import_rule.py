@@ -21,6 +21,7 @@ LAYERS = [
     {"media": {"media"}, "token2wav": {"token2wav"}},
     {"thinker": {"thinker.prompt"}, "talker": {"talker.conditioning"}},
     {"vllm_hooks": {"vllm_hooks"}},
+    {"protocol": {"link_stage"}},
     {"thinker": {"thinker"}, "talker": {"talker"}, "token2wav": {"token2wav.stage"}},
     {"serving": {"serving"}},
 ]

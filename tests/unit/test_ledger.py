@@ -100,6 +100,20 @@ def test_closed_and_consumed_are_told_by_stage(thinker, talker):
     assert [thinker.consumed(key, stage) for stage in STAGES] == [0, 2, 0]
 
 
+def test_messages_in_transit_are_those_sent_and_not_returned(thinker, talker):
+    key = thinker.publish(0)
+    talker.count_returned(key)
+    assert thinker.in_transit(key, "thinker", "talker") is None, "the thinker may still send"
+    thinker.mark_closed(key, 3)
+    assert thinker.in_transit(key, "thinker", "talker") == 2
+    talker.count_returned(key)
+    talker.count_returned(key)
+    assert thinker.in_transit(key, "thinker", "talker") == 0
+    later = thinker.publish(0)
+    thinker.mark_closed(later, 1)
+    assert thinker.in_transit(later, "thinker", "talker") == 1, "what an earlier session returned counts for no other"
+
+
 def test_only_the_present_session_of_a_slot_is_current(thinker, talker):
     old = thinker.publish(5)
     assert talker.is_current(old)

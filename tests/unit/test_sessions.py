@@ -35,8 +35,8 @@ class Pipeline:
     engines: tuple
     ledgers: tuple
 
-    def ask(self, text="a prompt", **raw):
-        ensemble = FakeEnsemble(self.thinker, self.talker, self.token2wav)
+    def ask(self, text="a prompt", transit_s=0.0, **raw):
+        ensemble = FakeEnsemble(self.thinker, self.talker, self.token2wav, transit_s)
         ensemble.submit(RawRequest(text_input=text.encode(), request_id="r1", **raw))
         return ensemble
 
@@ -83,7 +83,7 @@ def pipeline(*, intake=None, thinker=None, talker=None, waveform=None, settings=
 
 def finished(ensemble):
     assert ensemble.reply.done.wait(WAIT_S), "the request did not end"
-    assert not ensemble.leaked, "an error was answered while an earlier sender was open"
+    assert not ensemble.leaked, "an error was answered while another request of the ensemble was open or on its way"
     assert all(outlet.finals == 1 for outlet in ensemble.outlets)
     return ensemble.reply
 
@@ -275,6 +275,19 @@ def test_failure_of_one_session_reaches_its_client_alone(stage):
         p.wait_until_empty()
         faulty.fail_key = None
         assert finished(p.ask()).error is None
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker", "token2wav"])
+def test_error_waits_for_messages_that_are_still_on_their_way(stage):
+    engine = FakeThinkerEngine(length=10**9)
+    engine.step_s = 0.001
+    with pipeline(thinker=engine) as p:
+        faulty = p.engines[("thinker", "talker", "token2wav").index(stage)]
+        ensemble = p.ask(transit_s=0.03)
+        wait_for(lambda: len(ensemble.to_token2wav) > 3)
+        faulty.fail_key = "any"
+        assert isinstance(finished(ensemble).error, InternalError)
+        p.wait_until_empty()
 
 
 @pytest.mark.parametrize("stage", ["thinker", "talker", "token2wav"])

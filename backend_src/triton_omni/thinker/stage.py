@@ -65,12 +65,12 @@ class _Open:
     outbox: Outbox
     prepared: Prepared | None = None
     sequence: int = 0
+    sent: int = 0
     left_ns: int = 0
     reply_tokens: int = 0
     first_token_ns: int = 0
     report: ThinkerReport | None = None
     ended_ns: int = 0
-    finalised: bool = False
 
 
 class ThinkerStage:
@@ -201,7 +201,7 @@ class ThinkerStage:
 
     def fail(self, error: Exception) -> None:
         """The engine raised: every session ends with an error, later ones are refused."""
-        self._broken = f"the thinker's engine failed: {type(error).__name__}"
+        self._broken = f"the engine of thinker failed: {type(error).__name__}"
         self._end_all(InternalError(self._broken, stage="thinker"))
 
     def _begin(self, session: _Open) -> None:
@@ -267,6 +267,7 @@ class ThinkerStage:
     def _send(self, session: _Open, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.left_ns = time.monotonic_ns()
         session.sequence += message.kind != Kind.HEARTBEAT
+        session.sent += 1
         session.outlet.send(message.to_tensors(self._hidden_size, self._dtype), ready)
 
     def _look_after(self, session: _Open, now: int) -> float:
@@ -308,7 +309,7 @@ class ThinkerStage:
 
     def _end(self, session: _Open) -> None:
         self._drop(session)
-        session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key))
+        session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key, session.sent))
 
     def _drop(self, session: _Open) -> None:
         session.ended_ns = time.monotonic_ns()

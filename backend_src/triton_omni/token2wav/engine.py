@@ -147,7 +147,7 @@ class Token2WavEngine:
         try:
             return DiffusionSettings.model_validate(self._settings.diffusion.model_dump() | chosen)
         except ValidationError as error:
-            raise BadRequest(describe_validation(error), stage="token2wav") from error
+            raise BadRequest(describe_validation(error, DiffusionSettings), stage="token2wav") from error
 
     def _plan(self, options: StreamOptions) -> WindowPlan:
         if (options.mode or self._settings.mode) == "offline":

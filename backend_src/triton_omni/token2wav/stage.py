@@ -19,13 +19,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
+from triton_omni.engine import AudioOutput, StreamOptions
 from triton_omni.errors import InternalError, OmniError
 from triton_omni.ledger import SessionLedger
-from triton_omni.loop import IDLE_POLL_S, StageLoop
-from triton_omni.stage import SOON_S, Outlet, StageStats, as_omni_error, record_event
+from triton_omni.link_stage import LinkEngine, LinkSession, LinkStage
+from triton_omni.loop import IDLE_POLL_S
+from triton_omni.stage import SOON_S, Outlet
 from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
-from triton_omni.wire import Answer, Kind, Session, SessionKey, TalkerMessage, Value
+from triton_omni.wire import Answer, Session, SessionKey, TalkerMessage, Value
 
 UPSTREAM_STOP_S = 2.0
 """How long an error waits for thinker and talker to send their finals."""
@@ -33,7 +34,7 @@ UPSTREAM_STOP_S = 2.0
 logger = logging.getLogger(__name__)
 
 
-class WaveformEngine(Protocol):
+class WaveformEngine(LinkEngine, Protocol):
     """What the stage needs of its engine, see `token2wav/engine.py`."""
 
     def open(self, key: str, voice: str, seed: int, options: StreamOptions) -> None:
@@ -48,28 +49,11 @@ class WaveformEngine(Protocol):
     def step(self) -> list[AudioOutput]:
         """Run one batch of windows that are due."""
 
-    def abort(self, key: str) -> None:
-        """Drop a stream; unknown keys are ignored."""
-
-    def has_work(self) -> bool:
-        """Whether a window is due."""
-
-    def stats(self) -> EngineStats:
-        """Figures of this moment."""
-
-    def close(self) -> None:
-        """Release the device."""
-
 
 @dataclass
-class _Open:
+class _Open(LinkSession):
     """State of one session; touched by the loop's thread only."""
 
-    key: SessionKey
-    outlet: Outlet
-    session: Session
-    expected: int = 1
-    consumed: int = 0
     samples: int = 0
     chunks: int = 0
     first_text_ns: int = 0
@@ -82,7 +66,7 @@ class _Open:
     orphaned_ns: int = 0
 
 
-class Token2WavStage:
+class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     """Owns the waveform engine and every client's answer.
 
     Args:
@@ -93,55 +77,9 @@ class Token2WavStage:
     def __init__(
         self, engine: WaveformEngine, ledger: SessionLedger, *, device: torch.device, sample_rate: int
     ) -> None:
+        super().__init__("token2wav", engine, ledger, device)
         self._engine = engine
-        self._device = device
-        self._ledger = ledger
         self._sample_rate = sample_rate
-        self._open: dict[str, _Open] = {}
-        self._loop = StageLoop("omni-token2wav", self)
-        self._engine_stats = EngineStats(0, 0, 0, 0)
-        self._broken: str | None = None
-
-    # Called from any thread.
-
-    def start(self) -> None:
-        """Begin to serve."""
-        self._loop.start()
-
-    def submit(self, tensors: Mapping[str, Value], outlet: Outlet) -> None:
-        """Take one message; its outlet is finished when it was copied, or at the session's end if it is `OPEN`.
-
-        Raises:
-            InternalError: it is no message of this protocol; the outlet is still open.
-        """
-        message = TalkerMessage.from_tensors(tensors)
-        if outlet.is_cancelled() and self._ledger.is_current(message.key):
-            self._ledger.mark_cancelled(message.key)
-        self._loop.post(functools.partial(self._receive, message, outlet))
-
-    def close(self) -> None:
-        """End every session with an error, then stop the engine."""
-        self._loop.post(lambda: self._fail_all(InternalError("the server is shutting down", stage="token2wav")))
-        if self._loop.stop():
-            for session in list(self._open.values()):
-                self._answer_error(session)
-            self._engine.close()
-
-    def stats(self) -> StageStats:
-        """Figures of the last poll."""
-        engine = self._engine_stats
-        return StageStats(len(self._open), engine.running, engine.waiting, engine.kv_blocks_used, engine.rows_used, 0)
-
-    @property
-    def healthy(self) -> bool:
-        """Whether the engine still runs."""
-        return self._broken is None and self._loop.alive
-
-    # On the loop's thread.
-
-    def has_work(self) -> bool:
-        """Whether a window is due."""
-        return self._broken is None and self._engine.has_work()
 
     def step(self) -> None:
         """Run one batch of windows and answer with their samples."""
@@ -150,73 +88,43 @@ class Token2WavStage:
             if session is not None and session.error is None:
                 self._take(session, output)
 
-    def poll(self) -> float:
-        """Look after every session; see `loop.Driven`."""
-        self._ledger.beat()
-        if self._broken is None:
-            self._engine_stats = self._engine.stats()
-        return min((self._look_after(session) for session in list(self._open.values())), default=IDLE_POLL_S)
+    def _parse(self, tensors: Mapping[str, Value]) -> TalkerMessage:
+        return TalkerMessage.from_tensors(tensors)
 
-    def fail(self, error: Exception) -> None:
-        """The engine raised: every session ends with an error, later ones fail when they open."""
-        self._broken = f"token2wav's engine failed: {type(error).__name__}"
-        self._fail_all(InternalError(self._broken, stage="token2wav"))
+    def _end_all(self) -> None:
+        for session in list(self._open.values()):
+            self._answer_error(session)
 
-    def _receive(self, message: TalkerMessage, outlet: Outlet) -> None:
-        session = self._open.get(message.key.name)
-        if not self._ledger.is_current(message.key):
-            outlet.finish()
-        elif message.kind == Kind.OPEN and session is None and message.session is not None:
-            self._begin(message.key, message.session, outlet)
-        elif session is None or session.error is not None or message.kind == Kind.OPEN:
-            outlet.finish()
-        else:
-            try:
-                self._consume(session, message, outlet)
-            except Exception as error:  # noqa: BLE001 - one bad message must not end the stage
-                outlet.finish()
-                self._fail(session, as_omni_error(error, session.session.request_id))
+    def _begin(self, message: TalkerMessage, request: Session, outlet: Outlet) -> _Open:
+        return _Open(message.key, outlet, request, audio_done=not request.want_audio)
 
-    def _begin(self, key: SessionKey, request: Session, outlet: Outlet) -> None:
-        session = _Open(key, outlet, request, audio_done=not request.want_audio)
-        self._open[key.name] = session
-        if self._broken is not None:
-            self._fail(session, InternalError(self._broken, stage="token2wav"))
-        elif request.want_audio:
-            try:
-                self._engine.open(key.name, request.voice, request.seed, request.token2wav)
-            except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
-                self._fail(session, as_omni_error(error, request.request_id))
+    def _open_sequence(self, session: _Open, message: TalkerMessage) -> None:
+        del message
+        request = session.session
+        if request.want_audio:
+            self._engine.open(session.key.name, request.voice, request.seed, request.token2wav)
 
-    def _consume(self, session: _Open, message: TalkerMessage, outlet: Outlet) -> None:
-        if message.sequence != session.expected:
-            outlet.finish()
-            wrong = f"message {message.sequence} came where {session.expected} was due"
-            self._fail(session, InternalError(wrong, stage="token2wav"))
+    def _take_message(self, session: _Open, message: TalkerMessage, outlet: Outlet) -> None:
+        if message.failure is not None or session.error is not None:
+            self._give_back(message.key, outlet)
+            if message.failure is not None:
+                self._hold_error(session, message.failure.to_error())
             return
-        session.expected += 1
-        if message.failure is not None:
-            outlet.finish()
-            self._hold_error(session, message.failure.to_error())
-            return
-        self._consume_codes(session, message, outlet)
+        self._take_codes(session, message, outlet)
         if message.text:
             self._answer_text(session, message.text)
         if message.last:
             session.ending = message
         self._finish_if_done(session)
 
-    def _consume_codes(self, session: _Open, message: TalkerMessage, outlet: Outlet) -> None:
-        if message.codes is not None:
-            session.consumed += 1
+    def _take_codes(self, session: _Open, message: TalkerMessage, outlet: Outlet) -> None:
+        if message.codes is None:
+            self._give_back(message.key, outlet)
+        else:
             self._engine.feed(session.key.name, message.codes)
+            self._give_back_copied(session, outlet)
         if message.codes_done and session.session.want_audio and not session.audio_done:
             self._engine.end(session.key.name)
-        if message.codes is None:
-            outlet.finish()
-            return
-        credit = functools.partial(self._ledger.count_consumed, session.key, session.consumed)
-        outlet.finish(record_event(self._device), credit)
 
     def _answer_text(self, session: _Open, text: str) -> None:
         session.first_text_ns = session.first_text_ns or self._age(session)
@@ -248,7 +156,7 @@ class Token2WavStage:
             session.outlet.send(self._encode(session, torch.empty(0)).to_tensors())
         session.outlet.send(Answer(info=json.dumps(self._info(session, session.ending))).to_tensors())
         self._drop(session)
-        session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key))
+        session.outlet.finish(then=functools.partial(self._mark_closed, session.key))
 
     def _info(self, session: _Open, ending: TalkerMessage) -> dict[str, Any]:
         thinker, talker, audio = ending.thinker, ending.talker, session.session.want_audio
@@ -283,7 +191,7 @@ class Token2WavStage:
             return self._try_answer_error(session)
         if not self._ledger.is_current(session.key) or self._ledger.cancelled(session.key):
             self._drop(session)
-            session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key))
+            session.outlet.finish(then=functools.partial(self._mark_closed, session.key))
         elif self._ledger.closed(session.key, "thinker"):
             self._await_failure(session)
         return IDLE_POLL_S
@@ -295,25 +203,33 @@ class Token2WavStage:
             self._fail(session, InternalError("the stages before ended the session without an answer"))
 
     def _fail(self, session: _Open, error: OmniError) -> None:
+        if session.error is not None:
+            return
         logger.info("request %s: failed in token2wav: %s", session.session.request_id, error.code)
         error.stage = error.stage or "token2wav"
         self._ledger.mark_failed(session.key)
         self._hold_error(session, error)
 
     def _hold_error(self, session: _Open, error: OmniError) -> None:
-        session.error, session.error_ns = error, time.monotonic_ns()
-        self._abort(session)
+        if session.error is None:
+            session.error, session.error_ns = error, time.monotonic_ns()
+            self._abort(session)
 
     def _try_answer_error(self, session: _Open) -> float:
-        stopped = all(self._ledger.closed(session.key, stage) for stage in ("thinker", "talker"))
-        if stopped or time.monotonic_ns() - session.error_ns > UPSTREAM_STOP_S * 1e9:
+        if self._others_ended(session.key) or time.monotonic_ns() - session.error_ns > UPSTREAM_STOP_S * 1e9:
             self._answer_error(session)
         return SOON_S
+
+    def _others_ended(self, key: SessionKey) -> bool:
+        """Whether the client's request holds no request of a stage any more but this session's `OPEN` here."""
+        to_talker = self._ledger.in_transit(key, "thinker", "talker")
+        to_here = self._ledger.in_transit(key, "talker", "token2wav")
+        return to_talker == 0 and to_here == 1
 
     def _answer_error(self, session: _Open) -> None:
         self._drop(session)
         error = session.error or InternalError("the session ended without an answer", stage="token2wav")
-        closed = functools.partial(self._ledger.mark_closed, session.key)
+        closed = functools.partial(self._mark_closed, session.key)
         if session.session.error_as_info:
             session.outlet.send(Answer(info=json.dumps({"error": error.to_text()})).to_tensors())
             session.outlet.finish(then=closed)
@@ -323,15 +239,6 @@ class Token2WavStage:
     def _drop(self, session: _Open) -> None:
         self._open.pop(session.key.name, None)
         self._abort(session)
-
-    def _abort(self, session: _Open) -> None:
-        if self._broken is None:
-            self._engine.abort(session.key.name)
-
-    def _fail_all(self, error: OmniError) -> None:
-        for session in list(self._open.values()):
-            if session.error is None:
-                self._fail(session, error)
 
     @staticmethod
     def _age(session: _Open) -> int:

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What talker and token2wav share: sessions that the stage before opens, messages checked, copied and given back.
+
+A session's `OPEN` request is the one sender of all that the stage answers; every later message's request is ended
+as soon as its tensors were copied. It knows no engine's kind, no Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from triton_omni.engine import EngineStats
+from triton_omni.errors import InternalError, OmniError, StageName
+from triton_omni.ledger import SessionLedger
+from triton_omni.loop import IDLE_POLL_S, StageLoop
+from triton_omni.stage import Outlet, StageStats, as_omni_error, record_event
+from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage, Value
+
+
+@dataclass
+class LinkSession:
+    """State of one session; touched by the loop's thread only."""
+
+    key: SessionKey
+    outlet: Outlet
+    session: Session
+    expected: int = 1
+    consumed: int = 0
+
+
+class LinkEngine(Protocol):
+    """What both stages need of their engine."""
+
+    def abort(self, key: str) -> None:
+        """Drop a sequence; unknown keys are ignored."""
+
+    def has_work(self) -> bool:
+        """Whether `step` could advance a sequence now."""
+
+    def stats(self) -> EngineStats:
+        """Figures of this moment."""
+
+    def close(self) -> None:
+        """Release the device."""
+
+
+MessageT = TypeVar("MessageT", ThinkerMessage, TalkerMessage)
+SessionT = TypeVar("SessionT", bound=LinkSession)
+
+
+class LinkStage(ABC, Generic[MessageT, SessionT]):
+    """A stage that takes messages of the stage before.
+
+    Args:
+        name: of this stage.
+        engine: stepped by this stage's loop alone.
+        device: where the engine copies what it is fed.
+    """
+
+    def __init__(self, name: StageName, engine: LinkEngine, ledger: SessionLedger, device: torch.device) -> None:
+        self._name = name
+        self._link_engine = engine
+        self._ledger = ledger
+        self._device = device
+        self._open: dict[str, SessionT] = {}
+        self._loop = StageLoop(f"omni-{name}", self)
+        self._engine_stats = EngineStats(0, 0, 0, 0)
+        self._broken: str | None = None
+
+    # Called from any thread.
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._loop.start()
+
+    def submit(self, tensors: Mapping[str, Value], outlet: Outlet) -> None:
+        """Take one message; its outlet is finished when it was copied, or at the session's end if it is `OPEN`.
+
+        Raises:
+            InternalError: it is no message of this protocol; the outlet is still open.
+        """
+        message = self._parse(tensors)
+        if outlet.is_cancelled() and self._ledger.is_current(message.key):
+            self._ledger.mark_cancelled(message.key)
+        self._loop.post(functools.partial(self._receive, message, outlet))
+
+    def close(self) -> None:
+        """End every session with an error, then stop the engine."""
+        self._loop.post(lambda: self._fail_all(InternalError("the server is shutting down", stage=self._name)))
+        if self._loop.stop():
+            self._end_all()
+            self._link_engine.close()
+
+    def stats(self) -> StageStats:
+        """Figures of the last poll."""
+        engine = self._engine_stats
+        return StageStats(
+            len(self._open), engine.running, engine.waiting, engine.kv_blocks_used, engine.rows_used, self._held()
+        )
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine still runs."""
+        return self._broken is None and self._loop.alive
+
+    # On the loop's thread.
+
+    def has_work(self) -> bool:
+        """Whether the engine could advance now."""
+        return self._broken is None and self._link_engine.has_work()
+
+    def poll(self) -> float:
+        """Look after every session; see `loop.Driven`."""
+        self._ledger.beat()
+        if self._broken is None:
+            self._engine_stats = self._link_engine.stats()
+        return min((self._look_after(session) for session in list(self._open.values())), default=IDLE_POLL_S)
+
+    def fail(self, error: Exception) -> None:
+        """The engine raised: every session ends with an error, later ones fail when they open."""
+        self._broken = f"the engine of {self._name} failed: {type(error).__name__}"
+        self._fail_all(InternalError(self._broken, stage=self._name))
+
+    @abstractmethod
+    def step(self) -> None:
+        """One engine step; what it gave leaves at once."""
+
+    @abstractmethod
+    def _parse(self, tensors: Mapping[str, Value]) -> MessageT:
+        """The message of these tensors. Raises `InternalError`."""
+
+    @abstractmethod
+    def _begin(self, message: MessageT, request: Session, outlet: Outlet) -> SessionT:
+        """Open a session and answer what must be answered first."""
+
+    @abstractmethod
+    def _open_sequence(self, session: SessionT, message: MessageT) -> None:
+        """Open it in the engine. What is raised ends the session."""
+
+    @abstractmethod
+    def _take_message(self, session: SessionT, message: MessageT, outlet: Outlet) -> None:
+        """Deal with a message that came in its order, and give it back. What is raised ends the session."""
+
+    @abstractmethod
+    def _look_after(self, session: SessionT) -> float:
+        """One session's poll; returns the seconds until it should be looked at again."""
+
+    @abstractmethod
+    def _fail(self, session: SessionT, error: OmniError) -> None:
+        """Give the session up with this error."""
+
+    def _held(self) -> int:
+        """Rows or codes that wait to leave."""
+        return 0
+
+    def _end_all(self) -> None:
+        """Whatever the loop has left to do for open sessions once it has stopped."""
+
+    def _receive(self, message: MessageT, outlet: Outlet) -> None:
+        session = self._open.get(message.key.name)
+        if not self._ledger.is_current(message.key):
+            outlet.finish()
+        elif message.kind == Kind.OPEN and session is None and message.session is not None:
+            self._enter(message, message.session, outlet)
+        elif session is None or message.kind in (Kind.HEARTBEAT, Kind.OPEN):
+            self._give_back(message.key, outlet)
+        else:
+            try:
+                self._take_in_order(session, message, outlet)
+            except Exception as error:  # noqa: BLE001 - one bad message must not end the stage
+                self._give_back(message.key, outlet)
+                self._fail(session, as_omni_error(error, session.session.request_id))
+
+    def _enter(self, message: MessageT, request: Session, outlet: Outlet) -> None:
+        session = self._open[message.key.name] = self._begin(message, request, outlet)
+        if self._broken is not None:
+            self._fail(session, InternalError(self._broken, stage=self._name))
+            return
+        try:
+            self._open_sequence(session, message)
+        except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
+            self._fail(session, as_omni_error(error, request.request_id))
+
+    def _take_in_order(self, session: SessionT, message: MessageT, outlet: Outlet) -> None:
+        if message.sequence != session.expected:
+            wrong = f"message {message.sequence} came where {session.expected} was due"
+            raise InternalError(wrong, stage=self._name)
+        session.expected += 1
+        self._take_message(session, message, outlet)
+
+    def _give_back(self, key: SessionKey, outlet: Outlet) -> None:
+        """End a message's request; Triton may reuse its tensors."""
+        outlet.finish(then=functools.partial(self._ledger.count_returned, key))
+
+    def _give_back_copied(self, session: SessionT, outlet: Outlet) -> None:
+        """End a data message's request once the copies enqueued so far are done; its credit goes back with it."""
+        session.consumed += 1
+        key, consumed = session.key, session.consumed
+
+        def count() -> None:
+            self._ledger.count_consumed(key, consumed)
+            self._ledger.count_returned(key)
+
+        outlet.finish(record_event(self._device), count)
+
+    def _mark_closed(self, key: SessionKey, sent: int = 0) -> None:
+        """The session's `OPEN` request has ended, too, after `sent` messages."""
+        self._ledger.count_returned(key)
+        self._ledger.mark_closed(key, sent)
+
+    def _abort(self, session: SessionT) -> None:
+        if self._broken is None:
+            self._link_engine.abort(session.key.name)
+
+    def _fail_all(self, error: OmniError) -> None:
+        for session in list(self._open.values()):
+            self._fail(session, error)
