@@ -8,8 +8,10 @@ range and impossible pairs stop the load with a message that names the key.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -190,19 +192,74 @@ def load_settings(path: Path, kind: type[SettingsT]) -> SettingsT:
     try:
         raw: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"{path}: cannot be read: {error}") from error
+        raise SettingsError(f"{path}: cannot be read: {_why_unreadable(error)}") from error
     if raw is not None and not isinstance(raw, dict):
         raise SettingsError(f"{path}: expected a mapping of settings, found {type(raw).__name__}")
     try:
         return kind.model_validate(raw or {})
     except ValidationError as error:
-        raise SettingsError(f"{path}: {describe_validation(error)}") from error
+        raise SettingsError(f"{path}: {describe_validation(error, kind)}") from error
 
 
-def describe_validation(error: ValidationError) -> str:
-    """One line that names every offending key, what was found and what is allowed."""
+def _why_unreadable(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        return f"{error.problem} ({where})"
+    return " ".join(str(error).split())
+
+
+def describe_validation(error: ValidationError, kind: type[BaseModel]) -> str:
+    """One line that names every offending key of a `kind`, what was found and what is allowed."""
     parts = []
     for item in error.errors(include_url=False):
-        key = ".".join(str(step) for step in item["loc"]) or "value"
-        parts.append(f"{key}: {item['msg']} (got {item['input']!r:.80})")
+        key = ".".join(str(step) for step in item["loc"])
+        problem = _problem(item["type"], item.get("ctx", {}), item["msg"], item["input"])
+        if item["type"] == "extra_forbidden":
+            problem = _unknown_key(str(item["loc"][-1]), _known_keys(kind, item["loc"][:-1]))
+        parts.append(f"{key}: {problem}" if key else problem)
     return "; ".join(parts)
+
+
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a string",
+    "tuple": "a list",
+    "dict": "a mapping",
+    "model": "a mapping",
+}
+_LIMITS = {
+    "greater_than": "must be greater than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be less than {lt:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "literal_error": "must be {expected}",
+    "too_short": "must have at least {min_length} entry",
+}
+
+
+def _problem(code: str, context: dict[str, Any], message: str, value: object) -> str:
+    """What is wrong with one value, by the code that pydantic gives it."""
+    found = f"{value!r:.80}"
+    if code == "value_error":  # a validator of ours, whose sentence has the values
+        return str(context["error"])
+    if code in _LIMITS:
+        return f"{found} {_LIMITS[code].format(**context)}"
+    expected = _TYPES.get(code.partition("_")[0])
+    return f"expected {expected}, found {found}" if expected else f"{message} (found {found})"
+
+
+def _unknown_key(key: str, known: Sequence[str]) -> str:
+    near = get_close_matches(key, known, n=1)
+    return f"unknown key (did you mean {near[0]}?)" if near else f"unknown key (known: {', '.join(known)})"
+
+
+def _known_keys(kind: Any, path: Sequence[str | int]) -> list[str]:
+    """The keys of the section at `path` in a `kind`."""
+    for step in path:
+        # A section is a field of its own or, as in `plans`, an entry of a mapping whose names are free.
+        kind = kind.model_fields[step].annotation if hasattr(kind, "model_fields") else get_args(kind)[1]
+    return list(kind.model_fields)

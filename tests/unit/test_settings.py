@@ -76,24 +76,49 @@ def test_given_keys_replace_defaults_and_leave_the_others(load):
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
+    ("text", "sentence"),
     [
-        ("max_session: 3", ["max_session", "3"]),
-        ("engine: {max_seqs: 3}", ["engine.max_seqs"]),
-        ("max_sessions: many", ["max_sessions", "many"]),
-        ("max_sessions: 0", ["max_sessions", "greater than 0", "0"]),
-        ("max_sessions: 1025", ["max_sessions", "1024", "1025"]),
-        ("heartbeat_ms: 2000", ["heartbeat_ms", "1000"]),
-        ("device: tpu", ["device", "tpu"]),
-        ("engine: 3", ["engine", "3"]),
-        ("limits: {allowed_url_schemes: [file]}", ["limits.allowed_url_schemes", "file"]),
-        ("max_sessions: 0\nrows_per_message: 0", ["max_sessions", "rows_per_message"]),
+        ("max_sessions: many", "max_sessions: expected an integer, found 'many'"),
+        ("max_sessions: 3.5", "max_sessions: expected an integer, found 3.5"),
+        ("max_sessions: 0", "max_sessions: 0 must be greater than 0"),
+        ("max_sessions: 1025", "max_sessions: 1025 must be at most 1024"),
+        ("engine: {max_model_len: 63}", "engine.max_model_len: 63 must be at least 64"),
+        ("timeout_s: soon", "timeout_s: expected a number, found 'soon'"),
+        ("engine: {enforce_eager: maybe}", "engine.enforce_eager: expected true or false, found 'maybe'"),
+        ("device: tpu", "device: 'tpu' must be 'auto', 'cpu' or 'cuda'"),
+        ("engine: 3", "engine: expected a mapping, found 3"),
+        ("limits: {allowed_url_schemes: data}", "limits.allowed_url_schemes: expected a list, found 'data'"),
+        ("limits: {allowed_url_schemes: [file]}", "limits.allowed_url_schemes.0: 'file' must be 'data'"),
+        ("3: 4", "3: Keys should be strings (found 3)"),
+        (
+            "max_sessions: 0\nheartbeat_ms: 2000",
+            "max_sessions: 0 must be greater than 0; heartbeat_ms: 2000 must be at most 1000",
+        ),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(load, text, names):
+def test_a_wrong_value_is_refused_with_its_key_and_limit(load, text, sentence):
     with pytest.raises(SettingsError) as refused:
         load(text)
-    assert all(name in str(refused.value) for name in [*names, "stage.yaml"])
+    assert str(refused.value).endswith(f"stage.yaml: {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "sentence"),
+    [
+        (ThinkerSettings, "max_session: 3", "max_session: unknown key (did you mean max_sessions?)"),
+        (ThinkerSettings, "engine: {max_num_seq: 3}", "engine.max_num_seq: unknown key (did you mean max_num_seqs?)"),
+        (UnarySettings, "x: 3", "x: unknown key (known: max_requests)"),
+        (
+            Token2WavSettings,
+            "plans: {balanced: {chunk_block: [1]}}",
+            "plans.balanced.chunk_block: unknown key (did you mean chunk_blocks?)",
+        ),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_one_that_was_meant(load, kind, text, sentence):
+    with pytest.raises(SettingsError) as refused:
+        load(text, kind)
+    assert str(refused.value).endswith(f"stage.yaml: {sentence}")
 
 
 def test_a_batch_larger_than_a_step_is_refused(load):
@@ -124,10 +149,18 @@ def test_a_file_that_is_no_mapping_is_refused(load, text, found):
         load(text)
 
 
-@pytest.mark.parametrize("text", ["max_sessions: [", "a: b: c", "\t- x"])
-def test_a_file_that_is_no_yaml_is_refused(load, text):
-    with pytest.raises(SettingsError, match=r"stage\.yaml: cannot be read"):
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [("max_sessions: [", "line 1, column 16"), ("a: 1\nb: c: d", "line 2, column 5"), ("\t- x", "column 1")],
+)
+def test_a_file_that_is_no_yaml_is_refused_with_the_place(load, text, where):
+    with pytest.raises(SettingsError, match=rf"stage\.yaml: cannot be read: .*{where}\)$"):
         load(text)
+
+
+def test_a_file_with_control_characters_is_refused_in_one_line(load):
+    with pytest.raises(SettingsError, match=r"stage\.yaml: cannot be read: [^\n]*#x0000[^\n]*$"):
+        load("device: '\x00'")
 
 
 def test_a_file_that_is_no_utf8_is_refused(tmp_path):
