@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session ledger over real shared memory: generations, credits, cancellation, agreement, files that stay behind."""
+"""The session ledger over shared memory: generations, credits, cancellation, agreement, files that stay behind."""
 
 import itertools
 import multiprocessing
@@ -28,9 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 
 @pytest.fixture
 def name():
-    name = f"triton-omni-test-{secrets.token_hex(8)}"
-    yield name
-    (Path("/dev/shm") / name).unlink(missing_ok=True)
+    return f"triton-omni-test-{secrets.token_hex(8)}"
 
 
 @pytest.fixture
@@ -242,7 +240,7 @@ def _attach(name, barrier, results):
     results.put((ledger.path.stat().st_ino, int(ledger._words[0])))
 
 
-def test_eight_processes_that_create_at_once_make_one_whole_table(name):
+def test_eight_processes_that_create_at_once_make_one_whole_table(name, tables_folder):
     barrier, results = FORK.Barrier(8), FORK.Queue()
     workers = [FORK.Process(target=_attach, args=(name, barrier, results)) for _ in range(8)]
     for worker in workers:
@@ -252,7 +250,7 @@ def test_eight_processes_that_create_at_once_make_one_whole_table(name):
         worker.join()
     assert len(set(found)) == 1
     assert found[0][1] == ledger_module._MAGIC
-    assert [path.name for path in Path("/dev/shm").glob(f"{name}*")] == [name]
+    assert [path.name for path in tables_folder.glob(f"{name}*")] == [name]
 
 
 def test_the_table_is_for_its_user_alone(thinker):
@@ -309,7 +307,7 @@ def _register_often(name, stage, facts, barrier, results):
     results.put(None)
 
 
-def test_stages_that_disagree_and_load_at_once_are_not_both_let_in(name):
+def test_stages_that_disagree_and_load_at_once_are_not_both_let_in(name, tables_folder):
     barrier, results = FORK.Barrier(2), FORK.Queue()
     entries = [("thinker", StageFacts(1)), ("talker", StageFacts(2))]
     workers = [FORK.Process(target=_register_often, args=(name, *entry, barrier, results)) for entry in entries]
@@ -319,21 +317,21 @@ def test_stages_that_disagree_and_load_at_once_are_not_both_let_in(name):
     for worker in workers:
         worker.join()
     for attempt in range(100):
-        (Path("/dev/shm") / f"{name}-{attempt}").unlink()
+        (tables_folder / f"{name}-{attempt}").unlink()
     assert set(refused) == set(range(100))
 
 
-def test_a_table_of_another_version_is_refused(name):
+def test_a_table_of_another_version_is_refused(name, tables_folder):
     words = np.zeros(ledger_module._TABLE_WORDS, dtype=np.uint64)
     words[0], words[1] = ledger_module._MAGIC, 99
-    (Path("/dev/shm") / name).write_bytes(words.tobytes())
+    (tables_folder / name).write_bytes(words.tobytes())
     with pytest.raises(LedgerError, match="protocol version 99"):
         SessionLedger(name, "thinker")
 
 
 @pytest.mark.parametrize("size", [0, 27])
-def test_a_file_that_is_no_table_is_refused(name, size):
-    (Path("/dev/shm") / name).write_bytes(b"something else that is here"[:size])
+def test_a_file_that_is_no_table_is_refused(name, size, tables_folder):
+    (tables_folder / name).write_bytes(b"something else that is here"[:size])
     with pytest.raises(LedgerError, match=f"{name} has {size} bytes, a ledger has"):
         SessionLedger(name, "thinker")
 

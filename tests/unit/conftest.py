@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the ledgers of unit tests out of /dev/shm: a run that is killed leaves nothing on the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from triton_omni import ledger
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tables_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder that takes the place of /dev/shm."""
+    folder = tmp_path_factory.mktemp("shm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "_SHARED_MEMORY", folder)
+        yield folder
