@@ -28,6 +28,7 @@ Usage: ./build.sh COMMAND [options]      (./build.sh COMMAND --help tells more)
   setup           make .venv, install the pinned dependencies, find or fetch tritonserver, make a tiny checkpoint
   demo [TEXT]     serve, ask TEXT, stream the reply's text, write its speech to reply.wav, stop the server
   serve           serve until Ctrl-C; prints one READY line with the addresses
+  bench [OPTIONS] measure a server as a listener would: time to first audio, underruns, real-time factor
   test [ARGS]     all checks and tests with coverage; with ARGS: `pytest ARGS` alone
   check           formatting, lint and types
   clean           remove everything this script made
@@ -67,6 +68,19 @@ Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics
 Serves until Ctrl-C or SIGTERM. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded.
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
 The server has no authentication: keep it on loopback, or behind something that has.
+TEXT
+}
+
+help_bench() {
+    cat <<'TEXT'
+Usage: ./build.sh bench [OPTIONS of `triton-omni bench`]
+
+Loads a server and reports, as tables, JSON (bench.json) and plots (PNG): time to first text and first audio, gaps and
+underruns, real-time factor, throughput, and memory a stage on NVIDIA GPUs. Without --url it starts a server of its own
+on free loopback ports and stops it afterwards. For example
+  ./build.sh bench --concurrency 1,8,32
+  ./build.sh bench --rate 2,4 --url localhost:8001
+All options: .venv/bin/triton-omni bench --help; what the figures mean: docs/benchmarking.md
 TEXT
 }
 
@@ -290,12 +304,12 @@ wait_for_ready() { # wait_for_ready OUTPUT
         sleep 0.1
     done
     GRPC_URL=$(sed -n 's/.* grpc=\([^ ]*\).*/\1/p' <<<"$ready")
+    METRICS_URL=http://$(sed -n 's/.* metrics=\([^ ]*\).*/\1/p' <<<"$ready")/metrics
 }
 
-command_demo() {
-    (($# <= 1)) || fail "demo takes one TEXT; put it in quotes"
-    run_setup
-    local output=$LOGS/demo.out
+# Serves on free loopback ports until this script ends; sets GRPC_URL and METRICS_URL.
+start_server() { # start_server COMMAND
+    local output=$LOGS/$1.out
     : >"$output"
     SERVER=''
     trap stop_server EXIT
@@ -304,9 +318,35 @@ command_demo() {
     "$VENV/bin/python" -m triton_omni.serving.supervisor --model-repository "$REPOSITORY" --model "$OMNI_MODEL" \
         --log-file "$LOGS/server.log" --http-port 0 --grpc-port 0 --metrics-port 0 >"$output" &
     SERVER=$!
-    say "demo: starting the server (its log: $LOGS/server.log)"
+    say "$1: starting the server (its log: $LOGS/server.log)"
     wait_for_ready "$output"
+}
+
+command_demo() {
+    (($# <= 1)) || fail "demo takes one TEXT; put it in quotes"
+    run_setup
+    start_server demo
     "$VENV/bin/triton-omni" say "${1:-Tell me a story}" -o reply.wav --url "$GRPC_URL"
+}
+
+# Whether `triton-omni bench` with these options needs a server that we start.
+bench_needs_server() {
+    local option
+    for option in "$@"; do
+        case $option in
+            --url | --url=* | --from-profile-export* | --write-perf-analyzer-input* | --help) return 1 ;;
+        esac
+    done
+    [[ -z ${TRITON_OMNI_URL:-} ]]
+}
+
+command_bench() {
+    run_setup
+    if bench_needs_server "$@"; then
+        start_server bench
+        set -- --url "$GRPC_URL" --metrics-url "$METRICS_URL" "$@"
+    fi
+    "$VENV/bin/triton-omni" bench "$@"
 }
 
 # --- check, test, clean -----------------------------------------------------------------------------------------------
@@ -352,7 +392,7 @@ main() {
     local command=${1:-}
     case $command in
         '' | -h | --help | help) help_main ;;
-        setup | demo | serve | test | check | clean)
+        setup | demo | serve | bench | test | check | clean)
             shift
             if [[ ${1:-} == -h || ${1:-} == --help ]]; then "help_$command"; else "command_$command" "$@"; fi
             ;;

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `triton-omni`: `say` streams a reply to the terminal and a WAV file, `ready` asks for readiness.
+"""The command `triton-omni`: `say` streams a reply to the terminal and a WAV file, `ready` asks for readiness,
+`bench` (in `bench/cli.py`) measures.
 
 Text goes to stdout, everything about it to stderr. Exit codes: 0 done, 1 refused or failed, 2 wrong
 usage, 130 interrupted (what was received is kept).
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NoReturn, get_args
+from typing import Annotated, Any, BinaryIO, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,10 +22,12 @@ from rich.live import Live
 from rich.text import Text
 
 from .audio import WavWriter
+from .bench.cli import bench
 from .client import DEFAULT_URL, OmniClient
 from .errors import BadRequest, ConnectionFailed, OmniClientError, Overloaded
 from .http import HttpClient
-from .messages import MODEL, UNARY_MODEL, AudioDelta, AudioFormat, Delta, Media, MediaKind, Request, TextDelta
+from .messages import MODEL, UNARY_MODEL, AudioDelta, Delta, Request, TextDelta
+from .options import Files, StageJson, json_object, known_audio_format, read_media
 from .reply import Reply, ReplyBuilder, Timings
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
@@ -34,8 +37,6 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Ask a triton
 Url = Annotated[
     str, typer.Option(envvar="TRITON_OMNI_URL", help="host:port of gRPC (streams), or http://host:port (one answer).")
 ]
-Files = list[Path] | None
-StageJson = Annotated[str, typer.Option(metavar="JSON", help="Parameters of this stage, a JSON object.")]
 
 
 class Screen:
@@ -105,21 +106,19 @@ def say(
     """Say something and hear the reply."""
     if as_json and output == "-":
         raise typer.BadParameter("--json and -o - both want stdout")
-    if audio_format not in get_args(AudioFormat):
-        raise typer.BadParameter(f"{audio_format!r} is none of f32, pcm16, wav", param_hint="--audio-format")
     options: dict[str, Any] = {
         "modalities": ("text",) if text_only else None,
         "voice": voice,
         "seed": seed,
-        "audio_format": audio_format,
+        "audio_format": known_audio_format(audio_format),
         "timeout": timeout,
-        "thinker": _object("--thinker-json", thinker_json),
-        "talker": _object("--talker-json", talker_json),
-        "token2wav": _object("--token2wav-json", token2wav_json),
+        "thinker": json_object("--thinker-json", thinker_json),
+        "talker": json_object("--talker-json", talker_json),
+        "token2wav": json_object("--token2wav-json", token2wav_json),
     }
     screen = Screen(text_to_stderr=output == "-", silent=as_json)
     with _errors(url):
-        media = [*_media("image", image), *_media("audio", audio), *_media("video", video)]
+        media = read_media(image, audio, video)
         if not text and not media:
             raise typer.BadParameter("give a text, or media, or both")
         reply, interrupted = _run(Request.ask(text, media, **options), url, model, output, screen)
@@ -143,6 +142,9 @@ def ready(
     typer.echo("ready" if is_ready else f"not ready: {url}", err=not is_ready)
     if not is_ready:
         raise typer.Exit(FAILED)
+
+
+app.command()(bench)
 
 
 def main() -> None:
@@ -208,20 +210,6 @@ def _open(output: str) -> BinaryIO:
         return Path(output).open("wb")
     except OSError as error:
         raise BadRequest(f"{output}: cannot be written: {error.strerror}") from error
-
-
-def _media(kind: MediaKind, paths: Files) -> list[Media]:
-    return [Media.from_file(kind, path) for path in paths or []]
-
-
-def _object(option: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text) if text else {}
-    except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}", param_hint=option) from error
-    if not isinstance(value, dict):
-        raise typer.BadParameter(f"expected a JSON object, found {text}", param_hint=option)
-    return value
 
 
 @contextmanager

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load generator: requests on one event loop, at a fixed concurrency or at a fixed rate.
+
+Errors of requests are written down and never end a run. Cancelling a run cuts its open requests off (the server is
+told) and keeps their records. Knows the client only as something with `stream`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from triton_omni_client.errors import OmniClientError, Overloaded
+from triton_omni_client.messages import Delta, Request
+
+from .records import RecordBuilder, RequestRecord
+
+Clock = Callable[[], float]
+
+
+class Streamer(Protocol):
+    """What is asked of a client; `AsyncOmniClient` is one."""
+
+    def stream(self, request: Request) -> AbstractAsyncContextManager[AsyncIterator[Delta]]:
+        """Send a request; leaving the context early cancels it."""
+        ...
+
+
+class Progress(Protocol):
+    """Who is told how a run goes on."""
+
+    def started(self) -> None:
+        """A request was sent."""
+        ...
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request has ended."""
+        ...
+
+
+class LoadRun:
+    """One run: sends requests and collects their records.
+
+    Args:
+        client: is asked.
+        request: makes the request of a number.
+        progress: told of each request.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        client: Streamer,
+        request: Callable[[int], Request],
+        progress: Progress,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._request = request
+        self._progress = progress
+        self._clock = clock
+        self._begin = clock()
+        self.records: list[RequestRecord] = []
+        """In the order in which the requests ended."""
+
+    async def closed_loop(self, concurrency: int, requests: int, warm_up: int) -> None:
+        """Keep `concurrency` requests open: the next is sent when one ends.
+
+        The first `warm_up` requests are marked as such. The measurement does not wait for them, so that requests stay
+        spread over time instead of starting together. After `overloaded` a place waits for as long as the server
+        asked, as a client would.
+        """
+        numbers = itertools.count()
+
+        async def place() -> None:
+            while (index := next(numbers)) < warm_up + requests:
+                error = await self._measure(index, self._now(), warm_up=index < warm_up)
+                if isinstance(error, Overloaded) and error.retry_after_ms:
+                    await asyncio.sleep(error.retry_after_ms / 1000)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(place())
+
+    async def open_loop(self, arrivals: Iterable[float], requests: int, warm_up: int) -> None:
+        """Start a request at each arrival, in seconds after the run's begin, however many are open.
+
+        Latencies count from the arrival, so a late sender cannot hide what a user would have waited.
+        """
+        async with asyncio.TaskGroup() as group:
+            for index, arrival in enumerate(itertools.islice(arrivals, warm_up + requests)):
+                await asyncio.sleep(arrival - self._now())
+                group.create_task(self._measure(index, arrival, warm_up=index < warm_up))
+
+    async def _measure(self, index: int, start_s: float, *, warm_up: bool) -> OmniClientError | None:
+        """Send one request, take all of its deltas, and keep its record; returns the error that ended it."""
+        builder = RecordBuilder(index, start_s, self._now(), warm_up=warm_up)
+        self._progress.started()
+        failure = None
+        try:
+            async with self._client.stream(self._request(index)) as deltas:
+                async for delta in deltas:
+                    builder.add(delta, self._now())
+        except OmniClientError as error:
+            failure = error
+            builder.fail(error)
+        except asyncio.CancelledError:
+            builder.interrupt()
+            raise
+        finally:
+            record = builder.build(self._now())
+            self.records.append(record)
+            self._progress.ended(record)
+        return failure
+
+    def _now(self) -> float:
+        return self._clock() - self._begin
+
+
+class LoopLag:
+    """Watches how late the event loop is: what it adds to every time that was taken on it."""
+
+    INTERVAL_S = 0.02
+
+    def __init__(self) -> None:
+        self.worst_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> LoopLag:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            due = time.monotonic() + self.INTERVAL_S
+            await asyncio.sleep(self.INTERVAL_S)
+            self.worst_s = max(self.worst_s, time.monotonic() - due)
+
+
+async def run_until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do `work` until it ends or `stop` is set, which cancels it; whether it ended by itself."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()  # raises what went wrong
+    return not task.cancelled()

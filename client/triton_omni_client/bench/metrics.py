@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of one request, from its record. Pure; None where a request has no such figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .player import play
+from .records import RequestRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestMetrics:
+    """What one request was like for its user. Times count from its start (`RequestRecord.start_s`)."""
+
+    time_to_first_text_s: float | None
+    time_to_first_audio_s: float | None
+    latency_s: float
+    """Until the end of the stream."""
+    audio_s: float
+    """Length of the speech that came."""
+    real_time_factor: float | None
+    """`latency_s / audio_s`: below 1 the reply was whole before it could have been played."""
+    text_tokens_per_s: float | None
+    """Reply tokens but the first, over the time from the first text delta to the last."""
+    longest_audio_gap_s: float | None
+    """The longest time between two chunks."""
+    underruns: int | None
+    silence_s: float | None
+
+
+def metrics_of(record: RequestRecord) -> RequestMetrics:
+    """The figures of a request."""
+    audio_s = sum(chunk.seconds for chunk in record.chunks)
+    playback = play(record.chunks) if record.chunks else None
+    return RequestMetrics(
+        time_to_first_text_s=record.text_at_s[0] if record.text_at_s else None,
+        time_to_first_audio_s=record.chunks[0].at_s if record.chunks else None,
+        latency_s=record.end_s,
+        audio_s=audio_s,
+        real_time_factor=record.end_s / audio_s if audio_s else None,
+        text_tokens_per_s=_tokens_per_s(record),
+        longest_audio_gap_s=max(audio_gaps(record), default=None),
+        underruns=playback.underruns if playback else None,
+        silence_s=playback.silence_s if playback else None,
+    )
+
+
+def audio_gaps(record: RequestRecord) -> list[float]:
+    """Seconds between each two chunks."""
+    return _gaps([chunk.at_s for chunk in record.chunks])
+
+
+def text_gaps(record: RequestRecord) -> list[float]:
+    """Seconds between each two text deltas."""
+    return _gaps(record.text_at_s)
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+def _tokens_per_s(record: RequestRecord) -> float | None:
+    if record.reply_tokens is None or record.reply_tokens < 2 or len(record.text_at_s) < 2:
+        return None
+    seconds = record.text_at_s[-1] - record.text_at_s[0]
+    return (record.reply_tokens - 1) / seconds if seconds > 0 else None

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory and utilisation of this machine's NVIDIA GPUs, by GPU and by stage, through NVML (`nvidia-ml-py`).
+
+A process belongs to the stage whose model folder its command line names.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+STAGES = ("thinker", "talker", "token2wav")
+OTHER = "other"
+"""What any other process on the GPU counts as: tritonserver itself, or somebody else's."""
+
+_Figure = Callable[[int, Any], dict[str, float]]
+
+_MIB = 2**20
+_PERCENT = 100
+
+
+class NvmlError(Exception):
+    """NVML is not installed, or there is no NVIDIA driver here."""
+
+
+def stage_of(pid: int, proc: Path = Path("/proc")) -> str:
+    """The stage that a process of this machine works for."""
+    try:
+        arguments = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return OTHER
+    return next((stage for stage in STAGES if f"/{stage}/" in arguments), OTHER)
+
+
+class Nvml:
+    """A session with the driver.
+
+    Args:
+        library: the module `pynvml`; None imports it.
+        stage: tells the stage of a process id.
+
+    Raises:
+        NvmlError: there is no driver, or `nvidia-ml-py` is not installed.
+    """
+
+    def __init__(self, library: Any = None, stage: Callable[[int], str] = stage_of) -> None:
+        try:
+            self._nvml = importlib.import_module("pynvml") if library is None else library
+        except ImportError as error:
+            raise NvmlError("nvidia-ml-py is not installed (pip install 'triton-omni-client[bench]')") from error
+        try:
+            self._nvml.nvmlInit()
+            count = self._nvml.nvmlDeviceGetCount()
+            self._devices = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        except self._nvml.NVMLError as error:
+            raise NvmlError(f"no NVIDIA GPU could be asked here ({error})") from error
+        self._stage = stage
+        self._seen_us = [0] * count
+
+    def gpus(self) -> list[str]:
+        """Names of the GPUs."""
+        names = [self._nvml.nvmlDeviceGetName(device) for device in self._devices]
+        return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
+
+    def sample(self) -> dict[str, float]:
+        """The figures of this moment: `gpu/0/memory_mib`, `gpu/0/utilization` (0 to 1), and by stage the same.
+
+        A stage's utilisation is that of the streaming multiprocessors since the last sample, by NVML's own account.
+        Figures that the driver does not give are left out.
+        """
+        found: dict[str, float] = {}
+        for index, device in enumerate(self._devices):
+            for figure in (self._memory, self._utilization, self._stage_memory, self._stage_utilization):
+                for name, value in self._supported(figure, index, device).items():
+                    found[name] = found.get(name, 0.0) + value  # a stage may work on several GPUs
+        return found
+
+    def _supported(self, figure: _Figure, index: int, device: Any) -> dict[str, float]:
+        try:
+            return figure(index, device)
+        except self._nvml.NVMLError:
+            return {}  # not every driver tells everything, nor tells it to everybody
+
+    def _memory(self, index: int, device: Any) -> dict[str, float]:
+        return {f"gpu/{index}/memory_mib": self._nvml.nvmlDeviceGetMemoryInfo(device).used / _MIB}
+
+    def _utilization(self, index: int, device: Any) -> dict[str, float]:
+        rates = self._nvml.nvmlDeviceGetUtilizationRates(device)
+        return {f"gpu/{index}/utilization": rates.gpu / _PERCENT}
+
+    def _stage_memory(self, _index: int, device: Any) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(device):
+            name = f"stage/{self._stage(process.pid)}/memory_mib"
+            found[name] = found.get(name, 0.0) + (process.usedGpuMemory or 0) / _MIB
+        return found
+
+    def _stage_utilization(self, index: int, device: Any) -> dict[str, float]:
+        found: dict[str, float] = {}
+        samples = self._nvml.nvmlDeviceGetProcessUtilization(device, self._seen_us[index])
+        latest = {sample.pid: sample for sample in sorted(samples, key=lambda sample: sample.timeStamp)}
+        for pid, sample in latest.items():
+            name = f"stage/{self._stage(pid)}/utilization"
+            found[name] = found.get(name, 0.0) + sample.smUtil / _PERCENT
+            self._seen_us[index] = max(self._seen_us[index], sample.timeStamp)
+        return found
+
+    def close(self) -> None:
+        """End the session."""
+        self._nvml.nvmlShutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time to first audio and real-time factor against the load, as PNG. Needs matplotlib, which is asked for late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from triton_omni_client.errors import BadRequest
+
+from .records import LoadMode
+from .report import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LINES = {"p50": ("#1f77b4", "o"), "p95": ("#d62728", "s")}
+"""Colour and marker of each percentile."""
+
+
+class Panel(NamedTuple):
+    """What one plot shows of a run's summary."""
+
+    figure: str
+    title: str
+    factor: float
+    """From the figure's unit to the plot's."""
+    unit: str
+
+
+PANELS = (
+    Panel("time_to_first_audio_s", "Time to first audio", 1000, "milliseconds"),
+    Panel("real_time_factor", "Real-time factor", 1, "seconds until the reply is whole, a second of speech"),
+)
+AXES: dict[LoadMode, str] = {"closed": "requests at once", "open": "requests a second (Poisson)"}
+_DPI = 150
+_LOG_FROM = 8
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
+
+
+class PlotError(Exception):
+    """There is nothing to draw with."""
+
+
+def write_plots(runs: Sequence[Run], stem: Path, subtitle: str) -> list[Path]:
+    """Write `<stem>-<figure>-<mode>.png` for each figure and each mode of load that has runs; returns the files.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+        BadRequest: a file cannot be written.
+    """
+    written = []
+    for mode in AXES:
+        of_mode = sorted((run for run in runs if run.load.mode == mode), key=lambda run: run.load.value)
+        for panel in PANELS:
+            if any(getattr(run.summary, panel.figure).count for run in of_mode):
+                name = panel.title.lower().replace(" ", "-")
+                path = stem.with_name(f"{stem.name}-{name}-{mode}.png")
+                _draw(of_mode, mode, panel, subtitle, path)
+                written.append(path)
+    return written
+
+
+def _draw(runs: Sequence[Run], mode: LoadMode, panel: Panel, subtitle: str, path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotError("no plots: matplotlib is not installed (pip install 'triton-omni-client[bench]')") from error
+    figure = Figure(figsize=(7, 4.5), dpi=_DPI, layout="constrained")
+    axes = figure.subplots()
+    heights = [height for line in LINES for height in _line(axes, runs, panel, line)]
+    if panel.figure == "real_time_factor":
+        axes.axhline(1, color="0.4", linestyle="--", linewidth=1, label="as fast as speech")
+        heights.append(1)
+    _scale(axes, [run.load.value for run in runs], heights)
+    axes.set(xlabel=AXES[mode], ylabel=panel.unit)
+    axes.set_title(f"{panel.title}\n", loc="left", fontweight="bold")
+    axes.text(0, 1.03, subtitle, transform=axes.transAxes, fontsize="small", color="0.35")
+    axes.grid(visible=True, color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise BadRequest(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _line(axes: Axes, runs: Sequence[Run], panel: Panel, name: str) -> list[float]:
+    """Draw one percentile over the loads that have it; returns its heights."""
+    colour, marker = LINES[name]
+    found = [(run.load.value, getattr(getattr(run.summary, panel.figure), name)) for run in runs]
+    points = [(load, height * panel.factor) for load, height in found if height is not None]
+    if not points:
+        axes.plot([], [], color=colour, marker=marker, label=f"{name}: too few replies")
+        return []
+    loads, heights = zip(*points, strict=True)
+    axes.plot(loads, heights, color=colour, marker=marker, label=name)
+    for load, height in points:
+        axes.annotate(f"{height:.3g}", (load, height), (0, 6), textcoords="offset points", ha="center", color=colour)
+    return list(heights)
+
+
+def _scale(axes: Axes, loads: Sequence[float], heights: Sequence[float]) -> None:
+    """Ticks at the loads measured; logarithmic where values lie far apart, else from zero."""
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    if _far_apart(loads):
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.minorticks_off()
+    axes.set_xticks(list(loads), [f"{load:g}" for load in loads])
+    if _far_apart(heights):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+    elif heights:
+        axes.set_ylim(0, max(heights) * 1.15)
+
+
+def _far_apart(values: Sequence[float]) -> bool:
+    return len(values) > 1 and min(values) > 0 and max(values) / min(values) >= _LOG_FROM

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what NVIDIA's perf_analyzer wrote with `--profile-export-file`, and makes this benchmark's records of it.
+
+The file has, for each load (`experiments`), the requests with the times of their responses in nanoseconds
+(`timestamp`, `response_timestamps`) and the responses' outputs (`response_outputs`). It was read off files that
+perf_analyzer 2.51.0 and 2.60.0 wrote. What it cannot tell, `MISSING` says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from triton_omni_client.errors import BadRequest, OmniClientError
+from triton_omni_client.messages import AudioDelta, AudioFormat, Delta, Info, OutputDecoder, Tensor, TextDelta
+
+from .records import Load, LoadMode, RecordBuilder, RequestRecord
+from .report import Run
+
+_NS = 1e-9
+_MODES: dict[str, LoadMode] = {"concurrency": "closed", "request_rate": "open"}
+
+MISSING = (
+    "errors: perf_analyzer stops at the first one and exports none",
+    "warm-up: the export does not mark it, so every request of its measurement windows is counted",
+    "GPU memory and utilisation, server version: not in the export",
+)
+NO_SCHEDULE = "latencies of a request rate count from the sending: the export does not have the scheduled arrival"
+ONE_RESPONSE = "one response a request: time to first text and first audio are those of the whole reply, gaps are none"
+NO_OUTPUTS = "no text, audio and token figures: the export has no response_outputs"
+
+
+def read_profile_export(path: Path) -> tuple[list[Run], list[str]]:
+    """The runs of an export, and notes on what it does not tell.
+
+    Raises:
+        BadRequest: the file cannot be read, or is no such export.
+    """
+    try:
+        export = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        runs = [_run(experiment) for experiment in export["experiments"]]
+    except OSError as error:
+        raise BadRequest(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadRequest(f"{path}: not a profile export of perf_analyzer: {error!r}") from error
+    return runs, [*MISSING, *_notes(export["experiments"], runs)]
+
+
+def _notes(experiments: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> list[str]:
+    responses = [request["response_timestamps"] for experiment in experiments for request in experiment["requests"]]
+    found = []
+    if any(run.load.mode == "open" for run in runs):
+        found.append(NO_SCHEDULE)
+    if responses and all(len(times) <= 1 for times in responses):
+        found.append(ONE_RESPONSE)
+    if not any(request.get("response_outputs") for entry in experiments for request in entry["requests"]):
+        found.append(NO_OUTPUTS)
+    return found
+
+
+def _run(experiment: Mapping[str, Any]) -> Run:
+    load = experiment["experiment"]
+    requests = experiment["requests"]
+    begin = min((int(request["timestamp"]) for request in requests), default=0)
+    records = [_record(index, request, begin) for index, request in enumerate(requests)]
+    return Run(Load(_MODES[load["mode"]], float(load["value"])), records)
+
+
+def _record(index: int, request: Mapping[str, Any], begin_ns: int) -> RequestRecord:
+    start_s = (int(request["timestamp"]) - begin_ns) * _NS
+    builder = RecordBuilder(index, start_s, start_s)
+    times = [(int(time) - begin_ns) * _NS for time in request["response_timestamps"]]
+    outputs = request.get("response_outputs") or [{}] * len(times)
+    decoder = OutputDecoder(_audio_format(request))
+    try:
+        for now_s, output in zip(times, outputs, strict=True):
+            for delta in _deltas(output, decoder):
+                builder.add(delta, now_s)
+    except OmniClientError as error:
+        builder.fail(error)
+    if not times:
+        builder.interrupt()
+    return builder.build(times[-1] if times else start_s)
+
+
+def _deltas(output: Mapping[str, Any], decoder: OutputDecoder) -> Iterator[Delta]:
+    """What one response brought. Only the length of FP32 audio is looked at, so its values need no conversion."""
+    if text := output.get("text_output"):
+        yield TextDelta(text)
+    # perf_analyzer writes an empty FP32 tensor as one number that means nothing, and a longer one as an array.
+    samples = output.get("audio_output")
+    if isinstance(samples, list):
+        yield AudioDelta(np.zeros(len(samples), np.float32))
+    if encoded := output.get("audio_base64"):
+        yield from decoder.feed({"audio_base64": Tensor.of_bytes("audio_base64", [encoded.encode()])})
+    if info := output.get("info"):
+        yield Info.from_json(info)
+
+
+def _audio_format(request: Mapping[str, Any]) -> AudioFormat:
+    """As asked for in `sampling_parameters`, which the export keeps; `f32` where it says nothing."""
+    text = request.get("request_inputs", {}).get("sampling_parameters") or "{}"
+    asked = json.loads(text).get("audio_format", "f32")
+    if asked not in get_args(AudioFormat):
+        raise ValueError(f"audio_format {asked!r}")
+    found: AudioFormat = asked
+    return found

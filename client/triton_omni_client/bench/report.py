@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report: everything that was measured, as one JSON object of a versioned schema (docs/benchmarking.md).
+
+Pure but for `write`. Times are in seconds unless their name says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from triton_omni_client.errors import BadRequest
+
+from .metrics import metrics_of
+from .records import Load, RequestRecord
+from .resources import Usage
+from .summary import Summary, summarise
+
+SCHEMA = "triton-omni-bench"
+SCHEMA_VERSION = 1
+_DIGITS = 6
+"""Decimal places of written figures: a microsecond."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One load and what came of it."""
+
+    load: Load
+    records: Sequence[RequestRecord]
+    resources: Mapping[str, Usage] = field(default_factory=dict)
+    complete: bool = True
+    """False where the run was cut short."""
+    client_lag_s: float | None = None
+    """The worst delay of the load generator's own event loop; None where it is not known."""
+
+    @cached_property
+    def summary(self) -> Summary:
+        """Its figures."""
+        return summarise(self.records)
+
+
+@dataclass
+class Report:
+    """Runs, and what they were made with."""
+
+    environment: Mapping[str, Any]
+    workload: Mapping[str, Any]
+    runs: list[Run] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is missing, and why."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION}
+        body = {"environment": self.environment, "workload": self.workload, "notes": self.notes}
+        whole: dict[str, Any] = _rounded(head | body | {"runs": [_run(run) for run in self.runs]})
+        return whole
+
+    def write(self, path: Path) -> None:
+        """Write the report.
+
+        Raises:
+            BadRequest: the file cannot be written.
+        """
+        text = json.dumps(self.to_json(), ensure_ascii=False, allow_nan=False, indent=1)
+        try:
+            path.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise BadRequest(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _run(run: Run) -> dict[str, Any]:
+    return {
+        "load": asdict(run.load),
+        "complete": run.complete,
+        "client_lag_s": run.client_lag_s,
+        "summary": asdict(run.summary),
+        "resources": {name: asdict(usage) for name, usage in run.resources.items()},
+        "requests": [_request(record) for record in sorted(run.records, key=lambda record: record.index)],
+    }
+
+
+def _request(record: RequestRecord) -> dict[str, Any]:
+    written = asdict(record)
+    written["chunks"] = [[chunk.at_s, chunk.seconds] for chunk in record.chunks]
+    return written | {"metrics": asdict(metrics_of(record))}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, _DIGITS)
+    if isinstance(value, Mapping):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in value]
+    return value

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What server was measured: its version and models, by the metadata calls of Triton's protocol.
+
+A server that does not answer one of them leaves a note, and the benchmark goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
+
+CALL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """Name and version of the server, and the models behind the one asked, with their versions."""
+
+    name: str | None = None
+    version: str | None = None
+    models: tuple[str, ...] = ()
+    """The model asked, then the models that its ensemble is made of, as `name:version`."""
+    notes: tuple[str, ...] = ()
+
+
+async def server_facts(url: str, model: str) -> ServerFacts:
+    """Ask a server over gRPC what it is."""
+    notes: list[str] = []
+    async with grpc.aio.insecure_channel(url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        server = await _ask(stub.ServerMetadata, service_pb2.ServerMetadataRequest(), notes)
+        config = await _ask(stub.ModelConfig, service_pb2.ModelConfigRequest(name=model), notes)
+        steps = [] if config is None else [step.model_name for step in config.config.ensemble_scheduling.step]
+        models = [await _model(stub, name, notes) for name in [model, *steps]]
+    found = tuple(name for name in models if name is not None)
+    if server is None:
+        return ServerFacts(models=found, notes=tuple(notes))
+    return ServerFacts(server.name, server.version, found, tuple(notes))
+
+
+async def _model(stub: Any, name: str, notes: list[str]) -> str | None:
+    metadata = await _ask(stub.ModelMetadata, service_pb2.ModelMetadataRequest(name=name), notes)
+    return None if metadata is None else f"{metadata.name}:{','.join(metadata.versions)}"
+
+
+async def _ask(call: Any, request: Any, notes: list[str]) -> Any | None:
+    try:
+        return await call(request, timeout=CALL_TIMEOUT_S)
+    except grpc.RpcError as error:
+        notes.append(f"the server did not answer {type(request).__name__}: {error.code().name}")
+        return None

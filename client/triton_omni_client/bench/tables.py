@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report on a terminal: a table a run, one that compares the runs, and the progress of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .records import RequestRecord
+from .report import Run
+from .resources import Usage
+from .statistics import PERCENTILES, Distribution
+from .summary import Summary
+
+MISSING = "-"
+
+Format = Callable[[float], str]
+
+
+def milliseconds(seconds: float) -> str:
+    """1234.5 s as "1234500", 12.3 ms as "12.3": three figures at least."""
+    value = seconds * 1000
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _plain(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _count(value: float) -> str:
+    return f"{value:.0f}"
+
+
+FIGURES: tuple[tuple[str, str, Format], ...] = (
+    ("time to first text, ms", "time_to_first_text_s", milliseconds),
+    ("time to first audio, ms", "time_to_first_audio_s", milliseconds),
+    ("gap between chunks, ms", "audio_gap_s", milliseconds),
+    ("gap between text deltas, ms", "text_gap_s", milliseconds),
+    ("silence a request, ms", "silence_per_request_s", milliseconds),
+    ("whole reply, ms", "latency_s", milliseconds),
+    ("real-time factor", "real_time_factor", _plain),
+    ("text tokens/s a request", "text_tokens_per_s_per_request", _plain),
+    ("speech a request, s", "audio_s", _plain),
+    ("reply tokens", "reply_tokens", _count),
+    ("prompt tokens", "prompt_tokens", _count),
+)
+
+
+def run_table(run: Run) -> Table:
+    """The distributions of one run; a percentile of too few samples is a dash."""
+    table = Table(title=run.load.label + ("" if run.complete else " (cut short)"), title_justify="left")
+    table.add_column("figure")
+    for name in ("n", "mean", *(f"p{percent}" for percent in PERCENTILES), "max"):
+        table.add_column(name, justify="right")
+    for label, name, form in FIGURES:
+        figures: Distribution = getattr(run.summary, name)
+        if figures.count:
+            values = [figures.mean, *(getattr(figures, f"p{percent}") for percent in PERCENTILES), figures.max]
+            table.add_row(label, str(figures.count), *(_shown(value, form) for value in values))
+    return table
+
+
+def run_lines(run: Run) -> list[str]:
+    """What is said of one run below its table."""
+    summary = run.summary
+    failed = summary.requests - summary.completed - summary.interrupted
+    cut = f", {summary.interrupted} cut off" if summary.interrupted else ""
+    lines = [
+        f"{summary.completed} replies, {failed} errors{cut} in {summary.duration_s:.1f} s",
+        f"{_shown(summary.audio_seconds_per_s, _plain)} s of speech a second · "
+        f"{_shown(summary.requests_per_s, _plain)} replies a second · "
+        f"{_shown(summary.text_tokens_per_s, _plain)} text tokens a second",
+        _underruns(summary),
+    ]
+    if summary.errors:
+        lines.append("errors: " + ", ".join(f"{count} {code}" for code, count in summary.errors.items()))
+    return lines + _resources(run)
+
+
+def comparison(runs: Sequence[Run]) -> Table:
+    """One line a run."""
+    table = Table(title="all runs", title_justify="left")
+    table.add_column("load")
+    heads = ("replies", "errors", "first text p50 / p95, ms", "first audio p50 / p95, ms", "real-time factor p50 / p95")
+    for name in (*heads, "underruns", "silence, %", "speech s/s"):
+        table.add_column(name, justify="right")
+    for run in runs:
+        summary = run.summary
+        share = summary.silence_share
+        table.add_row(
+            run.load.label,
+            str(summary.completed),
+            str(sum(summary.errors.values())),
+            _pair(summary.time_to_first_text_s, milliseconds),
+            _pair(summary.time_to_first_audio_s, milliseconds),
+            _pair(summary.real_time_factor, _plain),
+            str(summary.underruns),
+            MISSING if share is None else f"{100 * share:.1f}",
+            _shown(summary.audio_seconds_per_s, _plain),
+        )
+    return table
+
+
+def print_report(console: Console, runs: Sequence[Run], notes: Sequence[str]) -> None:
+    """What is said when all runs are over: the comparison of several, and the notes."""
+    if len(runs) > 1:
+        console.print(comparison(runs))
+    for note in notes:
+        console.print(f"note: {escape(note)}", style="dim", highlight=False)
+
+
+def print_run(console: Console, run: Run) -> None:
+    """One run: its table and the lines below."""
+    console.print(run_table(run))
+    for line in run_lines(run):
+        console.print(f"  {escape(line)}", highlight=False)
+    console.print()
+
+
+def _underruns(summary: Summary) -> str:
+    if not summary.time_to_first_audio_s.count:
+        return "no speech"
+    return (
+        f"{summary.underruns} underruns in {summary.requests_with_underruns} of {summary.completed} replies · "
+        f"{summary.silence_s:.2f} s of silence"
+    )
+
+
+def _resources(run: Run) -> list[str]:
+    """A line for each GPU and stage that something is known of."""
+    owners: dict[str, list[str]] = {}
+    for name, usage in run.resources.items():
+        owner, _, figure = name.rpartition("/")
+        owners.setdefault(owner, []).append(_usage(figure, usage))
+    return [f"{owner.replace('/', ' ')}: {' · '.join(figures)}" for owner, figures in owners.items()]
+
+
+def _usage(figure: str, usage: Usage) -> str:
+    if figure == "utilization":
+        return f"{100 * usage.mean:.0f} % busy (peak {100 * usage.max:.0f} %)"
+    if figure == "memory_mib":
+        return f"{usage.max:.0f} MiB"
+    return f"{figure} {usage.mean:.1f} (peak {usage.max:.0f})"
+
+
+def _pair(figures: Distribution, form: Format) -> str:
+    return f"{_shown(figures.p50, form)} / {_shown(figures.p95, form)}"
+
+
+def _shown(value: float | None, form: Format) -> str:
+    return MISSING if value is None else form(value)
+
+
+class RunProgress:
+    """A bar of one run: how many have ended, how many are open, how many failed."""
+
+    def __init__(self, bar: Progress, task: TaskID) -> None:
+        self._bar = bar
+        self._task = task
+        self._open = self._failed = 0
+
+    def started(self) -> None:
+        """A request was sent."""
+        self._open += 1
+        self._show()
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request has ended."""
+        self._open -= 1
+        self._failed += not record.ok
+        self._bar.advance(self._task)
+        self._show()
+
+    def _show(self) -> None:
+        failed = f" · {self._failed} failed" if self._failed else ""
+        self._bar.update(self._task, state=f"{self._open} open{failed}")
+
+
+@contextmanager
+def progress(console: Console, title: str, requests: int) -> Iterator[RunProgress]:
+    """Shows a bar while inside, on a terminal; nothing elsewhere."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    state = TextColumn("{task.fields[state]}")
+    with Progress(*columns, state, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield RunProgress(bar, bar.add_task(title, total=requests, state=""))

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads Triton's metrics endpoint: GPUs as Triton sees them, and what each stage holds. Pure but for `fetch`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from urllib.request import urlopen
+
+FETCH_TIMEOUT_S = 2.0
+
+_LINE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+STAGE_GAUGES = ("sessions", "running", "waiting", "kv_blocks_used", "rows_used", "outbox")
+"""What a stage publishes as `omni_*` with the label `stage`."""
+
+_GPU = {
+    "nv_gpu_utilization": ("utilization", 1.0),
+    "nv_gpu_memory_used_bytes": ("memory_mib", 1 / 2**20),
+}
+
+
+def fetch(url: str) -> str:
+    """The page of metrics.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    with urlopen(url, timeout=FETCH_TIMEOUT_S) as response:
+        return str(response.read().decode("utf-8", errors="replace"))
+
+
+def read(page: str) -> dict[str, float]:
+    """The figures of one page by our name: `stage/thinker/sessions`, `gpu/<uuid>/memory_mib`, …"""
+    found: dict[str, float] = {}
+    for name, labels, value in _samples(page):
+        if name in _GPU and "gpu_uuid" in labels:
+            figure, factor = _GPU[name]
+            found[f"gpu/{labels['gpu_uuid']}/{figure}"] = value * factor
+        elif name.startswith("omni_") and name.removeprefix("omni_") in STAGE_GAUGES and "stage" in labels:
+            found[f"stage/{labels['stage']}/{name.removeprefix('omni_')}"] = value
+    return found
+
+
+def _samples(page: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    for line in _LINE.finditer(page):
+        try:
+            value = float(line["value"])
+        except ValueError:
+            continue  # not a sample: a comment that looks like one
+        yield line["name"], dict(_LABEL.findall(line["labels"] or "")), value

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmark asks: prompts in turn, one sampling for all, a seed a request. Knows no server.
+
+Also writes the same requests as input data of NVIDIA's perf_analyzer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from triton_omni_client.errors import BadRequest
+from triton_omni_client.messages import AudioFormat, Media, Modality, Request
+
+BUILT_IN = "built-in"
+
+PROMPTS = (
+    "Tell me a story about the sea and the people who live beside it.",
+    "Explain to a child how a bicycle stays upright while it rolls.",
+    "Describe a busy market in the early morning: what is seen, heard and smelled there.",
+    "How does a lighthouse work, and who looked after one in the old days?",
+    "Give me directions for baking a simple loaf of bread, step by step.",
+    "What would you show a visitor on a first day in a city by a river?",
+    "Why do leaves change their colour in autumn? Take your time to explain.",
+    "Summarise the plot of a play about two families who cannot make peace.",
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests by number: the prompts in turn, and `seed` plus the number as the request's seed."""
+
+    prompts: Sequence[str] = PROMPTS
+    media: Sequence[Media] = ()
+    """Shown or played with every prompt."""
+    seed: int = 0
+    modalities: Sequence[Modality] | None = None
+    voice: str | None = None
+    audio_format: AudioFormat = "f32"
+    timeout: float | None = None
+    thinker: Mapping[str, Any] = field(default_factory=dict)
+    talker: Mapping[str, Any] = field(default_factory=dict)
+    token2wav: Mapping[str, Any] = field(default_factory=dict)
+
+    def request(self, index: int) -> Request:
+        """The request of this number."""
+        return Request.ask(
+            self.prompts[index % len(self.prompts)],
+            self.media,
+            seed=self.seed + index,
+            modalities=self.modalities,
+            voice=self.voice,
+            audio_format=self.audio_format,
+            timeout=self.timeout,
+            thinker=self.thinker,
+            talker=self.talker,
+            token2wav=self.token2wav,
+            request_id=f"bench-{index}",
+        )
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """The prompts of a text file, one a line; empty lines are left out.
+
+    Raises:
+        BadRequest: the file cannot be read, or holds no prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(f"prompts {path}: cannot be read: {error}") from error
+    prompts = tuple(line.strip() for line in lines if line.strip())
+    if not prompts:
+        raise BadRequest(f"prompts {path}: no line holds a prompt")
+    return prompts
+
+
+def of_length(prompt: str, words: int) -> str:
+    """The prompt cut to so many words, or repeated until it has them."""
+    found = prompt.split()
+    return " ".join(found[at % len(found)] for at in range(words))
+
+
+def perf_analyzer_input(workload: Workload, requests: int) -> str:
+    """The first `requests` requests as the JSON of perf_analyzer's `--input-data`, which it sends round robin.
+
+    Raises:
+        BadRequest: the workload has media; only text prompts are written.
+    """
+    if workload.media:
+        raise BadRequest("input data of perf_analyzer is written for text prompts alone; leave the media out")
+    data = []
+    for index in range(requests):
+        request = workload.request(index)
+        parameters = json.dumps(request.sampling_parameters())
+        data.append({"text_input": [request.text], "sampling_parameters": [parameters]})
+    return json.dumps({"data": data}, indent=1) + "\n"
