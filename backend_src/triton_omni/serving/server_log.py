@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the output of tritonserver to a file or to standard error, and keeps its end to say why a server died.
 
-It knows the form of two of Triton's log lines and nothing of the models.
+It knows the form of Triton's log lines and of crashes, and nothing of the models.
 """
 
 from __future__ import annotations
@@ -11,15 +11,60 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
 _KEPT_LINES = 400
+# How far from its end a log is searched for a crash when no model failed to load: what is further up was survived.
+_LAST_LINES = 60
 # `E1121 02:22:03.042 42 model_lifecycle.cc:654] "failed to load 'thinker' version 1: Internal: SettingsError: …"`:
 # a message of several lines is quoted, its line ends escaped; the first line has the reason.
 _FAILED_MODEL = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*?)(?:\\n|\"?$)")
 _ERROR = re.compile(r"^(?:E\d{4} .*?\] \"?|error: )(?P<reason>.*?)(?:\\n.*|\"?)$")
+# Lines that tell that something went wrong, and not what; those of CUDA come on every machine without a GPU.
+_GENERIC = re.compile(
+    r"Stub process .* is not healthy|See root cause above|failed to load all models|has no loaded version"
+    r"|Exit timeout expired|CudaDriverHelper has not been initialized|unable to create stream for"
+)
+_CXX_EXCEPTION = re.compile(r"terminate called after throwing an instance of '(?P<type>.+)'")
+_CXX_WHAT = re.compile(r"\s*what\(\):\s*(?P<what>.*\S)")
+_TRACEBACK = "Traceback (most recent call last):"
+# A fault; not the two signals that stop a server in order.
+_SIGNAL = re.compile(r"Fatal Python error: .+|Signal \((?!2\)|15\))\d+\) received\.?|Segmentation fault.*")
+
+
+def find_reason(lines: Sequence[str]) -> str:
+    """Why a server with this output ended, in one sentence.
+
+    The first model that failed to load and what it said, else the crash at the end, else the last error line. A crash
+    (a C++ exception, a Python traceback, a fatal signal) tells more than the generic lines that Triton writes after it.
+    """
+    for number, line in enumerate(lines):
+        if found := _FAILED_MODEL.search(line):
+            reason = found["reason"].strip()
+            if _GENERIC.search(reason):
+                reason = " after ".join([reason.rstrip("."), *_crashes(lines[:number])[-1:]])
+            return f"model {found['model']} cannot be loaded: {reason}"
+    errors = [found["reason"] for line in lines if (found := _ERROR.match(line))]
+    told = [error for error in errors if not _GENERIC.search(error)]
+    return (_crashes(lines[-_LAST_LINES:])[-1:] or told[-1:] or errors[-1:] or [*lines[-1:], "it said nothing"])[0]
+
+
+def _crashes(lines: Sequence[str]) -> list[str]:
+    """One line for each crash, in order; bare signals before exceptions, which say more."""
+    signals, exceptions, in_traceback = [], [], False
+    for number, line in enumerate(lines):
+        if found := _CXX_EXCEPTION.search(line):
+            what = next((what["what"] for after in lines[number + 1 :] if (what := _CXX_WHAT.match(after))), "")
+            exceptions.append(f"{found['type']}: {what}" if what else found["type"])
+        elif found := _SIGNAL.match(line):
+            signals.append(found[0])
+        elif in_traceback and line and not line[0].isspace():
+            exceptions.append(line)
+        in_traceback = line.endswith(_TRACEBACK) or (in_traceback and line[:1].isspace())
+    return signals + exceptions
 
 
 class ServerLog:
@@ -49,18 +94,9 @@ class ServerLog:
         if self._pump is not None:
             self._pump.join(timeout_s)
 
-    def tail(self, lines: int = 20) -> list[str]:
-        """The last lines seen."""
-        return list(self._tail)[-lines:]
-
     def reason(self) -> str:
-        """Why the server died, in one sentence: the first model that failed, else the last error line."""
-        lines = list(self._tail)
-        for line in lines:
-            if found := _FAILED_MODEL.search(line):
-                return f"model {found['model']} cannot be loaded: {found['reason'].strip()}"
-        errors = [found["reason"] for line in lines if (found := _ERROR.match(line))]
-        return errors[-1] if errors else (lines[-1] if lines else "it said nothing")
+        """Why the server died, in one sentence (`find_reason`)."""
+        return find_reason(list(self._tail))
 
     def _copy(self, source: IO[bytes]) -> None:
         with ExitStack() as stack:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator is told when a server ends: the true cause out of logs as tritonserver and its stages write them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from triton_omni.serving.server_log import ServerLog, find_reason
+
+# Written by every server on a machine without a GPU, whatever happens later.
+BEGINNING = """\
+W1121 06:00:01.101 17 pinned_memory_manager.cc:271] "Unable to allocate pinned system memory: no CUDA driver"
+E1121 06:00:01.102 17 server.cc:241] "CudaDriverHelper has not been initialized."
+I1121 06:00:01.103 17 model_lifecycle.cc:472] "loading: thinker:1"
+"""
+STUB_GONE = """\
+E1121 06:00:09.310 17 backend_model.cc:692] "ERROR: Failed to create instance: Stub process 'talker_0' is not healthy."
+E1121 06:00:09.311 17 model_lifecycle.cc:642] "failed to load 'talker' version 1: Internal: Stub process 'talker_0' \
+is not healthy."
+"""
+END = """\
+E1121 06:00:12.127 17 model_repository_manager.cc:703] "Invalid argument: ensemble 'qwen2_5_omni' depends on 'talker' \
+which has no loaded version. Model 'talker' loading failed with error: version 1 is at UNAVAILABLE state: Internal: x;"
+I1121 06:00:12.128 17 server.cc:345] "Timeout 30: Found 0 live models and 0 in-flight non-inference requests"
+error: creating server: Internal - failed to load all models
+"""
+SHARED_MEMORY_FULL = """\
+terminate called after throwing an instance of 'triton::backend::python::PythonBackendException'
+  what():  Failed to increase the shared memory pool size for key 'region_1' to 1048576 bytes: No space left on device
+"""
+TRACEBACK = """\
+2026-11-21 06:00:07,201 ERROR triton_omni.loop the engine failed
+Traceback (most recent call last):
+  File "/srv/triton_omni/loop.py", line 71, in _run
+    self._step()
+    ~~~~~~~~~~^^
+ValueError: No available memory for the cache blocks.
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/srv/triton_omni/vllm_hooks/engine.py", line 40, in load
+    raise EngineError("the KV cache does not fit") from error
+triton_omni.engine.EngineError: the KV cache does not fit
+Exception ignored in: <function Pool.__del__>
+"""
+REFUSED = """\
+E1121 06:00:09.311 17 model_lifecycle.cc:642] "failed to load 'thinker' version 1: Internal: SettingsError: \
+stage.yaml: engine.x: unknown key (known: threads)\\n\\nAt:\\n  /srv/model.py(17): initialize\\n"
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (
+            BEGINNING + TRACEBACK + REFUSED + END,
+            "model thinker cannot be loaded: Internal: SettingsError: stage.yaml: engine.x: unknown key (known: threads)",
+        ),
+        (
+            BEGINNING + SHARED_MEMORY_FULL + STUB_GONE + END,
+            "model talker cannot be loaded: Internal: Stub process 'talker_0' is not healthy after "
+            "triton::backend::python::PythonBackendException: Failed to increase the shared memory pool size for key "
+            "'region_1' to 1048576 bytes: No space left on device",
+        ),
+        (
+            BEGINNING + TRACEBACK + STUB_GONE + END,
+            "model talker cannot be loaded: Internal: Stub process 'talker_0' is not healthy after "
+            "triton_omni.engine.EngineError: the KV cache does not fit",
+        ),
+        (
+            BEGINNING + "Fatal Python error: Segmentation fault\n\nThread 0x01:\n" + STUB_GONE + END,
+            "model talker cannot be loaded: Internal: Stub process 'talker_0' is not healthy after "
+            "Fatal Python error: Segmentation fault",
+        ),
+        (
+            BEGINNING + STUB_GONE + END,
+            "model talker cannot be loaded: Internal: Stub process 'talker_0' is not healthy",
+        ),
+        (
+            BEGINNING
+            + "terminate called after throwing an instance of 'c10::Error'\n  what():  no\nSignal (6) received.\n",
+            "c10::Error: no",
+        ),
+        (BEGINNING + "Signal (11) received.\n 0# 0x00005\n" + END, "Signal (11) received."),
+        (BEGINNING + "Signal (15) received.\nerror: it ended badly\n", "it ended badly"),
+        (BEGINNING + "terminate called after throwing an instance of 'std::bad_alloc'\n", "std::bad_alloc"),
+        (
+            BEGINNING + 'E1121 06:00:02.1 17 main.cc:300] "failed to open the repository: /srv"\n' + END,
+            "failed to open the repository: /srv",
+        ),
+        (BEGINNING + END, "creating server: Internal - failed to load all models"),
+        ("tritonserver: error while loading shared libraries: libre2.so: cannot open shared object file", None),
+    ],
+)
+def test_the_true_cause_is_found(log: str, reason: str | None) -> None:
+    assert find_reason(log.splitlines()) == (reason or log)
+
+
+def test_a_crash_that_was_survived_is_not_the_reason() -> None:
+    served = [f'I1121 06:10:00.{number} 17 grpc_server.cc:1] "served"' for number in range(100)]
+    end = 'E1121 06:20:00.1 17 main.cc:1] "the licence of the universe has ended"'
+    assert find_reason([*TRACEBACK.splitlines(), *served, end]) == "the licence of the universe has ended"
+
+
+def test_a_silent_server_is_told_as_silent() -> None:
+    assert find_reason([]) == "it said nothing"
+
+
+def test_the_output_goes_to_the_file_and_its_end_is_kept(tmp_path: Path) -> None:
+    log = ServerLog(tmp_path / "logs" / "server.log")
+    command = [sys.executable, "-c", "print('error: the first\\nlast words \\udc80'.encode(errors='replace').decode())"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        log.follow(process)
+        process.wait()
+    log.close()
+    assert (tmp_path / "logs" / "server.log").read_text() == "error: the first\nlast words ?\n"
+    assert log.reason() == "the first"
