@@ -50,7 +50,7 @@ Exception ignored in: <function Pool.__del__>
 """
 REFUSED = """\
 E1121 06:00:09.311 17 model_lifecycle.cc:642] "failed to load 'thinker' version 1: Internal: SettingsError: \
-stage.yaml: engine.x: unknown key (known: threads)\\n\\nAt:\\n  /srv/model.py(17): initialize\\n"
+stage.yaml: engine.x: unknown key (known: a)\\n\\nAt:\\n  /srv/model.py(17): initialize\\n"
 """
 
 
@@ -59,7 +59,7 @@ stage.yaml: engine.x: unknown key (known: threads)\\n\\nAt:\\n  /srv/model.py(17
     [
         (
             BEGINNING + TRACEBACK + REFUSED + END,
-            "model thinker cannot be loaded: Internal: SettingsError: stage.yaml: engine.x: unknown key (known: threads)",
+            "model thinker cannot be loaded: Internal: SettingsError: stage.yaml: engine.x: unknown key (known: a)",
         ),
         (
             BEGINNING + SHARED_MEMORY_FULL + STUB_GONE + END,
@@ -116,7 +116,6 @@ def test_the_output_goes_to_the_file_and_its_end_is_kept(tmp_path: Path) -> None
     command = [sys.executable, "-c", "print('error: the first\\nlast words \\udc80'.encode(errors='replace').decode())"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         log.follow(process)
-        process.wait()
-    log.close()
+        log.close()
     assert (tmp_path / "logs" / "server.log").read_text() == "error: the first\nlast words ?\n"
     assert log.reason() == "the first"

@@ -5,27 +5,40 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from triton_omni import ledger
+from triton_omni.serving import leftovers
 from triton_omni.serving.machine import ServerError, ServerNotReady, choose_ports, find_triton, visible_gpus
 from triton_omni.serving.memory_pool import memory_pool_bytes, pool_bytes
-from triton_omni.serving.model_folder import ModelFolderError, model_folder
+from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.serving.model_folder import main as print_model_folder
 from triton_omni.serving.supervisor import ServerConfig, Supervisor, main
 from triton_omni.settings import TalkerSettings, ThinkerSettings
 
 # Answers the readiness path as tritonserver does; what it should do otherwise is told by its environment.
-STAND_IN = """#!{python}
-import http.server, json, os, signal, sys, threading, time
+STAND_IN = '''#!{python}
+import http.server, json, os, signal, subprocess, sys, threading, time
+STAGE = """import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1] + ".new", "w").write(str(os.getpid()))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(600)"""
 flags = dict(argument[2:].split("=", 1) for argument in sys.argv[1:])
 behaviour = os.environ.get("BEHAVIOUR", "serve")
+if stage := os.environ.get("STAGE"):  # a child that outlives its parent and ignores SIGTERM, as Triton's stubs do
+    subprocess.Popen([sys.executable, "-c", STAGE, stage])
+    while not os.path.exists(stage):
+        time.sleep(0.01)
 print(json.dumps({{"flags": flags, "model": os.environ["OMNI_MODEL"]}}), flush=True)
 if behaviour == "fail":
     print("E1121 02:22:03.042 42 model_lifecycle.cc:654] \\"failed to load 'thinker' version 1: "
@@ -42,7 +55,7 @@ class Ready(http.server.BaseHTTPRequestHandler):
         self.end_headers()
     def log_message(self, *_): pass
 http.server.HTTPServer((flags["http-address"], int(flags["http-port"])), Ready).serve_forever()
-"""
+'''
 
 
 @pytest.fixture
@@ -105,11 +118,76 @@ def test_a_deaf_server_is_ended_after_its_exit_timeout(repository: Path, monkeyp
         assert server.exit_code == 128 + signal.SIGKILL
 
 
-def test_a_taken_port_is_refused_by_service_and_number(repository: Path) -> None:
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Path]:
+    """The file in which a server's stage writes its process id; the stage is ended if the server left it."""
+    file = tmp_path / "stage.pid"
+    yield file
+    if file.exists() and is_running(int(file.read_text())):
+        os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("behaviour", ["serve", "deaf"])
+def test_no_stage_is_left_of_a_server_that_was_stopped(
+    repository: Path, stage: Path, behaviour: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton_omni.serving.supervisor._KILL_AFTER_S", 0.5)
+    environment = {"BEHAVIOUR": behaviour, "STAGE": str(stage)}
+    with Supervisor(config(repository, environment=environment, exit_timeout_s=0)) as server:
+        assert is_running(int(stage.read_text()))
+        server.stop()
+        assert not is_running(int(stage.read_text()))
+
+
+def test_no_stage_is_left_of_a_server_that_was_killed(repository: Path, stage: Path) -> None:
+    with Supervisor(config(repository, environment={"STAGE": str(stage)})) as server:
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(ServerError, match="ended with code 137"):
+            server.run()
+        assert not is_running(int(stage.read_text()))
+
+
+def test_no_stage_is_left_of_a_server_that_never_got_ready(repository: Path, stage: Path) -> None:
+    environment = {"BEHAVIOUR": "fail", "STAGE": str(stage)}
+    with pytest.raises(ServerNotReady), Supervisor(config(repository, environment=environment)):
+        pass
+    assert not is_running(int(stage.read_text()))
+
+
+def test_the_shared_memory_of_a_server_goes_with_it(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(leftovers, "_SHARED_MEMORY", shared)
+    monkeypatch.setattr(ledger, "_SHARED_MEMORY", shared)
+    with Supervisor(config(repository)) as server:
+        said = json.loads((tmp_path / "server.log").read_text())
+        prefix = said["flags"]["backend-config"].removeprefix("python,shm-region-prefix-name=")
+        others = {"triton_omni_another_servers", "triton_python_backend_shm_region_1"}
+        for name in (f"{prefix}1", f"{prefix}2", ledger.server_name(server.pid), *others):
+            (shared / name).touch()
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+    assert {file.name for file in shared.iterdir()} == others
+
+
+@pytest.mark.parametrize("service", ["http", "grpc", "metrics"])
+def test_a_taken_port_is_refused_by_service_and_number_before_the_start(repository: Path, service: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ServerError, match=rf"grpc cannot listen on 127.0.0.1:{port} .*--grpc-port"):
-            Supervisor(config(repository, grpc_port=port)).start()
+        server = Supervisor(config(repository, **{f"{service}_port": port}))
+        with pytest.raises(ServerError, match=rf"{service} cannot listen on 127.0.0.1:{port} .*--{service}-port"):
+            server.start()
+        with pytest.raises(ServerError, match="not started"):
+            _ = server.pid
 
 
 def test_two_services_cannot_share_a_port() -> None:
@@ -140,24 +218,93 @@ def test_a_missing_repository_is_named(tmp_path: Path) -> None:
         Supervisor(ServerConfig(tmp_path / "nowhere")).start()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_prints_ready_and_passes_the_servers_exit_code_on(
-    repository: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CODE", "7")
-    arguments = ["--model-repository", str(repository), "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "triton_omni.serving.supervisor", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+@pytest.fixture
+def whole_checkpoint(repository: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command looks at the checkpoint's files before it starts a server."""
+    del repository  # which names another
+    monkeypatch.setenv("OMNI_MODEL", str(tiny_checkpoint))
+
+
+FREE_PORTS = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+MODULE = [sys.executable, "-m", "triton_omni.serving.supervisor"]
+
+
+def command(repository: Path) -> subprocess.Popen[str]:
+    """The command in a process of its own, its log in a file."""
+    arguments = ["--model-repository", str(repository), "--log-file", str(repository.parent / "server.log")]
+    return subprocess.Popen(
+        [*MODULE, *arguments, *FREE_PORTS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    with process:
+
+
+@pytest.mark.usefixtures("whole_checkpoint")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_command_prints_ready_and_ends_as_the_signal_says(
+    repository: Path, stage: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAGE", str(stage))
+    with command(repository) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert [part.partition("=")[0] for part in line.split()] == ["READY", "http", "grpc", "metrics"]
         process.send_signal(number)
-        assert process.wait(20) == 7
+        assert process.communicate(timeout=20) == ("", "")
+        assert process.returncode == 128 + number
+    assert not is_running(int(stage.read_text()))
+
+
+@pytest.mark.usefixtures("whole_checkpoint")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_models_load_ends_the_command_without_a_word(
+    repository: Path, stage: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEHAVIOUR", "loading")
+    monkeypatch.setenv("STAGE", str(stage))
+    with command(repository) as process:
+        wait_for(stage.exists)
+        process.send_signal(number)
+        process.send_signal(number)
+        assert process.communicate(timeout=20) == ("", "")
+        assert process.returncode == 128 + number
+    assert not is_running(int(stage.read_text()))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_signal_while_a_checkpoint_is_fetched_ends_the_command_at_once(repository: Path, tmp_path: Path) -> None:
+    code = """import sys, time, triton_omni.serving.supervisor as supervisor
+supervisor.model_folder = lambda source: (print("fetching", flush=True), time.sleep(600))
+supervisor.main(sys.argv[1:])"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "--model-repository", str(repository)], stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "fetching\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+
+
+def server_of(supervisor: int) -> int:
+    return int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text())
+
+
+@pytest.mark.usefixtures("whole_checkpoint")
+def test_the_command_tells_why_its_server_ended(repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGE", str(stage))
+    with command(repository) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.kill(server_of(process.pid), signal.SIGKILL)
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 1
+    assert said.startswith("error: the server ended with code 137: ")
+    assert said.count("\n") == 1
 
 
 def test_the_command_says_why_in_one_line(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,6 +382,67 @@ def test_a_checkpoint_folder_needs_a_config(tmp_path: Path) -> None:
     assert model_folder(str(tmp_path)) == tmp_path.resolve()
 
 
+def test_a_checkpoint_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelFolderError, match=r"model\.safetensors is no folder"):
+        model_folder(str(tmp_path / "model.safetensors"))
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint that a test may damage."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "tiny"))
+
+
+def test_a_whole_checkpoint_passes(checkpoint: Path) -> None:
+    check_files(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00002-of-00008.safetensors", "spk_dict.pt", "tokenizer.json", "preprocessor_config.json"]
+)
+def test_a_checkpoint_without_one_of_its_files_is_refused_by_name(checkpoint: Path, name: str) -> None:
+    (checkpoint / name).write_bytes(b"")
+    with pytest.raises(ModelFolderError, match=rf"tiny (is no|cannot be) .*{name}"):
+        check_files(checkpoint)
+    (checkpoint / name).unlink()
+    with pytest.raises(ModelFolderError, match=rf"tiny is no whole checkpoint: it lacks {name}$"):
+        check_files(checkpoint)
+
+
+def test_a_checkpoint_without_weights_is_refused(checkpoint: Path) -> None:
+    for file in checkpoint.glob("model*.safetensors"):
+        file.unlink()
+    with pytest.raises(ModelFolderError, match=r"lacks model-00001-of-00008\.safetensors, .* and 3 more$"):
+        check_files(checkpoint)
+    (checkpoint / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelFolderError, match=r"lacks model\.safetensors$"):
+        check_files(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"model_type": "qwen2"}', "config.json.model_type: expected 'qwen2_5_omni', found 'qwen2'"),
+        ("{}", "config.json.model_type: expected 'qwen2_5_omni', found None"),
+        ('{"model_type": "qwen2_5_omni"}', "config.json.token2wav_config: is missing"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(checkpoint: Path, text: str, reason: str) -> None:
+    (checkpoint / "config.json").write_text(text)
+    with pytest.raises(ModelFolderError) as refused:
+        check_files(checkpoint)
+    assert str(refused.value) == f"{checkpoint} is no checkpoint that can be served: {reason}"
+
+
+def test_the_command_refuses_a_damaged_checkpoint_before_it_starts_a_server(
+    repository: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "spk_dict.pt").unlink()
+    assert main(["--model-repository", str(repository), "--model", str(checkpoint)]) == 1
+    assert capsys.readouterr().err == f"error: {checkpoint} is no whole checkpoint: it lacks spk_dict.pt\n"
+
+
 def test_a_hub_id_is_fetched_with_weights_in_safetensors_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, list[str]]] = []
 
@@ -257,6 +465,7 @@ def test_a_failed_fetch_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().err == "owner/name cannot be fetched from Hugging Face: no network\n"
 
 
-def test_neither_folder_nor_id_is_refused() -> None:
-    with pytest.raises(ModelFolderError, match="neither a folder nor"):
-        model_folder("not an id")
+@pytest.mark.parametrize("source", ["not an id", "./nowhere", "/nowhere", "~/nowhere", "models/new/one"])
+def test_neither_folder_nor_id_is_refused(source: str) -> None:
+    with pytest.raises(ModelFolderError, match=f"'{source}' is neither a folder nor"):
+        model_folder(source)

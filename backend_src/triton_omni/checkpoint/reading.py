@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+INDEX_FILE = "model.safetensors.index.json"
+"""Names the file of each tensor where the weights are in several files."""
+SINGLE_FILE = "model.safetensors"
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message names the file and the key or tensor."""

@@ -13,10 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from triton_omni.checkpoint.reading import CheckpointError, read_json
+from triton_omni.checkpoint.reading import INDEX_FILE, SINGLE_FILE, CheckpointError, read_json
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 _LISTED = 5
 """Names that an error message shows of a longer list."""
 

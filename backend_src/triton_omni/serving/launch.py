@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton_omni.device import resolve_device, resolve_dtype_name
 from triton_omni.errors import StageName
+from triton_omni.serving.endpoint import command_line, own_grpc_url
 from triton_omni.settings import (
     Device,
     SettingsError,
@@ -119,12 +120,19 @@ def start_token2wav(pb_utils: Any, args: dict[str, str], folder: Path) -> StageA
 
 
 def start_unary(pb_utils: Any, args: dict[str, str], folder: Path) -> UnaryModel:
-    """Start the unary model; raises as `start_thinker` does."""
+    """Start the unary model.
+
+    Raises:
+        SettingsError: `stage.yaml` cannot be used, or this server's gRPC endpoint cannot be.
+    """
     del args
     _prepare_process()
+    settings = _settings(folder, UnarySettings)
+    # Every stub is a child of tritonserver.
+    grpc_url = settings.grpc_url or own_grpc_url(command_line(os.getppid()))
     from triton_omni.serving.unary import UnaryModel
 
-    return UnaryModel(pb_utils, _ledger("unary", None), _settings(folder, UnarySettings))
+    return UnaryModel(pb_utils, settings, grpc_url)
 
 
 def checkpoint_folder() -> Path:
@@ -190,7 +198,7 @@ def _facts(
     return StageFacts(fingerprint(checkpoint), code, hidden_size)
 
 
-def _ledger(stage: StageName, facts: StageFacts | None) -> SessionLedger:
+def _ledger(stage: StageName, facts: StageFacts) -> SessionLedger:
     from triton_omni.ledger import SessionLedger, remove_stale, server_name
 
     remove_stale()

@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns what `OMNI_MODEL` says into a checkpoint folder: a folder, a Hugging Face id, or nothing (the tiny checkpoint).
 
-It knows nothing of what is in a checkpoint, except that there is a `config.json`.
+It knows the names of a checkpoint's files, and reads no weight.
 Command line: `python -m triton_omni.serving.model_folder [SOURCE]` prints the folder.
 """
 
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from triton_omni.checkpoint.config import load_config
+from triton_omni.checkpoint.reading import INDEX_FILE, SINGLE_FILE, CheckpointError, read_json
+
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Weights in safetensors only; spk_dict.pt holds the speakers and has no other form.
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "spk_dict.pt"]
+_OTHER_FILES = ("preprocessor_config.json", "spk_dict.pt", "tokenizer.json")
+_LISTED = 5
+"""Names that an error message shows of a longer list."""
 
 
 class ModelFolderError(ValueError):
@@ -29,7 +36,7 @@ def model_folder(source: str | None) -> Path:
             for the tiny synthetic checkpoint (made once).
 
     Raises:
-        ModelFolderError: the folder has no `config.json`, or the id cannot be fetched.
+        ModelFolderError: there is no such folder, it has no `config.json`, or the id cannot be fetched.
     """
     if not source:
         # Imports torch, which a given folder does not need.
@@ -41,9 +48,37 @@ def model_folder(source: str | None) -> Path:
         if not (folder / "config.json").is_file():
             raise ModelFolderError(f"{folder} is no checkpoint: it has no config.json")
         return folder.resolve()
-    if _HUB_ID.fullmatch(source) is None:
+    if folder.exists():
+        raise ModelFolderError(f"{folder} is no folder; a checkpoint is a folder with config.json and *.safetensors")
+    if source.startswith((".", "/", "~")) or _HUB_ID.fullmatch(source) is None:
         raise ModelFolderError(f"{source!r} is neither a folder nor a Hugging Face id (owner/name)")
     return _fetch(source)
+
+
+def check_files(folder: Path) -> None:
+    """Look whether all files of a checkpoint are there and its `config.json` can be used; no weight is read.
+
+    Raises:
+        ModelFolderError: a file is missing or empty, or the configuration is of another model or cannot be used.
+    """
+    missing = [name for name in _expected_files(folder) if not _has_content(folder / name)]
+    if missing:
+        more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+        raise ModelFolderError(f"{folder} is no whole checkpoint: it lacks {', '.join(missing[:_LISTED])}{more}")
+
+
+def _expected_files(folder: Path) -> list[str]:
+    try:
+        load_config(folder)
+        index = read_json(folder / INDEX_FILE, optional=True)
+        shards = set(index.section("weight_map").values.values()) if index.values else {SINGLE_FILE}
+    except CheckpointError as error:
+        raise ModelFolderError(f"{folder} is no checkpoint that can be served: {error}") from error
+    return [*_OTHER_FILES, *sorted(map(str, shards))]
+
+
+def _has_content(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size > 0
 
 
 def _fetch(hub_id: str) -> Path:
@@ -61,12 +96,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the folder of the source that is the first argument."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        print(model_folder(given[0] if given else None))
+        folder = model_folder(given[0] if given else None)
+        check_files(folder)
     except ModelFolderError as error:
         print(error, file=sys.stderr)
         return 1
+    print(folder)
     return 0
 
 
 if __name__ == "__main__":
+    # Ctrl-C ends this without a word: there is nothing to tidy up, a fetch goes on where it was.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main())

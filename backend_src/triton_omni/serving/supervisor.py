@@ -11,16 +11,18 @@ import argparse
 import contextlib
 import http.client
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from triton_omni.serving.leftovers import end_group, remove_shared_memory
 from triton_omni.serving.machine import (
     ServerError,
     ServerNotReady,
@@ -31,7 +33,7 @@ from triton_omni.serving.machine import (
     visible_gpus,
 )
 from triton_omni.serving.memory_pool import memory_pool_bytes
-from triton_omni.serving.model_folder import ModelFolderError, model_folder
+from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.serving.server_log import ServerLog
 
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
@@ -77,8 +79,10 @@ class Supervisor:
         self.config = config
         self.log = ServerLog(config.log_path)
         self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
         self._stop_requested = threading.Event()
         self._ports = {"http": 0, "grpc": 0, "metrics": 0}
+        self._regions = f"triton_omni_{secrets.token_hex(8)}_"
 
     @property
     def http_url(self) -> str:
@@ -124,7 +128,8 @@ class Supervisor:
         wanted = {"http": self.config.http_port, "grpc": self.config.grpc_port, "metrics": self.config.metrics_port}
         self._ports = choose_ports(self.config.host, wanted)
         environment = {**stub_environment(os.environ, install, model), **self.config.environment}
-        # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, which then stops the server in order.
+        # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, which then stops the server in order,
+        # and what is left of the server can be ended whole.
         self._process = subprocess.Popen(
             self._command(install, model),
             env=environment,
@@ -145,37 +150,41 @@ class Supervisor:
         deadline = time.monotonic() + self.config.ready_timeout_s
         while not self._is_ready():
             if self.exit_code is not None:
-                raise ServerNotReady(self._why_it_died())
+                raise ServerNotReady(self._why_it_ended())
             if self._stop_requested.is_set():
                 raise ServerNotReady("stopped before the server was ready")
             if time.monotonic() > deadline:
                 raise ServerNotReady(f"the server was not ready after {self.config.ready_timeout_s:g} s{self.log.hint}")
             time.sleep(_POLL_S)
 
-    def run(self) -> int:
-        """Block until `request_stop` is called or the server ends by itself; stop it and return its exit code."""
-        while self.exit_code is None and not self._stop_requested.wait(_POLL_S):
-            pass
-        self.stop()
-        return self.exit_code or 0
+    def run(self) -> None:
+        """Block until `request_stop` is called.
+
+        Raises:
+            ServerError: the server ended by itself; the message has its reason.
+        """
+        while not self._stop_requested.wait(_POLL_S):
+            if self.exit_code is not None:
+                raise ServerError(self._why_it_ended())
 
     def request_stop(self) -> None:
         """Make `run` and `wait_ready` return; safe in a signal handler."""
         self._stop_requested.set()
 
     def stop(self) -> float:
-        """Stop the server in order, by force only past its exit timeout; return the seconds it took."""
+        """Stop the server in order, by force only past its exit timeout; return the seconds it took.
+
+        No process and no shared memory of the server is left, however it ended.
+        """
         process, begin = self._process, time.monotonic()
         if process is None:
             return 0.0
-        if process.poll() is None:
-            process.terminate()
-        try:
-            process.wait(self.config.exit_timeout_s + _KILL_AFTER_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        self.log.close()
+        if not self._stopped:
+            if process.poll() is None:
+                process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self.config.exit_timeout_s + _KILL_AFTER_S)
+            self._remove_leftovers(process)
         return time.monotonic() - begin
 
     def __enter__(self) -> Supervisor:
@@ -210,6 +219,7 @@ class Supervisor:
             f"--metrics-address={host}",
             f"--metrics-port={self._ports['metrics']}",
             f"--log-verbose={self.config.log_verbose}",
+            f"--backend-config=python,shm-region-prefix-name={self._regions}",
         ]
         if install.backend_directory is not None:
             command.append(f"--backend-directory={install.backend_directory}")
@@ -232,9 +242,17 @@ class Supervisor:
             return connection.getresponse().status == 200
         return False
 
-    def _why_it_died(self) -> str:
-        self.log.close()
+    def _why_it_ended(self) -> str:
+        self._remove_leftovers(self._running())
         return f"the server ended with code {self.exit_code}: {self.log.reason()}{self.log.hint}"
+
+    def _remove_leftovers(self, process: subprocess.Popen[bytes]) -> None:
+        # Once: the number of a group that is gone may be another's later.
+        if not self._stopped:
+            self._stopped = True
+            end_group(process)
+            remove_shared_memory(self._regions)
+            self.log.close()
 
 
 def _address(host: str, port: int) -> str:
@@ -276,11 +294,14 @@ def _port(text: str) -> int:
 
 
 @contextlib.contextmanager
-def _stop_on_signals(server: Supervisor) -> Iterator[None]:
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        server.request_stop()
+def _on_signals(act: Callable[[int], None]) -> Iterator[None]:
+    def handle(number: int, _frame: FrameType | None) -> None:
+        act(number)
 
-    earlier = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A hang-up that is ignored (nohup) stays so.
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    earlier = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:
@@ -288,17 +309,41 @@ def _stop_on_signals(server: Supervisor) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _exit_at_once(number: int) -> None:
+    os._exit(128 + number)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM, SIGINT or the server's own end; the exit code is the server's, 1 if it never was ready."""
-    server = Supervisor(_parse(arguments))
-    with _stop_on_signals(server):
-        try:
-            with server:
-                print(f"READY http={server.http_url} grpc={server.grpc_url} metrics={server.metrics_url}", flush=True)
-                return server.run()
-        except ServerError as error:
+    """Serve until a signal or the server's own end.
+
+    Returns:
+        The exit code: after a signal 128 + its number, as a shell has it (Ctrl-C 130, SIGTERM 143); otherwise 1.
+    """
+    config = _parse(arguments)
+    received: list[int] = []
+    try:
+        # Fetching a checkpoint may take long, and nothing is started yet that has to be stopped.
+        with _on_signals(_exit_at_once):
+            model = model_folder(config.model)
+            check_files(model)
+            _serve(replace(config, model=str(model)), received)
+    except (ServerError, ModelFolderError) as error:
+        if not received:
             print(f"error: {error}", file=sys.stderr)
-            return 1
+    return 128 + received[0] if received else 1
+
+
+def _serve(config: ServerConfig, received: list[int]) -> None:
+    """Run a server until a signal comes, which is added to `received`."""
+    server = Supervisor(config)
+
+    def stop(number: int) -> None:
+        received.append(number)
+        server.request_stop()
+
+    with _on_signals(stop), server:
+        print(f"READY http={server.http_url} grpc={server.grpc_url} metrics={server.metrics_url}", flush=True)
+        server.run()
 
 
 if __name__ == "__main__":

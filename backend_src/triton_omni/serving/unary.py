@@ -1,37 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """`qwen2_5_omni_unary`: collects the ensemble's stream into one response, many requests at a time.
 
-A BLS call cannot be cancelled through Triton, so every inner request carries a random token; when the outer request
-is cancelled the token goes into the ledger, where the thinker finds it. A closed HTTP connection is invisible to
-everybody on this Triton: the request's deadline bounds it.
+It is a client of its own server's gRPC endpoint, not a BLS: Triton builds the tensors of BLS responses on a thread
+of its own without Python's global lock, which crashes a model that does anything meanwhile, gives no way to cancel a
+BLS call, and loses an error that comes late. A closed HTTP connection is invisible to everybody on this Triton: the
+request's deadline bounds it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
-import secrets
 import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import grpc  # type: ignore[import-untyped]
 import numpy as np
 import torch
+from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
+from tritonclient.utils import serialize_byte_tensor  # type: ignore[import-untyped]
 
 from triton_omni import errors
 from triton_omni.errors import InternalError, OmniError, Overloaded
-from triton_omni.ledger import SessionLedger
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
 from triton_omni.settings import UnarySettings
 from triton_omni.token2wav.encoding import WAV_HEADER_BYTES, to_base64, wav_header
 from triton_omni.wire import Answer
 
 ENSEMBLE: Final = "qwen2_5_omni"
-OUTPUTS: Final = ("text_output", "audio_output", "audio_base64", "info")
 CANCEL_POLL_S: Final = 0.05
+RETRY_AFTER_MS: Final = 250
+
+_CHANNEL_OPTIONS: Final = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # A proxy of the environment leads elsewhere than to this machine.
+    ("grpc.enable_http_proxy", 0),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +54,22 @@ class Collected:
     encoded: list[bytes] = field(default_factory=list)
     info: str = ""
 
-    def add(self, outputs: dict[str, Any]) -> None:
-        """Add one response of the stream."""
-        self.text.append(outputs["text_output"].decode())
-        if len(outputs["audio_output"]):
-            self.audio.append(outputs["audio_output"])
-        if outputs["audio_base64"]:
-            self.encoded.append(base64.b64decode(outputs["audio_base64"]))
-        self.info = outputs["info"].decode() or self.info
+    def add(self, response: Any) -> None:
+        """Add one response of the stream; the empty final has no outputs."""
+        result = InferResult(response)
+        if result.get_output("text_output") is None:
+            return
+        self.text.append(_text(result, "text_output"))
+        if len(audio := result.as_numpy("audio_output")):
+            self.audio.append(audio)
+        if encoded := _text(result, "audio_base64"):
+            self.encoded.append(base64.b64decode(encoded))
+        self.info = _text(result, "info") or self.info
 
     def to_answer(self) -> Answer:
         """The whole reply; streamed WAV chunks become one file whose header tells the true length."""
+        if not self.info:
+            raise InternalError("the stream ended without its last response", stage="unary")
         encoded = b"".join(self.encoded)
         sample_rate = json.loads(self.info)["sample_rate"]
         if encoded.startswith(wav_header(sample_rate)):
@@ -71,122 +85,118 @@ class UnaryModel:
     Args:
         pb_utils: Triton's `triton_python_backend_utils`.
         settings: how many requests run at once; further ones are refused as overloaded.
+        grpc_url: `HOST:PORT` of this server.
     """
 
-    def __init__(self, pb_utils: Any, ledger: SessionLedger, settings: UnarySettings) -> None:
+    def __init__(self, pb_utils: Any, settings: UnarySettings, grpc_url: str) -> None:
         self._pb_utils = pb_utils
-        self._ledger = ledger
         self._settings = settings
-        self._pool = ThreadPoolExecutor(settings.max_requests, thread_name_prefix="omni-unary")
-        self._thread = SendingThread("unary")
-        self._running: dict[int, TritonOutlet] = {}
-        self._cancelled: set[int] = set()
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="omni-unary-cancel", daemon=True)
-        self._watcher.start()
+        self._grpc_url = grpc_url
+        self._sending = SendingThread("unary")
+        self._running: set[asyncio.Task[None]] = set()
+        self._places = threading.BoundedSemaphore(settings.max_requests)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="omni-unary", daemon=True)
+        self._thread.start()
+        self._channel = asyncio.run_coroutine_threadsafe(self._connect(), self._loop).result()
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Take requests; each is answered through its own sender."""
         for request in requests:
-            outlet = TritonOutlet(self._pb_utils, request, self._thread)
-            token = secrets.randbelow(2**63 - 1) + 1
-            if not self._register(token, outlet):
-                limit = self._settings.max_requests
-                outlet.fail(Overloaded(f"all {limit} unary requests are in use", stage="unary", retry_after_ms=250))
-                continue
-            self._pool.submit(self._serve, request, token, outlet)
+            outlet = TritonOutlet(self._pb_utils, request, self._sending)
+            if self._places.acquire(blocking=False):
+                message = to_message(request)
+                self._loop.call_soon_threadsafe(self._start, message, outlet)
+            else:
+                limit = f"all {self._settings.max_requests} unary requests are in use"
+                outlet.fail(Overloaded(limit, stage="unary", retry_after_ms=RETRY_AFTER_MS))
 
     def close(self) -> None:
         """Stop after the running requests; the stages end them when they close."""
-        self._stopping.set()
-        self._watcher.join()
-        self._pool.shutdown()
-        self._thread.close()
-        self._ledger.close()
+        asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._sending.close()
 
-    def _register(self, token: int, outlet: TritonOutlet) -> bool:
-        with self._lock:
-            if len(self._running) >= self._settings.max_requests:
-                return False
-            self._running[token] = outlet
-            return True
+    # On the event loop's thread.
 
-    def _serve(self, request: Any, token: int, outlet: TritonOutlet) -> None:
+    async def _connect(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self._grpc_url, options=_CHANNEL_OPTIONS)
+
+    async def _drain(self) -> None:
+        await asyncio.gather(*self._running)
+        await self._channel.close()
+
+    def _start(self, message: Any, outlet: TritonOutlet) -> None:
+        task = self._loop.create_task(self._serve(message, outlet))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _serve(self, message: Any, outlet: TritonOutlet) -> None:
         try:
-            outlet.send(self._collect(request, token).to_answer().to_tensors())
-            outlet.finish()
+            collected = await self._unless_cancelled(self._collect(message), outlet)
+            outlet.send(collected.to_answer().to_tensors())
+            outlet.finish(then=self._places.release)
         except OmniError as error:
-            outlet.fail(error)
+            outlet.fail(error, self._places.release)
         except Exception:
-            logger.exception("unary request %s failed", request.request_id())
-            outlet.fail(InternalError("the reply could not be collected", stage="unary"))
-        finally:
-            with self._lock:
-                del self._running[token]
-                self._cancelled.discard(token)
+            logger.exception("unary request %s failed", message.id)
+            outlet.fail(InternalError("the reply could not be collected", stage="unary"), self._places.release)
 
-    def _collect(self, request: Any, token: int) -> Collected:
+    async def _unless_cancelled(self, collecting: Any, outlet: TritonOutlet) -> Collected:
+        """The reply, unless the client goes away first: then the stream is cancelled, and the stages see it."""
+        task: asyncio.Task[Collected] = self._loop.create_task(collecting)
+        while not (await asyncio.wait({task}, timeout=CANCEL_POLL_S))[0]:
+            if outlet.is_cancelled():
+                task.cancel()
+                await asyncio.wait({task})
+                raise errors.Cancelled("the request was cancelled", stage="unary")
+        return task.result()
+
+    async def _collect(self, message: Any) -> Collected:
         collected = Collected()
-        for response in self._infer(request, token):
-            if response.has_error():
-                raise errors.parse(response.error().message())
-            outputs = {tensor.name(): _value(tensor) for tensor in response.output_tensors()}
-            if outputs:
-                collected.add(outputs)
-        if not collected.info:
-            raise self._unfinished(token)
-        if (error := json.loads(collected.info).get("error")) is not None:
-            raise errors.parse(error)
+        stream = self._stub.ModelStreamInfer(_once(message))
+        try:
+            async for answer in stream:
+                if answer.error_message:
+                    raise errors.parse(answer.error_message)
+                collected.add(answer.infer_response)
+        except grpc.aio.AioRpcError as error:
+            cause = f"{error.code().name}: {error.details()}"
+            raise InternalError(f"the stream from {self._grpc_url} broke: {cause}", stage="unary") from error
+        finally:
+            stream.cancel()
         return collected
 
-    def _unfinished(self, token: int) -> OmniError:
-        with self._lock:
-            if token in self._cancelled:
-                return errors.Cancelled("the request was cancelled", stage="unary")
-        return InternalError("the stream ended without its last response", stage="unary")
 
-    def _infer(self, request: Any, token: int) -> Iterable[Any]:
-        inputs = [tensor for tensor in request.inputs() if tensor.name() != "sampling_parameters"]
-        inputs.append(self._with_token(request, token))
-        inner = self._pb_utils.InferenceRequest(
-            model_name=ENSEMBLE,
-            requested_output_names=list(OUTPUTS),
-            inputs=inputs,
-            request_id=request.request_id(),
-            parameters=json.loads(request.parameters() or "{}"),
-        )
-        responses: Iterable[Any] = inner.exec(decoupled=True)
-        return responses
-
-    def _with_token(self, request: Any, token: int) -> Any:
-        """`sampling_parameters` with the cancel token; what is no JSON object goes on unchanged, to be refused."""
-        given = self._pb_utils.get_input_tensor_by_name(request, "sampling_parameters")
-        text = bytes(given.as_numpy().reshape(-1)[0]) if given is not None else b"{}"
-        try:
-            parameters = json.loads(text or b"{}")
-        except (ValueError, RecursionError):
-            parameters = None
-        if isinstance(parameters, dict):
-            text = json.dumps({**parameters, "cancel_token": str(token)}).encode()
-        return self._pb_utils.Tensor("sampling_parameters", np.array([text], dtype=np.object_))
-
-    def _watch(self) -> None:
-        while not self._stopping.wait(CANCEL_POLL_S):
-            with self._lock:
-                running = dict(self._running)
-            for token, outlet in running.items():
-                if token not in self._cancelled and outlet.is_cancelled() and self._note_cancel(token):
-                    self._ledger.cancel_token(token)
-
-    def _note_cancel(self, token: int) -> bool:
-        """Remember a cancel, unless the request has ended meanwhile."""
-        with self._lock:
-            if token in self._running:
-                self._cancelled.add(token)
-            return token in self._running
+def to_message(request: Any) -> Any:
+    """The ensemble's request over gRPC (`ModelInferRequest`) with a Triton request's inputs, id and parameters."""
+    message = service_pb2.ModelInferRequest(model_name=ENSEMBLE, id=request.request_id())
+    for tensor in request.inputs():
+        array = tensor.as_numpy()
+        message.inputs.add(name=tensor.name(), datatype="BYTES", shape=array.shape)
+        message.raw_input_contents.append(serialize_byte_tensor(array).item() if array.size else b"")
+    _set_parameters(message, json.loads(request.parameters() or "{}"))
+    return message
 
 
-def _value(tensor: Any) -> Any:
-    array = tensor.as_numpy()
-    return bytes(array.reshape(-1)[0]) if array.dtype == np.object_ else array
+def _set_parameters(message: Any, parameters: Mapping[str, Any]) -> None:
+    for name, value in parameters.items():
+        if isinstance(value, bool):
+            message.parameters[name].bool_param = value
+        elif isinstance(value, int):
+            message.parameters[name].int64_param = value
+        elif isinstance(value, float):
+            message.parameters[name].double_param = value
+        else:
+            message.parameters[name].string_param = value
+
+
+async def _once(message: Any) -> AsyncIterator[Any]:
+    yield message
+
+
+def _text(result: InferResult, name: str) -> str:
+    return bytes(result.as_numpy(name).reshape(-1)[0]).decode()

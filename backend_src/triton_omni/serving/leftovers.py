@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends and removes what a tritonserver that did not stop in order leaves behind: stages, and shared memory.
+
+It knows processes and files, and nothing of when a server is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+_SHARED_MEMORY = Path("/dev/shm")
+_KILLED_WITHIN_S = 10.0
+_POLL_S = 0.01
+
+
+def end_group(leader: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a group, and everything in the group; it may have ended by itself already.
+
+    Stages outlive a server that was killed, and ignore SIGTERM.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    leader.wait()
+    deadline = time.monotonic() + _KILLED_WITHIN_S
+    while _has_running(leader.pid) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _has_running(group: int) -> bool:
+    """Whether a process of the group runs; one that has ended and is not yet collected by its new parent does not."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            # The command's name, in brackets, may hold anything.
+            state, _, member_of = file.read_text().rpartition(")")[2].split()[:3]
+            if int(member_of) == group and state not in "ZX":
+                return True
+    return False
+
+
+def remove_shared_memory(prefix: str) -> None:
+    """Remove the shared memory of ended servers: Triton's regions of this prefix, and ledgers."""
+    for region in _SHARED_MEMORY.glob(f"{prefix}*"):
+        region.unlink(missing_ok=True)
+    if any(_SHARED_MEMORY.glob("triton-omni-*")):
+        # Brings torch, which whoever runs a server does without as long as the stages tidy up by themselves.
+        from triton_omni.ledger import remove_stale
+
+        remove_stale()
