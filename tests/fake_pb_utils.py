@@ -158,18 +158,16 @@ def text_tensor(name, *values):
 
 
 class PbUtils(SimpleNamespace):
-    """The module; `infer(request)` gives the responses of BLS calls, which are kept in `inner`."""
+    """The module."""
 
-    def __init__(self, infer=None):
+    def __init__(self):
         self.families = []
-        self.inner = []
         super().__init__(
             TritonError=TritonError,
             Tensor=Tensor,
             InferenceResponse=InferenceResponse,
             TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
         )
-        self._infer = infer
         outer = self
 
         class Family(MetricFamily):
@@ -177,14 +175,7 @@ class PbUtils(SimpleNamespace):
                 super().__init__(**fields)
                 outer.families.append(self)
 
-        class InferenceRequest(SimpleNamespace):
-            def exec(self, decoupled):
-                assert decoupled
-                outer.inner.append(self)
-                return outer._infer(self)
-
         self.MetricFamily = Family
-        self.InferenceRequest = InferenceRequest
 
     @staticmethod
     def get_input_tensor_by_name(request, name):

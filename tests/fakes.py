@@ -180,7 +180,7 @@ class FakeIntake:
             }
         )
         placed = ThinkerPlaced(ids, torch.arange(len(ids)).expand(3, -1), text)
-        return Prepared(placed, Sampling(), session, self._session.get("timeout_s", 30.0), self._session.get("token"))
+        return Prepared(placed, Sampling(), session, self._session.get("timeout_s", 30.0))
 
 
 class _FakeEngine:

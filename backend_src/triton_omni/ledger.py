@@ -6,7 +6,7 @@ the data, in which stage a session failed, and who has finished with it. There a
 exactly one writing process, and a field that concerns a session holds that session's generation, so that a value
 left by an earlier session of the slot is never taken for the present one.
 
-Layout (unsigned 64-bit words): the header, a block a stage, the ring of cancel tokens, then one record a slot.
+Layout (unsigned 64-bit words): the header, a block a stage, then one record a slot.
 """
 
 from __future__ import annotations
@@ -34,13 +34,10 @@ _WORD: Final = 8
 _STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
 _HEADER_WORDS: Final = 8
 _STAGE_WORDS: Final = 8
-_RING_WORDS: Final = 1 + 1024
 _RECORD_WORDS: Final = 20
-_TABLE_WORDS: Final = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS + _RING_WORDS + CAPACITY * _RECORD_WORDS
+_TABLE_WORDS: Final = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS + CAPACITY * _RECORD_WORDS
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
-# Word of the header; the words before it are magic and version.
-_UNARY_PID = 2
 # Words of a stage's block.
 _EPOCH, _PID, _BEAT, _FINGERPRINT, _DTYPE, _HIDDEN = range(6)
 # Words of a record: three of the thinker's, then five of each stage.
@@ -83,7 +80,7 @@ class SessionLedger:
 
     Args:
         name: the table's name, the same in every stage of one server (`server_name`).
-        stage: whose fields this process may write; "unary" writes cancel tokens only.
+        stage: whose fields this process may write.
         facts: checked against those of the stages already there.
 
     Raises:
@@ -101,15 +98,13 @@ class SessionLedger:
             self._map = mmap.mmap(file.fileno(), size)
         self._words = np.frombuffer(self._map, dtype=np.uint64)
         self._check_header()
-        if facts is not None and stage in _STAGES:
+        if facts is not None:
             self._register(facts)
-        elif stage not in _STAGES:
-            self._enter(os.getpid())
 
     def close(self) -> None:
         """Unmap the table; the last model of the server to leave removes its file."""
         self._enter(0)
-        if not any(int(self._stage_words(stage)[_PID]) for stage in _STAGES) and not int(self._words[_UNARY_PID]):
+        if not any(int(self._stage_words(stage)[_PID]) for stage in _STAGES):
             self.path.unlink(missing_ok=True)
         del self._words
         # numpy views given out may still be alive in another thread's frame; the mapping then goes with the process.
@@ -194,22 +189,6 @@ class SessionLedger:
         """Whether any stage gave the session up."""
         return any(self._reads(key, stage, _FAILED) for stage in _STAGES)
 
-    # Cancel tokens: how the unary model stops a request that Triton gives it no means to cancel.
-
-    def cancel_token(self, token: int) -> None:
-        """Unary only: ask for the end of the request that carries `token` (1 to 2**63 - 1)."""
-        ring = self._ring()
-        written = int(ring[0])
-        ring[1 + written % (_RING_WORDS - 1)] = token
-        ring[0] = written + 1
-
-    def tokens_since(self, position: int) -> tuple[list[int], int]:
-        """The cancel tokens written after `position`, and the position to ask from next time."""
-        ring = self._ring()
-        written = int(ring[0])
-        first = max(position, written - (_RING_WORDS - 1))
-        return [int(ring[1 + i % (_RING_WORDS - 1)]) for i in range(first, written)], written
-
     # Layout.
 
     def _check_header(self) -> None:
@@ -234,10 +213,7 @@ class SessionLedger:
 
     def _enter(self, pid: int) -> None:
         """Say which process serves this model; 0 = none any more."""
-        if self._stage in _STAGES:
-            self._stage_words(self._stage)[_PID] = pid
-        else:
-            self._words[_UNARY_PID] = pid
+        self._stage_words(self._stage)[_PID] = pid
 
     def _check_others(self, facts: StageFacts) -> None:
         for other in _STAGES:
@@ -249,12 +225,8 @@ class SessionLedger:
         start = _HEADER_WORDS + _STAGES.index(stage) * _STAGE_WORDS
         return self._words[start : start + _STAGE_WORDS]
 
-    def _ring(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        start = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS
-        return self._words[start : start + _RING_WORDS]
-
     def _record(self, slot: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        start = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS + _RING_WORDS + slot * _RECORD_WORDS
+        start = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS + slot * _RECORD_WORDS
         return self._words[start : start + _RECORD_WORDS]
 
     def _fields(self, key: SessionKey, stage: StageName) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

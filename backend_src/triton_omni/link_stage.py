@@ -125,6 +125,8 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def fail(self, error: Exception) -> None:
         """The engine raised: every session ends with an error, later ones fail when they open."""
         self._broken = f"the engine of {self._name} failed: {type(error).__name__}"
+        # What it held is lost with it, and nobody asks it again.
+        self._engine_stats = EngineStats(0, 0, 0, 0)
         self._fail_all(InternalError(self._broken, stage=self._name))
 
     @abstractmethod

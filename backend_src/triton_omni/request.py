@@ -94,7 +94,6 @@ class _Parameters(StrictModel):
     talker: TalkerOptions = TalkerOptions()
     token2wav: Token2WavOptions = Token2WavOptions()
     timeout: Annotated[float, Field(gt=0)] | None = None
-    cancel_token: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,18}\z")] | None = None
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,6 @@ class OmniRequest:
     talker: TalkerOptions
     token2wav: Token2WavOptions
     timeout_s: float
-    cancel_token: int | None
-    """Random 63-bit name under which the unary model cancels."""
     request_id: str
 
     @property
@@ -173,7 +170,6 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
         talker=parameters.talker,
         token2wav=parameters.token2wav,
         timeout_s=defaults.timeout_s if parameters.timeout is None else parameters.timeout,
-        cancel_token=None if parameters.cancel_token is None else int(parameters.cancel_token),
         request_id=raw.request_id,
     )
 
@@ -187,8 +183,6 @@ def _parse_parameters(raw: bytes | None, defaults: RequestDefaults) -> _Paramete
     _at_most(parameters.thinker.max_tokens, defaults.max_thinker_tokens, f"{name}.thinker.max_tokens")
     _at_most(parameters.talker.max_tokens, defaults.max_codes, f"{name}.talker.max_tokens")
     _at_most(parameters.timeout, defaults.max_timeout_s, f"{name}.timeout")
-    if parameters.cancel_token is not None and int(parameters.cancel_token) > MAX_SEED:
-        raise BadRequest(f"{name}.cancel_token: must be below 2**63 (got {parameters.cancel_token})")
     if parameters.voice is not None and defaults.voices and parameters.voice not in defaults.voices:
         known = ", ".join(sorted(defaults.voices))
         raise BadRequest(f"{name}.voice: {shown(parameters.voice)} is not one of: {known}")

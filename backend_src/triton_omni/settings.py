@@ -178,6 +178,8 @@ class UnarySettings(_Frozen):
 
     max_requests: Annotated[int, Field(gt=0, le=1024)] = 64
     """Unary requests served at once; the next one is refused as overloaded."""
+    grpc_url: str = ""
+    """`HOST:PORT` of this server's gRPC endpoint, over which the ensemble is asked; empty = by its command line."""
 
 
 SettingsT = TypeVar("SettingsT", bound=_Frozen)

@@ -65,8 +65,6 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     max_rows: int
     """Upper bound of the rows of this session: prompt and longest reply."""
-    error_as_info: bool = False
-    """Answer an error as a last `info` of one key, `error`: Triton loses a late error response on its way to a BLS."""
     accepted_ns: int
     """System-wide monotonic clock when the request was accepted, nanoseconds."""
 

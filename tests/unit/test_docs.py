@@ -135,7 +135,7 @@ def test_contract_table_is_the_model_configuration(model: str, side: str) -> Non
 
 def test_parameter_table_names_every_key_a_request_may_have() -> None:
     documented = table(section("The public contract"), "`sampling_parameters` key")
-    accepted = set(request._Parameters.model_fields) - {"cancel_token"}
+    accepted = set(request._Parameters.model_fields)
     assert documented.keys() == accepted
     for stage, options in (
         ("thinker", request.ThinkerOptions),

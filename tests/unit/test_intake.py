@@ -61,7 +61,6 @@ def test_a_plain_request_gets_the_deployments_defaults(make, checkpoint):
     session = prepared.session
     assert prompt > 0
     assert prepared.timeout_s == 33.0
-    assert prepared.cancel_token is None
     assert (session.request_id, session.accepted_ns) == ("r-1", 123)
     assert (session.want_audio, session.audio_format, session.voice) == (True, "f32", speakers.default.name)
     assert (session.prompt_tokens, session.max_rows) == (prompt, prompt + 50)
@@ -78,7 +77,6 @@ def test_what_a_request_asks_for_reaches_every_stage(make):
             seed=7,
             audio_format="wav",
             timeout=2.5,
-            cancel_token="4711",
             thinker={"temperature": 0.5, "max_tokens": 9},
             talker={"top_k": 3, "max_tokens": 11},
             token2wav={"solver": "euler", "num_steps": 4},
@@ -87,7 +85,7 @@ def test_what_a_request_asks_for_reaches_every_stage(make):
     )
     session = prepared.session
     assert (session.voice, session.seed, session.audio_format) == ("Ethan", 7, "wav")
-    assert (prepared.timeout_s, prepared.cancel_token) == (2.5, 4711)
+    assert prepared.timeout_s == 2.5
     assert prepared.sampling == Sampling(temperature=0.5, max_tokens=9, seed=7)
     assert (session.talker.top_k, session.talker.max_tokens, session.talker.seed) == (3, 11, 7)
     assert session.token2wav == StreamOptions(solver="euler", num_steps=4)

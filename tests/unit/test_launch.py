@@ -2,6 +2,7 @@
 """How a model starts from its folder: what Triton is told, what stops the load, what the stages agree on."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -191,15 +192,27 @@ def test_threads_of_the_settings_are_used(omni_model, folder, shared_memory, mon
     assert seen == [3]
 
 
-def test_the_unary_model_serves_up_to_its_settings(folder, shared_memory):
-    pb_utils = PbUtils(lambda inner: [])
-    model = start_unary(pb_utils, ARGS, folder("max_requests: 1"))
+def test_the_unary_model_asks_where_its_settings_say(folder):
+    model = start_unary(PbUtils(), ARGS, folder("max_requests: 1\ngrpc_url: 127.0.0.1:9"))
     request = Request([text_tensor("text_input", "hi")])
     model.execute([request])
     assert request.sender.done.wait(WAIT_S)
     assert request.sender.error.code() == TritonError.INTERNAL
+    assert "the stream from 127.0.0.1:9 broke: UNAVAILABLE" in request.sender.error.message()
     model.close()
-    assert list(shared_memory.iterdir()) == []
+
+
+def test_the_unary_model_finds_its_server_by_the_command_line(folder, monkeypatch):
+    monkeypatch.setattr(launch, "command_line", lambda pid: ["--grpc-port=12345"] if pid == os.getppid() else [])
+    model = start_unary(PbUtils(), ARGS, folder("max_requests: 1"))
+    assert model._grpc_url == "127.0.0.1:12345"
+    model.close()
+
+
+def test_the_unary_model_is_not_loaded_where_grpc_is_off(folder, monkeypatch):
+    monkeypatch.setattr(launch, "command_line", lambda pid: ["--allow-grpc=false"])
+    with pytest.raises(SettingsError, match="--allow-grpc"):
+        start_unary(PbUtils(), ARGS, folder("max_requests: 1"))
 
 
 @pytest.mark.parametrize("model", ["thinker", "talker", "token2wav", "qwen2_5_omni_unary"])

@@ -236,7 +236,7 @@ def test_stages_of_several_processes_write_side_by_side(thinker, name):
 
 def _attach(name, barrier, results):
     barrier.wait(WAIT_S)
-    ledger = SessionLedger(name, "unary")
+    ledger = SessionLedger(name, "token2wav")
     results.put((ledger.path.stat().st_ino, int(ledger._words[0])))
 
 
@@ -278,7 +278,7 @@ def test_a_refused_stage_leaves_no_trace(attach):
     attach("thinker", StageFacts(1, 1, 8))
     with pytest.raises(LedgerError):
         attach("talker", StageFacts(2, 1, 8))
-    assert attach("unary").epoch("talker") == 0
+    assert attach("token2wav").epoch("talker") == 0
     attach("talker", StageFacts(1, 1, 8))
     attach("token2wav", StageFacts(1))
 
@@ -290,7 +290,6 @@ def test_a_stage_that_does_not_care_agrees_with_all(attach):
 
 
 def test_a_stage_may_come_back_with_another_checkpoint_when_the_others_are_gone(attach):
-    attach("unary")
     first = attach("thinker", StageFacts(1, 1, 8))
     first._stage_words("thinker")[ledger_module._PID] = 0
     attach("talker", StageFacts(2, 1, 8))
@@ -349,41 +348,6 @@ def test_heartbeats_and_epochs_tell_of_each_stage(attach):
     thinker.beat()
     assert thinker.silent_for("thinker") < 0.02
     assert attach("thinker", StageFacts(1)).epoch("thinker") == 2
-
-
-# Cancel tokens.
-
-
-def test_cancel_tokens_arrive_once_each_and_in_order(attach, thinker):
-    unary = attach("unary")
-    tokens, position = thinker.tokens_since(0)
-    assert (tokens, position) == ([], 0)
-    for token in (5, 2**63 - 1, 1):
-        unary.cancel_token(token)
-    tokens, position = thinker.tokens_since(position)
-    assert tokens == [5, 2**63 - 1, 1]
-    assert thinker.tokens_since(position) == ([], position)
-
-
-def test_the_ring_of_tokens_wraps_around(attach, thinker):
-    unary, position = attach("unary"), 0
-    size, got = ledger_module._RING_WORDS - 1, []
-    for token in range(1, 2 * size + 100):
-        unary.cancel_token(token)
-        if token % 100 == 0:
-            tokens, position = thinker.tokens_since(position)
-            got += tokens
-    got += thinker.tokens_since(position)[0]
-    assert got == list(range(1, 2 * size + 100))
-
-
-def test_a_late_reader_gets_the_newest_tokens(attach, thinker):
-    unary, size = attach("unary"), ledger_module._RING_WORDS - 1
-    for token in range(1, size + 11):
-        unary.cancel_token(token)
-    tokens, position = thinker.tokens_since(0)
-    assert tokens == list(range(11, size + 11))
-    assert position == size + 10
 
 
 # Slots.
@@ -449,9 +413,9 @@ def test_tables_of_dead_servers_are_removed_and_others_kept(tmp_path, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
-@pytest.mark.parametrize("last", [*STAGES, "unary"])
+@pytest.mark.parametrize("last", STAGES)
 def test_the_last_model_to_leave_removes_the_file(name, last):
-    models = [*(stage for stage in (*STAGES, "unary") if stage != last), last]
+    models = [*(stage for stage in STAGES if stage != last), last]
     ledgers = [SessionLedger(name, model, StageFacts(1)) for model in models]
     for ledger in ledgers[:-1]:
         ledger.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
-from triton_omni.errors import InternalError, Overloaded
+from triton_omni.errors import InternalError
 from triton_omni.ledger import SessionLedger
 from triton_omni.request import RawRequest
 from triton_omni.settings import TalkerSettings, ThinkerSettings
@@ -242,27 +242,6 @@ def test_cancel_ends_all_stages_and_leaves_nothing(moment):
         p.wait_until_empty()
 
 
-def test_cancel_token_in_the_ledger_ends_the_session():
-    engine = FakeThinkerEngine(length=10**9)
-    engine.step_s = 0.001
-    with pipeline(thinker=engine, intake=FakeIntake(token=4711)) as p:
-        ensemble = p.ask()
-        wait_for(lambda: ensemble.reply.responses)
-        p.ledgers[0].cancel_token(4711)
-        finished(ensemble)
-        p.wait_until_empty()
-
-
-def test_cancel_token_that_comes_while_the_request_is_prepared_counts():
-    engine = FakeThinkerEngine(length=10**9)
-    engine.step_s = 0.001
-    with pipeline(thinker=engine, intake=FakeIntake(delay_s=0.2, token=4711)) as p:
-        ensemble = p.ask()
-        p.ledgers[0].cancel_token(4711)
-        finished(ensemble)
-        p.wait_until_empty()
-
-
 @pytest.mark.parametrize("stage", ["thinker", "talker", "token2wav"])
 def test_failure_of_one_session_reaches_its_client_alone(stage):
     engines = {"thinker": FakeThinkerEngine(), "talker": FakeTalkerEngine(), "waveform": FakeWaveformEngine()}
@@ -438,17 +417,6 @@ def test_sequence_that_the_engine_cannot_take_fails_alone(stage, monkeypatch):
         assert getattr(p, stage).healthy
         assert finished(p.ask()).error is None
         p.wait_until_empty()
-
-
-def test_cancel_tokens_of_refused_sequences_are_forgotten(monkeypatch):
-    def full(*args, **kwargs):
-        raise Overloaded("the engine is full")
-
-    with pipeline(intake=FakeIntake(token=4711)) as p:
-        monkeypatch.setattr(p.engines[0], "add", full)
-        assert finished(p.ask()).error.to_text() == "the engine is full [omni:overloaded;stage=thinker]"
-        p.wait_until_empty()
-        assert p.thinker._by_token == {}
 
 
 def test_request_cancelled_before_its_turn_is_not_prepared():

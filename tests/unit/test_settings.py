@@ -107,7 +107,7 @@ def test_a_wrong_value_is_refused_with_its_key_and_limit(load, text, sentence):
     [
         (ThinkerSettings, "max_session: 3", "max_session: unknown key (did you mean max_sessions?)"),
         (ThinkerSettings, "engine: {max_num_seq: 3}", "engine.max_num_seq: unknown key (did you mean max_num_seqs?)"),
-        (UnarySettings, "x: 3", "x: unknown key (known: max_requests)"),
+        (UnarySettings, "x: 3", "x: unknown key (known: max_requests, grpc_url)"),
         (
             Token2WavSettings,
             "plans: {balanced: {chunk_block: [1]}}",

@@ -82,7 +82,6 @@ class RequestIntake:
             max_rows=prompt_tokens + sampling.max_tokens,
             accepted_ns=accepted_ns,
             # Only the unary model gives a token.
-            error_as_info=request.cancel_token is not None,
             token2wav=request.token2wav.to_stream_options(),
         )
-        return Prepared(placed, sampling, session, request.timeout_s, request.cancel_token)
+        return Prepared(placed, sampling, session, request.timeout_s)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,7 +42,6 @@ class Prepared:
     sampling: Sampling
     session: Session
     timeout_s: float
-    cancel_token: int | None = None
 
 
 class Intake(Protocol):
@@ -99,10 +97,6 @@ class ThinkerStage:
         self._slots = Slots(ledger, settings.max_sessions)
         self._hidden_size, self._dtype = hidden_size, dtype
         self._open: dict[str, _Open] = {}
-        self._by_token: dict[int, _Open] = {}
-        self._tokens_read = ledger.tokens_since(0)[1]
-        # Tokens whose request is still being prepared, or gone.
-        self._early_tokens: deque[int] = deque(maxlen=settings.max_sessions)
         self._pool = ThreadPoolExecutor(settings.preprocess_threads, thread_name_prefix="omni-intake")
         self._loop = StageLoop("omni-thinker", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
@@ -195,13 +189,14 @@ class ThinkerStage:
         self._ledger.beat()
         if self._broken is None:
             self._engine_stats = self._engine.stats()
-        self._read_cancel_tokens()
         now = time.monotonic_ns()
         return min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
 
     def fail(self, error: Exception) -> None:
         """The engine raised: every session ends with an error, later ones are refused."""
         self._broken = f"the engine of thinker failed: {type(error).__name__}"
+        # What it held is lost with it, and nobody asks it again.
+        self._engine_stats = EngineStats(0, 0, 0, 0)
         self._end_all(InternalError(self._broken, stage="thinker"))
 
     def _begin(self, session: _Open) -> None:
@@ -224,10 +219,6 @@ class ThinkerStage:
             refusal.stage = refusal.stage or "thinker"
             self._fail(session, refusal)
             return
-        if prepared.cancel_token is not None:
-            self._by_token[prepared.cancel_token] = session
-            if prepared.cancel_token in self._early_tokens:
-                self._ledger.mark_cancelled(session.key)
         if not prepared.session.want_audio:
             session.outbox.finish_tensors()
         positions = extend_positions(prepared.placed.positions, 2)
@@ -316,8 +307,6 @@ class ThinkerStage:
         if self._broken is None:
             self._engine.abort(session.key.name)
         session.outbox = Outbox(self._settings.rows_per_message)
-        if session.prepared is not None and session.prepared.cancel_token is not None:
-            self._by_token.pop(session.prepared.cancel_token, None)
 
     def _try_release(self, session: _Open, now: int) -> float:
         stages: tuple[StageName, ...] = ("thinker",)
@@ -335,15 +324,6 @@ class ThinkerStage:
     def _end_all(self, error: OmniError) -> None:
         for session in list(self._open.values()):
             self._fail(session, error)
-
-    def _read_cancel_tokens(self) -> None:
-        tokens, self._tokens_read = self._ledger.tokens_since(self._tokens_read)
-        for token in tokens:
-            session = self._by_token.get(token)
-            if session is None:
-                self._early_tokens.append(token)
-            else:
-                self._ledger.mark_cancelled(session.key)
 
 
 def extend_positions(positions: Tensor, count: int) -> Tensor:

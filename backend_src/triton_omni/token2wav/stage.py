@@ -229,12 +229,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _answer_error(self, session: _Open) -> None:
         self._drop(session)
         error = session.error or InternalError("the session ended without an answer", stage="token2wav")
-        closed = functools.partial(self._mark_closed, session.key)
-        if session.session.error_as_info:
-            session.outlet.send(Answer(info=json.dumps({"error": error.to_text()})).to_tensors())
-            session.outlet.finish(then=closed)
-        else:
-            session.outlet.fail(error, closed)
+        session.outlet.fail(error, functools.partial(self._mark_closed, session.key))
 
     def _drop(self, session: _Open) -> None:
         self._open.pop(session.key.name, None)
