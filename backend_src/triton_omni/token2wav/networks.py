@@ -13,6 +13,7 @@ from triton_omni.checkpoint.config import CheckpointError, load_config
 from triton_omni.checkpoint.facts import DitConfig
 from triton_omni.checkpoint.speakers import Speaker, load_speakers
 from triton_omni.checkpoint.weights import load_module
+from triton_omni.precision import use_full_float32
 from triton_omni.settings import SettingsError, Token2WavSettings
 from triton_omni.token2wav.attention import ATTENTION
 from triton_omni.token2wav.bigvgan import BigVGAN
@@ -43,10 +44,7 @@ def load_networks(checkpoint: Path, settings: Token2WavSettings, device: torch.d
     """
     config = load_config(checkpoint)
     _check_length(settings, config.dit)
-    if device.type == "cuda":
-        # This stage states fp32: without this, cuDNN's convolutions round their inputs to 10 bits of mantissa.
-        torch.backends.cudnn.allow_tf32 = False
-        torch.backends.cuda.matmul.allow_tf32 = False
+    use_full_float32(device)
     with torch.device(device):
         dit = DiT(config.dit, ATTENTION[settings.attention])
         vocoder = BigVGAN(config.bigvgan)

@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from triton_omni.engine import EngineStats, FinishReason, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
 from triton_omni.errors import BadRequest, TooLarge
+from triton_omni.precision import use_full_float32
 from triton_omni.settings import ThinkerSettings
 from triton_omni.vllm_hooks import thinker_networks
 from triton_omni.vllm_hooks.compat import (
@@ -63,6 +64,8 @@ class ThinkerVllmEngine:
         self.dtype = resolve_dtype(settings.dtype, device)
         self.device = device
         apply_thread_share(settings.engine)
+        if self.dtype == torch.float32:
+            use_full_float32(device)
         media = settings.limits.max_media_items
         arguments = build_engine_args(
             checkpoint,
