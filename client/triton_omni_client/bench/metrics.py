@@ -24,7 +24,8 @@ class RequestMetrics:
     real_time_factor: float | None
     """`latency_s / audio_s`: below 1 the reply was whole before it could have been played."""
     text_tokens_per_s: float | None
-    """Reply tokens but the first, over the time from the first text delta to the last."""
+    """Reply tokens over the time until the last text delta. Deltas may hold several tokens, so the time between the
+    first and the last would say more of how they were joined than of the model."""
     longest_audio_gap_s: float | None
     """The longest time between two chunks."""
     underruns: int | None
@@ -63,7 +64,6 @@ def _gaps(times: Sequence[float]) -> list[float]:
 
 
 def _tokens_per_s(record: RequestRecord) -> float | None:
-    if record.reply_tokens is None or record.reply_tokens < 2 or len(record.text_at_s) < 2:
+    if record.reply_tokens is None or not record.text_at_s or record.text_at_s[-1] <= 0:
         return None
-    seconds = record.text_at_s[-1] - record.text_at_s[0]
-    return (record.reply_tokens - 1) / seconds if seconds > 0 else None
+    return record.reply_tokens / record.text_at_s[-1]

@@ -15,8 +15,8 @@ from .report import Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LINES = {"p50": ("#1f77b4", "o"), "p95": ("#d62728", "s")}
-"""Colour and marker of each percentile."""
+LINES = {"p50": ("#1f77b4", "o", -14), "p95": ("#d62728", "s", 7)}
+"""Colour and marker of each percentile, and how many points above the marker its figure stands."""
 
 
 class Panel(NamedTuple):
@@ -31,11 +31,11 @@ class Panel(NamedTuple):
 
 PANELS = (
     Panel("time_to_first_audio_s", "Time to first audio", 1000, "milliseconds"),
-    Panel("real_time_factor", "Real-time factor", 1, "seconds until the reply is whole, a second of speech"),
+    Panel("real_time_factor", "Real-time factor", 1, "seconds a second of speech"),
 )
 AXES: dict[LoadMode, str] = {"closed": "requests at once", "open": "requests a second (Poisson)"}
 _DPI = 150
-_LOG_FROM = 8
+_LOG_FROM = 4
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
 
 
@@ -88,7 +88,7 @@ def _draw(runs: Sequence[Run], mode: LoadMode, panel: Panel, subtitle: str, path
 
 def _line(axes: Axes, runs: Sequence[Run], panel: Panel, name: str) -> list[float]:
     """Draw one percentile over the loads that have it; returns its heights."""
-    colour, marker = LINES[name]
+    colour, marker, above = LINES[name]
     found = [(run.load.value, getattr(getattr(run.summary, panel.figure), name)) for run in runs]
     points = [(load, height * panel.factor) for load, height in found if height is not None]
     if not points:
@@ -97,22 +97,25 @@ def _line(axes: Axes, runs: Sequence[Run], panel: Panel, name: str) -> list[floa
     loads, heights = zip(*points, strict=True)
     axes.plot(loads, heights, color=colour, marker=marker, label=name)
     for load, height in points:
-        axes.annotate(f"{height:.3g}", (load, height), (0, 6), textcoords="offset points", ha="center", color=colour)
+        figure = f"{height:.3g}" if height < 1000 else f"{height:.0f}"
+        axes.annotate(figure, (load, height), (0, above), textcoords="offset points", ha="center", color=colour)
     return list(heights)
 
 
 def _scale(axes: Axes, loads: Sequence[float], heights: Sequence[float]) -> None:
     """Ticks at the loads measured; logarithmic where values lie far apart, else from zero."""
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     if _far_apart(loads):
         axes.set_xscale("log")
-        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.minorticks_off()
     axes.set_xticks(list(loads), [f"{load:g}" for load in loads])
     if _far_apart(heights):
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(min(heights) / 1.5, max(heights) * 1.5)
     elif heights:
         axes.set_ylim(0, max(heights) * 1.15)
 

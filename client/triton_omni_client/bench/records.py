@@ -29,8 +29,8 @@ class Load:
 
     @property
     def label(self) -> str:
-        """For titles: "concurrency 4", "2.5 requests/s"."""
-        return f"concurrency {self.value:g}" if self.mode == "closed" else f"{self.value:g} requests/s"
+        """For titles: "concurrency 4", "rate 2.5/s"."""
+        return f"concurrency {self.value:g}" if self.mode == "closed" else f"rate {self.value:g}/s"
 
 
 @dataclass(frozen=True)

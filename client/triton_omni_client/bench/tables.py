@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -23,13 +24,13 @@ Format = Callable[[float], str]
 
 
 def milliseconds(seconds: float) -> str:
-    """1234.5 s as "1234500", 12.3 ms as "12.3": three figures at least."""
+    """In milliseconds, with a decimal below 100."""
     value = seconds * 1000
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _plain(value: float) -> str:
-    return f"{value:.2f}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def _count(value: float) -> str:
@@ -37,31 +38,38 @@ def _count(value: float) -> str:
 
 
 FIGURES: tuple[tuple[str, str, Format], ...] = (
-    ("time to first text, ms", "time_to_first_text_s", milliseconds),
-    ("time to first audio, ms", "time_to_first_audio_s", milliseconds),
-    ("gap between chunks, ms", "audio_gap_s", milliseconds),
-    ("gap between text deltas, ms", "text_gap_s", milliseconds),
-    ("silence a request, ms", "silence_per_request_s", milliseconds),
+    ("first text, ms", "time_to_first_text_s", milliseconds),
+    ("first audio, ms", "time_to_first_audio_s", milliseconds),
     ("whole reply, ms", "latency_s", milliseconds),
     ("real-time factor", "real_time_factor", _plain),
-    ("text tokens/s a request", "text_tokens_per_s_per_request", _plain),
-    ("speech a request, s", "audio_s", _plain),
+    ("gap of chunks, ms", "audio_gap_s", milliseconds),
+    ("silence, ms", "silence_per_request_s", milliseconds),
+    ("gap of text, ms", "text_gap_s", milliseconds),
+    ("text tokens/s", "text_tokens_per_s_per_request", _plain),
+    ("speech, s", "audio_s", _plain),
     ("reply tokens", "reply_tokens", _count),
     ("prompt tokens", "prompt_tokens", _count),
 )
+SHOWN_BY_STAGE = ("memory_mib", "utilization", "sessions", "running", "waiting")
+"""Of what is known of a stage; the report has the rest."""
 
 
 def run_table(run: Run) -> Table:
     """The distributions of one run; a percentile of too few samples is a dash."""
-    table = Table(title=run.load.label + ("" if run.complete else " (cut short)"), title_justify="left")
-    table.add_column("figure")
+    table = _table(run.load.label + ("" if run.complete else " (cut short)"))
     for name in ("n", "mean", *(f"p{percent}" for percent in PERCENTILES), "max"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for label, name, form in FIGURES:
         figures: Distribution = getattr(run.summary, name)
         if figures.count:
             values = [figures.mean, *(getattr(figures, f"p{percent}") for percent in PERCENTILES), figures.max]
             table.add_row(label, str(figures.count), *(_shown(value, form) for value in values))
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
     return table
 
 
@@ -72,9 +80,9 @@ def run_lines(run: Run) -> list[str]:
     cut = f", {summary.interrupted} cut off" if summary.interrupted else ""
     lines = [
         f"{summary.completed} replies, {failed} errors{cut} in {summary.duration_s:.1f} s",
-        f"{_shown(summary.audio_seconds_per_s, _plain)} s of speech a second · "
-        f"{_shown(summary.requests_per_s, _plain)} replies a second · "
-        f"{_shown(summary.text_tokens_per_s, _plain)} text tokens a second",
+        f"a second: {_shown(summary.audio_seconds_per_s, _plain)} s of speech · "
+        f"{_shown(summary.requests_per_s, _plain)} replies · "
+        f"{_shown(summary.text_tokens_per_s, _plain)} text tokens",
         _underruns(summary),
     ]
     if summary.errors:
@@ -84,11 +92,10 @@ def run_lines(run: Run) -> list[str]:
 
 def comparison(runs: Sequence[Run]) -> Table:
     """One line a run."""
-    table = Table(title="all runs", title_justify="left")
-    table.add_column("load")
-    heads = ("replies", "errors", "first text p50 / p95, ms", "first audio p50 / p95, ms", "real-time factor p50 / p95")
-    for name in (*heads, "underruns", "silence, %", "speech s/s"):
-        table.add_column(name, justify="right")
+    table = _table("all runs: p50 / p95")
+    heads = ("replies", "errors", "first text\nms", "first audio\nms", "real-time\nfactor", "under-\nruns")
+    for name in (*heads, "silence\n%", "speech\ns/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         summary = run.summary
         share = summary.silence_share
@@ -136,7 +143,8 @@ def _resources(run: Run) -> list[str]:
     owners: dict[str, list[str]] = {}
     for name, usage in run.resources.items():
         owner, _, figure = name.rpartition("/")
-        owners.setdefault(owner, []).append(_usage(figure, usage))
+        if figure in SHOWN_BY_STAGE:
+            owners.setdefault(owner, []).append(_usage(figure, usage))
     return [f"{owner.replace('/', ' ')}: {' · '.join(figures)}" for owner, figures in owners.items()]
 
 

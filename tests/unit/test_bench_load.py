@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load generator: how many requests are open, when they start, what becomes of errors and of Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from triton_omni_client.bench.load import LoadRun, LoopLag, run_until
+from triton_omni_client.bench.records import INTERRUPTED, RequestRecord
+from triton_omni_client.errors import Internal, OmniClientError, Overloaded
+from triton_omni_client.messages import AudioDelta, Delta, Request, TextDelta
+
+Reply = Callable[[int], AsyncIterator[Delta]]
+
+
+async def speak(_number: int) -> AsyncIterator[Delta]:
+    await asyncio.sleep(0.01)
+    yield TextDelta("Hi")
+    await asyncio.sleep(0.01)
+    yield AudioDelta(np.zeros(240, np.float32))
+
+
+@dataclass
+class FakeClient:
+    """Answers request number `i` with `reply(i)`; notes how many were open at once."""
+
+    reply: Reply = speak
+    open: int = 0
+    most_open: int = 0
+    left_early: list[int] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def stream(self, request: Request) -> AsyncIterator[AsyncIterator[Delta]]:
+        number = int(request.request_id)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            yield self.reply(number)
+        except asyncio.CancelledError:
+            self.left_early.append(number)
+            raise
+        finally:
+            self.open -= 1
+
+
+@dataclass
+class Counts:
+    sent: int = 0
+    ends: list[RequestRecord] = field(default_factory=list)
+
+    def started(self) -> None:
+        self.sent += 1
+
+    def ended(self, record: RequestRecord) -> None:
+        self.ends.append(record)
+
+
+def request(number: int) -> Request:
+    return Request(text="hi", request_id=str(number))
+
+
+async def test_a_closed_loop_keeps_its_places_filled_and_marks_the_warm_up() -> None:
+    client, counts = FakeClient(), Counts()
+    run = LoadRun(client, request, counts)
+    await run.closed_loop(3, requests=7, warm_up=2)
+    assert client.most_open == 3
+    assert sorted(record.index for record in run.records) == list(range(9))
+    assert {record.index for record in run.records if record.warm_up} == {0, 1}
+    assert all(record.ok and record.chunks and record.text_at_s for record in run.records)
+    assert (counts.sent, counts.ends) == (9, run.records)
+
+
+async def test_requests_of_a_closed_loop_count_from_their_sending() -> None:
+    run = LoadRun(FakeClient(), request, Counts())
+    await run.closed_loop(1, requests=2, warm_up=0)
+    first, second = run.records
+    assert second.start_s >= first.start_s + first.end_s
+    assert 0 <= second.sent_s - second.start_s < 0.01
+    assert 0.01 <= first.text_at_s[0] < first.chunks[0].at_s <= first.end_s
+
+
+async def test_errors_are_written_down_and_the_run_goes_on() -> None:
+    failures: dict[int, OmniClientError] = {1: Internal("broken", stage="talker"), 2: Overloaded("full")}
+
+    async def reply(number: int) -> AsyncIterator[Delta]:
+        yield TextDelta("Hi")
+        if number in failures:
+            raise failures[number]
+
+    run = LoadRun(FakeClient(reply), request, Counts())
+    await run.closed_loop(2, requests=5, warm_up=0)
+    found = {record.index: (record.error, record.stage) for record in run.records}
+    assert found == {
+        0: (None, None),
+        1: ("internal", "talker"),
+        2: ("overloaded", None),
+        3: (None, None),
+        4: (None, None),
+    }
+    assert all(record.text_at_s for record in run.records)
+
+
+async def test_a_request_that_cannot_be_sent_is_an_error_too() -> None:
+    def refuse(number: int) -> Request:
+        return Request(text="hi", timeout=-1 if number == 0 else 1, request_id=str(number))
+
+    run = LoadRun(FakeClient(), refuse, Counts())
+    await run.closed_loop(1, requests=2, warm_up=0)
+    assert [record.error for record in run.records] == ["bad_request", None]
+
+
+async def test_a_place_waits_after_overloaded_as_the_server_asked() -> None:
+    async def reply(_number: int) -> AsyncIterator[Delta]:
+        raise Overloaded("full", retry_after_ms=40)
+        yield  # makes it a generator
+
+    begin = time.monotonic()
+    run = LoadRun(FakeClient(reply), request, Counts())
+    await run.closed_loop(1, requests=3, warm_up=0)
+    assert time.monotonic() - begin >= 0.12
+    assert all(record.end_s < 0.03 for record in run.records)
+
+
+async def test_an_open_loop_starts_requests_however_many_are_open() -> None:
+    async def reply(_number: int) -> AsyncIterator[Delta]:
+        await asyncio.sleep(0.2)
+        yield TextDelta("Hi")
+
+    client = FakeClient(reply)
+    run = LoadRun(client, request, Counts())
+    arrivals = [0.0, 0.02, 0.04, 0.06, 99.0]
+    await run.open_loop(arrivals, requests=3, warm_up=1)
+    assert client.most_open == 4
+    assert [record.start_s for record in sorted(run.records, key=lambda record: record.index)] == arrivals[:4]
+    assert [record.warm_up for record in sorted(run.records, key=lambda record: record.index)] == [True] + [False] * 3
+    assert all(0.2 <= record.end_s < 1 for record in run.records)
+
+
+async def test_latency_of_an_open_loop_counts_from_the_arrival_when_the_sender_is_late() -> None:
+    def busy(number: int) -> Request:
+        if number == 0:
+            time.sleep(0.15)
+        return request(number)
+
+    run = LoadRun(FakeClient(), busy, Counts())
+    await run.open_loop([0.0, 0.01], requests=2, warm_up=0)
+    late = next(record for record in run.records if record.index == 1)
+    assert late.start_s == 0.01
+    assert late.sent_s >= 0.15
+    assert late.text_at_s[0] >= 0.15 - 0.01 + 0.01
+
+
+async def test_stopping_cuts_requests_off_and_keeps_their_records() -> None:
+    stop = asyncio.Event()
+
+    async def reply(number: int) -> AsyncIterator[Delta]:
+        yield TextDelta("Hi")
+        if number > 0:
+            stop.set()
+            await asyncio.sleep(60)
+
+    client = FakeClient(reply)
+    run = LoadRun(client, request, Counts())
+    assert not await run_until(stop, run.closed_loop(2, requests=100, warm_up=0))
+    assert client.open == 0
+    assert client.left_early
+    cut = [record for record in run.records if record.error == INTERRUPTED]
+    assert sorted(record.index for record in cut) == sorted(client.left_early)
+    assert all(record.text_at_s for record in cut)
+    assert any(record.ok for record in run.records)
+
+
+async def test_stopping_an_open_loop_sends_no_more() -> None:
+    stop, counts = asyncio.Event(), Counts()
+    run = LoadRun(FakeClient(), request, counts)
+    asyncio.get_running_loop().call_later(0.05, stop.set)
+    assert not await run_until(stop, run.open_loop([0.0, 60.0], requests=2, warm_up=0))
+    assert counts.sent == 1
+
+
+async def test_a_run_that_ends_by_itself_says_so() -> None:
+    run = LoadRun(FakeClient(), request, Counts())
+    assert await run_until(asyncio.Event(), run.closed_loop(1, requests=1, warm_up=0))
+
+
+async def test_a_fault_of_the_generator_itself_is_not_swallowed() -> None:
+    async def work() -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        await run_until(asyncio.Event(), work())
+
+
+async def test_a_blocked_event_loop_is_noticed() -> None:
+    async with LoopLag() as lag:
+        await asyncio.sleep(0.05)
+        time.sleep(0.12)
+        await asyncio.sleep(0.05)
+    assert 0.08 <= lag.worst_s < 1
