@@ -312,10 +312,11 @@ def test_the_command_says_why_in_one_line(repository: Path, capsys: pytest.Captu
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_port_out_of_range_is_refused(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("port", ["70000", "-1", "x"])
+def test_a_port_out_of_range_is_refused(repository: Path, port: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--model-repository", str(repository), "--http-port", "70000"])
-    assert "70000 is not in 0..65535" in capsys.readouterr().err
+        main(["--model-repository", str(repository), f"--http-port={port}"])
+    assert capsys.readouterr().err == f"error: argument --http-port: {port} is not in 0..65535\n"
 
 
 def test_a_stop_before_readiness_ends_the_wait(repository: Path) -> None:

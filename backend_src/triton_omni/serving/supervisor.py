@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 from triton_omni.serving.leftovers import end_group, remove_shared_memory
 from triton_omni.serving.machine import (
@@ -259,8 +260,14 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as every other refusal; `--help` tells the options."""
+        self.exit(2, f"error: {message}\n")
+
+
 def _parse(arguments: Sequence[str] | None) -> ServerConfig:
-    parser = argparse.ArgumentParser(prog="triton_omni.serving.supervisor", description="Serve a model repository.")
+    parser = _Parser(prog="triton_omni.serving.supervisor", description="Serve a model repository.")
     parser.add_argument("--model-repository", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--model", default=os.environ.get("OMNI_MODEL"), help="folder or hub id (default: OMNI_MODEL)")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
@@ -287,10 +294,9 @@ def _parse(arguments: Sequence[str] | None) -> ServerConfig:
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{port} is not in 0..65535")
-    return port
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not in 0..65535")
+    return int(text)
 
 
 @contextlib.contextmanager
