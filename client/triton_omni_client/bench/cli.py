@@ -177,10 +177,12 @@ def _conclude(report: Report, out: Console, output: Path, plots: bool) -> None:
 
 
 def _subtitle(report: Report) -> str:
-    server = report.environment.get("server") or {}
-    parts = [", ".join(report.environment.get("gpus") or ["no NVIDIA GPU found by the client"])]
-    if server.get("version"):
+    """What the plots say of where their figures come from."""
+    parts = list(report.environment.get("gpus", []))
+    if server := report.environment.get("server"):
         parts.append(f"Triton {server['version']}")
+    if export := report.workload.get("profile_export"):
+        parts.append(f"perf_analyzer, {Path(export).name}")
     return " · ".join([*parts, str(report.environment["date"])[:10]])
 
 

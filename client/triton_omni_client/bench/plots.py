@@ -30,10 +30,10 @@ class Panel(NamedTuple):
 
 
 PANELS = (
-    Panel("time_to_first_audio_s", "Time to first audio", 1000, "milliseconds"),
-    Panel("real_time_factor", "Real-time factor", 1, "seconds a second of speech"),
+    Panel("time_to_first_audio_s", "Time to first audio", 1000, "time to first audio, ms"),
+    Panel("real_time_factor", "Real-time factor", 1, "seconds of waiting a second of speech"),
 )
-AXES: dict[LoadMode, str] = {"closed": "requests at once", "open": "requests a second (Poisson)"}
+AXES: dict[LoadMode, str] = {"closed": "concurrency (requests at once)", "open": "rate (requests a second)"}
 _DPI = 150
 _LOG_FROM = 4
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""

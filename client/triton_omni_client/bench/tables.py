@@ -67,8 +67,8 @@ def run_table(run: Run) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def _table(title: str, *, space: int = 1) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, space, 0, 0))
     table.add_column("", no_wrap=True)
     return table
 
@@ -92,8 +92,8 @@ def run_lines(run: Run) -> list[str]:
 
 def comparison(runs: Sequence[Run]) -> Table:
     """One line a run."""
-    table = _table("all runs: p50 / p95")
-    heads = ("replies", "errors", "first text\nms", "first audio\nms", "real-time\nfactor", "under-\nruns")
+    table = _table("all runs, p50/p95", space=0)
+    heads = ("errors", "first text\nms", "first audio\nms", "real-time\nfactor", "under-\nruns")
     for name in (*heads, "silence\n%", "speech\ns/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
@@ -101,7 +101,6 @@ def comparison(runs: Sequence[Run]) -> Table:
         share = summary.silence_share
         table.add_row(
             run.load.label,
-            str(summary.completed),
             str(sum(summary.errors.values())),
             _pair(summary.time_to_first_text_s, milliseconds),
             _pair(summary.time_to_first_audio_s, milliseconds),
@@ -157,7 +156,7 @@ def _usage(figure: str, usage: Usage) -> str:
 
 
 def _pair(figures: Distribution, form: Format) -> str:
-    return f"{_shown(figures.p50, form)} / {_shown(figures.p95, form)}"
+    return f"{_shown(figures.p50, form)}/{_shown(figures.p95, form)}"
 
 
 def _shown(value: float | None, form: Format) -> str:
