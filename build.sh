@@ -19,6 +19,42 @@ fail() {
     exit 1
 }
 
+# --- children and signals ---------------------------------------------------------------------------------------------
+
+CHILDREN=()
+
+# child COMMAND…: runs it so that a signal to this script ends it, at once and with SIGTERM alone (a Python that starts
+# up answers Ctrl-C with a traceback; a child in the background does not get it).
+child() {
+    local status=0
+    "$@" 9>&- &
+    CHILDREN+=($!)
+    wait $! || status=$?
+    unset 'CHILDREN[-1]'
+    return "$status"
+}
+
+end_children() {
+    local status=$? number
+    trap - EXIT
+    trap '' HUP INT TERM # all are told once: a second Ctrl-C must not leave a server behind
+    for ((number = ${#CHILDREN[@]} - 1; number >= 0; number--)); do
+        kill -TERM "${CHILDREN[number]}" 2>/dev/null || true
+        wait "${CHILDREN[number]}" || true
+        # The server hears that its client is gone; told to stop before, it would wait for the client's request.
+        if ((number > 0)); then sleep 1; fi
+    done
+    exit "$status"
+}
+
+# Exit codes as a shell has them: 128 + the signal's number.
+end_on_signals() {
+    trap end_children EXIT
+    trap 'exit 129' HUP
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+}
+
 # --- help -------------------------------------------------------------------------------------------------------------
 
 help_main() {
@@ -179,7 +215,7 @@ make_uv() {
         step "uv $wanted" "$VENV/bin/python" -m pip install --disable-pip-version-check -r "$ROOT/requirements/uv.lock"
 }
 
-pip_config() { "$VENV/bin/python" -m pip config list | sed -n "s/^[^']*\.$1='\(.*\)'$/\1/p" | tail -n 1; }
+pip_config() { "$VENV/bin/python" -m pip config list 2>/dev/null | sed -n "s/^[^']*\.$1='\(.*\)'$/\1/p" | tail -n 1; }
 
 # uv reads neither pip's settings nor its variables; a machine that has set pip up for a mirror means uv too.
 use_pip_settings() {
@@ -241,8 +277,9 @@ make_tritonserver() {
 
 # Exports OMNI_MODEL as a folder; a hub id is fetched with the hub's own progress bar, nothing means the tiny checkpoint.
 make_checkpoint() {
-    OMNI_MODEL=$(TRANSFORMERS_VERBOSITY=error "$VENV/bin/python" -m triton_omni.serving.model_folder ${OMNI_MODEL:+"$OMNI_MODEL"}) ||
-        fail "no checkpoint to serve (see above)"
+    TRANSFORMERS_VERBOSITY=error child "$VENV/bin/python" -m triton_omni.serving.model_folder \
+        ${OMNI_MODEL:+"$OMNI_MODEL"} >"$LOGS/checkpoint.out" || fail "no checkpoint to serve (see above)"
+    OMNI_MODEL=$(<"$LOGS/checkpoint.out")
     export OMNI_MODEL
 }
 
@@ -280,19 +317,8 @@ command_setup() {
 
 command_serve() {
     run_setup
-    exec "$VENV/bin/python" -m triton_omni.serving.supervisor \
+    child "$VENV/bin/python" -m triton_omni.serving.supervisor \
         --model-repository "$REPOSITORY" --model "$OMNI_MODEL" --log-file "$LOGS/server.log" "$@"
-}
-
-stop_server() {
-    local status=$?
-    trap - EXIT
-    trap '' INT TERM # the server is told once; a second Ctrl-C must not leave it behind
-    if [[ -n ${SERVER:-} ]]; then
-        kill -TERM "$SERVER" 2>/dev/null || true
-        wait "$SERVER" || true
-    fi
-    exit "$status"
 }
 
 # Sets GRPC_URL from the READY line of the supervisor, or fails with what it said.
@@ -311,13 +337,11 @@ wait_for_ready() { # wait_for_ready OUTPUT
 start_server() { # start_server COMMAND
     local output=$LOGS/$1.out
     : >"$output"
-    SERVER=''
-    trap stop_server EXIT
-    trap 'exit 130' INT
-    trap 'exit 143' TERM
-    "$VENV/bin/python" -m triton_omni.serving.supervisor --model-repository "$REPOSITORY" --model "$OMNI_MODEL" \
+    # In a session of its own Ctrl-C does not reach it: the client goes first, and its request with it.
+    setsid "$VENV/bin/python" -m triton_omni.serving.supervisor --model-repository "$REPOSITORY" --model "$OMNI_MODEL" \
         --log-file "$LOGS/server.log" --http-port 0 --grpc-port 0 --metrics-port 0 >"$output" &
     SERVER=$!
+    CHILDREN+=("$SERVER")
     say "$1: starting the server (its log: $LOGS/server.log)"
     wait_for_ready "$output"
 }
@@ -326,7 +350,7 @@ command_demo() {
     (($# <= 1)) || fail "demo takes one TEXT; put it in quotes"
     run_setup
     start_server demo
-    "$VENV/bin/triton-omni" say "${1:-Tell me a story}" -o reply.wav --url "$GRPC_URL"
+    child "$VENV/bin/triton-omni" say "${1:-Tell me a story}" -o reply.wav --url "$GRPC_URL"
 }
 
 # Whether `triton-omni bench` with these options needs a server that we start.
@@ -390,6 +414,7 @@ command_clean() {
 
 main() {
     local command=${1:-}
+    end_on_signals
     case $command in
         '' | -h | --help | help) help_main ;;
         setup | demo | serve | bench | test | check | clean)
