@@ -6,10 +6,10 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from bench_exports import BEGIN, INFO, MS, experiment, response, streamed, write
 from triton_omni_client.audio import wav_header
 from triton_omni_client.bench import profile_export
 from triton_omni_client.bench.profile_export import read_profile_export
@@ -17,42 +17,6 @@ from triton_omni_client.bench.records import INTERRUPTED, Chunk
 from triton_omni_client.bench.workload import PROMPTS, Workload, of_length, perf_analyzer_input, read_prompts
 from triton_omni_client.errors import BadRequest
 from triton_omni_client.messages import Media
-
-BEGIN = 1_795_231_486_273_726_513
-MS = 1_000_000
-INFO = '{"usage": {"reply_tokens": 8, "prompt_tokens": 5, "codes": 36, "samples": 17280}, "seed": 7}'
-
-
-def response(text: str = "", audio: Any = 0.0, encoded: str = "", info: str = "") -> dict[str, Any]:
-    """As perf_analyzer 2.51.0 writes one: an empty FP32 tensor is a number that means nothing."""
-    return {"text_output": text, "info": info, "audio_output": audio, "audio_base64": encoded}
-
-
-def streamed(begin: int, parameters: str = '{"seed": 7}') -> dict[str, Any]:
-    return {
-        "timestamp": begin,
-        "request_inputs": {"text_input": "Tell me a story", "sampling_parameters": parameters},
-        "response_timestamps": [begin + at * MS for at in (100, 200, 400, 800, 810, 811)],
-        "response_outputs": [
-            response("Once"),
-            response(" upon"),
-            response(audio=[0.1] * 5_760),
-            response(audio=[0.1] * 11_520),
-            response(audio=-2.7e-17, info=INFO),
-            response(audio=-8.6e32),
-        ],
-    }
-
-
-def experiment(mode: str, value: float, *requests: dict[str, Any]) -> dict[str, Any]:
-    load = {"mode": mode, "value": value}
-    return {"experiment": load, "requests": list(requests), "window_boundaries": [BEGIN, BEGIN + 4_000 * MS]}
-
-
-def write(path: Path, *experiments: dict[str, Any]) -> Path:
-    whole = {"experiments": experiments, "version": "2.51.0", "service_kind": "triton", "endpoint": ""}
-    path.write_text(json.dumps(whole), encoding="utf-8")
-    return path
 
 
 def test_a_streamed_export_gives_the_figures_of_a_measurement(tmp_path: Path) -> None:

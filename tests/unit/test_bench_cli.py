@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `triton-omni bench` against a scripted server over real gRPC: what it prints, writes and exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+from typer.testing import CliRunner, Result
+
+import triton_omni_client
+from bench_exports import BEGIN, experiment, streamed, write
+from client_fakes import INFO, FakeTriton, chunk, failure, final, parameters_of, serve_grpc
+from triton_omni_client import cli
+from triton_omni_client.bench.records import Load
+from triton_omni_client.bench.runner import Plan
+from triton_omni_client.bench.workload import PROMPTS, Workload
+
+NOWHERE = "http://127.0.0.1:1/metrics"
+
+
+class FakeEnsemble(FakeTriton):
+    """Also answers what a server is."""
+
+    def ServerMetadata(self, _request: Any, _context: Any) -> Any:  # noqa: N802
+        return service_pb2.ServerMetadataResponse(name="triton", version="2.51.0")
+
+    def ModelConfig(self, request: Any, _context: Any) -> Any:  # noqa: N802
+        response = service_pb2.ModelConfigResponse()
+        response.config.name = request.name
+        for name in ("thinker", "talker"):
+            response.config.ensemble_scheduling.step.add(model_name=name)
+        return response
+
+    def ModelMetadata(self, request: Any, _context: Any) -> Any:  # noqa: N802
+        return service_pb2.ModelMetadataResponse(name=request.name, versions=["1"])
+
+
+@pytest.fixture
+def server() -> Iterator[FakeEnsemble]:
+    fake = FakeEnsemble()
+    with serve_grpc(fake):
+        yield fake
+
+
+def _bench(url: str, output: Path, *arguments: str) -> Result:
+    command = ["bench", "--url", url, "--metrics-url", NOWHERE, "-o", str(output), *arguments]
+    return CliRunner().invoke(cli.app, command)
+
+
+def _report(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def test_loads_are_measured_in_turn_and_reported(server: FakeEnsemble, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    arguments = ["--concurrency", "1,2", "--rate", "200", "--requests", "3", "--warm-up", "1", "--seed", "5"]
+    result = _bench(server.url, path, *arguments)
+    assert result.exit_code == 0, result.output
+    report = _report(path)
+    assert [run["load"] for run in report["runs"]] == [
+        {"mode": "closed", "value": 1},
+        {"mode": "closed", "value": 2},
+        {"mode": "open", "value": 200},
+    ]
+    for run in report["runs"]:
+        assert (run["complete"], run["summary"]["completed"], run["summary"]["errors"]) == (True, 3, {})
+        assert [request["warm_up"] for request in run["requests"]] == [True, False, False, False]
+        assert [chunk[1] for chunk in run["requests"][0]["chunks"]] == [0.02, 0.02]
+        assert run["requests"][0]["reply_tokens"] == INFO["usage"]["reply_tokens"]
+    assert report["environment"]["server"] == {
+        "name": "triton",
+        "version": "2.51.0",
+        "models": ["qwen2_5_omni:1", "thinker:1", "talker:1"],
+    }
+    assert "concurrency 1" in result.stdout
+    assert "rate 200/s" in result.stdout
+    assert len(server.requests) == 12
+    assert [parameters_of(request)["seed"] for request in server.requests[:4]] == [5, 6, 7, 8]
+    assert (tmp_path / "r-time-to-first-audio-closed.png").exists()
+    assert f"written: {path}" in result.stderr
+
+
+def test_every_option_reaches_the_requests(server: FakeEnsemble, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("One two three.\n")
+    arguments = ["--concurrency", "1", "--requests", "1", "--warm-up", "0", "--no-plots"]
+    arguments += ["--prompts", str(prompts), "--prompt-words", "2", "--max-tokens", "9", "--talker-max-tokens", "50"]
+    arguments += ["--voice", "Ethan", "--audio-format", "pcm16", "--timeout", "9", "--talker-json", '{"top_k": 3}']
+    result = _bench(server.url, tmp_path / "r.json", *arguments)
+    assert result.exit_code == 0, result.output
+    (request,) = server.requests
+    assert parameters_of(request) == {
+        "seed": 0,
+        "voice": "Ethan",
+        "audio_format": "pcm16",
+        "timeout": 9.0,
+        "thinker": {"max_tokens": 9},
+        "talker": {"top_k": 3, "max_tokens": 50},
+    }
+    workload = _report(tmp_path / "r.json")["workload"]
+    assert (workload["prompts"], workload["prompts_from"]) == (["One two"], str(prompts))
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_errors_are_counted_and_do_not_fail_the_run(server: FakeEnsemble, tmp_path: Path) -> None:
+    server.script = lambda *_: iter([chunk(text="so far"), failure("full [omni:overloaded;stage=thinker]")])
+    result = _bench(server.url, tmp_path / "r.json", "--concurrency", "2", "--requests", "3", "--warm-up", "0")
+    assert result.exit_code == 0
+    assert "errors: 3 overloaded" in result.stdout
+    (run,) = _report(tmp_path / "r.json")["runs"]
+    assert run["summary"]["errors"] == {"overloaded": 3}
+    assert {request["stage"] for request in run["requests"]} == {"thinker"}
+
+
+def test_a_server_that_does_not_say_what_it_is_leaves_notes(tmp_path: Path) -> None:
+    with serve_grpc(FakeTriton()) as plain:
+        result = _bench(plain.url, tmp_path / "r.json", "--concurrency", "1", "--requests", "1")
+    assert result.exit_code == 0
+    notes = " ".join(_report(tmp_path / "r.json")["notes"])
+    assert "did not answer ServerMetadataRequest: UNIMPLEMENTED" in notes
+
+
+def test_an_unready_server_is_one_sentence(server: FakeEnsemble, tmp_path: Path) -> None:
+    server.is_ready = False
+    result = _bench(server.url, tmp_path / "r.json")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr.startswith(f"error: no connection to {server.url}: ")
+    assert not (tmp_path / "r.json").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--concurrency", "many"],
+        ["--concurrency", "0"],
+        ["--concurrency", "1.5"],
+        ["--rate", "-1"],
+        ["--rate", "nan"],
+        ["--audio-format", "mp3"],
+        ["--thinker-json", "{"],
+        ["--requests", "0"],
+    ],
+)
+def test_wrong_usage_exits_with_2_and_asks_nobody(server: FakeEnsemble, tmp_path: Path, arguments: list[str]) -> None:
+    assert _bench(server.url, tmp_path / "r.json", *arguments).exit_code == 2
+    assert server.requests == []
+
+
+def test_interrupt_writes_what_was_measured_and_exits_with_130(server: FakeEnsemble, tmp_path: Path) -> None:
+    gone = threading.Event()
+
+    def script(_request: Any, context: Any) -> Iterator[Any]:
+        yield chunk(text="Hi", audio=np.zeros(240, np.float32))
+        if len(server.requests) < 3:
+            yield final()
+        else:
+            context.add_callback(gone.set)
+            gone.wait(10)
+
+    server.script = script
+    path = tmp_path / "r.json"
+    command = [sys.executable, "-m", "triton_omni_client", "bench", "--url", server.url, "--metrics-url", NOWHERE]
+    command += ["-o", str(path), "--concurrency", "1,2", "--requests", "5", "--warm-up", "0", "--no-plots"]
+    environment = os.environ | {"PYTHONPATH": str(Path(triton_omni_client.__file__).parents[1])}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 20
+        while len(server.requests) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=10)
+    assert process.returncode == 130, stderr
+    assert b"Traceback" not in stderr
+    assert b"cut short" in stdout
+    (run,) = _report(path)["runs"]
+    assert (run["complete"], run["summary"]["completed"], run["summary"]["interrupted"]) == (False, 2, 1)
+    assert gone.wait(5)
+
+
+def test_a_profile_export_is_reported_without_a_server(tmp_path: Path) -> None:
+    export = write(tmp_path / "p.json", *(experiment("concurrency", at, *[streamed(BEGIN)] * 20) for at in (1, 4)))
+    result = _bench("127.0.0.1:1", tmp_path / "r.json", "--from-profile-export", str(export))
+    assert result.exit_code == 0, result.output
+    report = _report(tmp_path / "r.json")
+    assert [run["summary"]["time_to_first_audio_s"]["p95"] for run in report["runs"]] == [0.4, 0.4]
+    assert report["workload"] == {"profile_export": str(export)}
+    assert "note: errors: perf_analyzer stops at the first one" in result.stdout
+    assert (tmp_path / "r-real-time-factor-closed.png").exists()
+
+
+def test_the_input_data_of_perf_analyzer_is_written_without_a_server(tmp_path: Path) -> None:
+    path = tmp_path / "in.json"
+    result = _bench("127.0.0.1:1", tmp_path / "r.json", "--write-perf-analyzer-input", str(path), "--requests", "9")
+    assert result.exit_code == 0, result.output
+    data = json.loads(path.read_text(encoding="utf-8"))["data"]
+    assert [entry["text_input"][0] for entry in data] == [*PROMPTS, PROMPTS[0]]
+    refused = _bench("127.0.0.1:1", path, "--write-perf-analyzer-input", str(tmp_path / "no" / "in.json"))
+    assert (refused.exit_code, "cannot be written" in refused.stderr) == (1, True)
+
+
+def test_a_load_has_enough_requests_for_its_percentiles() -> None:
+    plan = Plan("", "", "", [], Workload())
+    found = [(plan.requests_of(load), plan.warm_up_of(load)) for load in (Load("closed", 1), Load("closed", 32))]
+    assert found == [(20, 2), (128, 32)]
+    assert (plan.requests_of(Load("open", 0.5)), plan.warm_up_of(Load("open", 0.5))) == (20, 2)
+    assert (plan.requests_of(Load("open", 4.0)), plan.warm_up_of(Load("open", 4.0))) == (120, 4)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmark sees of the server's machine, and what it says where it sees nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from triton_omni_client.bench import resources, triton_metrics
+from triton_omni_client.bench.nvml import OTHER, Nvml, NvmlError, stage_of
+from triton_omni_client.bench.resources import Monitor, Usage, default_metrics_url, find_monitor, is_local
+
+PAGE = """\
+# HELP nv_gpu_utilization GPU utilization rate [0.0 - 1.0)
+# TYPE nv_gpu_utilization gauge
+nv_gpu_utilization{gpu_uuid="GPU-1"} 0.25
+nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 1048576.000000
+nv_inference_count{model="talker",version="1"} 12
+omni_sessions{stage="talker"} 3
+omni_link_bytes{stage="talker",tensor="rows",device="cpu"} 9
+omni_waiting{stage="thinker"} 0
+omni_running{stage="thinker"} nonsense
+process_start 1
+"""
+
+
+class FakeNvml:
+    """One GPU with two processes, as the module `pynvml` shows it."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *, unsupported: tuple[str, ...] = ()) -> None:
+        self.unsupported = unsupported
+        self.asked_since: list[int] = []
+        self.shut_down = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.unsupported:
+            return self._refuse
+        return getattr(self, f"fake_{name}")
+
+    def _refuse(self, *_: object) -> None:
+        raise self.NVMLError("Not Supported")
+
+    def fake_nvmlInit(self) -> None:  # noqa: N802
+        pass
+
+    def fake_nvmlShutdown(self) -> None:  # noqa: N802
+        self.shut_down = True
+
+    def fake_nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 1
+
+    def fake_nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
+        return f"device {index}"
+
+    def fake_nvmlDeviceGetName(self, _device: str) -> bytes:  # noqa: N802
+        return b"NVIDIA H200"
+
+    def fake_nvmlDeviceGetMemoryInfo(self, _device: str) -> Any:  # noqa: N802
+        return SimpleNamespace(used=100 * 2**20)
+
+    def fake_nvmlDeviceGetUtilizationRates(self, _device: str) -> Any:  # noqa: N802
+        return SimpleNamespace(gpu=80)
+
+    def fake_nvmlDeviceGetComputeRunningProcesses(self, _device: str) -> list[Any]:  # noqa: N802
+        sizes = {1: 60 * 2**20, 2: 30 * 2**20, 3: None}
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in sizes.items()]
+
+    def fake_nvmlDeviceGetProcessUtilization(self, _device: str, since: int) -> list[Any]:  # noqa: N802
+        self.asked_since.append(since)
+        found = [(1, 1_000, 10), (1, 2_000, 50), (2, 1_500, 20)]
+        return [SimpleNamespace(pid=pid, timeStamp=at, smUtil=busy) for pid, at, busy in found]
+
+
+def stage(pid: int) -> str:
+    return {1: "talker", 2: "token2wav"}.get(pid, OTHER)
+
+
+def test_metrics_of_stages_and_gpus_are_read() -> None:
+    assert triton_metrics.read(PAGE) == {
+        "gpu/GPU-1/utilization": 0.25,
+        "gpu/GPU-1/memory_mib": 1.0,
+        "stage/talker/sessions": 3.0,
+        "stage/thinker/waiting": 0.0,
+    }
+
+
+def test_memory_and_utilisation_are_told_apart_by_stage() -> None:
+    library = FakeNvml()
+    with Nvml(library, stage) as nvml:
+        assert nvml.gpus() == ["NVIDIA H200"]
+        assert nvml.sample() == {
+            "gpu/0/memory_mib": 100.0,
+            "gpu/0/utilization": 0.8,
+            "stage/talker/memory_mib": 60.0,
+            "stage/token2wav/memory_mib": 30.0,
+            "stage/other/memory_mib": 0.0,
+            "stage/talker/utilization": 0.5,
+            "stage/token2wav/utilization": 0.2,
+        }
+        nvml.sample()
+    assert library.asked_since == [0, 2_000]
+    assert library.shut_down
+
+
+def test_figures_that_a_driver_does_not_give_are_left_out() -> None:
+    unsupported = ("nvmlDeviceGetProcessUtilization", "nvmlDeviceGetUtilizationRates")
+    found = Nvml(FakeNvml(unsupported=unsupported), stage).sample()
+    assert found.keys() == {
+        "gpu/0/memory_mib",
+        *(f"stage/{name}/memory_mib" for name in ("talker", "token2wav", "other")),
+    }
+
+
+def test_a_machine_without_a_driver_says_so() -> None:
+    with pytest.raises(NvmlError, match="Not Supported"):
+        Nvml(FakeNvml(unsupported=("nvmlInit",)))
+
+
+def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
+    with pytest.raises(NvmlError, match=r"triton-omni-client\[bench\]"):
+        Nvml()
+
+
+def test_a_process_belongs_to_the_stage_that_its_command_line_names(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "cmdline").write_bytes(b"triton_python_backend_stub\0/models/token2wav/1/model.py\0")
+    (tmp_path / "8").mkdir()
+    (tmp_path / "8" / "cmdline").write_bytes(b"tritonserver\0")
+    assert [stage_of(pid, tmp_path) for pid in (7, 8, 9)] == ["token2wav", OTHER, OTHER]
+
+
+def test_a_monitor_gives_mean_and_peak_since_the_last_time() -> None:
+    values = iter([1.0, 3.0])
+    taken = threading.Event()
+
+    def probe() -> dict[str, float]:
+        found = next(values, None)
+        if found is None:
+            taken.set()
+            return {}
+        return {"gpu/0/utilization": found}
+
+    with Monitor({"probe": probe}, interval_s=0.001) as monitor:
+        assert taken.wait(5)
+        assert monitor.take() == {"gpu/0/utilization": Usage(2.0, 3.0)}
+        assert monitor.take() == {}
+    assert monitor.notes == []
+
+
+def test_a_probe_that_fails_is_dropped_with_a_note() -> None:
+    asked: list[int] = []
+
+    def probe() -> dict[str, float]:
+        asked.append(1)
+        raise OSError("gone")
+
+    with Monitor({"Triton's metrics": probe}, interval_s=0.001) as monitor:
+        deadline = time.monotonic() + 5
+        while not monitor.notes and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert monitor.notes == ["Triton's metrics stopped answering: gone"]
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "local", "metrics"),
+    [
+        ("localhost:8001", True, "http://localhost:8002/metrics"),
+        ("127.0.0.1:9", True, "http://127.0.0.1:8002/metrics"),
+        ("[::1]:8001", True, "http://[::1]:8002/metrics"),
+        ("gpu-host:8001", False, "http://gpu-host:8002/metrics"),
+    ],
+)
+def test_the_metrics_are_looked_for_beside_the_server(url: str, local: bool, metrics: str) -> None:
+    assert is_local(url) is local
+    assert default_metrics_url(url) == metrics
+
+
+def test_where_nothing_can_be_asked_the_notes_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_nvml() -> Nvml:
+        raise NvmlError("no driver")
+
+    monkeypatch.setattr(resources, "Nvml", no_nvml)
+    with ExitStack() as stack:
+        monitor, gpus = find_monitor("localhost:1", "http://127.0.0.1:1/metrics", stack)
+    assert (monitor.probes, gpus) == ({}, [])
+    assert len(monitor.notes) == 2
+    assert "no driver" in monitor.notes[0]
+    assert "--metrics-url" in monitor.notes[1]
+
+
+def test_gpus_of_a_local_server_are_asked_of_the_driver_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "Nvml", lambda: Nvml(FakeNvml(), stage))
+    monkeypatch.setattr(triton_metrics, "fetch", lambda _url: PAGE)
+    with ExitStack() as stack:
+        monitor, gpus = find_monitor("localhost:1", "http://x/metrics", stack)
+        asked = [probe() for probe in monitor.probes.values()]
+    assert gpus == ["NVIDIA H200"]
+    assert [sorted({name.split("/")[0] for name in found}) for found in asked] == [["gpu", "stage"], ["stage"]]
+
+
+def test_gpus_of_a_distant_server_are_those_that_triton_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_metrics, "fetch", lambda _url: PAGE)
+    with ExitStack() as stack:
+        monitor, _ = find_monitor("gpu-host:8001", "http://gpu-host:8002/metrics", stack)
+    (probe,) = monitor.probes.values()
+    assert "gpu/GPU-1/utilization" in probe()
+    assert "another machine" in monitor.notes[0]
