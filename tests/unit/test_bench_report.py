@@ -113,8 +113,8 @@ def test_a_table_says_what_failed_and_what_was_cut_off() -> None:
     assert "rate 2/s (cut short)" in found
     assert "2 replies, 1 errors, 1 cut off" in found
     assert "errors: 1 overloaded" in found
-    assert "gpu 0: 80 MiB · 50 % busy (peak 75 %)" in found
-    assert "stage talker: 32 MiB · sessions 1.5 (peak 4)" in found
+    assert "gpu 0: 70 and 80 MiB · 50 and 75 % busy" in found
+    assert "stage talker: 30 and 32 MiB · sessions 1.5 and 4" in found
     assert "outbox" not in found
 
 

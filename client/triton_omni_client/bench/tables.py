@@ -144,15 +144,16 @@ def _resources(run: Run) -> list[str]:
         owner, _, figure = name.rpartition("/")
         if figure in SHOWN_BY_STAGE:
             owners.setdefault(owner, []).append(_usage(figure, usage))
-    return [f"{owner.replace('/', ' ')}: {' · '.join(figures)}" for owner, figures in owners.items()]
+    lines = [f"  {owner.replace('/', ' ')}: {' · '.join(figures)}" for owner, figures in owners.items()]
+    return ["mean and peak of", *lines] if lines else []
 
 
 def _usage(figure: str, usage: Usage) -> str:
     if figure == "utilization":
-        return f"{100 * usage.mean:.0f} % busy (peak {100 * usage.max:.0f} %)"
+        return f"{100 * usage.mean:.0f} and {100 * usage.max:.0f} % busy"
     if figure == "memory_mib":
-        return f"{usage.max:.0f} MiB"
-    return f"{figure} {usage.mean:.1f} (peak {usage.max:.0f})"
+        return f"{usage.mean:.0f} and {usage.max:.0f} MiB"
+    return f"{figure} {usage.mean:.1f} and {usage.max:.0f}"
 
 
 def _pair(figures: Distribution, form: Format) -> str:
