@@ -31,6 +31,7 @@ Settings = Mapping[str, Mapping[str, Any]]
 
 TINY: Settings = {
     "thinker": {
+        "dtype": "float32",
         "engine": {"max_num_seqs": 6, "max_model_len": 1024, "max_num_batched_tokens": 128, "threads": 1},
         "limits": {"max_media_bytes": 1 << 20, "max_audio_seconds": 5, "max_request_bytes": 8192},
         "max_sessions": 8,
@@ -39,6 +40,7 @@ TINY: Settings = {
         "preprocess_threads": 2,
     },
     "talker": {
+        "dtype": "float32",
         "engine": {"max_num_seqs": 4, "max_model_len": 2048, "max_num_batched_tokens": 512, "threads": 1},
         "max_sessions": 8,
         "max_codes": 600,
@@ -46,7 +48,10 @@ TINY: Settings = {
     "token2wav": {"threads": 1, "max_codes": 600},
     "qwen2_5_omni_unary": {"max_requests": 16},
 }
-"""Settings of the tests' servers, for the tiny checkpoint on two cores; fewer places in the engines than sessions."""
+"""Settings of the tests' servers, for the tiny checkpoint on two cores; fewer places in the engines than sessions.
+
+Float32 on a GPU too: replies are compared exactly, whatever else runs.
+"""
 
 _PROBED_MODEL = """
 import sys

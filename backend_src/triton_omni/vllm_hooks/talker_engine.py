@@ -85,7 +85,7 @@ class TalkerVllmEngine:
         )
 
     def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling) -> None:
-        """Reserve the session's rows; vLLM learns of the sequence with its first row.
+        """Reserve the session's rows; vLLM learns of the sequence with its first reply row.
 
         Raises:
             Overloaded: the rows cannot be had now.
@@ -108,7 +108,9 @@ class TalkerVllmEngine:
         if sequence is None or not len(rows):
             return
         self._rows.feed(sequence, rows)
-        if sequence.request_id is None:
+        # Not with the prompt's rows alone: prefill would run in one step or in two, as the rows happen to come, and in
+        # half precision a seed would not give the same codes twice.
+        if sequence.request_id is None and sequence.speaks:
             self._submit(sequence)
 
     def end(self, key: str) -> None:

@@ -52,7 +52,7 @@ class Sequence:
     fed: int = 0
     ended: bool = False
     request_id: str | None = None
-    """vLLM's id, from the first row on."""
+    """vLLM's id, from the first reply row on."""
     sampled: deque[tuple[SampledStep, int]] = field(default_factory=deque)
     """Steps (and this sequence's row in them) whose ids vLLM has not yet accepted, oldest first."""
 
