@@ -133,6 +133,15 @@ def test_a_server_that_does_not_say_what_it_is_leaves_notes(tmp_path: Path) -> N
     assert "did not answer ServerMetadataRequest: UNIMPLEMENTED" in notes
 
 
+def test_without_matplotlib_the_report_is_written_and_says_so(
+    server: FakeEnsemble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = _bench(server.url, tmp_path / "r.json", "--concurrency", "1", "--requests", "1")
+    assert result.exit_code == 0, result.output
+    assert any("matplotlib is not installed" in note for note in _report(tmp_path / "r.json")["notes"])
+
+
 def test_an_unready_server_is_one_sentence(server: FakeEnsemble, tmp_path: Path) -> None:
     server.is_ready = False
     result = _bench(server.url, tmp_path / "r.json")

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,13 +172,6 @@ def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **options: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PlotError, match=r"triton-omni-client\[bench\]"):
         write_plots([run_of(Load("closed", 1))], tmp_path / "b", "")

@@ -131,6 +131,14 @@ def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         Nvml()
 
 
+def test_the_library_has_what_is_asked_of_it() -> None:
+    library = pytest.importorskip("pynvml")
+    asked = [name.removeprefix("fake_") for name in vars(FakeNvml) if name.startswith("fake_")]
+    assert len(asked) == 9
+    assert [name for name in [*asked, "NVMLError"] if not hasattr(library, name)] == []
+    assert {"pid", "timeStamp", "smUtil"} <= {name for name, _ in library.c_nvmlProcessUtilizationSample_t._fields_}
+
+
 def test_a_process_belongs_to_the_stage_that_its_command_line_names(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "cmdline").write_bytes(b"triton_python_backend_stub\0/models/token2wav/1/model.py\0")
