@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
@@ -57,7 +58,10 @@ def main(
         ask = _asker(client, tokens, codes)
         for seed in track(range(2), "warm-up", console=console):
             ask(seed)
-        figures["alone"] = _summary([ask(seed) for seed in track(range(repeats), "one at a time", console=console)])
+        alone = [ask(seed) for seed in track(range(repeats), "one at a time", console=console)]
+        figures["alone"] = _summary(alone)
+        again = [ask(0) for _ in track(range(2), "the first seed again", console=console)]
+        figures["same_seed_same_audio"] = [bool(np.array_equal(reply.audio, alone[0].audio)) for reply in again]
         for count in at_once or [8]:
             console.print(f"{count} at once")
             with ThreadPoolExecutor(count) as pool:
@@ -204,7 +208,7 @@ def _print(figures: Mapping[str, Any]) -> None:
         values = [figures[column].get(row) for column in columns]
         table.add_row(row, *("" if value is None else f"{value:.3f}" for value in values))
     Console().print(table)
-    for name in ("machine", "memory_mib", "link_bytes", "start_s", "stop_s"):
+    for name in ("machine", "memory_mib", "link_bytes", "same_seed_same_audio", "start_s", "stop_s"):
         Console().print(name, figures[name])
 
 

@@ -200,16 +200,15 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         """End a message's request; Triton may reuse its tensors."""
         outlet.finish(then=functools.partial(self._ledger.count_returned, key))
 
-    def _give_back_copied(self, session: SessionT, outlet: Outlet) -> None:
-        """End a data message's request once the copies enqueued so far are done; its credit goes back with it."""
+    def _give_back_consumed(self, session: SessionT, message: MessageT, outlet: Outlet) -> None:
+        """End a data message's request once what the engine enqueued so far is done; its credit goes back with it."""
         session.consumed += 1
-        key, consumed = session.key, session.consumed
+        outlet.finish(record_event(self._device), functools.partial(self._count_consumed, message, session.consumed))
 
-        def count() -> None:
-            self._ledger.count_consumed(key, consumed)
-            self._ledger.count_returned(key)
-
-        outlet.finish(record_event(self._device), count)
+    def _count_consumed(self, message: MessageT, consumed: int) -> None:
+        # The message is kept until here: its tensors' memory belongs to another stream than the one that reads them.
+        self._ledger.count_consumed(message.key, consumed)
+        self._ledger.count_returned(message.key)
 
     def _mark_closed(self, key: SessionKey, sent: int = 0) -> None:
         """The session's `OPEN` request has ended, too, after `sent` messages."""

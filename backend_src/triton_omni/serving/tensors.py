@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named tensors to Triton's and back, by DLPack: the one place where tensors cross into or out of Triton.
 
-Nothing is copied here. `LinkCounter` counts what arrives by device, so that a test can prove that rows and codes
-never touched the host on a GPU.
+`LinkCounter` counts what arrives by device, so that a test can prove that rows and codes never touched the host on a
+GPU.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -36,11 +37,32 @@ class LinkCounter:
 
 
 def read_tensor(tensor: Any) -> Value:
-    """One input of a link: bytes for TEXT and META, else a torch tensor on its device, not copied."""
+    """One input of a link: bytes for TEXT and META, else a torch tensor on its device."""
     if tensor.name() in BYTES_TENSORS:
         return bytes(tensor.as_numpy().reshape(-1)[0])
     shape = tuple(tensor.shape())
-    return torch.empty(shape) if 0 in shape else torch.utils.dlpack.from_dlpack(tensor)
+    return torch.empty(shape) if 0 in shape else _own(torch.utils.dlpack.from_dlpack(tensor))
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A finished copy within the device.
+
+    Triton's Python backend gives the device memory of a request's inputs to the next request as soon as `execute`
+    returns, however long the request stays open. (Inputs on the CPU live in shared memory, which is counted.)
+    """
+    if not tensor.is_cuda:
+        return tensor
+    stream = _copy_stream(tensor.device)
+    with torch.cuda.stream(stream):
+        copy = tensor.clone()
+    stream.synchronize()
+    return copy
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that waits for no kernel of the engine."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def read_tensors(request: Any, counter: LinkCounter) -> dict[str, Value]:

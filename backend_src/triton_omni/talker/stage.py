@@ -131,7 +131,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             return
         if session.report is None and session.session.want_audio:
             self._engine.feed(session.key.name, message.rows)
-        self._give_back_copied(session, outlet)
+        self._give_back_consumed(session, message, outlet)
 
     def _finish_input(self, session: _Open, message: ThinkerMessage) -> None:
         session.thinker = message.report

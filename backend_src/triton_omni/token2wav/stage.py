@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last stage: codec codes in, waveform chunks out, and the only one that answers the client of an open session.
 
-Text is passed through at once; an error of any stage becomes the client's error here, after the earlier stages
-have stopped: an error response while an earlier sender is open would leak the ensemble's request for ever.
+Text is passed through at once; an error of any stage becomes the client's error here, after every other request of
+the ensemble has ended: an error response while one is open or on its way would leak the client's for ever.
 It knows nothing of Triton.
 """
 
@@ -122,7 +122,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._give_back(message.key, outlet)
         else:
             self._engine.feed(session.key.name, message.codes)
-            self._give_back_copied(session, outlet)
+            self._give_back_consumed(session, message, outlet)
         if message.codes_done and session.session.want_audio and not session.audio_done:
             self._engine.end(session.key.name)
 
