@@ -135,7 +135,7 @@ help_check() {
     cat <<'TEXT'
 Usage: ./build.sh check
 
-Runs ruff format --check, ruff check, mypy --strict on backend_src, client and model_repository, shellcheck and hadolint.
+Runs ruff format --check, ruff check, mypy --strict on backend_src, client, scripts and model_repository, shellcheck and hadolint.
 TEXT
 }
 
@@ -381,6 +381,7 @@ run_checks() {
     "$VENV/bin/ruff" format --check .
     "$VENV/bin/ruff" check .
     "$VENV/bin/mypy" --strict backend_src client
+    "$VENV/bin/mypy" --strict scripts
     # The models' files share one module name, so each is a run of its own.
     for model in model_repository/*/1/model.py; do
         [[ -f $model ]] || continue

@@ -10,6 +10,7 @@ runs HF's model on the same prompt on the same device. Prints a table and writes
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import time
@@ -33,6 +34,8 @@ from triton_omni_client import OmniClient, Reply
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "Tell me a story about the sea and the people who live beside it. " * 4
 STAGES = ("thinker", "talker", "token2wav")
+
+Samples = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 console = Console(stderr=True)
 
@@ -61,7 +64,7 @@ def main(
         alone = [ask(seed) for seed in track(range(repeats), "one at a time", console=console)]
         figures["alone"] = _summary(alone)
         again = [ask(0) for _ in track(range(2), "the first seed again", console=console)]
-        figures["same_seed_same_audio"] = [bool(np.array_equal(reply.audio, alone[0].audio)) for reply in again]
+        figures["same_seed_again"] = [_snr(reply.audio, alone[0].audio) for reply in again]
         for count in at_once or [8]:
             console.print(f"{count} at once")
             with ThreadPoolExecutor(count) as pool:
@@ -77,6 +80,14 @@ def main(
         figures["hf"] = _hf(model, tokens, codes)
     out.write_text(json.dumps(figures, indent=2), encoding="utf-8")
     _print(figures)
+
+
+def _snr(found: Samples, expected: Samples) -> str:
+    """Signal-to-noise ratio of a reply to what it should be, in words."""
+    if len(found) != len(expected):
+        return f"{len(found)} samples, not {len(expected)}"
+    noise = float(np.square(found - expected).sum())
+    return f"{10 * math.log10(float(np.square(expected).sum()) / noise):.1f} dB" if noise else "identical"
 
 
 def _asker(client: OmniClient, tokens: int, codes: int) -> Callable[[int], Reply]:
@@ -132,7 +143,7 @@ def _memory_by_stage() -> dict[str, int]:
         lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         return {}
-    found = {}
+    found: dict[str, int] = {}
     for line in lines:
         pid, used = (int(part) for part in line.split(","))
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
@@ -158,7 +169,8 @@ def _hf(model: Path, tokens: int, codes: int) -> dict[str, float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     console.print("loading HF's model")
-    hf: Any = Qwen2_5OmniForConditionalGeneration.from_pretrained(model, dtype=dtype).to(device).eval()
+    loaded: Any = Qwen2_5OmniForConditionalGeneration
+    hf = loaded.from_pretrained(model, dtype=dtype).to(device).eval()
     processor: Any = Qwen2_5OmniProcessor.from_pretrained(model)
     turns = (("system", DEFAULT_SYSTEM_PROMPT), ("user", PROMPT))
     chat = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
@@ -208,7 +220,7 @@ def _print(figures: Mapping[str, Any]) -> None:
         values = [figures[column].get(row) for column in columns]
         table.add_row(row, *("" if value is None else f"{value:.3f}" for value in values))
     Console().print(table)
-    for name in ("machine", "memory_mib", "link_bytes", "same_seed_same_audio", "start_s", "stop_s"):
+    for name in ("machine", "memory_mib", "link_bytes", "same_seed_again", "start_s", "stop_s"):
         Console().print(name, figures[name])
 
 

@@ -3,6 +3,7 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -230,3 +231,19 @@ def test_every_model_file_has_the_calls_that_triton_makes(monkeypatch, machine, 
     if model in ("thinker", "talker"):
         config = calls.auto_complete_config(Config())
         assert [tensor["name"] for tensor in config.inputs + config.outputs] == ["ROWS"]
+
+
+def test_a_closed_stage_s_process_ends_at_once_with_its_log_written():
+    code = """
+import atexit, logging, threading
+from triton_omni.serving.launch import end_process
+
+atexit.register(threading.Event().wait)  # what hangs at the end of an interpreter
+threading.Thread(target=threading.Event().wait).start()
+logging.basicConfig(format="%(message)s")
+logging.warning("the last line")
+print("printed", end="")
+end_process()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (ended.stdout, ended.stderr) == ("printed", "the last line\n")

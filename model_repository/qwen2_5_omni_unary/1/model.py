@@ -27,3 +27,4 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Stop."""
         self._model.close()
+        launch.end_process()

@@ -27,3 +27,4 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """End every session and release the device."""
         self._adapter.close()
+        launch.end_process()
