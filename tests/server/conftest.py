@@ -11,8 +11,8 @@ import pytest
 from reference.hf import HfReference
 from server.serving import Served, serve
 
-STOP_S = 20.0
-"""Three interpreters with torch end in 5 to 10 s on two cores; a server that leaked a request waits 30 s for it."""
+STOP_S = 10.0
+"""On two cores a server stops in 5 s; one that leaked a request waits 30 s for it."""
 
 
 @pytest.fixture(scope="session")
