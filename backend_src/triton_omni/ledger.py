@@ -147,24 +147,23 @@ class SessionLedger:
 
     def mark_closed(self, key: SessionKey, sent: int = 0) -> None:
         """This stage's last sender of the session is final, `sent` messages left by it, and its state is dropped."""
-        self._own(key)[_CLOSED] = _counted(key, sent)
+        self._write(key, _CLOSED, _counted(key, sent))
 
     def mark_cancelled(self, key: SessionKey) -> None:
         """This stage saw that the client is gone."""
-        self._own(key)[_CANCELLED] = key.generation
+        self._write(key, _CANCELLED, key.generation)
 
     def mark_failed(self, key: SessionKey) -> None:
         """This stage gave the session up."""
-        self._own(key)[_FAILED] = key.generation
+        self._write(key, _FAILED, key.generation)
 
     def count_consumed(self, key: SessionKey, messages: int) -> None:
         """This stage has copied `messages` data messages of the session so far."""
-        self._own(key)[_CONSUMED] = _counted(key, messages)
+        self._write(key, _CONSUMED, _counted(key, messages))
 
     def count_returned(self, key: SessionKey) -> None:
         """This stage has ended one more of the session's requests; on its sending thread only."""
-        own = self._own(key)
-        own[_RETURNED] = _counted(key, (_count(key, own[_RETURNED]) or 0) + 1)
+        self._write(key, _RETURNED, _counted(key, self.returned(key, self._stage) + 1))
 
     def closed(self, key: SessionKey, stage: StageName) -> bool:
         """Whether `stage` has finished with the session."""
@@ -174,12 +173,14 @@ class SessionLedger:
         """Data messages of the session that `stage` has copied."""
         return _count(key, self._fields(key, stage)[_CONSUMED]) or 0
 
+    def returned(self, key: SessionKey, stage: StageName) -> int:
+        """Requests of the session that `stage` has ended."""
+        return _count(key, self._fields(key, stage)[_RETURNED]) or 0
+
     def in_transit(self, key: SessionKey, sender: StageName, receiver: StageName) -> int | None:
         """Messages from `sender` whose requests `receiver` has not ended; None = the sender may still send."""
         sent = _count(key, self._fields(key, sender)[_CLOSED])
-        if sent is None:
-            return None
-        return sent - (_count(key, self._fields(key, receiver)[_RETURNED]) or 0)
+        return None if sent is None else sent - self.returned(key, receiver)
 
     def cancelled(self, key: SessionKey) -> bool:
         """Whether any stage saw that the client is gone."""
@@ -233,8 +234,10 @@ class SessionLedger:
         start = _FIRST_STAGE_WORD + _STAGES.index(stage) * _SESSION_WORDS
         return self._record(key.slot)[start : start + _SESSION_WORDS]
 
-    def _own(self, key: SessionKey) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        return self._fields(key, self._stage)
+    def _write(self, key: SessionKey, word: int, value: int) -> None:
+        """One of this stage's words, unless the slot holds a later session already, whose words these are."""
+        if int(self._record(key.slot)[_GENERATION]) == key.generation:
+            self._fields(key, self._stage)[word] = value
 
     def _reads(self, key: SessionKey, stage: StageName, word: int) -> bool:
         return int(self._fields(key, stage)[word]) == key.generation

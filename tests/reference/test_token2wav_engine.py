@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -287,3 +288,20 @@ def test_nothing_between_codes_and_samples_waits_for_the_device(tiny_checkpoint:
             mels = Sampler(dit, META).sample(windows, FlowOptions("rk4", 4, -1.0, guided))
             assert [tuple(mel.shape) for mel in mels] == [(60, 80), (24, 80)]
             assert vocoder(mels[0].T[None]).shape == (1, 60 * 240)
+
+
+def test_a_batch_without_memory_ends_its_streams_and_not_the_engine(
+    engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = waveform(speak(engine, some_codes(20)))
+
+    def full(*args: object) -> NoReturn:
+        raise torch.OutOfMemoryError("tried to allocate too much")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._sampler, "sample", full)
+        outputs = speak(engine, some_codes(20))
+    assert [output.error for output in outputs] == ["the device has no memory for this window"]
+    assert "tried to allocate too much" in caplog.text
+    assert engine.stats().running == 0
+    assert_repeats(waveform(speak(engine, some_codes(20))), expected)

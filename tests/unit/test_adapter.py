@@ -113,6 +113,15 @@ def test_inputs_left_out_are_told_as_such():
     assert read_client_request(Request()) == RawRequest(request_id="r1")
 
 
+def test_an_id_that_is_no_text_is_refused():
+    class Undecodable(Request):
+        def request_id(self):
+            return b"\xff".decode()
+
+    with pytest.raises(BadRequest, match="id: not UTF-8"):
+        read_client_request(Undecodable([text_tensor("text_input", "hi")]))
+
+
 @pytest.mark.parametrize("name", ["text_input", "messages", "sampling_parameters"])
 @pytest.mark.parametrize("values", [(), ("a", "b")], ids=["none", "two"])
 def test_any_other_number_of_elements_is_refused_by_name(name, values):

@@ -112,6 +112,14 @@ def test_messages_in_transit_are_those_sent_and_not_returned(thinker, talker):
     assert thinker.in_transit(later, "thinker", "talker") == 1, "what an earlier session returned counts for no other"
 
 
+@each_mark
+def test_what_is_written_too_late_leaves_the_later_session_alone(thinker, talker, mark, read):
+    old, new = thinker.publish(3), thinker.publish(3)
+    mark(talker, new)
+    mark(talker, old)
+    assert read(thinker, new)
+
+
 def test_only_the_present_session_of_a_slot_is_current(thinker, talker):
     old = thinker.publish(5)
     assert talker.is_current(old)

@@ -236,3 +236,21 @@ def drained_by_name(thread):
         assert time.monotonic() < end
         time.sleep(0.001)
     time.sleep(0.02)
+
+
+def test_an_answer_is_one_response_that_is_the_final(outlet, sender, thread):
+    done = []
+    outlet.answer({"TEXT": b"all"}, lambda: done.append(sender.finals))
+    outlet.finish()
+    drained(thread)
+    assert texts(sender) == [b"all"]
+    assert (sender.finals, done) == (1, [1])
+
+
+def test_an_answer_that_cannot_be_written_becomes_an_error(outlet, sender, thread, caplog):
+    outlet.answer({"TEXT": object()})
+    drained(thread)
+    assert sender.outputs() == []
+    assert sender.error.message() == "the answer could not be written [omni:internal]"
+    assert sender.finals == 1
+    assert "could not be written" in caplog.text

@@ -199,6 +199,16 @@ def test_refusal_before_open_reaches_the_client_and_frees_the_slot():
         p.wait_until_empty()
 
 
+def test_refusal_after_heartbeats_waits_until_they_are_given_back():
+    settings = ThinkerSettings(max_sessions=8, heartbeat_ms=10)
+    with pipeline(settings=settings, intake=FakeIntake(delay_s=0.115)) as p:
+        ensemble = p.ask("bad", transit_s=0.05)
+        reply = finished(ensemble)
+        assert reply.error.to_text() == "text_input: is bad [omni:bad_request;stage=thinker]"
+        assert ensemble.to_talker, "no heartbeat was sent"
+        p.wait_until_empty()
+
+
 def test_no_free_slot_is_refused_at_once_with_a_hint():
     engine = FakeThinkerEngine(length=10**9)
     engine.step_s = 0.001
@@ -288,6 +298,29 @@ def test_deadline_ends_the_session_with_a_timeout():
     with pipeline(thinker=engine, intake=FakeIntake(timeout_s=0.15)) as p:
         reply = finished(p.ask())
         assert reply.error.to_text() == "timeout: 0.15 s have passed [omni:timeout;stage=thinker]"
+        p.wait_until_empty()
+
+
+def test_deadline_that_passes_while_only_token2wav_works_is_a_timeout():
+    waveform = FakeWaveformEngine()
+    waveform.step_s = 0.8
+    with pipeline(waveform=waveform, intake=FakeIntake(timeout_s=0.4)) as p:
+        reply = finished(p.ask())
+        assert reply.error.to_text() == "timeout: 0.4 s have passed [omni:timeout;stage=thinker]"
+        p.wait_until_empty()
+
+
+def test_error_waits_for_a_stage_that_is_in_a_long_step(monkeypatch):
+    monkeypatch.setattr("triton_omni.token2wav.stage.UPSTREAM_STOP_S", 0.1)
+    thinker, waveform = FakeThinkerEngine(length=10**9), FakeWaveformEngine()
+    thinker.step_s = 0.001
+    with pipeline(thinker=thinker, waveform=waveform) as p:
+        ensemble = p.ask()
+        wait_for(lambda: ensemble.reply.responses)
+        thinker.step_s = 0.6
+        time.sleep(0.01)
+        waveform.fail_key = "any"
+        assert finished(ensemble).error.message == "non-finite waveform"
         p.wait_until_empty()
 
 

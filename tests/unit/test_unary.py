@@ -340,3 +340,19 @@ def test_an_environment_s_proxy_is_not_asked(serve, monkeypatch):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     model, _ = serve(speaking)
     assert reply(ask(model))["text_output"] == b"Hello"
+
+
+class Undecodable(Request):
+    """A request of Triton's HTTP frontend with bytes in its id that are not UTF-8."""
+
+    def request_id(self):
+        return b"\xff".decode()
+
+
+def test_an_id_that_is_no_text_is_refused_and_costs_no_place(serve):
+    model, _ = serve(speaking, max_requests=1)
+    for _ in range(3):
+        request = Undecodable([text_tensor("text_input", "hi")])
+        model.execute([request])
+        assert answered(request).error.message() == "id, parameters: not UTF-8 [omni:bad_request;stage=unary]"
+    assert reply(ask(model))["text_output"] == b"Hello"

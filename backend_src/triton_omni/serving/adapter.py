@@ -81,7 +81,7 @@ class StageAdapter:
             error.stage = error.stage or self._name
             outlet.fail(error)
         except Exception:
-            logger.exception("request %s could not be taken", request.request_id())
+            logger.exception("a request could not be taken")
             outlet.fail(InternalError("the request could not be read", stage=self._name))
 
 
@@ -122,14 +122,23 @@ def _adapt_link(
 
 
 def read_client_request(request: Any) -> RawRequest:
-    """The four public inputs of a Triton request, still unchecked."""
+    """The four public inputs of a Triton request, still unchecked.
+
+    Raises:
+        BadRequest: an input of another number of elements, or an id that is not UTF-8, which Triton's HTTP frontend
+            does not check.
+    """
+    try:
+        request_id = request.request_id()
+    except ValueError as error:
+        raise BadRequest("id: not UTF-8") from error
     given = read_bytes(request, CLIENT_INPUTS)
     return RawRequest(
         text_input=_one(given["text_input"], "text_input"),
         messages=_one(given["messages"], "messages"),
         media=tuple(given["media"] or ()),
         sampling_parameters=_one(given["sampling_parameters"], "sampling_parameters"),
-        request_id=request.request_id(),
+        request_id=request_id,
     )
 
 

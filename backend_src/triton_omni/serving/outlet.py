@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from triton_omni.errors import OmniError
+from triton_omni.errors import InternalError, OmniError
 from triton_omni.serving.tensors import write_tensors
 from triton_omni.wire import Value
 
@@ -67,6 +67,11 @@ class TritonOutlet:
         if not self._finished:
             self._thread.put(lambda: self._send(tensors, ready))
 
+    def answer(self, tensors: Mapping[str, Value], then: Callable[[], None] | None = None) -> None:
+        """Send one response as the final: all that a request of a model that is not decoupled may get."""
+        if self._claim_final():
+            self._thread.put(lambda: self._send_final(self._response(tensors), None, then))
+
     def finish(self, ready: torch.cuda.Event | None = None, then: Callable[[], None] | None = None) -> None:
         """Send the empty final."""
         if self._claim_final():
@@ -75,15 +80,25 @@ class TritonOutlet:
     def fail(self, error: OmniError, then: Callable[[], None] | None = None) -> None:
         """Send an error as the final."""
         if self._claim_final():
-            code = getattr(self._pb_utils.TritonError, error.triton_code)
-            triton_error = self._pb_utils.TritonError(error.to_text(), code)
-            response = self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error)
-            self._thread.put(lambda: self._send_final(response, None, then))
+            self._thread.put(lambda: self._send_final(self._error(error), None, then))
 
     def is_cancelled(self) -> bool:
         """Whether Triton says that the client is gone."""
         with self._lock:
             return not self._final_sent and bool(self._sender.is_cancelled())
+
+    def _response(self, tensors: Mapping[str, Value]) -> Any:
+        try:
+            return self._pb_utils.InferenceResponse(output_tensors=write_tensors(self._pb_utils, tensors))
+        except Exception:
+            logger.exception("an answer could not be written")
+            return self._error(InternalError("the answer could not be written"))
+
+    def _error(self, error: OmniError) -> Any:
+        triton_error = self._pb_utils.TritonError(
+            error.to_text(), getattr(self._pb_utils.TritonError, error.triton_code)
+        )
+        return self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error)
 
     def _claim_final(self) -> bool:
         """Whether the caller is the first to end this request; not `_lock`, which is held while Triton sends."""

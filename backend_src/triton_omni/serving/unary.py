@@ -25,7 +25,7 @@ from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc  # type
 from tritonclient.utils import serialize_byte_tensor  # type: ignore[import-untyped]
 
 from triton_omni import errors
-from triton_omni.errors import InternalError, OmniError, Overloaded
+from triton_omni.errors import BadRequest, InternalError, OmniError, Overloaded
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
 from triton_omni.settings import UnarySettings
 from triton_omni.token2wav.encoding import WAV_HEADER_BYTES, to_base64, wav_header
@@ -105,12 +105,10 @@ class UnaryModel:
         """Take requests; each is answered through its own sender."""
         for request in requests:
             outlet = TritonOutlet(self._pb_utils, request, self._sending)
-            if self._places.acquire(blocking=False):
-                message = to_message(request)
-                self._loop.call_soon_threadsafe(self._start, message, outlet)
-            else:
-                limit = f"all {self._settings.max_requests} unary requests are in use"
-                outlet.fail(Overloaded(limit, stage="unary", retry_after_ms=RETRY_AFTER_MS))
+            try:
+                self._take(request, outlet)
+            except OmniError as error:
+                outlet.fail(error)
 
     def close(self) -> None:
         """Stop after the running requests; the stages end them when they close."""
@@ -119,6 +117,13 @@ class UnaryModel:
         self._thread.join()
         self._loop.close()
         self._sending.close()
+
+    def _take(self, request: Any, outlet: TritonOutlet) -> None:
+        message = to_message(request)
+        if not self._places.acquire(blocking=False):
+            limit = f"all {self._settings.max_requests} unary requests are in use"
+            raise Overloaded(limit, stage="unary", retry_after_ms=RETRY_AFTER_MS)
+        self._loop.call_soon_threadsafe(self._start, message, outlet)
 
     # On the event loop's thread.
 
@@ -137,8 +142,7 @@ class UnaryModel:
     async def _serve(self, message: Any, outlet: TritonOutlet) -> None:
         try:
             collected = await self._unless_cancelled(self._collect(message), outlet)
-            outlet.send(collected.to_answer().to_tensors())
-            outlet.finish(then=self._places.release)
+            outlet.answer(collected.to_answer().to_tensors(), self._places.release)
         except OmniError as error:
             outlet.fail(error, self._places.release)
         except Exception:
@@ -172,13 +176,21 @@ class UnaryModel:
 
 
 def to_message(request: Any) -> Any:
-    """The ensemble's request over gRPC (`ModelInferRequest`) with a Triton request's inputs, id and parameters."""
-    message = service_pb2.ModelInferRequest(model_name=ENSEMBLE, id=request.request_id())
+    """The ensemble's request over gRPC (`ModelInferRequest`) with a Triton request's inputs, id and parameters.
+
+    Raises:
+        BadRequest: id or parameters are not UTF-8, which Triton's HTTP frontend does not check.
+    """
+    try:
+        request_id, parameters = request.request_id(), json.loads(request.parameters() or "{}")
+    except ValueError as error:
+        raise BadRequest("id, parameters: not UTF-8", stage="unary") from error
+    message = service_pb2.ModelInferRequest(model_name=ENSEMBLE, id=request_id)
     for tensor in request.inputs():
         array = tensor.as_numpy()
         message.inputs.add(name=tensor.name(), datatype="BYTES", shape=array.shape)
         message.raw_input_contents.append(serialize_byte_tensor(array).item() if array.size else b"")
-    _set_parameters(message, json.loads(request.parameters() or "{}"))
+    _set_parameters(message, parameters)
     return message
 
 

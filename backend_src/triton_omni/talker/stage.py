@@ -26,6 +26,7 @@ from triton_omni.wire import (
     Failure,
     Kind,
     Session,
+    SessionKey,
     TalkerMessage,
     TalkerReport,
     ThinkerMessage,
@@ -164,20 +165,23 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     def _flush(self, session: _Open) -> None:
         while (parcel := session.outbox.take(self._ledger.consumed(session.key, "token2wav"))) is not None:
             self._send(session, _to_message(session, parcel), parcel.ready)
-            if parcel.last:
-                self._close(session)
 
     def _send(self, session: _Open, message: TalkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.sequence += 1
         session.outlet.send(message.to_tensors(), ready)
 
     def _look_after(self, session: _Open) -> float:
-        key = session.key
-        if not self._ledger.is_current(key) or self._ledger.cancelled(key) or self._ledger.failed(key):
+        if self._is_over(session.key):
             self._close(session)
             return IDLE_POLL_S
         self._flush(session)
-        return SOON_S if session.outbox.waiting else IDLE_POLL_S
+        return SOON_S if session.outbox.waiting or session.thinker is not None else IDLE_POLL_S
+
+    def _is_over(self, key: SessionKey) -> bool:
+        """Like the thinker, it stays until token2wav has answered all: an error may still have to pass through here."""
+        ledger = self._ledger
+        gone = not ledger.is_current(key) or ledger.cancelled(key) or ledger.failed(key)
+        return gone or ledger.closed(key, "token2wav")
 
     def _fail(self, session: _Open, error: OmniError) -> None:
         logger.info("request %s: failed in the talker: %s", session.session.request_id, error.code)

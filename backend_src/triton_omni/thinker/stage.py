@@ -61,7 +61,10 @@ class _Open:
     accepted_ns: int
     deadline_ns: int
     outbox: Outbox
-    prepared: Prepared | None = None
+    session: Session | None = None
+    """What the later stages were told; None before `OPEN`."""
+    refusal: OmniError | None = None
+    """Why it ended before `OPEN`; the client's answer waits until the talker has given back every heartbeat."""
     sequence: int = 0
     sent: int = 0
     left_ns: int = 0
@@ -124,7 +127,8 @@ class ThinkerStage:
     def close(self) -> None:
         """End every session with an error, then stop the engine."""
         self._post(lambda: self._end_all(InternalError("the server is shutting down")))
-        self._pool.shutdown(cancel_futures=True)
+        # Not waiting for what is being prepared: its answer was sent, and what it posts is of no consequence.
+        self._pool.shutdown(wait=False, cancel_futures=True)
         if self._loop.stop():
             self._engine.close()
 
@@ -207,18 +211,17 @@ class ThinkerStage:
     def _admit(self, session: _Open, prepared: Prepared) -> None:
         if session.ended_ns:
             return
-        session.prepared = prepared
         session.deadline_ns = session.accepted_ns + int(prepared.timeout_s * 1e9)
         try:
             self._engine.add(
                 session.key.name, prepared.placed, prepared.sampling, want_rows=prepared.session.want_audio
             )
         except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
-            session.prepared = None
             refusal = as_omni_error(error, session.label)
             refusal.stage = refusal.stage or "thinker"
             self._fail(session, refusal)
             return
+        session.session = prepared.session
         if not prepared.session.want_audio:
             session.outbox.finish_tensors()
         positions = extend_positions(prepared.placed.positions, 2)
@@ -245,7 +248,7 @@ class ThinkerStage:
         session.outbox.finish_text()
         session.report = ThinkerReport(
             finish_reason=reason,
-            prompt_tokens=session.prepared.session.prompt_tokens if session.prepared else 0,
+            prompt_tokens=session.session.prompt_tokens if session.session else 0,
             reply_tokens=session.reply_tokens,
             first_token_ns=session.first_token_ns - session.accepted_ns if session.first_token_ns else 0,
             finished_ns=time.monotonic_ns() - session.accepted_ns,
@@ -263,6 +266,8 @@ class ThinkerStage:
 
     def _look_after(self, session: _Open, now: int) -> float:
         """One session's poll; returns the seconds until it should be looked at again."""
+        if session.refusal is not None:
+            return self._try_refuse(session, session.refusal, now)
         if session.ended_ns:
             return self._try_release(session, now)
         if self._is_over(session):
@@ -280,7 +285,7 @@ class ThinkerStage:
     def _is_over(self, session: _Open) -> bool:
         """The client is gone, a later stage failed, or the last stage has answered all."""
         key = session.key
-        done = session.prepared is not None and self._ledger.closed(key, "token2wav")
+        done = session.session is not None and self._ledger.closed(key, "token2wav")
         return done or self._ledger.cancelled(key) or self._ledger.failed(key)
 
     def _fail(self, session: _Open, error: OmniError) -> None:
@@ -288,15 +293,24 @@ class ThinkerStage:
         if session.ended_ns:
             return
         logger.info("request %s: failed in the thinker: %s", session.label, error.code)
-        if session.prepared is None:
+        if session.session is None:
             self._drop(session)
-            session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key))
+            session.refusal = error
+            self._try_refuse(session, error, session.ended_ns)
             return
         failure = Failure.of(error, "thinker")
         message = ThinkerMessage(key=session.key, kind=Kind.ERROR, sequence=session.sequence, failure=failure)
         # Not marked as failed in the ledger: the talker would see that first, close, and not relay the message.
         self._send(session, message)
         self._end(session)
+
+    def _try_refuse(self, session: _Open, error: OmniError, now: int) -> float:
+        """Answer the error once no heartbeat is open or on its way: the error would leak the client's request."""
+        returned = self._ledger.returned(session.key, "talker") == session.sent
+        if returned or now - session.ended_ns > FORGET_AFTER_S * 1e9:
+            session.refusal = None
+            session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
+        return SOON_S
 
     def _end(self, session: _Open) -> None:
         self._drop(session)
@@ -310,7 +324,7 @@ class ThinkerStage:
 
     def _try_release(self, session: _Open, now: int) -> float:
         stages: tuple[StageName, ...] = ("thinker",)
-        if session.prepared is not None:
+        if session.session is not None:
             stages = ("thinker", "talker", "token2wav")
         silent = [stage for stage in stages if not self._ledger.closed(session.key, stage)]
         if silent and now - session.ended_ns < FORGET_AFTER_S * 1e9:

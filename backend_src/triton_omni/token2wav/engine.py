@@ -7,6 +7,7 @@ and vocodes them; the only wait for the device is the copy of the samples. Knows
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ from triton_omni.token2wav.streaming import Stream, StreamRequest
 
 FLAGS = 2
 """Numbers that travel behind the samples: whether the chunk is finite, how many codes were clamped."""
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ class Token2WavEngine:
         outputs = [self._finish(item, torch.empty(0), finite=True, clamped=0) for item in silent]
         if spoken:
             with torch.inference_mode():
-                outputs += self._run(spoken)
+                outputs += self._run_or_drop(spoken)
         return outputs
 
     def abort(self, key: str) -> None:
@@ -172,6 +176,19 @@ class Token2WavEngine:
                 batch.append(item)
                 frames += len(item.chunk.solved)
         return batch
+
+    def _run_or_drop(self, batch: Sequence[_Due]) -> list[AudioOutput]:
+        """A batch for which there is no memory ends its streams, not the stage."""
+        try:
+            return self._run(batch)
+        except torch.OutOfMemoryError:
+            keys = [item.stream.key for item in batch]
+            logger.exception("no memory for a batch of %d windows", len(batch))
+        torch.cuda.empty_cache()
+        for key in keys:
+            self.abort(key)
+        error = "the device has no memory for this window"
+        return [AudioOutput(key, torch.empty(0), final=True, error=error) for key in keys]
 
     def _run(self, batch: Sequence[_Due]) -> list[AudioOutput]:
         """Solve, vocode and copy one batch; every wait for the device is in the copy."""

@@ -30,6 +30,8 @@ from triton_omni.wire import Answer, Session, SessionKey, TalkerMessage, Value
 
 UPSTREAM_STOP_S = 2.0
 """How long an error waits for thinker and talker to send their finals."""
+LONGEST_STEP_S = 30.0
+"""The same while one of them is in an engine step, between two of which alone it can end a session."""
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +201,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _await_failure(self, session: _Open) -> None:
         """The thinker ends before this stage only with an error, which is on its way here or was lost."""
         session.orphaned_ns = session.orphaned_ns or time.monotonic_ns()
-        if time.monotonic_ns() - session.orphaned_ns > UPSTREAM_STOP_S * 1e9:
+        if self._waited_enough(session.orphaned_ns):
             self._fail(session, InternalError("the stages before ended the session without an answer"))
 
     def _fail(self, session: _Open, error: OmniError) -> None:
@@ -216,9 +218,14 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._abort(session)
 
     def _try_answer_error(self, session: _Open) -> float:
-        if self._others_ended(session.key) or time.monotonic_ns() - session.error_ns > UPSTREAM_STOP_S * 1e9:
+        if self._others_ended(session.key) or self._waited_enough(session.error_ns):
             self._answer_error(session)
         return SOON_S
+
+    def _waited_enough(self, since_ns: int) -> bool:
+        waited = (time.monotonic_ns() - since_ns) / 1e9
+        busy = any(self._ledger.silent_for(stage) > UPSTREAM_STOP_S / 2 for stage in ("thinker", "talker"))
+        return waited > (LONGEST_STEP_S if busy else UPSTREAM_STOP_S)
 
     def _others_ended(self, key: SessionKey) -> bool:
         """Whether the client's request holds no request of a stage any more but this session's `OPEN` here."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from triton_omni.engine import TalkerPrompt
 from triton_omni.errors import InternalError, Overloaded
+from triton_omni.stage import record_event
 from triton_omni.talker.conditioning import Indices, can_speak, pool_rows, split_at_text_bos, stored_rows
 
 TEXT_EOS_ROW: Final = 0
@@ -72,7 +73,10 @@ class Sequence:
         if not taken:
             return None
         codes = [step.ids[row : row + 1] for step, row in taken]
-        return SampledStep(codes[0] if len(codes) == 1 else torch.cat(codes), taken[-1][0].ready)
+        if len(codes) == 1:
+            return SampledStep(codes[0], taken[0][0].ready)
+        joined = torch.cat(codes)
+        return SampledStep(joined, record_event(joined.device))
 
 
 class FirstFit:

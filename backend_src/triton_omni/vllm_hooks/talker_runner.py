@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triton_omni.stage import record_event
 from triton_omni.talker.conditioning import CodecIds
 from triton_omni.vllm_hooks.compat import (
     CachedRequestState,
@@ -160,11 +161,8 @@ class TalkerRunnerMixin(_Runner):
 
     def _hand_out(self, drawn: Tensor) -> None:
         """Remember this step's ids [B] with their sequences until vLLM says which of them count."""
-        ready = None
-        if drawn.is_cuda:
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
-        step = SampledStep(drawn.to(torch.int32), ready)
+        ids = drawn.to(torch.int32)
+        step = SampledStep(ids, record_event(ids.device))
         for row, sequence in enumerate(self._drawing):
             if sequence is not None:
                 sequence.sampled.append((step, row))

@@ -26,5 +26,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Stop."""
-        self._model.close()
-        launch.end_process()
+        try:
+            self._model.close()
+        finally:
+            launch.end_process()

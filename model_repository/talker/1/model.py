@@ -31,5 +31,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End every session and release the device."""
-        self._adapter.close()
-        launch.end_process()
+        try:
+            self._adapter.close()
+        finally:
+            launch.end_process()
