@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line of the micro benchmark: `python scripts/micro --random-weights tiny`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+SCRIPTS = Path(__file__).resolve().parent.parent
+if not __package__:
+    # Run as a folder, `python scripts/micro`, Python puts the folder itself on the path instead of its parent.
+    sys.path[0] = str(SCRIPTS)
+
+from micro.child import MEASUREMENTS  # noqa: E402
+from micro.plan import Plan  # noqa: E402
+from micro.report import Run, table  # noqa: E402
+
+console = Console(stderr=True)
+
+
+class Size(StrEnum):
+    """Sizes of checkpoints with random weights."""
+
+    TINY = "tiny"
+    B3 = "3b"
+    B7 = "7b"
+
+
+def numbers(text: str, option: str, kind: type[int] | type[float]) -> tuple[Any, ...]:
+    """Comma-separated positive numbers of an option."""
+    try:
+        found = tuple(kind(part) for part in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,8,32", param_hint=option) from error
+    if min(found) <= 0:
+        raise typer.BadParameter(f"{text!r}: every number must be above 0", param_hint=option)
+    return found
+
+
+def chosen(only: str | None) -> list[str]:
+    """Measurements by `--only`, in the order of a run."""
+    wanted = set(only.split(",")) if only else set(MEASUREMENTS)
+    unknown = sorted(wanted - set(MEASUREMENTS))
+    if unknown:
+        known = ", ".join(MEASUREMENTS)
+        raise typer.BadParameter(f"unknown {', '.join(unknown)}; there are {known}", param_hint="--only")
+    return [name for name in MEASUREMENTS if name in wanted]
+
+
+def checkpoint_of(size: Size) -> Path:
+    """The cached checkpoint of random weights, made if it is not there (in a child, which frees its memory)."""
+    from triton_omni.checkpoint.synthetic import default_checkpoint_path, ensure_tiny
+
+    if size is Size.TINY:
+        return ensure_tiny()
+    folder = default_checkpoint_path()
+    folder = folder.with_name(folder.name.replace("tiny", size.value))
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        console.print(f"making random weights of size {size.value} in {folder}")
+        building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        command = [sys.executable, "-m", "triton_omni.checkpoint.synthetic", "--size", size.value]
+        subprocess.run([*command, "--out", str(building)], check=True, stdout=subprocess.DEVNULL)
+        building.rename(folder)
+    return folder
+
+
+def measure(name: str, plan: Plan, logs: Path) -> dict[str, Any] | str:
+    """Run one child; its result, or why there is none."""
+    out, log = logs / f"{name}.json", logs / f"{name}.log"
+    command = [sys.executable, "-m", "micro.child", name, json.dumps(plan.to_json()), str(out)]
+    path = os.pathsep.join(part for part in (str(SCRIPTS), os.environ.get("PYTHONPATH")) if part)
+    with log.open("w", encoding="utf-8") as output:
+        child = subprocess.run(
+            command, stdout=output, stderr=output, env=os.environ | {"PYTHONPATH": path}, check=False
+        )
+    if child.returncode:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
+        return f"exit code {child.returncode}: {lines[-1]}"
+    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return result
+
+
+def run_all(names: list[str], plan: Plan, run: Run) -> None:
+    """Every measurement, one after another: nothing else of ours is on the machine while one is timed."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with tempfile.TemporaryDirectory(prefix="micro-") as logs, Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=len(names))
+        for name in names:
+            progress.update(task, description=name)
+            result = measure(name, plan, Path(logs))
+            if isinstance(result, str):
+                run.failures[name] = result
+            else:
+                run.results[name] = result
+            progress.advance(task)
+
+
+def main(
+    *,
+    model: Annotated[Path | None, typer.Option(help="checkpoint folder")] = None,
+    random_weights: Annotated[Size | None, typer.Option(help="make and use random weights of this size")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write")] = Path("micro.json"),
+    only: Annotated[str | None, typer.Option(help=f"some of {','.join(MEASUREMENTS)}")] = None,
+    batch: Annotated[str, typer.Option(help="sequences that decode together")] = "1,8,32,64",
+    windows: Annotated[str, typer.Option(help="streams whose windows are solved together")] = "1,8,32",
+    seconds: Annotated[str, typer.Option(help="lengths of whole replies")] = "10,30",
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 100,
+    steps: Annotated[int, typer.Option(min=1, help="decode steps timed")] = 200,
+    repeats: Annotated[int, typer.Option(min=1, max=64, help="windows and replies timed")] = 10,
+    warm_up: Annotated[int, typer.Option(min=1, help="steps before; a third of it for windows and replies")] = 10,
+    enforce_eager: Annotated[bool, typer.Option(help="no CUDA graphs, in plain vLLM neither")] = False,
+) -> None:
+    """Time each stage alone, against plain vLLM and HF in the same run."""
+    names = chosen(only)
+    if model is not None and random_weights is not None:
+        raise typer.BadParameter("give --model or --random-weights, not both")
+    batches, window_batches = numbers(batch, "--batch", int), numbers(windows, "--windows", int)
+    if max(window_batches) > 64:
+        raise typer.BadParameter(f"{windows!r}: at most 64 windows share a batch", param_hint="--windows")
+    plan = Plan(
+        model=str(model or checkpoint_of(random_weights or Size.TINY)),
+        batches=batches,
+        window_batches=window_batches,
+        offline_seconds=numbers(seconds, "--seconds", float),
+        prompt_tokens=prompt_tokens,
+        steps=steps,
+        repeats=repeats,
+        warm_up=warm_up,
+        enforce_eager=enforce_eager,
+    )
+    run = Run(plan, sys.argv)
+    run_all(names, plan, run)
+    report = run.report()
+    out.write_text(json.dumps(report, indent=2), encoding="utf-8")
+    Console().print(table(report))
+    for name, unequal in report["not_comparable"].items():
+        console.print(f"{name}: no ratio, the reference differs in {', '.join(unequal)}")
+    for name, reason in report["failures"].items():
+        console.print(f"{name} failed: {reason}", markup=False)
+    if run.failures:
+        raise typer.Exit(1)
+
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+app.command()(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our thinker and talker engines as decoders whose sequences do not end by themselves.
+
+A drawn end id must not end a measurement: random weights draw any id. Plain vLLM is given no end ids either.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triton_omni.checkpoint.config import load_config
+from triton_omni.checkpoint.speakers import load_speakers
+from triton_omni.engine import Sampling, TalkerPrompt, ThinkerPrompt
+from triton_omni.settings import TalkerSettings, ThinkerSettings
+from triton_omni.vllm_hooks.engine_args import resolve_dtype
+from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
+from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+
+from .decoding import Mode
+from .plan import Plan
+from .vllm_decoders import engine_facts, engine_settings
+
+BY = "triton-omni"
+REPLY_ROWS = 4
+"""Rows of a talker's reply; behind them the tail is added, which costs a step the same."""
+
+
+def sampling_of(mode: Mode, tokens: int, seed: int) -> Sampling:
+    """A mode in our engines' terms."""
+    return Sampling(
+        temperature=mode.temperature,
+        top_p=mode.top_p,
+        top_k=mode.top_k,
+        repetition_penalty=mode.repetition_penalty,
+        max_tokens=tokens,
+        seed=seed,
+    )
+
+
+class ThinkerDecoder:
+    """The thinker's engine with the rows of every token wanted, as for speech."""
+
+    by = BY
+
+    def __init__(self, plan: Plan, device: torch.device, ordinary_ids: int) -> None:
+        settings = ThinkerSettings(engine=engine_settings(plan))
+        self._engine = ThinkerVllmEngine(Path(plan.model), settings, device)
+        self._engine._end_ids = []
+        self._plan, self._ordinary_ids = plan, ordinary_ids
+        self._keys: list[str] = []
+
+    def begin(self, batch: int, mode: Mode, tokens: int) -> None:
+        """Submit prompts of random ids."""
+        numbers = random.Random(0)
+        for number in range(batch):
+            ids = tuple(numbers.randrange(self._ordinary_ids) for _ in range(self._plan.prompt_tokens))
+            placed = self._engine.prepare(ThinkerPrompt(ids), max_tokens=tokens)
+            self._engine.add(str(number), placed, sampling_of(mode, tokens, number), want_rows=True)
+            self._keys.append(str(number))
+
+    def step(self) -> int:
+        """Tokens of one engine step; their rows are given out with them and dropped here."""
+        return sum(len(output.token_ids) for output in self._engine.step())
+
+    def clear(self) -> None:
+        """Abort and drain."""
+        for key in self._keys:
+            self._engine.abort(key)
+        self._keys = []
+        while self._engine.has_work():
+            self._engine.step()
+
+    def facts(self) -> dict[str, Any]:
+        """See `engine_facts`."""
+        return engine_facts(self._engine._llm)
+
+    def close(self) -> None:
+        """Release the device."""
+        self._engine.close()
+
+
+class _Endless(TalkerVllmEngine):
+    """A talker that goes on after a stop code."""
+
+    def _parameters(self, sampling: Sampling) -> Any:
+        parameters = super()._parameters(sampling)
+        parameters.stop_token_ids = []
+        parameters.ignore_eos = True
+        return parameters
+
+
+class TalkerDecoder:
+    """The talker's engine with all rows there, so that no step waits for the thinker."""
+
+    by = BY
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        checkpoint = Path(plan.model)
+        engine = engine_settings(plan)
+        settings = TalkerSettings(engine=engine, max_sessions=engine.max_num_seqs)
+        config = load_config(checkpoint)
+        self._engine = _Endless(checkpoint, settings, device)
+        self._text_bos_id = load_speakers(checkpoint, config).default.text_bos_id
+        # Hidden rows of any value cost the same; small ones stay finite in half precision.
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(plan.prompt_tokens + REPLY_ROWS, config.talker.embedding_size, generator=generator)
+        self._rows = rows.to(device, resolve_dtype(settings.dtype, device))
+        self._prompt_rows = plan.prompt_tokens
+        self._keys: list[str] = []
+
+    def begin(self, batch: int, mode: Mode, tokens: int) -> None:
+        """Open sequences and feed all their rows."""
+        positions = torch.arange(self._prompt_rows + 2).expand(3, -1).contiguous()
+        prompt = TalkerPrompt(self._prompt_rows, positions, self._text_bos_id, max_rows=len(self._rows))
+        for number in range(batch):
+            self._engine.open(str(number), prompt, sampling_of(mode, tokens, number))
+            self._engine.feed(str(number), self._rows)
+            self._engine.end(str(number))
+            self._keys.append(str(number))
+
+    def step(self) -> int:
+        """Codes of one engine step."""
+        return sum(len(output.codes) for output in self._engine.step() if output.codes is not None)
+
+    def clear(self) -> None:
+        """Abort and drain."""
+        for key in self._keys:
+            self._engine.abort(key)
+        self._keys = []
+        while self._engine.has_work():
+            self._engine.step()
+
+    def facts(self) -> dict[str, Any]:
+        """See `engine_facts`."""
+        return engine_facts(self._engine._llm)
+
+    def close(self) -> None:
+        """Release the device."""
+        self._engine.close()

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one run measures: sizes and counts, handed to every child as JSON, and the names of the measurements."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from triton_omni.device import resolve_device
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes and counts of a run."""
+
+    model: str
+    """Checkpoint folder."""
+    batches: tuple[int, ...] = (1, 8, 32, 64)
+    """Sequences decoding together."""
+    window_batches: tuple[int, ...] = (1, 8, 32)
+    """Streams whose windows are solved together."""
+    offline_seconds: tuple[float, ...] = (10.0, 30.0)
+    """Lengths of replies made in one piece."""
+    prompt_tokens: int = 100
+    steps: int = 200
+    """Decode steps that are timed."""
+    repeats: int = 10
+    """Windows, whole replies or messages that are timed."""
+    warm_up: int = 10
+    """Steps before, not timed; windows and replies get a third of it."""
+    enforce_eager: bool = False
+    """No CUDA graphs, in ours and in plain vLLM alike."""
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Plan:
+        """The inverse of `to_json`."""
+        lists = {field.name for field in fields(cls) if str(field.type).startswith("tuple")}
+        typed: dict[str, Any] = {name: tuple(value) if name in lists else value for name, value in values.items()}
+        return cls(**typed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @property
+    def warm_up_repeats(self) -> int:
+        """Windows and replies made before the first timed one."""
+        return max(1, self.warm_up // 3)
+
+
+def device() -> torch.device:
+    """The GPU where there is one, as the stages choose."""
+    return torch.device("cuda", 0) if resolve_device("auto") == "cuda" else torch.device("cpu")
+
+
+def timed(action: Callable[[], object], at: torch.device) -> float:
+    """Seconds that `action` takes, the device's work included.
+
+    The device is idle at both ends, so the time holds the host's launches as well as the kernels: what a caller who
+    needs the result waits for. Events alone would leave the host's time out, and small batches are bound by it.
+    """
+    synchronize(at)
+    begin = time.perf_counter()
+    action()
+    synchronize(at)
+    return time.perf_counter() - begin
+
+
+def synchronize(at: torch.device) -> None:
+    """Wait until the device has done everything it was given."""
+    if at.type == "cuda":
+        torch.cuda.synchronize(at)

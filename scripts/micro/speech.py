@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of token2wav: whole replies, and one streaming window split into DiT and vocoder.
+
+Our engine is driven as its stage drives it, so whatever path its settings choose is what is measured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from triton_omni.checkpoint.config import load_config
+from triton_omni.checkpoint.speakers import load_speakers
+from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
+from triton_omni.engine import StreamOptions
+from triton_omni.settings import StreamingPlan, Token2WavSettings
+from triton_omni.token2wav.engine import Token2WavEngine
+from triton_omni.token2wav.sampler import FlowOptions, Window
+
+from .figures import Figure, milliseconds
+from .plan import Plan, timed
+
+OURS = "triton-omni"
+CODES_A_SECOND = 50
+WINDOW = StreamingPlan(chunk_blocks=(3,), look_back_blocks=2, look_ahead_blocks=1)
+"""Every chunk but the first is a window of 48 + 72 + 24 mel frames, of which 72 are new."""
+CODES_A_CHUNK, CODES_AHEAD = 36, 12
+SECONDS_A_WINDOW = 0.72
+FRAMES_A_WINDOW = 144
+SOLVERS: dict[Literal["rk4", "euler"], int] = {"rk4": 36, "euler": 9}
+"""Evaluations of the velocity with the default grid of 10 points."""
+
+
+class WrongWorkError(RuntimeError):
+    """The engine did something else than what the label says."""
+
+
+def codes_of(plan: Plan, count: int, seed: int) -> Tensor:
+    """Random codes int32 [count], each within the codec's table."""
+    return torch.randint(_table(plan.model), (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+
+
+@functools.cache
+def _table(model: str) -> int:
+    return load_config(Path(model)).codec.largest_code + 1
+
+
+def offline_own(plan: Plan, at: torch.device) -> Iterator[dict[str, Any]]:
+    """Whole replies in one window by our engine, codes on the device in, samples on the host out."""
+    engine = Token2WavEngine(Path(plan.model), Token2WavSettings(), at)
+    voice = load_speakers(Path(plan.model), load_config(Path(plan.model))).default.name
+
+    def reply(codes: Tensor) -> None:
+        engine.open("reply", voice, 0, StreamOptions(mode="offline", solver="rk4", num_steps=10, guidance_scale=0.5))
+        engine.feed("reply", codes)
+        engine.end("reply")
+        (output,) = engine.step()
+        _check(output.final and output.error is None and len(output.samples) > 0, f"a reply ended with {output.error}")
+
+    yield from _offline(plan, at, OURS, reply)
+    engine.close()
+
+
+def offline_hf(plan: Plan, at: torch.device) -> Iterator[dict[str, Any]]:
+    """The same replies by HF's `Qwen2_5OmniToken2WavModel`: its weights, voice, RK4 grid and guidance are the same.
+
+    It runs as a user of transformers gets it: float32 with SDPA and torch's default of TF32 in cuDNN's convolutions,
+    which our engine switches off; the difference is in HF's favour.
+    """
+    model = _hf_token2wav(Path(plan.model), at)
+    voice = load_speakers(Path(plan.model), load_config(Path(plan.model))).default
+    speaker, reference_mel = voice.cond.to(at), voice.ref_mel.to(at)
+
+    @torch.inference_mode()
+    def reply(codes: Tensor) -> None:
+        model(codes[None].long(), speaker, reference_mel, num_steps=10, guidance_scale=0.5, sway_coefficient=-1.0)
+
+    yield from _offline(plan, at, "hf", reply)
+
+
+def _offline(plan: Plan, at: torch.device, by: str, reply: Callable[[Tensor], None]) -> Iterator[dict[str, Any]]:
+    for seconds in plan.offline_seconds:
+        codes = codes_of(plan, round(seconds * CODES_A_SECOND), seed=0).to(at)
+        for _ in range(plan.warm_up_repeats):
+            reply(codes)
+        times = [timed(lambda: reply(codes), at) for _ in range(plan.repeats)]  # noqa: B023
+        yield milliseconds("token2wav_offline", by, times, {"audio_s": seconds})
+
+
+def _hf_token2wav(checkpoint: Path, at: torch.device) -> Any:
+    from safetensors import safe_open
+
+    define_torchvision_operators()
+    from transformers import Qwen2_5OmniConfig
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
+
+    config: Any = Qwen2_5OmniConfig.from_pretrained(checkpoint)
+    config.token2wav_config._attn_implementation = "sdpa"
+    network: Any = Qwen2_5OmniToken2WavModel
+    model = network(config.token2wav_config).float()
+    state: dict[str, Tensor] = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith("token2wav.")]  # noqa: SIM118
+            state |= {name.removeprefix("token2wav."): file.get_tensor(name).float() for name in names}
+    # Buffers that follow from the configuration may be missing; parameters may not.
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    lacking = set(missing) & {name for name, _ in model.named_parameters()}
+    _check(not lacking and not unexpected, f"weights missing {sorted(lacking)}, unexpected {unexpected}")
+    return model.to(at).eval()
+
+
+class TimedEngine(Token2WavEngine):
+    """Our engine with the times of its two halves.
+
+    Each half begins and ends with an idle device. That wait is outside what a half is given, but it makes the whole
+    step slower than the engine's own: the whole is timed by an engine without it.
+    """
+
+    def __init__(self, checkpoint: Path, settings: Token2WavSettings, at: torch.device) -> None:
+        super().__init__(checkpoint, settings, at)
+        self.dit_s: list[float] = []
+        self.vocoder_s: list[float] = []
+        self._timed_at = at
+        sample = self._sampler.sample
+
+        def timed_sample(windows: Sequence[Window], options: FlowOptions) -> list[Tensor]:
+            mels: list[Tensor] = []
+            self.dit_s.append(timed(lambda: mels.extend(sample(windows, options)), at))
+            return mels
+
+        self._sampler.sample = timed_sample  # type: ignore[method-assign]
+
+    def _vocode(self, mels: Sequence[Tensor]) -> list[Tensor]:
+        waveforms: list[Tensor] = []
+        vocode = super()._vocode
+        self.vocoder_s.append(timed(lambda: waveforms.extend(vocode(mels)), self._timed_at))
+        return waveforms
+
+
+class WindowStreams:
+    """Equal streams whose windows fall due together, so that a step is one batch of `batch` windows."""
+
+    def __init__(self, engine: Token2WavEngine, plan: Plan, batch: int, solver: Literal["rk4", "euler"]) -> None:
+        self._engine, self._plan, self._batch = engine, plan, batch
+        self._options = StreamOptions(mode="streaming", solver=solver, num_steps=10, guidance_scale=0.5)
+        self._voice = load_speakers(Path(plan.model), load_config(Path(plan.model))).default.name
+
+    def __enter__(self) -> WindowStreams:
+        for number in range(self._batch):
+            self._engine.open(str(number), self._voice, number, self._options)
+        # The first chunk has no look-back; it is made before the first timed window.
+        self.feed(CODES_A_CHUNK + CODES_AHEAD)
+        self._engine.step()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in range(self._batch):
+            self._engine.abort(str(number))
+
+    def feed(self, codes: int = CODES_A_CHUNK) -> None:
+        """Give every stream the codes of its next window."""
+        for number in range(self._batch):
+            self._engine.feed(str(number), codes_of(self._plan, codes, seed=number))
+
+    def step(self) -> None:
+        """One batch of windows.
+
+        Raises:
+            WrongWorkError: it was not one window of the full size of every stream.
+        """
+        before = self._engine.frames_solved
+        outputs = self._engine.step()
+        solved = self._engine.frames_solved - before
+        _check(len(outputs) == self._batch, f"a step made {len(outputs)} windows of {self._batch}")
+        _check(solved == FRAMES_A_WINDOW * self._batch, f"a step solved {solved} mel frames")
+
+
+def windows(plan: Plan, at: torch.device) -> Iterator[dict[str, Any]]:
+    """One streaming window by batch and solver: DiT and vocoder apart, the whole step, and the speech a second."""
+    settings = _window_settings(plan)
+    engine = TimedEngine(Path(plan.model), settings, at)
+    for batch in plan.window_batches:
+        with WindowStreams(engine, plan, batch, "rk4") as streams:
+            _times(streams, plan, at)
+        parameters = {"batch": batch, "solver": "rk4", "evaluations": SOLVERS["rk4"]}
+        yield milliseconds("token2wav_window_dit", OURS, engine.dit_s[-plan.repeats :], parameters)
+        yield milliseconds("token2wav_window_vocoder", OURS, engine.vocoder_s[-plan.repeats :], {"batch": batch})
+    engine.close()
+    whole = Token2WavEngine(Path(plan.model), settings, at)
+    for batch in plan.window_batches:
+        for solver, evaluations in SOLVERS.items():
+            with WindowStreams(whole, plan, batch, solver) as streams:
+                times = _times(streams, plan, at)
+            parameters = {"batch": batch, "solver": solver, "evaluations": evaluations}
+            yield milliseconds("token2wav_window", OURS, times, parameters)
+            rates = tuple(batch * SECONDS_A_WINDOW / seconds for seconds in times)
+            yield Figure("token2wav_throughput", OURS, parameters, "audio-s/s", rates).summary()
+    whole.close()
+
+
+def _window_settings(plan: Plan) -> Token2WavSettings:
+    largest = max(plan.window_batches)
+    return Token2WavSettings(
+        plan="micro", plans={"micro": WINDOW}, max_batch=largest, max_batch_frames=largest * FRAMES_A_WINDOW
+    )
+
+
+def _times(streams: WindowStreams, plan: Plan, at: torch.device) -> list[float]:
+    """Seconds a window, from codes on the device to samples on the host; warm-up windows are not among them."""
+    times = []
+    for _ in range(plan.warm_up_repeats + plan.repeats):
+        streams.feed()
+        times.append(timed(streams.step, at))
+    return times[plan.warm_up_repeats :]
+
+
+def _check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise WrongWorkError(otherwise)

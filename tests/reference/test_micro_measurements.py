@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every measurement of the micro benchmark runs on the tiny checkpoint; plain vLLM is set up as our engines are."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def micro(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return lambda name: importlib.import_module(f"micro.{name}")
+
+
+@pytest.fixture
+def plan(micro, tiny_checkpoint):
+    sizes = {"batches": (1, 3), "window_batches": (1, 2), "offline_seconds": (0.5,), "prompt_tokens": 8}
+    return micro("plan").Plan(str(tiny_checkpoint), steps=4, repeats=2, warm_up=3, **sizes)
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker"])
+def test_our_steps_and_plain_vllms_are_comparable(micro, plan, stage):
+    measurements = micro("child").MEASUREMENTS
+    run = micro("report").Run(plan, ["micro"])
+    run.results = {name: measurements[name](plan) | {"machine": {}} for name in (stage, f"{stage}-vllm")}
+    assert run.differences() == {}
+    report = run.report()
+    modes = len(getattr(micro("child"), f"{stage.upper()}_MODES"))
+    assert len(report["figures"]) == 2 * len(report["ratios"]) == 2 * 2 * modes
+    assert all(figure["count"] == 4 and figure["min"] > 0 for figure in report["figures"])
+
+
+def test_windows_are_timed_in_halves_and_whole(micro, plan):
+    figures = micro("child").token2wav_windows(plan)["figures"]
+    found = {(item["name"], item["parameters"].get("solver"), item["parameters"]["batch"]) for item in figures}
+    assert ("token2wav_window_dit", "rk4", 2) in found
+    assert ("token2wav_window_vocoder", None, 2) in found
+    assert ("token2wav_throughput", "euler", 2) in found
+    assert all(item["count"] == 2 and item["min"] > 0 for item in figures)
+
+
+def test_whole_replies_are_compared_with_hf(micro, plan):
+    child = micro("child")
+    figures = [*child.token2wav_offline(plan)["figures"], *child.token2wav_offline_hf(plan)["figures"]]
+    (ratio,) = micro("figures").ratios(figures)
+    assert ratio["parameters"] == {"audio_s": 0.5}
+    assert ratio["ratio"] > 0
+
+
+def test_a_window_of_another_size_is_not_timed(micro, plan, tiny_checkpoint):
+    speech = micro("speech")
+    engine = speech.Token2WavEngine(tiny_checkpoint, speech._window_settings(plan), micro("plan").device())
+    with speech.WindowStreams(engine, plan, 2, "euler") as streams, pytest.raises(speech.WrongWorkError):
+        streams.step()
+    assert engine.stats().running == 0
