@@ -339,10 +339,10 @@ start_server() { # start_server COMMAND
     : >"$output"
     # In a session of its own Ctrl-C does not reach it: the client goes first, and its request with it.
     setsid "$VENV/bin/python" -m triton_omni.serving.supervisor --model-repository "$REPOSITORY" --model "$OMNI_MODEL" \
-        --log-file "$LOGS/server.log" --http-port 0 --grpc-port 0 --metrics-port 0 >"$output" &
+        --log-file "$LOGS/$1-server.log" --http-port 0 --grpc-port 0 --metrics-port 0 >"$output" &
     SERVER=$!
     CHILDREN+=("$SERVER")
-    say "$1: starting the server (its log: $LOGS/server.log)"
+    say "$1: starting the server (its log: $LOGS/$1-server.log)"
     wait_for_ready "$output"
 }
 
@@ -409,7 +409,7 @@ command_test() {
 command_clean() {
     (($# == 0)) || fail "clean takes no argument, got '$1'; see ./build.sh clean --help"
     cd "$ROOT"
-    rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .coverage .coverage.* build
+    rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .coverage .coverage.* .hypothesis build client/build
     find . -name .git -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
 }
 

@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -45,8 +46,12 @@ def test_an_endpoint_that_cannot_be_used_is_refused_by_name(arguments, reason):
 
 def test_a_process_s_arguments_are_read_as_they_were_given():
     arguments = ["-c", "input()", "--grpc-port=1", "a b", ""]
+    deadline = time.monotonic() + 5
     with subprocess.Popen([sys.executable, *arguments], stdin=subprocess.PIPE) as child:
         try:
+            # A process has no arguments while it is being started.
+            while command_line(child.pid) != arguments and child.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.001)
             assert command_line(child.pid) == arguments
         finally:
             child.communicate(os.linesep.encode())

@@ -54,7 +54,17 @@ class Ready(http.server.BaseHTTPRequestHandler):
         self.send_response(503 if behaviour == "loading" else 200)
         self.end_headers()
     def log_message(self, *_): pass
-http.server.HTTPServer((flags["http-address"], int(flags["http-port"])), Ready).serve_forever()
+def listen(service):
+    return http.server.HTTPServer((flags[service + "-address"], int(flags[service + "-port"])), Ready)
+if behaviour == "no metrics":  # ready already, as tritonserver is when it finds that port taken
+    threading.Thread(target=listen("http").serve_forever, daemon=True).start()
+    time.sleep(0.5)
+    print("E1121 02:22:03.042 42 main.cc:293] \\"failed to start Metrics service: "
+          "Unavailable - Socket already in use\\"",
+          flush=True)
+    os._exit(1)
+threading.Thread(target=listen("metrics").serve_forever, daemon=True).start()
+listen("http").serve_forever()
 '''
 
 
@@ -102,6 +112,22 @@ def test_the_failing_model_and_its_reason_are_named(repository: Path) -> None:
     assert "ended with code 1: model thinker cannot be loaded: Internal: SettingsError: stage.yaml: engine.x" in text
     assert "At:" not in text
     assert "server.log" in text
+
+
+def test_a_server_that_finds_its_last_port_taken_was_never_ready(repository: Path) -> None:
+    with (
+        pytest.raises(ServerNotReady, match="failed to start Metrics service: Unavailable - Socket already in use"),
+        Supervisor(config(repository, environment={"BEHAVIOUR": "no metrics"})),
+    ):
+        pass
+
+
+def test_free_ports_are_not_those_that_outgoing_connections_get() -> None:
+    outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    chosen = [choose_ports("127.0.0.1", {"http": 0, "grpc": 0}) for _ in range(20)]
+    ports = [port for ports in chosen for port in ports.values()]
+    assert all(20000 <= port < max(outgoing, 20001) for port in ports)
+    assert len(set(ports)) > 20
 
 
 def test_a_server_that_never_gets_ready_is_stopped(repository: Path) -> None:

@@ -6,7 +6,9 @@ It starts nothing and knows nothing of models.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import socket
 import sys
@@ -15,6 +17,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 20000
+_PORT_ATTEMPTS = 50
 
 
 class ServerError(RuntimeError):
@@ -95,7 +101,21 @@ def choose_ports(host: str, wanted: Mapping[str, int]) -> dict[str, int]:
     """
     with ExitStack() as held:
         # All stay bound until all are chosen, so that no two services get the same one.
-        return {service: _bind(held, host, service, port) for service, port in wanted.items()}
+        return {
+            service: _bind(held, host, service, port) if port else _bind_free(held, host, service)
+            for service, port in wanted.items()
+        }
+
+
+def _bind_free(held: ExitStack, host: str, service: str) -> int:
+    """A free port from outside the range of which the system gives every outgoing connection one: between this choice
+    and the server's own binding, a connection to anything could take a port of that range.
+    """
+    outgoing = int(_OUTGOING_PORTS.read_text().split()[0])
+    for _ in range(_PORT_ATTEMPTS):
+        with contextlib.suppress(ServerError):
+            return _bind(held, host, service, random.randrange(_FIRST_PORT, max(outgoing, _FIRST_PORT + 1)))
+    return _bind(held, host, service, 0)
 
 
 def _bind(held: ExitStack, host: str, service: str, port: int) -> int:

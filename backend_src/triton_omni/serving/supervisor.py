@@ -235,11 +235,15 @@ class Supervisor:
         return self._process
 
     def _is_ready(self) -> bool:
+        # Metrics too: the server opens that port last, and ends if another program has taken it.
+        return self._answers("http", "/v2/health/ready") and self._answers("metrics", "/metrics")
+
+    def _answers(self, service: str, path: str) -> bool:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.host, self.config.host)
-        connection = http.client.HTTPConnection(host, self._ports["http"], timeout=2.0)
+        connection = http.client.HTTPConnection(host, self._ports[service], timeout=2.0)
         # Until the server listens, connecting fails; while models load, it listens and says no.
         with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
-            connection.request("GET", "/v2/health/ready")
+            connection.request("GET", path)
             return connection.getresponse().status == 200
         return False
 

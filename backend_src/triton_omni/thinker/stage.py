@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -114,6 +115,8 @@ class ThinkerStage:
     def submit(self, raw: RawRequest, outlet: Outlet) -> None:
         """Take a request; it is answered through `outlet`, always, and always with exactly one final."""
         accepted_ns = time.monotonic_ns()
+        # A name for logs and `info`, where the client gave none.
+        raw = replace(raw, request_id=raw.request_id or secrets.token_hex(8))
         key = self._slots.allocate()
         if key is None:
             outlet.fail(self._no_slot())

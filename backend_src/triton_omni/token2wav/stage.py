@@ -66,6 +66,8 @@ class _Open(LinkSession):
     error: OmniError | None = None
     error_ns: int = 0
     orphaned_ns: int = 0
+    upstream_busy_ns: int = 0
+    """When a stage before this one was last seen in a long step."""
 
 
 class Token2WavStage(LinkStage[TalkerMessage, _Open]):
@@ -201,7 +203,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _await_failure(self, session: _Open) -> None:
         """The thinker ends before this stage only with an error, which is on its way here or was lost."""
         session.orphaned_ns = session.orphaned_ns or time.monotonic_ns()
-        if self._waited_enough(session.orphaned_ns):
+        if self._waited_enough(session, session.orphaned_ns):
             self._fail(session, InternalError("the stages before ended the session without an answer"))
 
     def _fail(self, session: _Open, error: OmniError) -> None:
@@ -218,14 +220,16 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._abort(session)
 
     def _try_answer_error(self, session: _Open) -> float:
-        if self._others_ended(session.key) or self._waited_enough(session.error_ns):
+        if self._others_ended(session.key) or self._waited_enough(session, session.error_ns):
             self._answer_error(session)
         return SOON_S
 
-    def _waited_enough(self, since_ns: int) -> bool:
-        waited = (time.monotonic_ns() - since_ns) / 1e9
-        busy = any(self._ledger.silent_for(stage) > UPSTREAM_STOP_S / 2 for stage in ("thinker", "talker"))
-        return waited > (LONGEST_STEP_S if busy else UPSTREAM_STOP_S)
+    def _waited_enough(self, session: _Open, since_ns: int) -> bool:
+        now = time.monotonic_ns()
+        if any(self._ledger.silent_for(stage) > UPSTREAM_STOP_S / 2 for stage in ("thinker", "talker")):
+            session.upstream_busy_ns = now
+        idle_since_ns = max(since_ns, session.upstream_busy_ns)
+        return now - idle_since_ns > UPSTREAM_STOP_S * 1e9 or now - since_ns > LONGEST_STEP_S * 1e9
 
     def _others_ended(self, key: SessionKey) -> bool:
         """Whether the client's request holds no request of a stage any more but this session's `OPEN` here."""
