@@ -75,6 +75,18 @@ def checkpoint_of(size: Size) -> Path:
     return folder
 
 
+def checkpoint(model: Path | None, size: Size | None) -> str:
+    """The folder asked for, else the one that `OMNI_MODEL` names, else the tiny checkpoint."""
+    named = os.environ.get("OMNI_MODEL")
+    if model is None and size is None and named:
+        model = Path(named)
+    if model is None:
+        return str(checkpoint_of(size or Size.TINY))
+    if not (model / "config.json").is_file():
+        raise typer.BadParameter(f"{model} holds no checkpoint (no config.json)", param_hint="--model")
+    return str(model.resolve())
+
+
 def measure(name: str, plan: Plan, logs: Path) -> dict[str, Any] | str:
     """Run one child; its result, or why there is none."""
     out, log = logs / f"{name}.json", logs / f"{name}.log"
@@ -129,7 +141,7 @@ def main(
     if max(window_batches) > 64:
         raise typer.BadParameter(f"{windows!r}: at most 64 windows share a batch", param_hint="--windows")
     plan = Plan(
-        model=str(model or checkpoint_of(random_weights or Size.TINY)),
+        model=checkpoint(model, random_weights),
         batches=batches,
         window_batches=window_batches,
         offline_seconds=numbers(seconds, "--seconds", float),

@@ -21,10 +21,10 @@ from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
 from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
 
 from .decoding import Mode
+from .figures import OURS
 from .plan import Plan
 from .vllm_decoders import engine_facts, engine_settings
 
-BY = "triton-omni"
 REPLY_ROWS = 4
 """Rows of a talker's reply; behind them the tail is added, which costs a step the same."""
 
@@ -44,7 +44,7 @@ def sampling_of(mode: Mode, tokens: int, seed: int) -> Sampling:
 class ThinkerDecoder:
     """The thinker's engine with the rows of every token wanted, as for speech."""
 
-    by = BY
+    by = OURS
 
     def __init__(self, plan: Plan, device: torch.device, ordinary_ids: int) -> None:
         settings = ThinkerSettings(engine=engine_settings(plan))
@@ -96,7 +96,7 @@ class _Endless(TalkerVllmEngine):
 class TalkerDecoder:
     """The talker's engine with all rows there, so that no step waits for the thinker."""
 
-    by = BY
+    by = OURS
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         checkpoint = Path(plan.model)

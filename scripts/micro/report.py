@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from .figures import ratios
+from .figures import OURS, ratios
 from .plan import Plan
 
 SCHEMA, SCHEMA_VERSION = "triton-omni-micro", 1
@@ -61,21 +62,25 @@ class Run:
 
 
 def table(report: Mapping[str, Any]) -> Table:
-    """Figures with p50 and p90, and the ratio beside ours where there is one."""
-    found = Table("figure", "of", "by", "p50", "p90", "unit", "n", "ratio")
-    known = {(item["name"], item["ours"], _words(item["parameters"])): item for item in report["ratios"]}
+    """A line a figure of ours, its reference's median and their ratio beside it; then references without one."""
+    found = Table("figure", "of", "p50", "p90", "reference", "ratio", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    known = {(item["name"], _words(item["parameters"])): item for item in report["ratios"]}
+    medians = {(item["name"], item["by"], _words(item["parameters"])): item["p50"] for item in report["figures"]}
     for figure in report["figures"]:
-        words = _words(figure["parameters"])
-        ratio = known.get((figure["name"], figure["by"], words))
-        shown = "" if ratio is None else f"{ratio['ratio']:.2f} {_sense(ratio)}"
-        numbers = (f"{figure['p50']:.3f}", f"{figure['p90']:.3f}")
-        found.add_row(figure["name"], words, figure["by"], *numbers, figure["unit"], str(figure["count"]), shown)
+        place = (figure["name"], _words(figure["parameters"]))
+        ratio = known.get(place)
+        if ratio is not None and figure["by"] == ratio["reference"]:
+            continue
+        whose = "" if figure["by"] == OURS else f" ({figure['by']})"
+        beside = ("", "")
+        if ratio is not None:
+            median = medians[place[0], ratio["reference"], place[1]]
+            beside = (f"{ratio['reference']} {median:.2f}", f"{ratio['ratio']:.2f}")
+        numbers = (f"{figure['p50']:.2f}", f"{figure['p90']:.2f}")
+        found.add_row(f"{place[0]}{whose}, {figure['unit']}", place[1], *numbers, *beside)
     return found
 
 
 def _words(parameters: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in parameters.items())
-
-
-def _sense(ratio: Mapping[str, Any]) -> str:
-    return f"x {ratio['reference']}" if ratio["of"] == "ours / reference" else f"x as fast as {ratio['reference']}"
+    """Parameters in few words: a number with its name, a name by itself."""
+    return ", ".join(value if isinstance(value, str) else f"{name} {value}" for name, value in parameters.items())

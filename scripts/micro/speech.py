@@ -22,10 +22,9 @@ from triton_omni.settings import StreamingPlan, Token2WavSettings
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.sampler import FlowOptions, Window
 
-from .figures import Figure, milliseconds
+from .figures import OURS, Figure, milliseconds
 from .plan import Plan, timed
 
-OURS = "triton-omni"
 CODES_A_SECOND = 50
 WINDOW = StreamingPlan(chunk_blocks=(3,), look_back_blocks=2, look_ahead_blocks=1)
 """Every chunk but the first is a window of 48 + 72 + 24 mel frames, of which 72 are new."""

@@ -108,6 +108,7 @@ def test_a_failed_measurement_is_reported_and_the_others_are_kept(micro, monkeyp
         command, "measure", lambda name, _plan, _logs: good if name == "thinker-vllm" else "exit code 1: why"
     )
     out = tmp_path / "micro.json"
+    (tmp_path / "config.json").touch()
     options = ["--model", str(tmp_path), "--only", "thinker,thinker-vllm", "-o", str(out)]
     ran = CliRunner().invoke(command.app, options)
     assert ran.exit_code == 1
@@ -118,8 +119,20 @@ def test_a_failed_measurement_is_reported_and_the_others_are_kept(micro, monkeyp
 
 
 @pytest.mark.parametrize(
-    "options", [["--only", "vocoder"], ["--batch", "1,x"], ["--batch", "0"], ["--windows", "65"], ["--repeats", "0"]]
+    "options",
+    [["--only", "vocoder"], ["--batch", "1,x"], ["--batch", "0"], ["--windows", "65"], ["--repeats", "0"], []],
 )
 def test_a_wrong_option_is_refused(micro, options, tmp_path):
+    # The folder holds no checkpoint either, which is the last thing that is looked at.
     ran = CliRunner().invoke(micro("__main__").app, ["--model", str(tmp_path), *options])
     assert ran.exit_code == 2
+    assert (options[0] if options else "--model") in ran.stderr
+
+
+def test_the_table_puts_a_reference_beside_ours(micro):
+    run = micro("report").Run(micro("plan").Plan("model"), ["micro"])
+    run.results = {"thinker": result(micro, "triton-omni", dtype="a"), "thinker-vllm": result(micro, "vllm", dtype="a")}
+    shown = micro("report").table(run.report())
+    assert [list(column.cells) for column in shown.columns] == [
+        ["thinker_step, ms"], ["batch 1"], ["5.00"], ["5.00"], ["vllm 5.00"], ["1.00"]
+    ]  # fmt: skip
