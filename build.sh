@@ -117,6 +117,9 @@ on free loopback ports and stops it afterwards. For example
   ./build.sh bench --concurrency 1,8,32
   ./build.sh bench --rate 2,4 --url localhost:8001
 All options: .venv/bin/triton-omni bench --help; what the figures mean: docs/benchmarking.md
+
+`./build.sh bench micro [OPTIONS]` times each stage alone, without a server, beside plain vLLM and HF (micro.json);
+its options: ./build.sh bench micro --help
 TEXT
 }
 
@@ -366,6 +369,10 @@ bench_needs_server() {
 
 command_bench() {
     run_setup
+    if [[ ${1:-} == micro ]]; then
+        child "$VENV/bin/python" "$ROOT/scripts/micro" "${@:2}"
+        return
+    fi
     if bench_needs_server "$@"; then
         start_server bench
         set -- --url "$GRPC_URL" --metrics-url "$METRICS_URL" "$@"
