@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,8 +72,12 @@ def checkpoint_of(size: Size) -> Path:
         console.print(f"making random weights of size {size.value} in {folder}")
         building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
         command = [sys.executable, "-m", "triton_omni.checkpoint.synthetic", "--size", size.value]
-        subprocess.run([*command, "--out", str(building)], check=True, stdout=subprocess.DEVNULL)
-        building.rename(folder)
+        try:
+            subprocess.run([*command, "--out", str(building)], check=True, stdout=subprocess.DEVNULL)
+            building.chmod(0o755)
+            building.rename(folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
     return folder
 
 
@@ -130,10 +136,14 @@ def main(
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 100,
     steps: Annotated[int, typer.Option(min=1, help="decode steps timed")] = 200,
     repeats: Annotated[int, typer.Option(min=1, max=64, help="windows and replies timed")] = 10,
-    warm_up: Annotated[int, typer.Option(min=1, help="steps before; a third of it for windows and replies")] = 10,
+    warm_up: Annotated[
+        int, typer.Option(min=1, max=100, help="steps before; a third of it for windows and replies")
+    ] = 10,
     enforce_eager: Annotated[bool, typer.Option(help="no CUDA graphs, in plain vLLM neither")] = False,
 ) -> None:
     """Time each stage alone, against plain vLLM and HF in the same run."""
+    # As an exception, so that the child that is measuring ends with us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     names = chosen(only)
     if model is not None and random_weights is not None:
         raise typer.BadParameter("give --model or --random-weights, not both")
