@@ -135,11 +135,14 @@ class Served:
         self.records = Records(records)
 
     def stop(self) -> float:
-        """Stop the server; the seconds it took. Fails if Triton waited for a request that was left behind."""
+        """Stop the server; the seconds it took. Fails if a request was left behind or a stage did not end."""
         self.wait_until_idle()
         seconds = self.supervisor.stop()
-        assert in_flight_at_stop(self.log()) == 0
-        assert "Segfault" not in self.log()
+        log = self.log()
+        assert in_flight_at_stop(log) == 0
+        for stage in STAGES:
+            assert f"successfully unloaded '{stage}'" in log
+        assert "Segfault" not in log
         return seconds
 
     def log(self) -> str:
