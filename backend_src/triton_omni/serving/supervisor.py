@@ -35,6 +35,7 @@ from triton_omni.serving.machine import (
 )
 from triton_omni.serving.memory_pool import memory_pool_bytes
 from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
+from triton_omni.serving.mps import mps_daemon
 from triton_omni.serving.server_log import ServerLog
 
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
@@ -63,6 +64,8 @@ class ServerConfig:
     """First start on a GPU included: kernels are compiled and weights are read."""
     exit_timeout_s: int = 30
     """What a stopping server waits for requests in flight, in seconds."""
+    mps: bool = False
+    """Whether the server and its stages share the GPUs under a CUDA MPS daemon of their own."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the server and its stages."""
 
@@ -84,6 +87,7 @@ class Supervisor:
         self._stop_requested = threading.Event()
         self._ports = {"http": 0, "grpc": 0, "metrics": 0}
         self._regions = f"triton_omni_{secrets.token_hex(8)}_"
+        self._outliving = contextlib.ExitStack()
 
     @property
     def http_url(self) -> str:
@@ -115,7 +119,7 @@ class Supervisor:
         """Start the process and return at once.
 
         Raises:
-            ServerError: already started, no tritonserver, no checkpoint, or a port is taken.
+            ServerError: already started, no tritonserver, no checkpoint, a port is taken, or MPS cannot be had.
         """
         if self._process is not None:
             raise ServerError(f"the server is already started (process {self._process.pid})")
@@ -129,16 +133,11 @@ class Supervisor:
         wanted = {"http": self.config.http_port, "grpc": self.config.grpc_port, "metrics": self.config.metrics_port}
         self._ports = choose_ports(self.config.host, wanted)
         environment = {**stub_environment(os.environ, install, model), **self.config.environment}
-        # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, which then stops the server in order,
-        # and what is left of the server can be ended whole.
-        self._process = subprocess.Popen(
-            self._command(install, model),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with contextlib.ExitStack() as outliving:
+            if self.config.mps:
+                environment |= outliving.enter_context(mps_daemon(os.environ))
+            self._process = self._launch(self._command(install, model), environment)
+            self._outliving = outliving.pop_all()
         self.log.follow(self._process)
 
     def wait_ready(self) -> None:
@@ -202,6 +201,18 @@ class Supervisor:
     ) -> None:
         self.stop()
 
+    def _launch(self, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, which then stops the server in order,
+        # and what is left of the server can be ended whole.
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
     def _command(self, install: TritonInstall, model: Path) -> list[str]:
         host = self.config.host
         command = [
@@ -256,6 +267,7 @@ class Supervisor:
         if not self._stopped:
             self._stopped = True
             end_group(process)
+            self._outliving.close()
             remove_shared_memory(self._regions)
             self.log.close()
 
@@ -282,7 +294,16 @@ def _parse(arguments: Sequence[str] | None) -> ServerConfig:
     parser.add_argument("--log-verbose", type=int, default=0, metavar="N")
     parser.add_argument("--ready-timeout", type=float, default=900.0, metavar="SECONDS")
     parser.add_argument("--exit-timeout", type=int, default=30, metavar="SECONDS")
+    by_variable = os.environ.get("OMNI_MPS") or "0"
+    parser.add_argument(
+        "--mps",
+        action=argparse.BooleanOptionalAction,
+        default=by_variable == "1",
+        help="run the stages on a GPU at once, under a CUDA MPS daemon of the server's own (default: OMNI_MPS, or not)",
+    )
     given = parser.parse_args(arguments)
+    if by_variable not in ("0", "1"):
+        parser.error(f"OMNI_MPS must be 0 or 1, not '{by_variable}'")
     return ServerConfig(
         model_repository=given.model_repository,
         model=given.model,
@@ -294,6 +315,7 @@ def _parse(arguments: Sequence[str] | None) -> ServerConfig:
         log_verbose=given.log_verbose,
         ready_timeout_s=given.ready_timeout,
         exit_timeout_s=given.exit_timeout,
+        mps=given.mps,
     )
 
 
