@@ -34,6 +34,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     max_tokens: int = 1024
     seed: int = 0
+    min_tokens: int = 0
+    """No id that ends the sequence is drawn before so many tokens."""
 
 
 @dataclass(frozen=True)

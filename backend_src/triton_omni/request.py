@@ -31,6 +31,7 @@ TopK = Annotated[int, Field(ge=0, le=1 << 20)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=0.1, le=10)]
 TokenCount = Annotated[int, Field(ge=1, le=131072)]
+LeastTokens = Annotated[int, Field(ge=0, le=131072)]
 
 
 class ThinkerOptions(StrictModel):
@@ -43,6 +44,8 @@ class ThinkerOptions(StrictModel):
     repetition_penalty: Penalty = 1.0
     max_tokens: TokenCount | None = None
     """None = what the deployment allows."""
+    min_tokens: LeastTokens = 0
+    """The reply does not end by itself before."""
 
     def to_sampling(self, seed: int, limit: int) -> Sampling:
         """The engine's `Sampling`; at most `limit` tokens, whatever was asked."""
@@ -58,6 +61,8 @@ class TalkerOptions(StrictModel):
     repetition_penalty: Penalty = 1.05
     max_tokens: TokenCount | None = None
     """Codec codes, 50 a second; None = what the deployment allows."""
+    min_tokens: LeastTokens = 0
+    """The speech does not end by itself before so many codes."""
 
     def to_sampling(self, seed: int, limit: int) -> Sampling:
         """The engine's `Sampling`; at most `limit` codes, whatever was asked."""
@@ -180,13 +185,20 @@ def _parse_parameters(raw: bytes | None, defaults: RequestDefaults) -> _Paramete
     parameters = validate(_Parameters, tree, name)
     if "text" not in parameters.modalities or len(set(parameters.modalities)) < len(parameters.modalities):
         raise BadRequest(f'{name}.modalities: must be ["text"] or ["text", "audio"] (got {parameters.modalities})')
-    _at_most(parameters.thinker.max_tokens, defaults.max_thinker_tokens, f"{name}.thinker.max_tokens")
-    _at_most(parameters.talker.max_tokens, defaults.max_codes, f"{name}.talker.max_tokens")
+    _check_lengths(parameters.thinker, defaults.max_thinker_tokens, f"{name}.thinker")
+    _check_lengths(parameters.talker, defaults.max_codes, f"{name}.talker")
     _at_most(parameters.timeout, defaults.max_timeout_s, f"{name}.timeout")
     if parameters.voice is not None and defaults.voices and parameters.voice not in defaults.voices:
         known = ", ".join(sorted(defaults.voices))
         raise BadRequest(f"{name}.voice: {shown(parameters.voice)} is not one of: {known}")
     return parameters
+
+
+def _check_lengths(options: ThinkerOptions | TalkerOptions, limit: int, path: str) -> None:
+    _at_most(options.max_tokens, limit, f"{path}.max_tokens")
+    _at_most(options.min_tokens, limit, f"{path}.min_tokens")
+    if options.max_tokens is not None and options.min_tokens > options.max_tokens:
+        raise BadRequest(f"{path}.min_tokens: {options.min_tokens} is over max_tokens, {options.max_tokens}")
 
 
 def _at_most(value: float | None, limit: float, path: str) -> None:

@@ -353,6 +353,7 @@ def _generation(model: str, sampling: Sampling) -> dict[str, Any]:
         "do_sample": sampling.temperature > 0,
         "repetition_penalty": sampling.repetition_penalty,
         "max_new_tokens": sampling.max_tokens,
+        "min_new_tokens": sampling.min_tokens,
     }
     if sampling.temperature > 0:
         arguments |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}

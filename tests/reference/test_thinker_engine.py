@@ -238,6 +238,20 @@ def test_the_ending_id_is_given_but_not_its_text(
     assert "<|" not in answer.text
 
 
+@pytest.mark.parametrize("engine_name", ["engine", "async_engine"])
+def test_no_reply_ends_before_its_least_length(
+    request: pytest.FixtureRequest, hf: HfReference, expected: dict[str, ThinkerResult], engine_name: str
+) -> None:
+    made = request.getfixturevalue(engine_name)
+    texts = [text for text in QUESTIONS if len(expected[text].token_ids) < REPLY.max_tokens][:2]
+    assert texts
+    samplings = {text: Sampling(max_tokens=70, min_tokens=least) for text, least in zip(texts, (66, 70), strict=False)}
+    answers = run(made, {text: ask(hf, text) for text in texts}, samplings)
+    for text in texts:
+        assert_equals_hf(answers[text], hf.thinker(hf.ask(text), samplings[text]))
+        assert len(answers[text].token_ids) >= samplings[text].min_tokens
+
+
 @dataclass(frozen=True)
 class Mixed:
     """Media of one prompt, in the forms that HF's processor and vLLM share."""

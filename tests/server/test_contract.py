@@ -173,6 +173,9 @@ REFUSED = {
     "reply too long": Refused(
         with_parameters('{"thinker": {"max_tokens": 257}}'), "sampling_parameters.thinker.max_tokens", "too_large"
     ),
+    "least length over the longest": Refused(
+        with_parameters('{"talker": {"max_tokens": 8, "min_tokens": 9}}'), "talker.min_tokens: 9 is over max_tokens, 8"
+    ),
     "medium too large": Refused(with_media("audio", b"RIFF" + bytes(1 << 20)), str(1 << 20), "too_large"),
     "sound too long": Refused(with_media("audio", audio_file("wav", seconds=5.5)), "medium 0 (audio)", "too_large"),
     "another medium than said": Refused(with_media("image", audio_file("wav")), "medium 0 (image)"),

@@ -140,6 +140,18 @@ def test_length_limits_of_thinker_and_talker_are_named_and_codes_are_hf_s(server
     assert (reply.info.reply_tokens, reply.info.codes) == (12, len(expected.talker.codes))
 
 
+def test_a_reply_of_fixed_lengths_has_exactly_so_many_tokens_and_codes(server: Served) -> None:
+    stages = {"thinker": {"min_tokens": 70, "max_tokens": 70}, "talker": {"min_tokens": 400, "max_tokens": 400}}
+    reply = ask(server, "fixed", text="hello", seed=1, **stages)
+    free = ask(server, "free", text="hello", seed=1)
+    assert reply.info is not None
+    assert free.info is not None
+    assert (reply.info.reply_tokens, reply.info.codes) == (70, 400)
+    assert reply.info.finish_reason == {"thinker": "length", "talker": "length", "token2wav": "stop"}
+    assert len(reply.audio) == 400 * 480
+    assert (free.info.reply_tokens, free.info.codes) != (70, 400)
+
+
 def test_a_text_only_request_sends_no_row_and_no_code(server: Served) -> None:
     spoken = ask(server, "spoken", text="hello", seed=1)
     server.wait_until_idle()

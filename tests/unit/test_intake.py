@@ -119,6 +119,14 @@ def test_a_medium_becomes_a_part_of_the_prompt(make):
     assert len(engine.prompts[0].multi_modal_data["image"]) == 1
 
 
+def test_the_engine_is_asked_for_room_for_the_least_length(make):
+    intake, engine = make(max_new_tokens=50)
+    prepared = intake.prepare(raw(thinker={"min_tokens": 30}, talker={"min_tokens": 20, "max_tokens": 20}), 0)
+    assert engine.max_tokens == [30]
+    assert (prepared.sampling.min_tokens, prepared.sampling.max_tokens) == (30, 50)
+    assert (prepared.session.talker.min_tokens, prepared.session.talker.max_tokens) == (20, 20)
+
+
 @pytest.mark.parametrize(
     ("request_", "kind", "names"),
     [

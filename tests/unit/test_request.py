@@ -102,6 +102,15 @@ def test_options_become_the_engines_sampling():
     assert (talker.top_k, talker.top_p, talker.min_p, talker.max_tokens, talker.seed) == (40, 0.8, 0.0, 77, 6)
 
 
+def test_least_lengths_may_equal_the_longest_and_reach_the_engines():
+    request = with_parameters({"thinker": {"min_tokens": 8, "max_tokens": 8}, "talker": {"min_tokens": 1024}})
+    thinker, talker = request.thinker.to_sampling(seed=5, limit=512), request.talker.to_sampling(seed=5, limit=1024)
+    assert (thinker.min_tokens, thinker.max_tokens) == (8, 8)
+    assert (talker.min_tokens, talker.max_tokens) == (1024, 1024)
+    plain = with_parameters({})
+    assert (plain.thinker.min_tokens, plain.talker.min_tokens) == (0, 0)
+
+
 def test_token2wav_options_become_the_engines():
     options = with_parameters({"token2wav": {"solver": "euler", "num_steps": 4}}).token2wav.to_stream_options()
     assert (options.solver, options.num_steps, options.guidance_scale, options.mode) == ("euler", 4, None, None)
@@ -129,6 +138,9 @@ def test_text_only_wants_no_audio():
         ({"thinker": {"min_p": 2}}, r"thinker\.min_p"),
         ({"thinker": {"repetition_penalty": 0}}, r"thinker\.repetition_penalty"),
         ({"thinker": {"max_tokens": 0}}, r"thinker\.max_tokens"),
+        ({"thinker": {"min_tokens": -1}}, r"thinker\.min_tokens"),
+        ({"thinker": {"min_tokens": 9, "max_tokens": 8}}, r"thinker\.min_tokens: 9 is over max_tokens, 8"),
+        ({"talker": {"min_tokens": 9, "max_tokens": 8}}, r"talker\.min_tokens: 9 is over max_tokens, 8"),
         ({"thinker": None}, r"thinker: .*got null"),
         ({"talker": {"min_p": 0.1}}, r"talker\.min_p: unknown key"),
         ({"token2wav": {"num_steps": 1}}, r"token2wav\.num_steps: .*greater than or equal to 2"),
@@ -156,6 +168,8 @@ def test_a_wrong_parameter_is_refused_by_its_key_path(parameters, message):
     [
         ({"thinker": {"max_tokens": 513}}, r"thinker\.max_tokens: 513 .*limit of 512"),
         ({"talker": {"max_tokens": 1025}}, r"talker\.max_tokens: 1025 .*limit of 1024"),
+        ({"thinker": {"min_tokens": 513}}, r"thinker\.min_tokens: 513 .*limit of 512"),
+        ({"talker": {"min_tokens": 1025}}, r"talker\.min_tokens: 1025 .*limit of 1024"),
         ({"timeout": 100.5}, r"timeout: 100\.5 .*limit of 100"),
     ],
 )

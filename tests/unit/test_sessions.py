@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
+from triton_omni.engine import Sampling
 from triton_omni.errors import InternalError
 from triton_omni.ledger import SessionLedger
 from triton_omni.request import RawRequest
@@ -127,6 +128,15 @@ def test_audio_leaves_before_the_thinker_has_finished():
         engine.length = 0
         ensemble.cancelled = True
         finished(ensemble)
+
+
+def test_speech_that_must_be_longer_than_the_talker_can_hold_is_refused():
+    talker = Sampling(max_tokens=4096, min_tokens=101)
+    with pipeline(intake=FakeIntake(session={"talker": talker}), talker_settings=TalkerSettings(max_codes=100)) as p:
+        reply = finished(p.ask("12345"))
+        assert "talker.min_tokens: 101 is over the 100 codes" in reply.error.message
+        assert reply.error.code == "too_large"
+        p.wait_until_empty()
 
 
 def test_text_only_request_makes_no_row_no_code_and_no_talker_sequence():

@@ -113,6 +113,11 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
                 f"a prompt of {request.prompt_tokens} tokens leaves the talker no room in its max_model_len of "
                 f"{self._settings.engine.max_model_len}"
             )
+        if request.talker.min_tokens > limit:
+            raise TooLarge(
+                f"sampling_parameters.talker.min_tokens: {request.talker.min_tokens} is over the {limit} codes that "
+                f"the talker can give after a prompt of {request.prompt_tokens} tokens"
+            )
         return dataclasses.replace(request.talker, max_tokens=limit)
 
     def _take_message(self, session: _Open, message: ThinkerMessage, outlet: Outlet) -> None:

@@ -62,7 +62,9 @@ class RequestIntake:
         request = parse_request(raw, self._limits, self._defaults)
         media = decode_media(request.media, self._limits, with_audio=request.use_audio_in_video)
         prompt = build_prompt(request, media, self._renderer)
-        placed = self._engine.prepare(prompt, max_tokens=request.thinker.max_tokens or 1)
+        placed = self._engine.prepare(
+            prompt, max_tokens=request.thinker.max_tokens or max(1, request.thinker.min_tokens)
+        )
         return self._ready(request, placed, accepted_ns)
 
     def _ready(self, request: OmniRequest, placed: ThinkerPlaced, accepted_ns: int) -> Prepared:

@@ -214,6 +214,8 @@ class TalkerVllmEngine:
                 min_p=sampling.min_p,
                 repetition_penalty=sampling.repetition_penalty,
                 max_tokens=min(sampling.max_tokens, self._settings.max_codes),
+                # vLLM masks the stop ids until then; the mask id is set behind its sampler, and always stops.
+                min_tokens=sampling.min_tokens,
                 # The mask id is never drawn but by a sequence that met something non-finite.
                 stop_token_ids=[*self._ids.stops, self._ids.mask],
                 detokenize=False,

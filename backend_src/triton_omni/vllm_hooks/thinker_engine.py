@@ -221,6 +221,7 @@ class ThinkerVllmEngine:
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
             # The end ids are HF's, whatever the tokenizer calls its end.
             ignore_eos=True,
             stop_token_ids=self._end_ids,

@@ -85,6 +85,7 @@ class HfTalker:
             suppress_tokens=[config.tts_codec_start_token_id],
             eos_token_id=stops,
             max_new_tokens=sampling.max_tokens,
+            min_new_tokens=sampling.min_tokens,
             do_sample=False,
             repetition_penalty=sampling.repetition_penalty,
         )[0, case.prompt_rows + 2 :].tolist()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:
 
 # A GPU adds its kernels' order of summation; ids that are never drawn have logits beyond 100, so it counts by size.
 LOGIT_RELATIVE_TOLERANCE = 0.0 if DEVICE.type == "cpu" else 5e-6
+LONG = Sampling(repetition_penalty=1.05, max_tokens=300)
 
 
 def test_greedy_codes_equal_hf_one_by_one(engine, cases, expected):
@@ -203,6 +206,28 @@ def test_only_codes_of_the_codec_and_the_stop_ids_can_be_drawn(engine, tiny_chec
     adjusted = runner._adjust(logits, slots, torch.tensor([True], device=DEVICE))
     drawable = set(adjusted[0].isfinite().nonzero().flatten().tolist())
     assert drawable == {*range(config.codec.largest_code + 1), *config.talker.stop_ids}
+
+
+def test_no_sequence_stops_before_its_least_length_and_codes_equal_hf(engine, talker, cases):
+    unbound = [talker.codes(case, LONG) for case in cases]
+    assert sum(finish == "stop" for _, finish in unbound) > 1
+    longer = [replace(LONG, min_tokens=min(len(codes) + 7 * number, 300)) for number, (codes, _) in enumerate(unbound)]
+    expected = [talker.codes(case, sampling) for case, sampling in zip(cases, longer, strict=True)]
+    assert speak(engine, cases, longer) == expected
+    assert all(len(codes) >= sampling.min_tokens for (codes, _), sampling in zip(expected, longer, strict=True))
+    assert expected != unbound
+
+
+def test_a_least_length_holds_where_rows_come_one_by_one(engine, talker, cases):
+    fixed = replace(LONG, min_tokens=120, max_tokens=120)
+    case, spoken = cases[1], Spoken()
+    engine.open("s", case.prompt, fixed)
+    for row in case.rows:
+        engine.feed("s", row[None])
+        spoken.drain(engine)
+    engine.end("s")
+    assert spoken.drain(engine).of("s") == talker.codes(case, fixed)
+    assert (len(spoken.codes["s"]), spoken.finish["s"]) == (120, "length")
 
 
 def test_more_sequences_than_a_step_holds_take_turns(engine, cases, expected):

@@ -122,6 +122,16 @@ def test_a_row_that_is_not_finite_fails_its_sequence_alone(engine, cases, expect
     assert speak(engine, cases, [GREEDY] * 8) == expected
 
 
+def test_what_is_not_finite_ends_a_sequence_before_its_least_length(engine, cases):
+    engine.open("s", cases[4].prompt, Sampling(max_tokens=40, min_tokens=40))
+    engine.feed("s", cases[4].rows[:20])
+    spoken = Spoken().drain(engine)
+    engine.feed("s", torch.full_like(cases[4].rows[:1], float("nan")))
+    spoken.drain(engine)
+    assert "not finite" in spoken.errors["s"]
+    assert 0 < len(spoken.codes["s"]) < 40
+
+
 @pytest.mark.parametrize("end", ["by itself", "by abort"])
 def test_a_sequence_that_overflows_inside_the_network_fails_alone(engine, cases, expected, end):
     """Others get its cache blocks next, and attention multiplies what lies behind their last position by zero."""
@@ -173,7 +183,13 @@ def test_a_prompt_that_leaves_no_room_is_refused(engine, voices):
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(temperature=-1.0), Sampling(top_p=0.0), Sampling(repetition_penalty=0.0), Sampling(max_tokens=0)],
+    [
+        Sampling(temperature=-1.0),
+        Sampling(top_p=0.0),
+        Sampling(repetition_penalty=0.0),
+        Sampling(max_tokens=0),
+        Sampling(min_tokens=-1),
+    ],
 )
 def test_impossible_sampling_is_refused_at_open(engine, cases, sampling):
     with pytest.raises(BadRequest):
