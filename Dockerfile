@@ -5,6 +5,9 @@
 #   docker run --rm --gpus all --shm-size 1g --read-only --tmpfs /tmp -v omni-cache:/cache \
 #       -v /models/Qwen2.5-Omni-7B:/model:ro -p 127.0.0.1:8000:8000 -p 127.0.0.1:8001:8001 triton-omni
 #
+# Options of the supervisor (./build.sh serve --help) go at the end: with `triton-omni --mps`, or -e OMNI_MPS=1, it starts
+# a CUDA MPS daemon in the container, whose program the container toolkit brings along with the driver.
+#
 # To pin the base by content, build with
 #   --build-arg BASE=nvcr.io/nvidia/tritonserver@sha256:…
 # where the digest is what `docker buildx imagetools inspect nvcr.io/nvidia/tritonserver:26.07-vllm-python-py3` prints.

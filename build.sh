@@ -73,6 +73,7 @@ Environment:
   OMNI_MODEL      checkpoint to serve: a folder, or a Hugging Face id such as Qwen/Qwen2.5-Omni-7B
                   (default: a tiny synthetic checkpoint, made here; it speaks noise)
   OMNI_PLATFORM   cpu or gpu (default: gpu where an NVIDIA GPU is found)
+  OMNI_MPS        1 = servers run under CUDA MPS, as by serve --mps (default: 0)
   PYTHON          the Python 3.11 or 3.12 to build .venv with (default: the first found on PATH)
 TEXT
 }
@@ -99,10 +100,11 @@ TEXT
 
 help_serve() {
     cat <<'TEXT'
-Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N] [--log-verbose N]
+Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N] [--log-verbose N] [--mps]
 
 Serves until Ctrl-C or SIGTERM. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded.
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
+With --mps the stages run on a GPU at once instead of by turns, under a CUDA MPS daemon that lives as long as the server.
 The server has no authentication: keep it on loopback, or behind something that has.
 TEXT
 }
