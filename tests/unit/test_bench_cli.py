@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 import triton_omni_client
 from bench_exports import BEGIN, experiment, streamed, write
-from client_fakes import INFO, FakeTriton, chunk, failure, final, parameters_of, serve_grpc
+from client_fakes import INFO, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc
 from triton_omni_client import cli
 from triton_omni_client.bench.records import Load
 from triton_omni_client.bench.runner import Plan
@@ -115,6 +115,59 @@ def test_every_option_reaches_the_requests(server: FakeEnsemble, tmp_path: Path)
     assert not list(tmp_path.glob("*.png"))
 
 
+def test_fixed_lengths_are_least_and_longest_at_once(server: FakeEnsemble, tmp_path: Path) -> None:
+    arguments = ["--concurrency", "1", "--requests", "1", "--warm-up", "0", "--no-plots", "--fixed-lengths"]
+    both = [*arguments, "--max-tokens", "150", "--talker-max-tokens", "1000"]
+    assert _bench(server.url, tmp_path / "r.json", *both).exit_code == 0
+    assert _bench(server.url, tmp_path / "r.json", *arguments, "--max-tokens", "9", "--text-only").exit_code == 0
+    spoken, written = (parameters_of(request) for request in server.requests)
+    assert spoken["thinker"] == {"max_tokens": 150, "min_tokens": 150}
+    assert spoken["talker"] == {"max_tokens": 1000, "min_tokens": 1000}
+    assert (written["thinker"], "talker" in written) == ({"max_tokens": 9, "min_tokens": 9}, False)
+
+
+def _tokens(text: str) -> int:
+    """A tokenizer: 20 for the template, one for each started three letters of a word."""
+    return 20 + sum(-(-len(word) // 3) for word in text.split())
+
+
+def _counting(request: Any, _context: Any) -> Iterator[Any]:
+    tokens = _tokens(inputs_of(request)["text_input"][0].decode())
+    if tokens > 60:
+        yield failure("the prompt is too long [omni:too_large;stage=thinker]")
+        return
+    usage = INFO["usage"] | {"prompt_tokens": tokens}
+    yield chunk(text="Hi", info=INFO | {"usage": usage})
+    yield final()
+
+
+@pytest.mark.parametrize("tokens", [22, 50, 59])
+def test_prompts_are_brought_to_a_length_in_tokens(server: FakeEnsemble, tmp_path: Path, tokens: int) -> None:
+    server.script = _counting
+    arguments = ["--concurrency", "1", "--requests", "8", "--warm-up", "0", "--no-plots", "--max-tokens", "7"]
+    result = _bench(server.url, tmp_path / "r.json", *arguments, "--prompt-tokens", str(tokens))
+    assert result.exit_code == 0, result.output
+    report = _report(tmp_path / "r.json")
+    assert report["workload"]["prompt_tokens"] == [tokens] * len(PROMPTS)
+    assert [request["prompt_tokens"] for request in report["runs"][0]["requests"]] == [tokens] * 8
+    probes, measured = server.requests[:-8], server.requests[-8:]
+    assert {json.dumps(parameters_of(request)) for request in probes} == {
+        json.dumps({"modalities": ["text"], "seed": 0, "thinker": {"max_tokens": 1}})
+    }
+    assert [parameters_of(request)["thinker"] for request in measured] == [{"max_tokens": 7}] * 8
+    assert len(probes) < 20 * len(PROMPTS)
+
+
+def test_a_length_that_cannot_be_had_is_told(server: FakeEnsemble, tmp_path: Path) -> None:
+    server.script = _counting
+    arguments = ["--concurrency", "1", "--requests", "1", "--warm-up", "0", "--no-plots"]
+    result = _bench(server.url, tmp_path / "r.json", *arguments, "--prompt-tokens", "70")
+    assert result.exit_code == 0, result.output
+    assert any("60 tokens where 70 were asked for" in note for note in _report(tmp_path / "r.json")["notes"])
+    result = _bench(server.url, tmp_path / "r.json", *arguments, "--prompt-tokens", "20")
+    assert (result.exit_code, "even one character" in result.stderr) == (1, True)
+
+
 def test_errors_are_counted_and_do_not_fail_the_run(server: FakeEnsemble, tmp_path: Path) -> None:
     server.script = lambda *_: iter([chunk(text="so far"), failure("full [omni:overloaded;stage=thinker]")])
     result = _bench(server.url, tmp_path / "r.json", "--concurrency", "2", "--requests", "3", "--warm-up", "0")
@@ -161,6 +214,11 @@ def test_an_unready_server_is_one_sentence(server: FakeEnsemble, tmp_path: Path)
         ["--audio-format", "mp3"],
         ["--thinker-json", "{"],
         ["--requests", "0"],
+        ["--fixed-lengths", "--max-tokens", "9"],
+        ["--fixed-lengths", "--talker-max-tokens", "9"],
+        ["--fixed-lengths", "--text-only"],
+        ["--prompt-tokens", "9", "--prompt-words", "9"],
+        ["--prompt-tokens", "0"],
     ],
 )
 def test_wrong_usage_exits_with_2_and_asks_nobody(server: FakeEnsemble, tmp_path: Path, arguments: list[str]) -> None:

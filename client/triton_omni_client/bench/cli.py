@@ -38,6 +38,7 @@ from .workload import BUILT_IN, PROMPTS, Workload, of_length, perf_analyzer_inpu
 FAILED, INTERRUPTED = 1, 130
 DEFAULT_CONCURRENCY = "1,4"
 DEFAULT_OUTPUT = Path("bench.json")
+PROMPT_TOKENS = "--prompt-tokens"
 PERF_ANALYZER_REQUESTS = 64
 """Requests in perf_analyzer's input data where none are asked for; it begins anew after them."""
 
@@ -55,11 +56,17 @@ WarmUp = Annotated[
 ]
 Prompts = Annotated[Path | None, typer.Option(help="Text file of prompts, one a line. Default: built-in ones.")]
 PromptWords = Annotated[int | None, typer.Option(min=1, help="Cut or repeat each prompt to N words.")]
+PromptTokens = Annotated[
+    int | None, typer.Option(min=1, help="Cut or repeat each prompt to N tokens, as the server counts them.")
+]
 Images = Annotated[Files, typer.Option(help="Image to show with each prompt; may be repeated.")]
 Audios = Annotated[Files, typer.Option(help="Audio to play with each prompt; may be repeated.")]
 Videos = Annotated[Files, typer.Option(help="Video to show with each prompt; may be repeated.")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest reply, in tokens.")]
 TalkerMaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest speech, in codes (50 a second).")]
+FixedLengths = Annotated[
+    bool, typer.Option("--fixed-lengths", help="Replies of exactly --max-tokens tokens and --talker-max-tokens codes.")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Of the arrivals; request number i has this seed plus i.")]
 Voice = Annotated[str | None, typer.Option(help="Speaker.")]
 TextOnly = Annotated[bool, typer.Option("--text-only", help="Ask for no speech.")]
@@ -87,11 +94,13 @@ def bench(
     warm_up: WarmUp = None,
     prompts: Prompts = None,
     prompt_words: PromptWords = None,
+    prompt_tokens: PromptTokens = None,
     image: Images = None,
     audio: Audios = None,
     video: Videos = None,
     max_tokens: MaxTokens = None,
     talker_max_tokens: TalkerMaxTokens = None,
+    fixed_lengths: FixedLengths = False,
     seed: Seed = 0,
     voice: Voice = None,
     text_only: TextOnly = False,
@@ -112,6 +121,10 @@ def bench(
         if from_profile_export is not None:
             _report_export(from_profile_export, output, plots)
             return
+        if fixed_lengths:
+            _require_lengths(max_tokens, None if text_only else talker_max_tokens, text_only)
+        if prompt_tokens is not None and (prompt_words is not None or write_perf_analyzer_input is not None):
+            raise typer.BadParameter("not with --prompt-words or --write-perf-analyzer-input", param_hint=PROMPT_TOKENS)
         workload = Workload(
             prompts=_prompts(prompts, prompt_words),
             media=read_media(image, audio, video),
@@ -120,15 +133,16 @@ def bench(
             voice=voice,
             audio_format=known_audio_format(audio_format),
             timeout=timeout,
-            thinker=_stage("--thinker-json", thinker_json, max_tokens),
-            talker=_stage("--talker-json", talker_json, talker_max_tokens),
+            thinker=_stage("--thinker-json", thinker_json, max_tokens, fixed=fixed_lengths),
+            talker=_stage("--talker-json", talker_json, talker_max_tokens, fixed=fixed_lengths),
             token2wav=json_object("--token2wav-json", token2wav_json),
         )
         if write_perf_analyzer_input is not None:
             _write(write_perf_analyzer_input, perf_analyzer_input(workload, requests or PERF_ANALYZER_REQUESTS))
             return
         loads = _loads(concurrency, rate)
-        plan = Plan(url, model, metrics_url or default_metrics_url(url), loads, workload, requests, warm_up, wait)
+        metrics = metrics_url or default_metrics_url(url)
+        plan = Plan(url, model, metrics, loads, workload, requests, warm_up, wait, prompt_tokens)
         _measure(plan, Report(_environment(), _described(workload, prompts)), output, plots)
 
 
@@ -229,9 +243,17 @@ def _prompts(path: Path | None, words: int | None) -> Sequence[str]:
     return found if words is None else [of_length(prompt, words) for prompt in found]
 
 
-def _stage(option: str, text: str, max_tokens: int | None) -> dict[str, Any]:
+def _require_lengths(max_tokens: int | None, talker_max_tokens: int | None, text_only: bool) -> None:
+    if max_tokens is None or (talker_max_tokens is None and not text_only):
+        needed = "--max-tokens" if text_only else "--max-tokens and --talker-max-tokens"
+        raise typer.BadParameter(f"needs {needed}", param_hint="--fixed-lengths")
+
+
+def _stage(option: str, text: str, max_tokens: int | None, *, fixed: bool) -> dict[str, Any]:
     value = json_object(option, text)
-    return value if max_tokens is None else value | {"max_tokens": max_tokens}
+    if max_tokens is None:
+        return value
+    return value | {"max_tokens": max_tokens} | ({"min_tokens": max_tokens} if fixed else {})
 
 
 def _write(path: Path, text: str) -> None:

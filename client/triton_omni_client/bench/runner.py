@@ -9,7 +9,7 @@ import math
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +18,7 @@ from triton_omni_client.aio import AsyncOmniClient
 from triton_omni_client.errors import ConnectionFailed
 
 from .load import LoadRun, LoopLag, run_until
+from .prompt_length import of_tokens
 from .records import Load
 from .report import Report, Run
 from .resources import Monitor, find_monitor
@@ -52,6 +53,8 @@ class Plan:
     warm_up: int | None = None
     wait_s: float = 0.0
     """How long to wait for the server to be ready."""
+    prompt_tokens: int | None = None
+    """Length that the prompts are brought to; None leaves them as they are."""
 
     def requests_of(self, load: Load) -> int:
         """How many requests of a load are measured."""
@@ -83,6 +86,8 @@ async def measure(plan: Plan, report: Report, console: Console, on_run: Callable
             if not await client.wait_ready(plan.wait_s):
                 raise ConnectionFailed(f"the model {plan.model} is not ready")
             monitor = await _look_around(plan, report, stack)
+            if plan.prompt_tokens is not None:
+                plan = await _fit_prompts(plan, plan.prompt_tokens, client, report)
             bench = _Bench(plan, client, monitor, stop, console)
             for load in plan.loads:
                 run = await bench.run(load)
@@ -103,6 +108,14 @@ async def _look_around(plan: Plan, report: Report, stack: ExitStack) -> Monitor:
     report.environment = {**report.environment, "url": plan.url, "server": server, "gpus": gpus}
     report.notes.extend(facts.notes)
     return monitor
+
+
+async def _fit_prompts(plan: Plan, tokens: int, client: AsyncOmniClient, report: Report) -> Plan:
+    workload, found = await of_tokens(client, plan.workload, tokens)
+    report.workload = {**report.workload, "prompts": list(workload.prompts), "prompt_tokens": found}
+    if set(found) != {tokens}:
+        report.notes.append(f"prompts have {min(found)} to {max(found)} tokens where {tokens} were asked for")
+    return replace(plan, workload=workload)
 
 
 @dataclass(frozen=True)
