@@ -247,3 +247,21 @@ end_process()
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert (ended.stdout, ended.stderr) == ("printed", "the last line\n")
+
+
+def test_only_warnings_that_nobody_can_act_on_are_kept_out_of_the_log():
+    code = """import logging, sys, warnings
+from triton_omni.serving import launch
+launch._prepare_process()
+logger = logging.getLogger("transformers.configuration_utils")
+for name in ("tts_text_start_token_id", "audio_end_token_id", "pad_token_id"):
+    logger.warning(f"Model config: {name} must be `None` or an integer within the vocabulary")
+warnings.warn("`torch.distributed.reduce_op` is deprecated, please use another", FutureWarning)
+warnings.warn("something else is deprecated", FutureWarning)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert "Model config: pad_token_id must be" in said
+    assert "something else is deprecated" in said
+    assert "tts_text" not in said
+    assert "audio_end" not in said
+    assert "reduce_op" not in said

@@ -105,6 +105,14 @@ def test_serves_on_free_loopback_ports_and_stops_cleanly(repository: Path) -> No
     assert said["model"] == os.environ["OMNI_MODEL"]
 
 
+def test_without_a_gpu_the_server_is_not_asked_for_what_needs_one(repository: Path) -> None:
+    with Supervisor(config(repository)):
+        flags = json.loads((repository.parent / "server.log").read_text())["flags"]
+    assert flags["pinned-memory-pool-byte-size"] == "0"
+    assert flags["allow-gpu-metrics"] == "false"
+    assert "cuda-memory-pool-byte-size" not in flags
+
+
 def test_the_failing_model_and_its_reason_are_named(repository: Path) -> None:
     with pytest.raises(ServerNotReady) as caught, Supervisor(config(repository, environment={"BEHAVIOUR": "fail"})):
         pass

@@ -9,7 +9,9 @@ from __future__ import annotations
 import locale
 import logging
 import os
+import re
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 
 CHECKPOINT_VARIABLE = "OMNI_MODEL"
 _TRITON_TYPES = {"float32": "TYPE_FP32", "bfloat16": "TYPE_BF16", "float16": "TYPE_FP16"}
+# The talker's config has a vocabulary of codec codes and, rightly, ids of the thinker's vocabulary; transformers takes
+# each of those for a mistake.
+_THINKER_IDS = re.compile(r"Model config: (tts_text|vision|audio)_(start|end|pad)_token_id must be ")
 _DTYPE_CODES = {name: code for code, name in enumerate(_TRITON_TYPES, start=1)}
 
 
@@ -170,6 +175,18 @@ def _prepare_process() -> None:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         stream=sys.stderr,
     )
+    _quiet_libraries()
+
+
+def _quiet_libraries() -> None:
+    """Keep out of the log what libraries warn of at every start and nobody can act on."""
+    logging.getLogger("transformers.configuration_utils").addFilter(_is_no_thinker_id)
+    # vLLM looks at every attribute of torch.distributed.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated", FutureWarning)
+
+
+def _is_no_thinker_id(record: logging.LogRecord) -> bool:
+    return not _THINKER_IDS.match(record.getMessage())
 
 
 def _settings(folder: Path, kind: type[SettingsT]) -> SettingsT:

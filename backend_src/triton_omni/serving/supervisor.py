@@ -238,6 +238,8 @@ class Supervisor:
         if gpus := visible_gpus(os.environ):
             pool = memory_pool_bytes(self.config.model_repository, model)
             command += [f"--cuda-memory-pool-byte-size={gpu}:{pool}" for gpu in range(gpus)]
+        else:  # both would only fail, with a warning
+            command += ["--pinned-memory-pool-byte-size=0", "--allow-gpu-metrics=false"]
         return command
 
     def _running(self) -> subprocess.Popen[bytes]:
