@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -10,13 +11,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 SCRIPTS = Path(__file__).resolve().parent.parent
 if not __package__:
@@ -25,7 +27,7 @@ if not __package__:
 
 from micro.child import MEASUREMENTS  # noqa: E402
 from micro.plan import Plan  # noqa: E402
-from micro.report import Run, table  # noqa: E402
+from micro.report import Run, line_of, table, write  # noqa: E402
 
 console = Console(stderr=True)
 
@@ -93,35 +95,56 @@ def checkpoint(model: Path | None, size: Size | None) -> str:
     return str(model.resolve())
 
 
-def measure(name: str, plan: Plan, logs: Path) -> dict[str, Any] | str:
-    """Run one child; its result, or why there is none."""
-    out, log = logs / f"{name}.json", logs / f"{name}.log"
-    command = [sys.executable, "-m", "micro.child", name, json.dumps(plan.to_json()), str(out)]
-    path = os.pathsep.join(part for part in (str(SCRIPTS), os.environ.get("PYTHONPATH")) if part)
-    with log.open("w", encoding="utf-8") as output:
-        child = subprocess.run(
-            command, stdout=output, stderr=output, env=os.environ | {"PYTHONPATH": path}, check=False
-        )
-    if child.returncode:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
-        return f"exit code {child.returncode}: {lines[-1]}"
-    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return result
+def measure(name: str, plan: Plan, logs: Path, tell: Callable[[dict[str, Any]], None]) -> str | None:
+    """Run one child and pass on each line that it tells, with the seconds that it took; why it failed, or None."""
+    log, path = logs / f"{name}.log", os.pathsep.join(filter(None, (str(SCRIPTS), os.environ.get("PYTHONPATH"))))
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "micro.child", name, json.dumps(plan.to_json()), str(writing)]
+    environment = os.environ | {"PYTHONPATH": path}
+    with os.fdopen(reading, encoding="utf-8") as lines, log.open("w", encoding="utf-8") as output:
+        try:
+            child = subprocess.Popen(command, stdout=output, stderr=output, env=environment, pass_fds=[writing])
+        finally:
+            os.close(writing)
+        try:
+            before = time.monotonic()
+            for line in lines:
+                now = time.monotonic()
+                tell({**json.loads(line), "took_s": round(now - before, 3)})
+                before = now
+            child.wait()
+        finally:
+            child.kill()
+            child.wait()
+    if child.returncode == 0:
+        return None
+    last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
+    return f"exit code {child.returncode}: {last[-1]}"
 
 
-def run_all(names: list[str], plan: Plan, run: Run) -> None:
-    """Every measurement, one after another: nothing else of ours is on the machine while one is timed."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with tempfile.TemporaryDirectory(prefix="micro-") as logs, Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=len(names))
+def run_all(names: list[str], plan: Plan, run: Run, out: Path) -> None:
+    """Every measurement, one after another: nothing else of ours is on the machine while one is timed.
+
+    The report is written after every figure, since whoever runs this may have less time than it takes.
+    """
+    run.unfinished = list(names)
+    with tempfile.TemporaryDirectory(prefix="micro-") as logs:
         for name in names:
-            progress.update(task, description=name)
-            result = measure(name, plan, Path(logs))
-            if isinstance(result, str):
-                run.failures[name] = result
-            else:
-                run.results[name] = result
-            progress.advance(task)
+            reason = measure(name, plan, Path(logs), functools.partial(take, run, name, out))
+            if reason is not None:
+                run.failures[name] = reason
+            run.unfinished.remove(name)
+            write(run.report(), out)
+
+
+def take(run: Run, name: str, out: Path, line: dict[str, Any]) -> None:
+    """Keep, show and write down what a child told."""
+    run.take(name, line)
+    if "figure" in line:
+        print(line_of(line["figure"]), flush=True)
+        write(run.report(), out)
+    else:
+        console.print(f"{name}: {'engine' if 'ready' in line else 'start'} {line['took_s']:.1f} s", highlight=False)
 
 
 def main(
@@ -134,10 +157,11 @@ def main(
     windows: Annotated[str, typer.Option(help="streams whose windows are solved together")] = "1,8,32",
     seconds: Annotated[str, typer.Option(help="lengths of whole replies")] = "10,30",
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 100,
-    steps: Annotated[int, typer.Option(min=1, help="decode steps timed")] = 200,
-    repeats: Annotated[int, typer.Option(min=1, max=64, help="windows and replies timed")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="decode steps timed")] = 100,
+    repeats: Annotated[int, typer.Option(min=1, max=64, help="windows and replies timed, at most")] = 10,
+    seconds_a_figure: Annotated[float, typer.Option(min=0, help="then no further window or reply is begun")] = 8.0,
     warm_up: Annotated[
-        int, typer.Option(min=1, max=100, help="steps before; a third of it for windows and replies")
+        int, typer.Option(min=1, max=100, help="steps before; a fifth of it for windows and replies")
     ] = 10,
     enforce_eager: Annotated[bool, typer.Option(help="no CUDA graphs, in plain vLLM neither")] = False,
 ) -> None:
@@ -158,13 +182,13 @@ def main(
         prompt_tokens=prompt_tokens,
         steps=steps,
         repeats=repeats,
+        seconds_a_figure=seconds_a_figure,
         warm_up=warm_up,
         enforce_eager=enforce_eager,
     )
     run = Run(plan, sys.argv)
-    run_all(names, plan, run)
+    run_all(names, plan, run, out)
     report = run.report()
-    out.write_text(json.dumps(report, indent=2), encoding="utf-8")
     Console().print(table(report))
     for name, unequal in report["not_comparable"].items():
         console.print(f"{name}: no ratio, the reference differs in {', '.join(unequal)}")

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One measurement in a process of its own: `python -m micro.child NAME PLAN_JSON OUT_JSON`."""
+"""One measurement in a process of its own: `python -m micro.child NAME PLAN_JSON DESCRIPTOR`.
+
+What it finds leaves through the file descriptor at once, a JSON object a line, so that a child which is cut short
+has told what it had: `machine`, then `ready` (the engine stands; its facts), then a `figure` each.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,16 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from .decoding import GREEDY, Decoder, Mode, measure
+from .decoding import GREEDY, Mode, measure
 from .plan import Plan, device
 
-Result = dict[str, Any]
-"""`figures`, and `facts` of the engine where two must be equal."""
+Items = Iterator[Mapping[str, Any]]
+"""`{"ready": facts}` once the engine stands (facts: what must be equal for two to be compared), then figures."""
 
 THINKER_MODES = (GREEDY, Mode("sampled", temperature=1.0))
 TALKER_MODES = (
@@ -27,66 +31,59 @@ TALKER_MODES = (
 )
 
 
-def _decode(decoder: Decoder, name: str, plan: Plan, modes: tuple[Mode, ...]) -> Result:
-    try:
-        return {"figures": list(measure(decoder, name, plan, modes)), "facts": decoder.facts()}
-    finally:
-        decoder.close()
-
-
-def thinker(plan: Plan) -> Result:
+def thinker(plan: Plan) -> Items:
     """Our thinker's decode step."""
     from .own_decoders import ThinkerDecoder
 
-    return _decode(ThinkerDecoder(plan, device(), _ordinary_ids(plan)), "thinker_step", plan, THINKER_MODES)
+    return measure(ThinkerDecoder(plan, device(), _ordinary_ids(plan)), "thinker_step", plan, THINKER_MODES)
 
 
-def thinker_vllm(plan: Plan) -> Result:
+def thinker_vllm(plan: Plan) -> Items:
     """Plain vLLM's."""
     from .vllm_decoders import plain_thinker
 
-    return _decode(plain_thinker(plan, device(), _ordinary_ids(plan)), "thinker_step", plan, THINKER_MODES)
+    return measure(plain_thinker(plan, device(), _ordinary_ids(plan)), "thinker_step", plan, THINKER_MODES)
 
 
-def talker(plan: Plan) -> Result:
+def talker(plan: Plan) -> Items:
     """Our talker's decode step."""
     from .own_decoders import TalkerDecoder
 
-    return _decode(TalkerDecoder(plan, device()), "talker_step", plan, TALKER_MODES)
+    return measure(TalkerDecoder(plan, device()), "talker_step", plan, TALKER_MODES)
 
 
-def talker_vllm(plan: Plan) -> Result:
+def talker_vllm(plan: Plan) -> Items:
     """Plain vLLM's on the same decoder."""
     from triton_omni.checkpoint.config import load_config
 
     from .vllm_decoders import plain_talker
 
     codes = load_config(Path(plan.model)).codec.largest_code + 1
-    return _decode(plain_talker(plan, device(), codes), "talker_step", plan, TALKER_MODES)
+    return measure(plain_talker(plan, device(), codes), "talker_step", plan, TALKER_MODES)
 
 
-def token2wav_windows(plan: Plan) -> Result:
+def token2wav_windows(plan: Plan) -> Items:
     """Our streaming windows."""
     from .speech import windows
 
-    return {"figures": list(windows(plan, device()))}
+    return windows(plan, device())
 
 
-def token2wav_offline(plan: Plan) -> Result:
+def token2wav_offline(plan: Plan) -> Items:
     """Our whole replies."""
     from .speech import offline_own
 
-    return {"figures": list(offline_own(plan, device()))}
+    return offline_own(plan, device())
 
 
-def token2wav_offline_hf(plan: Plan) -> Result:
+def token2wav_offline_hf(plan: Plan) -> Items:
     """HF's whole replies."""
     from .speech import offline_hf
 
-    return {"figures": list(offline_hf(plan, device()))}
+    return offline_hf(plan, device())
 
 
-MEASUREMENTS: Mapping[str, Callable[[Plan], Result]] = {
+MEASUREMENTS: Mapping[str, Callable[[Plan], Items]] = {
     "thinker": thinker,
     "thinker-vllm": thinker_vllm,
     "talker": talker,
@@ -126,10 +123,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def main(name: str, plan_json: str, out: str) -> None:
-    """Measure, and write the result."""
-    result = MEASUREMENTS[name](Plan.from_json(json.loads(plan_json)))
-    Path(out).write_text(json.dumps(result | {"machine": machine()}), encoding="utf-8")
+def main(name: str, plan_json: str, descriptor: str) -> None:
+    """Measure, and tell what is found as it is found."""
+    # Not for processes that a library starts: who reads would wait for their end, too.
+    os.set_inheritable(int(descriptor), False)
+    with os.fdopen(int(descriptor), "w", encoding="utf-8") as out:
+        print(json.dumps({"machine": machine()}), file=out, flush=True)
+        for item in MEASUREMENTS[name](Plan.from_json(json.loads(plan_json))):
+            print(json.dumps(item if "ready" in item else {"figure": item}), file=out, flush=True)
 
 
 if __name__ == "__main__":

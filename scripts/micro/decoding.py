@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,12 +71,16 @@ def longest_sequence(plan: Plan) -> int:
     return -(-longest // 64) * 64
 
 
-def measure(decoder: Decoder, name: str, plan: Plan, modes: tuple[Mode, ...]) -> Iterator[dict[str, Any]]:
-    """Figures of every batch and mode, one decoder after another in its own process."""
-    for batch in plan.batches:
-        for mode in modes:
-            times = step_times(decoder, plan, batch, mode)
-            yield milliseconds(name, decoder.by, times, {"batch": batch, "mode": mode.name})
+def measure(decoder: Decoder, name: str, plan: Plan, modes: tuple[Mode, ...]) -> Iterator[Mapping[str, Any]]:
+    """The decoder's facts, then a figure of every batch and mode; the decoder is closed at the end."""
+    try:
+        yield {"ready": decoder.facts()}
+        for batch in plan.batches:
+            for mode in modes:
+                times = step_times(decoder, plan, batch, mode)
+                yield milliseconds(name, decoder.by, times, {"batch": batch, "mode": mode.name})
+    finally:
+        decoder.close()
 
 
 def step_times(decoder: Decoder, plan: Plan, batch: int, mode: Mode) -> list[float]:

@@ -14,6 +14,8 @@ import numpy as np
 
 Unit = Literal["ms", "audio-s/s"]
 OURS = "triton-omni"
+READY: Mapping[str, Any] = {"ready": {}}
+"""What a measurement gives before its figures: its engine stands. Decoders say their facts here."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ import torch
 
 from triton_omni.device import resolve_device
 
+MIN_REPEATS = 3
+"""Windows or replies of a figure, however long they take."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -26,12 +29,14 @@ class Plan:
     offline_seconds: tuple[float, ...] = (10.0, 30.0)
     """Lengths of replies made in one piece."""
     prompt_tokens: int = 100
-    steps: int = 200
+    steps: int = 100
     """Decode steps that are timed."""
     repeats: int = 10
-    """Windows, whole replies or messages that are timed."""
+    """Windows and whole replies that are timed, at most."""
+    seconds_a_figure: float = 8.0
+    """No further window or reply is begun for a figure after so long; there are `MIN_REPEATS` in any case."""
     warm_up: int = 10
-    """Steps before, not timed; windows and replies get a third of it."""
+    """Steps before, not timed; windows and replies get a fifth of it."""
     enforce_eager: bool = False
     """No CUDA graphs, in ours and in plain vLLM alike."""
 
@@ -49,7 +54,7 @@ class Plan:
     @property
     def warm_up_repeats(self) -> int:
         """Windows and replies made before the first timed one."""
-        return max(1, self.warm_up // 3)
+        return max(1, self.warm_up // 5)
 
 
 def device() -> torch.device:
@@ -68,6 +73,18 @@ def timed(action: Callable[[], object], at: torch.device) -> float:
     action()
     synchronize(at)
     return time.perf_counter() - begin
+
+
+def repeated(plan: Plan, one: Callable[[], float]) -> list[float]:
+    """Times that `one` returns, called as often as the plan says after its warm-up."""
+    for _ in range(plan.warm_up_repeats):
+        one()
+    begin, times = time.perf_counter(), [one()]
+    while len(times) < plan.repeats:
+        if len(times) >= MIN_REPEATS and time.perf_counter() - begin > plan.seconds_a_figure:
+            break
+        times.append(one())
+    return times
 
 
 def synchronize(at: torch.device) -> None:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -20,28 +23,58 @@ PAIRS = (("thinker", "thinker-vllm"), ("talker", "talker-vllm"))
 
 
 @dataclass
+class Result:
+    """What one measurement has given so far."""
+
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Of the engine, where two must be equal to be compared."""
+    figures: list[Mapping[str, Any]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    """What each line of the child took: start of Python and torch, the engine, then every figure."""
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase: `start`, `engine`, `figures`."""
+        parts = {"start": self.seconds[:1], "engine": self.seconds[1:2], "figures": self.seconds[2:]}
+        return {name: round(sum(values), 3) for name, values in parts.items() if values}
+
+
+@dataclass
 class Run:
     """What came of the measurements so far."""
 
     plan: Plan
     command: Sequence[str]
-    results: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    unfinished: list[str] = field(default_factory=list)
+    """Measurements that have not ended, in the order of the run."""
+
+    def take(self, name: str, line: Mapping[str, Any]) -> None:
+        """Take what the child of this measurement tells: `machine`, `ready` or `figure`, see `child.py`."""
+        result = self.results.setdefault(name, Result())
+        result.seconds.append(line["took_s"])
+        if "figure" in line:
+            result.figures.append(line["figure"])
+        elif "ready" in line:
+            result.facts = line["ready"]
+        else:
+            result.machine = line["machine"]
 
     def differences(self) -> dict[str, list[str]]:
         """Names of facts in which an engine and its reference differ; their ratio would mean nothing."""
         found = {}
         for ours, reference in PAIRS:
             if ours in self.results and reference in self.results:
-                mine, theirs = self.results[ours]["facts"], self.results[reference]["facts"]
-                unequal = [name for name in mine if mine[name] != theirs[name]]
+                mine, theirs = self.results[ours].facts, self.results[reference].facts
+                unequal = [name for name in mine if mine[name] != theirs.get(name)]
                 if unequal:
                     found[ours] = unequal
         return found
 
     def report(self) -> dict[str, Any]:
         """The JSON object."""
-        figures = [figure for result in self.results.values() for figure in result["figures"]]
+        figures = [figure for result in self.results.values() for figure in result.figures]
         unlike = self.differences()
         comparable = [figure for figure in figures if figure["name"].removesuffix("_step") not in unlike]
         return {
@@ -49,16 +82,35 @@ class Run:
             "schema_version": SCHEMA_VERSION,
             "environment": self._environment(),
             "plan": self.plan.to_json(),
-            "engines": {name: result["facts"] for name, result in self.results.items() if "facts" in result},
+            "engines": {name: result.facts for name, result in self.results.items() if result.facts},
+            "seconds": {name: result.phases() for name, result in self.results.items()},
             "figures": figures,
             "ratios": ratios(comparable),
             "not_comparable": unlike,
             "failures": self.failures,
+            "unfinished": self.unfinished,
         }
 
     def _environment(self) -> dict[str, Any]:
-        machine: Mapping[str, Any] = next((result["machine"] for result in self.results.values()), {})
+        machine: Mapping[str, Any] = next((result.machine for result in self.results.values()), {})
         return {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": list(self.command), **machine}
+
+
+def line_of(figure: Mapping[str, Any]) -> str:
+    """A figure in one line, as it is printed when it comes."""
+    of = f" ({figure['by']})" if figure["by"] != OURS else ""
+    numbers = f"p50 {figure['p50']:.2f} {figure['unit']}, p90 {figure['p90']:.2f}, n {figure['count']}"
+    return f"{figure['name']}{of} {_words(figure['parameters'])}: {numbers}"
+
+
+def write(report: Mapping[str, Any], path: Path) -> None:
+    """Replace the file as a whole, so that whoever stops us leaves the last report, not half of one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(report, indent=2), encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def table(report: Mapping[str, Any]) -> Table:

@@ -7,7 +7,7 @@ Our engine is driven as its stage drives it, so whatever path its settings choos
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,8 @@ from triton_omni.settings import StreamingPlan, Token2WavSettings
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.sampler import FlowOptions, Window
 
-from .figures import OURS, Figure, milliseconds
-from .plan import Plan, timed
+from .figures import OURS, READY, Figure, milliseconds
+from .plan import Plan, repeated, timed
 
 CODES_A_SECOND = 50
 WINDOW = StreamingPlan(chunk_blocks=(3,), look_back_blocks=2, look_ahead_blocks=1)
@@ -49,7 +49,7 @@ def _table(model: str) -> int:
     return load_config(Path(model)).codec.largest_code + 1
 
 
-def offline_own(plan: Plan, at: torch.device) -> Iterator[dict[str, Any]]:
+def offline_own(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
     """Whole replies in one window by our engine, codes on the device in, samples on the host out."""
     engine = Token2WavEngine(Path(plan.model), Token2WavSettings(), at)
     voice = load_speakers(Path(plan.model), load_config(Path(plan.model))).default.name
@@ -61,11 +61,12 @@ def offline_own(plan: Plan, at: torch.device) -> Iterator[dict[str, Any]]:
         (output,) = engine.step()
         _check(output.final and output.error is None and len(output.samples) > 0, f"a reply ended with {output.error}")
 
+    yield READY
     yield from _offline(plan, at, OURS, reply)
     engine.close()
 
 
-def offline_hf(plan: Plan, at: torch.device) -> Iterator[dict[str, Any]]:
+def offline_hf(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
     """The same replies by HF's `Qwen2_5OmniToken2WavModel`: its weights, voice, RK4 grid and guidance are the same.
 
     It runs as a user of transformers gets it: float32 with SDPA and torch's default of TF32 in cuDNN's convolutions,
@@ -79,15 +80,14 @@ def offline_hf(plan: Plan, at: torch.device) -> Iterator[dict[str, Any]]:
     def reply(codes: Tensor) -> None:
         model(codes[None].long(), speaker, reference_mel, num_steps=10, guidance_scale=0.5, sway_coefficient=-1.0)
 
+    yield READY
     yield from _offline(plan, at, "hf", reply)
 
 
-def _offline(plan: Plan, at: torch.device, by: str, reply: Callable[[Tensor], None]) -> Iterator[dict[str, Any]]:
+def _offline(plan: Plan, at: torch.device, by: str, reply: Callable[[Tensor], None]) -> Iterator[Mapping[str, Any]]:
     for seconds in plan.offline_seconds:
         codes = codes_of(plan, round(seconds * CODES_A_SECOND), seed=0).to(at)
-        for _ in range(plan.warm_up_repeats):
-            reply(codes)
-        times = [timed(lambda: reply(codes), at) for _ in range(plan.repeats)]  # noqa: B023
+        times = repeated(plan, lambda: timed(lambda: reply(codes), at))  # noqa: B023
         yield milliseconds("token2wav_offline", by, times, {"audio_s": seconds})
 
 
@@ -180,16 +180,17 @@ class WindowStreams:
         _check(solved == FRAMES_A_WINDOW * self._batch, f"a step solved {solved} mel frames")
 
 
-def windows(plan: Plan, at: torch.device) -> Iterator[dict[str, Any]]:
+def windows(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
     """One streaming window by batch and solver: DiT and vocoder apart, the whole step, and the speech a second."""
     settings = _window_settings(plan)
     engine = TimedEngine(Path(plan.model), settings, at)
+    yield READY
     for batch in plan.window_batches:
         with WindowStreams(engine, plan, batch, "rk4") as streams:
-            _times(streams, plan, at)
+            count = len(_times(streams, plan, at))
         parameters = {"batch": batch, "solver": "rk4", "evaluations": SOLVERS["rk4"]}
-        yield milliseconds("token2wav_window_dit", OURS, engine.dit_s[-plan.repeats :], parameters)
-        yield milliseconds("token2wav_window_vocoder", OURS, engine.vocoder_s[-plan.repeats :], {"batch": batch})
+        yield milliseconds("token2wav_window_dit", OURS, engine.dit_s[-count:], parameters)
+        yield milliseconds("token2wav_window_vocoder", OURS, engine.vocoder_s[-count:], {"batch": batch})
     engine.close()
     whole = Token2WavEngine(Path(plan.model), settings, at)
     for batch in plan.window_batches:
@@ -212,11 +213,12 @@ def _window_settings(plan: Plan) -> Token2WavSettings:
 
 def _times(streams: WindowStreams, plan: Plan, at: torch.device) -> list[float]:
     """Seconds a window, from codes on the device to samples on the host; warm-up windows are not among them."""
-    times = []
-    for _ in range(plan.warm_up_repeats + plan.repeats):
+
+    def window() -> float:
         streams.feed()
-        times.append(timed(streams.step, at))
-    return times[plan.warm_up_repeats :]
+        return timed(streams.step, at)
+
+    return repeated(plan, window)
 
 
 def _check(holds: bool, otherwise: str) -> None:

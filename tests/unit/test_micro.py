@@ -83,7 +83,9 @@ def test_steps_are_read_as_ours_over_the_reference_and_replies_the_other_way_rou
 
 
 def result(micro, by, **facts):
-    return {"figures": [figure(micro, "thinker_step", by, 5, batch=1)], "facts": facts, "machine": {"gpu": None}}
+    return micro("report").Result(
+        {"gpu": None}, facts, [figure(micro, "thinker_step", by, 5, batch=1)], [2.0, 3.0, 4.0]
+    )
 
 
 def test_engines_that_differ_get_no_ratio(micro):
@@ -103,10 +105,16 @@ def test_a_plan_survives_its_way_to_the_child(micro):
 
 def test_a_failed_measurement_is_reported_and_the_others_are_kept(micro, monkeypatch, tmp_path):
     command = micro("__main__")
-    good = result(micro, "vllm", dtype="a")
-    monkeypatch.setattr(
-        command, "measure", lambda name, _plan, _logs: good if name == "thinker-vllm" else "exit code 1: why"
-    )
+
+    def measure(name, _plan, _logs, tell):
+        tell({"machine": {"gpu": None}, "took_s": 2.0})
+        if name == "thinker":
+            return "exit code 1: why"
+        tell({"ready": {"dtype": "a"}, "took_s": 3.0})
+        tell({"figure": figure(micro, "thinker_step", "vllm", 5, batch=1), "took_s": 4.0})
+        return None
+
+    monkeypatch.setattr(command, "measure", measure)
     out = tmp_path / "micro.json"
     (tmp_path / "config.json").touch()
     options = ["--model", str(tmp_path), "--only", "thinker,thinker-vllm", "-o", str(out)]
@@ -115,7 +123,59 @@ def test_a_failed_measurement_is_reported_and_the_others_are_kept(micro, monkeyp
     report = json.loads(out.read_text(encoding="utf-8"))
     assert report["failures"] == {"thinker": "exit code 1: why"}
     assert [item["by"] for item in report["figures"]] == ["vllm"]
+    assert report["seconds"] == {"thinker": {"start": 2}, "thinker-vllm": {"start": 2, "engine": 3, "figures": 4}}
+    assert report["unfinished"] == []
+    assert "thinker_step (vllm) batch 1: p50 5.00 ms, p90 5.00, n 1" in ran.stdout
     assert (report["schema"], report["schema_version"]) == ("triton-omni-micro", 1)
+
+
+def test_what_was_measured_is_written_before_the_run_is_cut_short(micro, monkeypatch, tmp_path):
+    command, out, plan = micro("__main__"), tmp_path / "micro.json", micro("plan").Plan("model")
+
+    def measure(_name, _plan, _logs, tell):
+        tell({"machine": {"gpu": None}, "took_s": 2.0})
+        tell({"ready": {}, "took_s": 3.0})
+        tell({"figure": figure(micro, "thinker_step", "vllm", 5, batch=1), "took_s": 4.0})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        command.run_all(["thinker", "talker"], plan, micro("report").Run(plan, []), out)
+    report = json.loads(out.read_text(encoding="utf-8"))
+    assert [item["name"] for item in report["figures"]] == ["thinker_step"]
+    assert report["unfinished"] == ["thinker", "talker"]
+    assert [path.name for path in tmp_path.iterdir()] == ["micro.json"]
+
+
+def run_child(micro, monkeypatch, tmp_path, code):
+    """`measure` of a child that runs this code instead, with the descriptor's number as `out`."""
+    command, told = micro("__main__"), []
+    package = tmp_path / "micro"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "child.py").write_text(f"import os, sys\nout = os.fdopen(int(sys.argv[3]), 'w')\n{code}\n")
+    monkeypatch.setattr(command, "SCRIPTS", tmp_path)
+    return command.measure("thinker", micro("plan").Plan("model"), tmp_path, told.append), told
+
+
+def test_a_childs_lines_are_passed_on_and_its_last_words_are_the_reason_of_a_failure(micro, monkeypatch, tmp_path):
+    code = "print('{\"ready\": {}}', file=out, flush=True)\nsys.exit('out of memory')"
+    reason, (line,) = run_child(micro, monkeypatch, tmp_path, code)
+    assert reason == "exit code 1: out of memory"
+    assert line.keys() == {"ready", "took_s"}
+    assert 0 < line["took_s"] < 60
+
+
+def test_a_child_that_ends_well_has_no_reason(micro, monkeypatch, tmp_path):
+    assert run_child(micro, monkeypatch, tmp_path, "pass") == (None, [])
+
+
+@pytest.mark.parametrize(("seconds_a_figure", "count"), [(0.0, 3), (60.0, 7)])
+def test_slow_replies_are_repeated_less_often_but_three_times(micro, seconds_a_figure, count):
+    plan = micro("plan").Plan("model", repeats=7, warm_up=10, seconds_a_figure=seconds_a_figure)
+    calls = iter(range(100))
+    times = micro("plan").repeated(plan, lambda: float(next(calls)))
+    assert times == [float(number) for number in range(2, 2 + count)]
 
 
 @pytest.mark.parametrize(
