@@ -8,6 +8,7 @@ as soon as its tensors were copied. It knows no engine's kind, no Triton.
 from __future__ import annotations
 
 import functools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 
 from triton_omni.engine import EngineStats
 from triton_omni.errors import InternalError, OmniError, StageName
+from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import SessionLedger
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.stage import Outlet, StageStats, as_omni_error, record_event
@@ -72,6 +74,8 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._loop = StageLoop(f"omni-{name}", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
+        self.hops: dict[Until, HopTimes] = {"arrived": HopTimes(), "taken": HopTimes()}
+        """Of every message that a session takes in its order."""
 
     # Called from any thread.
 
@@ -88,7 +92,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         message = self._parse(tensors)
         if outlet.is_cancelled() and self._ledger.is_current(message.key):
             self._ledger.mark_cancelled(message.key)
-        self._loop.post(functools.partial(self._receive, message, outlet))
+        self._loop.post(functools.partial(self._receive, message, outlet, time.monotonic_ns()))
 
     def close(self) -> None:
         """End every session with an error, then stop the engine."""
@@ -164,7 +168,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def _end_all(self) -> None:
         """Whatever the loop has left to do for open sessions once it has stopped."""
 
-    def _receive(self, message: MessageT, outlet: Outlet) -> None:
+    def _receive(self, message: MessageT, outlet: Outlet, arrived_ns: int) -> None:
         session = self._open.get(message.key.name)
         if not self._ledger.is_current(message.key):
             outlet.finish()
@@ -173,6 +177,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         elif session is None or message.kind in (Kind.HEARTBEAT, Kind.OPEN):
             self._give_back(message.key, outlet)
         else:
+            self._observe_hop(message, arrived_ns)
             try:
                 self._take_in_order(session, message, outlet)
             except Exception as error:  # noqa: BLE001 - one bad message must not end the stage
@@ -188,6 +193,10 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
             self._open_sequence(session, message)
         except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
             self._fail(session, as_omni_error(error, request.request_id))
+
+    def _observe_hop(self, message: MessageT, arrived_ns: int) -> None:
+        self.hops["arrived"].observe(message.sent_ns, arrived_ns)
+        self.hops["taken"].observe(message.sent_ns, time.monotonic_ns())
 
     def _take_in_order(self, session: SessionT, message: MessageT, outlet: Outlet) -> None:
         if message.sequence != session.expected:

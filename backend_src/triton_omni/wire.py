@@ -122,6 +122,8 @@ class ThinkerMessage(msgspec.Struct, frozen=True, kw_only=True):
     """No further text or rows; `report` is filled."""
     report: ThinkerReport | None = None
     failure: Failure | None = None
+    sent_ns: int = 0
+    """System-wide monotonic clock when the stage gave the message away, nanoseconds."""
 
     def to_tensors(self, hidden_size: int, dtype: torch.dtype) -> dict[str, Value]:
         """ROWS [N, H], POSITIONS [3, P + 2], TEXT, META; absent tensors have no rows, since none may be left out."""
@@ -158,6 +160,8 @@ class TalkerMessage(msgspec.Struct, frozen=True, kw_only=True):
     thinker: ThinkerReport | None = None
     talker: TalkerReport | None = None
     failure: Failure | None = None
+    sent_ns: int = 0
+    """System-wide monotonic clock when the stage gave the message away, nanoseconds."""
 
     def to_tensors(self) -> dict[str, Value]:
         """CODES [N], TEXT, META."""
@@ -205,6 +209,7 @@ class _Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     session: Session | None = None
     last: bool = False
     failure: Failure | None = None
+    sent_ns: int = 0
 
 
 class _ThinkerMeta(_Meta, frozen=True, kw_only=True, omit_defaults=True):

@@ -162,7 +162,8 @@ class Served:
     def held(self) -> dict[str, float]:
         """What the stages and Triton itself hold now: every figure that is not 0."""
         found = self.metrics("omni_") | self.metrics("nv_inference_pending_request_count")
-        return {name: value for name, value in found.items() if value and not name.startswith("omni_link_bytes")}
+        counted = ("omni_link_bytes", "omni_hop_seconds")
+        return {name: value for name, value in found.items() if value and not name.startswith(counted)}
 
     def link_bytes(self) -> dict[str, float]:
         """Bytes of rows and codes that passed on the links, by metric."""

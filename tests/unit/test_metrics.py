@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fake_pb_utils import PbUtils
+from triton_omni.hops import HopTimes
 from triton_omni.serving import metrics
 from triton_omni.serving.metrics import StageMetrics
 from triton_omni.serving.tensors import LinkCounter
@@ -125,6 +126,28 @@ def test_received_bytes_are_told_by_tensor_and_device(published, pb_utils, stats
     assert links["meta"][1] == [16]
 
 
+def test_hop_times_are_a_cumulative_histogram(pb_utils, stats, counter):
+    times = HopTimes()
+    for seconds in (0.00005, 0.001, 0.0012, 7.0):
+        times.observe(10**9, 10**9 + round(seconds * 1e9))
+    times.observe(10**9, 10**9 - 5)
+    metrics = StageMetrics(pb_utils, "talker", stats, counter, {"arrived": times})
+    metrics.start()
+    rounds(stats)
+    found = {m.labels["le"]: (m.labels, m.values) for m in family(pb_utils, "omni_hop_seconds_bucket").metrics}
+    assert {bound: values for bound, (_, values) in found.items() if bound in ("0.0001", "0.0005", "0.001")} == {
+        "0.0001": [2],
+        "0.0005": [2],
+        "0.001": [3],
+    }
+    assert found["1"][1] == [4]
+    assert found["+Inf"] == ({"stage": "talker", "until": "arrived", "le": "+Inf"}, [5])
+    assert gauge(pb_utils, "omni_hop_seconds_count").values == [5]
+    assert gauge(pb_utils, "omni_hop_seconds_sum").values == [pytest.approx(7.00225)]
+    metrics.close()
+    assert metrics._labelled == {}
+
+
 def test_after_close_nothing_is_set_and_no_metric_is_held(published, pb_utils, stats):
     rounds(stats)
     published.close()
@@ -133,7 +156,7 @@ def test_after_close_nothing_is_set_and_no_metric_is_held(published, pb_utils, s
     time.sleep(0.03)
     assert stats.calls == calls
     assert gauge(pb_utils, "omni_sessions").values == [0]
-    assert [published._gauges, published._links, published._families, published._published] == [{}] * 4
+    assert [published._gauges, published._labelled, published._families, published._published] == [{}] * 4
 
 
 def test_a_server_that_takes_no_metric_ends_the_publishing_and_nothing_else(published, pb_utils, stats, caplog):

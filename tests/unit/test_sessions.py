@@ -118,6 +118,19 @@ def test_info_tells_reasons_counts_seed_and_times():
         assert 0 < info["time_to_first_audio_ms"] <= info["stage_ms"]["token2wav"]["done"]
 
 
+def test_the_time_of_every_message_on_its_way_is_kept_until_it_arrived_and_until_it_was_taken():
+    with pipeline() as p:
+        ensemble = p.ask("12345", transit_s=0.02)
+        finished(ensemble)
+        p.wait_until_empty()
+        messages = [ThinkerMessage.from_tensors(tensors) for tensors in ensemble.to_talker]
+        expected = sum(message.kind not in (Kind.OPEN, Kind.HEARTBEAT) for message in messages)
+        for stage, count in ((p.talker, expected), (p.token2wav, p.token2wav.hops["taken"].count)):
+            arrived, taken = stage.hops["arrived"], stage.hops["taken"]
+            assert arrived.count == taken.count == count > 0
+            assert 0.02 * count <= arrived.total_s <= taken.total_s < WAIT_S * count
+
+
 def test_audio_leaves_before_the_thinker_has_finished():
     engine = FakeThinkerEngine(length=10**9)
     engine.step_s = 0.001

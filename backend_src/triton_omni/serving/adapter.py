@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from triton_omni.errors import BadRequest, InternalError, OmniError, StageName
+from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import SessionLedger
 from triton_omni.request import RawRequest
 from triton_omni.serving.metrics import StageMetrics
@@ -36,6 +37,7 @@ class StageAdapter:
         pb_utils: Triton's `triton_python_backend_utils`.
         submit: reads a Triton request and gives it to the stage.
         ledger: the stage's, closed after its last answer.
+        hops: how long the stage's messages took, where another stage sends it some.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class StageAdapter:
         *,
         counter: LinkCounter,
         ledger: SessionLedger,
+        hops: Mapping[Until, HopTimes] | None = None,
     ) -> None:
         self._pb_utils = pb_utils
         self._name = name
@@ -54,7 +57,7 @@ class StageAdapter:
         self._ledger = ledger
         self._submit = submit
         self._thread = SendingThread(name)
-        self._metrics = StageMetrics(pb_utils, name, stage.stats, counter)
+        self._metrics = StageMetrics(pb_utils, name, stage.stats, counter, hops)
         stage.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -118,7 +121,7 @@ def _adapt_link(
             logger.exception("%s: a message could not be read", name)
             outlet.finish()
 
-    return StageAdapter(pb_utils, name, stage, submit, counter=counter, ledger=ledger)
+    return StageAdapter(pb_utils, name, stage, submit, counter=counter, ledger=ledger, hops=stage.hops)
 
 
 def read_client_request(request: Any) -> RawRequest:

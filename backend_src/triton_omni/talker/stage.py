@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from triton_omni.engine import Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
@@ -173,7 +174,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _send(self, session: _Open, message: TalkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.sequence += 1
-        session.outlet.send(message.to_tensors(), ready)
+        stamped = msgspec.structs.replace(message, sent_ns=time.monotonic_ns())
+        session.outlet.send(stamped.to_tensors(), ready)
 
     def _look_after(self, session: _Open) -> float:
         if self._is_over(session.key):

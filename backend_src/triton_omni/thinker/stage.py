@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -265,7 +266,8 @@ class ThinkerStage:
         session.left_ns = time.monotonic_ns()
         session.sequence += message.kind != Kind.HEARTBEAT
         session.sent += 1
-        session.outlet.send(message.to_tensors(self._hidden_size, self._dtype), ready)
+        stamped = msgspec.structs.replace(message, sent_ns=session.left_ns)
+        session.outlet.send(stamped.to_tensors(self._hidden_size, self._dtype), ready)
 
     def _look_after(self, session: _Open, now: int) -> float:
         """One session's poll; returns the seconds until it should be looked at again."""
