@@ -14,7 +14,7 @@ Until = Literal["arrived", "taken"]
 
 BOUNDS_S: Final = (
     *(1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7e-3),
-    *(1e-2, 1.5e-2, 2e-2, 3e-2, 5e-2, 0.1, 1.0),
+    *(1e-2, 1.5e-2, 2e-2, 3e-2, 5e-2, 0.1, 0.2, 0.5, 1.0),
 )
 """Upper bounds of the buckets, seconds; a last one has no bound."""
 

@@ -168,6 +168,22 @@ def test_a_length_that_cannot_be_had_is_told(server: FakeEnsemble, tmp_path: Pat
     assert (result.exit_code, "even one character" in result.stderr) == (1, True)
 
 
+def test_a_system_prompt_takes_the_place_of_the_servers(server: FakeEnsemble, tmp_path: Path) -> None:
+    arguments = ["--concurrency", "1", "--requests", "1", "--warm-up", "0", "--no-plots", "--system", ""]
+    assert _bench(server.url, tmp_path / "r.json", *arguments).exit_code == 0
+    inputs = inputs_of(server.requests[0])
+    assert "text_input" not in inputs
+    assert json.loads(inputs["messages"][0]) == [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": PROMPTS[0]},
+    ]
+    assert _report(tmp_path / "r.json")["workload"]["system"] == ""
+    refused = _bench(
+        server.url, tmp_path / "r.json", "--system", "", "--write-perf-analyzer-input", str(tmp_path / "i")
+    )
+    assert (refused.exit_code, "system prompt" in refused.stderr) == (1, True)
+
+
 def test_errors_are_counted_and_do_not_fail_the_run(server: FakeEnsemble, tmp_path: Path) -> None:
     server.script = lambda *_: iter([chunk(text="so far"), failure("full [omni:overloaded;stage=thinker]")])
     result = _bench(server.url, tmp_path / "r.json", "--concurrency", "2", "--requests", "3", "--warm-up", "0")

@@ -59,6 +59,7 @@ PromptWords = Annotated[int | None, typer.Option(min=1, help="Cut or repeat each
 PromptTokens = Annotated[
     int | None, typer.Option(min=1, help="Cut or repeat each prompt to N tokens, as the server counts them.")
 ]
+System = Annotated[str | None, typer.Option(help="System prompt. Default: the server's own.")]
 Images = Annotated[Files, typer.Option(help="Image to show with each prompt; may be repeated.")]
 Audios = Annotated[Files, typer.Option(help="Audio to play with each prompt; may be repeated.")]
 Videos = Annotated[Files, typer.Option(help="Video to show with each prompt; may be repeated.")]
@@ -95,6 +96,7 @@ def bench(
     prompts: Prompts = None,
     prompt_words: PromptWords = None,
     prompt_tokens: PromptTokens = None,
+    system: System = None,
     image: Images = None,
     audio: Audios = None,
     video: Videos = None,
@@ -121,13 +123,13 @@ def bench(
         if from_profile_export is not None:
             _report_export(from_profile_export, output, plots)
             return
-        if fixed_lengths:
-            _require_lengths(max_tokens, None if text_only else talker_max_tokens, text_only)
-        if prompt_tokens is not None and (prompt_words is not None or write_perf_analyzer_input is not None):
+        _check_lengths(max_tokens, talker_max_tokens, fixed=fixed_lengths, text_only=text_only)
+        if prompt_tokens is not None and (prompt_words or write_perf_analyzer_input):
             raise typer.BadParameter("not with --prompt-words or --write-perf-analyzer-input", param_hint=PROMPT_TOKENS)
         workload = Workload(
             prompts=_prompts(prompts, prompt_words),
             media=read_media(image, audio, video),
+            system=system,
             seed=seed,
             modalities=("text",) if text_only else None,
             voice=voice,
@@ -140,8 +142,7 @@ def bench(
         if write_perf_analyzer_input is not None:
             _write(write_perf_analyzer_input, perf_analyzer_input(workload, requests or PERF_ANALYZER_REQUESTS))
             return
-        loads = _loads(concurrency, rate)
-        metrics = metrics_url or default_metrics_url(url)
+        loads, metrics = _loads(concurrency, rate), metrics_url or default_metrics_url(url)
         plan = Plan(url, model, metrics, loads, workload, requests, warm_up, wait, prompt_tokens)
         _measure(plan, Report(_environment(), _described(workload, prompts)), output, plots)
 
@@ -243,8 +244,8 @@ def _prompts(path: Path | None, words: int | None) -> Sequence[str]:
     return found if words is None else [of_length(prompt, words) for prompt in found]
 
 
-def _require_lengths(max_tokens: int | None, talker_max_tokens: int | None, text_only: bool) -> None:
-    if max_tokens is None or (talker_max_tokens is None and not text_only):
+def _check_lengths(max_tokens: int | None, talker_max_tokens: int | None, *, fixed: bool, text_only: bool) -> None:
+    if fixed and (max_tokens is None or (talker_max_tokens is None and not text_only)):
         needed = "--max-tokens" if text_only else "--max-tokens and --talker-max-tokens"
         raise typer.BadParameter(f"needs {needed}", param_hint="--fixed-lengths")
 

@@ -67,7 +67,10 @@ async def fit(prompt: str, tokens: int, count: Count) -> tuple[str, int]:
         if found is not None and length < found <= tokens:
             best, length = text, found
     if not best:
-        raise BadRequest(f"--prompt-tokens {tokens}: even one character of {prompt!r} makes a longer prompt")
+        raise BadRequest(
+            f"--prompt-tokens {tokens}: even one character of {prompt!r} makes a longer prompt; "
+            'the server\'s own system prompt counts, --system "" leaves it out'
+        )
     return best, length
 
 

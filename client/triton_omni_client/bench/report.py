@@ -15,6 +15,7 @@ from typing import Any
 
 from triton_omni_client.errors import BadRequest
 
+from .hops import HopTimes
 from .metrics import metrics_of
 from .records import Load, RequestRecord
 from .resources import Usage
@@ -37,6 +38,9 @@ class Run:
     """False where the run was cut short."""
     client_lag_s: float | None = None
     """The worst delay of the load generator's own event loop; None where it is not known."""
+
+    hops: Mapping[str, Mapping[str, HopTimes]] = field(default_factory=dict)
+    """What messages took to a stage until they `arrived` and until they were `taken`."""
 
     @cached_property
     def summary(self) -> Summary:
@@ -81,6 +85,7 @@ def _run(run: Run) -> dict[str, Any]:
         "client_lag_s": run.client_lag_s,
         "summary": asdict(run.summary),
         "resources": {name: asdict(usage) for name, usage in run.resources.items()},
+        "hops": {stage: {end: asdict(times) for end, times in ends.items()} for stage, ends in run.hops.items()},
         "requests": [_request(record) for record in sorted(run.records, key=lambda record: record.index)],
     }
 

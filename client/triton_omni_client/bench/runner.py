@@ -17,6 +17,7 @@ from rich.console import Console
 from triton_omni_client.aio import AsyncOmniClient
 from triton_omni_client.errors import ConnectionFailed
 
+from .hops import growth, read_hops
 from .load import LoadRun, LoopLag, run_until
 from .prompt_length import of_tokens
 from .records import Load
@@ -130,12 +131,15 @@ class _Bench:
 
     async def run(self, load: Load) -> Run:
         requests, warm_up = self.plan.requests_of(load), self.plan.warm_up_of(load)
+        hops = await read_hops(self.plan.metrics_url)
         self.monitor.take()
         with progress(self.console, load.label, requests + warm_up) as bar:
             async with LoopLag() as lag:
                 loop = LoadRun(self.client, self.plan.workload.request, bar)
                 complete = await run_until(self.stop, self._offer(loop, load, requests, warm_up))
-        return Run(load, loop.records, self.monitor.take(), complete, lag.worst_s)
+        resources = self.monitor.take()
+        took = {} if hops is None else growth(hops, await read_hops(self.plan.metrics_url))
+        return Run(load, loop.records, resources, complete, lag.worst_s, took)
 
     def _offer(self, loop: LoadRun, load: Load, requests: int, warm_up: int) -> Coroutine[Any, Any, None]:
         if load.mode == "closed":

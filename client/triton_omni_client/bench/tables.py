@@ -87,7 +87,7 @@ def run_lines(run: Run) -> list[str]:
     ]
     if summary.errors:
         lines.append("errors: " + ", ".join(f"{count} {code}" for code, count in summary.errors.items()))
-    return lines + _resources(run)
+    return lines + _hops(run) + _resources(run)
 
 
 def comparison(runs: Sequence[Run]) -> Table:
@@ -135,6 +135,19 @@ def _underruns(summary: Summary) -> str:
         f"{summary.underruns} underruns in {summary.requests_with_underruns} of {summary.completed} replies · "
         f"{summary.silence_s:.2f} s of silence"
     )
+
+
+def _hops(run: Run) -> list[str]:
+    """A line for each stage that takes messages of another."""
+    lines = []
+    for stage, ends in run.hops.items():
+        times = [f"{until} {_shown(took.p50_s, _fine)}/{_shown(took.p95_s, _fine)}" for until, took in ends.items()]
+        lines.append(f"hops to {stage}, ms, p50/p95 until {' · '.join(times)}")
+    return lines
+
+
+def _fine(seconds: float) -> str:
+    return f"{1000 * seconds:#.3g}".rstrip(".")
 
 
 def _resources(run: Run) -> list[str]:

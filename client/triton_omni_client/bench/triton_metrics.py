@@ -34,7 +34,7 @@ def fetch(url: str) -> str:
 def read(page: str) -> dict[str, float]:
     """The figures of one page by our name: `stage/thinker/sessions`, `gpu/<uuid>/memory_mib`, …"""
     found: dict[str, float] = {}
-    for name, labels, value in _samples(page):
+    for name, labels, value in samples(page):
         if name in _GPU and "gpu_uuid" in labels:
             figure, factor = _GPU[name]
             found[f"gpu/{labels['gpu_uuid']}/{figure}"] = value * factor
@@ -43,7 +43,8 @@ def read(page: str) -> dict[str, float]:
     return found
 
 
-def _samples(page: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
+def samples(page: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    """Name, labels and value of every sample of a page."""
     for line in _LINE.finditer(page):
         try:
             value = float(line["value"])

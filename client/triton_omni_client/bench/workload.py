@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class Workload:
     prompts: Sequence[str] = PROMPTS
     media: Sequence[Media] = ()
     """Shown or played with every prompt."""
+    system: str | None = None
+    """System prompt; None leaves it to the server."""
     seed: int = 0
     modalities: Sequence[Modality] | None = None
     voice: str | None = None
@@ -47,7 +49,7 @@ class Workload:
 
     def request(self, index: int) -> Request:
         """The request of this number."""
-        return Request.ask(
+        asked = Request.ask(
             self.prompts[index % len(self.prompts)],
             self.media,
             seed=self.seed + index,
@@ -60,6 +62,10 @@ class Workload:
             token2wav=self.token2wav,
             request_id=f"bench-{index}",
         )
+        if self.system is None:
+            return asked
+        user = asked.messages or [{"role": "user", "content": asked.text}]
+        return replace(asked, text=None, messages=[{"role": "system", "content": self.system}, *user])
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
@@ -88,10 +94,10 @@ def perf_analyzer_input(workload: Workload, requests: int) -> str:
     """The first `requests` requests as the JSON of perf_analyzer's `--input-data`, which it sends round robin.
 
     Raises:
-        BadRequest: the workload has media; only text prompts are written.
+        BadRequest: the workload has media or a system prompt; only text prompts are written.
     """
-    if workload.media:
-        raise BadRequest("input data of perf_analyzer is written for text prompts alone; leave the media out")
+    if workload.media or workload.system is not None:
+        raise BadRequest("input data of perf_analyzer is written for text alone; leave media and system prompt out")
     data = []
     for index in range(requests):
         request = workload.request(index)
