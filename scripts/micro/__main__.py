@@ -25,7 +25,7 @@ if not __package__:
     # Run as a folder, `python scripts/micro`, Python puts the folder itself on the path instead of its parent.
     sys.path[0] = str(SCRIPTS)
 
-from micro.child import MEASUREMENTS  # noqa: E402
+from micro.child import MEASUREMENTS, ON_REQUEST  # noqa: E402
 from micro.plan import Plan  # noqa: E402
 from micro.report import Run, line_of, table, write  # noqa: E402
 
@@ -53,7 +53,7 @@ def numbers(text: str, option: str, kind: type[int] | type[float]) -> tuple[Any,
 
 def chosen(only: str | None) -> list[str]:
     """Measurements by `--only`, in the order of a run."""
-    wanted = set(only.split(",")) if only else set(MEASUREMENTS)
+    wanted = set(only.split(",")) if only else set(MEASUREMENTS) - ON_REQUEST
     unknown = sorted(wanted - set(MEASUREMENTS))
     if unknown:
         known = ", ".join(MEASUREMENTS)
@@ -157,6 +157,8 @@ def main(
     windows: Annotated[str, typer.Option(help="streams whose windows are solved together")] = "1,8,32",
     seconds: Annotated[str, typer.Option(help="lengths of whole replies")] = "10,30",
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 100,
+    reply_tokens: Annotated[int, typer.Option(min=1, help="of the pipeline's replies")] = 150,
+    codes: Annotated[int, typer.Option(min=1, help="of the pipeline's speech")] = 1000,
     steps: Annotated[int, typer.Option(min=1, help="decode steps timed")] = 100,
     repeats: Annotated[int, typer.Option(min=1, max=64, help="windows and replies timed, at most")] = 10,
     seconds_a_figure: Annotated[float, typer.Option(min=0, help="then no further window or reply is begun")] = 8.0,
@@ -180,6 +182,8 @@ def main(
         window_batches=window_batches,
         offline_seconds=numbers(seconds, "--seconds", float),
         prompt_tokens=prompt_tokens,
+        reply_tokens=reply_tokens,
+        codes=codes,
         steps=steps,
         repeats=repeats,
         seconds_a_figure=seconds_a_figure,

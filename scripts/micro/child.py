@@ -83,6 +83,13 @@ def token2wav_offline_hf(plan: Plan) -> Items:
     return offline_hf(plan, device())
 
 
+def pipeline(plan: Plan) -> Items:
+    """All stages without Triton."""
+    from .pipeline import pipeline as replies
+
+    return replies(plan, device())
+
+
 MEASUREMENTS: Mapping[str, Callable[[Plan], Items]] = {
     "thinker": thinker,
     "thinker-vllm": thinker_vllm,
@@ -91,8 +98,11 @@ MEASUREMENTS: Mapping[str, Callable[[Plan], Items]] = {
     "token2wav-windows": token2wav_windows,
     "token2wav-offline": token2wav_offline,
     "token2wav-offline-hf": token2wav_offline_hf,
+    "pipeline": pipeline,
 }
 """By the name that `--only` takes, in the order of a run."""
+ON_REQUEST = frozenset({"pipeline"})
+"""Measured only where `--only` names them."""
 
 
 def _ordinary_ids(plan: Plan) -> int:

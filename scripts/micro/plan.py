@@ -37,6 +37,10 @@ class Plan:
     """No further window or reply is begun for a figure after so long; there are `MIN_REPEATS` in any case."""
     warm_up: int = 10
     """Steps before, not timed; windows and replies get a fifth of it."""
+    reply_tokens: int = 150
+    """Of a whole reply by all stages."""
+    codes: int = 1000
+    """Of its speech, 50 a second."""
     enforce_eager: bool = False
     """No CUDA graphs, in ours and in plain vLLM alike."""
 

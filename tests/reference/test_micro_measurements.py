@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import multiprocessing
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 ROOT = Path(__file__).parents[2]
@@ -55,6 +58,26 @@ def test_whole_replies_are_compared_with_hf(micro, plan):
     (ratio,) = micro("figures").ratios(figures)
     assert ratio["parameters"] == {"audio_s": 0.5}
     assert ratio["ratio"] > 0
+
+
+def test_the_stages_without_triton_give_replies_of_the_plans_lengths(micro, plan):
+    lengths = {"prompt_tokens": 40, "reply_tokens": 20, "codes": 60}
+    ready, *figures = micro("pipeline").pipeline(dataclasses.replace(plan, **lengths), torch.device("cpu"))
+    assert "ready" in ready
+    assert [(item["name"], item["parameters"]) for item in figures] == [
+        ("pipeline_first_text", lengths),
+        ("pipeline_first_audio", lengths),
+        ("pipeline_reply", lengths),
+    ]
+    text, audio, whole = (item["p50"] for item in figures)
+    assert 0 < text < whole
+    assert 0 < audio < whole
+
+
+def test_a_pipeline_whose_stage_does_not_start_says_so_and_leaves_no_process(micro):
+    with pytest.raises(micro("pipeline").PipelineError, match="did not start"):
+        micro("pipeline").Pipeline("/nowhere")
+    assert multiprocessing.active_children() == []
 
 
 def test_a_window_of_another_size_is_not_timed(micro, plan, tiny_checkpoint):

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[2]
@@ -168,6 +171,23 @@ def test_a_childs_lines_are_passed_on_and_its_last_words_are_the_reason_of_a_fai
 
 def test_a_child_that_ends_well_has_no_reason(micro, monkeypatch, tmp_path):
     assert run_child(micro, monkeypatch, tmp_path, "pass") == (None, [])
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(2, 3), torch.empty(0, 4, dtype=torch.bfloat16), torch.arange(3, dtype=torch.int32)]
+)
+def test_a_tensor_passes_between_the_stages_without_triton(micro, tensor):
+    from triton_omni.serving.tensors import read_tensor, write_tensor
+
+    sent = write_tensor(micro("pipeline").PLAIN_UTILS, "ROWS", tensor)
+    found = read_tensor(micro("pipeline").PlainTensor("ROWS", pickle.loads(ForkingPickler.dumps(sent.value))))
+    assert found.shape == tensor.shape
+    assert torch.equal(found.to(tensor.dtype), tensor)
+
+
+def test_the_pipeline_is_measured_on_request_alone(micro):
+    assert "pipeline" not in micro("__main__").chosen(None)
+    assert micro("__main__").chosen("pipeline") == ["pipeline"]
 
 
 @pytest.mark.parametrize(("seconds_a_figure", "count"), [(0.0, 3), (60.0, 7)])
