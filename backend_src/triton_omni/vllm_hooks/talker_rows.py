@@ -222,6 +222,12 @@ class TalkerRows:
         self._faults.index_add_(0, slots, (~_rows_are_finite(out)).to(torch.int32))
         out.nan_to_num_(0.0, 0.0, 0.0)
 
+    def mark_seen(self, slots: Tensor, ids: Tensor) -> None:
+        """Count ids [B], drawn by the sequences of `slots` int64 [B], as used from now on."""
+        # Assigning a Python value at tensor indices would copy it from pageable memory, which waits for all of the
+        # device's work and so for the step just launched.
+        self.seen.view(-1).index_fill_(0, slots * self.seen.shape[1] + ids, True)
+
     def sound(self, slots: Tensor, logits: Tensor) -> Tensor:
         """bool [B]: whether every row that the sequences used so far, and their `logits` [B, V], are finite."""
         return (self._faults[slots] == 0) & _rows_are_finite(logits)

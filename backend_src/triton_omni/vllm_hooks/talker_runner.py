@@ -143,7 +143,7 @@ class TalkerRunnerMixin(_Runner):
         drawn = torch.where(sound, output.sampled_token_ids[:, 0], self._ids.mask)
         # A draw in the middle of a prompt is thrown away and must not count as used.
         slots = torch.where(self.discard_request_mask.gpu[: logits.shape[0]], self._rows.idle_slot, slots)
-        self._rows.seen[slots, drawn.long()] = True
+        self._rows.mark_seen(slots, drawn)
         output.sampled_token_ids = drawn.unsqueeze(-1)
         self._hand_out(drawn)
         return output
