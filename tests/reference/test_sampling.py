@@ -127,10 +127,31 @@ def test_a_target_that_falls_among_excluded_ids_gives_the_likeliest_id(sampling,
     assert sampling.draw(logits, torch.tensor([0.85, 0.99], dtype=torch.float64, device=DEVICE)).tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("vocabulary", [151936, 152064, 20001])
+def test_a_large_vocabulary_is_inverted_exactly_too(sampling, vocabulary):
+    logits = 3 * torch.randn(64, vocabulary, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    logits[:, 1000:90000:2] = logits[:, -700:] = logits[:, :600] = float("-inf")
+    noise = noise_of(sampling, 64)
+    cumulative = logits.softmax(-1).cumsum(-1)
+    exact = torch.searchsorted(cumulative, noise.cpu()[:, None], right=True).squeeze(1)
+    found = sampling.draw(logits.float().to(DEVICE), noise).cpu()
+    assert torch.isfinite(logits[torch.arange(64), found]).all()
+    # A float32 softmax moves every bound by about 1e-7, over which a draw of 64 may rarely step.
+    assert (found == exact).sum() >= 62
+
+
+def test_blocks_without_weight_are_not_drawn_from_at_either_end(sampling):
+    logits = torch.full((2, 152064), float("-inf"), device=DEVICE)
+    logits[:, 77777:77780] = 0.0
+    ends = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64, device=DEVICE)
+    assert sampling.draw(logits, ends).tolist() == [77777, 77779]
+
+
 def test_a_row_of_nan_still_draws_a_valid_index(sampling):
-    logits = torch.full((1, VOCAB), float("nan"), device=DEVICE)
-    found = sampling.draw(logits, torch.tensor([0.5], dtype=torch.float64, device=DEVICE))
-    assert 0 <= found.item() < VOCAB
+    for size in (VOCAB, 152064):
+        logits = torch.full((1, size), float("nan"), device=DEVICE)
+        found = sampling.draw(logits, torch.tensor([0.5], dtype=torch.float64, device=DEVICE))
+        assert 0 <= found.item() < size
 
 
 def test_a_draw_does_not_depend_on_its_neighbours(sampling):

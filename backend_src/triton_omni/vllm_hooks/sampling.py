@@ -7,6 +7,7 @@ number, a function of (seed, position), so the whole batch is one call; nothing 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -29,6 +30,10 @@ _GOLDEN_GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 # 52 bits, not 53: `uniform * total` then rounds below `total` for every total, so a draw never runs off the end.
 _UNIFORM_BITS: Final = 52
+_ONE_PASS: Final = 16384
+"""Up to this size a vocabulary is summed cumulatively as a whole."""
+_BLOCK: Final = 512
+"""Ids of one block of a larger one, where its size is a multiple of it; otherwise what divides both."""
 
 
 def seed_args(seed: int) -> dict[str, int]:
@@ -64,6 +69,9 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     """Sample one id a row by inverting the cumulative distribution of softmax(logits).
 
+    In a large vocabulary the number finds a block of ids first and what is left of it the id within: blocks are summed
+    in parallel, whereas a GPU walks along a row to sum it cumulatively.
+
     Args:
         logits: float [B, V]; -inf marks ids that must not be drawn, at least one id a row is finite.
         uniforms: float64 [B] in [0, 1).
@@ -71,15 +79,35 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         int64 [B]. An id of probability 0 is never returned.
     """
-    probabilities = logits.softmax(dim=-1, dtype=torch.float32)
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    target = uniforms.unsqueeze(-1) * cumulative[:, -1:]
-    # Only a row of NaN can run off the end; its owner fails that sequence, but the id must be a valid index.
-    ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
+    probabilities, uniforms = logits.softmax(dim=-1, dtype=torch.float32), uniforms.unsqueeze(-1)
+    rows, size = logits.shape
+    if size <= _ONE_PASS:
+        return _invert(probabilities, uniforms)[0].squeeze(-1)
+    width = math.gcd(size, _BLOCK)
+    blocks = probabilities.view(rows, -1, width)
+    masses = blocks.sum(dim=-1)
+    block, beyond = _invert(masses, uniforms)
+    left = 1 - beyond / masses.gather(-1, block)
+    ids, _ = _invert(blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, width)).squeeze(1), left)
+    return (block * width + ids).squeeze(-1)
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each row's cumulative `weights` float32 [B, N] pass the part `uniforms` float64 [B, 1] of their total.
+
+    Returns:
+        The index int64 [B, 1], never of weight 0 where any weight is not, and float64 [B, 1], how far the cumulative
+        weight at it lies beyond that part.
+    """
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    target = uniforms * cumulative[:, -1:]
+    # Only NaN, or a part that rounding made 1, runs off the end; whoever has NaN fails that sequence, but the index
+    # must be valid.
+    index = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[-1] - 1)
     # A GPU sums in parallel, so two sums with only excluded ids between them may differ in their last bit, and a
     # target may fall between them.
-    drawable = probabilities.gather(-1, ids) > 0
-    return torch.where(drawable, ids, probabilities.argmax(dim=-1, keepdim=True)).squeeze(-1)
+    index = torch.where(weights.gather(-1, index) > 0, index, weights.argmax(dim=-1, keepdim=True))
+    return index, cumulative.gather(-1, index) - target
 
 
 class CounterTopKTopPSampler(nn.Module):
