@@ -70,14 +70,16 @@ define_torchvision_operators()
 
 try:
     from vllm import ModelRegistry, SamplingParams
+    from vllm.compilation.decorators import support_torch_compile
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import VLLMValidationError
+    from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import ReplicatedLinear
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.model_executor.models.interfaces import SupportsMRoPE
-    from vllm.model_executor.models.llama import LlamaModel
+    from vllm.model_executor.models.llama import LlamaDecoderLayer
     from vllm.model_executor.models.qwen2_5_omni_thinker import (
         Qwen2_5OmniThinkerDummyInputsBuilder,
         Qwen2_5OmniThinkerForConditionalGeneration,
@@ -112,9 +114,9 @@ _RUNNER_METHODS = (
     "_make_buffer",
     "_model_forward",
     "_prepare_inputs",
-    "_preprocess",
     "_sample",
     "_update_states",
+    "capture_model",
     "execute_model",
     "load_model",
     "sample_tokens",
@@ -144,7 +146,7 @@ __all__ = [
     "GPUModelRunner",
     "InputBatch",
     "LLMEngine",
-    "LlamaModel",
+    "LlamaDecoderLayer",
     "LogitsProcessor",
     "ModelRegistry",
     "MultiModalFeatureSpec",
@@ -153,6 +155,7 @@ __all__ = [
     "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5OmniThinkerMultiModalProcessor",
     "Qwen2_5OmniThinkerProcessingInfo",
+    "RMSNorm",
     "ReplicatedLinear",
     "Request",
     "RequestOutput",
@@ -170,4 +173,5 @@ __all__ = [
     "Worker",
     "apply_top_k_top_p",
     "current_platform",
+    "support_torch_compile",
 ]

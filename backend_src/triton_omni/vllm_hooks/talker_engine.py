@@ -12,11 +12,11 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from triton_omni.checkpoint.config import OmniConfig, load_config
+from triton_omni.checkpoint.config import load_config
 from triton_omni.engine import EngineStats, FinishReason, Sampling, TalkerOutput, TalkerPrompt
 from triton_omni.errors import BadRequest, InternalError, TooLarge
 from triton_omni.settings import TalkerSettings
-from triton_omni.talker.conditioning import CodecIds, prompt_ids, prompt_length
+from triton_omni.talker.conditioning import prompt_ids, prompt_length
 from triton_omni.vllm_hooks.compat import (
     CompletionOutput,
     LLMEngine,
@@ -29,6 +29,8 @@ from triton_omni.vllm_hooks.engine_args import apply_thread_share, build_engine_
 from triton_omni.vllm_hooks.sampling import seed_args
 from triton_omni.vllm_hooks.talker_network import register_talker, talker_config
 from triton_omni.vllm_hooks.talker_rows import Sequence, TalkerRows
+from triton_omni.vllm_hooks.talker_runner import SESSIONS
+from triton_omni.vllm_hooks.talker_step import codec_ids
 from triton_omni.vllm_hooks.text_rows import TextRows
 
 _WORKER: Final = "triton_omni.vllm_hooks.talker_runner.TalkerWorker"
@@ -59,30 +61,17 @@ class TalkerVllmEngine:
         self._text_rows = TextRows(checkpoint, dtype, device)
         self._llm = _start_vllm(checkpoint, settings, device, dtype)
         self._core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
-        self._ids = _codec_ids(config)
-        self._rows = self._make_rows(config)
+        self._ids = codec_ids(config)
         self._open: dict[str, Sequence] = {}
         self._by_request: dict[str, Sequence] = {}
         self._silent: list[str] = []
         self._runner: Any = self._core.model_executor.driver_worker.worker.model_runner
-        self._runner.serve(self._rows, self._by_request, self._ids, config.codec.largest_code + 1)
+        self._rows: TalkerRows = self._runner.step.rows
+        self._runner.serve(self._by_request)
         self._core.scheduler.wait_for(lambda request_id: self._by_request[request_id].ready_positions)
         if device.type == "cuda":
             # The thread that steps may not be this one, and its stream would not wait for this one's.
             torch.cuda.synchronize(device)
-
-    def _make_rows(self, config: OmniConfig) -> TalkerRows:
-        talker, engine = config.talker, self._settings.engine
-        tail = torch.stack([self._text_rows[talker.text_eos_id], self._text_rows[talker.text_pad_id]])
-        seen = torch.zeros(talker.decoder.vocab_size, dtype=torch.bool)
-        seen[prompt_ids(1, self._ids)] = True
-        return TalkerRows(
-            tail,
-            rows=engine.max_num_seqs * engine.max_model_len,
-            slots=self._settings.max_sessions,
-            prompt_seen=seen.to(tail.device),
-            max_positions=engine.max_model_len,
-        )
 
     def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling) -> None:
         """Reserve the session's rows; vLLM learns of the sequence with its first reply row.
@@ -273,12 +262,6 @@ def _start_vllm(checkpoint: Path, settings: TalkerSettings, device: torch.device
         scheduler_cls=_SCHEDULERS[asynchronous],
         hf_overrides=talker_config,
         skip_tokenizer_init=True,
-        # Makes the runner's graphs read embeddings; none ever comes through vLLM's own request.
-        enable_prompt_embeds=True,
+        additional_config={SESSIONS: settings.max_sessions},
     )
     return LLMEngine.from_engine_args(arguments)
-
-
-def _codec_ids(config: OmniConfig) -> CodecIds:
-    talker = config.talker
-    return CodecIds(talker.codec_mask_id, talker.codec_pad_id, talker.codec_bos_id, talker.codec_eos_id)

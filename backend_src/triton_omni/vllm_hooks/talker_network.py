@@ -15,32 +15,65 @@ from torch import Tensor, nn
 from triton_omni.checkpoint.reading import CheckpointError
 from triton_omni.vllm_hooks.compat import (
     AutoWeightsLoader,
-    LlamaModel,
+    LlamaDecoderLayer,
     LogitsProcessor,
     ModelRegistry,
     ParallelLMHead,
     ReplicatedLinear,
+    RMSNorm,
     SupportsMRoPE,
     VllmConfig,
     VocabParallelEmbedding,
     WeightsMapper,
+    support_torch_compile,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from triton_omni.vllm_hooks.talker_step import TalkerStep
+
 ARCHITECTURE = "TritonOmniTalker"
 _PREFIX = "talker."
-_STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Matrices that vLLM keeps as one, and their parts in the checkpoint."""
+_STACKED: dict[str, dict[str, str | int]] = {
+    "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+    "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
+}
+"""Matrices that vLLM keeps as one, and their parts in the checkpoint by vLLM's name of the part."""
+
+
+# The positions have three rows, one an axis, so the tokens are their last dimension; vLLM's LlamaModel says the first.
+@support_torch_compile(dynamic_arg_dims={"positions": {-1: "b"}, "hidden": {0: "b"}})
+class TalkerModel(nn.Module):
+    """The decoder's layers and the table of codec ids, which is as wide as the thinker.
+
+    The layers are vLLM's Llama layers with biases on query, key and value (`qkv_bias`), which is Qwen2; vLLM's own
+    Qwen2 layers take a head to be hidden_size / heads wide, and the published talker's is not.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.embedding_size)
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(vllm_config=vllm_config, prefix=f"{prefix}.layers.{number}")
+            for number in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
+        """Last hidden states [N, hidden_size] of projected embeddings [N, hidden_size] at positions [3, N]."""
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        normed: Tensor = self.norm(hidden, residual)[0]
+        return normed
 
 
 class TalkerForCausalLM(nn.Module, SupportsMRoPE):
     """Projection, decoder with M-RoPE and codec head; the embedding is as wide as the thinker.
 
-    The layers are vLLM's Llama layers with biases on query, key and value (`qkv_bias`), which is Qwen2; vLLM's own
-    Qwen2 layers take a head to be hidden_size / heads wide, and the published talker's is not. Weights are the
-    `talker.` part of the whole checkpoint; a missing or unexpected one stops the load.
+    Weights are the `talker.` part of the whole checkpoint; a missing or unexpected one stops the load.
     """
 
     supports_mrope = True
@@ -50,18 +83,21 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
             _PREFIX: "",
             "thinker.": None,
             "token2wav.": None,
-        }
+        },
+        orig_to_new_stacked={
+            f".{part}": (f".{stacked}", shard) for stacked, parts in _STACKED.items() for part, shard in parts.items()
+        },
     )
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        self.model = LlamaModel(vllm_config=vllm_config, prefix=f"{prefix}model")
-        # LlamaModel makes its table as wide as its layers; the talker's holds vectors that are added to hidden rows.
-        self.model.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.embedding_size)
+        self.model = TalkerModel(vllm_config=vllm_config, prefix=f"{prefix}model")
         self.thinker_to_talker_proj = ReplicatedLinear(config.embedding_size, config.hidden_size, return_bias=False)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=f"{prefix}lm_head")
         self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.step: TalkerStep | None = None
+        """Set by the runner before the first step."""
 
     @staticmethod
     def is_unused_checkpoint_weight(name: str) -> bool:
@@ -70,29 +106,33 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Codec ids [N] to vectors [N, embedding_size]."""
-        embedded: Tensor = self.model.embed_input_ids(input_ids)
+        embedded: Tensor = self.model.embed_tokens(input_ids)
         return embedded
 
     def forward(
         self,
-        input_ids: Tensor | None,
+        input_ids: Tensor,
         positions: Tensor,
         intermediate_tensors: None = None,
-        inputs_embeds: Tensor | None = None,
+        inputs_embeds: None = None,
     ) -> Tensor:
-        """Hidden states [N, hidden_size] of embeddings [N, embedding_size] at positions [3, N].
+        """Hidden states [N, hidden_size] of codec ids [N] at positions [3, N], conditioned by `step`.
 
-        `input_ids` are read only where vLLM gives no embeddings (its own warm-up runs).
+        All that a decode step does before it draws is in here, because this is what vLLM records as a CUDA graph:
+        launched one by one, those few small operations would take longer than the network.
         """
-        if inputs_embeds is None:
-            if input_ids is None:
-                raise ValueError("the talker needs input_ids or inputs_embeds, got neither")
-            inputs_embeds = self.embed_input_ids(input_ids)
-        hidden: Tensor = self.model(None, positions, intermediate_tensors, self.thinker_to_talker_proj(inputs_embeds))
+        if self.step is None:
+            raise RuntimeError("the talker's network runs before it was given its hidden rows")
+        embeds = self.step.condition(input_ids, self.embed_input_ids(input_ids))
+        hidden: Tensor = self.model(positions, self.thinker_to_talker_proj(embeds))
+        if self.step.decoding:
+            self.step.finish_decode(self.logits_processor(self.lm_head, hidden))
         return hidden
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Codec logits [N, vocab_size] of hidden states [N, hidden_size]."""
+        """Codec logits [N, vocab_size] of hidden states [N, hidden_size]; of a decode step the adjusted ones."""
+        if self.step is not None and self.step.decoding:
+            return self.step.logits[: hidden_states.shape[0]]
         logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)
         return logits
 
@@ -134,14 +174,13 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
 def talker_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The talker's part of a whole checkpoint's config, as vLLM's `hf_overrides` wants it.
 
-    `projection_dim` is where vLLM looks for the width of prompt embeddings that are not hidden_size wide. vLLM also
-    tries the override on a config without any parts, to see what model type it would make; that one stays as it is.
+    vLLM also tries the override on a config without any parts, to see what model type it would make; that one stays
+    as it is.
     """
     talker: PreTrainedConfig | None = getattr(config, "talker_config", None)
     if talker is None:
         return config
     talker.architectures = [ARCHITECTURE]
-    talker.projection_dim = talker.embedding_size
     talker.qkv_bias = True
     return talker
 

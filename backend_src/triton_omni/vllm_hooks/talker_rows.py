@@ -31,10 +31,10 @@ _RETRY_MS: Final = 250
 
 @dataclass(frozen=True)
 class SampledStep:
-    """Ids that one engine step drew for its batch."""
+    """Ids that a sequence drew in one engine step, or in several in order."""
 
     ids: Tensor
-    """int32 [B] on the device."""
+    """int32 [N] on the device."""
     ready: torch.cuda.Event | None
     """Recorded after `ids` was written, where the device is a GPU."""
 
@@ -54,8 +54,8 @@ class Sequence:
     ended: bool = False
     request_id: str | None = None
     """vLLM's id, from the first reply row on."""
-    sampled: deque[tuple[SampledStep, int]] = field(default_factory=deque)
-    """Steps (and this sequence's row in them) whose ids vLLM has not yet accepted, oldest first."""
+    sampled: deque[SampledStep] = field(default_factory=deque)
+    """Steps whose id vLLM has not yet accepted, oldest first."""
 
     @property
     def speaks(self) -> bool:
@@ -72,10 +72,9 @@ class Sequence:
         taken = [self.sampled.popleft() for _ in range(count)][:spoken]
         if not taken:
             return None
-        codes = [step.ids[row : row + 1] for step, row in taken]
-        if len(codes) == 1:
-            return SampledStep(codes[0], taken[0][0].ready)
-        joined = torch.cat(codes)
+        if len(taken) == 1:
+            return taken[0]
+        joined = torch.cat([step.ids for step in taken])
         return SampledStep(joined, record_event(joined.device))
 
 
@@ -208,22 +207,21 @@ class TalkerRows:
             positions, self._bases[slots], self._stored[slots], text_eos=TEXT_EOS_ROW, text_pad=TEXT_PAD_ROW
         )
 
-    def gather(self, index: Tensor, slots: Tensor, out: Tensor) -> None:
-        """Write the rows of a whole step into `out`.
+    def gather(self, index: Tensor, slots: Tensor) -> Tensor:
+        """The rows [N, H] of a whole step.
 
-        What is not finite counts against its sequence and is written as 0, so that it never reaches a cache.
+        What is not finite counts against its sequence and is given as 0, so that it never reaches a cache.
 
         Args:
             index: int64 [N] on the device, as `pool_rows` gives it.
             slots: int64 [N] on the device, whose row it is.
-            out: [N, H], dtype of the pool.
         """
-        torch.index_select(self.pool, 0, index, out=out)
-        self._faults.index_add_(0, slots, (~_rows_are_finite(out)).to(torch.int32))
-        out.nan_to_num_(0.0, 0.0, 0.0)
+        rows = self.pool.index_select(0, index)
+        self._faults.index_add_(0, slots, (~_rows_are_finite(rows)).to(torch.int32))
+        return rows.nan_to_num_(0.0, 0.0, 0.0)
 
     def mark_seen(self, slots: Tensor, ids: Tensor) -> None:
-        """Count ids [B], drawn by the sequences of `slots` int64 [B], as used from now on."""
+        """Count ids [N], read by the sequences of `slots` int64 [N], as used from now on."""
         # Assigning a Python value at tensor indices would copy it from pageable memory, which waits for all of the
         # device's work and so for the step just launched.
         self.seen.view(-1).index_fill_(0, slots * self.seen.shape[1] + ids, True)

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's V1 model runner for the talker: inputs are codec embeddings plus hidden rows, draws stay on the device.
+"""vLLM's V1 model runner for the talker: it names the rows that a step reads, and draws stay on the device.
 
-One mixin for CPU and GPU. When a sequence may run is the scheduler's matter (`waiting.py`).
+One mixin for CPU and GPU. What a step computes is in `talker_step.py`; when a sequence may run is the scheduler's
+matter (`waiting.py`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triton_omni.stage import record_event
-from triton_omni.talker.conditioning import CodecIds
 from triton_omni.vllm_hooks.compat import (
     CachedRequestState,
     GPUModelRunner,
@@ -23,10 +25,11 @@ from triton_omni.vllm_hooks.compat import (
 )
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
-from triton_omni.vllm_hooks.talker_rows import SampledStep, Sequence, TalkerRows
+from triton_omni.vllm_hooks.talker_network import TalkerForCausalLM
+from triton_omni.vllm_hooks.talker_rows import SampledStep, Sequence
+from triton_omni.vllm_hooks.talker_step import TalkerStep, make_step
 
 if TYPE_CHECKING:
-    from vllm.sequence import IntermediateTensors
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
     _Runner = GPUModelRunner
@@ -34,32 +37,61 @@ else:
     _Runner = object
 
 
+SESSIONS: Final = "max_sessions"
+"""Key of vLLM's `additional_config`: sequences open at once."""
+
+
+class _Batch(NamedTuple):
+    """Sequences in the order of a batch's rows."""
+
+    ids: list[str]
+    sequences: list[Sequence]
+    slots: NDArray[np.int64]
+    deltas: NDArray[np.int64]
+    """What is added to a token's place to get its M-RoPE position once the prompt is over."""
+
+
 class TalkerRunnerMixin(_Runner):
-    """Feeds rows, masks what the codec cannot speak, and hands each draw to its sequence."""
+    """Says which rows a step's tokens read, and hands each draw to its sequence."""
+
+    step: TalkerStep
+    """What this runner and the network share; made with the network."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self._row_index = self._make_buffer(self.max_num_tokens, dtype=torch.int64)
-        self._slot_index = self._make_buffer(self.max_num_reqs, dtype=torch.int64)
+        self._index = self._make_buffer(self.max_num_tokens, 2, dtype=torch.int64)
+        self._sequences: dict[str, Sequence] = {}
+        self._batch = _Batch([], [], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._drawing: list[Sequence | None] = []
 
-    def serve(self, rows: TalkerRows, sequences: dict[str, Sequence], ids: CodecIds, speakable: int) -> None:
-        """Take inputs from `rows` from now on.
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the network, and allocate what it reads in every step before any step is recorded."""
+        super().load_model(*args, **kwargs)
+        # The engine writes to these tensors between steps, outside inference mode.
+        with torch.inference_mode(False):
+            self.step = make_step(
+                Path(self.model_config.model),
+                self._index.gpu,
+                cast(torch.dtype, self.model_config.dtype),
+                max_sequences=self.max_num_reqs,
+                max_positions=self.max_model_len,
+                sessions=cast(dict[str, int], self.vllm_config.additional_config)[SESSIONS],
+            )
+        self._index.cpu.copy_(self._index.gpu)
+        cast(TalkerForCausalLM, self.get_model()).step = self.step
 
-        Args:
-            rows: the device memory of all sequences.
-            sequences: open sequences by vLLM's request id, kept up to date by the owner.
-            ids: special codec ids.
-            speakable: number of codes the codec's table holds; other ids are never drawn, the stop ids apart.
-        """
-        self._rows, self._sequences, self._ids = rows, sequences, ids
-        forbidden = torch.ones(self.model_config.get_vocab_size(), dtype=torch.bool)
-        forbidden[:speakable] = False
-        forbidden[list(ids.stops)] = False
-        forbidden[[ids.bos, ids.mask]] = True
-        self._forbidden = forbidden.to(self.device)
-        # Its graphs are captured over embeddings by now; from here on vLLM need not upload embeddings of its own.
-        self.enable_prompt_embeds = False
+    def capture_model(self) -> int:
+        """Record decode steps; only those are recorded."""
+        self.step.decoding = True
+        try:
+            recorded: int = super().capture_model()
+            return recorded
+        finally:
+            self.step.decoding = False
+
+    def serve(self, sequences: dict[str, Sequence]) -> None:
+        """Take inputs from `sequences`, the open ones by vLLM's request id, kept up to date by the owner."""
+        self._sequences = sequences
 
     @torch.inference_mode()
     def scrub(self, request_id: str) -> None:
@@ -93,79 +125,66 @@ class TalkerRunnerMixin(_Runner):
         if not decodes or (computed < batch.num_prompt_tokens[:count]).any():
             super()._calc_mrope_positions(scheduler_output)
             return
-        states = (self.requests[request_id] for request_id in batch.req_ids)
-        deltas = np.fromiter((state.mrope_position_delta for state in states), dtype=np.int64, count=count)
-        self.mrope_positions.np[:, :count] = computed + deltas
+        self.mrope_positions.np[:, :count] = computed + self._current_batch().deltas
 
-    def _preprocess(
-        self,
-        scheduler_output: SchedulerOutput,
-        num_input_tokens: int,
-        intermediate_tensors: IntermediateTensors | None = None,
-    ) -> tuple[None, Tensor, Tensor, None, dict[str, Any], None]:
-        """Write row + codec embedding of every scheduled position into the buffer that CUDA graphs read.
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
+    ) -> tuple[Tensor, SpecDecodeMetadata | None, int]:
+        """Stage pool rows and slots where vLLM stages its other host inputs (it guards their reuse by an event)."""
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        self._last_tokens = prepared[0]
+        count, batch = scheduler_output.total_num_scheduled_tokens, self._current_batch()
+        self.step.decoding = count == len(batch.sequences)
+        self._stage_index(count, batch.slots)
+        skipped = self.discard_request_mask.np[: len(batch.sequences)]
+        self._drawing = list(batch.sequences)
+        for row in np.flatnonzero(skipped):
+            self._drawing[row] = None
+        return prepared
 
-        Replaces vLLM's method as a whole: here every input is an embedding and none comes from the host.
-        """
-        count = scheduler_output.total_num_scheduled_tokens
-        self._stage_indices(count)
-        embeds = self.inputs_embeds.gpu[:count]
-        owners = self._slot_index.gpu[self.req_indices.gpu[:count]]
-        self._rows.gather(self._row_index.gpu[:count], owners, embeds)
-        ids = self.input_ids.gpu[:count]
-        codes: Tensor = self.model.embed_input_ids(ids)  # type: ignore[operator]
-        embeds += codes * (ids != self._ids.mask).unsqueeze(-1)
-        inputs_embeds = self.inputs_embeds.gpu[:num_input_tokens]
-        positions = self.mrope_positions.gpu[:, :num_input_tokens]
-        return None, inputs_embeds, positions, None, self._init_model_kwargs(), None
+    def _current_batch(self) -> _Batch:
+        """The sequences in the order of vLLM's batch; put together again only when it changes."""
+        if self._batch.ids != self.input_batch.req_ids:
+            ids = list(self.input_batch.req_ids)
+            sequences = [self._sequences[request_id] for request_id in ids]
+            slots = np.asarray([sequence.slot for sequence in sequences], dtype=np.int64)
+            deltas = np.asarray([self.requests[found].mrope_position_delta for found in ids], dtype=np.int64)
+            self._batch = _Batch(ids, sequences, slots, deltas)
+        return self._batch
 
-    def _stage_indices(self, count: int) -> None:
-        """Pool rows of the step's positions and slots of its sequences, to the device in two copies."""
-        batch = self.input_batch
-        sequences = [self._sequences[request_id] for request_id in batch.req_ids]
-        slots = np.fromiter((sequence.slot for sequence in sequences), dtype=np.int64, count=len(sequences))
+    def _stage_index(self, count: int, slots: NDArray[np.int64]) -> None:
+        """Pool row and slot of each of the step's tokens, to the device in one copy."""
         owners = self.req_indices.np[:count]
-        positions = batch.num_computed_tokens_cpu[owners] + self.query_pos.np[:count]
-        self._row_index.np[:count] = self._rows.pool_rows(slots[owners], positions)
-        self._row_index.copy_to_gpu(count)
-        self._slot_index.np[: len(sequences)] = slots
-        self._slot_index.copy_to_gpu(len(sequences))
-        unfinished = self.discard_request_mask.np[: len(sequences)]
-        self._drawing = [None if skip else found for skip, found in zip(unfinished, sequences, strict=True)]
+        positions = self.input_batch.num_computed_tokens_cpu[owners] + self.query_pos.np[:count]
+        index, owned = self._index.np, slots[owners]
+        index[:count, 0] = self.step.rows.pool_rows(owned, positions)
+        index[:count, 1] = owned
+        # A recorded step may be of more sequences than there are.
+        end = min(max(count, self.max_num_reqs), len(index))
+        index[count:end] = (0, self.step.rows.idle_slot)
+        self._index.copy_to_gpu(end)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
-        """Penalise, mask and draw; a sequence with anything non-finite draws the mask id, which ends it alone."""
+        """Draw; a sequence with anything non-finite draws the mask id, which ends it alone."""
         if logits is None:
             raise RuntimeError("the talker runs on one rank, so every step has logits")
-        slots = self._slot_index.gpu[: logits.shape[0]]
-        sound = self._rows.sound(slots, logits)
-        output = super()._sample(self._adjust(logits, slots, sound), spec_decode_metadata)
-        drawn = torch.where(sound, output.sampled_token_ids[:, 0], self._ids.mask)
-        # A draw in the middle of a prompt is thrown away and must not count as used.
-        slots = torch.where(self.discard_request_mask.gpu[: logits.shape[0]], self._rows.idle_slot, slots)
-        self._rows.mark_seen(slots, drawn)
+        if self.step.decoding:
+            sound = self.step.sound[: logits.shape[0]]
+        else:
+            logits, sound = self.step.adjust(logits, self.step.slots(self._last_tokens))
+        output = super()._sample(logits, spec_decode_metadata)
+        drawn = torch.where(sound, output.sampled_token_ids[:, 0], self.step.mask_id)
         output.sampled_token_ids = drawn.unsqueeze(-1)
         self._hand_out(drawn)
         return output
 
-    def _adjust(self, logits: Tensor, slots: Tensor, sound: Tensor) -> Tensor:
-        """Logits [B, V] after HF's repetition penalty (`RepetitionPenaltyLogitsProcessor`) and the fixed mask.
-
-        vLLM's own penalty would need the codes on the host, so a step would wait for the one before.
-        """
-        logits = torch.where(sound.unsqueeze(-1), logits.float(), 0.0)
-        penalty = self._rows.penalties[slots].unsqueeze(-1)
-        penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
-        logits = torch.where(self._rows.seen[slots], penalised, logits)
-        return logits.masked_fill_(self._forbidden, float("-inf"))
-
     def _hand_out(self, drawn: Tensor) -> None:
         """Remember this step's ids [B] with their sequences until vLLM says which of them count."""
         ids = drawn.to(torch.int32)
-        step = SampledStep(ids, record_event(ids.device))
-        for row, sequence in enumerate(self._drawing):
+        ready = record_event(ids.device)
+        for sequence, code in zip(self._drawing, torch.split(ids, 1), strict=True):
             if sequence is not None:
-                sequence.sampled.append((step, row))
+                sequence.sampled.append(SampledStep(code, ready))
 
 
 class TalkerRunner(TalkerRunnerMixin, CounterNoiseMixin, PlatformRunner):

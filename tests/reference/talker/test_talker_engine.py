@@ -150,11 +150,9 @@ def test_the_voice_matters(engine, cases, voices, expected):
 
 def test_prompt_logits_are_within_tolerance_of_hf(engine, talker, cases, monkeypatch):
     seen = []
-    runner = engine._core.model_executor.driver_worker.worker.model_runner
-    adjust = runner._adjust
-    monkeypatch.setattr(
-        runner, "_adjust", lambda logits, *rest: (seen.append(logits.clone()), adjust(logits, *rest))[1]
-    )
+    step = engine._core.model_executor.driver_worker.worker.model_runner.step
+    adjust = step.adjust
+    monkeypatch.setattr(step, "adjust", lambda logits, *rest: (seen.append(logits.clone()), adjust(logits, *rest))[1])
     speak(engine, [cases[3]], [Sampling(max_tokens=1)])
     torch.testing.assert_close(
         seen[0][0].cpu(), talker.prompt_logits(cases[3]), rtol=LOGIT_RELATIVE_TOLERANCE, atol=2e-5
@@ -203,7 +201,7 @@ def test_only_codes_of_the_codec_and_the_stop_ids_can_be_drawn(engine, tiny_chec
     runner = engine._core.model_executor.driver_worker.worker.model_runner
     logits = torch.zeros(1, config.talker.decoder.vocab_size, device=DEVICE)
     slots = torch.tensor([engine._rows.idle_slot], device=DEVICE)
-    adjusted = runner._adjust(logits, slots, torch.tensor([True], device=DEVICE))
+    adjusted, _ = runner.step.adjust(logits, slots)
     drawable = set(adjusted[0].isfinite().nonzero().flatten().tolist())
     assert drawable == {*range(config.codec.largest_code + 1), *config.talker.stop_ids}
 

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a talker step computes on the device before and behind the network: conditioned inputs, logits fit to draw from.
+
+Every tensor it reads or writes between steps is allocated once, so a recorded step (a CUDA graph) may hold all of it.
+It knows neither vLLM nor how a step is scheduled.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from triton_omni.checkpoint.config import OmniConfig, load_config
+from triton_omni.talker.conditioning import CodecIds, prompt_ids
+from triton_omni.vllm_hooks.talker_rows import TalkerRows
+from triton_omni.vllm_hooks.text_rows import TextRows
+
+
+class TalkerStep:
+    """Inputs and logits of a step's tokens.
+
+    Args:
+        rows: device memory of all sequences.
+        index: int64 [tokens of the largest step, 2] on the device: each token's pool row and its sequence's slot;
+            written before every step. What is behind a step's tokens must be valid too, with `rows.idle_slot`.
+        ids: special codec ids.
+        speakable: number of codes the codec's table holds; other ids are never drawn, the stop ids apart.
+        max_sequences: sequences of the largest decode step.
+    """
+
+    def __init__(self, rows: TalkerRows, index: Tensor, ids: CodecIds, speakable: int, max_sequences: int) -> None:
+        self.rows, self._index, self.mask_id = rows, index, ids.mask
+        self.decoding = False
+        """Whether the step that runs has one token a sequence; set before it."""
+        vocabulary = rows.seen.shape[1]
+        self._forbidden = _forbidden(vocabulary, ids, speakable).to(index.device)
+        self.logits = torch.zeros(max_sequences, vocabulary, dtype=torch.float32, device=index.device)
+        """Of the last decode step, adjusted."""
+        self.sound = torch.zeros(max_sequences, dtype=torch.bool, device=index.device)
+        """Of the last decode step: whether the sequence is still finite."""
+
+    def condition(self, ids: Tensor, codes: Tensor) -> Tensor:
+        """Inputs [N, H] of a step's tokens: each one's hidden row plus `codes` [N, H], the embeddings of `ids` [N].
+
+        An id that is read counts as used from here on, which is how HF's repetition penalty sees it.
+        """
+        count = ids.shape[0]
+        slots = self._index[:count, 1]
+        inputs = self.rows.gather(self._index[:count, 0], slots)
+        self.rows.mark_seen(slots, ids)
+        return inputs.add_(codes * (ids != self.mask_id).unsqueeze(-1))
+
+    def slots(self, tokens: Tensor) -> Tensor:
+        """Slots int64 [B] of the sequences of tokens int64 [B], places in the step."""
+        return self._index[tokens, 1]
+
+    def finish_decode(self, logits: Tensor) -> None:
+        """Keep the adjusted `logits` [N, V] of a step of one token a sequence."""
+        count = logits.shape[0]
+        adjusted, sound = self.adjust(logits, self._index[:count, 1])
+        self.logits[:count].copy_(adjusted)
+        self.sound[:count].copy_(sound)
+
+    def adjust(self, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [B, V] after HF's repetition penalty (`RepetitionPenaltyLogitsProcessor`) and the fixed mask.
+
+        vLLM's own penalty would need the codes on the host, so a step would wait for the one before.
+
+        Returns:
+            float32 [B, V], and bool [B]: whether the sequence is finite so far; where it is not, its logits are of 0.
+        """
+        sound = self.rows.sound(slots, logits)
+        logits = torch.where(sound.unsqueeze(-1), logits.float(), 0.0)
+        penalty = self.rows.penalties[slots].unsqueeze(-1)
+        penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
+        logits = torch.where(self.rows.seen[slots], penalised, logits)
+        return logits.masked_fill_(self._forbidden, float("-inf")), sound
+
+
+def codec_ids(config: OmniConfig) -> CodecIds:
+    """Special codec ids of a checkpoint."""
+    talker = config.talker
+    return CodecIds(talker.codec_mask_id, talker.codec_pad_id, talker.codec_bos_id, talker.codec_eos_id)
+
+
+def make_step(
+    checkpoint: Path, index: Tensor, dtype: torch.dtype, *, max_sequences: int, max_positions: int, sessions: int
+) -> TalkerStep:
+    """The step of a checkpoint, with memory for rows of `max_sequences` sequences of `max_positions`.
+
+    Args:
+        checkpoint: folder of the whole checkpoint.
+        index: as `TalkerStep` takes it; its rows are filled with what stands for no token.
+        dtype: of hidden rows.
+        sessions: sequences open at once.
+
+    Raises:
+        CheckpointError: the checkpoint lacks the text embeddings.
+    """
+    config = load_config(checkpoint)
+    ids, talker = codec_ids(config), config.talker
+    text = TextRows(checkpoint, dtype, index.device)
+    seen = torch.zeros(talker.decoder.vocab_size, dtype=torch.bool)
+    seen[prompt_ids(1, ids)] = True
+    rows = TalkerRows(
+        torch.stack([text[talker.text_eos_id], text[talker.text_pad_id]]),
+        rows=max_sequences * max_positions,
+        slots=sessions,
+        prompt_seen=seen.to(index.device),
+        max_positions=max_positions,
+    )
+    index[:, 0], index[:, 1] = 0, rows.idle_slot
+    return TalkerStep(rows, index, ids, config.codec.largest_code + 1, max_sequences)
+
+
+def _forbidden(vocabulary: int, ids: CodecIds, speakable: int) -> Tensor:
+    """bool [V]: ids that are never drawn."""
+    forbidden = torch.ones(vocabulary, dtype=torch.bool)
+    forbidden[:speakable] = False
+    forbidden[list(ids.stops)] = False
+    forbidden[[ids.bos, ids.mask]] = True
+    return forbidden
