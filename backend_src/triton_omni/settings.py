@@ -44,10 +44,19 @@ class EngineSettings(_Frozen):
     """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
     enforce_eager: bool = False
     """Switch CUDA graphs off (the plain path)."""
+    torch_compile: bool = False
+    """Compile the network as well (GPU only): faster steps for a longer first start; what was compiled is kept on disk
+    (`VLLM_CACHE_ROOT`)."""
     async_scheduling: bool = True
     """Schedule the next step while the device runs this one (GPU only)."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of the engine on a machine without a GPU; 0 = a fair share of the cores."""
+
+    @model_validator(mode="after")
+    def _one_way_to_run(self) -> EngineSettings:
+        if self.torch_compile and self.enforce_eager:
+            raise ValueError("torch_compile true and enforce_eager true exclude each other: set one of them to false")
+        return self
 
     @model_validator(mode="after")
     def _a_step_holds_a_batch(self) -> EngineSettings:

@@ -78,6 +78,13 @@ def test_a_gpu_engine_captures_decode_steps_unless_it_is_eager(
         assert built.compilation_config.cudagraph_capture_sizes == [1, 2, 4, 8, 16, 20]
 
 
+def test_networks_are_compiled_when_asked(engine_args: Any, any_device: None, tmp_path: Path) -> None:
+    built = build(engine_args, tmp_path, EngineSettings(torch_compile=True), GPU)
+    assert built.compilation_config.mode.name == "VLLM_COMPILE"
+    assert built.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
+    assert not built.enforce_eager
+
+
 @pytest.mark.parametrize(
     ("most", "sizes"), [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (32, [1, 2, 4, 8, 16, 24, 32])]
 )

@@ -121,6 +121,11 @@ def test_an_unknown_key_is_refused_with_the_one_that_was_meant(load, kind, text,
     assert str(refused.value).endswith(f"stage.yaml: {sentence}")
 
 
+def test_compiled_and_eager_at_once_is_refused(load):
+    with pytest.raises(SettingsError, match="torch_compile true and enforce_eager true exclude each other"):
+        load("engine: {torch_compile: true, enforce_eager: true}")
+
+
 def test_a_batch_larger_than_a_step_is_refused(load):
     with pytest.raises(SettingsError, match="max_num_batched_tokens 64 is below max_num_seqs 65"):
         load("engine: {max_num_batched_tokens: 64, max_num_seqs: 65}")

@@ -71,7 +71,7 @@ define_torchvision_operators()
 try:
     from vllm import ModelRegistry, SamplingParams
     from vllm.compilation.decorators import support_torch_compile
-    from vllm.config import VllmConfig
+    from vllm.config import CompilationMode, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import VLLMValidationError
     from vllm.model_executor.layers.layernorm import RMSNorm
@@ -89,12 +89,13 @@ try:
     from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.inputs import MultiModalFeatureSpec
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.outputs import SamplerOutput
     from vllm.v1.request import Request
@@ -109,7 +110,6 @@ _RUNNER_METHODS = (
     "_calc_mrope_positions",
     "_zero_block_ids",
     "_init_kv_zero_meta",
-    "_init_model_kwargs",
     "_init_mrope_positions",
     "_make_buffer",
     "_model_forward",
@@ -141,8 +141,9 @@ __all__ = [
     "AsyncScheduler",
     "AutoWeightsLoader",
     "CachedRequestState",
-    "CompletionOutput",
+    "CompilationMode",
     "EngineArgs",
+    "EngineCoreOutput",
     "GPUModelRunner",
     "InputBatch",
     "LLMEngine",

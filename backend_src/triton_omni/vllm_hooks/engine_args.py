@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from triton_omni.settings import Dtype, EngineSettings, SettingsError
-from triton_omni.vllm_hooks.compat import EngineArgs, current_platform
+from triton_omni.vllm_hooks.compat import CompilationMode, EngineArgs, current_platform
 
 GPU_BLOCK_SIZE = 16
 CPU_BLOCK_SIZE = 32
@@ -126,13 +126,13 @@ def _memory(settings: EngineSettings, block_size: int) -> dict[str, Any]:
 
 
 def _execution(settings: EngineSettings, on_gpu: bool) -> dict[str, Any]:
-    """Graphs of whole decode steps without torch.compile, which would cost minutes at start."""
+    """Graphs of whole decode steps, of kernels as they are or of what torch.compile makes of them."""
     if not on_gpu or settings.enforce_eager:
         return {"enforce_eager": True}
     return {
         "enforce_eager": False,
         "compilation_config": {
-            "mode": 0,
+            "mode": CompilationMode.VLLM_COMPILE if settings.torch_compile else CompilationMode.NONE,
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": graph_batch_sizes(settings.max_num_seqs),
         },

@@ -230,3 +230,10 @@ def test_a_least_length_holds_where_rows_come_one_by_one(engine, talker, cases):
 
 def test_more_sequences_than_a_step_holds_take_turns(engine, cases, expected):
     assert speak(engine, cases * 2, [GREEDY] * 16) == expected * 2
+
+
+def test_the_network_is_one_graph_for_the_compiler(engine, cases, expected, monkeypatch):
+    network = engine._core.model_executor.driver_worker.worker.model_runner.get_model().model
+    traced = torch.compile(network.forward, backend="eager", fullgraph=True, dynamic=True)
+    monkeypatch.setattr(network, "forward", traced)
+    assert speak(engine, cases, [GREEDY] * len(cases)) == expected
