@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Kernels in the Triton language then run in its interpreter; it must be said before anything imports it.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
 

@@ -159,7 +159,11 @@ class Token2WavSettings(_Frozen):
     """`model_repository/token2wav/1/stage.yaml`."""
 
     device: Device = "auto"
-    dtype: Literal["float32"] = "float32"
+    dtype: Dtype = "auto"
+    """Of matrix products and convolutions; auto is float16 on a GPU, float32 elsewhere. float32 is the plain path:
+    PyTorch's own kernels one by one, equal to HF within rounding."""
+    cuda_graphs: bool = True
+    """Launch recorded passes at once instead of kernel by kernel (half precision only)."""
     mode: Literal["streaming", "offline"] = "streaming"
     plan: str = "balanced"
     """Name of the entry of `plans` that streams use."""
@@ -170,7 +174,7 @@ class Token2WavSettings(_Frozen):
     max_batch_frames: Positive = 2048
     """Mel frames of one batch, context included: bounds its memory and its time; a longer window runs alone."""
     attention: Literal["block", "plain"] = "block"
-    """Block-local attention, or the plain masked one (slow; to compare with)."""
+    """Block-local attention, or the plain masked one (slow; to compare with); of the plain path only."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
     """Longest stream, which also bounds what Triton can hold for a slow reader."""
     threads: Annotated[int, Field(ge=0)] = 0

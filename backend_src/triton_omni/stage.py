@@ -6,9 +6,11 @@ It knows the message protocol's rules (credits, merging) but no engine, no Trito
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -97,6 +99,23 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
+@functools.lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call,no-any-return]
+
+
+@contextlib.contextmanager
+def on_side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """Do small work beside the engine's stream, on which the next step has been launched already: behind that step a
+    message would be late by one. None, and nothing, on the CPU."""
+    if device.type != "cuda":
+        yield None
+        return
+    stream = _side_stream(device)
+    with torch.cuda.stream(stream):
+        yield stream
+
+
 @dataclass(frozen=True)
 class Parcel:
     """What leaves in one message."""
@@ -140,9 +159,10 @@ class Outbox:
         return bool(self._tensors or self._text) or (self._text_done and not self._closed)
 
     def put(self, tensor: Tensor, ready: torch.cuda.Event | None = None) -> None:
-        """Add rows [N, H] or codes [N]; `ready` is the event after which they may be read."""
+        """Add rows [N, H] or codes [N]; `ready` is the event after which they may be read, by default now."""
         if len(tensor):
             self._tensors.append(tensor)
+            ready = ready or record_event(tensor.device)
             if ready is not None:
                 self._ready.append(ready)
 
@@ -190,7 +210,11 @@ class Outbox:
     def _join(self) -> tuple[Tensor, torch.cuda.Event | None]:
         if len(self._tensors) == 1:
             return self._tensors[0], self._ready[-1] if self._ready else None
-        for event in self._ready:
-            event.wait()
-        joined = torch.cat(self._tensors)
-        return joined, record_event(joined.device)
+        with on_side_stream(self._tensors[0].device) as stream:
+            for event in self._ready:
+                event.wait()
+            joined = torch.cat(self._tensors)
+            if stream is not None:
+                for tensor in self._tensors:
+                    tensor.record_stream(stream)
+            return joined, record_event(joined.device)

@@ -65,7 +65,7 @@ def noise_of(seed: int, first_frame: int) -> Iterator[None]:
     def randn(shape: list[int], **_: object) -> Tensor:
         batch, frames, channels = shape
         assert batch == 1
-        return standard_normal(seed, first_frame, first_frame + frames, channels, CPU)[None]
+        return standard_normal([(seed, first_frame, first_frame + frames)], channels, CPU)[None]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "randn", randn)

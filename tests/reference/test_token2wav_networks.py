@@ -89,11 +89,11 @@ def test_one_evaluation_equals_hf_for_both_halves_of_guidance(
         condition_vector=reference_mel,
         time_step=torch.tensor(time),
     )
-    layout = block_layout([count * 2] * 2, dit.config.block_size, CPU)
+    layout = block_layout((count * 2,) * 2, dit.config.block_size, CPU)
     spoken = dit.codes(codes) + networks.voices[VOICE].conditional
-    condition = layout.pack([spoken, networks.voices[VOICE].unconditional.expand_as(spoken)])
+    condition = layout.pack(torch.cat([spoken, networks.voices[VOICE].unconditional.expand_as(spoken)]))
     (modulation,) = dit.modulation(torch.tensor([time]))
-    ours = dit(layout.pack([state, state]), condition, modulation, dit.rotary(layout.positions), layout)
+    ours = dit(layout.pack(torch.cat([state, state])), condition, modulation, dit.rotary(layout.positions), layout)
     assert (theirs[0] - theirs[1]).abs().max() > 1e-2
     torch.testing.assert_close(torch.stack(layout.unpack(ours)), theirs, atol=1e-4, rtol=1e-4)
 

@@ -45,7 +45,7 @@ TINY: Settings = {
         "max_sessions": 8,
         "max_codes": 600,
     },
-    "token2wav": {"threads": 1, "max_codes": 600},
+    "token2wav": {"dtype": "float32", "threads": 1, "max_codes": 600},
     "qwen2_5_omni_unary": {"max_requests": 16},
 }
 """Settings of the tests' servers, for the tiny checkpoint on two cores; fewer places in the engines than sessions.

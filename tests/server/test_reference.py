@@ -72,7 +72,7 @@ SHOWN = {
 
 def noise(seed: int, codes: int) -> torch.Tensor:
     """Our noise of the reply's mel frames, two a code."""
-    return standard_normal(seed, 0, 2 * codes, 80, torch.device("cpu"))[None]
+    return standard_normal([(seed, 0, 2 * codes)], 80, torch.device("cpu"))[None]
 
 
 def assert_equals_hf(server: Served, hf: HfReference, request: Request, inputs: dict[str, Any], voice: str) -> Reply:

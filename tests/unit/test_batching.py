@@ -21,10 +21,10 @@ def some_windows(features: int, seed: int) -> list[Tensor]:
     return [torch.randn(length, features, generator=generator) for length in LENGTHS]
 
 
-def attend(attention: Attention, windows: list[list[Tensor]], reach: tuple[int, int]) -> list[Tensor]:
+def attend(attention: Attention, windows: list[list[Tensor]], reach: tuple[int, int]) -> tuple[Tensor, ...]:
     """Attention over [query, key, value] lists of windows [T, heads x dim]."""
-    layout = block_layout([len(window) for window in windows[0]], BLOCK, CPU)
-    query, key, value = (layout.pack(part).view(-1, BLOCK, HEADS, DIM) for part in windows)
+    layout = block_layout(tuple(len(window) for window in windows[0]), BLOCK, CPU)
+    query, key, value = (layout.pack(torch.cat(part)).view(-1, BLOCK, HEADS, DIM) for part in windows)
     return layout.unpack(attention(query, key, value, layout, reach).flatten(2))
 
 
@@ -43,7 +43,7 @@ def by_definition(query: Tensor, key: Tensor, value: Tensor, reach: tuple[int, i
 def test_unpack_is_the_inverse_of_pack_and_padding_is_zero() -> None:
     windows = some_windows(3, 0)
     layout = block_layout(LENGTHS, BLOCK, CPU)
-    packed = layout.pack(windows)
+    packed = layout.pack(torch.cat(windows))
     assert packed.shape == (layout.num_blocks, BLOCK, 3)
     assert packed.abs().gt(0).sum() == sum(LENGTHS) * 3
     for window, back in zip(windows, layout.unpack(packed), strict=True):
@@ -79,8 +79,8 @@ def test_values_that_are_not_finite_stay_in_their_window(attention: Attention, r
 
 
 def test_whole_blocks_need_no_mask_within_a_block() -> None:
-    assert block_layout([16, 8], BLOCK, CPU).reaches[0, 0].mask is None
-    assert block_layout([16, 9], BLOCK, CPU).reaches[0, 0].mask is not None
+    assert block_layout((16, 8), BLOCK, CPU).reaches[0, 0].mask is None
+    assert block_layout((16, 9), BLOCK, CPU).reaches[0, 0].mask is not None
 
 
 def test_windows_of_equal_length_share_a_group() -> None:

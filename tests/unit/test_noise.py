@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def noise(seed: int, first: int, last: int, channels: int = 80) -> Tensor:
-    return standard_normal(seed, first, last, channels, CPU)
+    return standard_normal([(seed, first, last)], channels, CPU)
 
 
 @pytest.mark.parametrize(

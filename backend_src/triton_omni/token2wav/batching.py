@@ -7,12 +7,12 @@ Pure index arithmetic; knows nothing of the networks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 REACHES = ((0, 0), (1, 0), (0, 1), (1, 1))
 """(look-back, look-ahead) in blocks that a layer of the DiT can have."""
@@ -29,6 +29,18 @@ class Reach:
 
 
 @dataclass(frozen=True)
+class Neighbours:
+    """The same in the form of the fused kernel: numbers of the blocks beside each."""
+
+    previous: Tensor
+    """int32 [N]: the block before in the same window, -1 for none."""
+    following: Tensor
+    """int32 [N]: the block behind in the same window, -1 for none."""
+    valid_frames: Tensor
+    """int32 [N]: how many of the block's frames are no padding."""
+
+
+@dataclass(frozen=True)
 class BlockLayout:
     """Where W windows lie in a batch of N blocks, and which blocks are neighbours in time."""
 
@@ -37,6 +49,11 @@ class BlockLayout:
     block_size: int
     positions: Tensor
     """int64 [N, block]: frame number within the window."""
+    slots: Tensor
+    """int64 [sum of lengths]: where each row lies in the flattened blocks."""
+    windows: Tensor
+    """int64 [sum of lengths]: the window of each row."""
+    neighbours: Neighbours
     reaches: dict[tuple[int, int], Reach]
     dense_blocks: Tensor
     """int64 [W, B]: the block at place b of window w; places behind a window's end repeat its last block."""
@@ -50,20 +67,28 @@ class BlockLayout:
         """N."""
         return self.positions.shape[0]
 
-    def pack(self, windows: Sequence[Tensor]) -> Tensor:
-        """Lay windows ([T, F] each, the layout's lengths) into blocks [N, block, F]; padding is zero."""
-        padded = [F.pad(window, (0, 0, 0, -window.shape[0] % self.block_size)) for window in windows]
-        return torch.cat(padded).view(-1, self.block_size, windows[0].shape[-1])
+    def pack(self, rows: Tensor) -> Tensor:
+        """Lay rows [sum of lengths, F], one window behind another, into blocks [N, block, F]; padding is zero."""
+        width = rows.shape[-1]
+        if len(rows) == self.num_blocks * self.block_size:
+            return rows.view(-1, self.block_size, width)
+        blocks = rows.new_zeros(self.num_blocks * self.block_size, width)
+        return blocks.index_copy_(0, self.slots, rows).view(-1, self.block_size, width)
 
-    def unpack(self, blocks: Tensor) -> list[Tensor]:
+    def unpack(self, blocks: Tensor) -> tuple[Tensor, ...]:
         """Take the windows [T, F] out of blocks [N, block, F]; the inverse of `pack`."""
         rows = blocks.reshape(-1, blocks.shape[-1])
-        counts = [_blocks(length, self.block_size) * self.block_size for length in self.lengths]
-        return [part[:length] for part, length in zip(torch.split(rows, counts), self.lengths, strict=True)]
+        if len(rows) != sum(self.lengths):
+            rows = rows.index_select(0, self.slots)
+        return torch.split(rows, list(self.lengths))
 
 
-def block_layout(lengths: Sequence[int], block_size: int, device: torch.device) -> BlockLayout:
-    """Lay out windows of `lengths` mel frames (each at least 1) in blocks of `block_size`."""
+@functools.lru_cache(maxsize=128)
+def block_layout(lengths: tuple[int, ...], block_size: int, device: torch.device) -> BlockLayout:
+    """Lay out windows of `lengths` mel frames (each at least 1) in blocks of `block_size`.
+
+    Layouts are kept: the windows of a plan have few lengths, and to make one takes a dozen copies to the device.
+    """
     counts = torch.tensor([_blocks(length, block_size) for length in lengths])
     window = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     first = counts.cumsum(0) - counts
@@ -75,9 +100,16 @@ def block_layout(lengths: Sequence[int], block_size: int, device: torch.device) 
     dense_blocks = first[:, None] + torch.minimum(dense_place, counts[:, None] - 1)
     dense_valid = valid[dense_blocks] & (dense_place < counts[:, None])[..., None]
     return BlockLayout(
-        lengths=tuple(lengths),
+        lengths=lengths,
         block_size=block_size,
         positions=positions.to(device),
+        slots=valid.flatten().nonzero()[:, 0].to(device),
+        windows=window[:, None].expand_as(valid)[valid].to(device),
+        neighbours=Neighbours(
+            previous=_neighbour(window, -1).to(device),
+            following=_neighbour(window, 1).to(device),
+            valid_frames=valid.sum(1, dtype=torch.int32).to(device),
+        ),
         reaches={reach: _reach(window, valid, *reach, device) for reach in REACHES},
         dense_blocks=dense_blocks.to(device),
         dense_places=(window * widest + place).to(device),
@@ -87,6 +119,14 @@ def block_layout(lengths: Sequence[int], block_size: int, device: torch.device) 
 
 def _blocks(frames: int, block_size: int) -> int:
     return -(-frames // block_size)
+
+
+def _neighbour(window: Tensor, offset: int) -> Tensor:
+    """int32 [N]: the block `offset` away where it belongs to the same window, else -1."""
+    wanted = torch.arange(len(window)) + offset
+    inside = (wanted >= 0) & (wanted < len(window))
+    same = window[wanted.clamp(0, len(window) - 1)] == window
+    return torch.where(inside & same, wanted, -1).int()
 
 
 def _reach(window: Tensor, valid: Tensor, look_back: int, look_ahead: int, device: torch.device) -> Reach:

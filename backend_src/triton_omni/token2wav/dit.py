@@ -21,6 +21,7 @@ from triton_omni.checkpoint.facts import DitConfig
 from triton_omni.token2wav.attention import Attention
 from triton_omni.token2wav.batching import BlockLayout
 from triton_omni.token2wav.ecapa import Ecapa
+from triton_omni.token2wav.ode import Velocity
 
 NORM_EPS = 1e-6
 TIME_FREQUENCIES = 256
@@ -41,16 +42,6 @@ class Voice:
     """[H]"""
     unconditional: Tensor
     """[H]: the same with the speaker embedding and the reference mel zeroed, and code 0."""
-
-
-@dataclass(frozen=True)
-class Modulation:
-    """Shifts, scales and gates of every adaptive norm at one time of the flow, whatever the input."""
-
-    layers: Tensor
-    """[L, 6, H]: attention shift, scale, gate; feed-forward shift, scale, gate."""
-    final: Tensor
-    """[2, H]: scale, shift."""
 
 
 @dataclass(frozen=True)
@@ -104,26 +95,42 @@ class DiT(nn.Module):
         embedded = self.input_embed.codes(self.text_embed.codec_embed(codes))
         return embedded.repeat_interleave(self.config.repeats, dim=0)
 
-    def modulation(self, times: Tensor) -> list[Modulation]:
-        """Adaptive norms at each of `times` [E] fp32, on the module's device."""
+    def modulation(self, times: Tensor) -> Tensor:
+        """Shifts, scales and gates of every adaptive norm at each of `times` [E] fp32, whatever the input.
+
+        Returns:
+            [E, 6 L + 2, H] fp32: of each layer attention shift, scale, gate, feed-forward shift, scale, gate; then
+            the final scale and shift.
+        """
         embedded = F.silu(self.time_embed(times))
-        layers = torch.stack([cast(Layer, layer).attn_norm(embedded) for layer in self.transformer_blocks], dim=1)
-        return [Modulation(*parts) for parts in zip(layers, self.norm_out(embedded), strict=True)]
+        layers = [cast(Layer, layer).attn_norm(embedded) for layer in self.transformer_blocks]
+        return torch.cat([*layers, self.norm_out(embedded)], dim=1)
 
     def rotary(self, positions: Tensor) -> Rotary:
         """Rotary angles of frame `positions` [N, block] within their windows."""
         angles = (positions[..., None].float() * self.rotary_frequencies)[:, :, None]
         return Rotary(angles.cos(), angles.sin())
 
+    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout) -> Velocity:
+        """The velocity of one batch as a function of the evaluation's number and the state; see `forward`.
+
+        Args:
+            condition: [N, block, H].
+            modulation: [E, 6 L + 2, H] of every evaluation time.
+            layout: where the windows lie in the N blocks.
+        """
+        rotary = self.rotary(layout.positions)
+        return lambda number, state: self(state, condition, modulation[number], rotary, layout)
+
     def forward(
-        self, state: Tensor, condition: Tensor, modulation: Modulation, rotary: Rotary, layout: BlockLayout
+        self, state: Tensor, condition: Tensor, modulation: Tensor, rotary: Rotary, layout: BlockLayout
     ) -> Tensor:
         """One evaluation of the velocity.
 
         Args:
             state: [N, block, M] fp32, the ODE's state.
             condition: [N, block, H], sum of the code and voice parts of the input projection.
-            modulation: adaptive norms of the evaluation's time.
+            modulation: [6 L + 2, H], adaptive norms of the evaluation's time.
             rotary: angles of the layout's positions.
             layout: where the windows lie in the N blocks.
 
@@ -131,9 +138,9 @@ class DiT(nn.Module):
             [N, block, M] fp32; frames of padding hold no meaning.
         """
         hidden = self.input_embed.mel(state) + condition
-        for layer, parts in zip(self.transformer_blocks, modulation.layers.unbind(0), strict=True):
+        layers, (scale, shift) = modulation[:-FINAL_PARTS], modulation[-FINAL_PARTS:]
+        for layer, parts in zip(self.transformer_blocks, torch.split(layers, LAYER_PARTS), strict=True):
             hidden = layer(hidden, parts, rotary, layout)
-        scale, shift = modulation.final.unbind(0)
         velocity: Tensor = self.proj_out(modulate(hidden, shift, scale))
         return velocity
 

@@ -19,11 +19,12 @@ from torch import Tensor
 from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.errors import BadRequest
 from triton_omni.settings import DiffusionSettings, Token2WavSettings, describe_validation
+from triton_omni.token2wav.acceleration import accelerate
 from triton_omni.token2wav.batching import equal_length_groups
 from triton_omni.token2wav.chunking import Chunk, WindowPlan, offline_plan, streaming_plan
 from triton_omni.token2wav.networks import load_networks
 from triton_omni.token2wav.noise import MAX_SEED
-from triton_omni.token2wav.sampler import UNGUIDED_BELOW, FlowOptions, Sampler
+from triton_omni.token2wav.sampler import UNGUIDED_BELOW, FlowOptions
 from triton_omni.token2wav.streaming import Stream, StreamRequest
 
 FLAGS = 2
@@ -53,9 +54,8 @@ class Token2WavEngine:
         self._settings = settings
         self._device = device
         self._config = networks.dit.config
-        self._vocoder = networks.vocoder
         self._voices = networks.voices
-        self._sampler = Sampler(networks.dit, device)
+        self._sampler, self._vocoder = accelerate(networks, settings, device)
         self._streams: dict[str, Stream] = {}
         self._frames_solved = 0
 

@@ -8,6 +8,7 @@ every batch; Box-Muller in fp64, rounded to fp32.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,25 +37,36 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     return c0, c1, c2, c3
 
 
-def standard_normal(seed: int, first_frame: int, last_frame: int, channels: int, device: torch.device) -> Tensor:
-    """Noise of mel frames [first_frame, last_frame) under `seed`.
+def standard_normal(spans: Sequence[tuple[int, int, int]], channels: int, device: torch.device) -> Tensor:
+    """Noise of the mel frames of several windows, in as many launches as for one.
 
     Args:
-        seed: in [0, 2^64).
-        first_frame: absolute number of the stream's frame.
-        last_frame: one beyond the last frame.
+        spans: (seed in [0, 2^64), absolute number of the first frame, one beyond the last) of each window.
         channels: mel channels.
         device: where to make it.
 
     Returns:
-        [last_frame - first_frame, channels] fp32.
+        [sum of frames, channels] fp32, the windows one behind another.
     """
-    frames = torch.arange(first_frame, last_frame, device=device)[:, None]
+    frames, key_low, key_high = counters(spans).to(device)[:, :, None]
     groups = torch.arange(-(-channels // _WORDS), device=device)[None, :]
     zero = torch.zeros_like(frames)
-    words = philox((frames, groups, zero, zero), (zero + (seed & _MASK), zero + (seed >> 32)))
+    words = philox((frames, groups, zero, zero), (key_low, key_high))
     normals = torch.stack([*_box_muller(words[0], words[1]), *_box_muller(words[2], words[3])], dim=-1)
     return normals.flatten(1)[:, :channels].float()
+
+
+def counters(spans: Sequence[tuple[int, int, int]]) -> Tensor:
+    """What the noise of each frame is a function of, for `standard_normal`'s `spans`: one copy to the device.
+
+    Returns:
+        int64 [3, sum of frames] on the host: frame, low and high half of the seed.
+    """
+    lengths = torch.tensor([end - start for _, start, end in spans])
+    words_of_span = [(start, seed & _MASK, seed >> 32) for seed, start, _ in spans]
+    starts, low, high = torch.tensor(words_of_span).repeat_interleave(lengths, dim=0).unbind(1)
+    within = torch.arange(len(starts)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return torch.stack([starts + within, low, high])
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:

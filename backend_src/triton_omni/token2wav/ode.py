@@ -7,8 +7,9 @@ for the device.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -42,10 +43,14 @@ def integrate(velocity: Velocity, state: Tensor, grid: Tensor, solver: Solver) -
 
     `velocity` is asked by the number of the time within `evaluation_times(grid, solver)`.
     """
-    step = _rk4_step if solver == "rk4" else _euler_step
+    stride, take_step = TIMES_A_STEP[solver], STEPS[solver]
     for number, width in enumerate(grid.diff().tolist()):
-        state = step(velocity, number, width, state)
+        state = take_step(functools.partial(_from, velocity, stride * number), width, state)
     return state
+
+
+def _from(velocity: Velocity, first: int, number: int, state: Tensor) -> Tensor:
+    return velocity(first + number, state)
 
 
 def guide(conditional: Tensor, unconditional: Tensor, scale: Tensor | float) -> Tensor:
@@ -53,15 +58,21 @@ def guide(conditional: Tensor, unconditional: Tensor, scale: Tensor | float) -> 
     return conditional + (conditional - unconditional) * scale
 
 
-def _euler_step(velocity: Velocity, number: int, width: float, state: Tensor) -> Tensor:
-    return state + width * velocity(number, state)
+def euler_step(velocity: Velocity, width: float | Tensor, state: Tensor) -> Tensor:
+    """One step of Euler's method; `velocity` is asked by the number of the time within the step."""
+    return state + width * velocity(0, state)
 
 
-def _rk4_step(velocity: Velocity, number: int, width: float, state: Tensor) -> Tensor:
-    """Kutta's 3/8 rule (HF: `RungeKutta4ODESolver`)."""
-    first = 3 * number
-    k1 = velocity(first, state)
-    k2 = velocity(first + 1, state + k1 * (width / 3))
-    k3 = velocity(first + 2, state + (k2 - k1 / 3) * width)
-    k4 = velocity(first + 3, state + (k1 - k2 + k3) * width)
+def rk4_step(velocity: Velocity, width: float | Tensor, state: Tensor) -> Tensor:
+    """One step of Kutta's 3/8 rule (HF: `RungeKutta4ODESolver`); its last time is the next step's first."""
+    k1 = velocity(0, state)
+    k2 = velocity(1, state + k1 * (width / 3))
+    k3 = velocity(2, state + (k2 - k1 / 3) * width)
+    k4 = velocity(3, state + (k1 - k2 + k3) * width)
     return state + (k1 + 3 * (k2 + k3) + k4) * (width / 8)
+
+
+STEPS: Mapping[Solver, Callable[[Velocity, float | Tensor, Tensor], Tensor]] = {"rk4": rk4_step, "euler": euler_step}
+TIMES_A_STEP: Mapping[Solver, int] = {"rk4": 3, "euler": 1}
+"""How far the evaluation times of one step and of the next are apart."""
+TIMES_OF_A_STEP: Mapping[Solver, int] = {"rk4": 4, "euler": 1}

@@ -10,21 +10,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from triton_omni.token2wav.batching import BlockLayout, block_layout
-from triton_omni.token2wav.dit import DiT, Modulation, Rotary, Voice
+from triton_omni.token2wav.dit import DiT, Voice
 from triton_omni.token2wav.noise import standard_normal
-from triton_omni.token2wav.ode import Solver, evaluation_times, guide, integrate, time_grid
+from triton_omni.token2wav.ode import Solver, Velocity, evaluation_times, guide, integrate, time_grid
 
 UNGUIDED_BELOW = 1e-5
 """HF evaluates without the unconditional half below this guidance scale."""
 MODULATIONS_KEPT = 4
-
-Evaluate = Callable[[Tensor, Tensor, Modulation, Rotary, BlockLayout], Tensor]
-"""The signature of `DiT.forward`, so that a compiled or captured form can stand in for it."""
 
 
 @dataclass(frozen=True)
@@ -50,69 +48,110 @@ class Window:
     guidance_scale: float
 
 
+@dataclass(frozen=True)
+class Flow:
+    """What the velocities of one batch of windows are a function of, but for time and state."""
+
+    conditional: Tensor
+    """[N, block, H], code and voice parts of the input projection."""
+    unconditional: Tensor | None
+    """The same for guidance's other half; None without guidance."""
+    scale: Tensor
+    """[N, block, 1] fp32, each window's guidance scale."""
+    modulation: Tensor
+    """[E, 6 L + 2, H], adaptive norms of every evaluation time."""
+    grid: Tensor
+    """Points of time on the host."""
+    solver: Solver
+    layout: BlockLayout
+    """Of the N blocks."""
+
+
+class FlowSolver(Protocol):
+    """Carries noise along a flow."""
+
+    def solve(self, noise: Tensor, flow: Flow) -> Tensor:
+        """Noise [N, block, M] fp32 to mel frames of the same shape."""
+
+
+class VelocityNetwork(Protocol):
+    """The DiT, or a form of it."""
+
+    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout) -> Velocity:
+        """See `DiT.begin`."""
+
+
+class StepwiseSolver:
+    """Evaluation by evaluation; conditional windows first, the unconditional ones behind them in the same batch."""
+
+    def __init__(self, network: VelocityNetwork) -> None:
+        self._network = network
+
+    def solve(self, noise: Tensor, flow: Flow) -> Tensor:
+        """See `FlowSolver`."""
+        return integrate(self._velocity(flow), noise, flow.grid, flow.solver)
+
+    def _velocity(self, flow: Flow) -> Velocity:
+        if flow.unconditional is None:
+            return self._network.begin(flow.conditional, flow.modulation, flow.layout)
+        layout = flow.layout
+        both = block_layout(layout.lengths * 2, layout.block_size, flow.conditional.device)
+        evaluate = self._network.begin(torch.cat([flow.conditional, flow.unconditional]), flow.modulation, both)
+
+        def velocity(number: int, state: Tensor) -> Tensor:
+            conditional, unconditional = evaluate(number, torch.cat([state, state])).chunk(2)
+            return guide(conditional, unconditional, flow.scale)
+
+        return velocity
+
+
 class Sampler:
     """Solves the flow for batches of windows.
 
     Args:
         dit: the network, for what is computed once a batch.
-        evaluate: what is computed at every evaluation; `dit` itself unless given.
+        solver: what is computed at every evaluation; step by step by `dit` itself unless given.
+        noise: see `noise.standard_normal`.
     """
 
-    def __init__(self, dit: DiT, device: torch.device, evaluate: Evaluate | None = None) -> None:
+    def __init__(
+        self,
+        dit: DiT,
+        device: torch.device,
+        solver: FlowSolver | None = None,
+        noise: Callable[[Sequence[tuple[int, int, int]], int, torch.device], Tensor] = standard_normal,
+    ) -> None:
         self._dit = dit
         self._device = device
-        self._evaluate: Evaluate = evaluate or dit
-        self._modulations: OrderedDict[FlowOptions, list[Modulation]] = OrderedDict()
+        self._solver: FlowSolver = solver or StepwiseSolver(dit)
+        self._noise = noise
+        self._modulations: OrderedDict[FlowOptions, Tensor] = OrderedDict()
 
-    def sample(self, windows: Sequence[Window], options: FlowOptions) -> list[Tensor]:
+    def sample(self, windows: Sequence[Window], options: FlowOptions) -> tuple[Tensor, ...]:
         """Mel frames [T, M] fp32 of each window, T = C x repeats."""
         config = self._dit.config
-        lengths = [window.codes.shape[0] * config.repeats for window in windows]
+        lengths = tuple(window.codes.shape[0] * config.repeats for window in windows)
         layout = block_layout(lengths, config.block_size, self._device)
-        noise = layout.pack(
-            [
-                standard_normal(w.seed, w.first_frame, w.first_frame + length, config.mel_dim, self._device)
-                for w, length in zip(windows, lengths, strict=True)
-            ]
+        spans = [(w.seed, w.first_frame, w.first_frame + n) for w, n in zip(windows, lengths, strict=True)]
+        noise = layout.pack(self._noise(spans, config.mel_dim, self._device))
+        return layout.unpack(self._solver.solve(noise, self._flow(windows, layout, options)))
+
+    def _flow(self, windows: Sequence[Window], layout: BlockLayout, options: FlowOptions) -> Flow:
+        spoken = self._dit.codes(torch.cat([window.codes for window in windows]))
+        voices = torch.stack([window.voice.conditional for window in windows])
+        unspoken = torch.stack([window.voice.unconditional for window in windows])
+        scales = torch.tensor([[window.guidance_scale] for window in windows]).to(self._device)
+        return Flow(
+            conditional=layout.pack(spoken + voices[layout.windows]),
+            unconditional=layout.pack(unspoken[layout.windows]) if options.guided else None,
+            scale=layout.pack(scales[layout.windows]),
+            modulation=self._modulation(options),
+            grid=time_grid(options.num_steps, options.sway),
+            solver=options.solver,
+            layout=layout,
         )
-        velocity = self._guided if options.guided else self._unguided
-        grid = time_grid(options.num_steps, options.sway)
-        return layout.unpack(integrate(velocity(windows, layout, options), noise, grid, options.solver))
 
-    def _unguided(
-        self, windows: Sequence[Window], layout: BlockLayout, options: FlowOptions
-    ) -> Callable[[int, Tensor], Tensor]:
-        condition = layout.pack([self._dit.codes(window.codes) + window.voice.conditional for window in windows])
-        rotary = self._dit.rotary(layout.positions)
-        table = self._modulation(options)
-
-        def velocity(number: int, state: Tensor) -> Tensor:
-            return self._evaluate(state, condition, table[number], rotary, layout)
-
-        return velocity
-
-    def _guided(
-        self, windows: Sequence[Window], layout: BlockLayout, options: FlowOptions
-    ) -> Callable[[int, Tensor], Tensor]:
-        """Conditional windows first, the unconditional ones behind them in the same batch."""
-        spoken = [self._dit.codes(window.codes) + window.voice.conditional for window in windows]
-        unspoken = [window.voice.unconditional.expand_as(rows) for window, rows in zip(windows, spoken, strict=True)]
-        both = block_layout(layout.lengths * 2, layout.block_size, self._device)
-        condition = both.pack([*spoken, *unspoken])
-        rotary = self._dit.rotary(both.positions)
-        table = self._modulation(options)
-        scales = torch.tensor([window.guidance_scale for window in windows]).to(self._device)
-        scale = layout.pack([row.expand(n, 1) for row, n in zip(scales, layout.lengths, strict=True)])
-
-        def velocity(number: int, state: Tensor) -> Tensor:
-            doubled = torch.cat([state, state])
-            output = self._evaluate(doubled, condition, table[number], rotary, both)
-            conditional, unconditional = output.chunk(2)
-            return guide(conditional, unconditional, scale)
-
-        return velocity
-
-    def _modulation(self, options: FlowOptions) -> list[Modulation]:
+    def _modulation(self, options: FlowOptions) -> Tensor:
         """The table of the options' times; clients choose the options, so only the latest few are kept."""
         if options not in self._modulations:
             times = evaluation_times(time_grid(options.num_steps, options.sway), options.solver)

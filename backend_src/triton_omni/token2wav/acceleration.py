@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which form of the networks runs: the plain one in float32, or the fused one in half precision, under CUDA graphs.
+
+The only module that knows both. The fused form's modules are imported when it is wanted: they need the Triton
+language, which a machine without a GPU may lack.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from triton_omni.settings import Dtype, SettingsError, Token2WavSettings
+from triton_omni.token2wav.chunking import UNBOUNDED, streaming_plan
+from triton_omni.token2wav.networks import Networks
+from triton_omni.token2wav.sampler import UNGUIDED_BELOW, FlowSolver, Sampler, StepwiseSolver
+
+GRAPHED_BLOCKS = (*range(2, 12, 2), *range(12, 73, 6))
+"""Blocks of a batch, one half of guidance counted, for which a solver's step is recorded. Beyond, a kernel takes
+longer than its launch."""
+GRAPHED_VOCODER_FRAMES = 2048
+"""Mel frames of a batch up to which the vocoder is recorded."""
+
+
+class Vocoder(Protocol):
+    """Mel frames to a waveform: the plain BigVGAN, or a fused form of it."""
+
+    samples_per_frame: int
+
+    def __call__(self, mel: Tensor) -> Tensor:
+        """See `BigVGAN.forward`."""
+
+
+def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.device) -> tuple[Sampler, Vocoder]:
+    """The forms that `settings.dtype` and `settings.cuda_graphs` choose.
+
+    Raises:
+        SettingsError: half precision without a GPU.
+    """
+    dtype, dit = resolve_dtype(settings.dtype, device), networks.dit
+    if dtype is torch.float32:
+        return Sampler(dit, device), networks.vocoder
+    from triton_omni.token2wav.fused_dit import FusedDiT
+    from triton_omni.token2wav.fused_vocoder import FusedVocoder
+    from triton_omni.token2wav.graphs import GraphedSolver, GraphedVocoder, GraphPool
+    from triton_omni.token2wav.kernels import fused_standard_normal
+
+    solver: FlowSolver
+    vocoder: Vocoder
+    with torch.inference_mode():
+        fused, vocoder = FusedDiT(dit, dtype), FusedVocoder(networks.vocoder, dtype)
+        if settings.cuda_graphs:
+            pool, flow = GraphPool(), settings.diffusion
+            kinds = [(flow.solver, flow.guidance_scale >= UNGUIDED_BELOW)]
+            solver = GraphedSolver(dit, fused, pool, device, sizes=GRAPHED_BLOCKS, recorded=kinds)
+            shapes = vocoder_shapes(settings, networks)
+            vocoder = GraphedVocoder(vocoder, dit.config.mel_dim, shapes, pool, device)
+        else:
+            solver = StepwiseSolver(fused)
+    return Sampler(dit, device, solver, fused_standard_normal), vocoder
+
+
+def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """The dtype by its name.
+
+    Raises:
+        SettingsError: half precision without a GPU.
+    """
+    if dtype == "auto":
+        dtype = "float16" if device.type == "cuda" else "float32"
+    if dtype != "float32" and device.type != "cuda":
+        raise SettingsError(f"dtype: {dtype} needs a GPU, the device is {device.type}; use float32")
+    chosen: torch.dtype = getattr(torch, dtype)
+    return chosen
+
+
+def vocoder_shapes(settings: Token2WavSettings, networks: Networks) -> list[tuple[int, int]]:
+    """(batch, frames) of the regular chunks of the plan that streams use: batches by powers of two."""
+    config, chosen = networks.dit.config, settings.plans[settings.plan]
+    plan = streaming_plan(chosen, block_frames=config.block_size, frames_per_code=config.repeats)
+    # The chunk behind the last listed one has the first full look-back, so all later ones are like it.
+    chunks = (plan.chunk(index, UNBOUNDED, ended=False) for index in range(len(chosen.chunk_blocks) + 1))
+    lengths = {len(chunk.vocoder) for chunk in chunks if chunk is not None}
+    batches = [2**power for power in range((settings.max_batch - 1).bit_length() + 1)]
+    return [(batch, frames) for frames in lengths for batch in batches if batch * frames <= GRAPHED_VOCODER_FRAMES]

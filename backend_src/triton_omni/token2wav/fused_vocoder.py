@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BigVGAN in half precision with few launches: channels last, a fused activation, biases and sums within it.
+
+The same function as `bigvgan.BigVGAN`, its reference. Sums over residual branches and the filters stay in float32;
+what a convolution reads, and its output, are in the half precision asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triton_omni.token2wav.bigvgan import AntiAliasedSnake, BigVGAN, ResidualBlock, SnakeBeta, normalise_mel
+from triton_omni.token2wav.kernels import SnakeFilters, anti_aliased_snake
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """One convolution over time of rows [B, T, C], without its bias; a 2-D one of height 1, the form with kernels
+    for channels that lie together."""
+
+    weight: Tensor
+    bias: Tensor
+    """[C] fp32, for who reads the result."""
+    stride: int
+    padding: int
+    dilation: int
+    transposed: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, dtype: torch.dtype) -> _Convolution:
+        layer = cast("nn.Conv1d | nn.ConvTranspose1d", module)
+        weight = layer.weight.detach()[:, :, None].to(dtype).contiguous(memory_format=torch.channels_last)
+        bias = torch.zeros(layer.out_channels, device=weight.device) if layer.bias is None else layer.bias.detach()
+        (stride,), (padding,), (dilation,) = layer.stride, cast("tuple[int]", layer.padding), layer.dilation
+        return cls(weight, bias.float(), stride, padding, dilation, isinstance(layer, nn.ConvTranspose1d))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        image = rows.transpose(1, 2)[:, :, None]
+        if self.transposed:
+            output = F.conv_transpose2d(image, self.weight, None, (1, self.stride), (0, self.padding))
+        else:
+            output = F.conv2d(image, self.weight, None, 1, (0, self.padding), (1, self.dilation))
+        return output[:, :, 0].transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Activation, dilated convolution, activation, plain convolution."""
+
+    enter: SnakeFilters
+    dilated: _Convolution
+    between: SnakeFilters
+    plain: _Convolution
+
+
+class FusedVocoder:
+    """Stands in for a BigVGAN.
+
+    Args:
+        vocoder: its weights are copied.
+        dtype: of the convolutions.
+    """
+
+    def __init__(self, vocoder: BigVGAN, dtype: torch.dtype) -> None:
+        self.samples_per_frame = vocoder.samples_per_frame
+        self._dtype = dtype
+        self._pre = _Convolution.of(vocoder.conv_pre, dtype)
+        self._ups = [_Convolution.of(cast(nn.Sequential, up)[0], dtype) for up in vocoder.ups]
+        blocks = [self._pairs(cast(ResidualBlock, block)) for block in vocoder.resblocks]
+        per_level = vocoder.blocks_per_level
+        self._levels = [blocks[first : first + per_level] for first in range(0, len(blocks), per_level)]
+        self._last = _filters(vocoder.activation_post)
+        self._post = _Convolution.of(vocoder.conv_post, torch.float32)
+
+    def __call__(self, mel: Tensor) -> Tensor:
+        """See `BigVGAN.forward`."""
+        rows = normalise_mel(mel).transpose(1, 2).contiguous().to(self._dtype)
+        hidden = self._pre(rows) + self._pre.bias
+        for up, blocks in zip(self._ups, self._levels, strict=True):
+            hidden = self._level(up(hidden.to(self._dtype)), up.bias, blocks)
+        silence = torch.zeros_like(hidden[0, 0])
+        last = anti_aliased_snake(hidden, None, silence, self._last, dtype=torch.float32)
+        return torch.clamp(self._post(last), -1.0, 1.0).squeeze(2)
+
+    def _level(self, hidden: Tensor, bias: Tensor, blocks: Sequence[Sequence[_Pair]]) -> Tensor:
+        """Mean of the blocks' outputs for the input `hidden + bias`; [B, T, C] fp32."""
+        outputs = [self._residual_block(hidden, bias, pairs) for pairs in blocks]
+        total = outputs[0]
+        for output in outputs[1:]:
+            total += output
+        return total.div_(len(outputs))
+
+    def _residual_block(self, hidden: Tensor, bias: Tensor, pairs: Sequence[_Pair]) -> Tensor:
+        stream, branch = hidden, None
+        for pair in pairs:
+            total = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
+            entered = anti_aliased_snake(stream, branch, bias, pair.enter, dtype=self._dtype, total=total)
+            inner = anti_aliased_snake(pair.dilated(entered), None, pair.dilated.bias, pair.between, dtype=self._dtype)
+            stream, branch, bias = total, pair.plain(inner), pair.plain.bias
+        return stream.add_(branch).add_(bias) if branch is not None else stream + bias
+
+    def _pairs(self, block: ResidualBlock) -> list[_Pair]:
+        snakes = [_filters(activation) for activation in block.activations]
+        return [
+            _Pair(enter, _Convolution.of(dilated, self._dtype), between, _Convolution.of(plain, self._dtype))
+            for enter, dilated, between, plain in zip(
+                snakes[0::2], block.convs1, snakes[1::2], block.convs2, strict=True
+            )
+        ]
+
+
+def _filters(module: nn.Module) -> SnakeFilters:
+    activation = cast(AntiAliasedSnake, module)
+    snake = activation.act
+    return SnakeFilters.of(
+        up=activation.up_filter[0, 0],
+        down=activation.down_filter[0, 0],
+        frequency=snake.alpha.detach().exp(),
+        magnitude=1.0 / (snake.beta.detach().exp() + SnakeBeta.NO_DIVISION_BY_ZERO),
+    )

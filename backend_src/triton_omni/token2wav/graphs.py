@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs of the fused networks: a recorded forward pass is launched at once instead of kernel by kernel.
+
+A graph has fixed shapes and addresses. The DiT's ragged batches fit one recorded for at least as many blocks, since
+where windows begin is data, not shape; the vocoder's shapes are those of a streaming plan. What fits no graph runs
+kernel by kernel. All graphs share one memory pool, so only one may run at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from triton_omni.token2wav.batching import Neighbours
+from triton_omni.token2wav.dit import DiT, Rotary
+from triton_omni.token2wav.fused_dit import FusedDiT
+from triton_omni.token2wav.fused_vocoder import FusedVocoder
+from triton_omni.token2wav.ode import STEPS, TIMES_A_STEP, TIMES_OF_A_STEP, Solver, guide
+from triton_omni.token2wav.sampler import Flow, StepwiseSolver
+
+WARM_UP_CALLS = 2
+"""Before recording: kernels are compiled and libraries choose their algorithms at the first call."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A graph with the tensors that it reads and the one that it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    output: Tensor
+
+
+class GraphPool:
+    """Records calls into one memory pool."""
+
+    def __init__(self) -> None:
+        self._handle = torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], Tensor]) -> _Recorded:
+        """Record `call`, which must read fixed tensors and never wait for the device."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        # cuDNN tries its algorithms here, at shapes that are worth it, and nowhere else.
+        with torch.cuda.stream(stream), torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
+            for _ in range(WARM_UP_CALLS):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process copy inputs meanwhile, which a global recording would forbid.
+        with (
+            torch.cuda.graph(graph, pool=self._handle, capture_error_mode="thread_local"),
+            torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False),
+        ):
+            output = call()
+        return _Recorded(graph, output)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a step of the solver reads and writes, at fixed addresses.
+
+    S blocks a half, one half or, under guidance, two; what lies behind a batch's end are blocks without neighbours.
+    """
+
+    state: Tensor
+    """[S, block, M]"""
+    condition: Tensor
+    """[halves, S, block, H]"""
+    scale: Tensor
+    """[S, block, 1]"""
+    modulation: Tensor
+    """[times of a step, 6 L + 2, H]"""
+    width: Tensor
+    """[], the step's."""
+    rotary: Rotary
+    """[halves x S, block, 1, head_dim / 2]"""
+    neighbours: Neighbours
+    """Of halves x S blocks."""
+
+    @classmethod
+    def allocate(cls, dit: DiT, halves: int, blocks: int, times: int, device: torch.device) -> _Inputs:
+        size, config = dit.config.block_size, dit.config
+        alone = torch.full((halves * blocks,), -1, dtype=torch.int32, device=device)
+        rows = dit.modulation(torch.zeros(1, device=device)).shape[1]
+        return cls(
+            state=torch.zeros(blocks, size, config.mel_dim, device=device),
+            condition=torch.zeros(halves, blocks, size, config.hidden_size, device=device),
+            scale=torch.zeros(blocks, size, 1, device=device),
+            modulation=torch.zeros(times, rows, config.hidden_size, device=device),
+            width=torch.zeros((), device=device),
+            rotary=dit.rotary(torch.zeros(halves * blocks, size, dtype=torch.int64, device=device)),
+            neighbours=Neighbours(alone, alone.clone(), torch.full_like(alone, size)),
+        )
+
+    def load(self, noise: Tensor, flow: Flow, rotary: Rotary) -> None:
+        """Copy what the steps of a batch share."""
+        count, blocks = len(noise), len(self.state)
+        self.state[:count] = noise
+        self.scale[:count] = flow.scale
+        near, mine = flow.layout.neighbours, self.neighbours
+        for half, condition in enumerate(self.condition):
+            first, end = half * blocks, half * blocks + count
+            condition[:count] = flow.conditional if half == 0 else cast(Tensor, flow.unconditional)
+            self.rotary.cos[first:end] = rotary.cos
+            self.rotary.sin[first:end] = rotary.sin
+            mine.previous[first:end] = torch.where(near.previous < 0, -1, near.previous + first)
+            mine.following[first:end] = torch.where(near.following < 0, -1, near.following + first)
+            mine.valid_frames[first:end] = near.valid_frames
+            # What an earlier batch left behind the end of this one must not point into it.
+            mine.previous[end : first + blocks] = -1
+            mine.following[end : first + blocks] = -1
+
+
+class GraphedSolver:
+    """Solves flows by one recorded step of the solver, launched once a step (`sampler.FlowSolver`).
+
+    Graphs of `recorded` kinds are made at once, of any other kind when it is first asked for.
+
+    Args:
+        dit: for what is computed once a batch.
+        fused: what is recorded, and what solves batches larger than any size evaluation by evaluation.
+        pool: where graphs have their memory.
+        device: of all tensors.
+        sizes: numbers of blocks, one half of guidance counted, to record graphs for.
+        recorded: (solver, guided) of the flows that come most.
+    """
+
+    def __init__(
+        self,
+        dit: DiT,
+        fused: FusedDiT,
+        pool: GraphPool,
+        device: torch.device,
+        *,
+        sizes: Iterable[int],
+        recorded: Iterable[tuple[Solver, bool]],
+    ) -> None:
+        self._dit, self._fused, self._pool, self._device = dit, fused, pool, device
+        self._stepwise = StepwiseSolver(fused)
+        self._sizes = sorted(set(sizes))
+        self._graphs: dict[tuple[int, Solver, bool], tuple[_Inputs, _Recorded]] = {}
+        # The largest first: the smaller ones then fit into its memory.
+        for solver, guided in recorded:
+            for size in reversed(self._sizes):
+                self._graph(size, solver, guided)
+
+    def solve(self, noise: Tensor, flow: Flow) -> Tensor:
+        """See `FlowSolver`."""
+        size = next((size for size in self._sizes if size >= len(noise)), None)
+        if size is None:
+            return self._stepwise.solve(noise, flow)
+        inputs, recorded = self._graph(size, flow.solver, flow.unconditional is not None)
+        inputs.load(noise, flow, self._dit.rotary(flow.layout.positions))
+        stride, times = TIMES_A_STEP[flow.solver], TIMES_OF_A_STEP[flow.solver]
+        for number, width in enumerate(flow.grid.diff().tolist()):
+            inputs.modulation.copy_(flow.modulation[stride * number : stride * number + times])
+            inputs.width.fill_(width)
+            recorded.graph.replay()
+        return inputs.state[: len(noise)].clone()
+
+    def _graph(self, size: int, solver: Solver, guided: bool) -> tuple[_Inputs, _Recorded]:
+        kind = size, solver, guided
+        if kind not in self._graphs:
+            inputs = _Inputs.allocate(self._dit, 1 + guided, size, TIMES_OF_A_STEP[solver], self._device)
+            self._graphs[kind] = inputs, self._pool.record(lambda: self._step(inputs, solver))
+        return self._graphs[kind]
+
+    def _step(self, inputs: _Inputs, solver: Solver) -> Tensor:
+        condition = inputs.condition.flatten(0, 1)
+
+        def velocity(number: int, state: Tensor) -> Tensor:
+            output = self._fused(state, condition, inputs.modulation[number], inputs.rotary, inputs.neighbours)
+            if len(inputs.condition) == 1:
+                return output
+            conditional, unconditional = output.chunk(2)
+            return guide(conditional, unconditional, inputs.scale)
+
+        return inputs.state.copy_(STEPS[solver](velocity, inputs.width, inputs.state))
+
+
+class GraphedVocoder:
+    """A fused vocoder with graphs for some shapes.
+
+    Args:
+        fused: what is recorded, and what runs for all other shapes.
+        mel_dim: channels of its input.
+        shapes: (batch, frames) to record graphs for.
+        pool: where graphs have their memory.
+    """
+
+    def __init__(
+        self,
+        fused: FusedVocoder,
+        mel_dim: int,
+        shapes: Iterable[tuple[int, int]],
+        pool: GraphPool,
+        device: torch.device,
+    ) -> None:
+        self.samples_per_frame = fused.samples_per_frame
+        self._fused = fused
+        self._graphs: dict[tuple[int, int], tuple[Tensor, _Recorded]] = {}
+        for batch, frames in sorted(set(shapes), key=lambda shape: -shape[0] * shape[1]):
+            mel = torch.zeros(batch, mel_dim, frames, device=device)
+            self._graphs[batch, frames] = mel, pool.record(lambda mel=mel: fused(mel))  # type: ignore[misc]
+
+    def __call__(self, mel: Tensor) -> Tensor:
+        """See `BigVGAN.forward`."""
+        batch, _, frames = mel.shape
+        fitting = [size for size, length in self._graphs if length == frames and size >= batch]
+        if not fitting:
+            return self._fused(mel)
+        inputs, recorded = self._graphs[min(fitting), frames]
+        inputs[:batch] = mel
+        recorded.graph.replay()
+        return recorded.output[:batch].clone()

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused kernels and networks against the plain ones they stand in for.
+
+On a machine without a GPU the kernels run in the Triton language's interpreter, in float32 and float16 (bfloat16 it
+does not compute); graphs, and speed, are the GPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from triton_omni.engine import StreamOptions
+from triton_omni.settings import SettingsError, StreamingPlan, Token2WavSettings
+from triton_omni.token2wav.acceleration import resolve_dtype, vocoder_shapes
+from triton_omni.token2wav.attention import block_attention
+from triton_omni.token2wav.batching import REACHES, block_layout
+from triton_omni.token2wav.bigvgan import AntiAliasedSnake
+from triton_omni.token2wav.dit import NORM_EPS, Rotary, modulate, rotate_
+from triton_omni.token2wav.engine import Token2WavEngine
+from triton_omni.token2wav.fused_dit import FusedDiT
+from triton_omni.token2wav.fused_vocoder import FusedVocoder
+from triton_omni.token2wav.kernels import SnakeFilters, anti_aliased_snake, fused_standard_normal, residual_norm
+from triton_omni.token2wav.kernels import block_attention as fused_block_attention
+from triton_omni.token2wav.networks import Networks, load_networks
+from triton_omni.token2wav.noise import MAX_SEED, standard_normal
+from triton_omni.token2wav.sampler import FlowOptions, Sampler, StepwiseSolver, Window
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+CPU = torch.device("cpu")
+LENGTHS = (30, 1, 24, 49)
+VOICE = "Chelsie"
+LEAST_DECIBEL = 45.0
+"""Of the float32 result over its difference to the float16 one; published as at least 35."""
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def networks(tiny_checkpoint: Path) -> Networks:
+    return load_networks(tiny_checkpoint, Token2WavSettings(dtype="float32"), DEVICE)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def decibel(reference: Tensor, other: Tensor) -> float:
+    """Signal to noise ratio of `other`."""
+    return float(10 * torch.log10(reference.square().sum() / (reference - other).square().sum()))
+
+
+@pytest.mark.parametrize("width", [64, 100])
+def test_residual_norm_equals_sum_and_adaptive_norm(width: int) -> None:
+    hidden, branch = random(5, width), random(5, width, seed=1)
+    gate, shift, scale = random(3, width, seed=2).unbind(0)
+    total = hidden + gate * branch
+    updated = hidden.clone()
+    normed = residual_norm(updated, branch, gate, shift, scale, eps=NORM_EPS, dtype=torch.float32)
+    torch.testing.assert_close(updated, total, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(normed, modulate(total, shift, scale), atol=1e-5, rtol=1e-5)
+    untouched = hidden.clone()
+    normed = residual_norm(untouched, None, gate, shift, scale, eps=NORM_EPS, dtype=torch.float32)
+    assert torch.equal(untouched, hidden)
+    torch.testing.assert_close(normed, modulate(hidden, shift, scale), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reach", REACHES)
+def test_fused_attention_equals_the_plain_one_on_ragged_windows(reach: tuple[int, int]) -> None:
+    block, heads, head_dim = 24, 2, 32
+    layout = block_layout(LENGTHS, block, DEVICE)
+    rows = random(sum(LENGTHS), 3 * heads * head_dim)
+    qkv = layout.pack(rows)
+    angles = random(layout.num_blocks, block, 1, head_dim // 2, seed=1)
+    rotary = Rotary(angles.cos(), angles.sin())
+    query, key, value = (part.reshape(-1, block, heads, head_dim).clone() for part in qkv.chunk(3, dim=-1))
+    rotate_(query, rotary)
+    rotate_(key, rotary)
+    expected = layout.unpack(block_attention(query, key, value, layout, reach).flatten(2))
+    ours = fused_block_attention(
+        qkv.flatten(0, 1),
+        (rotary.cos.flatten(0, 2), rotary.sin.flatten(0, 2)),
+        layout.neighbours,
+        reach,
+        heads=heads,
+        rotary_heads=1,
+    )
+    for theirs, mine in zip(expected, layout.unpack(ours.view(-1, block, heads * head_dim)), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 53, 54, 55, 120])
+def test_fused_snake_equals_the_module_at_every_edge(length: int) -> None:
+    channels = 20
+    module = AntiAliasedSnake(channels).to(DEVICE)
+    module.act.alpha.copy_(random(channels, seed=1))
+    module.act.beta.copy_(random(channels, seed=2))
+    first, second, bias = random(2, length, channels), random(2, length, channels, seed=3), random(channels, seed=4)
+    total = first + second + bias
+    snake = SnakeFilters.of(
+        module.up_filter[0, 0],
+        module.down_filter[0, 0],
+        module.act.alpha.exp(),
+        1 / (module.act.beta.exp() + module.act.NO_DIVISION_BY_ZERO),
+    )
+    kept = torch.empty_like(total)
+    ours = anti_aliased_snake(first, second, bias, snake, dtype=torch.float32, total=kept)
+    torch.testing.assert_close(kept, total, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(ours, module(total.transpose(1, 2)).transpose(1, 2), atol=2e-5, rtol=1e-5)
+
+
+def test_fused_noise_is_the_same_function_of_seed_frame_and_channel() -> None:
+    spans = [(5, 3, 9), (MAX_SEED, 8100, 8107), (2**40 + 3, 0, 2)]
+    for channels in (80, 7):
+        ours = fused_standard_normal(spans, channels, DEVICE)
+        torch.testing.assert_close(ours, standard_normal(spans, channels, DEVICE), atol=1e-6, rtol=1e-6)
+
+
+def some_windows(networks: Networks, lengths: tuple[int, ...] = (7, 12)) -> list[Window]:
+    generator = torch.Generator().manual_seed(3)
+    voice = networks.voices[VOICE]
+    codes = [torch.randint(networks.dit.config.num_embeds + 1, (n,), generator=generator).to(DEVICE) for n in lengths]
+    return [Window(part, 24 * n, n, voice, 0.5) for n, part in enumerate(codes)]
+
+
+@pytest.mark.parametrize("guided", [True, False])
+def test_fused_dit_in_float32_equals_the_plain_one(networks: Networks, guided: bool) -> None:
+    options = FlowOptions("euler", 2, -1.0, guided)
+    windows = some_windows(networks)
+    plain = Sampler(networks.dit, DEVICE).sample(windows, options)
+    solver = StepwiseSolver(FusedDiT(networks.dit, torch.float32))
+    for theirs, mine in zip(plain, Sampler(networks.dit, DEVICE, solver).sample(windows, options), strict=True):
+        assert theirs.std() > 0.1
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_fused_dit_in_float16_is_close(networks: Networks) -> None:
+    options = FlowOptions("euler", 2, -1.0, guided=True)
+    windows = some_windows(networks)
+    plain = Sampler(networks.dit, DEVICE).sample(windows, options)
+    solver = StepwiseSolver(FusedDiT(networks.dit, torch.float16))
+    for theirs, mine in zip(plain, Sampler(networks.dit, DEVICE, solver).sample(windows, options), strict=True):
+        assert decibel(theirs, mine) > LEAST_DECIBEL
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 100.0), (torch.float16, LEAST_DECIBEL)])
+def test_fused_vocoder_is_as_close_as_its_precision(networks: Networks, dtype: torch.dtype, least: float) -> None:
+    mel = random(2, 80, 3) * 2 - 4
+    plain = networks.vocoder(mel)
+    assert plain.std() > 1e-2
+    assert decibel(plain, FusedVocoder(networks.vocoder, dtype)(mel)) > least
+
+
+def test_half_precision_without_a_gpu_is_refused_by_name() -> None:
+    assert resolve_dtype("auto", CPU) is torch.float32
+    assert resolve_dtype("auto", torch.device("cuda")) is torch.float16
+    assert resolve_dtype("bfloat16", torch.device("cuda")) is torch.bfloat16
+    with pytest.raises(SettingsError, match="dtype: float16 needs a GPU, the device is cpu; use float32"):
+        resolve_dtype("float16", CPU)
+
+
+def test_vocoder_shapes_are_those_of_the_plans_regular_chunks(networks: Networks) -> None:
+    plans = {"plan": StreamingPlan(chunk_blocks=(1, 3), look_ahead_blocks=1, vocoder_context_frames=24)}
+    settings = Token2WavSettings(plan="plan", plans=plans, max_batch=3)
+    # Chunk 0: its block and the look-ahead; then 24 frames of context a side of 72.
+    assert set(vocoder_shapes(settings, networks)) == {(n, frames) for n in (1, 2, 4) for frames in (48, 120)}
+
+
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs exist on a GPU only")
+@pytest.mark.parametrize("solver", ["rk4", "euler"])
+@pytest.mark.parametrize("guided", [True, False])
+def test_recorded_steps_equal_the_same_steps_one_by_one(networks: Networks, solver: str, guided: bool) -> None:
+    from triton_omni.token2wav.graphs import GraphedSolver, GraphPool
+
+    fused = FusedDiT(networks.dit, torch.float16)
+    graphed = GraphedSolver(networks.dit, fused, GraphPool(), DEVICE, sizes=(2, 6), recorded=[("rk4", True)])
+    options = FlowOptions(solver, 4, -1.0, guided)
+    # Larger, then smaller (what the first left behind must not matter), then too large for any graph.
+    for lengths in ((30, 24), (7,), (12, 12), (90,), (31, 5)):
+        windows = some_windows(networks, lengths)
+        one_by_one = Sampler(networks.dit, DEVICE, StepwiseSolver(fused)).sample(windows, options)
+        for theirs, mine in zip(
+            one_by_one, Sampler(networks.dit, DEVICE, graphed).sample(windows, options), strict=True
+        ):
+            assert decibel(theirs, mine) > 60.0
+
+
+@pytest.mark.skipif(not ON_GPU, reason="half precision needs a GPU")
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("mode", ["streaming", "offline"])
+def test_speech_in_half_precision_is_close_to_the_plain_paths(
+    tiny_checkpoint: Path, networks: Networks, mode: str, cuda_graphs: bool
+) -> None:
+    codes = torch.randint(networks.dit.config.num_embeds + 1, (130,), generator=torch.Generator().manual_seed(1)).int()
+
+    def speak(settings: Token2WavSettings) -> Tensor:
+        engine = Token2WavEngine(tiny_checkpoint, settings, DEVICE)
+        for key in ("first", "second"):
+            engine.open(key, VOICE, 7, StreamOptions(mode=mode))
+            engine.feed(key, codes)
+            engine.end(key)
+        chunks: dict[str, list[Tensor]] = {"first": [], "second": []}
+        while engine.has_work():
+            for output in engine.step():
+                assert output.error is None
+                chunks[output.key].append(output.samples)
+        assert decibel(torch.cat(chunks["first"]), torch.cat(chunks["second"])) > 60.0
+        return torch.cat(chunks["first"])
+
+    plain = speak(Token2WavSettings(dtype="float32"))
+    fast = speak(Token2WavSettings(dtype="auto", cuda_graphs=cuda_graphs))
+    assert len(plain) == len(fast) == 130 * 480
+    assert decibel(plain, fast) > 35.0
