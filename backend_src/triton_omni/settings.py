@@ -167,11 +167,14 @@ class Token2WavSettings(_Frozen):
     mode: Literal["streaming", "offline"] = "streaming"
     plan: str = "balanced"
     """Name of the entry of `plans` that streams use."""
-    plans: dict[str, StreamingPlan] = {"balanced": StreamingPlan()}
+    plans: dict[str, StreamingPlan] = {
+        "balanced": StreamingPlan(),
+        "low_latency": StreamingPlan(chunk_blocks=(1, 1, 2, 3), look_ahead_blocks=0, vocoder_context_frames=8),
+    }
     diffusion: DiffusionSettings = DiffusionSettings()
-    max_batch: Annotated[int, Field(gt=0, le=64)] = 8
+    max_batch: Annotated[int, Field(gt=0, le=64)] = 32
     """Windows solved together in one batch."""
-    max_batch_frames: Positive = 2048
+    max_batch_frames: Positive = 1152
     """Mel frames of one batch, context included: bounds its memory and its time; a longer window runs alone."""
     attention: Literal["block", "plain"] = "block"
     """Block-local attention, or the plain masked one (slow; to compare with); of the plain path only."""

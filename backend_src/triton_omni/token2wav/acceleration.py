@@ -20,8 +20,6 @@ from triton_omni.token2wav.sampler import UNGUIDED_BELOW, FlowSolver, Sampler, S
 GRAPHED_BLOCKS = (*range(2, 12, 2), *range(12, 73, 6))
 """Blocks of a batch, one half of guidance counted, for which a solver's step is recorded. Beyond, a kernel takes
 longer than its launch."""
-GRAPHED_VOCODER_FRAMES = 2048
-"""Mel frames of a batch up to which the vocoder is recorded."""
 
 
 class Vocoder(Protocol):
@@ -77,11 +75,15 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
 
 
 def vocoder_shapes(settings: Token2WavSettings, networks: Networks) -> list[tuple[int, int]]:
-    """(batch, frames) of the regular chunks of the plan that streams use: batches by powers of two."""
+    """(batch, frames) of the regular chunks of the plan that streams use: batches by powers of two, up to the first
+    that holds as many chunks as are solved together."""
     config, chosen = networks.dit.config, settings.plans[settings.plan]
     plan = streaming_plan(chosen, block_frames=config.block_size, frames_per_code=config.repeats)
     # The chunk behind the last listed one has the first full look-back, so all later ones are like it.
     chunks = (plan.chunk(index, UNBOUNDED, ended=False) for index in range(len(chosen.chunk_blocks) + 1))
-    lengths = {len(chunk.vocoder) for chunk in chunks if chunk is not None}
-    batches = [2**power for power in range((settings.max_batch - 1).bit_length() + 1)]
-    return [(batch, frames) for frames in lengths for batch in batches if batch * frames <= GRAPHED_VOCODER_FRAMES]
+    shapes = set()
+    for chunk in chunks:
+        if chunk is not None:
+            most = min(settings.max_batch, max(1, settings.max_batch_frames // len(chunk.solved)))
+            shapes |= {(2**power, len(chunk.vocoder)) for power in range((most - 1).bit_length() + 1)}
+    return sorted(shapes)
