@@ -101,7 +101,7 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
 
 @functools.lru_cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call,no-any-return]
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
