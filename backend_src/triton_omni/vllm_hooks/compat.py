@@ -108,11 +108,13 @@ except ImportError as error:
 
 _RUNNER_METHODS = (
     "_calc_mrope_positions",
+    "_compute_prev_positions",
     "_zero_block_ids",
     "_init_kv_zero_meta",
     "_init_mrope_positions",
     "_make_buffer",
     "_model_forward",
+    "_prepare_input_ids",
     "_prepare_inputs",
     "_sample",
     "_update_states",

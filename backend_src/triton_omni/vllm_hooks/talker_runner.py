@@ -25,6 +25,7 @@ from triton_omni.vllm_hooks.compat import (
 )
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
+from triton_omni.vllm_hooks.steady_decode import SteadyDecodeMixin
 from triton_omni.vllm_hooks.talker_network import TalkerForCausalLM
 from triton_omni.vllm_hooks.talker_rows import SampledStep, Sequence
 from triton_omni.vllm_hooks.talker_step import TalkerStep, make_step
@@ -187,8 +188,8 @@ class TalkerRunnerMixin(_Runner):
                 sequence.sampled.append(SampledStep(code, ready))
 
 
-class TalkerRunner(TalkerRunnerMixin, CounterNoiseMixin, PlatformRunner):
-    """vLLM's runner with hidden rows added and batched seeded sampling."""
+class TalkerRunner(TalkerRunnerMixin, CounterNoiseMixin, SteadyDecodeMixin, PlatformRunner):
+    """vLLM's runner with hidden rows added, batched seeded sampling, and little to do for a step that goes on."""
 
 
 class TalkerWorker(StageWorker):
