@@ -18,6 +18,7 @@ from torch import Tensor
 from triton_omni.stage import record_event
 from triton_omni.vllm_hooks.compat import (
     CachedRequestState,
+    CompilationMode,
     GPUModelRunner,
     SamplerOutput,
     SchedulerOutput,
@@ -79,6 +80,8 @@ class TalkerRunnerMixin(_Runner):
                 sessions=cast(dict[str, int], self.vllm_config.additional_config)[SESSIONS],
             )
         self._index.cpu.copy_(self._index.gpu)
+        if self.compilation_config.mode != CompilationMode.NONE:
+            self.step.compile()
         cast(TalkerForCausalLM, self.get_model()).step = self.step
 
     def capture_model(self) -> int:

@@ -41,6 +41,11 @@ class TalkerStep:
         self.sound = torch.zeros(max_sequences, dtype=torch.bool, device=index.device)
         """Of the last decode step: whether the sequence is still finite."""
 
+    def compile(self) -> None:
+        """Let torch.compile fuse what surrounds the network, from its next run on."""
+        self.condition = torch.compile(self.condition, fullgraph=True, dynamic=True)  # type: ignore[method-assign]
+        self.finish_decode = torch.compile(self.finish_decode, fullgraph=True, dynamic=True)  # type: ignore[method-assign]
+
     def condition(self, ids: Tensor, codes: Tensor) -> Tensor:
         """Inputs [N, H] of a step's tokens: each one's hidden row plus `codes` [N, H], the embeddings of `ids` [N].
 
