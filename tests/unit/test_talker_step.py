@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a talker step computes around the network: conditioning, penalty and mask, padded steps, compiled steps."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from triton_omni.engine import TalkerPrompt
+from triton_omni.talker.conditioning import CodecIds
+from triton_omni.vllm_hooks.talker_rows import TalkerRows
+from triton_omni.vllm_hooks.talker_step import TalkerStep
+
+IDS = CodecIds(mask=12, pad=10, bos=13, eos=11)
+VOCABULARY, SPEAKABLE, WIDTH, SEQUENCES = 16, 8, 4, 3
+
+
+class Bench:
+    """A step of three open sequences, and the index that a runner would write."""
+
+    def __init__(self):
+        self.rows = TalkerRows(torch.ones(2, WIDTH), 60, 4, torch.zeros(VOCABULARY, dtype=torch.bool), 20)
+        self.index = torch.tensor([[0, self.rows.idle_slot]] * 8)
+        self.step = TalkerStep(self.rows, self.index, IDS, SPEAKABLE, SEQUENCES)
+        prompt = TalkerPrompt(2, torch.arange(4).expand(3, -1), 0, max_rows=8)
+        self.open = [self.rows.open(str(n), prompt, torch.zeros(WIDTH), None, 1.0 + n) for n in range(SEQUENCES)]
+        for number, sequence in enumerate(self.open):
+            self.rows.feed(sequence, torch.full((4, WIDTH), 10.0 * (number + 1)))
+
+    def decode(self, ids, logits, padded=0):
+        """One step at each sequence's first position; logits as the step gives them, and what is sound."""
+        for place, sequence in enumerate(self.open[: len(ids)]):
+            self.index[place] = torch.tensor([sequence.base, sequence.slot])
+        ids = torch.tensor([*ids, *[0] * padded], dtype=torch.int32)
+        inputs = self.step.condition(ids, ids.unsqueeze(-1).expand(-1, WIDTH).float())
+        self.step.finish_decode(torch.cat([logits, torch.full((padded, VOCABULARY), float("nan"))]))
+        return inputs, self.step.logits.clone(), self.step.sound.clone()
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def test_an_input_is_row_plus_code_and_the_mask_id_counts_as_zero(bench):
+    inputs, _, _ = bench.decode([3, 5, IDS.mask], torch.zeros(3, VOCABULARY))
+    assert inputs[:, 0].tolist() == [13.0, 25.0, 30.0]
+
+
+def test_ids_that_were_read_are_penalised_in_their_own_sequence(bench):
+    logits = torch.ones(3, VOCABULARY)
+    logits[:, 4] = -1.0
+    bench.decode([3, 4, 5], logits)
+    _, adjusted, _ = bench.decode([4, 3, 3], logits)
+    expected = [[1.0, -1.0, 1.0], [1 / 2, -2.0, 1.0], [1 / 3, -1.0, 1 / 3]]
+    torch.testing.assert_close(adjusted[:, 3:6], torch.tensor(expected))
+
+
+def test_only_speakable_and_stop_ids_can_be_drawn(bench):
+    _, adjusted, _ = bench.decode([1, 2, 3], torch.zeros(3, VOCABULARY))
+    assert set(adjusted[0].isfinite().nonzero().flatten().tolist()) == {*range(SPEAKABLE), *IDS.stops}
+
+
+def test_padding_of_a_recorded_step_harms_no_sequence(bench):
+    bench.rows.pool[0] = float("nan")
+    logits = torch.ones(2, VOCABULARY)
+    _, padded, sound = bench.decode([3, 4], logits, padded=1)
+    assert sound.tolist() == [True, True, False]
+    _, after, sound = bench.decode([3, 4, 5], torch.ones(3, VOCABULARY))
+    assert sound.all()
+    assert torch.equal(after[:2], padded[:2])
+
+
+def test_a_compiled_step_gives_the_same(bench, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compiled = Bench()
+    compiled.step.compile()
+    generator = torch.Generator().manual_seed(0)
+    for ids in ([3], [3, 4], [1, 2, 7], [IDS.mask, 7, 2]):
+        logits = torch.randn(len(ids), VOCABULARY, generator=generator)
+        for plain, found in zip(bench.decode(ids, logits), compiled.decode(ids, logits), strict=True):
+            assert torch.equal(plain, found)
+    assert torch.equal(bench.rows.seen, compiled.rows.seen)
