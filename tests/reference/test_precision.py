@@ -63,9 +63,9 @@ def test_talker_logits_in_bfloat16(tiny_checkpoint: Path, hf: HfReference, monke
     engine: Any = make_engine(tiny_checkpoint, dtype="bfloat16")
     runner = engine._core.model_executor.driver_worker.worker.model_runner
     seen: list[Tensor] = []
-    adjust = runner._adjust
+    adjust = runner.step.adjust
     monkeypatch.setattr(
-        runner, "_adjust", lambda logits, *rest: (seen.append(logits.clone()), adjust(logits, *rest))[1]
+        runner.step, "adjust", lambda logits, *rest: (seen.append(logits.clone()), adjust(logits, *rest))[1]
     )
     engine.open("a", case.prompt, ONE_TOKEN)
     engine.feed("a", case.rows.to(DEVICE, torch.bfloat16))
