@@ -238,18 +238,20 @@ def test_the_ending_id_is_given_but_not_its_text(
     assert "<|" not in answer.text
 
 
-@pytest.mark.parametrize("engine_name", ["engine", "async_engine"])
-def test_no_reply_ends_before_its_least_length(
-    request: pytest.FixtureRequest, hf: HfReference, expected: dict[str, ThinkerResult], engine_name: str
-) -> None:
-    made = request.getfixturevalue(engine_name)
+def check_least_length(engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]) -> None:
     texts = [text for text in QUESTIONS if len(expected[text].token_ids) < REPLY.max_tokens][:2]
     assert texts
     samplings = {text: Sampling(max_tokens=70, min_tokens=least) for text, least in zip(texts, (66, 70), strict=False)}
-    answers = run(made, {text: ask(hf, text) for text in texts}, samplings)
+    answers = run(engine, {text: ask(hf, text) for text in texts}, samplings)
     for text in texts:
         assert_equals_hf(answers[text], hf.thinker(hf.ask(text), samplings[text]))
         assert len(answers[text].token_ids) >= samplings[text].min_tokens
+
+
+def test_no_reply_ends_before_its_least_length(
+    engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
+) -> None:
+    check_least_length(engine, hf, expected)
 
 
 @dataclass(frozen=True)
@@ -566,6 +568,12 @@ def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, stand_in in (("Stream", _Ordered), ("Event", _Ordered), ("current_stream", _Ordered)):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+
+
+def test_no_reply_scheduled_ahead_ends_before_its_least_length(
+    async_engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
+) -> None:
+    check_least_length(async_engine, hf, expected)
 
 
 def test_a_step_scheduled_ahead_adds_no_row(
