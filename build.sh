@@ -70,7 +70,8 @@ Usage: ./build.sh COMMAND [options]      (./build.sh COMMAND --help tells more)
   clean           remove everything this script made
 
 Environment:
-  OMNI_MODEL      checkpoint to serve: a folder, or a Hugging Face id such as Qwen/Qwen2.5-Omni-7B
+  OMNI_MODEL      checkpoint to serve: a folder, a Hugging Face id such as Qwen/Qwen2.5-Omni-7B, or random:7b
+                  (also 3b, tiny): random weights of that size
                   (default: a tiny synthetic checkpoint, made here; it speaks noise)
   OMNI_PLATFORM   cpu or gpu (default: gpu where an NVIDIA GPU is found)
   OMNI_MPS        1 = servers run under CUDA MPS, as by serve --mps (default: 0)

@@ -22,6 +22,6 @@ define_torchvision_operators()
 @pytest.fixture(scope="session")
 def tiny_checkpoint() -> Path:
     """Folder of the tiny synthetic checkpoint in HF's format; do not write into it."""
-    from triton_omni.checkpoint.synthetic import ensure_tiny
+    from triton_omni.checkpoint.synthetic import ensure_checkpoint
 
-    return ensure_tiny()
+    return ensure_checkpoint()

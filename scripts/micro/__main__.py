@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -63,24 +62,9 @@ def chosen(only: str | None) -> list[str]:
 
 def checkpoint_of(size: Size) -> Path:
     """The cached checkpoint of random weights, made if it is not there (in a child, which frees its memory)."""
-    from triton_omni.checkpoint.synthetic import default_checkpoint_path, ensure_tiny
-
-    if size is Size.TINY:
-        return ensure_tiny()
-    folder = default_checkpoint_path()
-    folder = folder.with_name(folder.name.replace("tiny", size.value))
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        console.print(f"making random weights of size {size.value} in {folder}")
-        building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        command = [sys.executable, "-m", "triton_omni.checkpoint.synthetic", "--size", size.value]
-        try:
-            subprocess.run([*command, "--out", str(building)], check=True, stdout=subprocess.DEVNULL)
-            building.chmod(0o755)
-            building.rename(folder)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-    return folder
+    command = [sys.executable, "-m", "triton_omni.checkpoint.synthetic", "--size", size.value]
+    made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return Path(made.stdout.strip())
 
 
 def checkpoint(model: Path | None, size: Size | None) -> str:

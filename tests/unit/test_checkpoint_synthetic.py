@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from triton_omni.checkpoint import synthetic
-from triton_omni.checkpoint.synthetic import ensure_tiny, make_checkpoint
+from triton_omni.checkpoint.synthetic import ensure_checkpoint, make_checkpoint
 from triton_omni.checkpoint.synthetic_config import omni_config, vocabulary
 from triton_omni.checkpoint.synthetic_text import build_tokenizer
 from triton_omni.checkpoint.synthetic_weights import CONSTANT, WeightRules
@@ -103,8 +103,8 @@ def test_text_survives_the_tokenizer(text: str) -> None:
 def test_processes_that_ask_at_once_get_one_whole_checkpoint(tmp_path: Path, tiny_checkpoint: Path) -> None:
     path = tmp_path / "cache" / "tiny"
     # New interpreters: a fork of this one could inherit a lock of torch's thread pool.
-    code = "import pathlib, sys; from triton_omni.checkpoint.synthetic import ensure_tiny; "
-    code += "ensure_tiny(pathlib.Path(sys.argv[1]))"
+    code = "import pathlib, sys; from triton_omni.checkpoint.synthetic import ensure_checkpoint; "
+    code += "ensure_checkpoint(path=pathlib.Path(sys.argv[1]))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     workers = [subprocess.Popen([sys.executable, "-c", code, str(path)], env=environment) for _ in range(2)]
     try:
@@ -117,17 +117,17 @@ def test_processes_that_ask_at_once_get_one_whole_checkpoint(tmp_path: Path, tin
 
 
 def test_an_existing_checkpoint_is_left_alone(tmp_path: Path) -> None:
-    assert ensure_tiny(tmp_path) == tmp_path
+    assert ensure_checkpoint(path=tmp_path) == tmp_path
     assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_build_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(synthetic, "make_checkpoint", fail)
     with pytest.raises(OSError, match="disk full"):
-        ensure_tiny(tmp_path / "cache" / "tiny")
+        ensure_checkpoint(path=tmp_path / "cache" / "tiny")
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -139,7 +139,11 @@ def test_command_line_writes_and_reports(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "made" / "config.json").is_file()
 
 
-def test_command_line_wants_a_folder_for_big_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        synthetic.main(["--size", "7b"])
-    assert "--out is needed" in capsys.readouterr().err
+def test_command_line_without_a_folder_makes_the_cached_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(synthetic, "default_checkpoint_path", lambda size: tmp_path / f"cache-{size}")
+    monkeypatch.setattr(synthetic, "make_checkpoint", lambda folder, size, **_: (folder / size).touch())
+    synthetic.main(["--size", "7b"])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "cache-7b")
+    assert (tmp_path / "cache-7b" / "7b").exists()

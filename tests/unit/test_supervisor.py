@@ -417,6 +417,26 @@ def test_a_checkpoint_folder_needs_a_config(tmp_path: Path) -> None:
     assert model_folder(str(tmp_path)) == tmp_path.resolve()
 
 
+def test_random_weights_are_asked_for_by_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def made(size: str, **_: object) -> Path:
+        if size == "7b":
+            raise OSError(28, "No space left on device")
+        asked.append(size)
+        return tmp_path
+
+    monkeypatch.setattr("triton_omni.checkpoint.synthetic.ensure_checkpoint", made)
+    assert [model_folder(source) for source in ("random:3b", "", None)] == [tmp_path] * 3
+    assert asked == ["3b", "tiny", "tiny"]
+    with pytest.raises(ModelFolderError, match=r"random:7b cannot be made: .*No space left on device"):
+        model_folder("random:7b")
+    assert print_model_folder(["random:70b"]) == 1
+    assert "random:70b: there are random weights of the sizes tiny, 3b, 7b" in capsys.readouterr().err
+
+
 def test_a_checkpoint_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelFolderError, match=r"model\.safetensors is no folder"):

@@ -87,25 +87,29 @@ def make_checkpoint(
     _write_shards(folder, shards, rules, torch.device(device or "cpu"), tell)
 
 
-def default_checkpoint_path() -> Path:
-    """Where the tiny checkpoint of this version of the code lies in the repository's cache folder."""
+def default_checkpoint_path(size: Size = "tiny") -> Path:
+    """Where the checkpoint of this size and this version of the code lies in the repository's cache folder."""
     root = Path(__file__).resolve().parents[3]
-    return root / ".cache" / "checkpoints" / f"tiny-{_source_hash()}"
+    return root / ".cache" / "checkpoints" / f"{size}-{_source_hash()}"
 
 
-def ensure_tiny(path: Path | None = None) -> Path:
-    """Make the tiny checkpoint unless it is there; safe when several processes ask at once.
+def ensure_checkpoint(size: Size = "tiny", path: Path | None = None, *, progress: Progress | None = None) -> Path:
+    """Make the checkpoint unless it is there; safe when several processes ask at once.
+
+    The tiny one's weights are drawn on the CPU, so that they are the same everywhere; of larger ones on a GPU if there
+    is one.
 
     Returns:
-        Its folder, `default_checkpoint_path()` unless another is given.
+        Its folder, `default_checkpoint_path(size)` unless another is given.
     """
-    path = path or default_checkpoint_path()
+    path = path or default_checkpoint_path(size)
     if path.is_dir():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
     try:
-        make_checkpoint(building, "tiny")
+        device = "cuda" if size != "tiny" and torch.cuda.is_available() else "cpu"
+        make_checkpoint(building, size, device=device, progress=progress)
         building.chmod(0o755)
         building.rename(path)
     except OSError:
@@ -185,19 +189,21 @@ def _draw(planned: _Planned, rules: WeightRules, device: torch.device) -> Tensor
     return rules.draw(planned.name, planned.shape, device).to(planned.dtype).cpu()
 
 
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line of this module."""
     parser = argparse.ArgumentParser(prog="python -m triton_omni.checkpoint.synthetic", description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--out", type=Path, help="folder to write; default for tiny: the cache folder the tests use")
+    parser.add_argument("--out", type=Path, help="folder to write; by default one in .cache, if it is not there yet")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of thinker and talker")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(arguments)
     if given.out is None:
-        if given.size != "tiny":
-            parser.error("--out is needed for this size")
-        sys.stdout.write(f"{ensure_tiny()}{os.linesep}")
+        sys.stdout.write(f"{ensure_checkpoint(given.size, progress=_tell)}{os.linesep}")
         return
     dtype = _DTYPES[given.dtype] if given.dtype else None
     make_checkpoint(
@@ -206,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
         given.seed,
         dtype=dtype,
         device=given.device,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
+        progress=_tell,
     )
     sys.stdout.write(f"{given.out}{os.linesep}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns what `OMNI_MODEL` says into a checkpoint folder: a folder, a Hugging Face id, or nothing (the tiny checkpoint).
+"""Turns what `OMNI_MODEL` says into a checkpoint folder: a folder, a Hugging Face id, or random weights of a size.
 
 It knows the names of a checkpoint's files, and reads no weight.
 Command line: `python -m triton_omni.serving.model_folder [SOURCE]` prints the folder.
@@ -16,6 +16,7 @@ from pathlib import Path
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.reading import INDEX_FILE, SINGLE_FILE, CheckpointError, read_json
 
+RANDOM = "random:"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Weights in safetensors only; spk_dict.pt holds the speakers and has no other form.
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "spk_dict.pt"]
@@ -32,17 +33,14 @@ def model_folder(source: str | None) -> Path:
     """The checkpoint's folder.
 
     Args:
-        source: a folder, a hub id such as `Qwen/Qwen2.5-Omni-7B` (fetched once, with a progress bar), or None or ''
-            for the tiny synthetic checkpoint (made once).
+        source: a folder, a hub id such as `Qwen/Qwen2.5-Omni-7B` (fetched once, with a progress bar), `random:tiny`,
+            `random:3b` or `random:7b` (random weights of that size, made once), or None or '' for `random:tiny`.
 
     Raises:
-        ModelFolderError: there is no such folder, it has no `config.json`, or the id cannot be fetched.
+        ModelFolderError: there is no such folder or size, it has no `config.json`, or the id cannot be fetched.
     """
-    if not source:
-        # Imports torch, which a given folder does not need.
-        from triton_omni.checkpoint.synthetic import ensure_tiny
-
-        return ensure_tiny()
+    if not source or source.startswith(RANDOM):
+        return _random(source.removeprefix(RANDOM) if source else "tiny")
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -53,6 +51,20 @@ def model_folder(source: str | None) -> Path:
     if source.startswith((".", "/", "~")) or _HUB_ID.fullmatch(source) is None:
         raise ModelFolderError(f"{source!r} is neither a folder nor a Hugging Face id (owner/name)")
     return _fetch(source)
+
+
+def _random(size: str) -> Path:
+    # Imports torch, which a given folder does not need.
+    from triton_omni.checkpoint.synthetic import ensure_checkpoint
+    from triton_omni.checkpoint.synthetic_config import SIZES
+
+    known = [name for name in SIZES if name == size]
+    if not known:
+        raise ModelFolderError(f"{RANDOM}{size}: there are random weights of the sizes {', '.join(SIZES)}")
+    try:
+        return ensure_checkpoint(known[0], progress=lambda line: print(line, file=sys.stderr, flush=True))
+    except OSError as error:
+        raise ModelFolderError(f"{RANDOM}{size} cannot be made: {error}") from error
 
 
 def check_files(folder: Path) -> None:
