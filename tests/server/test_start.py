@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that cannot serve says why in one sentence and does not start."""
+"""A server that cannot serve says why in one sentence and does not start; one that is told to stop does."""
 
 from __future__ import annotations
 
+import queue
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 
-from server.serving import TINY, server_config
+from server.serving import TINY, serve, server_config
 from triton_omni.serving.machine import ServerError, ServerNotReady
 from triton_omni.serving.supervisor import Supervisor
 
@@ -34,3 +38,20 @@ def test_missing_checkpoint_is_told_before_anything_starts(tmp_path: Path) -> No
     with pytest.raises(ServerError, match="nowhere"):
         supervisor.start()
     assert supervisor.stop() == 0.0
+
+
+def test_a_client_that_holds_its_stream_open_does_not_hold_up_the_stop(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    text = grpcclient.InferInput("text_input", [1], "BYTES")
+    text.set_data_from_numpy(np.array([b"hello"], dtype=np.object_))
+    with serve(tmp_path, tiny_checkpoint) as server:
+        client = grpcclient.InferenceServerClient(server.supervisor.grpc_url)
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("qwen2_5_omni", [text], enable_empty_final_response=True)
+        final = False
+        while not final:
+            result, error = answers.get(timeout=60)
+            assert error is None
+            final = result.get_response().parameters["triton_final_response"].bool_param
+        assert server.stop() < 10
+        client.close()

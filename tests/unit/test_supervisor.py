@@ -152,6 +152,26 @@ def test_a_deaf_server_is_ended_after_its_exit_timeout(repository: Path, monkeyp
         assert server.exit_code == 128 + signal.SIGKILL
 
 
+def test_a_server_that_goes_on_without_a_stage_is_not_waited_for(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("triton_omni.serving.supervisor._ALONE_S", 0.5)
+    with Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, exit_timeout_s=60)) as server:
+        assert 0.5 <= server.stop() < 10
+        assert server.exit_code == 128 + signal.SIGKILL
+    assert "clients that hold a stream open are cut off" in capsys.readouterr().err
+
+
+def test_a_server_that_still_has_a_stage_gets_its_whole_exit_timeout(
+    repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton_omni.serving.supervisor._ALONE_S", 0.1)
+    monkeypatch.setattr("triton_omni.serving.supervisor._KILL_AFTER_S", 0.5)
+    environment = {"BEHAVIOUR": "deaf", "STAGE": str(stage)}
+    with Supervisor(config(repository, environment=environment, exit_timeout_s=1)) as server:
+        assert server.stop() >= 1.5
+
+
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Path]:
     """The file in which a server's stage writes its process id; the stage is ended if the server left it."""

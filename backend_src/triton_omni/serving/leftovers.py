@@ -27,19 +27,25 @@ def end_group(leader: subprocess.Popen[bytes]) -> None:
         os.killpg(leader.pid, signal.SIGKILL)
     leader.wait()
     deadline = time.monotonic() + _KILLED_WITHIN_S
-    while _has_running(leader.pid) and time.monotonic() < deadline:
+    while _running(leader.pid) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
-def _has_running(group: int) -> bool:
-    """Whether a process of the group runs; one that has ended and is not yet collected by its new parent does not."""
+def has_followers(leader: subprocess.Popen[bytes]) -> bool:
+    """Whether another process of the group that `leader` leads runs."""
+    return bool(_running(leader.pid) - {leader.pid})
+
+
+def _running(group: int) -> set[int]:
+    """Processes of the group; one that has ended and is not yet collected by its parent does not count."""
+    found = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # ended meanwhile
             # The command's name, in brackets, may hold anything.
             state, _, member_of = file.read_text().rpartition(")")[2].split()[:3]
             if int(member_of) == group and state not in "ZX":
-                return True
-    return False
+                found.add(int(file.parent.name))
+    return found
 
 
 def remove_shared_memory(prefix: str) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from triton_omni.serving.leftovers import end_group, remove_shared_memory
+from triton_omni.serving.leftovers import end_group, has_followers, remove_shared_memory
 from triton_omni.serving.machine import (
     ServerError,
     ServerNotReady,
@@ -40,6 +40,8 @@ from triton_omni.serving.server_log import ServerLog
 
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
 _KILL_AFTER_S = 5.0
+_ALONE_S = 2.0
+"""How long a server that was told to stop may go on without a stage."""
 _POLL_S = 0.1
 
 
@@ -182,10 +184,24 @@ class Supervisor:
         if not self._stopped:
             if process.poll() is None:
                 process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(self.config.exit_timeout_s + _KILL_AFTER_S)
+            self._await_end(process)
             self._remove_leftovers(process)
         return time.monotonic() - begin
+
+    def _await_end(self, process: subprocess.Popen[bytes]) -> None:
+        """Until the server has ended, has been without a stage for a while, or is past its exit timeout.
+
+        Triton waits for every client that holds a gRPC stream open, also for one without a request. When its stages
+        have ended there is nothing left that could be lost.
+        """
+        begin = last_stage = time.monotonic()
+        while process.poll() is None and time.monotonic() - begin < self.config.exit_timeout_s + _KILL_AFTER_S:
+            if has_followers(process):
+                last_stage = time.monotonic()
+            elif time.monotonic() - last_stage > _ALONE_S:
+                print("every stage has ended; clients that hold a stream open are cut off", file=sys.stderr, flush=True)
+                return
+            time.sleep(_POLL_S)
 
     def __enter__(self) -> Supervisor:
         self.start()
