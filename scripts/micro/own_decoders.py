@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -41,17 +41,43 @@ def sampling_of(mode: Mode, tokens: int, seed: int) -> Sampling:
     )
 
 
-class ThinkerDecoder:
-    """The thinker's engine with the rows of every token wanted, as for speech."""
+EngineT = TypeVar("EngineT", ThinkerVllmEngine, TalkerVllmEngine)
+
+
+class _OwnDecoder(Generic[EngineT]):
+    """What both of our engines have in common."""
 
     by = OURS
 
+    def __init__(self, engine: EngineT) -> None:
+        self._engine: EngineT = engine
+        self._keys: list[str] = []
+
+    def clear(self) -> None:
+        """Abort and drain."""
+        for key in self._keys:
+            self._engine.abort(key)
+        self._keys = []
+        while self._engine.has_work():
+            self._engine.step()
+
+    def facts(self) -> dict[str, Any]:
+        """See `engine_facts`."""
+        return engine_facts(self._engine._llm)
+
+    def close(self) -> None:
+        """Release the device."""
+        self._engine.close()
+
+
+class ThinkerDecoder(_OwnDecoder[ThinkerVllmEngine]):
+    """The thinker's engine with the rows of every token wanted, as for speech."""
+
     def __init__(self, plan: Plan, device: torch.device, ordinary_ids: int) -> None:
         settings = ThinkerSettings(engine=engine_settings(plan))
-        self._engine = ThinkerVllmEngine(Path(plan.model), settings, device)
+        super().__init__(ThinkerVllmEngine(Path(plan.model), settings, device))
         self._engine._end_ids = []
         self._plan, self._ordinary_ids = plan, ordinary_ids
-        self._keys: list[str] = []
 
     def begin(self, batch: int, mode: Mode, tokens: int) -> None:
         """Submit prompts of random ids."""
@@ -66,22 +92,6 @@ class ThinkerDecoder:
         """Tokens of one engine step; their rows are given out with them and dropped here."""
         return sum(len(output.token_ids) for output in self._engine.step())
 
-    def clear(self) -> None:
-        """Abort and drain."""
-        for key in self._keys:
-            self._engine.abort(key)
-        self._keys = []
-        while self._engine.has_work():
-            self._engine.step()
-
-    def facts(self) -> dict[str, Any]:
-        """See `engine_facts`."""
-        return engine_facts(self._engine._llm)
-
-    def close(self) -> None:
-        """Release the device."""
-        self._engine.close()
-
 
 class _Endless(TalkerVllmEngine):
     """A talker that goes on after a stop code."""
@@ -93,24 +103,21 @@ class _Endless(TalkerVllmEngine):
         return parameters
 
 
-class TalkerDecoder:
+class TalkerDecoder(_OwnDecoder[TalkerVllmEngine]):
     """The talker's engine with all rows there, so that no step waits for the thinker."""
-
-    by = OURS
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         checkpoint = Path(plan.model)
         engine = engine_settings(plan)
         settings = TalkerSettings(engine=engine, max_sessions=engine.max_num_seqs)
         config = load_config(checkpoint)
-        self._engine = _Endless(checkpoint, settings, device)
+        super().__init__(_Endless(checkpoint, settings, device))
         self._text_bos_id = load_speakers(checkpoint, config).default.text_bos_id
         # Hidden rows of any value cost the same; small ones stay finite in half precision.
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(plan.prompt_tokens + REPLY_ROWS, config.talker.embedding_size, generator=generator)
         self._rows = rows.to(device, resolve_dtype(settings.dtype, device))
         self._prompt_rows = plan.prompt_tokens
-        self._keys: list[str] = []
 
     def begin(self, batch: int, mode: Mode, tokens: int) -> None:
         """Open sequences and feed all their rows."""
@@ -125,19 +132,3 @@ class TalkerDecoder:
     def step(self) -> int:
         """Codes of one engine step."""
         return sum(len(output.codes) for output in self._engine.step() if output.codes is not None)
-
-    def clear(self) -> None:
-        """Abort and drain."""
-        for key in self._keys:
-            self._engine.abort(key)
-        self._keys = []
-        while self._engine.has_work():
-            self._engine.step()
-
-    def facts(self) -> dict[str, Any]:
-        """See `engine_facts`."""
-        return engine_facts(self._engine._llm)
-
-    def close(self) -> None:
-        """Release the device."""
-        self._engine.close()
