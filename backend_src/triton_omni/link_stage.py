@@ -21,7 +21,7 @@ from triton_omni.errors import InternalError, OmniError, StageName
 from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import SessionLedger
 from triton_omni.loop import IDLE_POLL_S, StageLoop
-from triton_omni.stage import Outlet, StageStats, as_omni_error, record_event
+from triton_omni.stage import Outlet, StageStats, as_omni_error, leave_default_stream, record_event
 from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage, Value
 
 
@@ -81,6 +81,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     def start(self) -> None:
         """Begin to serve."""
+        self._loop.post(functools.partial(leave_default_stream, self._device))
         self._loop.start()
 
     def submit(self, tensors: Mapping[str, Value], outlet: Outlet) -> None:

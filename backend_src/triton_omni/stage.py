@@ -99,6 +99,21 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
+def leave_default_stream(device: torch.device) -> None:
+    """Give the calling thread, which steps an engine, a stream of its own. Nothing to do on the CPU.
+
+    Triton's Python backend exports and copies GPU tensors on CUDA's legacy default stream (`PbTensor::FromDLPack`,
+    `PbMemory::CopyBuffer`), from other threads: a message would wait there for the engine's step that was launched
+    meanwhile. Streams of torch's pool and the legacy one do not wait for each other.
+    """
+    if device.type != "cuda":
+        return
+    torch.cuda.set_device(device)
+    # The networks were made on the default stream.
+    torch.cuda.synchronize(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
 @functools.lru_cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

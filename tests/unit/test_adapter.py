@@ -235,6 +235,7 @@ def thinker(name):
         FakeThinkerEngine(length=3),
         FakeIntake(),
         ledger,
+        device=torch.device("cpu"),
         hidden_size=HIDDEN,
         dtype=torch.float32,
     )

@@ -67,7 +67,15 @@ def pipeline(*, intake=None, thinker=None, talker=None, waveform=None, settings=
     )
     settings = settings or ThinkerSettings(max_sessions=8)
     stages = (
-        ThinkerStage(settings, thinker, intake or FakeIntake(), ledgers[0], hidden_size=HIDDEN, dtype=torch.float32),
+        ThinkerStage(
+            settings,
+            thinker,
+            intake or FakeIntake(),
+            ledgers[0],
+            device=CPU,
+            hidden_size=HIDDEN,
+            dtype=torch.float32,
+        ),
         TalkerStage(talker_settings or TalkerSettings(), talker, ledgers[1], device=CPU, text_bos_id=lambda voice: 3),
         Token2WavStage(waveform, ledgers[2], device=CPU, sample_rate=24000),
     )

@@ -78,7 +78,13 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
     ledger = _ledger("thinker", _facts(checkpoint, settings, config.thinker.decoder.hidden_size))
     intake = RequestIntake(checkpoint, config, load_speakers(checkpoint, config), settings, engine)
     stage = ThinkerStage(
-        settings, engine, intake, ledger, hidden_size=config.thinker.decoder.hidden_size, dtype=engine.dtype
+        settings,
+        engine,
+        intake,
+        ledger,
+        device=device,
+        hidden_size=config.thinker.decoder.hidden_size,
+        dtype=engine.dtype,
     )
     return adapt_thinker(pb_utils, stage, ledger)
 

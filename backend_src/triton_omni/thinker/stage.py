@@ -26,7 +26,7 @@ from triton_omni.ledger import SessionLedger, Slots
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.request import RawRequest
 from triton_omni.settings import ThinkerSettings
-from triton_omni.stage import SOON_S, Outbox, Outlet, Parcel, StageStats, as_omni_error
+from triton_omni.stage import SOON_S, Outbox, Outlet, Parcel, StageStats, as_omni_error, leave_default_stream
 from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
 RETRY_AFTER_MS = 250
@@ -82,6 +82,7 @@ class ThinkerStage:
     Args:
         engine: stepped by this stage's loop alone.
         intake: turns a raw request into a prepared one.
+        device: of the engine.
         hidden_size: H of the rows; dtype: of the links, the same in the talker.
     """
 
@@ -92,6 +93,7 @@ class ThinkerStage:
         intake: Intake,
         ledger: SessionLedger,
         *,
+        device: torch.device,
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
@@ -100,6 +102,7 @@ class ThinkerStage:
         self._intake = intake
         self._ledger = ledger
         self._slots = Slots(ledger, settings.max_sessions)
+        self._device = device
         self._hidden_size, self._dtype = hidden_size, dtype
         self._open: dict[str, _Open] = {}
         self._pool = ThreadPoolExecutor(settings.preprocess_threads, thread_name_prefix="omni-intake")
@@ -111,6 +114,7 @@ class ThinkerStage:
 
     def start(self) -> None:
         """Begin to serve."""
+        self._loop.post(functools.partial(leave_default_stream, self._device))
         self._loop.start()
 
     def submit(self, raw: RawRequest, outlet: Outlet) -> None:
