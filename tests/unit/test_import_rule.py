@@ -13,7 +13,7 @@ CLIENT = ROOT / "client" / "triton_omni_client"
 
 # Each module may import modules of lower layers and of its own group.
 LAYERS = [
-    {"contracts": {"errors", "settings", "engine", "device", "precision"}},
+    {"contracts": {"errors", "settings", "engine", "device", "precision", "spans"}},
     {
         "protocol": {"wire", "ledger", "hops", "loop", "stage", "strict_json", "chat", "request"},
         "checkpoint": {"checkpoint"},

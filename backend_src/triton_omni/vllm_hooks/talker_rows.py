@@ -8,7 +8,6 @@ sequences. It knows neither vLLM nor how a step is scheduled.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from triton_omni.engine import TalkerPrompt
 from triton_omni.errors import InternalError, Overloaded
+from triton_omni.spans import FirstFit
 from triton_omni.stage import record_event
 from triton_omni.talker.conditioning import Indices, can_speak, pool_rows, split_at_text_bos, stored_rows
 
@@ -76,38 +76,6 @@ class Sequence:
             return taken[0]
         joined = torch.cat([step.ids for step in taken])
         return SampledStep(joined, record_event(joined.device))
-
-
-class FirstFit:
-    """Contiguous spans of `capacity` places; the first gap that is large enough is taken."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._spans: dict[int, int] = {}
-
-    @property
-    def used(self) -> int:
-        """Places taken now."""
-        return sum(self._spans.values())
-
-    def take(self, count: int) -> int | None:
-        """First place of a span of `count`, or None where no gap is large enough."""
-        for start, end in self._gaps():
-            if end - start >= count:
-                self._spans[start] = count
-                return start
-        return None
-
-    def give(self, start: int) -> None:
-        """Free the span that `take` returned."""
-        del self._spans[start]
-
-    def _gaps(self) -> Iterator[tuple[int, int]]:
-        start = 0
-        for base in sorted(self._spans):
-            yield start, base
-            start = base + self._spans[base]
-        yield start, self.capacity
 
 
 class TalkerRows:

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contiguous spans of a pool: who holds which places (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class FirstFit:
+    """Contiguous spans of `capacity` places; the first gap that is large enough is taken."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._spans: dict[int, int] = {}
+
+    @property
+    def used(self) -> int:
+        """Places taken now."""
+        return sum(self._spans.values())
+
+    def take(self, count: int) -> int | None:
+        """First place of a span of `count`, or None where no gap is large enough."""
+        for start, end in self._gaps():
+            if end - start >= count:
+                self._spans[start] = count
+                return start
+        return None
+
+    def give(self, start: int) -> None:
+        """Free the span that `take` returned."""
+        del self._spans[start]
+
+    def _gaps(self) -> Iterator[tuple[int, int]]:
+        start = 0
+        for base in sorted(self._spans):
+            yield start, base
+            start = base + self._spans[base]
+        yield start, self.capacity
