@@ -19,7 +19,7 @@ from triton_omni.token2wav.batching import Neighbours
 from triton_omni.token2wav.dit import DiT, Rotary
 from triton_omni.token2wav.fused_dit import FusedDiT
 from triton_omni.token2wav.fused_vocoder import FusedVocoder
-from triton_omni.token2wav.ode import STEPS, TIMES_A_STEP, TIMES_OF_A_STEP, Solver, guide
+from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, STEPS, Solver, guide
 from triton_omni.token2wav.sampler import Flow, StepwiseSolver
 
 WARM_UP_CALLS = 2
@@ -73,7 +73,7 @@ class _Inputs:
     scale: Tensor
     """[S, block, 1]"""
     modulation: Tensor
-    """[times of a step, 6 L + 2, H]"""
+    """[evaluations of a step, 6 L + 2, H]"""
     width: Tensor
     """[], the step's."""
     rotary: Rotary
@@ -82,7 +82,7 @@ class _Inputs:
     """Of halves x S blocks."""
 
     @classmethod
-    def allocate(cls, dit: DiT, halves: int, blocks: int, times: int, device: torch.device) -> _Inputs:
+    def allocate(cls, dit: DiT, halves: int, blocks: int, evaluations: int, device: torch.device) -> _Inputs:
         size, config = dit.config.block_size, dit.config
         alone = torch.full((halves * blocks,), -1, dtype=torch.int32, device=device)
         rows = dit.modulation(torch.zeros(1, device=device)).shape[1]
@@ -90,7 +90,7 @@ class _Inputs:
             state=torch.zeros(blocks, size, config.mel_dim, device=device),
             condition=torch.zeros(halves, blocks, size, config.hidden_size, device=device),
             scale=torch.zeros(blocks, size, 1, device=device),
-            modulation=torch.zeros(times, rows, config.hidden_size, device=device),
+            modulation=torch.zeros(evaluations, rows, config.hidden_size, device=device),
             width=torch.zeros((), device=device),
             rotary=dit.rotary(torch.zeros(halves * blocks, size, dtype=torch.int64, device=device)),
             neighbours=Neighbours(alone, alone.clone(), torch.full_like(alone, size)),
@@ -155,9 +155,9 @@ class GraphedSolver:
             return self._stepwise.solve(noise, flow)
         inputs, recorded = self._graph(size, flow.solver, flow.unconditional is not None)
         inputs.load(noise, flow, self._dit.rotary(flow.layout.positions))
-        stride, times = TIMES_A_STEP[flow.solver], TIMES_OF_A_STEP[flow.solver]
-        for number, width in enumerate(flow.grid.diff().tolist()):
-            inputs.modulation.copy_(flow.modulation[stride * number : stride * number + times])
+        by_step = flow.modulation.split(EVALUATIONS_A_STEP[flow.solver])
+        for modulation, width in zip(by_step, flow.grid.diff().tolist(), strict=True):
+            inputs.modulation.copy_(modulation)
             inputs.width.fill_(width)
             recorded.graph.replay()
         return inputs.state[: len(noise)].clone()
@@ -165,7 +165,7 @@ class GraphedSolver:
     def _graph(self, size: int, solver: Solver, guided: bool) -> tuple[_Inputs, _Recorded]:
         kind = size, solver, guided
         if kind not in self._graphs:
-            inputs = _Inputs.allocate(self._dit, 1 + guided, size, TIMES_OF_A_STEP[solver], self._device)
+            inputs = _Inputs.allocate(self._dit, 1 + guided, size, EVALUATIONS_A_STEP[solver], self._device)
             self._graphs[kind] = inputs, self._pool.record(lambda: self._step(inputs, solver))
         return self._graphs[kind]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 Solver = Literal["rk4", "euler"]
 Velocity = Callable[[int, Tensor], Tensor]
-"""(number of the time in `evaluation_times`, state) -> d state / d t."""
+"""(number of the evaluation in `evaluation_times`, state) -> d state / d t."""
 
 
 def time_grid(num_steps: int, sway: float) -> Tensor:
@@ -30,22 +30,24 @@ def time_grid(num_steps: int, sway: float) -> Tensor:
 
 
 def evaluation_times(grid: Tensor, solver: Solver) -> Tensor:
-    """The distinct times [E] at which `solver` evaluates the velocity on `grid`; E is known before solving."""
+    """The times [E] of the evaluations of the velocity that `solver` makes on `grid`, in their order.
+
+    The last evaluation of one step of rk4 and the first of the next are at one time, but of different states.
+    """
     if solver == "euler":
         return grid[:-1].clone()
     start, step = grid[:-1], grid.diff()
-    inner = torch.stack([start, start + step / 3, start + step * 2 / 3], dim=1).flatten()
-    return torch.cat([inner, grid[-1:]])
+    return torch.stack([start, start + step / 3, start + step * 2 / 3, grid[1:]], dim=1).flatten()
 
 
 def integrate(velocity: Velocity, state: Tensor, grid: Tensor, solver: Solver) -> Tensor:
     """Carry `state` from the grid's first time to its last; any shape, the state's own device and dtype.
 
-    `velocity` is asked by the number of the time within `evaluation_times(grid, solver)`.
+    `velocity` is asked by the number of the evaluation within `evaluation_times(grid, solver)`.
     """
-    stride, take_step = TIMES_A_STEP[solver], STEPS[solver]
+    evaluations, take_step = EVALUATIONS_A_STEP[solver], STEPS[solver]
     for number, width in enumerate(grid.diff().tolist()):
-        state = take_step(functools.partial(_from, velocity, stride * number), width, state)
+        state = take_step(functools.partial(_from, velocity, evaluations * number), width, state)
     return state
 
 
@@ -59,7 +61,7 @@ def guide(conditional: Tensor, unconditional: Tensor, scale: Tensor | float) -> 
 
 
 def euler_step(velocity: Velocity, width: float | Tensor, state: Tensor) -> Tensor:
-    """One step of Euler's method; `velocity` is asked by the number of the time within the step."""
+    """One step of Euler's method; `velocity` is asked by the number of the evaluation within the step."""
     return state + width * velocity(0, state)
 
 
@@ -73,6 +75,4 @@ def rk4_step(velocity: Velocity, width: float | Tensor, state: Tensor) -> Tensor
 
 
 STEPS: Mapping[Solver, Callable[[Velocity, float | Tensor, Tensor], Tensor]] = {"rk4": rk4_step, "euler": euler_step}
-TIMES_A_STEP: Mapping[Solver, int] = {"rk4": 3, "euler": 1}
-"""How far the evaluation times of one step and of the next are apart."""
-TIMES_OF_A_STEP: Mapping[Solver, int] = {"rk4": 4, "euler": 1}
+EVALUATIONS_A_STEP: Mapping[Solver, int] = {"rk4": 4, "euler": 1}
