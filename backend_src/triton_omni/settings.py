@@ -129,7 +129,6 @@ class StreamingPlan(_Frozen):
 
     chunk_blocks: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 2, 3)
     """New blocks of chunk 0, 1, ...; the last entry repeats."""
-    look_back_blocks: Annotated[int, Field(ge=0, le=8)] = 2
     look_ahead_blocks: Annotated[int, Field(ge=0, le=8)] = 1
     vocoder_context_frames: Annotated[int, Field(ge=0, le=96)] = 24
     """Mel frames a side that the vocoder reads beyond the samples it gives out."""
@@ -172,10 +171,14 @@ class Token2WavSettings(_Frozen):
         "low_latency": StreamingPlan(chunk_blocks=(1, 1, 2, 3), look_ahead_blocks=0, vocoder_context_frames=8),
     }
     diffusion: DiffusionSettings = DiffusionSettings()
+    max_streams: Annotated[int, Field(gt=0, le=1024)] = 64
+    """Streams open at once, offline ones not counted; the next one is refused as overloaded. Each keeps the keys and
+    values that its next window looks back on: 14 MB of a GPU by default, for as many evaluations as `diffusion` makes.
+    A stream that asks for more takes the room of several, one that asks for fewer less."""
     max_batch: Annotated[int, Field(gt=0, le=64)] = 32
     """Windows solved together in one batch."""
     max_batch_frames: Positive = 1152
-    """Mel frames of one batch, context included: bounds its memory and its time; a longer window runs alone."""
+    """Mel frames of one batch, look-ahead included: bounds its memory and its time; a longer window runs alone."""
     attention: Literal["block", "plain"] = "block"
     """Block-local attention, or the plain masked one (slow; to compare with); of the plain path only."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096

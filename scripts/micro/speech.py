@@ -26,11 +26,11 @@ from .figures import OURS, READY, Figure, milliseconds
 from .plan import Plan, repeated, timed
 
 CODES_A_SECOND = 50
-WINDOW = StreamingPlan(chunk_blocks=(3,), look_back_blocks=2, look_ahead_blocks=1)
-"""Every chunk but the first is a window of 48 + 72 + 24 mel frames, of which 72 are new."""
+WINDOW = StreamingPlan(chunk_blocks=(3,), look_ahead_blocks=1)
+"""Every chunk is a window of 72 + 24 mel frames, of which 72 are new."""
 CODES_A_CHUNK, CODES_AHEAD = 36, 12
 SECONDS_A_WINDOW = 0.72
-FRAMES_A_WINDOW = 144
+FRAMES_A_WINDOW = 96
 SOLVERS: dict[Literal["rk4", "euler"], int] = {"rk4": 36, "euler": 9}
 """Evaluations of the velocity with the default grid of 10 points."""
 
@@ -153,7 +153,7 @@ class WindowStreams:
     def __enter__(self) -> WindowStreams:
         for number in range(self._batch):
             self._engine.open(str(number), self._voice, number, self._options)
-        # The first chunk has no look-back; it is made before the first timed window.
+        # The first chunk has no past; it is made before the first timed window.
         self.feed(CODES_A_CHUNK + CODES_AHEAD)
         self._engine.step()
         return self
@@ -207,7 +207,11 @@ def windows(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
 def _window_settings(plan: Plan) -> Token2WavSettings:
     largest = max(plan.window_batches)
     return Token2WavSettings(
-        plan="micro", plans={"micro": WINDOW}, max_batch=largest, max_batch_frames=largest * FRAMES_A_WINDOW
+        plan="micro",
+        plans={"micro": WINDOW},
+        max_streams=largest,
+        max_batch=largest,
+        max_batch_frames=largest * FRAMES_A_WINDOW,
     )
 
 

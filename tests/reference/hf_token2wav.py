@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ PREFIX = "token2wav."
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where engines under test run: on a GPU where there is one. HF's reference stays on the CPU."""
+
+
+PastRows = dict[tuple[int, str, int], Tensor]
+"""Keys or values [halves, block, heads x head_dim] by layer, projection and evaluation."""
 
 
 class HfToken2Wav:
@@ -49,6 +54,38 @@ class HfToken2Wav:
         with noise_of(seed, first_frame):
             mel: Tensor = self.dit.sample(speaker, reference_mel, codes[None].long(), **options)
         return mel[0].T
+
+    @contextlib.contextmanager
+    def past(self, rows: PastRows, *, is_left: bool, kept_blocks: int) -> Iterator[None]:
+        """Within, `mel` solves a window behind one block of another's, whose frames count for nothing.
+
+        At every evaluation the layers that look back find in that block the keys and values in `rows`, if any is left,
+        and leave there those of the `kept_blocks`-th block behind it.
+        """
+        size = self.dit.config.block_size
+        with contextlib.ExitStack() as hooks:
+            for number, layer in enumerate(self.dit.transformer_blocks):
+                for name in ("to_k", "to_v") if layer.look_backward_block else ():
+                    asked = itertools.count()
+
+                    def exchange(
+                        _: object,
+                        __: object,
+                        output: Tensor,
+                        number: int = number,
+                        name: str = name,
+                        asked: Any = asked,
+                    ) -> Tensor:
+                        key = number, name, next(asked)
+                        changed = output.clone()
+                        if is_left:
+                            changed[:, :size] = rows[key]
+                        rows[key] = output[:, kept_blocks * size : (kept_blocks + 1) * size].clone()
+                        return changed
+
+                    hook = getattr(layer.attn, name).register_forward_hook(exchange)
+                    hooks.callback(hook.remove)
+            yield
 
     def waveform(self, codes: Tensor, voice: str, seed: int, **options: float) -> Tensor:
         """HF's token2wav on the whole reply; [S]."""

@@ -17,17 +17,25 @@ from torch import Tensor
 from triton_omni.engine import StreamOptions
 from triton_omni.settings import SettingsError, StreamingPlan, Token2WavSettings
 from triton_omni.token2wav.acceleration import resolve_dtype, vocoder_shapes
-from triton_omni.token2wav.attention import block_attention
-from triton_omni.token2wav.batching import REACHES, block_layout
+from triton_omni.token2wav.attention import Before, block_attention
+from triton_omni.token2wav.batching import REACHES, BlockLayout, block_layout
 from triton_omni.token2wav.bigvgan import AntiAliasedSnake
-from triton_omni.token2wav.dit import NORM_EPS, Rotary, modulate, rotate_
+from triton_omni.token2wav.dit import NORM_EPS, modulate
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.fused_dit import FusedDiT
 from triton_omni.token2wav.fused_vocoder import FusedVocoder
-from triton_omni.token2wav.kernels import SnakeFilters, anti_aliased_snake, fused_standard_normal, residual_norm
+from triton_omni.token2wav.kernels import (
+    SnakeFilters,
+    anti_aliased_snake,
+    fused_standard_normal,
+    leave_past,
+    residual_norm,
+)
 from triton_omni.token2wav.kernels import block_attention as fused_block_attention
 from triton_omni.token2wav.networks import Networks, load_networks
 from triton_omni.token2wav.noise import MAX_SEED, standard_normal
+from triton_omni.token2wav.past import Past, WindowPast
+from triton_omni.token2wav.rotary import Rotary, rotate_
 from triton_omni.token2wav.sampler import FlowOptions, Sampler, StepwiseSolver, Window
 
 ON_GPU = torch.cuda.is_available()
@@ -74,28 +82,69 @@ def test_residual_norm_equals_sum_and_adaptive_norm(width: int) -> None:
     torch.testing.assert_close(normed, modulate(hidden, shift, scale), atol=1e-5, rtol=1e-5)
 
 
+def some_past(networks: Networks, layout: BlockLayout, *, bad: float) -> Past:
+    """Pages with a past before the second and the fourth window; all others, of whom nobody reads, are `bad`."""
+    pool = networks.dit.past_pool(7, torch.float32)
+    pool.pages.fill_(bad)
+    pool.pages[1:4] = random(*pool.pages[1:4].shape, seed=5)
+    windows = [
+        WindowPast(4, is_left=False, kept_frames=24),
+        WindowPast(0, is_left=True, kept_frames=0),
+        None,
+        WindowPast(2, is_left=True, kept_frames=48),
+    ]
+    return pool.of_batch(windows, layout, evaluations=2, halves=1)
+
+
 @pytest.mark.parametrize("reach", REACHES)
-def test_fused_attention_equals_the_plain_one_on_ragged_windows(reach: tuple[int, int]) -> None:
+def test_fused_attention_equals_the_plain_one_on_ragged_windows(networks: Networks, reach: tuple[int, int]) -> None:
     block, heads, head_dim = 24, 2, 32
     layout = block_layout(LENGTHS, block, DEVICE)
-    rows = random(sum(LENGTHS), 3 * heads * head_dim)
-    qkv = layout.pack(rows)
+    qkv = layout.pack(random(sum(LENGTHS), 3 * heads * head_dim))
     angles = random(layout.num_blocks, block, 1, head_dim // 2, seed=1)
     rotary = Rotary(angles.cos(), angles.sin())
     query, key, value = (part.reshape(-1, block, heads, head_dim).clone() for part in qkv.chunk(3, dim=-1))
     rotate_(query, rotary)
     rotate_(key, rotary)
-    expected = layout.unpack(block_attention(query, key, value, layout, reach).flatten(2))
+    past, before = None, None
+    if reach[0]:
+        past = some_past(networks, layout, bad=float("nan")).at(1, networks.dit.config.look_backward_layers[0])
+        assert past is not None
+        earlier_key, earlier_value, there = past.find(heads)
+        assert there.tolist() == [False, False, True, False, True, False, False]
+        rotate_(earlier_key, past.rotary)
+        before = Before(earlier_key, earlier_value, there)
+    expected = layout.unpack(block_attention(query, key, value, layout, reach, before=before).flatten(2))
     ours = fused_block_attention(
         qkv.flatten(0, 1),
         (rotary.cos.flatten(0, 2), rotary.sin.flatten(0, 2)),
         layout.neighbours,
         reach,
+        past,
         heads=heads,
         rotary_heads=1,
     )
     for theirs, mine in zip(expected, layout.unpack(ours.view(-1, block, heads * head_dim)), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_fused_copy_leaves_the_same_rows_in_the_same_pages(networks: Networks) -> None:
+    heads, head_dim = networks.dit.config.num_heads, networks.dit.config.head_dim
+    layout = block_layout(LENGTHS, 24, DEVICE)
+    qkv = layout.pack(random(sum(LENGTHS), 3 * heads * head_dim))
+    _, key, value = (part.reshape(-1, 24, heads, head_dim) for part in qkv.chunk(3, dim=-1))
+    plain, fused = (some_past(networks, layout, bad=0.5) for _ in range(2))
+    for evaluation in range(2):
+        for past in (plain, fused):
+            layer = past.at(evaluation, networks.dit.config.look_backward_layers[0])
+            assert layer is not None
+            layer.leave(key, value) if past is plain else leave_past(qkv.flatten(0, 1), layer, heads=heads)
+    assert torch.equal(fused.pool.pages[:-1], plain.pool.pages[:-1])
+    assert (fused.pool.pages[-1] == 0.5).all()
+    # The first window's first block, the fourth's second.
+    for page, block in ((4, 0), (5, 0), (2, 5), (3, 5)):
+        rows = torch.cat([key[block].flatten(1), value[block].flatten(1)], dim=-1)
+        assert torch.equal(fused.pool.pages[page, 0], rows)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 53, 54, 55, 120])
@@ -170,8 +219,8 @@ def test_half_precision_without_a_gpu_is_refused_by_name() -> None:
 
 def test_vocoder_shapes_are_those_of_the_plans_regular_chunks(networks: Networks) -> None:
     plans = {"plan": StreamingPlan(chunk_blocks=(1, 3), look_ahead_blocks=1, vocoder_context_frames=24)}
-    settings = Token2WavSettings(plan="plan", plans=plans, max_batch=3, max_batch_frames=300)
-    # Chunk 0: its block and the look-ahead; then 24 frames of context a side of 72, solved as 144 frames, two at once.
+    settings = Token2WavSettings(plan="plan", plans=plans, max_batch=3, max_batch_frames=200)
+    # Chunk 0: its block and the look-ahead; then 24 frames of context a side of 72, solved as 96 frames, two at once.
     assert vocoder_shapes(settings, networks) == [(1, 48), (1, 120), (2, 48), (2, 120), (4, 48)]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_token2wav import DEVICE, HfToken2Wav
+from hf_token2wav import DEVICE, HfToken2Wav, PastRows
 from torch import Tensor
 
 from triton_omni.engine import AudioOutput, StreamOptions
@@ -83,20 +83,27 @@ def test_offline_waveform_with_default_solver_equals_hf_defaults(tiny_checkpoint
 
 
 def hf_streamed(hf: HfToken2Wav, codes: Tensor, plan: StreamingPlan, seed: int) -> list[Tensor]:
-    """Chunks by HF's modules, straight from the plan's definition: frames of earlier windows stay as they were made."""
+    """Chunks by HF's modules, straight from the plan's definition: frames of earlier windows stay as they were made.
+
+    A window but the first is solved by HF behind one block more, of which it sees what the window before has left.
+    """
     block, total = 12, len(codes)
-    back, ahead, context = plan.look_back_blocks * block, plan.look_ahead_blocks * block, plan.vocoder_context_frames
+    ahead, context = plan.look_ahead_blocks * block, plan.vocoder_context_frames
     lag = max(0, context - 2 * ahead)
     kept = torch.empty(0, 80)
+    rows: PastRows = {}
     chunks: list[Tensor] = []
     start = given = 0
     for index in itertools.count():
-        end = start + plan.chunk_blocks[min(index, len(plan.chunk_blocks) - 1)] * block
+        size = plan.chunk_blocks[min(index, len(plan.chunk_blocks) - 1)]
+        end = start + size * block
         final = total < end + max(ahead, 1)
         end, solved_end = (total, total) if final else (end, end + ahead)
-        first = max(0, start - back)
-        mel = hf.mel(codes[first:solved_end], VOICE, seed, first_frame=2 * first, num_steps=FAST.num_steps)
-        heard = torch.cat([kept, mel[2 * (start - first) :]])
+        before = block if index else 0
+        with hf.past(rows, is_left=index > 0, kept_blocks=size if index else size - 1):
+            window, first_frame = codes[start - before : solved_end], 2 * (start - before)
+            mel = hf.mel(window, VOICE, seed, first_frame=first_frame, num_steps=FAST.num_steps)[2 * before :]
+        heard = torch.cat([kept, mel])
         kept = heard[: 2 * end]
         give = 2 * end - (0 if final else lag)
         left = max(0, given - context)
@@ -110,8 +117,8 @@ def hf_streamed(hf: HfToken2Wav, codes: Tensor, plan: StreamingPlan, seed: int) 
 
 PLANS = {
     "balanced": StreamingPlan(),
-    "no context": StreamingPlan(chunk_blocks=(2,), look_back_blocks=0, look_ahead_blocks=0, vocoder_context_frames=0),
-    "audio lags": StreamingPlan(chunk_blocks=(2, 1), look_back_blocks=1, look_ahead_blocks=0),
+    "no context": StreamingPlan(chunk_blocks=(2,), look_ahead_blocks=0, vocoder_context_frames=0),
+    "audio lags": StreamingPlan(chunk_blocks=(2, 1), look_ahead_blocks=0),
     "long context": StreamingPlan(chunk_blocks=(1, 3), look_ahead_blocks=1, vocoder_context_frames=30),
     "far ahead": StreamingPlan(chunk_blocks=(1,), look_ahead_blocks=3),
 }

@@ -12,10 +12,8 @@ from triton_omni.settings import StreamingPlan
 from triton_omni.token2wav.chunking import Chunk, Span, WindowPlan, offline_plan, streaming_plan
 
 PLANS = [
-    StreamingPlan(chunk_blocks=blocks, look_back_blocks=back, look_ahead_blocks=ahead, vocoder_context_frames=context)
-    for blocks, back, ahead, context in itertools.product(
-        [(1,), (2,), (1, 2, 3), (4, 1)], [0, 2], [0, 1, 3], [0, 1, 24, 30]
-    )
+    StreamingPlan(chunk_blocks=blocks, look_ahead_blocks=ahead, vocoder_context_frames=context)
+    for blocks, ahead, context in itertools.product([(1,), (2,), (1, 2, 3), (4, 1)], [0, 1, 3], [0, 1, 24, 30])
     if (blocks[0] + ahead) * 24 > context
 ]
 LENGTHS = [0, 1, 2, 11, 12, 13, 23, 24, 25, 36, 37, 60, 72, 100, 143, 144, 145]
@@ -48,7 +46,8 @@ def test_chunks_cover_every_frame_once_and_each_sample_has_its_context(settings:
         for chunk in chunks:
             assert chunk.vocoder.start == max(0, chunk.audio.start - plan.vocoder_context)
             assert chunk.vocoder.end == min(total, chunk.audio.end + plan.vocoder_context)
-            assert chunk.kept.start >= chunk.solved.start
+            assert chunk.kept.start == chunk.solved.start
+            assert chunk.final or len(chunk.kept) % 24 == 0  # its last block is whole: the next window's past
             assert chunk.kept.end <= chunk.solved.end
             assert len(chunk.audio) > 0 or codes == 0
 
@@ -80,7 +79,7 @@ def test_a_chunk_is_the_same_whenever_it_becomes_due(settings: StreamingPlan) ->
 
 @pytest.mark.parametrize("settings", PLANS, ids=str)
 def test_windows_stay_bounded_however_long_the_stream(settings: StreamingPlan) -> None:
-    widest = (max(settings.chunk_blocks) + settings.look_back_blocks + settings.look_ahead_blocks) * 24
+    widest = (max(settings.chunk_blocks) + settings.look_ahead_blocks) * 24
     assert all(len(chunk.solved) <= widest for chunk in chunks_of(in_codes(settings), 1000))
 
 
@@ -97,18 +96,18 @@ def test_chunk_sizes_follow_the_plan_and_the_last_one_repeats() -> None:
     assert [len(chunk.kept) / 24 for chunk in chunks_of(plan, 12 * 13 - 1)] == [1, 2, 3, 3, 3 + 11 / 12]
 
 
-def test_later_chunks_look_back_and_ahead() -> None:
+def test_later_chunks_begin_with_their_first_new_frame_and_look_ahead() -> None:
     chunk = in_codes(StreamingPlan()).chunk(2, 1000, ended=False)
     assert chunk == Chunk(
-        2, False, solved=Span(24, 168), kept=Span(72, 144), vocoder=Span(48, 168), audio=Span(72, 144)
+        2, False, solved=Span(72, 168), kept=Span(72, 144), vocoder=Span(48, 168), audio=Span(72, 144)
     )
 
 
 def test_without_look_ahead_the_audio_lags_by_the_vocoder_context() -> None:
-    plan = in_codes(StreamingPlan(chunk_blocks=(2,), look_back_blocks=1, look_ahead_blocks=0))
+    plan = in_codes(StreamingPlan(chunk_blocks=(2,), look_ahead_blocks=0))
     first, second = plan.chunk(0, 49, ended=False), plan.chunk(1, 49, ended=False)
     assert first == Chunk(0, False, solved=Span(0, 48), kept=Span(0, 48), vocoder=Span(0, 48), audio=Span(0, 24))
-    assert second == Chunk(1, False, solved=Span(24, 96), kept=Span(48, 96), vocoder=Span(0, 96), audio=Span(24, 72))
+    assert second == Chunk(1, False, solved=Span(48, 96), kept=Span(48, 96), vocoder=Span(0, 96), audio=Span(24, 72))
 
 
 def test_offline_is_one_window_when_the_stream_has_ended() -> None:

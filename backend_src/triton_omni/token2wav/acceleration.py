@@ -14,10 +14,12 @@ from torch import Tensor
 
 from triton_omni.settings import Dtype, SettingsError, Token2WavSettings
 from triton_omni.token2wav.chunking import UNBOUNDED, streaming_plan
+from triton_omni.token2wav.dit import DiT
 from triton_omni.token2wav.networks import Networks
-from triton_omni.token2wav.sampler import UNGUIDED_BELOW, FlowSolver, Sampler, StepwiseSolver
+from triton_omni.token2wav.past import PastPool
+from triton_omni.token2wav.sampler import FlowOptions, FlowSolver, Sampler, StepwiseSolver
 
-GRAPHED_BLOCKS = (*range(2, 12, 2), *range(12, 73, 6))
+GRAPHED_BLOCKS = (*range(2, 16, 2), *range(16, 49, 4), 60, 72)
 """Blocks of a batch, one half of guidance counted, for which a solver's step is recorded. Beyond, a kernel takes
 longer than its launch."""
 
@@ -39,7 +41,7 @@ def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.de
     """
     dtype, dit = resolve_dtype(settings.dtype, device), networks.dit
     if dtype is torch.float32:
-        return Sampler(dit, device), networks.vocoder
+        return Sampler(dit, device, past=past_pool(dit, settings, dtype)), networks.vocoder
     from triton_omni.token2wav.fused_dit import FusedDiT
     from triton_omni.token2wav.fused_vocoder import FusedVocoder
     from triton_omni.token2wav.graphs import GraphedSolver, GraphedVocoder, GraphPool
@@ -49,15 +51,21 @@ def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.de
     vocoder: Vocoder
     with torch.inference_mode():
         fused, vocoder = FusedDiT(dit, dtype), FusedVocoder(networks.vocoder, dtype)
+        past = past_pool(dit, settings, dtype)
         if settings.cuda_graphs:
-            pool, flow = GraphPool(), settings.diffusion
-            kinds = [(flow.solver, flow.guidance_scale >= UNGUIDED_BELOW)]
-            solver = GraphedSolver(dit, fused, pool, device, sizes=GRAPHED_BLOCKS, recorded=kinds)
+            pool, flow = GraphPool(), FlowOptions.of(settings.diffusion)
+            kinds = [(flow.solver, flow.guided)]
+            solver = GraphedSolver(dit, fused, pool, past, sizes=GRAPHED_BLOCKS, recorded=kinds)
             shapes = vocoder_shapes(settings, networks)
             vocoder = GraphedVocoder(vocoder, dit.config.mel_dim, shapes, pool, device)
         else:
             solver = StepwiseSolver(fused)
-    return Sampler(dit, device, solver, fused_standard_normal), vocoder
+    return Sampler(dit, device, solver, fused_standard_normal, past), vocoder
+
+
+def past_pool(dit: DiT, settings: Token2WavSettings, dtype: torch.dtype) -> PastPool:
+    """Room for the pasts of `max_streams` streams that leave `diffusion` as it is set."""
+    return dit.past_pool(settings.max_streams * FlowOptions.of(settings.diffusion).pages, dtype)
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
@@ -79,7 +87,7 @@ def vocoder_shapes(settings: Token2WavSettings, networks: Networks) -> list[tupl
     that holds as many chunks as are solved together."""
     config, chosen = networks.dit.config, settings.plans[settings.plan]
     plan = streaming_plan(chosen, block_frames=config.block_size, frames_per_code=config.repeats)
-    # The chunk behind the last listed one has the first full look-back, so all later ones are like it.
+    # The chunk behind the last listed one has frames of another before it, so all later ones are like it.
     chunks = (plan.chunk(index, UNBOUNDED, ended=False) for index in range(len(chosen.chunk_blocks) + 1))
     shapes = set()
     for chunk in chunks:

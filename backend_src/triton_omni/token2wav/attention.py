@@ -6,8 +6,8 @@ Both have one signature, take the same ragged batch and agree within fp32 roundi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -16,11 +16,45 @@ from torch.nn import functional as F
 from triton_omni.token2wav.batching import BlockLayout
 
 AttentionKind = Literal["block", "plain"]
-Attention = Callable[[Tensor, Tensor, Tensor, BlockLayout, tuple[int, int]], Tensor]
-"""(query, key, value, layout, reach) -> mixed values; tensors [N, block, heads, head_dim]."""
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, reach: tuple[int, int]) -> Tensor:
+@dataclass(frozen=True)
+class Before:
+    """What lies before each of the N blocks but in no block of the batch: left by an earlier window."""
+
+    key: Tensor
+    """[N, block, heads, head_dim], rotated; zero where there is none."""
+    value: Tensor
+    """The same."""
+    there: Tensor
+    """bool [N]; only for first blocks of windows."""
+
+
+class Attention(Protocol):
+    """What both forms are."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: BlockLayout,
+        reach: tuple[int, int],
+        *,
+        before: Before | None = None,
+    ) -> Tensor:
+        """Mixed values [N, block, heads, head_dim]; see `block_attention`."""
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: BlockLayout,
+    reach: tuple[int, int],
+    *,
+    before: Before | None = None,
+) -> Tensor:
     """Every frame against every frame of its window under a mask (HF: `_create_block_diff`).
 
     Time and memory grow with the square of the longest window; the reference for `block_attention`.
@@ -32,25 +66,49 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayo
     # Places behind a window's end see themselves only, so that no row of the softmax is empty.
     mask = (within & layout.dense_valid[:, None, :]) | torch.eye(len(block), dtype=torch.bool, device=query.device)
     query, key, value = (_to_dense(tensor, layout) for tensor in (query, key, value))
+    if before is not None:
+        first = layout.dense_blocks[:, 0]
+        key = torch.cat([before.key[first].transpose(1, 2), key], dim=2)
+        value = torch.cat([before.value[first].transpose(1, 2), value], dim=2)
+        seen = before.there[first][:, None, None] & (block == 0)[:, None]
+        mask = torch.cat([seen.expand(-1, -1, layout.block_size), mask], dim=2)
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
     return _from_dense(mixed, layout)
 
 
-def block_attention(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, reach: tuple[int, int]) -> Tensor:
+def block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: BlockLayout,
+    reach: tuple[int, int],
+    *,
+    before: Before | None = None,
+) -> Tensor:
     """Every block of frames against the blocks that it can see; linear in the number of blocks.
 
     Args:
         query, key, value: [N, block, heads, head_dim].
         layout: which blocks are neighbours.
         reach: (look-back, look-ahead) in blocks, one of `batching.REACHES`.
+        before: what a layer that looks back sees of earlier windows; None for nothing.
     """
     keys = layout.reaches[reach]
+    mask = keys.mask
     if any(reach):
-        seen = (query.shape[0], -1, *query.shape[2:])
-        key = key.index_select(0, keys.blocks).view(seen)
-        value = value.index_select(0, keys.blocks).view(seen)
+        by_side = (len(query), -1, *query.shape[1:])
+        key = key.index_select(0, keys.blocks).view(by_side)
+        value = value.index_select(0, keys.blocks).view(by_side)
+        if before is not None:
+            there = before.there[:, None, None, None]
+            key[:, 0] = torch.where(there, before.key, key[:, 0])
+            value[:, 0] = torch.where(there, before.value, value[:, 0])
+            # A mask there is: the first block of a window has none before it in the batch.
+            mask = cast(Tensor, mask).clone()
+            mask[..., : layout.block_size] |= there
+        key, value = key.flatten(1, 2), value.flatten(1, 2)
     mixed = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=keys.mask
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask
     )
     return mixed.transpose(1, 2)
 

@@ -47,6 +47,8 @@ class BlockLayout:
     lengths: tuple[int, ...]
     """Mel frames of each window."""
     block_size: int
+    starts: tuple[int, ...]
+    """The first block of each window."""
     positions: Tensor
     """int64 [N, block]: frame number within the window."""
     slots: Tensor
@@ -102,6 +104,7 @@ def block_layout(lengths: tuple[int, ...], block_size: int, device: torch.device
     return BlockLayout(
         lengths=lengths,
         block_size=block_size,
+        starts=tuple(first.tolist()),
         positions=positions.to(device),
         slots=valid.flatten().nonzero()[:, 0].to(device),
         windows=window[:, None].expand_as(valid)[valid].to(device),

@@ -3,15 +3,18 @@
 
 The windows follow from the plan and the reply's length alone; load and timing move nothing.
 
-One regular chunk, here with two blocks of look-back and one of look-ahead::
+One regular chunk, here with one block of look-ahead::
 
-    codes        ...........|===========|===========|===========|===========|....
-    solved       .          [ look-back ............|  kept     | look-ahead]      the window of the DiT
-    kept         .                                  [start   end]                  mel frames made for good
-    vocoder      .                            [ ctx |  audio    | ctx ]            mel frames into BigVGAN
-    audio        .                                  [===========]                  samples given out
+    codes        ...........|===========|===========|===========|....
+    past         .          [ last kept ]                              what the DiT's look-back sees, not solved again
+    solved       .                      [  kept     | look-ahead]      the window of the DiT
+    kept         .                      [start   end]                  mel frames made for good
+    vocoder      .                [ ctx |  audio    | ctx ]            mel frames into BigVGAN
+    audio        .                      [===========]                  samples given out
 
-- Look-back frames are solved again only as context; what was kept of them before is not replaced.
+- Look-back costs no frames: the window before left what it kept in its last block (`past.py`). It is exact; what makes
+  a streamed reply differ from the whole one is that no window sees behind its look-ahead.
+- Look-ahead frames are solved again by the window that keeps them.
 - The vocoder reads, left of `start`, the mel frames that *earlier* windows kept (the stream's tail); from `start`
   on, the mel of this window: its kept frames and then, as right context, its look-ahead frames. A frame of
   look-ahead is thus heard only as context; its own samples come from the window that keeps it.
@@ -62,7 +65,6 @@ class WindowPlan:
 
     chunk_codes: tuple[int, ...]
     """New codes of chunk 0, 1, ...; the last entry repeats."""
-    look_back_codes: int
     look_ahead_codes: int
     vocoder_context: int
     """Mel frames a side."""
@@ -94,7 +96,7 @@ class WindowPlan:
         return Chunk(
             index=index,
             final=final,
-            solved=Span(max(0, start - self.look_back_codes) * frames, solved_end * frames),
+            solved=Span(start * frames, solved_end * frames),
             kept=Span(start * frames, end * frames),
             vocoder=Span(max(0, audio_start - context), min(audio_end + context, solved_end * frames)),
             audio=Span(audio_start, audio_end),
@@ -117,7 +119,6 @@ def streaming_plan(plan: StreamingPlan, *, block_frames: int, frames_per_code: i
     block = block_frames // frames_per_code
     return WindowPlan(
         chunk_codes=tuple(blocks * block for blocks in plan.chunk_blocks),
-        look_back_codes=plan.look_back_blocks * block,
         look_ahead_codes=plan.look_ahead_blocks * block,
         vocoder_context=plan.vocoder_context_frames,
         frames_per_code=frames_per_code,
@@ -126,4 +127,4 @@ def streaming_plan(plan: StreamingPlan, *, block_frames: int, frames_per_code: i
 
 def offline_plan(*, frames_per_code: int) -> WindowPlan:
     """The whole reply in one window."""
-    return WindowPlan((UNBOUNDED,), 0, 0, 0, frames_per_code)
+    return WindowPlan((UNBOUNDED,), 0, 0, frames_per_code)

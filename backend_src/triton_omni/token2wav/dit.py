@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triton_omni.checkpoint.facts import DitConfig
-from triton_omni.token2wav.attention import Attention
+from triton_omni.token2wav.attention import Attention, Before
 from triton_omni.token2wav.batching import BlockLayout
 from triton_omni.token2wav.ecapa import Ecapa
 from triton_omni.token2wav.ode import Velocity
+from triton_omni.token2wav.past import LayerPast, Past, PastPool
+from triton_omni.token2wav.rotary import Rotary, rotate_
 
 NORM_EPS = 1e-6
 TIME_FREQUENCIES = 256
 TIME_SCALE = 1000.0
-ROTARY_HEADS = 1
-"""Only the first head is rotated: a quirk of the training that the weights depend on."""
 LAYER_PARTS = 6
 FINAL_PARTS = 2
 UNCONDITIONAL_CODE = 0
@@ -42,14 +42,6 @@ class Voice:
     """[H]"""
     unconditional: Tensor
     """[H]: the same with the speaker embedding and the reference mel zeroed, and code 0."""
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """Cosine and sine of the rotary angles, [N, block, 1, head_dim / 2] each."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 class DiT(nn.Module):
@@ -111,36 +103,54 @@ class DiT(nn.Module):
         angles = (positions[..., None].float() * self.rotary_frequencies)[:, :, None]
         return Rotary(angles.cos(), angles.sin())
 
-    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout) -> Velocity:
+    def past_pool(self, pages: int, dtype: torch.dtype) -> PastPool:
+        """Room on the network's device for `pages` pages of keys and values in `dtype`."""
+        device = self.rotary_frequencies.device
+        rotary = self.rotary(torch.arange(-self.config.block_size, 0, device=device)[None])
+        return PastPool(self.config, rotary, pages, dtype=dtype, device=device)
+
+    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: Past) -> Velocity:
         """The velocity of one batch as a function of the evaluation's number and the state; see `forward`.
 
         Args:
             condition: [N, block, H].
             modulation: [E, 6 L + 2, H] of every evaluation time.
             layout: where the windows lie in the N blocks.
+            past: what they find and leave.
         """
         rotary = self.rotary(layout.positions)
-        return lambda number, state: self(state, condition, modulation[number], rotary, layout)
+        return lambda number, state: self(number, state, condition, modulation, rotary=rotary, layout=layout, past=past)
 
     def forward(
-        self, state: Tensor, condition: Tensor, modulation: Tensor, rotary: Rotary, layout: BlockLayout
+        self,
+        number: int,
+        state: Tensor,
+        condition: Tensor,
+        modulation: Tensor,
+        *,
+        rotary: Rotary,
+        layout: BlockLayout,
+        past: Past,
     ) -> Tensor:
         """One evaluation of the velocity.
 
         Args:
+            number: of the evaluation, from 0.
             state: [N, block, M] fp32, the ODE's state.
             condition: [N, block, H], sum of the code and voice parts of the input projection.
-            modulation: [6 L + 2, H], adaptive norms of the evaluation's time.
+            modulation: [E, 6 L + 2, H], adaptive norms of every evaluation.
             rotary: angles of the layout's positions.
             layout: where the windows lie in the N blocks.
+            past: what they find and leave; written to.
 
         Returns:
             [N, block, M] fp32; frames of padding hold no meaning.
         """
         hidden = self.input_embed.mel(state) + condition
-        layers, (scale, shift) = modulation[:-FINAL_PARTS], modulation[-FINAL_PARTS:]
-        for layer, parts in zip(self.transformer_blocks, torch.split(layers, LAYER_PARTS), strict=True):
-            hidden = layer(hidden, parts, rotary, layout)
+        norms = torch.split(modulation[number, :-FINAL_PARTS], LAYER_PARTS)
+        for place, (layer, parts) in enumerate(zip(self.transformer_blocks, norms, strict=True)):
+            hidden = layer(hidden, parts, rotary, layout, past.at(number, place))
+        scale, shift = modulation[number, -FINAL_PARTS:].unbind(0)
         velocity: Tensor = self.proj_out(modulate(hidden, shift, scale))
         return velocity
 
@@ -238,10 +248,12 @@ class Layer(nn.Module):
         self.attn = SelfAttention(config, attention, reach)
         self.ff = FeedForward(config.hidden_size, config.hidden_size * config.ff_mult)
 
-    def forward(self, hidden: Tensor, parts: Tensor, rotary: Rotary, layout: BlockLayout) -> Tensor:
+    def forward(
+        self, hidden: Tensor, parts: Tensor, rotary: Rotary, layout: BlockLayout, past: LayerPast | None
+    ) -> Tensor:
         """[N, block, H] to the same; `parts` [6, H] are this layer's shifts, scales and gates."""
         attn_shift, attn_scale, attn_gate, ff_shift, ff_scale, ff_gate = parts.unbind(0)
-        hidden = hidden + attn_gate * self.attn(modulate(hidden, attn_shift, attn_scale), rotary, layout)
+        hidden = hidden + attn_gate * self.attn(modulate(hidden, attn_shift, attn_scale), rotary, layout, past)
         output: Tensor = hidden + ff_gate * self.ff(modulate(hidden, ff_shift, ff_scale))
         return output
 
@@ -259,25 +271,25 @@ class SelfAttention(nn.Module):
         self.to_v = nn.Linear(config.hidden_size, inner)
         self.to_out = nn.Sequential(nn.Linear(inner, config.hidden_size))
 
-    def forward(self, hidden: Tensor, rotary: Rotary, layout: BlockLayout) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Rotary, layout: BlockLayout, past: LayerPast | None) -> Tensor:
         """[N, block, H] to the same."""
         by_head = (*hidden.shape[:2], self.heads, -1)
         query, key, value = (part(hidden).view(by_head) for part in (self.to_q, self.to_k, self.to_v))
+        before = None if past is None else self._exchange(key, value, past)
         rotate_(query, rotary)
         rotate_(key, rotary)
-        mixed = self.attention(query, key, value, layout, self.reach)
+        mixed = self.attention(query, key, value, layout, self.reach, before=before)
         output: Tensor = self.to_out(mixed.flatten(2))
         return output
+
+    def _exchange(self, key: Tensor, value: Tensor, past: LayerPast) -> Before:
+        """Take what earlier windows left, then leave `key`, not yet rotated, and `value` to the next ones."""
+        earlier_key, earlier_value, there = past.find(self.heads)
+        past.leave(key, value)
+        rotate_(earlier_key, past.rotary)
+        return Before(earlier_key, earlier_value, there)
 
 
 def modulate(hidden: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Adaptive norm: layer norm without weights of its own, then scale and shift; [..., H], [H], [H]."""
     return F.layer_norm(hidden, hidden.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift
-
-
-def rotate_(projected: Tensor, rotary: Rotary) -> None:
-    """Rotate the first head of `projected` [N, block, heads, head_dim] in place, in interleaved pairs."""
-    heads = projected[:, :, :ROTARY_HEADS]
-    even, odd = heads[..., 0::2], heads[..., 1::2]
-    rotated = torch.stack([even * rotary.cos - odd * rotary.sin, odd * rotary.cos + even * rotary.sin], dim=-1)
-    heads.copy_(rotated.flatten(-2))

@@ -17,19 +17,19 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
-from triton_omni.errors import BadRequest
+from triton_omni.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.settings import DiffusionSettings, Token2WavSettings, describe_validation
 from triton_omni.token2wav.acceleration import accelerate
 from triton_omni.token2wav.batching import equal_length_groups
-from triton_omni.token2wav.chunking import Chunk, WindowPlan, offline_plan, streaming_plan
+from triton_omni.token2wav.chunking import Chunk, offline_plan, streaming_plan
 from triton_omni.token2wav.networks import load_networks
 from triton_omni.token2wav.noise import MAX_SEED
-from triton_omni.token2wav.sampler import UNGUIDED_BELOW, FlowOptions
+from triton_omni.token2wav.sampler import FlowOptions
 from triton_omni.token2wav.streaming import Stream, StreamRequest
 
 FLAGS = 2
 """Numbers that travel behind the samples: whether the chunk is finite, how many codes were clamped."""
-
+RETRY_AFTER_MS = 250
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,11 @@ class Token2WavEngine:
         self._device = device
         self._config = networks.dit.config
         self._voices = networks.voices
+        self._plan = streaming_plan(
+            settings.plans[settings.plan],
+            block_frames=self._config.block_size,
+            frames_per_code=self._config.repeats,
+        )
         self._sampler, self._vocoder = accelerate(networks, settings, device)
         self._streams: dict[str, Stream] = {}
         self._frames_solved = 0
@@ -69,6 +74,8 @@ class Token2WavEngine:
 
         Raises:
             BadRequest: an unknown voice, or a seed or option out of range.
+            TooLarge: its past would not fit, were no other stream open.
+            Overloaded: its past does not fit beside those of the open streams.
         """
         if key in self._streams:
             raise ValueError(f"stream {key} is open already")
@@ -77,17 +84,14 @@ class Token2WavEngine:
         if not 0 <= seed <= MAX_SEED:
             raise BadRequest(f"seed: {seed} is outside [0, {MAX_SEED}]", stage="token2wav")
         diffusion = self._diffusion(options)
+        flow, offline = FlowOptions.of(diffusion), (options.mode or self._settings.mode) == "offline"
         request = StreamRequest(
             voice=self._voices[voice],
             seed=seed,
-            plan=self._plan(options),
-            flow=FlowOptions(
-                solver=diffusion.solver,
-                num_steps=diffusion.num_steps,
-                sway=diffusion.sway_coefficient,
-                guided=diffusion.guidance_scale >= UNGUIDED_BELOW,
-            ),
+            plan=offline_plan(frames_per_code=self._config.repeats) if offline else self._plan,
+            flow=flow,
             guidance_scale=diffusion.guidance_scale,
+            page=None if offline else self._take_pages(flow),
         )
         self._streams[key] = Stream.begin(
             key, request, max_codes=self._settings.max_codes, mel_dim=self._config.mel_dim, device=self._device
@@ -131,20 +135,23 @@ class Token2WavEngine:
 
     def abort(self, key: str) -> None:
         """Drop a stream and everything it holds; unknown keys are ignored."""
-        self._streams.pop(key, None)
+        stream = self._streams.pop(key, None)
+        if stream is not None and stream.request.page is not None:
+            self._sampler.past.give(stream.request.page)
 
     def stats(self) -> EngineStats:
-        """Open streams, windows due (waiting) and mel frames held (rows used)."""
+        """Open streams, windows due (waiting), pages of their pasts (KV blocks) and mel frames held (rows used)."""
         return EngineStats(
             running=len(self._streams),
             waiting=len(self._due()),
-            kv_blocks_used=0,
+            kv_blocks_used=self._sampler.past.used,
             rows_used=sum(stream.tail.shape[0] for stream in self._streams.values()),
         )
 
     def close(self) -> None:
         """Drop every stream."""
-        self._streams.clear()
+        for key in list(self._streams):
+            self.abort(key)
 
     def _diffusion(self, options: StreamOptions) -> DiffusionSettings:
         chosen = {name: value for name, value in asdict(options).items() if name != "mode" and value is not None}
@@ -153,11 +160,21 @@ class Token2WavEngine:
         except ValidationError as error:
             raise BadRequest(describe_validation(error, DiffusionSettings), stage="token2wav") from error
 
-    def _plan(self, options: StreamOptions) -> WindowPlan:
-        if (options.mode or self._settings.mode) == "offline":
-            return offline_plan(frames_per_code=self._config.repeats)
-        plan = self._settings.plans[self._settings.plan]
-        return streaming_plan(plan, block_frames=self._config.block_size, frames_per_code=self._config.repeats)
+    def _take_pages(self, flow: FlowOptions) -> int:
+        past, most = self._sampler.past, self._settings.max_streams
+        if flow.pages > past.capacity:
+            raise TooLarge(
+                f"num_steps: {flow.num_steps} points of {flow.solver} need more room than all of max_streams {most}",
+                stage="token2wav",
+            )
+        page = past.take(flow.pages)
+        if page is None:
+            raise Overloaded(
+                f"the pasts of {len(self._streams)} open streams leave no room for another's, see max_streams {most}",
+                stage="token2wav",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        return page
 
     def _due(self) -> list[_Due]:
         """Due chunks, the stream that was given least sound first, ties in order of opening."""

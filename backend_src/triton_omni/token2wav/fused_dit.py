@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triton_omni.token2wav.batching import BlockLayout, Neighbours
-from triton_omni.token2wav.dit import FINAL_PARTS, LAYER_PARTS, NORM_EPS, ROTARY_HEADS, DiT, Layer, Rotary
-from triton_omni.token2wav.kernels import block_attention, residual_norm
+from triton_omni.token2wav.dit import FINAL_PARTS, LAYER_PARTS, NORM_EPS, DiT, Layer
+from triton_omni.token2wav.kernels import block_attention, leave_past, residual_norm
 from triton_omni.token2wav.ode import Velocity
+from triton_omni.token2wav.past import Past
+from triton_omni.token2wav.rotary import ROTARY_HEADS, Rotary
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,23 @@ class FusedDiT:
         self._layers = [self._fuse(cast(Layer, layer)) for layer in dit.transformer_blocks]
         self._leave = _Projection.of(dit.proj_out, dtype=dtype)
 
-    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout) -> Velocity:
-        """See `DiT.begin`."""
+    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: Past) -> Velocity:
+        """See `DiT.begin`; the pages of `past` are in the same dtype as the matrix products."""
         rotary = self._dit.rotary(layout.positions)
-        return lambda number, state: self(state, condition, modulation[number], rotary, layout.neighbours)
+        return lambda number, state: self(
+            number, state, condition, modulation, rotary=rotary, neighbours=layout.neighbours, past=past
+        )
 
     def __call__(
-        self, state: Tensor, condition: Tensor, modulation: Tensor, rotary: Rotary, neighbours: Neighbours
+        self,
+        number: int,
+        state: Tensor,
+        condition: Tensor,
+        modulation: Tensor,
+        *,
+        rotary: Rotary,
+        neighbours: Neighbours,
+        past: Past,
     ) -> Tensor:
         """See `DiT.forward`; a condition of twice the blocks takes the state for each half."""
         # The state's few channels stay in float32: noise of half precision would be heard.
@@ -82,17 +94,20 @@ class FusedDiT:
         halves = condition.view(-1, *projected.shape)
         hidden = (halves + projected).flatten(0, 2)
         angles = (rotary.cos.flatten(0, 2), rotary.sin.flatten(0, 2))
-        norms = modulation[:-FINAL_PARTS].view(-1, LAYER_PARTS, modulation.shape[1])
+        norms = modulation[number, :-FINAL_PARTS].view(-1, LAYER_PARTS, modulation.shape[2])
         branch, gate = None, norms[0, 2]
-        for layer, parts in zip(self._layers, norms, strict=True):
+        for place, (layer, parts) in enumerate(zip(self._layers, norms, strict=True)):
             shift, scale, attention_gate, ff_shift, ff_scale, ff_gate = parts.unbind(0)
             normed = self._residual_norm(hidden, branch, gate, shift, scale)
+            qkv, layer_past = layer.qkv(normed), past.at(number, place)
             mixed = block_attention(
-                layer.qkv(normed), angles, neighbours, layer.reach, heads=self._heads, rotary_heads=ROTARY_HEADS
+                qkv, angles, neighbours, layer.reach, layer_past, heads=self._heads, rotary_heads=ROTARY_HEADS
             )
+            if layer_past is not None:
+                leave_past(qkv, layer_past, heads=self._heads)
             normed = self._residual_norm(hidden, layer.out(mixed), attention_gate, ff_shift, ff_scale)
             branch, gate = layer.leave(layer.enter.gelu(normed)), ff_gate
-        scale, shift = modulation[-FINAL_PARTS:].unbind(0)
+        scale, shift = modulation[number, -FINAL_PARTS:].unbind(0)
         velocity = self._leave(self._residual_norm(hidden, branch, gate, shift, scale))
         return velocity.float().view(*condition.shape[:2], -1)
 

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from triton_omni.token2wav.batching import Neighbours
-from triton_omni.token2wav.dit import DiT, Rotary
+from triton_omni.token2wav.dit import DiT
 from triton_omni.token2wav.fused_dit import FusedDiT
 from triton_omni.token2wav.fused_vocoder import FusedVocoder
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, STEPS, Solver, guide
+from triton_omni.token2wav.past import NONE, Past, PastPool
+from triton_omni.token2wav.rotary import Rotary
 from triton_omni.token2wav.sampler import Flow, StepwiseSolver
 
 WARM_UP_CALLS = 2
@@ -80,10 +82,12 @@ class _Inputs:
     """[halves x S, block, 1, head_dim / 2]"""
     neighbours: Neighbours
     """Of halves x S blocks."""
+    past: Past
+    """The same, at the evaluations of the step."""
 
     @classmethod
-    def allocate(cls, dit: DiT, halves: int, blocks: int, evaluations: int, device: torch.device) -> _Inputs:
-        size, config = dit.config.block_size, dit.config
+    def allocate(cls, dit: DiT, pool: PastPool, halves: int, blocks: int, evaluations: int) -> _Inputs:
+        size, config, device = dit.config.block_size, dit.config, pool.pages.device
         alone = torch.full((halves * blocks,), -1, dtype=torch.int32, device=device)
         rows = dit.modulation(torch.zeros(1, device=device)).shape[1]
         return cls(
@@ -94,6 +98,7 @@ class _Inputs:
             width=torch.zeros((), device=device),
             rotary=dit.rotary(torch.zeros(halves * blocks, size, dtype=torch.int64, device=device)),
             neighbours=Neighbours(alone, alone.clone(), torch.full_like(alone, size)),
+            past=Past(pool, alone.clone(), alone.clone(), torch.zeros(evaluations, dtype=torch.int32, device=device)),
         )
 
     def load(self, noise: Tensor, flow: Flow, rotary: Rotary) -> None:
@@ -102,6 +107,7 @@ class _Inputs:
         self.state[:count] = noise
         self.scale[:count] = flow.scale
         near, mine = flow.layout.neighbours, self.neighbours
+        found, left = (pages.view(-1, count) for pages in (flow.past.found, flow.past.left))
         for half, condition in enumerate(self.condition):
             first, end = half * blocks, half * blocks + count
             condition[:count] = flow.conditional if half == 0 else cast(Tensor, flow.unconditional)
@@ -110,9 +116,11 @@ class _Inputs:
             mine.previous[first:end] = torch.where(near.previous < 0, -1, near.previous + first)
             mine.following[first:end] = torch.where(near.following < 0, -1, near.following + first)
             mine.valid_frames[first:end] = near.valid_frames
-            # What an earlier batch left behind the end of this one must not point into it.
-            mine.previous[end : first + blocks] = -1
-            mine.following[end : first + blocks] = -1
+            self.past.found[first:end] = found[half]
+            self.past.left[first:end] = left[half]
+            # What an earlier batch left behind the end of this one must not point into it, nor into a past.
+            for pointers in (mine.previous, mine.following, self.past.found, self.past.left):
+                pointers[end : first + blocks] = NONE
 
 
 class GraphedSolver:
@@ -124,7 +132,7 @@ class GraphedSolver:
         dit: for what is computed once a batch.
         fused: what is recorded, and what solves batches larger than any size evaluation by evaluation.
         pool: where graphs have their memory.
-        device: of all tensors.
+        past: of all flows.
         sizes: numbers of blocks, one half of guidance counted, to record graphs for.
         recorded: (solver, guided) of the flows that come most.
     """
@@ -134,12 +142,12 @@ class GraphedSolver:
         dit: DiT,
         fused: FusedDiT,
         pool: GraphPool,
-        device: torch.device,
+        past: PastPool,
         *,
         sizes: Iterable[int],
         recorded: Iterable[tuple[Solver, bool]],
     ) -> None:
-        self._dit, self._fused, self._pool, self._device = dit, fused, pool, device
+        self._dit, self._fused, self._pool, self._past = dit, fused, pool, past
         self._stepwise = StepwiseSolver(fused)
         self._sizes = sorted(set(sizes))
         self._graphs: dict[tuple[int, Solver, bool], tuple[_Inputs, _Recorded]] = {}
@@ -155,9 +163,14 @@ class GraphedSolver:
             return self._stepwise.solve(noise, flow)
         inputs, recorded = self._graph(size, flow.solver, flow.unconditional is not None)
         inputs.load(noise, flow, self._dit.rotary(flow.layout.positions))
-        by_step = flow.modulation.split(EVALUATIONS_A_STEP[flow.solver])
-        for modulation, width in zip(by_step, flow.grid.diff().tolist(), strict=True):
+        evaluations = EVALUATIONS_A_STEP[flow.solver]
+        modulations, numbers_by_step = (
+            torch.split(table, evaluations) for table in (flow.modulation, flow.past.numbers)
+        )
+        widths = flow.grid.diff().tolist()
+        for modulation, numbers, width in zip(modulations, numbers_by_step, widths, strict=True):
             inputs.modulation.copy_(modulation)
+            inputs.past.numbers.copy_(numbers)
             inputs.width.fill_(width)
             recorded.graph.replay()
         return inputs.state[: len(noise)].clone()
@@ -165,7 +178,7 @@ class GraphedSolver:
     def _graph(self, size: int, solver: Solver, guided: bool) -> tuple[_Inputs, _Recorded]:
         kind = size, solver, guided
         if kind not in self._graphs:
-            inputs = _Inputs.allocate(self._dit, 1 + guided, size, EVALUATIONS_A_STEP[solver], self._device)
+            inputs = _Inputs.allocate(self._dit, self._past, 1 + guided, size, EVALUATIONS_A_STEP[solver])
             self._graphs[kind] = inputs, self._pool.record(lambda: self._step(inputs, solver))
         return self._graphs[kind]
 
@@ -173,7 +186,15 @@ class GraphedSolver:
         condition = inputs.condition.flatten(0, 1)
 
         def velocity(number: int, state: Tensor) -> Tensor:
-            output = self._fused(state, condition, inputs.modulation[number], inputs.rotary, inputs.neighbours)
+            output = self._fused(
+                number,
+                state,
+                condition,
+                inputs.modulation,
+                rotary=inputs.rotary,
+                neighbours=inputs.neighbours,
+                past=inputs.past,
+            )
             if len(inputs.condition) == 1:
                 return output
             conditional, unconditional = output.chunk(2)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from triton_omni.token2wav.batching import Neighbours
 from triton_omni.token2wav.noise import counters
+from triton_omni.token2wav.past import LayerPast
 
 SMALLEST_TILE = 16
 """Tensor cores multiply no smaller tiles."""
@@ -100,8 +101,14 @@ def _block_attention(
     previous,
     following,
     valid,
+    pages,
+    found,
+    number,
+    cosines_before,
+    sines_before,
     mixed,
     scale,
+    PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_HEADS: tl.constexpr,
@@ -138,6 +145,18 @@ def _block_attention(
         key_even, key_odd = _rotated_pairs(
             of_head + inner, cosines, sines, keys, loaded, is_rotated, stride, HEAD_DIM // 2, TILE
         )
+        value = tl.load(of_head + 2 * inner + keys[:, None] * stride + lanes[None, :], mask=loaded[:, None], other=0.0)
+        if side < 0:
+            page = tl.load(found + block)
+            if page >= 0:
+                # An earlier window's block lies before this one: its rows, instead of none.
+                loaded = places < BLOCK
+                left = pages + (page + tl.load(number)).to(tl.int64) * PAGE + head * HEAD_DIM
+                key_even, key_odd = _rotated_pairs(
+                    left, cosines_before, sines_before, places, loaded, is_rotated, 2 * inner, HEAD_DIM // 2, TILE
+                )
+                rows = left + inner + places[:, None] * 2 * inner + lanes[None, :]
+                value = tl.load(rows, mask=loaded[:, None], other=0.0)
         scores = tl.dot(query_even, tl.trans(key_even), input_precision="ieee")
         scores += tl.dot(query_odd, tl.trans(key_odd), input_precision="ieee")
         scores = tl.where(loaded[None, :], scores * scale, -float("inf"))
@@ -145,7 +164,6 @@ def _block_attention(
         higher = tl.maximum(tl.maximum(peak, tl.max(scores, 1)), -1e30)
         weights = tl.exp(scores - higher[:, None])
         shrink = tl.exp(peak - higher)
-        value = tl.load(of_head + 2 * inner + keys[:, None] * stride + lanes[None, :], mask=loaded[:, None], other=0.0)
         total = total * shrink + tl.sum(weights, 1)
         output = output * shrink[:, None]
         output += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
@@ -160,6 +178,7 @@ def block_attention(
     rotary: tuple[Tensor, Tensor],
     neighbours: Neighbours,
     reach: tuple[int, int],
+    past: LayerPast | None,
     *,
     heads: int,
     rotary_heads: int,
@@ -171,6 +190,7 @@ def block_attention(
         rotary: cosine and sine [R, head_dim / 2] fp32 of every row.
         neighbours: of the N blocks.
         reach: (look-back, look-ahead) in blocks, each 0 or 1.
+        past: what a layer that looks back finds before blocks that have no previous one, in the dtype of `qkv`.
         heads: of them the first `rotary_heads` are rotated.
 
     Returns:
@@ -181,14 +201,20 @@ def block_attention(
     block_size = rows // blocks
     head_dim = width // (3 * heads)
     mixed = torch.empty(rows, width // 3, dtype=qkv.dtype, device=qkv.device)
+    # Without look-back none of the past is read: any tensor will do.
+    before = (qkv,) * 5
+    if past is not None:
+        before = (past.pages, past.found, past.number, past.rotary.cos, past.rotary.sin)
     _block_attention[(blocks, heads)](
         qkv,
         *rotary,
         neighbours.previous,
         neighbours.following,
         neighbours.valid_frames,
+        *before,
         mixed,
         1.0 / math.sqrt(head_dim),
+        PAGE=before[0].stride(0),
         HEADS=heads,
         HEAD_DIM=head_dim,
         ROTARY_HEADS=rotary_heads,
@@ -199,6 +225,56 @@ def block_attention(
         num_warps=2,
     )
     return mixed
+
+
+@triton.jit
+def _leave_past(
+    qkv,
+    pages,
+    left,
+    number,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    block, head = tl.program_id(0), tl.program_id(1)
+    inner: tl.constexpr = HEADS * HEAD_DIM
+    page = tl.load(left + block)
+    if page >= 0:
+        places = tl.arange(0, TILE)
+        lanes = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        inside = (places < BLOCK)[:, None]
+        source = qkv + (block.to(tl.int64) * BLOCK + places)[:, None] * 3 * inner + inner + lanes
+        target = pages + (page + tl.load(number)).to(tl.int64) * PAGE + places[:, None] * 2 * inner + lanes
+        tl.store(target, tl.load(source, mask=inside), mask=inside)
+        tl.store(target + inner, tl.load(source + inner, mask=inside), mask=inside)
+
+
+def leave_past(qkv: Tensor, past: LayerPast, *, heads: int) -> None:
+    """Write the keys and values of the blocks that are left to later windows (`past.LayerPast.leave`).
+
+    Args:
+        qkv: [R, 3 x heads x head_dim], see `block_attention`, which must have been launched before.
+        past: pages in the dtype of `qkv`.
+        heads: of the attention.
+    """
+    rows, width = qkv.shape
+    blocks = len(past.left)
+    block_size = rows // blocks
+    _leave_past[(blocks, heads)](
+        qkv,
+        past.pages,
+        past.left,
+        past.number,
+        PAGE=past.pages.stride(0),
+        HEADS=heads,
+        HEAD_DIM=width // (3 * heads),
+        BLOCK=block_size,
+        TILE=triton.next_power_of_2(block_size),
+        num_warps=2,
+    )
 
 
 SNAKE_FRAMES = 64

@@ -15,10 +15,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from triton_omni.settings import DiffusionSettings
 from triton_omni.token2wav.batching import BlockLayout, block_layout
 from triton_omni.token2wav.dit import DiT, Voice
 from triton_omni.token2wav.noise import standard_normal
-from triton_omni.token2wav.ode import Solver, Velocity, evaluation_times, guide, integrate, time_grid
+from triton_omni.token2wav.ode import (
+    EVALUATIONS_A_STEP,
+    Solver,
+    Velocity,
+    evaluation_times,
+    guide,
+    integrate,
+    time_grid,
+)
+from triton_omni.token2wav.past import Past, PastPool, WindowPast
 
 UNGUIDED_BELOW = 1e-5
 """HF evaluates without the unconditional half below this guidance scale."""
@@ -34,6 +44,27 @@ class FlowOptions:
     sway: float
     guided: bool
 
+    @classmethod
+    def of(cls, settings: DiffusionSettings) -> FlowOptions:
+        """Those of a stream with `settings`."""
+        guided = settings.guidance_scale >= UNGUIDED_BELOW
+        return cls(settings.solver, settings.num_steps, settings.sway_coefficient, guided)
+
+    @property
+    def evaluations(self) -> int:
+        """Of the velocity, from noise to mel frames."""
+        return EVALUATIONS_A_STEP[self.solver] * (self.num_steps - 1)
+
+    @property
+    def halves(self) -> int:
+        """Of guidance: the conditional one and, if there is any, the unconditional one."""
+        return 1 + self.guided
+
+    @property
+    def pages(self) -> int:
+        """In which a stream keeps its past."""
+        return self.evaluations * self.halves
+
 
 @dataclass(frozen=True)
 class Window:
@@ -46,6 +77,8 @@ class Window:
     seed: int
     voice: Voice
     guidance_scale: float
+    past: WindowPast | None = None
+    """None: nothing before it is seen, and nothing left behind."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +92,14 @@ class Flow:
     scale: Tensor
     """[N, block, 1] fp32, each window's guidance scale."""
     modulation: Tensor
-    """[E, 6 L + 2, H], adaptive norms of every evaluation time."""
+    """[E, 6 L + 2, H], adaptive norms of every evaluation."""
     grid: Tensor
     """Points of time on the host."""
     solver: Solver
     layout: BlockLayout
     """Of the N blocks."""
+    past: Past
+    """Of the N blocks of each half."""
 
 
 class FlowSolver(Protocol):
@@ -77,7 +112,7 @@ class FlowSolver(Protocol):
 class VelocityNetwork(Protocol):
     """The DiT, or a form of it."""
 
-    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout) -> Velocity:
+    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: Past) -> Velocity:
         """See `DiT.begin`."""
 
 
@@ -93,10 +128,11 @@ class StepwiseSolver:
 
     def _velocity(self, flow: Flow) -> Velocity:
         if flow.unconditional is None:
-            return self._network.begin(flow.conditional, flow.modulation, flow.layout)
+            return self._network.begin(flow.conditional, flow.modulation, flow.layout, flow.past)
         layout = flow.layout
         both = block_layout(layout.lengths * 2, layout.block_size, flow.conditional.device)
-        evaluate = self._network.begin(torch.cat([flow.conditional, flow.unconditional]), flow.modulation, both)
+        condition = torch.cat([flow.conditional, flow.unconditional])
+        evaluate = self._network.begin(condition, flow.modulation, both, flow.past)
 
         def velocity(number: int, state: Tensor) -> Tensor:
             conditional, unconditional = evaluate(number, torch.cat([state, state])).chunk(2)
@@ -112,6 +148,10 @@ class Sampler:
         dit: the network, for what is computed once a batch.
         solver: what is computed at every evaluation; step by step by `dit` itself unless given.
         noise: see `noise.standard_normal`.
+        past: room for what windows leave to later ones; none unless given.
+
+    Attributes:
+        past: the same.
     """
 
     def __init__(
@@ -120,7 +160,9 @@ class Sampler:
         device: torch.device,
         solver: FlowSolver | None = None,
         noise: Callable[[Sequence[tuple[int, int, int]], int, torch.device], Tensor] = standard_normal,
+        past: PastPool | None = None,
     ) -> None:
+        self.past = past or dit.past_pool(0, torch.float32)
         self._dit = dit
         self._device = device
         self._solver: FlowSolver = solver or StepwiseSolver(dit)
@@ -149,6 +191,9 @@ class Sampler:
             grid=time_grid(options.num_steps, options.sway),
             solver=options.solver,
             layout=layout,
+            past=self.past.of_batch(
+                [window.past for window in windows], layout, evaluations=options.evaluations, halves=options.halves
+            ),
         )
 
     def _modulation(self, options: FlowOptions) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton_omni.errors import TooLarge
 from triton_omni.token2wav.chunking import Chunk, WindowPlan
 from triton_omni.token2wav.dit import Voice
+from triton_omni.token2wav.past import WindowPast
 from triton_omni.token2wav.sampler import FlowOptions, Window
 
 
@@ -26,6 +27,8 @@ class StreamRequest:
     plan: WindowPlan
     flow: FlowOptions
     guidance_scale: float
+    page: int | None
+    """First of the pages that keep the stream's past; None for a reply that is one window."""
 
 
 @dataclass
@@ -90,7 +93,13 @@ class Stream:
             seed=self.request.seed,
             voice=self.request.voice,
             guidance_scale=self.request.guidance_scale,
+            past=self._past(chunk),
         )
+
+    def _past(self, chunk: Chunk) -> WindowPast | None:
+        if self.request.page is None:
+            return None
+        return WindowPast(self.request.page, chunk.index > 0, 0 if chunk.final else len(chunk.kept))
 
     def advance(self, chunk: Chunk, mel: Tensor) -> Tensor:
         """Keep what later chunks need of the window's `mel` [T, M]; returns the mel frames to vocode.
@@ -98,9 +107,8 @@ class Stream:
         Returns:
             [frames of chunk.vocoder, M]: kept frames of earlier windows, then this window's.
         """
-        fresh = mel[chunk.kept.start - chunk.solved.start :]
         tail_start = self.tail_end - self.tail.shape[0]
-        known = torch.cat([self.tail, fresh])
+        known = torch.cat([self.tail, mel])
         vocoded = known[chunk.vocoder.start - tail_start : chunk.vocoder.end - tail_start]
         keep_from = self.request.plan.tail_start(chunk)
         # A copy: a view would hold the whole window's memory until the next chunk.

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stream's next window needs of the block before it: keys and values, kept instead of solved again.
+
+Layers that look back see one block. The keys and values of the block before a window were computed by the window that
+kept it, at the same evaluation of the solver and for the same half of guidance; a stream keeps them in its *pages*, one
+an evaluation and half, which every window reads and then overwrites. So a window begins with its first new frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triton_omni.checkpoint.facts import DitConfig
+from triton_omni.spans import FirstFit
+from triton_omni.token2wav.batching import BlockLayout
+from triton_omni.token2wav.rotary import Rotary
+
+NONE = -1
+
+
+@dataclass(frozen=True)
+class WindowPast:
+    """What one window does with the pages of its stream."""
+
+    page: int
+    """The stream's first page."""
+    is_left: bool
+    """Whether a window before has left a past there."""
+    kept_frames: int
+    """Whole blocks of the window, of which the last is left to the next window; 0 when none follows."""
+
+
+@dataclass(frozen=True)
+class LayerPast:
+    """What one layer finds and leaves at one evaluation of N blocks.
+
+    Of one window the first block finds and a later one, or the same, leaves in the same page: all find before any
+    leaves.
+    """
+
+    pages: Tensor
+    """[P + 1, block, 2 x inner]: the layer's keys, not rotated, and values side by side; the last page is nobody's."""
+    number: Tensor
+    """int32 [], of the evaluation, on the device."""
+    found: Tensor
+    """int32 [N], see `Past`."""
+    left: Tensor
+    """int32 [N], see `Past`."""
+    rotary: Rotary
+    """Angles [1, block, 1, head_dim / 2] of the block before a window's first."""
+
+    def find(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys (not rotated) and values before each block, [N, block, heads, head_dim], and whether there are any [N].
+
+        Where there are none both are zero, whatever lies in the pages.
+        """
+        there = self.found != NONE
+        rows = torch.where(there[:, None, None], self.pages.index_select(0, self._pages_at(self.found)), 0.0)
+        key, value = rows.view(*rows.shape[:2], 2, heads, -1).unbind(2)
+        return key, value, there
+
+    def leave(self, key: Tensor, value: Tensor) -> None:
+        """Write the keys, not rotated, and values [N, block, heads, head_dim] of the blocks that are left."""
+        rows = torch.cat([key.flatten(2), value.flatten(2)], dim=-1)
+        self.pages.index_copy_(0, self._pages_at(self.left), rows)
+
+    def _pages_at(self, first: Tensor) -> Tensor:
+        """int64 [N]: pages of this evaluation, nobody's where there is none."""
+        return torch.where(first == NONE, len(self.pages) - 1, first + self.number).long()
+
+
+@dataclass(frozen=True)
+class Past:
+    """Where the N blocks of a batch, all halves of guidance one behind another, find and leave keys and values."""
+
+    pool: PastPool
+    found: Tensor
+    """int32 [N]: first page of what lies before the block, -1 for nothing of an earlier window."""
+    left: Tensor
+    """int32 [N]: first page that takes what the block leaves, -1 for none."""
+    numbers: Tensor
+    """int32 [E], of the evaluations, on the device."""
+
+    def at(self, evaluation: int, layer: int) -> LayerPast | None:
+        """What `layer` finds and leaves at the `evaluation`-th of `numbers`; None if it does not look back."""
+        if layer not in self.pool.layers:
+            return None
+        pages = self.pool.pages[:, self.pool.layers.index(layer)]
+        return LayerPast(pages, self.numbers[evaluation], self.found, self.left, self.pool.rotary)
+
+
+class PastPool:
+    """The pages of all streams, at one address for good.
+
+    Pages are not cleared: a stream's first window finds nothing, so none ever reads what another has left.
+
+    Args:
+        config: sizes of the DiT.
+        rotary: angles [1, block, 1, head_dim / 2] of the block before a window's first.
+        pages: how many all open streams share.
+        dtype: of keys and values.
+        device: where they lie.
+    """
+
+    def __init__(
+        self, config: DitConfig, rotary: Rotary, pages: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layers = config.look_backward_layers
+        self.rotary = rotary
+        sizes = (len(self.layers), config.block_size, 2 * config.num_heads * config.head_dim)
+        self.pages = torch.zeros(pages + 1, *sizes, dtype=dtype, device=device)
+        self._spans = FirstFit(pages)
+
+    @property
+    def capacity(self) -> int:
+        """Pages that streams can have."""
+        return self._spans.capacity
+
+    @property
+    def used(self) -> int:
+        """Pages that open streams have."""
+        return self._spans.used
+
+    def take(self, pages: int) -> int | None:
+        """First of `pages` pages for one stream, or None where they are not free."""
+        return self._spans.take(pages)
+
+    def give(self, page: int) -> None:
+        """Free what `take` returned."""
+        self._spans.give(page)
+
+    def of_batch(
+        self, windows: Sequence[WindowPast | None], layout: BlockLayout, *, evaluations: int, halves: int
+    ) -> Past:
+        """The pasts of a batch of `windows`, laid out by `layout` in each of `halves`; None is a window without one."""
+        found, left = ([NONE] * layout.num_blocks for _ in range(2))
+        for first, past in zip(layout.starts, windows, strict=True):
+            if past is not None and past.is_left:
+                found[first] = past.page
+            if past is not None and past.kept_frames:
+                left[first + past.kept_frames // layout.block_size - 1] = past.page
+        pages = torch.tensor([found, left], dtype=torch.int32)[:, None]
+        later = evaluations * torch.arange(halves, dtype=torch.int32)[:, None]
+        found_pages, left_pages = torch.where(pages == NONE, NONE, pages + later).flatten(1).to(self.pages.device)
+        numbers = torch.arange(evaluations, dtype=torch.int32, device=self.pages.device)
+        return Past(self, found_pages, left_pages, numbers)
