@@ -42,6 +42,8 @@ class EngineSettings(_Frozen):
     """Prompt and reply tokens of one sequence."""
     max_num_batched_tokens: Annotated[int, Field(ge=32)] = 2048
     """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
+    max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 512
+    """Steps with prompts get CUDA graphs up to this many tokens, where the attention kernels allow it; 0 = none."""
     enforce_eager: bool = False
     """Switch CUDA graphs off (the plain path)."""
     torch_compile: bool = False
