@@ -158,3 +158,18 @@ def test_a_runner_without_an_extended_method_is_refused(engine_args: Any, monkey
     monkeypatch.delattr(compat.GPUModelRunner, "_model_forward")
     with pytest.raises(compat.UnsupportedVllmError, match="_model_forward"):
         compat._check_runner()
+
+
+def test_fp8_is_refused_where_it_cannot_run(engine_args: Any) -> None:
+    assert engine_args.resolve_quantization("none", CPU, torch.float32) is None
+    with pytest.raises(SettingsError, match="quantization: fp8 needs a GPU, the device is cpu"):
+        engine_args.resolve_quantization("fp8", CPU, torch.bfloat16)
+    with pytest.raises(SettingsError, match="quantization: fp8 needs a half-precision dtype, it is float32"):
+        engine_args.resolve_quantization("fp8", GPU, torch.float32)
+
+
+def test_fp8_is_a_way_to_quantise_that_vllm_knows(engine_args: Any) -> None:
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    name = engine_args.resolve_quantization("fp8", GPU, torch.bfloat16)
+    assert get_quantization_config(name).__name__ == "OnlineQuantizationConfig"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from triton_omni.settings import Dtype, EngineSettings, SettingsError
+from triton_omni.settings import Dtype, EngineSettings, Quantization, SettingsError
 from triton_omni.vllm_hooks.compat import CompilationMode, EngineArgs, current_platform
 
 GPU_BLOCK_SIZE = 16
@@ -31,6 +31,23 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     resolved: torch.dtype = getattr(torch, dtype)
     return resolved
+
+
+def resolve_quantization(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> str | None:
+    """vLLM's name of a way to quantise weights while they are loaded; None = not at all.
+
+    For `fp8` one scale a row of the weights and one a token (E4M3 on both sides).
+
+    Raises:
+        SettingsError: the device or the dtype cannot be had with it.
+    """
+    if quantization == "none":
+        return None
+    if device.type != "cuda":
+        raise SettingsError(f"quantization: {quantization} needs a GPU, the device is {device.type}; use none")
+    if dtype == torch.float32:
+        raise SettingsError(f"quantization: {quantization} needs a half-precision dtype, it is float32; use none")
+    return "fp8_per_channel"
 
 
 def kv_cache_blocks(settings: EngineSettings, block_size: int) -> int:
