@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "fp8"]
 Solver = Literal["rk4", "euler"]
 Positive = Annotated[int, Field(gt=0)]
 
@@ -42,6 +43,8 @@ class EngineSettings(_Frozen):
     """Prompt and reply tokens of one sequence."""
     max_num_batched_tokens: Annotated[int, Field(ge=32)] = 2048
     """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
+    max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 512
+    """Steps with prompts get CUDA graphs up to this many tokens, where the attention kernels allow it; 0 = none."""
     enforce_eager: bool = False
     """Switch CUDA graphs off (the plain path)."""
     torch_compile: bool = False
@@ -93,6 +96,9 @@ class ThinkerSettings(_Frozen):
 
     device: Device = "auto"
     dtype: Dtype = "auto"
+    quantization: Quantization = "none"
+    """Of the decoder's matrix products: `fp8` halves the bytes that a step reads, at the price of exactness (GPU only,
+    half precision). Media encoders and the links stay in `dtype`."""
     engine: EngineSettings = EngineSettings()
     limits: RequestLimits = RequestLimits()
     max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64

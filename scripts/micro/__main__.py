@@ -27,6 +27,7 @@ if not __package__:
 from micro.child import MEASUREMENTS, ON_REQUEST  # noqa: E402
 from micro.plan import Plan  # noqa: E402
 from micro.report import Run, line_of, table, write  # noqa: E402
+from triton_omni.settings import Quantization  # noqa: E402
 
 console = Console(stderr=True)
 
@@ -150,6 +151,8 @@ def main(
         int, typer.Option(min=1, max=100, help="steps before; a fifth of it for windows and replies")
     ] = 10,
     enforce_eager: Annotated[bool, typer.Option(help="no CUDA graphs, in plain vLLM neither")] = False,
+    torch_compile: Annotated[bool, typer.Option(help="compiled networks, in plain vLLM too")] = False,
+    quantization: Annotated[Quantization, typer.Option(help="of both thinkers")] = "none",
 ) -> None:
     """Time each stage alone, against plain vLLM and HF in the same run."""
     # As an exception, so that the child that is measuring ends with us.
@@ -173,6 +176,8 @@ def main(
         seconds_a_figure=seconds_a_figure,
         warm_up=warm_up,
         enforce_eager=enforce_eager,
+        torch_compile=torch_compile,
+        quantization=quantization,
     )
     run = Run(plan, sys.argv)
     run_all(names, plan, run, out)

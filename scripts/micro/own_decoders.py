@@ -74,7 +74,7 @@ class ThinkerDecoder(_OwnDecoder[ThinkerVllmEngine]):
     """The thinker's engine with the rows of every token wanted, as for speech."""
 
     def __init__(self, plan: Plan, device: torch.device, ordinary_ids: int) -> None:
-        settings = ThinkerSettings(engine=engine_settings(plan))
+        settings = ThinkerSettings(engine=engine_settings(plan), quantization=plan.quantization)
         super().__init__(ThinkerVllmEngine(Path(plan.model), settings, device))
         self._engine._end_ids = []
         self._plan, self._ordinary_ids = plan, ordinary_ids

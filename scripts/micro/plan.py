@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from triton_omni.device import resolve_device
+from triton_omni.settings import Quantization
 
 MIN_REPEATS = 3
 """Windows or replies of a figure, however long they take."""
@@ -43,6 +44,10 @@ class Plan:
     """Of its speech, 50 a second."""
     enforce_eager: bool = False
     """No CUDA graphs, in ours and in plain vLLM alike."""
+    torch_compile: bool = False
+    """Networks compiled, in both alike."""
+    quantization: Quantization = "none"
+    """Of both thinkers."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Plan:

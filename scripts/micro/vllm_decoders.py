@@ -22,7 +22,12 @@ from triton_omni.vllm_hooks.compat import (
     RequestOutputKind,
     SamplingParams,
 )
-from triton_omni.vllm_hooks.engine_args import apply_thread_share, build_engine_args, resolve_dtype
+from triton_omni.vllm_hooks.engine_args import (
+    apply_thread_share,
+    build_engine_args,
+    resolve_dtype,
+    resolve_quantization,
+)
 
 from .decoding import TOKENS_OF_A_STEP, Mode, longest_sequence
 from .plan import Plan
@@ -40,6 +45,7 @@ def engine_settings(plan: Plan) -> EngineSettings:
         max_model_len=longest_sequence(plan),
         max_num_batched_tokens=max(TOKENS_OF_A_STEP, *plan.batches),
         enforce_eager=plan.enforce_eager,
+        torch_compile=plan.torch_compile,
     )
 
 
@@ -49,6 +55,7 @@ def engine_facts(llm: LLMEngine) -> dict[str, Any]:
     graphs = config.compilation_config
     return {
         "dtype": str(config.model_config.dtype),
+        "quantization": config.model_config.quantization,
         "max_model_len": config.model_config.max_model_len,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
@@ -123,15 +130,17 @@ def plain_thinker(plan: Plan, device: torch.device, ordinary_ids: int) -> PlainD
     Its logits, KV cache and graphs are those of ours; what ours adds is the rows, their check for NaN, and seeds.
     """
     ModelRegistry.register_model(_THINKER, Qwen2_5OmniThinkerForConditionalGeneration)
-    settings = ThinkerSettings(engine=engine_settings(plan))
+    settings = ThinkerSettings(engine=engine_settings(plan), quantization=plan.quantization)
+    dtype = resolve_dtype(settings.dtype, device)
     media = settings.limits.max_media_items
     apply_thread_share(settings.engine)
     arguments = build_engine_args(
         Path(plan.model),
         settings.engine,
         device,
-        resolve_dtype(settings.dtype, device),
+        dtype,
         worker_cls=_WORKERS[device.type],
+        quantization=resolve_quantization(settings.quantization, device, dtype),
         hf_overrides={"architectures": [_THINKER]},
         limit_mm_per_prompt={"image": media, "audio": media, "video": media},
         renderer_num_workers=settings.preprocess_threads,

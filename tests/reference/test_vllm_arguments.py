@@ -75,7 +75,8 @@ def test_a_gpu_engine_captures_decode_steps_unless_it_is_eager(
         # EngineArgs turns the mapping into vLLM's own configuration.
         assert built.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
         assert int(built.compilation_config.mode) == 0
-        assert built.compilation_config.cudagraph_capture_sizes == [1, 2, 4, 8, 16, 20]
+        assert built.compilation_config.cudagraph_capture_sizes[:7] == [1, 2, 4, 8, 16, 20, 32]
+        assert built.compilation_config.cudagraph_capture_sizes[-1] == 512
 
 
 def test_networks_are_compiled_when_asked(engine_args: Any, any_device: None, tmp_path: Path) -> None:
@@ -88,8 +89,15 @@ def test_networks_are_compiled_when_asked(engine_args: Any, any_device: None, tm
 @pytest.mark.parametrize(
     ("most", "sizes"), [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (32, [1, 2, 4, 8, 16, 24, 32])]
 )
-def test_graphs_are_captured_up_to_the_largest_batch(engine_args: Any, most: int, sizes: list[int]) -> None:
-    assert engine_args.graph_batch_sizes(most) == sizes
+def test_graphs_of_decode_steps_go_up_to_the_largest_batch(engine_args: Any, most: int, sizes: list[int]) -> None:
+    assert engine_args.graph_sizes(EngineSettings(max_num_seqs=most, max_graph_tokens=0)) == sizes
+
+
+@pytest.mark.parametrize(("tokens", "last"), [(100, [32, 64, 96]), (700, [448, 512, 640]), (2048, [224, 256])])
+def test_graphs_of_prompts_go_up_to_their_limit_and_no_step(engine_args: Any, tokens: int, last: list[int]) -> None:
+    room = 300 if tokens == 2048 else 2048
+    settings = EngineSettings(max_num_seqs=4, max_graph_tokens=tokens, max_num_batched_tokens=room)
+    assert engine_args.graph_sizes(settings)[-len(last) :] == last
 
 
 @pytest.mark.parametrize("name", ["worker_cls", "scheduler_cls"])
@@ -150,3 +158,18 @@ def test_a_runner_without_an_extended_method_is_refused(engine_args: Any, monkey
     monkeypatch.delattr(compat.GPUModelRunner, "_model_forward")
     with pytest.raises(compat.UnsupportedVllmError, match="_model_forward"):
         compat._check_runner()
+
+
+def test_fp8_is_refused_where_it_cannot_run(engine_args: Any) -> None:
+    assert engine_args.resolve_quantization("none", CPU, torch.float32) is None
+    with pytest.raises(SettingsError, match="quantization: fp8 needs a GPU, the device is cpu"):
+        engine_args.resolve_quantization("fp8", CPU, torch.bfloat16)
+    with pytest.raises(SettingsError, match="quantization: fp8 needs a half-precision dtype, it is float32"):
+        engine_args.resolve_quantization("fp8", GPU, torch.float32)
+
+
+def test_fp8_is_a_way_to_quantise_that_vllm_knows(engine_args: Any) -> None:
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    name = engine_args.resolve_quantization("fp8", GPU, torch.bfloat16)
+    assert get_quantization_config(name).__name__ == "OnlineQuantizationConfig"

@@ -75,7 +75,7 @@ class FusedVocoder:
         blocks = [self._pairs(cast(ResidualBlock, block)) for block in vocoder.resblocks]
         per_level = vocoder.blocks_per_level
         self._levels = [blocks[first : first + per_level] for first in range(0, len(blocks), per_level)]
-        self._last = _filters(vocoder.activation_post)
+        self._last = _filters(vocoder.activation_post, torch.float32)
         self._post = _Convolution.of(vocoder.conv_post, torch.float32)
 
     def __call__(self, mel: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class FusedVocoder:
         return stream.add_(branch).add_(bias) if branch is not None else stream + bias
 
     def _pairs(self, block: ResidualBlock) -> list[_Pair]:
-        snakes = [_filters(activation) for activation in block.activations]
+        snakes = [_filters(activation, self._dtype) for activation in block.activations]
         return [
             _Pair(enter, _Convolution.of(dilated, self._dtype), between, _Convolution.of(plain, self._dtype))
             for enter, dilated, between, plain in zip(
@@ -115,7 +115,7 @@ class FusedVocoder:
         ]
 
 
-def _filters(module: nn.Module) -> SnakeFilters:
+def _filters(module: nn.Module, dtype: torch.dtype) -> SnakeFilters:
     activation = cast(AntiAliasedSnake, module)
     snake = activation.act
     return SnakeFilters.of(
@@ -123,4 +123,6 @@ def _filters(module: nn.Module) -> SnakeFilters:
         down=activation.down_filter[0, 0],
         frequency=snake.alpha.detach().exp(),
         magnitude=1.0 / (snake.beta.detach().exp() + SnakeBeta.NO_DIVISION_BY_ZERO),
+        # The 8 bits of bfloat16 are too few for a filter.
+        dtype=torch.float16 if dtype is torch.float16 else torch.float32,
     )

@@ -288,9 +288,9 @@ class SnakeFilters:
     """What one anti-aliased snake needs (`bigvgan.AntiAliasedSnake`); both filters as banded matrices of a tile."""
 
     up: Tensor
-    """[128, 64] fp32: frames of a tile to samples of the doubled rate."""
+    """[128, 64]: frames of a tile to samples of the doubled rate; in the dtype of the filters' products."""
     down: Tensor
-    """[64, 128] fp32: back to the tile's kept frames; the last rows are zero."""
+    """[64, 128]: back to the tile's kept frames; the last rows are zero."""
     down_sums: Tensor
     """[13] fp32: sums of the first 0, 1, ... taps of the filter that halves the rate."""
     frequency: Tensor
@@ -299,15 +299,21 @@ class SnakeFilters:
     """[C] fp32, 1 / exp(beta)."""
 
     @classmethod
-    def of(cls, up: Tensor, down: Tensor, frequency: Tensor, magnitude: Tensor) -> SnakeFilters:
-        """From the taps [12] of both filters, the gain of the first included."""
+    def of(
+        cls, up: Tensor, down: Tensor, frequency: Tensor, magnitude: Tensor, dtype: torch.dtype = torch.float32
+    ) -> SnakeFilters:
+        """From the taps [12] of both filters, the gain of the first included.
+
+        Products are in `dtype`: float32, which a tensor core takes by three products of TF32, or float16, which has
+        as many bits of mantissa as TF32.
+        """
         doubled = torch.arange(2 * SNAKE_FRAMES, device=up.device)
         frames = torch.arange(SNAKE_FRAMES, device=up.device)
         # Sample r of a tile lies at 2 start - margin + r, frame q at start - margin + q.
         backward = down * (frames < _KEPT)[:, None, None]
         return cls(
-            up=_banded(up.expand(2 * SNAKE_FRAMES, 1, -1), doubled[:, None] + 2 * SNAKE_MARGIN - 2 * frames),
-            down=_banded(backward, doubled - 2 * frames[:, None]),
+            up=_banded(up.expand(2 * SNAKE_FRAMES, 1, -1), doubled[:, None] + 2 * SNAKE_MARGIN - 2 * frames).to(dtype),
+            down=_banded(backward, doubled - 2 * frames[:, None]).to(dtype),
             down_sums=F.pad(down.cumsum(0), (1, 0)),
             frequency=frequency,
             magnitude=magnitude,
@@ -376,7 +382,7 @@ def _anti_aliased_snake(
         tl.store(total + places, value, mask=own[:, None] & is_channel)
     # Filters as matrices: tensor cores run them, and a sine is taken once a sample of the doubled rate.
     up = tl.load(up_matrix + doubled[:, None] * FRAMES + steps[None, :])
-    fine = tl.dot(up, value, input_precision=PRECISION)
+    fine = tl.dot(up, value.to(up.dtype), input_precision=PRECISION)
     angle = fine * tl.load(frequency + channels, mask=channels < CHANNELS, other=0.0)[None, :]
     fine += _sine_squared(angle) * tl.load(magnitude + channels, mask=channels < CHANNELS, other=0.0)[None, :]
     if (start == 0) | (start + kept > length - MARGIN):
@@ -386,10 +392,11 @@ def _anti_aliased_snake(
         low = tl.maximum(tl.where(sample == 0, 0, tap), 0)
         high = tl.minimum(tl.where(sample == 2 * length - 1, TAPS - 1, tap), TAPS - 1)
         valid = (low <= high) & (sample >= 0) & (sample < 2 * length) & (steps < kept)[:, None]
-        down = tl.load(down_sums + high + 1, mask=valid, other=0.0) - tl.load(down_sums + low, mask=valid, other=0.0)
+        sums = tl.load(down_sums + high + 1, mask=valid, other=0.0) - tl.load(down_sums + low, mask=valid, other=0.0)
+        down = sums.to(up.dtype)
     else:
         down = tl.load(down_matrix + steps[:, None] * 2 * FRAMES + doubled[None, :])
-    coarse = tl.dot(down, fine, input_precision=PRECISION)
+    coarse = tl.dot(down, fine.to(up.dtype), input_precision=PRECISION)
     target = start + steps
     stored = ((steps < kept) & (target < length))[:, None] & is_channel
     tl.store(
@@ -415,7 +422,7 @@ def anti_aliased_snake(
         second: [B, T, C] or None for zero.
         bias: [C] fp32.
         snake: filters and coefficients.
-        dtype: of the result; the filters' products are as precise.
+        dtype: of the result.
         total: [B, T, C] fp32, where the sum is kept as well.
 
     Returns:

@@ -71,9 +71,10 @@ define_torchvision_operators()
 try:
     from vllm import ModelRegistry, SamplingParams
     from vllm.compilation.decorators import support_torch_compile
-    from vllm.config import CompilationMode, VllmConfig
+    from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import VLLMValidationError
+    from vllm.forward_context import BatchDescriptor
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import ReplicatedLinear
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -92,6 +93,7 @@ try:
     from vllm.outputs import RequestOutput
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -108,6 +110,7 @@ except ImportError as error:
 
 _RUNNER_METHODS = (
     "_calc_mrope_positions",
+    "_check_and_update_cudagraph_mode",
     "_compute_prev_positions",
     "_zero_block_ids",
     "_init_kv_zero_meta",
@@ -118,7 +121,7 @@ _RUNNER_METHODS = (
     "_prepare_inputs",
     "_sample",
     "_update_states",
-    "capture_model",
+    "_warmup_and_capture",
     "execute_model",
     "load_model",
     "sample_tokens",
@@ -141,7 +144,10 @@ __all__ = [
     "MULTIMODAL_REGISTRY",
     "SUPPORTED_VLLM",
     "AsyncScheduler",
+    "AttentionCGSupport",
     "AutoWeightsLoader",
+    "BatchDescriptor",
+    "CUDAGraphMode",
     "CachedRequestState",
     "CompilationMode",
     "EngineArgs",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from triton_omni.settings import Dtype, EngineSettings, SettingsError
+from triton_omni.settings import Dtype, EngineSettings, Quantization, SettingsError
 from triton_omni.vllm_hooks.compat import CompilationMode, EngineArgs, current_platform
 
 GPU_BLOCK_SIZE = 16
@@ -33,6 +33,23 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
     return resolved
 
 
+def resolve_quantization(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> str | None:
+    """vLLM's name of a way to quantise weights while they are loaded; None = not at all.
+
+    For `fp8` one scale a row of the weights and one a token (E4M3 on both sides).
+
+    Raises:
+        SettingsError: the device or the dtype cannot be had with it.
+    """
+    if quantization == "none":
+        return None
+    if device.type != "cuda":
+        raise SettingsError(f"quantization: {quantization} needs a GPU, the device is {device.type}; use none")
+    if dtype == torch.float32:
+        raise SettingsError(f"quantization: {quantization} needs a half-precision dtype, it is float32; use none")
+    return "fp8_per_channel"
+
+
 def kv_cache_blocks(settings: EngineSettings, block_size: int) -> int:
     """Blocks that hold `max_num_seqs` sequences of `max_model_len`, so that nothing is ever preempted.
 
@@ -41,10 +58,14 @@ def kv_cache_blocks(settings: EngineSettings, block_size: int) -> int:
     return settings.max_num_seqs * -(-settings.max_model_len // block_size) + 1
 
 
-def graph_batch_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes of decode steps that get a CUDA graph: 1, 2, 4, then every 8, and the largest."""
-    sizes = {1, 2, 4, *range(8, max_num_seqs + 1, 8), max_num_seqs}
-    return sorted(size for size in sizes if size <= max_num_seqs)
+def graph_sizes(settings: EngineSettings) -> list[int]:
+    """Tokens of the steps that get a CUDA graph: decode steps of 1, 2, 4, then every 8 sequences and the most, then,
+    for steps with prompts, in growing strides up to `max_graph_tokens`."""
+    most = settings.max_num_seqs
+    decode = {1, 2, 4, *range(8, most + 1, 8), most}
+    prefill = {16, 32, *range(64, 256, 32), *range(256, 512, 64), *range(512, settings.max_graph_tokens + 1, 128)}
+    largest = min(settings.max_graph_tokens, settings.max_num_batched_tokens)
+    return sorted({size for size in decode if size <= most} | {size for size in prefill if size <= largest})
 
 
 def apply_thread_share(settings: EngineSettings) -> None:
@@ -126,7 +147,10 @@ def _memory(settings: EngineSettings, block_size: int) -> dict[str, Any]:
 
 
 def _execution(settings: EngineSettings, on_gpu: bool) -> dict[str, Any]:
-    """Graphs of whole decode steps, of kernels as they are or of what torch.compile makes of them."""
+    """Graphs of whole steps, of kernels as they are or of what torch.compile makes of them.
+
+    `prefill_graphs.py` adds those of steps with prompts; to vLLM itself the sizes above `max_num_seqs` mean nothing.
+    """
     if not on_gpu or settings.enforce_eager:
         return {"enforce_eager": True}
     return {
@@ -134,7 +158,7 @@ def _execution(settings: EngineSettings, on_gpu: bool) -> dict[str, Any]:
         "compilation_config": {
             "mode": CompilationMode.VLLM_COMPILE if settings.torch_compile else CompilationMode.NONE,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": graph_batch_sizes(settings.max_num_seqs),
+            "cudagraph_capture_sizes": graph_sizes(settings),
         },
     }
 

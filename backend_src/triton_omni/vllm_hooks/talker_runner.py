@@ -17,6 +17,7 @@ from torch import Tensor
 
 from triton_omni.stage import record_event
 from triton_omni.vllm_hooks.compat import (
+    BatchDescriptor,
     CachedRequestState,
     CompilationMode,
     GPUModelRunner,
@@ -25,6 +26,7 @@ from triton_omni.vllm_hooks.compat import (
     VllmConfig,
 )
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
+from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
 from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
 from triton_omni.vllm_hooks.steady_decode import SteadyDecodeMixin
 from triton_omni.vllm_hooks.talker_network import TalkerForCausalLM
@@ -84,12 +86,11 @@ class TalkerRunnerMixin(_Runner):
             self.step.compile()
         cast(TalkerForCausalLM, self.get_model()).step = self.step
 
-    def capture_model(self) -> int:
-        """Record decode steps; only those are recorded."""
-        self.step.decoding = True
+    def _warmup_and_capture(self, desc: BatchDescriptor, *args: Any, **kwargs: Any) -> None:
+        """Record a step; a decode step's holds logits and mask too."""
+        self.step.decoding = desc.uniform
         try:
-            recorded: int = super().capture_model()
-            return recorded
+            super()._warmup_and_capture(desc, *args, **kwargs)
         finally:
             self.step.decoding = False
 
@@ -163,8 +164,8 @@ class TalkerRunnerMixin(_Runner):
         index, owned = self._index.np, slots[owners]
         index[:count, 0] = self.step.rows.pool_rows(owned, positions)
         index[:count, 1] = owned
-        # A recorded step may be of more sequences than there are.
-        end = min(max(count, self.max_num_reqs), len(index))
+        # A recorded step may be of more tokens than there are.
+        end = min(max(count, self.max_num_reqs), len(index)) if self.step.decoding else len(index)
         index[count:end] = (0, self.step.rows.idle_slot)
         self._index.copy_to_gpu(end)
 
@@ -191,8 +192,9 @@ class TalkerRunnerMixin(_Runner):
                 sequence.sampled.append(SampledStep(code, ready))
 
 
-class TalkerRunner(TalkerRunnerMixin, CounterNoiseMixin, SteadyDecodeMixin, PlatformRunner):
-    """vLLM's runner with hidden rows added, batched seeded sampling, and little to do for a step that goes on."""
+class TalkerRunner(TalkerRunnerMixin, CounterNoiseMixin, SteadyDecodeMixin, PrefillGraphsMixin, PlatformRunner):
+    """vLLM's runner with hidden rows added, batched seeded sampling, graphs of prompts, and little to do for a step
+    that goes on."""
 
 
 class TalkerWorker(StageWorker):

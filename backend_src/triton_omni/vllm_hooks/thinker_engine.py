@@ -28,7 +28,12 @@ from triton_omni.vllm_hooks.compat import (
     SamplingParams,
     VLLMValidationError,
 )
-from triton_omni.vllm_hooks.engine_args import apply_thread_share, build_engine_args, resolve_dtype
+from triton_omni.vllm_hooks.engine_args import (
+    apply_thread_share,
+    build_engine_args,
+    resolve_dtype,
+    resolve_quantization,
+)
 from triton_omni.vllm_hooks.hidden_rows import RowTap
 from triton_omni.vllm_hooks.row_release import Piece, RowRelease
 from triton_omni.vllm_hooks.sampling import seed_args
@@ -73,6 +78,7 @@ class ThinkerVllmEngine:
             device,
             self.dtype,
             worker_cls=_WORKER,
+            quantization=resolve_quantization(settings.quantization, device, self.dtype),
             hf_overrides={"architectures": [thinker_networks.THINKER_ARCHITECTURE]},
             limit_mm_per_prompt={"image": media, "audio": media, "video": media},
             # `prepare` runs on that many threads: vLLM then keeps a tokenizer for each, and its cache of processed

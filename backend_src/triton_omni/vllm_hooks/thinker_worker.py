@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from triton_omni.vllm_hooks.hidden_rows import HiddenRowsMixin
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
+from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
 from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
 
 
-class ThinkerRunner(HiddenRowsMixin, CounterNoiseMixin, PlatformRunner):
-    """vLLM's runner with hidden rows and batched seeded sampling."""
+class ThinkerRunner(HiddenRowsMixin, CounterNoiseMixin, PrefillGraphsMixin, PlatformRunner):
+    """vLLM's runner with hidden rows, batched seeded sampling, and graphs of prompts."""
 
 
 class ThinkerWorker(StageWorker):
