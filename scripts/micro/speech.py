@@ -17,8 +17,9 @@ from torch import Tensor
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
-from triton_omni.engine import StreamOptions
+from triton_omni.engine import AudioOutput, StreamOptions
 from triton_omni.settings import StreamingPlan, Token2WavSettings
+from triton_omni.token2wav.acceleration import Vocoder
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.sampler import FlowOptions, Window
 
@@ -58,7 +59,7 @@ def offline_own(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
         engine.open("reply", voice, 0, StreamOptions(mode="offline", solver="rk4", num_steps=10, guidance_scale=0.5))
         engine.feed("reply", codes)
         engine.end("reply")
-        (output,) = engine.step()
+        (output,) = next_outputs(engine)
         _check(output.final and output.error is None and len(output.samples) > 0, f"a reply ended with {output.error}")
 
     yield READY
@@ -125,7 +126,6 @@ class TimedEngine(Token2WavEngine):
         super().__init__(checkpoint, settings, at)
         self.dit_s: list[float] = []
         self.vocoder_s: list[float] = []
-        self._timed_at = at
         sample = self._sampler.sample
 
         def timed_sample(windows: Sequence[Window], options: FlowOptions) -> Any:
@@ -135,11 +135,28 @@ class TimedEngine(Token2WavEngine):
 
         self._sampler.sample = timed_sample  # type: ignore[method-assign]
 
-    def _vocode(self, mels: Sequence[Tensor]) -> list[Tensor]:
-        waveforms: list[Tensor] = []
-        vocode = super()._vocode
-        self.vocoder_s.append(timed(lambda: waveforms.extend(vocode(mels)), self._timed_at))
-        return waveforms
+        self._vocoder = _TimedVocoder(self._vocoder, self.vocoder_s, at)
+
+
+class _TimedVocoder:
+    """A vocoder that notes how long each call takes."""
+
+    def __init__(self, vocoder: Vocoder, seconds: list[float], at: torch.device) -> None:
+        self.samples_per_frame = vocoder.samples_per_frame
+        self._vocoder, self._seconds, self._at = vocoder, seconds, at
+
+    def __call__(self, mel: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        self._seconds.append(timed(lambda: found.append(self._vocoder(mel)), self._at))
+        return found[0]
+
+
+def next_outputs(engine: Token2WavEngine) -> list[AudioOutput]:
+    """The chunks of the next batch that comes through the device; the engine's own steps do not wait for it."""
+    outputs: list[AudioOutput] = []
+    while not outputs and engine.has_work():
+        outputs = engine.step()
+    return outputs
 
 
 class WindowStreams:
@@ -155,7 +172,7 @@ class WindowStreams:
             self._engine.open(str(number), self._voice, number, self._options)
         # The first chunk has no past; it is made before the first timed window.
         self.feed(CODES_A_CHUNK + CODES_AHEAD)
-        self._engine.step()
+        next_outputs(self._engine)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,7 +191,7 @@ class WindowStreams:
             WrongWorkError: it was not one window of the full size of every stream.
         """
         before = self._engine.frames_solved
-        outputs = self._engine.step()
+        outputs = next_outputs(self._engine)
         solved = self._engine.frames_solved - before
         _check(len(outputs) == self._batch, f"a step made {len(outputs)} windows of {self._batch}")
         _check(solved == FRAMES_A_WINDOW * self._batch, f"a step solved {solved} mel frames")

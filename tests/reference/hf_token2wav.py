@@ -16,12 +16,22 @@ from torch import Tensor
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
 
+from triton_omni.engine import AudioOutput
+from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.noise import standard_normal
 
 PREFIX = "token2wav."
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where engines under test run: on a GPU where there is one. HF's reference stays on the CPU."""
+
+
+def next_outputs(engine: Token2WavEngine) -> list[AudioOutput]:
+    """The chunks of the next batch that comes through the device; a step does not wait for it."""
+    outputs: list[AudioOutput] = []
+    while not outputs and engine.has_work():
+        outputs = engine.step()
+    return outputs
 
 
 PastRows = dict[tuple[int, str, int], Tensor]

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 import torch
-from hf_token2wav import DEVICE
+from hf_token2wav import DEVICE, next_outputs
 from torch import Tensor
 
 from triton_omni.checkpoint.config import CheckpointError, load_config
@@ -18,6 +18,8 @@ from triton_omni.checkpoint.speakers import Speakers, load_speakers
 from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.settings import DiffusionSettings, SettingsError, Token2WavSettings
+from triton_omni.token2wav import engine as engine_module
+from triton_omni.token2wav import streaming
 from triton_omni.token2wav.attention import block_attention
 from triton_omni.token2wav.bigvgan import BigVGAN
 from triton_omni.token2wav.dit import DiT, Voice
@@ -134,7 +136,7 @@ def test_a_waveform_that_is_not_finite_fails_its_stream_alone(engine: Token2WavE
     sound = sick["sick"].request.voice
     spoilt = Voice(torch.full_like(sound.conditional, bad), sound.unconditional)
     sick["sick"].request = dataclasses.replace(sick["sick"].request, voice=spoilt)
-    first = {output.key: output for output in engine.step()}
+    first = {output.key: output for output in next_outputs(engine)}
     assert set(first) == {"good", "sick"}
     assert first["sick"].final
     assert "chunk 0 is not finite" in str(first["sick"].error)
@@ -151,7 +153,7 @@ def test_cost_of_a_chunk_does_not_grow_with_the_stream(engine: Token2WavEngine) 
     for part in torch.split(some_codes(384), 12):
         engine.feed("a", part)
         before = engine.frames_solved
-        if engine.step():
+        if next_outputs(engine):
             costs.append(engine.frames_solved - before)
             held.append(engine.stats().rows_used)
     # 1, 2 and then 3 new blocks, and one of look-ahead: no frame is solved again because of what lies behind it.
@@ -160,14 +162,49 @@ def test_cost_of_a_chunk_does_not_grow_with_the_stream(engine: Token2WavEngine) 
     assert held == [24] * len(held)
 
 
-def test_the_stream_that_was_given_least_sound_goes_first(tiny_checkpoint: Path) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The engine's clock in nanoseconds, standing still."""
+    now = [10**12]
+    for module in (engine_module, streaming):
+        monkeypatch.setattr(module.time, "monotonic_ns", lambda: now[0])
+    return now
+
+
+def test_who_has_no_sound_goes_first_then_who_runs_out_of_it_first(tiny_checkpoint: Path, clock: list[int]) -> None:
     engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 1}), DEVICE)
+
+    def begin(key: str) -> None:
+        engine.open(key, VOICE, 1, DEFAULTS)
+        engine.feed(key, some_codes(200))
+
+    begin("old")
+    # Chunks of 24 and 48 frames: 0.72 s of sound.
+    assert [next_outputs(engine)[0].key for _ in range(2)] == ["old", "old"]
+    clock[0] += 100_000_000
+    begin("new")
+    # Behind its first chunk it has sound until 0.34 s, behind its second until 0.82 s, the old one until 0.72 s.
+    assert [next_outputs(engine)[0].key for _ in range(4)] == ["new", "new", "old", "new"]
+
+
+def test_windows_of_listeners_with_enough_sound_stay_out_of_an_urgent_batch(
+    tiny_checkpoint: Path, clock: list[int]
+) -> None:
+    engine = Token2WavEngine(tiny_checkpoint, SETTINGS, DEVICE)
     engine.open("old", VOICE, 1, DEFAULTS)
-    engine.feed("old", some_codes(200))
-    assert [output.key for output in engine.step()] == ["old"]
-    engine.open("new", VOICE, 1, DEFAULTS)
-    engine.feed("new", some_codes(200))
-    assert [engine.step()[0].key for _ in range(4)] == ["new", "old", "new", "old"]
+    engine.feed("old", some_codes(300))
+    for _ in range(2):
+        next_outputs(engine)
+    for key in ("new", "newer"):
+        engine.open(key, VOICE, 1, DEFAULTS)
+        engine.feed(key, some_codes(24))
+    assert engine.keeps_a_listener_waiting
+    assert [output.key for output in next_outputs(engine)] == ["new", "newer"]
+    assert not engine.keeps_a_listener_waiting
+    clock[0] += 700_000_000
+    engine.feed("new", some_codes(100))
+    # The new one's sound ended long ago, the old one's is about to.
+    assert [output.key for output in next_outputs(engine)] == ["new", "old"]
 
 
 def test_a_batch_holds_no_more_windows_and_frames_than_set(tiny_checkpoint: Path) -> None:
@@ -179,8 +216,8 @@ def test_a_batch_holds_no_more_windows_and_frames_than_set(tiny_checkpoint: Path
         engine.feed(f"s{number}", some_codes(100))
         engine.end(f"s{number}")
     # Three of 48 frames exceed 120; the offline one of 200 runs alone when its turn comes.
-    assert [output.key for output in engine.step()] == ["s0", "s2"]
-    assert [output.key for output in engine.step()] == ["s1"]
+    assert [output.key for output in next_outputs(engine)] == ["s0", "s2"]
+    assert [output.key for output in next_outputs(engine)] == ["s1"]
 
 
 def test_streams_with_other_solvers_are_not_solved_together(engine: Token2WavEngine) -> None:
@@ -188,7 +225,7 @@ def test_streams_with_other_solvers_are_not_solved_together(engine: Token2WavEng
     for key, options in kinds.items():
         engine.open(key, VOICE, 1, options)
         engine.feed(key, some_codes(24))
-    assert [[output.key for output in engine.step()] for _ in range(3)] == [["a", "d"], ["b"], ["c"]]
+    assert [[output.key for output in next_outputs(engine)] for _ in range(3)] == [["a", "d"], ["b"], ["c"]]
 
 
 def test_streams_of_one_batch_keep_their_own_guidance(engine: Token2WavEngine) -> None:
@@ -200,7 +237,7 @@ def test_streams_of_one_batch_keep_their_own_guidance(engine: Token2WavEngine) -
             engine.feed(key, codes)
             engine.end(key)
             expected |= {} if together else {key: waveform(drain(engine), key)}
-    outputs = engine.step()
+    outputs = next_outputs(engine)
     assert len(outputs) == 2
     assert (expected["weak"] - expected["strong"]).abs().max() > 1e-3
     for key, samples in expected.items():

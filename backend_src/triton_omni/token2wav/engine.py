@@ -1,43 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine of the last stage: codes of many streams in, chunks of their waveforms out.
 
-Owned by one thread. `step` takes the windows that are due, the most urgent first, solves them as one ragged batch
-and vocodes them; the only wait for the device is the copy of the samples. Knows nothing of sessions or Triton.
+Owned by one thread. `step` takes the windows that are due, the most urgent first, launches them as one ragged batch,
+and gives what earlier batches came to; it does not wait for the device. Knows nothing of sessions or Triton.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from triton_omni.checkpoint.facts import SAMPLE_RATE
 from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.settings import DiffusionSettings, Token2WavSettings, describe_validation
 from triton_omni.token2wav.acceleration import accelerate
-from triton_omni.token2wav.batching import equal_length_groups
-from triton_omni.token2wav.chunking import Chunk, offline_plan, streaming_plan
+from triton_omni.token2wav.chunking import offline_plan, streaming_plan
+from triton_omni.token2wav.flight import Due, Flight, Landed, take_off
 from triton_omni.token2wav.networks import load_networks
 from triton_omni.token2wav.noise import MAX_SEED
 from triton_omni.token2wav.sampler import FlowOptions
 from triton_omni.token2wav.streaming import Stream, StreamRequest
 
-FLAGS = 2
-"""Numbers that travel behind the samples: whether the chunk is finite, how many codes were clamped."""
 RETRY_AFTER_MS = 250
+NAP_S = 0.0005
+"""How long a step rests that finds nothing to do while a batch is on the device."""
+ENOUGH_NS = 500_000_000
+"""A listener with so much sound left can wait for a batch of others who have none."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Due:
-    stream: Stream
-    chunk: Chunk
 
 
 class Token2WavEngine:
@@ -62,6 +61,7 @@ class Token2WavEngine:
         )
         self._sampler, self._vocoder = accelerate(networks, settings, device)
         self._streams: dict[str, Stream] = {}
+        self._flights: deque[Flight] = deque()
         self._frames_solved = 0
 
     @property
@@ -92,6 +92,7 @@ class Token2WavEngine:
             flow=flow,
             guidance_scale=diffusion.guidance_scale,
             page=None if offline else self._take_pages(flow),
+            frame_ns=self._vocoder.samples_per_frame * 1_000_000_000 // SAMPLE_RATE,
         )
         self._streams[key] = Stream.begin(
             key, request, max_codes=self._settings.max_codes, mel_dim=self._config.mel_dim, device=self._device
@@ -116,22 +117,28 @@ class Token2WavEngine:
         self._streams[key].ended = True
 
     def has_work(self) -> bool:
-        """Whether a window is due."""
-        return any(stream.due() for stream in self._streams.values())
+        """Whether a window is due or a batch is on the device."""
+        return bool(self._flights) or any(stream.due() for stream in self._streams.values())
 
     def step(self) -> list[AudioOutput]:
-        """Run one batch of due windows; one chunk each, an empty list when nothing is due.
+        """Launch the next batch of due windows and give the chunks of those that have come through the device.
 
+        It does not wait for the device: while a batch is there, the caller's other work goes on between the steps.
         A stream whose mel frames or samples are not finite ends with an error; the others are untouched by it.
         """
-        due = self._due()
-        silent = [item for item in due if not len(item.chunk.solved)]
-        spoken = self._batch([item for item in due if len(item.chunk.solved)])
-        outputs = [self._finish(item, torch.empty(0), finite=True, clamped=0) for item in silent]
-        if spoken:
-            with torch.inference_mode():
-                outputs += self._run_or_drop(spoken)
+        outputs = self._land()
+        if self._may_launch():
+            outputs += self._launch()
+        outputs = outputs or self._land()
+        if self._flights and not outputs:
+            time.sleep(NAP_S)
         return outputs
+
+    @property
+    def keeps_a_listener_waiting(self) -> bool:
+        """Whether a window of a listener who has heard nothing yet is due or on the device."""
+        launched = any(due.chunk.index == 0 for flight in self._flights for due in flight.batch)
+        return launched or any(not stream.playing_since_ns and stream.due() for stream in self._streams.values())
 
     def abort(self, key: str) -> None:
         """Drop a stream and everything it holds; unknown keys are ignored."""
@@ -176,74 +183,73 @@ class Token2WavEngine:
             )
         return page
 
-    def _due(self) -> list[_Due]:
-        """Due chunks, the stream that was given least sound first, ties in order of opening."""
+    def _due(self) -> list[Due]:
+        """Due chunks, the listener who runs out of sound first in front, ties in order of opening."""
         chunks = ((stream, stream.due()) for stream in self._streams.values())
-        due = [_Due(stream, chunk) for stream, chunk in chunks if chunk is not None]
-        return sorted(due, key=lambda item: item.stream.frames_given)
+        due = [Due(stream, chunk) for stream, chunk in chunks if chunk is not None]
+        return sorted(due, key=lambda item: item.stream.deadline_ns)
 
-    def _batch(self, due: Sequence[_Due]) -> list[_Due]:
-        """The most urgent window and those that can share its batch, within the batch's limits."""
+    def _batch(self, due: Sequence[Due]) -> list[Due]:
+        """The most urgent window and those that can share its batch, within the batch's limits.
+
+        A listener who has no sound does not wait for a batch full of windows of others who have enough.
+        """
         batch = list(due[:1])
         frames = sum(len(item.chunk.solved) for item in batch)
+        now = time.monotonic_ns()
+        horizon = now + ENOUGH_NS if batch and batch[0].stream.deadline_ns <= now else None
         for item in due[1:]:
             alike = item.stream.request.flow == batch[0].stream.request.flow
             fits = frames + len(item.chunk.solved) <= self._settings.max_batch_frames
+            if horizon is not None and item.stream.deadline_ns > horizon:
+                break
             if alike and fits and len(batch) < self._settings.max_batch:
                 batch.append(item)
                 frames += len(item.chunk.solved)
         return batch
 
-    def _run_or_drop(self, batch: Sequence[_Due]) -> list[AudioOutput]:
+    def _may_launch(self) -> bool:
+        """A batch may follow another closely, so that the device need not wait for the host, but no earlier: a window
+        that becomes due meanwhile may be more urgent."""
+        return not self._flights or (len(self._flights) == 1 and self._flights[0].is_solved)
+
+    def _launch(self) -> list[AudioOutput]:
+        due = self._due()
+        # An empty reply's only chunk.
+        silent = [Landed(d.stream, d.chunk, torch.empty(0), True, 0) for d in due if not len(d.chunk.solved)]
+        batch = self._batch([item for item in due if len(item.chunk.solved)])
+        failed = self._launch_or_drop(batch) if batch else []
+        return [*(self._finish(landed) for landed in silent), *failed]
+
+    def _launch_or_drop(self, batch: Sequence[Due]) -> list[AudioOutput]:
         """A batch for which there is no memory ends its streams, not the stage."""
+        keys, frames = [item.stream.key for item in batch], sum(len(item.chunk.solved) for item in batch)
         try:
-            return self._run(batch)
+            with torch.inference_mode():
+                self._flights.append(take_off(batch, self._sampler, self._vocoder, self._device))
         except torch.OutOfMemoryError:
-            keys = [item.stream.key for item in batch]
             logger.exception("no memory for a batch of %d windows", len(batch))
+        else:
+            self._frames_solved += frames
+            return []
         torch.cuda.empty_cache()
         for key in keys:
             self.abort(key)
         error = "the device has no memory for this window"
         return [AudioOutput(key, torch.empty(0), final=True, error=error) for key in keys]
 
-    def _run(self, batch: Sequence[_Due]) -> list[AudioOutput]:
-        """Solve, vocode and copy one batch; every wait for the device is in the copy."""
-        windows = [item.stream.window(item.chunk) for item in batch]
-        mels = self._sampler.sample(windows, batch[0].stream.request.flow)
-        self._frames_solved += sum(len(item.chunk.solved) for item in batch)
-        vocoded = [item.stream.advance(item.chunk, mel) for item, mel in zip(batch, mels, strict=True)]
-        waveforms = self._vocode(vocoded)
-        samples = [self._trim(item.chunk, waveform) for item, waveform in zip(batch, waveforms, strict=True)]
-        finite = [torch.isfinite(m).all() & torch.isfinite(s).all() for m, s in zip(mels, samples, strict=True)]
-        flags = torch.stack([*finite, *(item.stream.clamped for item in batch)]).float()
-        # The flags ride behind the samples: one copy a step, one wait.
-        copied = torch.cat([*samples, flags]).cpu()
-        *host, host_flags = torch.split(copied, [*map(len, samples), len(flags)])
-        are_finite, clamped = host_flags.view(FLAGS, -1).tolist()
-        return [
-            self._finish(item, chunk, finite=bool(ok), clamped=int(count))
-            for item, chunk, ok, count in zip(batch, host, are_finite, clamped, strict=True)
-        ]
+    def _land(self) -> list[AudioOutput]:
+        """The oldest batch, if it has come through; a stream that was dropped meanwhile gives nothing."""
+        if not self._flights or not self._flights[0].has_landed:
+            return []
+        arrived = self._flights.popleft().land()
+        return [self._finish(landed) for landed in arrived if self._streams.get(landed.stream.key) is landed.stream]
 
-    def _vocode(self, mels: Sequence[Tensor]) -> list[Tensor]:
-        """Mel frames [T, M] each to waveforms [S] each; equal lengths share a batch."""
-        waveforms: dict[int, Tensor] = {}
-        for group in equal_length_groups([len(mel) for mel in mels]):
-            rows = self._vocoder(torch.stack([mels[index] for index in group]).transpose(1, 2))
-            waveforms.update(zip(group, rows, strict=True))
-        return [waveforms[index] for index in range(len(mels))]
-
-    def _trim(self, chunk: Chunk, waveform: Tensor) -> Tensor:
-        rate = self._vocoder.samples_per_frame
-        start = (chunk.audio.start - chunk.vocoder.start) * rate
-        return waveform[start : start + len(chunk.audio) * rate]
-
-    def _finish(self, item: _Due, samples: Tensor, *, finite: bool, clamped: int) -> AudioOutput:
-        key = item.stream.key
-        if not finite or item.chunk.final:
+    def _finish(self, landed: Landed) -> AudioOutput:
+        key, chunk, clamped = landed.stream.key, landed.chunk, landed.clamped_codes
+        if not landed.finite or chunk.final:
             self.abort(key)
-        if not finite:
-            wrong = f"the waveform of chunk {item.chunk.index} is not finite"
+        if not landed.finite:
+            wrong = f"the waveform of chunk {chunk.index} is not finite"
             return AudioOutput(key, torch.empty(0), final=True, error=wrong, clamped_codes=clamped)
-        return AudioOutput(key, samples, final=item.chunk.final, clamped_codes=clamped)
+        return AudioOutput(key, landed.samples, final=chunk.final, clamped_codes=clamped)

@@ -6,6 +6,7 @@ Knows nothing of the networks; the codes and the mel frames stay on the device.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,8 @@ class StreamRequest:
     guidance_scale: float
     page: int | None
     """First of the pages that keep the stream's past; None for a reply that is one window."""
+    frame_ns: int = 0
+    """How long a mel frame sounds, nanoseconds."""
 
 
 @dataclass
@@ -40,7 +43,9 @@ class Stream:
         clamped: int64 scalar on the device, how many received codes were outside the table.
         tail: [t, M] on the device, the last mel frames kept, up to frame `tail_end`.
         tail_end: absolute number of the frame behind the tail.
-        frames_given: mel frames whose samples were given out; the stream with the fewest is the most urgent.
+        frames_given: mel frames whose samples were launched.
+        playing_since_ns: when the first of them were, about when the listener begins to hear them.
+        finished: whether the final chunk was launched.
     """
 
     key: str
@@ -48,11 +53,14 @@ class Stream:
     codes: Tensor
     clamped: Tensor
     tail: Tensor
+    opened_ns: int
     received: int = 0
     ended: bool = False
     tail_end: int = 0
     frames_given: int = 0
     next_chunk: int = 0
+    playing_since_ns: int = 0
+    finished: bool = False
 
     @classmethod
     def begin(cls, key: str, request: StreamRequest, *, max_codes: int, mel_dim: int, device: torch.device) -> Stream:
@@ -63,6 +71,7 @@ class Stream:
             codes=torch.zeros(max_codes, dtype=torch.int32, device=device),
             clamped=torch.zeros((), dtype=torch.int64, device=device),
             tail=torch.empty(0, mel_dim, device=device),
+            opened_ns=time.monotonic_ns(),
         )
 
     def feed(self, codes: Tensor, last_code: int) -> None:
@@ -82,7 +91,17 @@ class Stream:
 
     def due(self) -> Chunk | None:
         """The next chunk, or None while its codes are not there."""
+        if self.finished:
+            return None
         return self.request.plan.chunk(self.next_chunk, self.received, ended=self.ended)
+
+    @property
+    def deadline_ns(self) -> int:
+        """When the listener runs out of sound, by the monotonic clock; who has heard nothing yet has waited from the
+        stream's opening on."""
+        if not self.playing_since_ns:
+            return self.opened_ns
+        return self.playing_since_ns + self.frames_given * self.request.frame_ns
 
     def window(self, chunk: Chunk) -> Window:
         """What the sampler needs to solve `chunk`."""
@@ -115,5 +134,7 @@ class Stream:
         self.tail = known[keep_from - tail_start : chunk.kept.end - tail_start].clone()
         self.tail_end = chunk.kept.end
         self.frames_given = chunk.audio.end
+        self.playing_since_ns = self.playing_since_ns or time.monotonic_ns()
         self.next_chunk += 1
+        self.finished = chunk.final
         return vocoded
