@@ -16,7 +16,7 @@ from torch import Tensor
 from triton_omni.checkpoint.config import CheckpointError, load_config
 from triton_omni.checkpoint.speakers import Speakers, load_speakers
 from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
-from triton_omni.errors import BadRequest, TooLarge
+from triton_omni.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.settings import DiffusionSettings, SettingsError, Token2WavSettings
 from triton_omni.token2wav import engine as engine_module
 from triton_omni.token2wav import streaming
@@ -125,17 +125,22 @@ def test_fed_codes_may_be_overwritten_by_their_owner(engine: Token2WavEngine, so
     assert not torch.allclose(waveform(speak(engine, codes)), expected, atol=1e-3)
 
 
+def spoil(engine: Token2WavEngine, key: str, bad: float = float("nan")) -> None:
+    """Give one stream a voice that makes its next window not finite, behind the engine's back."""
+    stream = engine._streams[key]
+    sound = stream.request.voice
+    voice = Voice(torch.full_like(sound.conditional, bad), sound.unconditional)
+    stream.request = dataclasses.replace(stream.request, voice=voice)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_waveform_that_is_not_finite_fails_its_stream_alone(engine: Token2WavEngine, bad: float) -> None:
     codes = some_codes(60)
     expected = waveform(speak(engine, codes, key="good"), "good")
-    sick = engine._streams  # the voice of one stream is spoilt behind the engine's back
     for key in ("good", "sick"):
         engine.open(key, VOICE, 1, DEFAULTS)
         engine.feed(key, codes)
-    sound = sick["sick"].request.voice
-    spoilt = Voice(torch.full_like(sound.conditional, bad), sound.unconditional)
-    sick["sick"].request = dataclasses.replace(sick["sick"].request, voice=spoilt)
+    spoil(engine, "sick", bad)
     first = {output.key: output for output in next_outputs(engine)}
     assert set(first) == {"good", "sick"}
     assert first["sick"].final
@@ -145,6 +150,88 @@ def test_a_waveform_that_is_not_finite_fails_its_stream_alone(engine: Token2WavE
     engine.end("good")
     got = waveform([first["good"], *drain(engine)], "good")
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2])
+def test_a_past_that_is_not_finite_stays_with_its_stream(engine: Token2WavEngine, chunk: int) -> None:
+    codes = some_codes(120)
+    expected = waveform(speak(engine, codes))
+    for key in ("sick", "well"):
+        engine.open(key, VOICE, 1, DEFAULTS)
+        engine.feed(key, codes)
+        engine.end(key)
+    page = engine._streams["sick"].request.page
+    outputs = [output for _ in range(chunk) for output in engine.step()]
+    spoil(engine, "sick")
+    outputs += engine.step()
+    assert [output.key for output in outputs if output.error] == ["sick"]
+    assert not torch.isfinite(engine._sampler.past.pages[page]).all()
+    # Opened in the pages of the one that failed, beside the one that did not.
+    engine.open("new", VOICE, 1, DEFAULTS)
+    assert engine._streams["new"].request.page == page
+    engine.feed("new", codes)
+    engine.end("new")
+    outputs += drain(engine)
+    for key in ("well", "new"):
+        torch.testing.assert_close(waveform(outputs, key), expected, atol=1e-5, rtol=0)
+
+
+def test_a_stream_reads_no_page_that_it_has_not_written(engine: Token2WavEngine) -> None:
+    codes = some_codes(120)
+    expected = waveform(speak(engine, codes))
+    engine._sampler.past.pages.fill_(float("nan"))
+    assert_repeats(waveform(speak(engine, codes)), expected)
+    offline = StreamOptions(mode="offline")
+    engine.open("whole", VOICE, 1, offline)
+    engine.feed("whole", codes)
+    engine.end("whole")
+    assert torch.isfinite(waveform(drain(engine), "whole")).all()
+
+
+def test_no_more_streams_than_set_keep_a_past(tiny_checkpoint: Path) -> None:
+    engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_streams": 2}), DEVICE)
+    address = engine._sampler.past.pages.data_ptr()
+    for key in ("a", "b"):
+        engine.open(key, VOICE, 1, DEFAULTS)
+    with pytest.raises(Overloaded, match=r"2 open streams .* max_streams 2") as refusal:
+        engine.open("c", VOICE, 1, DEFAULTS)
+    assert refusal.value.retry_after_ms
+    assert engine.stats() == EngineStats(running=2, waiting=0, kv_blocks_used=4, rows_used=0)
+    engine.open("whole", VOICE, 1, StreamOptions(mode="offline"))
+    # A stream that is aborted, ends or fails gives its room back; and no other does.
+    engine.abort("whole")
+    engine.abort("a")
+    for number in range(5):
+        speak(engine, some_codes(60), key=f"again {number}")
+    engine.open("sick", VOICE, 1, DEFAULTS)
+    spoil(engine, "sick")
+    engine.feed("sick", some_codes(24))
+    assert [bool(output.error) for output in engine.step()] == [True]
+    engine.open("c", VOICE, 1, DEFAULTS)
+    engine.close()
+    assert engine.stats() == EngineStats(0, 0, 0, 0)
+    assert engine._sampler.past.pages.data_ptr() == address
+
+
+def test_a_stream_of_more_evaluations_takes_the_room_of_several(tiny_checkpoint: Path) -> None:
+    engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_streams": 6}), DEVICE)
+    finer = StreamOptions(num_steps=4)
+    for key in ("a", "b"):
+        engine.open(key, VOICE, 1, finer)
+    with pytest.raises(Overloaded, match="max_streams 6"):
+        engine.open("c", VOICE, 1, DEFAULTS)
+    engine.abort("a")
+    for key in ("c", "d"):
+        engine.open(key, VOICE, 1, StreamOptions(num_steps=3, guidance_scale=0.0))
+    engine.open("e", VOICE, 1, DEFAULTS)
+    with pytest.raises(TooLarge, match=r"num_steps: 64 points of rk4 .* max_streams 6"):
+        engine.open("f", VOICE, 1, StreamOptions(solver="rk4", num_steps=64))
+    engine.close()
+    expected = waveform(speak(engine, some_codes(90)))
+    engine.open("finer", VOICE, 1, finer)
+    engine.feed("finer", some_codes(90))
+    engine.end("finer")
+    assert len(waveform(drain(engine), "finer")) == len(expected)
 
 
 def test_cost_of_a_chunk_does_not_grow_with_the_stream(engine: Token2WavEngine) -> None:

@@ -7,8 +7,11 @@ does not compute); graphs, and speed, are the GPU's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from triton_omni.token2wav.dit import NORM_EPS, modulate
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.fused_dit import FusedDiT
 from triton_omni.token2wav.fused_vocoder import FusedVocoder
+from triton_omni.token2wav.graphs import GraphedSolver, GraphPool
 from triton_omni.token2wav.kernels import (
     SnakeFilters,
     anti_aliased_snake,
@@ -34,6 +38,7 @@ from triton_omni.token2wav.kernels import (
 from triton_omni.token2wav.kernels import block_attention as fused_block_attention
 from triton_omni.token2wav.networks import Networks, load_networks
 from triton_omni.token2wav.noise import MAX_SEED, standard_normal
+from triton_omni.token2wav.ode import Solver
 from triton_omni.token2wav.past import Past, WindowPast
 from triton_omni.token2wav.rotary import Rotary, rotate_
 from triton_omni.token2wav.sampler import FlowOptions, Sampler, StepwiseSolver, Window
@@ -227,23 +232,61 @@ def test_vocoder_shapes_are_those_of_the_plans_regular_chunks(networks: Networks
     assert vocoder_shapes(settings, networks) == [(1, 48), (1, 120), (2, 48), (2, 120), (4, 48)]
 
 
+def assert_recorded_steps_are_the_same(
+    networks: Networks,
+    graphs: GraphPool,
+    options: FlowOptions,
+    *,
+    dtype: torch.dtype,
+    batches: list[tuple[int, ...]],
+    recorded: Sequence[tuple[Solver, bool]] = (),
+) -> None:
+    """Solve `batches` of windows (lengths in codes, the first two with pasts) by recorded steps and one by one."""
+    fused = FusedDiT(networks.dit, dtype)
+    pasts = [networks.dit.past_pool(2 * options.pages, dtype) for _ in range(2)]
+    for past in pasts:
+        past.pages.copy_(random(*past.pages.shape) / 2)
+    graphed = GraphedSolver(networks.dit, fused, graphs, pasts[1], sizes=(2, 6), recorded=recorded)
+    for lengths in batches:
+        windows = [
+            dataclasses.replace(window, past=WindowPast(page, is_left=True, kept_frames=24 * (len(window.codes) // 12)))
+            for window, page in zip(some_windows(networks, lengths), (0, options.pages), strict=False)
+        ]
+        one_by_one, by_steps = (
+            Sampler(networks.dit, DEVICE, solver, past=past).sample(windows, options)
+            for solver, past in zip((StepwiseSolver(fused), graphed), pasts, strict=True)
+        )
+        for theirs, mine in zip(one_by_one, by_steps, strict=True):
+            assert decibel(theirs, mine) > 60.0
+        assert decibel(*(past.pages[:-1].float() for past in pasts)) > 50.0
+
+
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs exist on a GPU only")
 @pytest.mark.parametrize("solver", ["rk4", "euler"])
 @pytest.mark.parametrize("guided", [True, False])
-def test_recorded_steps_equal_the_same_steps_one_by_one(networks: Networks, solver: str, guided: bool) -> None:
-    from triton_omni.token2wav.graphs import GraphedSolver, GraphPool
-
-    fused = FusedDiT(networks.dit, torch.float16)
-    graphed = GraphedSolver(networks.dit, fused, GraphPool(), DEVICE, sizes=(2, 6), recorded=[("rk4", True)])
-    options = FlowOptions(solver, 4, -1.0, guided)
+def test_recorded_steps_equal_the_same_steps_one_by_one(networks: Networks, solver: Solver, guided: bool) -> None:
     # Larger, then smaller (what the first left behind must not matter), then too large for any graph.
-    for lengths in ((30, 24), (7,), (12, 12), (90,), (31, 5)):
-        windows = some_windows(networks, lengths)
-        one_by_one = Sampler(networks.dit, DEVICE, StepwiseSolver(fused)).sample(windows, options)
-        for theirs, mine in zip(
-            one_by_one, Sampler(networks.dit, DEVICE, graphed).sample(windows, options), strict=True
-        ):
-            assert decibel(theirs, mine) > 60.0
+    batches = [(30, 24), (7,), (12, 12), (90,), (31, 5)]
+    options = FlowOptions(solver, 4, -1.0, guided)
+    assert_recorded_steps_are_the_same(
+        networks, GraphPool(), options, dtype=torch.float16, batches=batches, recorded=[("rk4", True)]
+    )
+
+
+class CalledAgain(GraphPool):
+    """Records nothing: what would be replayed is called again."""
+
+    def __init__(self) -> None:
+        pass
+
+    def record(self, call: Callable[[], Tensor]) -> Any:
+        return SimpleNamespace(graph=SimpleNamespace(replay=call), output=call())
+
+
+def test_what_a_recorded_step_reads_is_given_to_every_step_anew(networks: Networks) -> None:
+    options = FlowOptions("euler", 3, -1.0, guided=True)
+    batches = [(12, 12), (7,)]
+    assert_recorded_steps_are_the_same(networks, CalledAgain(), options, dtype=torch.float32, batches=batches)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="half precision needs a GPU")
