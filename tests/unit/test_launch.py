@@ -22,6 +22,7 @@ from triton_omni.serving.launch import (
     start_token2wav,
     start_unary,
 )
+from triton_omni.serving.tensors import write_tensor
 from triton_omni.settings import SettingsError, TalkerSettings, ThinkerSettings
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
@@ -176,7 +177,7 @@ def test_token2wav_starts_answers_and_closes(omni_model, folder, shared_memory):
     adapter = start_token2wav(PbUtils(), ARGS, folder("device: cpu"))
     [table] = shared_memory.iterdir()
     assert table.name == server_name(launch.os.getppid())
-    request = Request([text_tensor("META", "{}"), text_tensor("TEXT", "")])
+    request = Request([write_tensor(PbUtils(), "META", b"{}")])
     adapter.execute([request])
     assert request.sender.done.wait(WAIT_S)
     assert request.sender.responses == []

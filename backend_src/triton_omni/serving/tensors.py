@@ -17,8 +17,10 @@ import torch
 
 from triton_omni.wire import Value
 
-BYTES_TENSORS: Final = frozenset({"TEXT", "META"})
-"""Inputs of a link that are byte strings; a Triton tensor itself cannot be asked for its type."""
+RAW_TENSORS: Final = frozenset({"META"})
+"""Tensors of a link that are bytes, UINT8 [N] to Triton: its own byte strings cost several times as much, since the
+Python backend packs and unpacks those in Python. A Triton tensor itself cannot be asked for its type.
+"""
 
 
 class LinkCounter:
@@ -37,9 +39,9 @@ class LinkCounter:
 
 
 def read_tensor(tensor: Any) -> Value:
-    """One input of a link: bytes for TEXT and META, else a torch tensor on its device."""
-    if tensor.name() in BYTES_TENSORS:
-        return bytes(tensor.as_numpy().reshape(-1)[0])
+    """One input of a link: bytes for META, else a torch tensor on its device."""
+    if tensor.name() in RAW_TENSORS:
+        return bytes(tensor.as_numpy().tobytes())
     shape = tuple(tensor.shape())
     return torch.empty(shape) if 0 in shape else _own(torch.utils.dlpack.from_dlpack(tensor))
 
@@ -77,7 +79,9 @@ def read_tensors(request: Any, counter: LinkCounter) -> dict[str, Value]:
 def write_tensor(pb_utils: Any, name: str, value: Value) -> Any:
     """One Triton output; a torch tensor is given by DLPack and must stay unchanged until the response has left."""
     if isinstance(value, bytes):
-        return pb_utils.Tensor(name, np.array([value], dtype=np.object_))
+        raw = name in RAW_TENSORS
+        array = np.frombuffer(value, dtype=np.uint8) if raw else np.array([value], dtype=np.object_)
+        return pb_utils.Tensor(name, array)
     return pb_utils.Tensor.from_dlpack(name, value.contiguous())
 
 
