@@ -203,7 +203,9 @@ class Outbox:
 
     def take(self, consumed: int, now_ns: int | None = None) -> Parcel | None:
         """What may leave now, given how many data messages the other side has consumed; None = nothing."""
-        if self._closed:
+        # What most sessions are at most polls.
+        idle = not (self._tensors or self._text or self._tensors_done or self._text_done)
+        if self._closed or idle:
             return None
         now = time.monotonic_ns() if now_ns is None else now_ns
         tensor, ready = self._take_tensor(consumed)

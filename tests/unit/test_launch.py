@@ -251,6 +251,14 @@ end_process()
     assert (ended.stdout, ended.stderr) == ("printed", "the last line\n")
 
 
+def test_threads_that_wait_for_the_interpreter_get_it_soon():
+    code = "import sys; from triton_omni.serving.launch import _prepare_process; _prepare_process()"
+    said = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(sys.getswitchinterval())"], capture_output=True, check=True
+    )
+    assert float(said.stdout) == launch.SWITCH_INTERVAL_S < 0.005
+
+
 def test_only_warnings_that_nobody_can_act_on_are_kept_out_of_the_log():
     code = """import logging, sys, warnings
 from triton_omni.serving import launch
