@@ -65,6 +65,9 @@ class LinkOutlet:
         self.finals = 0
         ensemble.outlets.append(self)
 
+    def bind(self, slot):
+        pass
+
     def send(self, tensors, ready=None):
         del ready
         assert self.finals == 0, "a response after the final"
@@ -87,8 +90,9 @@ class LinkOutlet:
             then()
         self._ensemble.check_done()
 
-    def is_cancelled(self):
-        return self._cancelled_at_birth and not self.finals
+    def if_cancelled(self, then):
+        if self._cancelled_at_birth and not self.finals:
+            then()
 
 
 class FakeEnsemble:

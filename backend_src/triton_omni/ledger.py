@@ -17,11 +17,11 @@ import os
 import secrets
 import threading
 import time
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-import numpy as np
 
 from triton_omni.errors import StageName
 from triton_omni.wire import PROTOCOL_VERSION, SessionKey
@@ -47,6 +47,12 @@ _FIRST_STAGE_WORD: Final = 3
 _SESSION_WORDS: Final = 5
 
 _COUNT_BITS: Final = 32
+_COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
+
+# Where a stage's block begins in the table, and its words in a record.
+_BLOCKS: Final = {stage: _HEADER_WORDS + number * _STAGE_WORDS for number, stage in enumerate(_STAGES)}
+_FIELDS: Final = {stage: _FIRST_STAGE_WORD + number * _SESSION_WORDS for number, stage in enumerate(_STAGES)}
+_FIRST_RECORD: Final = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS
 
 
 class LedgerError(RuntimeError):
@@ -96,7 +102,8 @@ class SessionLedger:
             if size != _TABLE_WORDS * _WORD:
                 raise LedgerError(f"{self.path} has {size} bytes, a ledger has {_TABLE_WORDS * _WORD}: remove it")
             self._map = mmap.mmap(file.fileno(), size)
-        self._words = np.frombuffer(self._map, dtype=np.uint64)
+        # Its items are plain integers: every poll reads some of every session's, and numpy's cost ten times as much.
+        self._words = memoryview(self._map).cast("Q")
         self._check_header()
         if facts is not None:
             self._register(facts)
@@ -104,46 +111,46 @@ class SessionLedger:
     def close(self) -> None:
         """Unmap the table; the last model of the server to leave removes its file."""
         self._enter(0)
-        if not any(int(self._stage_words(stage)[_PID]) for stage in _STAGES):
+        if not any(self._words[block + _PID] for block in _BLOCKS.values()):
             self.path.unlink(missing_ok=True)
-        del self._words
-        # numpy views given out may still be alive in another thread's frame; the mapping then goes with the process.
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        self._words.release()
+        self._map.close()
 
     # Heartbeats: the seam for whoever watches the stages.
 
     def beat(self) -> None:
         """Say that this stage's loop is alive now."""
-        self._stage_words(self._stage)[_BEAT] = time.monotonic_ns()
+        self._words[_BLOCKS[self._stage] + _BEAT] = time.monotonic_ns()
 
     def epoch(self, stage: StageName) -> int:
         """How often `stage` was loaded by this server; 0 = never."""
-        return int(self._stage_words(stage)[_EPOCH])
+        return self._words[_BLOCKS[stage] + _EPOCH]
 
     def silent_for(self, stage: StageName) -> float:
         """Seconds since the last heartbeat of `stage`."""
-        return (time.monotonic_ns() - int(self._stage_words(stage)[_BEAT])) / 1e9
+        return (time.monotonic_ns() - self._words[_BLOCKS[stage] + _BEAT]) / 1e9
 
     # Sessions.
 
     def publish(self, slot: int) -> SessionKey:
         """Thinker only: begin a new session in a free slot."""
-        record = self._record(slot)
-        generation = (int(record[_GENERATION]) + 1) % (1 << _COUNT_BITS) or 1
+        words, record = self._words, _record(slot)
+        generation = (words[record + _GENERATION] + 1) % (1 << _COUNT_BITS) or 1
         nonce = secrets.randbits(128)
-        record[_NONCE_HIGH], record[_NONCE_LOW] = nonce >> 64, nonce & (2**64 - 1)
-        record[_GENERATION] = generation
+        words[record + _NONCE_HIGH], words[record + _NONCE_LOW] = nonce >> 64, nonce & (2**64 - 1)
+        words[record + _GENERATION] = generation
         return SessionKey(slot, generation, f"{nonce:032x}")
 
     def is_current(self, key: SessionKey) -> bool:
         """Whether `key` names the session that its slot holds now."""
         if not 0 <= key.slot < CAPACITY:
             return False
-        record = self._record(key.slot)
-        nonce = f"{int(record[_NONCE_HIGH]) << 64 | int(record[_NONCE_LOW]):032x}"
+        words, record = self._words, _record(key.slot)
+        if words[record + _GENERATION] != key.generation:
+            return False
+        nonce = f"{words[record + _NONCE_HIGH] << 64 | words[record + _NONCE_LOW]:032x}"
         # As bytes: the key may come from outside, and only ASCII strings can be compared as they are.
-        return int(record[_GENERATION]) == key.generation and secrets.compare_digest(nonce.encode(), key.nonce.encode())
+        return secrets.compare_digest(nonce.encode(), key.nonce.encode())
 
     def mark_closed(self, key: SessionKey, sent: int = 0) -> None:
         """This stage's last sender of the session is final, `sent` messages left by it, and its state is dropped."""
@@ -167,41 +174,49 @@ class SessionLedger:
 
     def closed(self, key: SessionKey, stage: StageName) -> bool:
         """Whether `stage` has finished with the session."""
-        return _count(key, self._fields(key, stage)[_CLOSED]) is not None
+        return self._count(key, stage, _CLOSED) is not None
 
     def consumed(self, key: SessionKey, stage: StageName) -> int:
         """Data messages of the session that `stage` has copied."""
-        return _count(key, self._fields(key, stage)[_CONSUMED]) or 0
+        return self._count(key, stage, _CONSUMED) or 0
 
     def returned(self, key: SessionKey, stage: StageName) -> int:
         """Requests of the session that `stage` has ended."""
-        return _count(key, self._fields(key, stage)[_RETURNED]) or 0
+        return self._count(key, stage, _RETURNED) or 0
 
     def in_transit(self, key: SessionKey, sender: StageName, receiver: StageName) -> int | None:
         """Messages from `sender` whose requests `receiver` has not ended; None = the sender may still send."""
-        sent = _count(key, self._fields(key, sender)[_CLOSED])
+        sent = self._count(key, sender, _CLOSED)
         return None if sent is None else sent - self.returned(key, receiver)
 
     def cancelled(self, key: SessionKey) -> bool:
         """Whether any stage saw that the client is gone."""
-        return any(self._reads(key, stage, _CANCELLED) for stage in _STAGES)
+        return self._any_said(key, _CANCELLED)
 
     def failed(self, key: SessionKey) -> bool:
         """Whether any stage gave the session up."""
-        return any(self._reads(key, stage, _FAILED) for stage in _STAGES)
+        return self._any_said(key, _FAILED)
+
+    def is_over(self, key: SessionKey) -> bool:
+        """Whether a session that was opened needs nothing more from thinker and talker: its slot holds another one,
+        the client is gone, a stage gave it up, or token2wav has answered all. Each session is asked at each poll.
+        """
+        held = self._words[_record(key.slot) + _GENERATION] == key.generation
+        return not held or self.closed(key, "token2wav") or self.cancelled(key) or self.failed(key)
 
     # Layout.
 
     def _check_header(self) -> None:
-        if int(self._words[0]) != _MAGIC or int(self._words[1]) != PROTOCOL_VERSION:
+        if self._words[0] != _MAGIC or self._words[1] != PROTOCOL_VERSION:
             raise LedgerError(
-                f"{self.path} is a ledger of protocol version {int(self._words[1])}, this stage speaks "
+                f"{self.path} is a ledger of protocol version {self._words[1]}, this stage speaks "
                 f"{PROTOCOL_VERSION}: stop the server that made it"
             )
 
     def _register(self, facts: StageFacts) -> None:
-        own = self._stage_words(self._stage)
-        own[_FINGERPRINT], own[_DTYPE], own[_HIDDEN] = facts.fingerprint, facts.dtype, facts.hidden_size
+        words, own = self._words, _BLOCKS[self._stage]
+        words[own + _FINGERPRINT] = facts.fingerprint
+        words[own + _DTYPE], words[own + _HIDDEN] = facts.dtype, facts.hidden_size
         # Entered before looking at the others: of two stages that load at once, one at least sees the other.
         self._enter(os.getpid())
         try:
@@ -209,38 +224,37 @@ class SessionLedger:
         except LedgerError:
             self._enter(0)
             raise
-        own[_EPOCH] = int(own[_EPOCH]) + 1
+        words[own + _EPOCH] += 1
         self.beat()
 
     def _enter(self, pid: int) -> None:
         """Say which process serves this model; 0 = none any more."""
-        self._stage_words(self._stage)[_PID] = pid
+        self._words[_BLOCKS[self._stage] + _PID] = pid
 
     def _check_others(self, facts: StageFacts) -> None:
         for other in _STAGES:
-            words = self._stage_words(other)
-            if other != self._stage and int(words[_PID]):
-                _check_agreement(self._stage, facts, other, words)
-
-    def _stage_words(self, stage: StageName) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        start = _HEADER_WORDS + _STAGES.index(stage) * _STAGE_WORDS
-        return self._words[start : start + _STAGE_WORDS]
-
-    def _record(self, slot: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        start = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS + slot * _RECORD_WORDS
-        return self._words[start : start + _RECORD_WORDS]
-
-    def _fields(self, key: SessionKey, stage: StageName) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        start = _FIRST_STAGE_WORD + _STAGES.index(stage) * _SESSION_WORDS
-        return self._record(key.slot)[start : start + _SESSION_WORDS]
+            block = self._words[_BLOCKS[other] : _BLOCKS[other] + _STAGE_WORDS].tolist()
+            if other != self._stage and block[_PID]:
+                _check_agreement(self._stage, facts, other, block)
 
     def _write(self, key: SessionKey, word: int, value: int) -> None:
         """One of this stage's words, unless the slot holds a later session already, whose words these are."""
-        if int(self._record(key.slot)[_GENERATION]) == key.generation:
-            self._fields(key, self._stage)[word] = value
+        record = _record(key.slot)
+        if self._words[record + _GENERATION] == key.generation:
+            self._words[record + _FIELDS[self._stage] + word] = value
 
-    def _reads(self, key: SessionKey, stage: StageName, word: int) -> bool:
-        return int(self._fields(key, stage)[word]) == key.generation
+    def _count(self, key: SessionKey, stage: StageName, word: int) -> int | None:
+        """The count in one of a stage's words; None if an earlier session of the slot left it."""
+        found = self._words[_record(key.slot) + _FIELDS[stage] + word]
+        return found & _COUNT_MASK if found >> _COUNT_BITS == key.generation else None
+
+    def _any_said(self, key: SessionKey, word: int) -> bool:
+        words, first, generation = self._words, _record(key.slot) + _FIRST_STAGE_WORD + word, key.generation
+        return (
+            words[first] == generation
+            or words[first + _SESSION_WORDS] == generation
+            or words[first + 2 * _SESSION_WORDS] == generation
+        )
 
 
 class Slots:
@@ -273,19 +287,16 @@ def _counted(key: SessionKey, count: int) -> int:
     return key.generation << _COUNT_BITS | count
 
 
-def _count(key: SessionKey, word: int) -> int | None:
-    """The count in a word; None if an earlier session of the slot left it."""
-    generation, count = divmod(int(word), 1 << _COUNT_BITS)
-    return count if generation == key.generation else None
+def _record(slot: int) -> int:
+    """Where a slot's record begins."""
+    return _FIRST_RECORD + slot * _RECORD_WORDS
 
 
-def _check_agreement(
-    stage: StageName, facts: StageFacts, other: StageName, words: np.ndarray[tuple[int], np.dtype[np.uint64]]
-) -> None:
+def _check_agreement(stage: StageName, facts: StageFacts, other: StageName, block: Sequence[int]) -> None:
     pairs = (
-        ("checkpoint fingerprint", facts.fingerprint, int(words[_FINGERPRINT])),
-        ("dtype of the links", facts.dtype, int(words[_DTYPE])),
-        ("hidden size", facts.hidden_size, int(words[_HIDDEN])),
+        ("checkpoint fingerprint", facts.fingerprint, block[_FINGERPRINT]),
+        ("dtype of the links", facts.dtype, block[_DTYPE]),
+        ("hidden size", facts.hidden_size, block[_HIDDEN]),
     )
     for what, ours, theirs in pairs:
         if ours and theirs and ours != theirs:
@@ -302,7 +313,7 @@ def _create(path: Path) -> None:
     """
     if path.exists():
         return
-    table = np.zeros(_TABLE_WORDS, dtype=np.uint64)
+    table = array("Q", bytes(_TABLE_WORDS * _WORD))
     table[0], table[1] = _MAGIC, PROTOCOL_VERSION
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:

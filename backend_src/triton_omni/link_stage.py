@@ -12,17 +12,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import torch
 
 from triton_omni.engine import EngineStats
 from triton_omni.errors import InternalError, OmniError, StageName
 from triton_omni.hops import HopTimes, Until
-from triton_omni.ledger import SessionLedger
+from triton_omni.ledger import CAPACITY, SessionLedger
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.stage import Outlet, StageStats, as_omni_error, leave_default_stream, record_event
 from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage, Value
+
+CANCEL_INTERVAL_NS: Final = 50_000_000
+"""How often Triton is asked at most whether a session's client is gone."""
 
 
 @dataclass
@@ -74,6 +77,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._loop = StageLoop(f"omni-{name}", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
+        self._asked_ns = [0] * CAPACITY
         self.hops: dict[Until, HopTimes] = {"arrived": HopTimes(), "taken": HopTimes()}
         """Of every message that a session takes in its order."""
 
@@ -90,10 +94,12 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         Raises:
             InternalError: it is no message of this protocol; the outlet is still open.
         """
-        message = self._parse(tensors)
-        if outlet.is_cancelled() and self._ledger.is_current(message.key):
-            self._ledger.mark_cancelled(message.key)
-        self._loop.post(functools.partial(self._receive, message, outlet, time.monotonic_ns()))
+        message, arrived_ns = self._parse(tensors), time.monotonic_ns()
+        outlet.bind(message.key.slot)
+        if self._ledger.is_current(message.key):
+            self._relay(message, outlet)
+            self._watch_for_cancel(message.key, outlet, arrived_ns)
+        self._loop.post(functools.partial(self._receive, message, outlet, arrived_ns))
 
     def close(self) -> None:
         """End every session with an error, then stop the engine."""
@@ -113,6 +119,20 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def healthy(self) -> bool:
         """Whether the engine still runs."""
         return self._broken is None and self._loop.alive
+
+    # On Triton's thread.
+
+    def _relay(self, message: MessageT, outlet: Outlet) -> None:
+        """Answer at once what need not wait for the loop, which may be in the middle of a step."""
+
+    def _watch_for_cancel(self, key: SessionKey, outlet: Outlet, now_ns: int) -> None:
+        """Ask Triton whether the client is gone: a call into its process, so not at each of a session's messages. A
+        later one tells it too, and a silent session has heartbeats.
+        """
+        if now_ns - self._asked_ns[key.slot] < CANCEL_INTERVAL_NS:
+            return
+        self._asked_ns[key.slot] = now_ns
+        outlet.if_cancelled(functools.partial(self._ledger.mark_cancelled, key))
 
     # On the loop's thread.
 

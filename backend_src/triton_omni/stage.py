@@ -33,10 +33,15 @@ SOON_S: Final = 0.002
 
 
 class Outlet(Protocol):
-    """Where one Triton request is answered. Calls only enqueue; one thread a stage sends, in order.
+    """Where one Triton request is answered. Calls only enqueue; a thread of the stage sends, in order.
 
     `ready` is waited for before a message leaves; `then` runs on the sending thread once it has left.
     """
+
+    def bind(self, slot: int) -> None:
+        """Send on the thread of this session's slot: what is bound to one slot leaves in the order of the calls, and
+        its `then`s never run side by side. To be called before anything is sent.
+        """
 
     def send(self, tensors: Mapping[str, Value], ready: torch.cuda.Event | None = None) -> None:
         """Send one response."""
@@ -47,8 +52,10 @@ class Outlet(Protocol):
     def fail(self, error: OmniError, then: Callable[[], None] | None = None) -> None:
         """Send an error as the final; nothing may follow."""
 
-    def is_cancelled(self) -> bool:
-        """Whether Triton says that the client is gone; False once final."""
+    def if_cancelled(self, then: Callable[[], None]) -> None:
+        """Ask Triton whether the client is gone, and run `then` if so, both on the sending thread and before what is
+        sent later. Not after the final.
+        """
 
 
 @dataclass(frozen=True)
@@ -196,7 +203,9 @@ class Outbox:
 
     def take(self, consumed: int, now_ns: int | None = None) -> Parcel | None:
         """What may leave now, given how many data messages the other side has consumed; None = nothing."""
-        if self._closed:
+        # What most sessions are at most polls.
+        idle = not (self._tensors or self._text or self._tensors_done or self._text_done)
+        if self._closed or idle:
             return None
         now = time.monotonic_ns() if now_ns is None else now_ns
         tensor, ready = self._take_tensor(consumed)

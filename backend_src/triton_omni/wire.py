@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """START HERE: the messages between stages, one frozen type a link, with shapes and dtypes on each field.
 
-A message becomes named tensors (`to_tensors`) that Triton's ensemble carries to the next stage, which reads them
-back (`from_tensors`). Large tensors (rows, codes) stay on their device; all the rest is one JSON text, META.
+A message becomes two named tensors (`to_tensors`) that Triton's ensemble carries to the next stage, which reads them
+back (`from_tensors`): rows or codes, which stay on their device, and META, all the rest as MessagePack behind one
+byte with the protocol's version. Each tensor more would cost every message on both sides of Triton.
 This module knows nothing of Triton; `serving/tensors.py` turns named tensors into Triton's.
 
 A session on each link: `OPEN` once, then any number of `DATA` (rows or codes, perhaps text), `TEXT` and
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import ErrorCode, InternalError, OmniError, StageName, from_code
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Value = Tensor | bytes
 AudioFormat = Literal["f32", "pcm16", "wav"]
@@ -106,67 +107,60 @@ class Failure(msgspec.Struct, frozen=True):
         return from_code(self.code, self.message, stage=self.stage, retry_after_ms=self.retry_after_ms)
 
 
-class ThinkerMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Thinker to talker."""
+class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the messages of both links have."""
 
     key: SessionKey
     kind: Kind
     sequence: int = 0
     text: str = ""
+    session: Session | None = None
+    last: bool = False
+    """No further text, rows or codes; the reports are filled."""
+    failure: Failure | None = None
+    sent_ns: int = 0
+    """System-wide monotonic clock when the stage gave the message away, nanoseconds."""
+
+
+class ThinkerMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Thinker to talker."""
+
     rows: Tensor | None = None
     """[N, H], the links' dtype, on the thinker's device: the next N hidden rows of prompt and reply."""
     positions: Tensor | None = None
     """int64 [3, P + 2], CPU, with `OPEN`: M-RoPE positions of prompt, text_bos and first reply token."""
-    session: Session | None = None
-    last: bool = False
-    """No further text or rows; `report` is filled."""
     report: ThinkerReport | None = None
-    failure: Failure | None = None
-    sent_ns: int = 0
-    """System-wide monotonic clock when the stage gave the message away, nanoseconds."""
 
     def to_tensors(self, hidden_size: int, dtype: torch.dtype) -> dict[str, Value]:
-        """ROWS [N, H], POSITIONS [3, P + 2], TEXT, META; absent tensors have no rows, since none may be left out."""
+        """ROWS [N, H] and META; absent rows are a tensor of no rows, since none may be left out."""
         rows = self.rows if self.rows is not None else torch.empty(0, hidden_size, dtype=dtype)
-        positions = self.positions if self.positions is not None else torch.empty(3, 0, dtype=torch.int64)
-        return {"ROWS": rows, "POSITIONS": positions, "TEXT": self.text.encode(), "META": _pack(self, _ThinkerMeta)}
+        return {"ROWS": rows, "META": _pack(msgspec.structs.replace(self, rows=None))}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Value]) -> ThinkerMessage:
-        """Read a message back.
+        """Read a message back; its positions are its own memory.
 
         Raises:
             InternalError: another protocol version, or tensors that are not of this protocol.
         """
-        meta = _unpack(_bytes(tensors, "META"), _ThinkerMeta)
-        rows, positions = _filled(tensors, "ROWS", 0), _filled(tensors, "POSITIONS", 1)
-        return cls(rows=rows, positions=positions, text=_text(tensors), **_fields(meta))
+        message = _unpack(tensors, _THINKER_DECODER)
+        return msgspec.structs.replace(message, rows=_filled(tensors, "ROWS"))
 
 
-class TalkerMessage(msgspec.Struct, frozen=True, kw_only=True):
+class TalkerMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Talker to token2wav."""
 
-    key: SessionKey
-    kind: Kind
-    sequence: int = 0
-    text: str = ""
     codes: Tensor | None = None
     """int32 [N] on the talker's device: the next N codec codes, 50 a second."""
-    session: Session | None = None
     codes_done: bool = False
     """No further codes; text may still follow when the talker stops before the thinker."""
-    last: bool = False
-    """No further text or codes; the reports are filled."""
     thinker: ThinkerReport | None = None
     talker: TalkerReport | None = None
-    failure: Failure | None = None
-    sent_ns: int = 0
-    """System-wide monotonic clock when the stage gave the message away, nanoseconds."""
 
     def to_tensors(self) -> dict[str, Value]:
-        """CODES [N], TEXT, META."""
+        """CODES [N] and META."""
         codes = self.codes if self.codes is not None else torch.empty(0, dtype=torch.int32)
-        return {"CODES": codes, "TEXT": self.text.encode(), "META": _pack(self, _TalkerMeta)}
+        return {"CODES": codes, "META": _pack(msgspec.structs.replace(self, codes=None))}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Value]) -> TalkerMessage:
@@ -175,8 +169,8 @@ class TalkerMessage(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             InternalError: another protocol version, or tensors that are not of this protocol.
         """
-        meta = _unpack(_bytes(tensors, "META"), _TalkerMeta)
-        return cls(codes=_filled(tensors, "CODES", 0), text=_text(tensors), **_fields(meta))
+        message = _unpack(tensors, _TALKER_DECODER)
+        return msgspec.structs.replace(message, codes=_filled(tensors, "CODES"))
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,67 +193,48 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-class _Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The JSON part common to both links."""
-
-    version: int
-    key: SessionKey
-    kind: Kind
-    sequence: int = 0
-    session: Session | None = None
-    last: bool = False
-    failure: Failure | None = None
-    sent_ns: int = 0
+def _encode_positions(value: Any) -> bytes:
+    """int64 [3, P] as its bytes; the only tensor that META holds."""
+    if not isinstance(value, Tensor) or value.dtype != torch.int64:
+        raise NotImplementedError(f"META cannot hold {type(value).__name__}")
+    return value.numpy().tobytes()
 
 
-class _ThinkerMeta(_Meta, frozen=True, kw_only=True, omit_defaults=True):
-    report: ThinkerReport | None = None
+def _decode_positions(kind: type, value: Any) -> Tensor:
+    if kind is not Tensor or not isinstance(value, bytes) or len(value) % _POSITION_BYTES:
+        raise ValueError("positions are not three rows of 64-bit numbers")
+    # A copy, since `frombuffer` shares memory, and bytes may not be written to.
+    return torch.frombuffer(bytearray(value), dtype=torch.int64).view(3, -1) if value else torch.empty(3, 0).long()
 
 
-class _TalkerMeta(_Meta, frozen=True, kw_only=True, omit_defaults=True):
-    codes_done: bool = False
-    thinker: ThinkerReport | None = None
-    talker: TalkerReport | None = None
+_POSITION_BYTES: Final = 3 * 8
+_VERSION_BYTE: Final = bytes([PROTOCOL_VERSION])
+_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_encode_positions)
+_THINKER_DECODER: Final = msgspec.msgpack.Decoder(ThinkerMessage, dec_hook=_decode_positions)
+_TALKER_DECODER: Final = msgspec.msgpack.Decoder(TalkerMessage, dec_hook=_decode_positions)
+
+MessageT = TypeVar("MessageT", ThinkerMessage, TalkerMessage)
 
 
-MetaT = TypeVar("MetaT", bound=_Meta)
+def _pack(message: ThinkerMessage | TalkerMessage) -> bytes:
+    return _VERSION_BYTE + _ENCODER.encode(message)
 
 
-def _pack(message: ThinkerMessage | TalkerMessage, meta: type[_Meta]) -> bytes:
-    fields = {name: getattr(message, name) for name in meta.__struct_fields__ if name != "version"}
-    return msgspec.json.encode(meta(version=PROTOCOL_VERSION, **fields))
-
-
-def _unpack(text: bytes, meta: type[MetaT]) -> MetaT:
+def _unpack(tensors: Mapping[str, Value], decoder: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
+    meta = tensors.get("META")
+    if not isinstance(meta, bytes):
+        raise InternalError(f"META: expected bytes, found {type(meta).__name__}")
+    if not meta.startswith(_VERSION_BYTE):
+        found = meta[0] if meta else "unknown"
+        raise InternalError(f"message of protocol version {found}, this stage speaks {PROTOCOL_VERSION}")
     try:
-        found = msgspec.json.decode(text, type=meta)
-    except msgspec.DecodeError as error:
+        return decoder.decode(memoryview(meta)[1:])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InternalError(f"META is not a message of this protocol: {error}") from error
-    if found.version != PROTOCOL_VERSION:
-        raise InternalError(f"message of protocol version {found.version}, this stage speaks {PROTOCOL_VERSION}")
-    return found
 
 
-def _fields(meta: _Meta) -> dict[str, Any]:
-    return {name: getattr(meta, name) for name in meta.__struct_fields__ if name != "version"}
-
-
-def _bytes(tensors: Mapping[str, Value], name: str) -> bytes:
-    value = tensors.get(name)
-    if not isinstance(value, bytes):
-        raise InternalError(f"{name}: expected one byte string, found {type(value).__name__}")
-    return value
-
-
-def _text(tensors: Mapping[str, Value]) -> str:
-    try:
-        return _bytes(tensors, "TEXT").decode()
-    except UnicodeDecodeError as error:
-        raise InternalError(f"TEXT is not UTF-8: {error}") from error
-
-
-def _filled(tensors: Mapping[str, Value], name: str, dim: int) -> Tensor | None:
+def _filled(tensors: Mapping[str, Value], name: str) -> Tensor | None:
     value = tensors.get(name)
     if not isinstance(value, Tensor):
         raise InternalError(f"{name}: expected a tensor, found {type(value).__name__}")
-    return value if value.shape[dim] else None
+    return value if len(value) else None

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 RECORDS_VARIABLE = "OMNI_TEST_RECORDS"
 
 StageName = Literal["thinker", "talker", "token2wav"]
@@ -195,7 +197,8 @@ def _probe_token2wav(recorder: Recorder) -> None:
 
 
 def _described(tensors: Any) -> dict[str, Any]:
-    meta = json.loads(tensors["META"])
+    # Behind the byte of the protocol's version.
+    meta = msgspec.msgpack.decode(tensors["META"][1:])
     key = meta["key"]
     request_id = (meta.get("session") or {}).get("request_id")
     return {"key": f"s{key['slot']}g{key['generation']}", "kind": meta["kind"], "request_id": request_id}

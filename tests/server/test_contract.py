@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import msgspec
 import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -18,6 +19,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from media_samples import audio_file, image_file
 from server.probes import CRAWLING_THINKER
 from server.serving import Served, wait_for
+from triton_omni.wire import PROTOCOL_VERSION
 from triton_omni_client import Overloaded, Reply, Request
 from triton_omni_client.audio import Pcm16Decoder, wav_header
 from triton_omni_client.messages import MODEL, UNARY_MODEL
@@ -227,27 +229,32 @@ def test_no_free_session_is_refused_with_a_time_to_retry_and_the_next_request_is
     assert server.ask("the next", "hello", seed=1).info is not None
 
 
+def forged(version: int = PROTOCOL_VERSION, slot: int = 0, **fields: Any) -> bytes:
+    """META of a message of nobody's session."""
+    key = {"slot": slot, "generation": 1, "nonce": "0" * 32}
+    return bytes([version]) + msgspec.msgpack.encode({"key": key, **fields})
+
+
 FORGED = {
-    "forged session": b'{"version":1,"key":{"slot":0,"generation":1,"nonce":"00000000000000000000000000000000"},'
-    b'"kind":"text","sequence":1,"last":true}',
+    "forged session": forged(kind="text", sequence=1, text="hello", last=True),
     "no message": b"hello",
-    "another version": b'{"version":99,"key":{"slot":0,"generation":1,"nonce":"0"},"kind":"open"}',
-    "slot out of range": b'{"version":1,"key":{"slot":99999999,"generation":1,"nonce":"0"},"kind":"open"}',
+    "nothing": b"",
+    "another version": forged(version=99, kind="open"),
+    "slot out of range": forged(slot=99999999, kind="open"),
 }
 
 
 @pytest.mark.parametrize("name", FORGED)
 @pytest.mark.parametrize("stage", ["talker", "token2wav"])
 def test_a_client_that_calls_a_later_stage_directly_gets_nowhere(server: Served, stage: str, name: str) -> None:
-    message = infer_request({"TEXT": [b"hello"], "META": [FORGED[name]]}, stage)
+    message = infer_request({}, stage)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
+    message.inputs.add(name="META", datatype="UINT8", shape=[1, len(FORGED[name])])
     if stage == "talker":
-        message.inputs.add(name="ROWS", datatype="FP32", shape=[0, hidden_size(server)])
-        message.inputs.add(name="POSITIONS", datatype="INT64", shape=[3, 0])
-        message.raw_input_contents.extend([b"", b""])
+        message.inputs.add(name="ROWS", datatype="FP32", shape=[1, 0, hidden_size(server)])
     else:
-        message.inputs.add(name="CODES", datatype="INT32", shape=[0])
-        message.raw_input_contents.append(b"")
+        message.inputs.add(name="CODES", datatype="INT32", shape=[1, 0])
+    message.raw_input_contents.extend([FORGED[name], b""])
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         answers = list(stub.ModelStreamInfer(iter([message]), timeout=10))

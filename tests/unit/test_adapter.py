@@ -11,6 +11,7 @@ from fake_pb_utils import PbUtils, Request, Tensor, TritonError, text_tensor
 from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
 from triton_omni.errors import BadRequest, Overloaded
 from triton_omni.ledger import SessionLedger
+from triton_omni.link_stage import CANCEL_INTERVAL_NS
 from triton_omni.request import RawRequest
 from triton_omni.serving.adapter import (
     StageAdapter,
@@ -147,7 +148,7 @@ def test_one_bad_request_harms_no_other():
     assert senders[1].error.message() == "no session [omni:overloaded;stage=thinker;retry_after_ms=5]"
     assert senders[2].error.message() == "the request could not be read [omni:internal;stage=thinker]"
     assert senders[3].error.message().endswith("[omni:bad_request;stage=thinker]")
-    assert [bytes(s.outputs()[0]["TEXT"].as_numpy()[0]) for s in (senders[0], senders[4])] == [b"one", b"two"]
+    assert [bytes(s.outputs()[0]["TEXT"].as_numpy()[0, 0]) for s in (senders[0], senders[4])] == [b"one", b"two"]
 
 
 def test_the_stage_starts_at_once_and_is_closed_first_then_the_sending_then_the_ledger():
@@ -287,9 +288,9 @@ def test_a_refused_request_tells_its_client_why(open_stage):
     [
         {"META": b"{}"},
         {"META": b"\xff"},
-        {"TEXT": b"\xff"},
+        {"META": b""},
         {"META": None},
-        {"TEXT": None},
+        {"META": torch.zeros(3)},
         {"ROWS": None, "CODES": None},
     ],
     ids=str,
@@ -325,6 +326,22 @@ def test_a_cancel_that_a_message_brings_is_written_to_the_ledger(open_stage, thi
     adapter.execute([heartbeat])
     answered(heartbeat)
     assert thinker_ledger.cancelled(key)
+
+
+@pytest.mark.parametrize("kind", ["talker", "token2wav"])
+def test_triton_is_asked_for_a_cancel_once_an_interval_and_session(open_stage, thinker_ledger, kind, monkeypatch):
+    now = [10**12]
+    monkeypatch.setattr("triton_omni.link_stage.time.monotonic_ns", lambda: now[0])
+    adapter = open_stage(kind)
+    keys = [thinker_ledger.publish(slot) for slot in (0, 4)]
+    requests = []
+    for at_ns in (0, 1, CANCEL_INTERVAL_NS - 1, CANCEL_INTERVAL_NS):
+        now[0] = 10**12 + at_ns
+        for key in keys:
+            requests.append(Request(write_tensors(PbUtils(), link_tensors(kind, key))))
+            adapter.execute(requests[-1:])
+    asked = [answered(request).cancel_queries for request in requests]
+    assert asked == [1, 1, 0, 0, 0, 0, 1, 1]
 
 
 def test_an_input_that_is_no_byte_string_is_an_error_of_ours(open_stage):

@@ -22,6 +22,7 @@ from triton_omni.serving.launch import (
     start_token2wav,
     start_unary,
 )
+from triton_omni.serving.tensors import write_tensor
 from triton_omni.settings import SettingsError, TalkerSettings, ThinkerSettings
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
@@ -93,8 +94,9 @@ def omni_model(tiny_checkpoint, monkeypatch):
 def test_rows_have_the_dtype_of_device_and_settings_on_both_ends(folder, machine, text, gpus, data_type):
     machine(gpus)
     rows = {"name": "ROWS", "data_type": data_type, "dims": [-1, -1]}
+    batch_of_one = {**rows, "dims": [1, -1, -1]}
     thinker, talker = complete_thinker(Config(), folder(text)), complete_talker(Config(), folder(text))
-    assert (thinker.outputs, thinker.inputs) == ([rows], [])
+    assert (thinker.outputs, thinker.inputs) == ([batch_of_one], [])
     assert (talker.inputs, talker.outputs) == ([rows], [])
 
 
@@ -176,7 +178,7 @@ def test_token2wav_starts_answers_and_closes(omni_model, folder, shared_memory):
     adapter = start_token2wav(PbUtils(), ARGS, folder("device: cpu"))
     [table] = shared_memory.iterdir()
     assert table.name == server_name(launch.os.getppid())
-    request = Request([text_tensor("META", "{}"), text_tensor("TEXT", "")])
+    request = Request([write_tensor(PbUtils(), "META", b"{}")])
     adapter.execute([request])
     assert request.sender.done.wait(WAIT_S)
     assert request.sender.responses == []
@@ -247,6 +249,14 @@ end_process()
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert (ended.stdout, ended.stderr) == ("printed", "the last line\n")
+
+
+def test_threads_that_wait_for_the_interpreter_get_it_soon():
+    code = "import sys; from triton_omni.serving.launch import _prepare_process; _prepare_process()"
+    said = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(sys.getswitchinterval())"], capture_output=True, check=True
+    )
+    assert float(said.stdout) == launch.SWITCH_INTERVAL_S < 0.005
 
 
 def test_only_warnings_that_nobody_can_act_on_are_kept_out_of_the_log():

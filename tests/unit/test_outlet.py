@@ -34,7 +34,7 @@ def sender(request_):
 @pytest.fixture
 def outlet(request_, thread, sender):
     del sender
-    return TritonOutlet(PbUtils(), request_, thread)
+    return TritonOutlet(PbUtils(), request_, [thread])
 
 
 class Event:
@@ -56,7 +56,7 @@ def drained(thread):
 
 
 def texts(sender):
-    return [bytes(outputs["TEXT"].as_numpy()[0]) for outputs in sender.outputs()]
+    return [bytes(outputs["TEXT"].as_numpy()[0, 0]) for outputs in sender.outputs()]
 
 
 def test_answers_leave_in_order_and_the_final_is_empty(outlet, sender, thread):
@@ -65,7 +65,7 @@ def test_answers_leave_in_order_and_the_final_is_empty(outlet, sender, thread):
     outlet.finish()
     drained(thread)
     assert texts(sender) == [b"%d" % n for n in range(50)]
-    assert sender.outputs()[7]["CODES"].torch.tolist() == list(range(7))
+    assert sender.outputs()[7]["CODES"].torch.tolist() == [list(range(7))]
     assert sender.finals == 1
 
 
@@ -89,7 +89,7 @@ def test_nothing_follows_the_final(outlet, sender, thread, first, second):
 def test_of_many_threads_that_finish_at_once_one_final_is_sent(thread):
     for _ in range(50):
         request = Request()
-        outlet, barrier = TritonOutlet(PbUtils(), request, thread), threading.Barrier(4)
+        outlet, barrier = TritonOutlet(PbUtils(), request, [thread]), threading.Barrier(4)
 
         def finish(outlet=outlet, barrier=barrier):
             barrier.wait(WAIT_S)
@@ -118,7 +118,7 @@ def test_triton_is_not_asked_for_a_cancel_after_the_final(outlet, sender, thread
 def test_a_watcher_beside_the_final_never_asks_too_late(thread):
     for _ in range(30):
         request, stop = Request(), threading.Event()
-        outlet = TritonOutlet(PbUtils(), request, thread)
+        outlet = TritonOutlet(PbUtils(), request, [thread])
 
         def watch(outlet=outlet, stop=stop):
             while not stop.is_set():
@@ -200,9 +200,41 @@ def test_an_answer_that_cannot_be_sent_harms_no_other(outlet, sender, thread, ca
     assert "could not be sent" in caplog.text
 
 
+@pytest.fixture
+def threads():
+    threads = [SendingThread(f"test-{n}") for n in range(2)]
+    yield threads
+    for thread in threads:
+        thread.close()
+
+
+def test_outlets_of_one_slot_leave_in_order_and_those_of_another_do_not_wait_for_them(threads):
+    gate, requests = threading.Event(), [Request() for _ in range(3)]
+    first, second, other = (TritonOutlet(PbUtils(), request, threads) for request in requests)
+    for outlet, slot in ((first, 3), (second, 5), (other, 4)):
+        outlet.bind(slot)
+    order = []
+    first.finish(then=lambda: order.append(gate.wait(WAIT_S)))
+    second.finish(then=lambda: order.append("second"))
+    other.finish(then=lambda: order.append("other"))
+    assert requests[2].sender.done.wait(WAIT_S), "another slot waits for the first"
+    drained(threads[0])
+    assert requests[1].sender.finals == 0
+    gate.set()
+    drained(threads[1])
+    assert order == ["other", True, "second"]
+
+
+def test_an_outlet_that_is_bound_to_no_slot_is_answered_too(threads):
+    request = Request()
+    TritonOutlet(PbUtils(), request, threads).fail(InternalError("x"))
+    drained(threads[0])
+    assert request.sender.finals == 1
+
+
 def test_closing_sends_what_was_put_first():
     thread, request, gate = SendingThread("test"), Request(), threading.Event()
-    outlet = TritonOutlet(PbUtils(), request, thread)
+    outlet = TritonOutlet(PbUtils(), request, [thread])
     thread.put(lambda: gate.wait(WAIT_S))
     outlet.send({"TEXT": b"1"})
     outlet.finish()
@@ -245,6 +277,16 @@ def test_an_answer_is_one_response_that_is_the_final(outlet, sender, thread):
     drained(thread)
     assert texts(sender) == [b"all"]
     assert (sender.finals, done) == (1, [1])
+
+
+def test_answers_of_a_model_without_batches_have_no_batch_dimension(thread):
+    request = Request()
+    outlet = TritonOutlet(PbUtils(), request, [thread], batched=False)
+    outlet.send({"info": b"{}", "audio_output": torch.arange(3.0)})
+    drained(thread)
+    [outputs] = request.sender.outputs()
+    assert outputs["info"].as_numpy().tolist() == [b"{}"]
+    assert outputs["audio_output"].torch.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_an_answer_that_cannot_be_written_becomes_an_error(outlet, sender, thread, caplog):

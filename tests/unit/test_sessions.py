@@ -4,6 +4,7 @@
 import contextlib
 import json
 import secrets
+import threading
 import time
 from dataclasses import dataclass
 
@@ -19,8 +20,8 @@ from triton_omni.settings import TalkerSettings, ThinkerSettings
 from triton_omni.stage import CREDITS
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
-from triton_omni.token2wav.stage import Token2WavStage
-from triton_omni.wire import Kind, TalkerMessage, ThinkerMessage
+from triton_omni.token2wav.stage import TextRelay, Token2WavStage
+from triton_omni.wire import Kind, SessionKey, TalkerMessage, ThinkerMessage
 
 CPU = torch.device("cpu")
 WAIT_S = 5.0
@@ -406,7 +407,7 @@ def test_meta_of_another_protocol_version_is_refused():
         ensemble = p.ask()
         finished(ensemble)
         tensors = dict(ensemble.to_token2wav[0])
-        tensors["META"] = tensors["META"].replace(b'"version":1', b'"version":99')
+        tensors["META"] = bytes([99]) + tensors["META"][1:]
         with pytest.raises(InternalError, match="protocol version 99"):
             TalkerMessage.from_tensors(tensors)
 
@@ -425,6 +426,95 @@ def test_encoded_audio_is_the_same_samples(audio_format):
         expected = (torch.arange(5, 14).repeat_interleave(2) / 1000 * 32767).round()
         assert torch.equal(samples.float(), expected)
         assert len(reply.samples) == 0
+
+
+class StoppedWaveformEngine(FakeWaveformEngine):
+    """Steps wait for `go`, from the first code on."""
+
+    def __init__(self):
+        super().__init__()
+        self.stepping, self.go = threading.Event(), threading.Event()
+
+    def step(self):
+        self.stepping.set()
+        assert self.go.wait(WAIT_S)
+        return super().step()
+
+
+def test_text_leaves_while_a_step_of_token2wav_runs():
+    engine = StoppedWaveformEngine()
+    with pipeline(waveform=engine) as p:
+        ensemble = p.ask("12345")
+        whole = "".join(f"w{i} " for i in range(10))
+        assert engine.stepping.wait(WAIT_S)
+        wait_for(lambda: ensemble.reply.text == whole)
+        assert not ensemble.reply.done.is_set()
+        before = len(ensemble.reply.responses)
+        late = p.ask("12345")  # its OPEN, too, waits for the step
+        wait_for(lambda: late.reply.text == whole)
+        engine.go.set()
+        for reply in (finished(ensemble), finished(late)):
+            assert reply.text == whole
+            assert len(reply.samples) == 18
+            info = json.loads(reply.info)
+            assert info["time_to_first_text_ms"] < info["time_to_first_audio_ms"]
+        assert not any(r["text_output"] for r in ensemble.reply.responses[before:])
+        p.wait_until_empty()
+        assert not p.token2wav._relays
+
+
+def relayed(*messages):
+    """What a relay answered of messages with these sequence numbers and texts."""
+    outlet = RecordingOutlet()
+    relay = TextRelay(outlet)
+    for sequence, text in messages:
+        relay.take(TalkerMessage(key=SessionKey(0, 1, "0" * 32), kind=Kind.TEXT, sequence=sequence, text=text))
+    return outlet.texts, relay
+
+
+class RecordingOutlet:
+    def __init__(self):
+        self.texts = []
+
+    def send(self, tensors, ready=None):
+        del ready
+        self.texts.append(tensors["text_output"].decode())
+
+
+def test_a_relay_answers_text_in_order_and_nothing_for_messages_without():
+    texts, relay = relayed((1, "a"), (2, ""), (3, "b"))
+    assert texts == ["a", "b"]
+    assert 0 < relay.first_ns <= time.monotonic_ns()
+    assert relayed((1, ""))[1].first_ns == 0
+
+
+@pytest.mark.parametrize("sequence", [1, 3, 0])
+def test_a_relay_stops_at_a_message_out_of_sequence(sequence):
+    texts, _ = relayed((1, "a"), (sequence, "b"), (2, "c"), (3, "d"), (4, "e"))
+    assert texts == ["a"]
+
+
+def test_a_closed_relay_answers_nothing():
+    texts, relay = relayed((1, "a"))
+    relay.close()
+    relay.take(TalkerMessage(key=SessionKey(0, 1, "0" * 32), kind=Kind.TEXT, sequence=2, text="b"))
+    assert texts == ["a"]
+
+
+def test_no_text_follows_a_failure_that_token2wav_holds_back():
+    """The error waits for the other stages' finals; what they send meanwhile is not answered."""
+    thinker = FakeThinkerEngine(length=10**9)
+    thinker.step_s = 0.001
+    waveform = FakeWaveformEngine()
+    with pipeline(thinker=thinker, waveform=waveform) as p:
+        ensemble = p.ask()
+        wait_for(lambda: len(ensemble.reply.samples) > 4)
+        relay = next(iter(p.token2wav._open.values())).relay
+        waveform.fail_key = "any"
+        reply = finished(ensemble)
+        assert reply.error.code == "internal"
+        assert not relay._open
+        p.wait_until_empty()
 
 
 def test_many_sessions_at_once_get_what_each_gets_alone():

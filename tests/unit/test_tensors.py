@@ -24,7 +24,7 @@ PB_UTILS = PbUtils()
 def test_a_tensor_crosses_both_ways_without_a_copy(dtype):
     tensor = torch.ones(3, 4, dtype=dtype)
     given = write_tensor(PB_UTILS, "ROWS", tensor)
-    assert given.name() == "ROWS"
+    assert (given.name(), given.shape()) == ("ROWS", [1, 3, 4])
     assert given.torch.data_ptr() == tensor.data_ptr()
     found = read_tensor(given)
     assert found.data_ptr() == tensor.data_ptr()
@@ -33,20 +33,26 @@ def test_a_tensor_crosses_both_ways_without_a_copy(dtype):
 
 def test_a_tensor_with_gaps_is_made_contiguous():
     tensor = torch.arange(12).reshape(3, 4)[:, ::2]
-    assert torch.equal(write_tensor(PB_UTILS, "X", tensor).torch, tensor)
+    assert torch.equal(write_tensor(PB_UTILS, "X", tensor, batched=False).torch, tensor)
     assert write_tensor(PB_UTILS, "X", tensor).torch.is_contiguous()
 
 
 def test_a_tensor_without_elements_keeps_its_shape():
     """Triton's DLPack gives no memory to such a tensor."""
-    found = read_tensor(write_tensor(PB_UTILS, "POSITIONS", torch.empty(3, 0, dtype=torch.int64)))
-    assert found.shape == (3, 0)
+    found = read_tensor(write_tensor(PB_UTILS, "ROWS", torch.empty(0, 3)))
+    assert found.shape == (0, 3)
 
 
-@pytest.mark.parametrize("name", ["TEXT", "META"])
 @pytest.mark.parametrize("value", [b"", "grüße 👋".encode(), b"\x00\xff", b"x" * 100_000])
-def test_bytes_cross_both_ways(name, value):
-    assert read_tensor(write_tensor(PB_UTILS, name, value)) == value
+def test_bytes_of_a_link_cross_both_ways(value):
+    given = write_tensor(PB_UTILS, "META", value)
+    assert (given.as_numpy().dtype, given.shape()) == (np.uint8, [1, len(value)])
+    assert read_tensor(given) == value
+
+
+def test_bytes_for_a_client_are_a_string_of_triton():
+    given = write_tensor(PB_UTILS, "text_output", "grüße".encode())
+    assert (given.as_numpy().dtype, given.as_numpy().tolist()) == (np.object_, [["grüße".encode()]])
 
 
 def test_whole_messages_cross():
@@ -67,7 +73,7 @@ def test_received_tensors_are_counted_by_name_and_device():
     counter = LinkCounter()
     for _ in range(2):
         tensors = {"ROWS": torch.ones(2, 4, dtype=torch.bfloat16), "CODES": torch.ones(3, dtype=torch.int32)}
-        read_tensors(Request(write_tensors(PB_UTILS, {**tensors, "TEXT": b"12345"})), counter)
+        read_tensors(Request(write_tensors(PB_UTILS, {**tensors, "META": b"12345"})), counter)
     counter.add("ROWS", torch.empty(5, 4, dtype=torch.float32, device="meta"))
     assert counter.snapshot() == {("ROWS", "cpu"): 32, ("CODES", "cpu"): 24, ("ROWS", "meta"): 80}
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import DeadlineExceeded, InternalError, Overloaded
 from triton_omni.wire import (
+    PROTOCOL_VERSION,
     Answer,
     Failure,
     Kind,
@@ -112,8 +113,7 @@ def test_any_text_and_numbers_are_read_back(text, slot, generation, sequence, la
 def test_absent_tensors_travel_without_rows_but_with_the_links_shape_and_dtype():
     tensors = thinker_tensors(ThinkerMessage(key=KEY, kind=Kind.HEARTBEAT))
     assert (tensors["ROWS"].shape, tensors["ROWS"].dtype) == ((0, HIDDEN), torch.bfloat16)
-    assert (tensors["POSITIONS"].shape, tensors["POSITIONS"].dtype) == ((3, 0), torch.int64)
-    assert tensors["TEXT"] == b""
+    assert tensors.keys() == {"ROWS", "META"}
     codes = TalkerMessage(key=KEY, kind=Kind.HEARTBEAT).to_tensors()["CODES"]
     assert (codes.shape, codes.dtype) == ((0,), torch.int32)
 
@@ -125,42 +125,48 @@ def test_the_large_tensor_itself_travels():
     assert TalkerMessage(key=KEY, kind=Kind.DATA, codes=CODES).to_tensors()["CODES"] is CODES
 
 
+VERSION = bytes([PROTOCOL_VERSION])
+
+
 def with_meta(**changes):
     tensors = dict(TalkerMessage(key=KEY, kind=Kind.DATA, sequence=1, codes=CODES).to_tensors())
-    meta = msgspec.json.decode(tensors["META"])
-    tensors["META"] = msgspec.json.encode({k: v for k, v in {**meta, **changes}.items() if v is not None})
+    meta = msgspec.msgpack.decode(tensors["META"][1:])
+    found = {k: v for k, v in {**meta, **changes}.items() if v is not None}
+    tensors["META"] = VERSION + msgspec.msgpack.encode(found)
     return tensors
 
 
-def test_another_protocol_version_is_refused():
-    with pytest.raises(InternalError, match="message of protocol version 2, this stage speaks 1"):
-        TalkerMessage.from_tensors(with_meta(version=2))
+@pytest.mark.parametrize(("first", "found"), [(b"\x01", "1"), (b"\xff", "255"), (b"", "unknown")])
+def test_another_protocol_version_is_refused(first, found):
+    tensors = with_meta()
+    meta = first and first + tensors["META"][1:]
+    with pytest.raises(InternalError, match=f"message of protocol version {found}, this stage speaks 2"):
+        TalkerMessage.from_tensors({**tensors, "META": meta})
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"version": None}, {"key": None}, {"kind": "goodbye"}, {"sequence": "one"}, {"key": {"slot": 1}}, {"last": 1}],
+    [{"key": None}, {"kind": "goodbye"}, {"sequence": "one"}, {"key": {"slot": 1}}, {"last": 1}, {"text": 1}],
 )
 def test_a_meta_of_another_shape_is_refused(changes):
     with pytest.raises(InternalError, match="META is not a message of this protocol"):
         TalkerMessage.from_tensors(with_meta(**changes))
 
 
-@pytest.mark.parametrize("meta", [b"", b"{}", b"[]", b"hello", b"\xff", b'{"version":1'])
+@pytest.mark.parametrize("meta", [b"", b"\x80", b"\x90", b"hello", b"\xff", b"\x81\xa3key"])
 @pytest.mark.parametrize("kind", [ThinkerMessage, TalkerMessage])
 def test_a_foreign_meta_is_refused(kind, meta):
     message = kind(key=KEY, kind=Kind.HEARTBEAT)
     tensors = thinker_tensors(message) if kind is ThinkerMessage else message.to_tensors()
     with pytest.raises(InternalError, match="META is not a message of this protocol"):
-        kind.from_tensors({**tensors, "META": meta})
+        kind.from_tensors({**tensors, "META": VERSION + meta})
 
 
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("META", None, "META: expected one byte string, found NoneType"),
-        ("META", CODES, "META: expected one byte string, found Tensor"),
-        ("TEXT", CODES, "TEXT: expected one byte string, found Tensor"),
+        ("META", None, "META: expected bytes, found NoneType"),
+        ("META", CODES, "META: expected bytes, found Tensor"),
         ("CODES", b"123", "CODES: expected a tensor, found bytes"),
         ("CODES", None, "CODES: expected a tensor, found NoneType"),
     ],
@@ -171,8 +177,35 @@ def test_a_tensor_of_the_wrong_kind_is_refused_by_name(name, value, sentence):
 
 
 def test_text_that_is_no_utf8_is_refused():
-    with pytest.raises(InternalError, match="TEXT"):
-        TalkerMessage.from_tensors({**with_meta(), "TEXT": b"\xff"})
+    meta = with_meta(text="abc")["META"].replace(b"abc", b"ab\xff")
+    with pytest.raises(InternalError, match="META is not a message of this protocol: 'utf-8'"):
+        TalkerMessage.from_tensors({**with_meta(), "META": meta})
+
+
+@pytest.mark.parametrize("positions", [b"1234567", b"x" * 32, "x" * 24, [1, 2, 3], 3])
+def test_positions_that_are_not_three_rows_are_refused(positions):
+    tensors = thinker_tensors(ThinkerMessage(key=KEY, kind=Kind.OPEN, session=SESSION, positions=POSITIONS))
+    meta = {**msgspec.msgpack.decode(tensors["META"][1:]), "positions": positions}
+    with pytest.raises(InternalError, match="META is not a message of this protocol: positions are not three rows"):
+        ThinkerMessage.from_tensors({**tensors, "META": VERSION + msgspec.msgpack.encode(meta)})
+
+
+@pytest.mark.parametrize("positions", [torch.empty(3, 0).long(), torch.arange(12).reshape(3, 4)[:, ::2], POSITIONS.T])
+def test_positions_of_any_length_and_layout_are_read_back(positions):
+    message = ThinkerMessage(key=KEY, kind=Kind.OPEN, positions=positions)
+    found = ThinkerMessage.from_tensors(thinker_tensors(message)).positions
+    assert torch.equal(found, positions)
+    found.add_(1)
+
+
+def test_a_message_carries_no_other_tensor_than_its_links():
+    with pytest.raises(NotImplementedError):
+        ThinkerMessage(key=KEY, kind=Kind.OPEN, positions=torch.zeros(3, 2)).to_tensors(HIDDEN, torch.float32)
+
+
+def test_rows_and_codes_are_taken_from_their_tensor_alone():
+    meta = with_meta(codes=b"x" * 24)
+    assert TalkerMessage.from_tensors(meta).codes is CODES
 
 
 def test_a_key_names_slot_and_generation_but_not_its_nonce():

@@ -23,6 +23,9 @@ from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
 
+SENDING_THREADS = 4
+"""A send takes a few tenths of a millisecond, most of it in Triton's process; sessions are spread over the threads."""
+
 CLIENT_INPUTS = ("text_input", "messages", "media", "sampling_parameters")
 
 Submit = Callable[[Any, Outlet], None]
@@ -56,7 +59,7 @@ class StageAdapter:
         self._stage = stage
         self._ledger = ledger
         self._submit = submit
-        self._thread = SendingThread(name)
+        self._threads = tuple(SendingThread(f"{name}-{number}") for number in range(SENDING_THREADS))
         self._metrics = StageMetrics(pb_utils, name, stage.stats, counter, hops)
         stage.start()
 
@@ -73,11 +76,12 @@ class StageAdapter:
         with contextlib.ExitStack() as ending:
             ending.callback(self._ledger.close)
             ending.callback(self._metrics.close)
-            ending.callback(self._thread.close)
+            for thread in self._threads:
+                ending.callback(thread.close)
             ending.callback(self._stage.close)
 
     def _take(self, request: Any) -> None:
-        outlet = TritonOutlet(self._pb_utils, request, self._thread)
+        outlet = TritonOutlet(self._pb_utils, request, self._threads)
         try:
             self._submit(request, outlet)
         except OmniError as error:

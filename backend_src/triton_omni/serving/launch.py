@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from triton_omni.serving.unary import UnaryModel
 
 CHECKPOINT_VARIABLE = "OMNI_MODEL"
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep Python's global lock while another one waits; Python's own is 5 ms. A stage's messages
+pass through threads that need the lock for microseconds, beside a loop that needs it for most of a step's launch.
+"""
 _TRITON_TYPES = {"float32": "TYPE_FP32", "bfloat16": "TYPE_BF16", "float16": "TYPE_FP16"}
 # The talker's config has a vocabulary of codec codes and, rightly, ids of the thinker's vocabulary; transformers takes
 # each of those for a mistake.
@@ -46,13 +50,14 @@ _DTYPE_CODES = {name: code for code, name in enumerate(_TRITON_TYPES, start=1)}
 
 def complete_thinker(config: Any, folder: Path) -> Any:
     """Add ROWS with the dtype that the thinker will give."""
-    config.add_output(_rows(_settings(folder, ThinkerSettings)))
+    # A batch of one for the talker.
+    config.add_output(_rows(_settings(folder, ThinkerSettings), [1, -1, -1]))
     return config
 
 
 def complete_talker(config: Any, folder: Path) -> Any:
     """Add ROWS with the dtype that the talker will take."""
-    config.add_input(_rows(_settings(folder, TalkerSettings)))
+    config.add_input(_rows(_settings(folder, TalkerSettings), [-1, -1]))
     return config
 
 
@@ -182,6 +187,7 @@ def _prepare_process() -> None:
         stream=sys.stderr,
     )
     _quiet_libraries()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def _quiet_libraries() -> None:
@@ -199,8 +205,8 @@ def _settings(folder: Path, kind: type[SettingsT]) -> SettingsT:
     return load_settings(folder / "stage.yaml", kind)
 
 
-def _rows(settings: ThinkerSettings | TalkerSettings) -> dict[str, Any]:
-    return {"name": "ROWS", "data_type": _TRITON_TYPES[_rows_dtype(settings)], "dims": [-1, -1]}
+def _rows(settings: ThinkerSettings | TalkerSettings, dims: list[int]) -> dict[str, Any]:
+    return {"name": "ROWS", "data_type": _TRITON_TYPES[_rows_dtype(settings)], "dims": dims}
 
 
 def _rows_dtype(settings: ThinkerSettings | TalkerSettings) -> str:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a Triton request is answered: an outlet a request, one sending thread a stage.
+"""Where a Triton request is answered: an outlet a request, a few sending threads a stage.
 
-Triton's `send` blocks, so no engine thread ever calls it. An outlet guards the rule that a request gets exactly one
-final, and that nobody asks Triton whether a request is cancelled after its final (that would crash the server).
+Triton's `send` blocks, so no engine thread ever calls it. It waits for Triton's process without Python's global lock,
+so that the sends of several threads overlap. An outlet guards the rule that a request gets exactly one final, and that
+nobody asks Triton whether a request is cancelled after its final (that would crash the server).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class SendingThread:
-    """Runs the stage's sends in order."""
+    """Runs sends in order."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -51,16 +52,27 @@ class SendingThread:
 
 
 class TritonOutlet:
-    """`stage.Outlet` over one Triton request."""
+    """`stage.Outlet` over one Triton request.
 
-    def __init__(self, pb_utils: Any, request: Any, thread: SendingThread) -> None:
+    Args:
+        threads: one of these sends, the first unless the outlet is bound to a slot.
+        batched: whether responses are batches of one, see `tensors.write_tensor`.
+    """
+
+    def __init__(self, pb_utils: Any, request: Any, threads: Sequence[SendingThread], *, batched: bool = True) -> None:
+        self._batched = batched
         self._pb_utils = pb_utils
         self._sender = request.get_response_sender()
-        self._thread = thread
+        self._threads = threads
+        self._thread = threads[0]
         self._lock = threading.Lock()
         self._claim = threading.Lock()
         self._finished = False
         self._final_sent = False
+
+    def bind(self, slot: int) -> None:
+        """Send on the thread of this slot."""
+        self._thread = self._threads[slot % len(self._threads)]
 
     def send(self, tensors: Mapping[str, Value], ready: torch.cuda.Event | None = None) -> None:
         """Send one response."""
@@ -82,14 +94,23 @@ class TritonOutlet:
         if self._claim_final():
             self._thread.put(lambda: self._send_final(self._error(error), None, then))
 
+    def if_cancelled(self, then: Callable[[], None]) -> None:
+        """Ask Triton on the sending thread whether the client is gone, and run `then` if so."""
+
+        def ask() -> None:
+            if self.is_cancelled():
+                then()
+
+        self._thread.put(ask)
+
     def is_cancelled(self) -> bool:
-        """Whether Triton says that the client is gone."""
+        """Whether Triton says that the client is gone; False once final. Waits for Triton's process."""
         with self._lock:
             return not self._final_sent and bool(self._sender.is_cancelled())
 
     def _response(self, tensors: Mapping[str, Value]) -> Any:
         try:
-            return self._pb_utils.InferenceResponse(output_tensors=write_tensors(self._pb_utils, tensors))
+            return self._written(tensors)
         except Exception:
             logger.exception("an answer could not be written")
             return self._error(InternalError("the answer could not be written"))
@@ -109,7 +130,11 @@ class TritonOutlet:
     def _send(self, tensors: Mapping[str, Value], ready: torch.cuda.Event | None) -> None:
         if ready is not None:
             ready.synchronize()
-        self._sender.send(self._pb_utils.InferenceResponse(output_tensors=write_tensors(self._pb_utils, tensors)))
+        self._sender.send(self._written(tensors))
+
+    def _written(self, tensors: Mapping[str, Value]) -> Any:
+        outputs = write_tensors(self._pb_utils, tensors, batched=self._batched)
+        return self._pb_utils.InferenceResponse(output_tensors=outputs)
 
     def _send_final(
         self, response: Any | None, ready: torch.cuda.Event | None, then: Callable[[], None] | None

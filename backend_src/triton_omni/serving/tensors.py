@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named tensors to Triton's and back, by DLPack: the one place where tensors cross into or out of Triton.
 
+To Triton every message is a batch of one, [1, ...]: of a model with batches it hands over all requests that wait at
+once, of one without a single one a call.
 `LinkCounter` counts what arrives by device, so that a test can prove that rows and codes never touched the host on a
 GPU.
 """
@@ -17,8 +19,10 @@ import torch
 
 from triton_omni.wire import Value
 
-BYTES_TENSORS: Final = frozenset({"TEXT", "META"})
-"""Inputs of a link that are byte strings; a Triton tensor itself cannot be asked for its type."""
+RAW_TENSORS: Final = frozenset({"META"})
+"""Tensors of a link that are bytes, UINT8 [N] to Triton: its own byte strings cost several times as much, since the
+Python backend packs and unpacks those in Python. A Triton tensor itself cannot be asked for its type.
+"""
 
 
 class LinkCounter:
@@ -37,11 +41,11 @@ class LinkCounter:
 
 
 def read_tensor(tensor: Any) -> Value:
-    """One input of a link: bytes for TEXT and META, else a torch tensor on its device."""
-    if tensor.name() in BYTES_TENSORS:
-        return bytes(tensor.as_numpy().reshape(-1)[0])
-    shape = tuple(tensor.shape())
-    return torch.empty(shape) if 0 in shape else _own(torch.utils.dlpack.from_dlpack(tensor))
+    """One input of a link, without its batch dimension: bytes for META, else a torch tensor on its device."""
+    if tensor.name() in RAW_TENSORS:
+        return bytes(tensor.as_numpy().tobytes())
+    _, *shape = tensor.shape()
+    return torch.empty(shape) if 0 in shape else _own(torch.utils.dlpack.from_dlpack(tensor)[0])
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,16 +78,23 @@ def read_tensors(request: Any, counter: LinkCounter) -> dict[str, Value]:
     return values
 
 
-def write_tensor(pb_utils: Any, name: str, value: Value) -> Any:
-    """One Triton output; a torch tensor is given by DLPack and must stay unchanged until the response has left."""
+def write_tensor(pb_utils: Any, name: str, value: Value, *, batched: bool = True) -> Any:
+    """One Triton output; a torch tensor is given by DLPack and must stay unchanged until the response has left.
+
+    Args:
+        batched: whether it is a batch of one, [1, ...], as all that the stages send.
+    """
     if isinstance(value, bytes):
-        return pb_utils.Tensor(name, np.array([value], dtype=np.object_))
-    return pb_utils.Tensor.from_dlpack(name, value.contiguous())
+        raw = name in RAW_TENSORS
+        array = np.frombuffer(value, dtype=np.uint8) if raw else np.array([value], dtype=np.object_)
+        return pb_utils.Tensor(name, array[None] if batched else array)
+    contiguous = value.contiguous()
+    return pb_utils.Tensor.from_dlpack(name, contiguous[None] if batched else contiguous)
 
 
-def write_tensors(pb_utils: Any, values: Mapping[str, Value]) -> list[Any]:
+def write_tensors(pb_utils: Any, values: Mapping[str, Value], *, batched: bool = True) -> list[Any]:
     """All outputs of one response."""
-    return [write_tensor(pb_utils, name, value) for name, value in values.items()]
+    return [write_tensor(pb_utils, name, value, batched=batched) for name, value in values.items()]
 
 
 def read_bytes(request: Any, names: Iterable[str]) -> dict[str, list[bytes] | None]:

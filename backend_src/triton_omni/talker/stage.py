@@ -102,9 +102,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     def _prompt(self, request: Session, message: ThinkerMessage) -> TalkerPrompt:
         if message.positions is None:
             raise InternalError("OPEN without positions")
-        # A copy: the engine keeps them, and what came from Triton must be given back with its message.
-        positions = message.positions.clone()
-        return TalkerPrompt(request.prompt_tokens, positions, self._text_bos_id(request.voice), request.max_rows)
+        bos_id = self._text_bos_id(request.voice)
+        return TalkerPrompt(request.prompt_tokens, message.positions, bos_id, request.max_rows)
 
     def _within_limits(self, request: Session) -> Sampling:
         room = self._settings.engine.max_model_len - request.prompt_tokens - 2
@@ -186,9 +185,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _is_over(self, key: SessionKey) -> bool:
         """Like the thinker, it stays until token2wav has answered all: an error may still have to pass through here."""
-        ledger = self._ledger
-        gone = not ledger.is_current(key) or ledger.cancelled(key) or ledger.failed(key)
-        return gone or ledger.closed(key, "token2wav")
+        return self._ledger.is_over(key)
 
     def _fail(self, session: _Open, error: OmniError) -> None:
         logger.info("request %s: failed in the talker: %s", session.session.request_id, error.code)

@@ -126,6 +126,7 @@ class ThinkerStage:
         if key is None:
             outlet.fail(self._no_slot())
             return
+        outlet.bind(key.slot)
         deadline_ns = accepted_ns + int(self._settings.timeout_s * 1e9)
         outbox = Outbox(self._settings.rows_per_message)
         session = _Open(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox, left_ns=accepted_ns)
@@ -293,9 +294,7 @@ class ThinkerStage:
 
     def _is_over(self, session: _Open) -> bool:
         """The client is gone, a later stage failed, or the last stage has answered all."""
-        key = session.key
-        done = session.session is not None and self._ledger.closed(key, "token2wav")
-        return done or self._ledger.cancelled(key) or self._ledger.failed(key)
+        return self._ledger.is_over(session.key)
 
     def _fail(self, session: _Open, error: OmniError) -> None:
         """End with an error: directly while no later stage holds the session, else in-band through token2wav."""

@@ -8,9 +8,11 @@ It knows nothing of Triton.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from triton_omni.link_stage import LinkEngine, LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
 from triton_omni.stage import SOON_S, Outlet
 from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
-from triton_omni.wire import Answer, Session, SessionKey, TalkerMessage, Value
+from triton_omni.wire import Answer, Kind, Session, SessionKey, TalkerMessage, Value
 
 UPSTREAM_STOP_S = 2.0
 """How long an error waits for thinker and talker to send their finals."""
@@ -54,11 +56,11 @@ class WaveformEngine(LinkEngine, Protocol):
 
 @dataclass
 class _Open(LinkSession):
-    """State of one session; touched by the loop's thread only."""
+    """State of one session; touched by the loop's thread only, but for `relay`."""
 
+    relay: TextRelay = dataclasses.field(kw_only=True)
     samples: int = 0
     chunks: int = 0
-    first_text_ns: int = 0
     first_audio_ns: int = 0
     clamped_codes: int = 0
     audio_done: bool = False
@@ -68,6 +70,35 @@ class _Open(LinkSession):
     orphaned_ns: int = 0
     upstream_busy_ns: int = 0
     """When a stage before this one was last seen in a long step."""
+
+
+class TextRelay:
+    """Answers a session's text as it arrives, on Triton's thread: a step of the loop takes longer than a listener's
+    first word. It sends what comes in its order, until it is closed.
+    """
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        self._lock = threading.Lock()
+        self._expected = 1
+        self._open = True
+        self.first_ns = 0
+        """Monotonic clock when the first text was answered, nanoseconds; 0 = none was."""
+
+    def take(self, message: TalkerMessage) -> None:
+        """Answer the text of the next message, if it has one."""
+        with self._lock:
+            # What comes out of its order fails the session in the loop.
+            self._open = self._open and message.sequence == self._expected
+            self._expected += 1
+            if self._open and message.text:
+                self.first_ns = self.first_ns or time.monotonic_ns()
+                self._outlet.send(Answer(text=message.text).to_tensors())
+
+    def close(self) -> None:
+        """Answer no more; when it returns, nothing is being answered."""
+        with self._lock:
+            self._open = False
 
 
 class Token2WavStage(LinkStage[TalkerMessage, _Open]):
@@ -85,6 +116,8 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         self._engine = engine
         self._sample_rate = sample_rate
 
+        self._relays: dict[str, TextRelay] = {}
+
     def step(self) -> None:
         """Run one batch of windows and answer with their samples."""
         for output in self._engine.step():
@@ -95,12 +128,25 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _parse(self, tensors: Mapping[str, Value]) -> TalkerMessage:
         return TalkerMessage.from_tensors(tensors)
 
+    def _relay(self, message: TalkerMessage, outlet: Outlet) -> None:
+        name = message.key.name
+        if message.kind == Kind.OPEN:
+            self._relays.setdefault(name, TextRelay(outlet))
+        elif message.kind != Kind.HEARTBEAT and (relay := self._relays.get(name)) is not None:
+            relay.take(message)
+
+    def _receive(self, message: TalkerMessage, outlet: Outlet, arrived_ns: int) -> None:
+        super()._receive(message, outlet, arrived_ns)
+        if message.kind == Kind.OPEN and message.key.name not in self._open:
+            self._relays.pop(message.key.name, None)
+
     def _end_all(self) -> None:
         for session in list(self._open.values()):
             self._answer_error(session)
 
     def _begin(self, message: TalkerMessage, request: Session, outlet: Outlet) -> _Open:
-        return _Open(message.key, outlet, request, audio_done=not request.want_audio)
+        relay = self._relays.setdefault(message.key.name, TextRelay(outlet))
+        return _Open(message.key, outlet, request, relay=relay, audio_done=not request.want_audio)
 
     def _open_sequence(self, session: _Open, message: TalkerMessage) -> None:
         del message
@@ -115,8 +161,6 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
                 self._hold_error(session, message.failure.to_error())
             return
         self._take_codes(session, message, outlet)
-        if message.text:
-            self._answer_text(session, message.text)
         if message.last:
             session.ending = message
         self._finish_if_done(session)
@@ -129,10 +173,6 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._give_back_consumed(session, message, outlet)
         if message.codes_done and session.session.want_audio and not session.audio_done:
             self._engine.end(session.key.name)
-
-    def _answer_text(self, session: _Open, text: str) -> None:
-        session.first_text_ns = session.first_text_ns or self._age(session)
-        session.outlet.send(Answer(text=text).to_tensors())
 
     def _take(self, session: _Open, output: AudioOutput) -> None:
         if output.error is not None:
@@ -164,6 +204,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _info(self, session: _Open, ending: TalkerMessage) -> dict[str, Any]:
         thinker, talker, audio = ending.thinker, ending.talker, session.session.want_audio
+        first_text_ns = session.relay.first_ns - session.session.accepted_ns if session.relay.first_ns else 0
         stages = {
             "thinker": {"first": thinker.first_token_ns, "done": thinker.finished_ns} if thinker else {},
             "talker": {"first": talker.first_code_ns, "done": talker.finished_ns} if talker else {},
@@ -185,7 +226,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             },
             "sample_rate": self._sample_rate,
             "seed": session.session.seed,
-            "time_to_first_text_ms": _milliseconds(session.first_text_ns),
+            "time_to_first_text_ms": _milliseconds(first_text_ns),
             "time_to_first_audio_ms": _milliseconds(session.first_audio_ns),
             "stage_ms": {stage: {k: _milliseconds(v) for k, v in ns.items()} for stage, ns in stages.items()},
         }
@@ -217,6 +258,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _hold_error(self, session: _Open, error: OmniError) -> None:
         if session.error is None:
             session.error, session.error_ns = error, time.monotonic_ns()
+            session.relay.close()
             self._abort(session)
 
     def _try_answer_error(self, session: _Open) -> float:
@@ -244,6 +286,8 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _drop(self, session: _Open) -> None:
         self._open.pop(session.key.name, None)
+        self._relays.pop(session.key.name, None)
+        session.relay.close()
         self._abort(session)
 
     @staticmethod
