@@ -230,13 +230,24 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         """End a message's request; Triton may reuse its tensors."""
         outlet.finish(then=functools.partial(self._ledger.count_returned, key))
 
-    def _give_back_consumed(self, session: SessionT, message: MessageT, outlet: Outlet) -> None:
-        """End a data message's request once what the engine enqueued so far is done; its credit goes back with it."""
+    def _give_back_consumed(self, session: SessionT, message: MessageT, tensor: torch.Tensor, outlet: Outlet) -> None:
+        """End a data message's request, whose `tensor` the engine has been told to copy; its credit goes back with it.
+
+        The tensor is no memory of Triton's any more, so nothing waits for the copy, which may be queued behind a long
+        step: the memory is only not used anew before it.
+        """
         session.consumed += 1
-        outlet.finish(record_event(self._device), functools.partial(self._count_consumed, message, session.consumed))
+        outlet.finish(self._outlive_copy(tensor), functools.partial(self._count_consumed, message, session.consumed))
+
+    def _outlive_copy(self, tensor: torch.Tensor) -> torch.cuda.Event | None:
+        """Keep a tensor's memory until the copy just enqueued is done; an event to wait for where torch cannot."""
+        if tensor.is_cuda and tensor.device == self._device:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+            return None
+        return record_event(self._device)
 
     def _count_consumed(self, message: MessageT, consumed: int) -> None:
-        # The message is kept until here: its tensors' memory belongs to another stream than the one that reads them.
+        # A message on another device than the engine's is kept until here.
         self._ledger.count_consumed(message.key, consumed)
         self._ledger.count_returned(message.key)
 

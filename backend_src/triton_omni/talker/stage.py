@@ -137,7 +137,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             return
         if session.report is None and session.session.want_audio:
             self._engine.feed(session.key.name, message.rows)
-        self._give_back_consumed(session, message, outlet)
+        self._give_back_consumed(session, message, message.rows, outlet)
 
     def _finish_input(self, session: _Open, message: ThinkerMessage) -> None:
         session.thinker = message.report

@@ -170,7 +170,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._give_back(message.key, outlet)
         else:
             self._engine.feed(session.key.name, message.codes)
-            self._give_back_consumed(session, message, outlet)
+            self._give_back_consumed(session, message, message.codes, outlet)
         if message.codes_done and session.session.want_audio and not session.audio_done:
             self._engine.end(session.key.name)
 
