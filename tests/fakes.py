@@ -195,9 +195,11 @@ class _FakeEngine:
         self.broken: Exception | None = None
         self.fail_key: str | None = None
         self.step_s = 0.0
+        self.steps = 0
         self.closed = False
 
     def _begin_step(self) -> None:
+        self.steps += 1
         time.sleep(self.step_s)
         if self.broken is not None:
             raise self.broken
@@ -309,6 +311,8 @@ class _Sounding:
 
 class FakeWaveformEngine(_FakeEngine):
     """Two samples a code, both code / 1000."""
+
+    keeps_a_listener_waiting = False
 
     def open(self, key, voice, seed, options):
         del voice, seed

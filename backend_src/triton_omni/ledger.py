@@ -39,7 +39,7 @@ _TABLE_WORDS: Final = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS + CAPACITY * _
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
 # Words of a stage's block.
-_EPOCH, _PID, _BEAT, _FINGERPRINT, _DTYPE, _HIDDEN = range(6)
+_EPOCH, _PID, _BEAT, _FINGERPRINT, _DTYPE, _HIDDEN, _DEVICE, _CLAIMED = range(8)
 # Words of a record: three of the thinker's, then five of each stage.
 _GENERATION, _NONCE_HIGH, _NONCE_LOW = range(3)
 _CLOSED, _CONSUMED, _RETURNED, _CANCELLED, _FAILED = range(5)
@@ -68,6 +68,8 @@ class StageFacts:
     dtype: int = 0
     """`1 + index` of the links' dtype, see `serving/launch.py`."""
     hidden_size: int = 0
+    device: int = 0
+    """`1 + index` of the GPU, which need not be the others'."""
 
 
 def server_name(server_pid: int) -> str:
@@ -129,6 +131,20 @@ class SessionLedger:
     def silent_for(self, stage: StageName) -> float:
         """Seconds since the last heartbeat of `stage`."""
         return (time.monotonic_ns() - self._words[_BLOCKS[stage] + _BEAT]) / 1e9
+
+    # Precedence on a device that stages share.
+
+    def claim_device(self, until_ns: int) -> None:
+        """token2wav only: ask the other stages on its device to start no step before then; 0 = no more."""
+        self._words[_BLOCKS[self._stage] + _CLAIMED] = until_ns
+
+    def device_claimed(self) -> bool:
+        """Whether another stage claims this stage's device now."""
+        words, own, claiming = self._words, _BLOCKS[self._stage], _BLOCKS["token2wav"]
+        until_ns = words[claiming + _CLAIMED]
+        if not until_ns or own == claiming or words[own + _DEVICE] != words[claiming + _DEVICE]:
+            return False
+        return time.monotonic_ns() < until_ns
 
     # Sessions.
 
@@ -217,6 +233,7 @@ class SessionLedger:
         words, own = self._words, _BLOCKS[self._stage]
         words[own + _FINGERPRINT] = facts.fingerprint
         words[own + _DTYPE], words[own + _HIDDEN] = facts.dtype, facts.hidden_size
+        words[own + _DEVICE], words[own + _CLAIMED] = facts.device, 0
         # Entered before looking at the others: of two stages that load at once, one at least sees the other.
         self._enter(os.getpid())
         try:

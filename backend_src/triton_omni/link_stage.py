@@ -21,7 +21,7 @@ from triton_omni.errors import InternalError, OmniError, StageName
 from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import CAPACITY, SessionLedger
 from triton_omni.loop import IDLE_POLL_S, StageLoop
-from triton_omni.stage import Outlet, StageStats, as_omni_error, leave_default_stream, record_event
+from triton_omni.stage import CLAIMED_POLL_S, Outlet, StageStats, as_omni_error, leave_default_stream, record_event
 from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage, Value
 
 CANCEL_INTERVAL_NS: Final = 50_000_000
@@ -138,14 +138,15 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     def has_work(self) -> bool:
         """Whether the engine could advance now."""
-        return self._broken is None and self._link_engine.has_work()
+        return self._broken is None and self._link_engine.has_work() and not self._ledger.device_claimed()
 
     def poll(self) -> float:
         """Look after every session; see `loop.Driven`."""
         self._ledger.beat()
         if self._broken is None:
             self._engine_stats = self._link_engine.stats()
-        return min((self._look_after(session) for session in list(self._open.values())), default=IDLE_POLL_S)
+        delay = min((self._look_after(session) for session in list(self._open.values())), default=IDLE_POLL_S)
+        return CLAIMED_POLL_S if self._ledger.device_claimed() else delay
 
     def fail(self, error: Exception) -> None:
         """The engine raised: every session ends with an error, later ones fail when they open."""

@@ -28,6 +28,9 @@ CREDITS: Final = 2
 TEXT_INTERVAL_NS: Final = 20_000_000
 """Text that finds no credit leaves by itself, but no more often than this: it must not become a flood of messages."""
 
+CLAIMED_POLL_S: Final = 0.001
+"""How soon to look again while another stage claims the device."""
+
 SOON_S: Final = 0.002
 """How soon to look again when a session waits for another stage."""
 

@@ -364,6 +364,31 @@ def test_a_file_that_is_no_table_is_refused(name, size, tables_folder):
         SessionLedger(name, "thinker")
 
 
+# Precedence on a device.
+
+
+@pytest.mark.parametrize("device", [0, 1, 2])
+def test_a_claim_holds_for_the_other_stages_of_the_device(attach, device):
+    thinker, talker = attach("thinker", StageFacts(1, device=device)), attach("talker", StageFacts(1, device=7))
+    token2wav = attach("token2wav", StageFacts(1, device=device))
+    assert not thinker.device_claimed()
+    token2wav.claim_device(time.monotonic_ns() + int(WAIT_S * 1e9))
+    assert thinker.device_claimed()
+    assert not talker.device_claimed()
+    assert not token2wav.device_claimed()
+    token2wav.claim_device(0)
+    assert not thinker.device_claimed()
+
+
+def test_a_claim_ends_by_itself_and_with_the_stage_that_made_it(attach):
+    thinker, token2wav = attach("thinker", StageFacts(1)), attach("token2wav", StageFacts(1))
+    token2wav.claim_device(time.monotonic_ns() - 1)
+    assert not thinker.device_claimed()
+    token2wav.claim_device(time.monotonic_ns() + int(WAIT_S * 1e9))
+    attach("token2wav", StageFacts(1))
+    assert not thinker.device_claimed()
+
+
 # Heartbeats.
 
 

@@ -111,6 +111,34 @@ def test_text_and_codes_arrive_whole_and_in_order():
         p.wait_until_empty()
 
 
+def test_no_step_begins_while_another_stage_claims_the_device(monkeypatch):
+    claimed = threading.Event()
+    claimed.set()
+    with pipeline() as p:
+        for ledger in p.ledgers[:2]:
+            monkeypatch.setattr(ledger, "device_claimed", claimed.is_set)
+        ensemble = p.ask("12345")
+        wait_for(p.engines[0].has_work)
+        time.sleep(0.05)
+        assert p.engines[0].steps == 0
+        claimed.clear()
+        wait_for(lambda: p.engines[1].steps > 0)
+        finished(ensemble)
+        p.wait_until_empty()
+
+
+def test_token2wav_claims_the_device_while_somebody_waits_for_a_first_sound():
+    waveform = FakeWaveformEngine()
+    with pipeline(waveform=waveform) as p:
+        assert not p.ledgers[0].device_claimed()
+        waveform.keeps_a_listener_waiting = True
+        wait_for(p.ledgers[0].device_claimed)
+        # It ends by itself, so that nothing stands still.
+        finished(p.ask("12345"))
+        waveform.keeps_a_listener_waiting = False
+        wait_for(lambda: not p.ledgers[0].device_claimed())
+
+
 def test_info_tells_reasons_counts_seed_and_times():
     with pipeline() as p:
         info = json.loads(finished(p.ask("12345")).info)

@@ -80,7 +80,7 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
     config = load_config(checkpoint)
     device = _torch_device(settings.device, args)
     engine = ThinkerVllmEngine(checkpoint, settings, device)
-    ledger = _ledger("thinker", _facts(checkpoint, settings, config.thinker.decoder.hidden_size))
+    ledger = _ledger("thinker", _facts(checkpoint, device, settings, config.thinker.decoder.hidden_size))
     intake = RequestIntake(checkpoint, config, load_speakers(checkpoint, config), settings, engine)
     stage = ThinkerStage(
         settings,
@@ -109,7 +109,7 @@ def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdap
     speakers = load_speakers(checkpoint, config)
     device = _torch_device(settings.device, args)
     engine = TalkerVllmEngine(checkpoint, settings, device)
-    ledger = _ledger("talker", _facts(checkpoint, settings, config.talker.embedding_size))
+    ledger = _ledger("talker", _facts(checkpoint, device, settings, config.talker.embedding_size))
     stage = TalkerStage(
         settings, engine, ledger, device=device, text_bos_id=lambda voice: speakers.get(voice).text_bos_id
     )
@@ -129,7 +129,7 @@ def start_token2wav(pb_utils: Any, args: dict[str, str], folder: Path) -> StageA
     device = _torch_device(settings.device, args)
     _limit_threads(settings.threads)
     engine = Token2WavEngine(checkpoint, settings, device)
-    ledger = _ledger("token2wav", _facts(checkpoint))
+    ledger = _ledger("token2wav", _facts(checkpoint, device))
     sample_rate = load_config(checkpoint).codec.sample_rate
     stage = Token2WavStage(engine, ledger, device=device, sample_rate=sample_rate)
     return adapt_token2wav(pb_utils, stage, ledger)
@@ -231,13 +231,17 @@ def _limit_threads(threads: int) -> None:
 
 
 def _facts(
-    checkpoint: Path, settings: ThinkerSettings | TalkerSettings | None = None, hidden_size: int = 0
+    checkpoint: Path,
+    device: torch.device,
+    settings: ThinkerSettings | TalkerSettings | None = None,
+    hidden_size: int = 0,
 ) -> StageFacts:
     from triton_omni.checkpoint.config import fingerprint
     from triton_omni.ledger import StageFacts
 
     code = _DTYPE_CODES[_rows_dtype(settings)] if settings is not None else 0
-    return StageFacts(fingerprint(checkpoint), code, hidden_size)
+    on = 0 if device.index is None else 1 + device.index
+    return StageFacts(fingerprint(checkpoint), code, hidden_size, on)
 
 
 def _ledger(stage: StageName, facts: StageFacts) -> SessionLedger:

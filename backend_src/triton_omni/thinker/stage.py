@@ -26,7 +26,16 @@ from triton_omni.ledger import SessionLedger, Slots
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.request import RawRequest
 from triton_omni.settings import ThinkerSettings
-from triton_omni.stage import SOON_S, Outbox, Outlet, Parcel, StageStats, as_omni_error, leave_default_stream
+from triton_omni.stage import (
+    CLAIMED_POLL_S,
+    SOON_S,
+    Outbox,
+    Outlet,
+    Parcel,
+    StageStats,
+    as_omni_error,
+    leave_default_stream,
+)
 from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
 RETRY_AFTER_MS = 250
@@ -188,7 +197,7 @@ class ThinkerStage:
 
     def has_work(self) -> bool:
         """Whether the engine could advance now."""
-        return self._broken is None and self._engine.has_work()
+        return self._broken is None and self._engine.has_work() and not self._ledger.device_claimed()
 
     def step(self) -> None:
         """One engine step; what it gave leaves at once where a credit allows."""
@@ -203,7 +212,8 @@ class ThinkerStage:
         if self._broken is None:
             self._engine_stats = self._engine.stats()
         now = time.monotonic_ns()
-        return min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
+        delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
+        return CLAIMED_POLL_S if self._ledger.device_claimed() else delay
 
     def fail(self, error: Exception) -> None:
         """The engine raised: every session ends with an error, later ones are refused."""

@@ -26,6 +26,7 @@ from triton_omni.errors import InternalError, OmniError
 from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import LinkEngine, LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
+from triton_omni.precedence import DeviceClaim
 from triton_omni.stage import SOON_S, Outlet
 from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
 from triton_omni.wire import Answer, Kind, Session, SessionKey, TalkerMessage, Value
@@ -50,8 +51,12 @@ class WaveformEngine(LinkEngine, Protocol):
     def end(self, key: str) -> None:
         """No more codes."""
 
+    @property
+    def keeps_a_listener_waiting(self) -> bool:
+        """Whether somebody who has heard nothing yet waits for a window."""
+
     def step(self) -> list[AudioOutput]:
-        """Run one batch of windows that are due."""
+        """Launch the windows that are due and give the chunks that have come through the device."""
 
 
 @dataclass
@@ -115,11 +120,17 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         super().__init__("token2wav", engine, ledger, device)
         self._engine = engine
         self._sample_rate = sample_rate
-
+        self._claim = DeviceClaim()
         self._relays: dict[str, TextRelay] = {}
 
+    def poll(self) -> float:
+        """Claim the device where somebody waits for a first sound; look after every session."""
+        waiting = self._broken is None and self._engine.keeps_a_listener_waiting
+        self._ledger.claim_device(self._claim.until_ns(waiting, time.monotonic_ns()))
+        return super().poll()
+
     def step(self) -> None:
-        """Run one batch of windows and answer with their samples."""
+        """One step of the engine; answer with the samples that it gave."""
         for output in self._engine.step():
             session = self._open.get(output.key)
             if session is not None and session.error is None:
