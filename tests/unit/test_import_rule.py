@@ -15,7 +15,7 @@ CLIENT = ROOT / "client" / "triton_omni_client"
 LAYERS = [
     {"contracts": {"errors", "settings", "engine", "device", "precision", "spans"}},
     {
-        "protocol": {"wire", "ledger", "hops", "loop", "stage", "strict_json", "chat", "request"},
+        "protocol": {"wire", "ledger", "precedence", "hops", "loop", "stage", "strict_json", "chat", "request"},
         "checkpoint": {"checkpoint"},
     },
     {"media": {"media"}, "token2wav": {"token2wav"}},

@@ -25,6 +25,8 @@ from triton_omni.serving.launch import (
 from triton_omni.serving.tensors import write_tensor
 from triton_omni.settings import SettingsError, TalkerSettings, ThinkerSettings
 
+CPU = torch.device("cpu")
+
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 ARGS = {"model_instance_device_id": "0"}
 WAIT_S = 5.0
@@ -152,13 +154,14 @@ def test_a_folder_without_a_checkpoint_is_refused(monkeypatch, tmp_path, folder,
 def test_facts_are_the_checkpoints_fingerprint_and_the_links_dtype_and_size(omni_model, machine):
     machine(0)
     dtypes = ["float32", "bfloat16", "float16"]
-    facts = [launch._facts(omni_model, ThinkerSettings(dtype=dtype), 64) for dtype in dtypes]
+    facts = [launch._facts(omni_model, CPU, ThinkerSettings(dtype=dtype), 64) for dtype in dtypes]
     assert {fact.fingerprint for fact in facts} == {fingerprint(omni_model)}
     assert {fact.hidden_size for fact in facts} == {64}
     assert len({fact.dtype for fact in facts}) == 3
     assert 0 not in {fact.dtype for fact in facts}
-    assert launch._facts(omni_model, TalkerSettings(), 64) == facts[0]
-    assert launch._facts(omni_model) == StageFacts(fingerprint(omni_model))
+    assert launch._facts(omni_model, CPU, TalkerSettings(), 64) == facts[0]
+    assert launch._facts(omni_model, CPU) == StageFacts(fingerprint(omni_model))
+    assert launch._facts(omni_model, torch.device("cuda", 1)).device == 2
 
 
 def test_a_stage_of_another_checkpoint_is_refused(omni_model, folder, shared_memory):
