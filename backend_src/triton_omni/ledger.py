@@ -185,7 +185,7 @@ class SessionLedger:
         self._write(key, _CONSUMED, _counted(key, messages))
 
     def count_returned(self, key: SessionKey) -> None:
-        """This stage has ended one more of the session's requests; on its sending thread only."""
+        """This stage has ended one more of the session's requests; on the sending thread of its slot only."""
         self._write(key, _RETURNED, _counted(key, self.returned(key, self._stage) + 1))
 
     def closed(self, key: SessionKey, stage: StageName) -> bool:

@@ -77,6 +77,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._loop = StageLoop(f"omni-{name}", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
+        # By slot, when Triton was last asked for a cancel; of Triton's thread.
         self._asked_ns = [0] * CAPACITY
         self.hops: dict[Until, HopTimes] = {"arrived": HopTimes(), "taken": HopTimes()}
         """Of every message that a session takes in its order."""

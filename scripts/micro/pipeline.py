@@ -211,8 +211,6 @@ class Pipeline:
             now = time.perf_counter() - begin
             if "error" in answer:
                 raise PipelineError(answer["error"])
-            # As the ensemble takes the batch dimension off.
-            answer = {name: value[0] for name, value in answer.items()}
             text = text or (now if answer["text_output"][0] else 0.0)
             audio = audio or (now if len(answer["audio_output"]) else 0.0)
             if answer["info"][0]:

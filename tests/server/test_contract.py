@@ -249,11 +249,11 @@ FORGED = {
 def test_a_client_that_calls_a_later_stage_directly_gets_nowhere(server: Served, stage: str, name: str) -> None:
     message = infer_request({}, stage)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
-    message.inputs.add(name="META", datatype="UINT8", shape=[1, len(FORGED[name])])
+    message.inputs.add(name="META", datatype="UINT8", shape=[len(FORGED[name])])
     if stage == "talker":
-        message.inputs.add(name="ROWS", datatype="FP32", shape=[1, 0, hidden_size(server)])
+        message.inputs.add(name="ROWS", datatype="FP32", shape=[0, hidden_size(server)])
     else:
-        message.inputs.add(name="CODES", datatype="INT32", shape=[1, 0])
+        message.inputs.add(name="CODES", datatype="INT32", shape=[0])
     message.raw_input_contents.extend([FORGED[name], b""])
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)

@@ -148,7 +148,7 @@ def test_one_bad_request_harms_no_other():
     assert senders[1].error.message() == "no session [omni:overloaded;stage=thinker;retry_after_ms=5]"
     assert senders[2].error.message() == "the request could not be read [omni:internal;stage=thinker]"
     assert senders[3].error.message().endswith("[omni:bad_request;stage=thinker]")
-    assert [bytes(s.outputs()[0]["TEXT"].as_numpy()[0, 0]) for s in (senders[0], senders[4])] == [b"one", b"two"]
+    assert [bytes(s.outputs()[0]["TEXT"].as_numpy()[0]) for s in (senders[0], senders[4])] == [b"one", b"two"]
 
 
 def test_the_stage_starts_at_once_and_is_closed_first_then_the_sending_then_the_ledger():

@@ -56,7 +56,7 @@ def drained(thread):
 
 
 def texts(sender):
-    return [bytes(outputs["TEXT"].as_numpy()[0, 0]) for outputs in sender.outputs()]
+    return [bytes(outputs["TEXT"].as_numpy()[0]) for outputs in sender.outputs()]
 
 
 def test_answers_leave_in_order_and_the_final_is_empty(outlet, sender, thread):
@@ -65,7 +65,7 @@ def test_answers_leave_in_order_and_the_final_is_empty(outlet, sender, thread):
     outlet.finish()
     drained(thread)
     assert texts(sender) == [b"%d" % n for n in range(50)]
-    assert sender.outputs()[7]["CODES"].torch.tolist() == [list(range(7))]
+    assert sender.outputs()[7]["CODES"].torch.tolist() == list(range(7))
     assert sender.finals == 1
 
 
@@ -277,16 +277,6 @@ def test_an_answer_is_one_response_that_is_the_final(outlet, sender, thread):
     drained(thread)
     assert texts(sender) == [b"all"]
     assert (sender.finals, done) == (1, [1])
-
-
-def test_answers_of_a_model_without_batches_have_no_batch_dimension(thread):
-    request = Request()
-    outlet = TritonOutlet(PbUtils(), request, [thread], batched=False)
-    outlet.send({"info": b"{}", "audio_output": torch.arange(3.0)})
-    drained(thread)
-    [outputs] = request.sender.outputs()
-    assert outputs["info"].as_numpy().tolist() == [b"{}"]
-    assert outputs["audio_output"].torch.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_an_answer_that_cannot_be_written_becomes_an_error(outlet, sender, thread, caplog):

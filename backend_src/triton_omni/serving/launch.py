@@ -50,14 +50,13 @@ _DTYPE_CODES = {name: code for code, name in enumerate(_TRITON_TYPES, start=1)}
 
 def complete_thinker(config: Any, folder: Path) -> Any:
     """Add ROWS with the dtype that the thinker will give."""
-    # A batch of one for the talker.
-    config.add_output(_rows(_settings(folder, ThinkerSettings), [1, -1, -1]))
+    config.add_output(_rows(_settings(folder, ThinkerSettings)))
     return config
 
 
 def complete_talker(config: Any, folder: Path) -> Any:
     """Add ROWS with the dtype that the talker will take."""
-    config.add_input(_rows(_settings(folder, TalkerSettings), [-1, -1]))
+    config.add_input(_rows(_settings(folder, TalkerSettings)))
     return config
 
 
@@ -205,8 +204,8 @@ def _settings(folder: Path, kind: type[SettingsT]) -> SettingsT:
     return load_settings(folder / "stage.yaml", kind)
 
 
-def _rows(settings: ThinkerSettings | TalkerSettings, dims: list[int]) -> dict[str, Any]:
-    return {"name": "ROWS", "data_type": _TRITON_TYPES[_rows_dtype(settings)], "dims": dims}
+def _rows(settings: ThinkerSettings | TalkerSettings) -> dict[str, Any]:
+    return {"name": "ROWS", "data_type": _TRITON_TYPES[_rows_dtype(settings)], "dims": [-1, -1]}
 
 
 def _rows_dtype(settings: ThinkerSettings | TalkerSettings) -> str:

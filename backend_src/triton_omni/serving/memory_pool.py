@@ -15,8 +15,6 @@ from triton_omni.settings import Dtype, SettingsError, TalkerSettings, ThinkerSe
 
 # At most two unconsumed messages a session (credits), on each of the two links.
 _UNCONSUMED = 2
-MAX_BATCH = 16
-"""`max_batch_size` of talker and token2wav: Triton copies the inputs of so many messages at once."""
 # Triton's own small allocations and the pool's rounding of every block.
 _MARGIN_BYTES = 64 << 20
 _INT32_BYTES = 4
@@ -26,7 +24,7 @@ _DTYPE_BYTES: dict[Dtype, int] = {"auto": 2, "bfloat16": 2, "float16": 2, "float
 def pool_bytes(thinker: ThinkerSettings, talker: TalkerSettings, hidden_size: int, dtype_bytes: int) -> int:
     """Bytes of Triton's CUDA memory pool that no load can exhaust.
 
-    (Sessions x unconsumed messages + one batch) x (largest message of hidden rows + largest of codec codes) + a margin.
+    Sessions x unconsumed messages x (largest message of hidden rows + largest message of codec codes) + a margin.
 
     Args:
         thinker: gives `max_sessions` and `rows_per_message`, the rows of the largest message.
@@ -36,7 +34,7 @@ def pool_bytes(thinker: ThinkerSettings, talker: TalkerSettings, hidden_size: in
     """
     rows = thinker.rows_per_message * hidden_size * dtype_bytes
     codes = talker.max_codes * _INT32_BYTES
-    return (thinker.max_sessions * _UNCONSUMED + MAX_BATCH) * (rows + codes) + _MARGIN_BYTES
+    return thinker.max_sessions * _UNCONSUMED * (rows + codes) + _MARGIN_BYTES
 
 
 def memory_pool_bytes(repository: Path, model: Path) -> int:

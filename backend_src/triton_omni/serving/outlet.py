@@ -56,11 +56,9 @@ class TritonOutlet:
 
     Args:
         threads: one of these sends, the first unless the outlet is bound to a slot.
-        batched: whether responses are batches of one, see `tensors.write_tensor`.
     """
 
-    def __init__(self, pb_utils: Any, request: Any, threads: Sequence[SendingThread], *, batched: bool = True) -> None:
-        self._batched = batched
+    def __init__(self, pb_utils: Any, request: Any, threads: Sequence[SendingThread]) -> None:
         self._pb_utils = pb_utils
         self._sender = request.get_response_sender()
         self._threads = threads
@@ -110,7 +108,7 @@ class TritonOutlet:
 
     def _response(self, tensors: Mapping[str, Value]) -> Any:
         try:
-            return self._written(tensors)
+            return self._pb_utils.InferenceResponse(output_tensors=write_tensors(self._pb_utils, tensors))
         except Exception:
             logger.exception("an answer could not be written")
             return self._error(InternalError("the answer could not be written"))
@@ -130,11 +128,7 @@ class TritonOutlet:
     def _send(self, tensors: Mapping[str, Value], ready: torch.cuda.Event | None) -> None:
         if ready is not None:
             ready.synchronize()
-        self._sender.send(self._written(tensors))
-
-    def _written(self, tensors: Mapping[str, Value]) -> Any:
-        outputs = write_tensors(self._pb_utils, tensors, batched=self._batched)
-        return self._pb_utils.InferenceResponse(output_tensors=outputs)
+        self._sender.send(self._pb_utils.InferenceResponse(output_tensors=write_tensors(self._pb_utils, tensors)))
 
     def _send_final(
         self, response: Any | None, ready: torch.cuda.Event | None, then: Callable[[], None] | None

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named tensors to Triton's and back, by DLPack: the one place where tensors cross into or out of Triton.
 
-To Triton every message is a batch of one, [1, ...]: of a model with batches it hands over all requests that wait at
-once, of one without a single one a call.
 `LinkCounter` counts what arrives by device, so that a test can prove that rows and codes never touched the host on a
 GPU.
 """
@@ -41,11 +39,11 @@ class LinkCounter:
 
 
 def read_tensor(tensor: Any) -> Value:
-    """One input of a link, without its batch dimension: bytes for META, else a torch tensor on its device."""
+    """One input of a link: bytes for META, else a torch tensor on its device."""
     if tensor.name() in RAW_TENSORS:
         return bytes(tensor.as_numpy().tobytes())
-    _, *shape = tensor.shape()
-    return torch.empty(shape) if 0 in shape else _own(torch.utils.dlpack.from_dlpack(tensor)[0])
+    shape = tuple(tensor.shape())
+    return torch.empty(shape) if 0 in shape else _own(torch.utils.dlpack.from_dlpack(tensor))
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,23 +76,18 @@ def read_tensors(request: Any, counter: LinkCounter) -> dict[str, Value]:
     return values
 
 
-def write_tensor(pb_utils: Any, name: str, value: Value, *, batched: bool = True) -> Any:
-    """One Triton output; a torch tensor is given by DLPack and must stay unchanged until the response has left.
-
-    Args:
-        batched: whether it is a batch of one, [1, ...], as all that the stages send.
-    """
+def write_tensor(pb_utils: Any, name: str, value: Value) -> Any:
+    """One Triton output; a torch tensor is given by DLPack and must stay unchanged until the response has left."""
     if isinstance(value, bytes):
         raw = name in RAW_TENSORS
         array = np.frombuffer(value, dtype=np.uint8) if raw else np.array([value], dtype=np.object_)
-        return pb_utils.Tensor(name, array[None] if batched else array)
-    contiguous = value.contiguous()
-    return pb_utils.Tensor.from_dlpack(name, contiguous[None] if batched else contiguous)
+        return pb_utils.Tensor(name, array)
+    return pb_utils.Tensor.from_dlpack(name, value.contiguous())
 
 
-def write_tensors(pb_utils: Any, values: Mapping[str, Value], *, batched: bool = True) -> list[Any]:
+def write_tensors(pb_utils: Any, values: Mapping[str, Value]) -> list[Any]:
     """All outputs of one response."""
-    return [write_tensor(pb_utils, name, value, batched=batched) for name, value in values.items()]
+    return [write_tensor(pb_utils, name, value) for name, value in values.items()]
 
 
 def read_bytes(request: Any, names: Iterable[str]) -> dict[str, list[bytes] | None]:

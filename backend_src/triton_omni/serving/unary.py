@@ -104,7 +104,7 @@ class UnaryModel:
     def execute(self, requests: Sequence[Any]) -> None:
         """Take requests; each is answered through its own sender."""
         for request in requests:
-            outlet = TritonOutlet(self._pb_utils, request, (self._sending,), batched=False)
+            outlet = TritonOutlet(self._pb_utils, request, (self._sending,))
             try:
                 self._take(request, outlet)
             except OmniError as error:
