@@ -133,7 +133,7 @@ def test_client_and_backend_know_nothing_of_each_other():
 def test_token2wav_is_torch_and_numpy_alone():
     # pydantic: its ValidationError is what settings raise.
     allowed = {"torch", "numpy", "pydantic", "triton_omni", *sys.stdlib_module_names}
-    ours = {"settings", "engine", "errors", "precision", "checkpoint", "token2wav"}
+    ours = {"settings", "engine", "errors", "precision", "spans", "checkpoint", "token2wav"}
     kernels = "triton_omni.token2wav.kernels"
     assert importing("triton") == {kernels}
     for module, path in BACKEND_MODULES.items():

@@ -27,8 +27,6 @@ class StreamRequest:
     plan: WindowPlan
     flow: FlowOptions
     guidance_scale: float
-    page: int | None
-    """First of the pages that keep the stream's past; None for a reply that is one window."""
 
 
 @dataclass
@@ -40,6 +38,7 @@ class Stream:
         clamped: int64 scalar on the device, how many received codes were outside the table.
         tail: [t, M] on the device, the last mel frames kept, up to frame `tail_end`.
         tail_end: absolute number of the frame behind the tail.
+        page: first of the pages that keep the stream's past; None for a reply that is one window.
         frames_given: mel frames whose samples were given out; the stream with the fewest is the most urgent.
     """
 
@@ -48,6 +47,7 @@ class Stream:
     codes: Tensor
     clamped: Tensor
     tail: Tensor
+    page: int | None = None
     received: int = 0
     ended: bool = False
     tail_end: int = 0
@@ -97,9 +97,9 @@ class Stream:
         )
 
     def _past(self, chunk: Chunk) -> WindowPast | None:
-        if self.request.page is None:
+        if self.page is None:
             return None
-        return WindowPast(self.request.page, chunk.index > 0, 0 if chunk.final else len(chunk.kept))
+        return WindowPast(self.page, chunk.index > 0, 0 if chunk.final else len(chunk.kept))
 
     def advance(self, chunk: Chunk, mel: Tensor) -> Tensor:
         """Keep what later chunks need of the window's `mel` [T, M]; returns the mel frames to vocode.
