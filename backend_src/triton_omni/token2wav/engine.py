@@ -66,7 +66,7 @@ class Token2WavEngine:
 
     @property
     def frames_solved(self) -> int:
-        """Mel frames solved since the start, context included."""
+        """Mel frames solved since the start, look-ahead included."""
         return self._frames_solved
 
     def open(self, key: str, voice: str, seed: int, options: StreamOptions) -> None:
