@@ -20,7 +20,7 @@ from triton_omni.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.settings import DiffusionSettings, SettingsError, Token2WavSettings
 from triton_omni.token2wav import engine as engine_module
 from triton_omni.token2wav import streaming
-from triton_omni.token2wav.attention import block_attention
+from triton_omni.token2wav.attention import AttentionKind, block_attention
 from triton_omni.token2wav.bigvgan import BigVGAN
 from triton_omni.token2wav.dit import DiT, Voice
 from triton_omni.token2wav.engine import Token2WavEngine
@@ -160,7 +160,7 @@ def test_a_past_that_is_not_finite_stays_with_its_stream(engine: Token2WavEngine
         engine.open(key, VOICE, 1, DEFAULTS)
         engine.feed(key, codes)
         engine.end(key)
-    page = engine._streams["sick"].request.page
+    page = engine._streams["sick"].page
     outputs = [output for _ in range(chunk) for output in next_outputs(engine)]
     spoil(engine, "sick")
     while not any(output.error for output in outputs):
@@ -169,7 +169,7 @@ def test_a_past_that_is_not_finite_stays_with_its_stream(engine: Token2WavEngine
     assert not torch.isfinite(engine._sampler.past.pages[page]).all()
     # Opened in the pages of the one that failed, beside the one that did not.
     engine.open("new", VOICE, 1, DEFAULTS)
-    assert engine._streams["new"].request.page == page
+    assert engine._streams["new"].page == page
     engine.feed("new", codes)
     engine.end("new")
     outputs += drain(engine)
@@ -177,7 +177,9 @@ def test_a_past_that_is_not_finite_stays_with_its_stream(engine: Token2WavEngine
         torch.testing.assert_close(waveform(outputs, key), expected, atol=1e-5, rtol=0)
 
 
-def test_a_stream_reads_no_page_that_it_has_not_written(engine: Token2WavEngine) -> None:
+@pytest.mark.parametrize("attention", ["block", "plain"])
+def test_a_stream_reads_no_page_that_it_has_not_written(tiny_checkpoint: Path, attention: AttentionKind) -> None:
+    engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"attention": attention}), DEVICE)
     codes = some_codes(120)
     expected = waveform(speak(engine, codes))
     engine._sampler.past.pages.fill_(float("nan"))

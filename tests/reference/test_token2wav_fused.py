@@ -21,6 +21,8 @@ from triton_omni.engine import StreamOptions
 from triton_omni.settings import SettingsError, StreamingPlan, Token2WavSettings
 from triton_omni.token2wav.acceleration import resolve_dtype, vocoder_shapes
 from triton_omni.token2wav.attention import Before, block_attention
+from triton_omni.token2wav.attention_kernels import block_attention as fused_block_attention
+from triton_omni.token2wav.attention_kernels import leave_past
 from triton_omni.token2wav.batching import REACHES, BlockLayout, block_layout
 from triton_omni.token2wav.bigvgan import AntiAliasedSnake
 from triton_omni.token2wav.dit import NORM_EPS, modulate
@@ -28,14 +30,7 @@ from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.fused_dit import FusedDiT
 from triton_omni.token2wav.fused_vocoder import FusedVocoder
 from triton_omni.token2wav.graphs import GraphedSolver, GraphPool
-from triton_omni.token2wav.kernels import (
-    SnakeFilters,
-    anti_aliased_snake,
-    fused_standard_normal,
-    leave_past,
-    residual_norm,
-)
-from triton_omni.token2wav.kernels import block_attention as fused_block_attention
+from triton_omni.token2wav.kernels import SnakeFilters, anti_aliased_snake, fused_standard_normal, residual_norm
 from triton_omni.token2wav.networks import Networks, load_networks
 from triton_omni.token2wav.noise import MAX_SEED, standard_normal
 from triton_omni.token2wav.ode import Solver

@@ -100,9 +100,9 @@ def a_stream(
         plan=streaming_plan(plan, block_frames=24, frames_per_code=2) if plan else offline_plan(frames_per_code=2),
         flow=options,
         guidance_scale=0.5,
-        page=sampler.past.take(options.pages) if plan else None,
     )
     stream = Stream.begin("a", request, max_codes=len(codes), mel_dim=80, device=sampler.past.pages.device)
+    stream.page = sampler.past.take(options.pages) if plan else None
     stream.feed(codes, LARGEST_CODE)
     stream.ended = True
     return stream

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from triton_omni.token2wav.attention import Attention, block_attention, plain_attention
+from triton_omni.token2wav.attention import Attention, Before, block_attention, plain_attention
 from triton_omni.token2wav.batching import REACHES, block_layout, equal_length_groups
 
 CPU = torch.device("cpu")
@@ -66,6 +66,26 @@ def test_attention_over_a_ragged_batch_equals_its_definition_on_each_window(
         query, key, value = (part[number] for part in windows)
         expected = by_definition(query, key, value, reach)
         torch.testing.assert_close(mixed, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attention", [block_attention, plain_attention])
+@pytest.mark.parametrize("reach", [reach for reach in REACHES if reach[0]])
+def test_attention_sees_the_block_that_an_earlier_window_left(attention: Attention, reach: tuple[int, int]) -> None:
+    """As if the block were the window's own first one, of which nothing is asked."""
+    windows = [some_windows(HEADS * DIM, seed) for seed in range(3)]
+    layout = block_layout(LENGTHS, BLOCK, CPU)
+    key, value = torch.randn(2, layout.num_blocks, BLOCK, HEADS, DIM, generator=torch.Generator().manual_seed(9))
+    there = torch.zeros(layout.num_blocks, dtype=torch.bool)
+    there[[layout.starts[number] for number in (0, 3, 4)]] = True
+    query, own_key, own_value = (layout.pack(torch.cat(part)).view(-1, BLOCK, HEADS, DIM) for part in windows)
+    mixed = attention(query, own_key, own_value, layout, reach, before=Before(key, value, there))
+    for number, ours in enumerate(layout.unpack(mixed.flatten(2))):
+        first = layout.starts[number]
+        earlier = [torch.zeros(BLOCK, HEADS * DIM), key[first].flatten(1), value[first].flatten(1)]
+        seen = BLOCK if there[first] else 0
+        whole = [torch.cat([left[:seen], part[number]]) for left, part in zip(earlier, windows, strict=True)]
+        expected = by_definition(whole[0], whole[1], whole[2], reach)[seen:]
+        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("attention", [block_attention, plain_attention])

@@ -27,7 +27,7 @@ _HELP = {
     "sessions": "sessions the stage holds",
     "running": "sequences the engine runs",
     "waiting": "sequences that wait in the engine",
-    "kv_blocks_used": "KV cache blocks in use",
+    "kv_blocks_used": "KV cache blocks in use; of token2wav, pages that keep what windows leave to later ones",
     "rows_used": "rows of device memory reserved or held back by open sequences",
     "outbox": "rows or codes that wait for a credit",
 }

@@ -20,8 +20,8 @@ from triton_omni.token2wav.past import PastPool
 from triton_omni.token2wav.sampler import FlowOptions, FlowSolver, Sampler, StepwiseSolver
 
 GRAPHED_BLOCKS = (*range(2, 16, 2), *range(16, 49, 4), 60, 72)
-"""Blocks of a batch, one half of guidance counted, for which a solver's step is recorded. Beyond, a kernel takes
-longer than its launch."""
+"""Blocks of a batch, one half of guidance counted, for which a solver's step is recorded: a long window of the plan
+`balanced` has four, a first one two. Beyond, a kernel takes longer than its launch."""
 
 
 class Vocoder(Protocol):

@@ -66,7 +66,7 @@ class Token2WavEngine:
 
     @property
     def frames_solved(self) -> int:
-        """Mel frames solved since the start, context included."""
+        """Mel frames solved since the start, look-ahead included."""
         return self._frames_solved
 
     def open(self, key: str, voice: str, seed: int, options: StreamOptions) -> None:
@@ -91,12 +91,13 @@ class Token2WavEngine:
             plan=offline_plan(frames_per_code=self._config.repeats) if offline else self._plan,
             flow=flow,
             guidance_scale=diffusion.guidance_scale,
-            page=None if offline else self._take_pages(flow),
             frame_ns=self._vocoder.samples_per_frame * 1_000_000_000 // SAMPLE_RATE,
         )
-        self._streams[key] = Stream.begin(
+        stream = Stream.begin(
             key, request, max_codes=self._settings.max_codes, mel_dim=self._config.mel_dim, device=self._device
         )
+        stream.page = None if offline else self._take_pages(flow)
+        self._streams[key] = stream
 
     def feed(self, key: str, codes: Tensor) -> None:
         """Copy the next codes, int32 [N] on any device; codes outside the codec's table are clamped and counted.
@@ -143,8 +144,8 @@ class Token2WavEngine:
     def abort(self, key: str) -> None:
         """Drop a stream and everything it holds; unknown keys are ignored."""
         stream = self._streams.pop(key, None)
-        if stream is not None and stream.request.page is not None:
-            self._sampler.past.give(stream.request.page)
+        if stream is not None and stream.page is not None:
+            self._sampler.past.give(stream.page)
 
     def stats(self) -> EngineStats:
         """Open streams, windows due (waiting), pages of their pasts (KV blocks) and mel frames held (rows used)."""

@@ -20,6 +20,7 @@ from triton_omni.token2wav.batching import BlockLayout
 from triton_omni.token2wav.rotary import Rotary
 
 NONE = -1
+"""In place of a page's number."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,6 @@ class StreamRequest:
     plan: WindowPlan
     flow: FlowOptions
     guidance_scale: float
-    page: int | None
-    """First of the pages that keep the stream's past; None for a reply that is one window."""
     frame_ns: int = 0
     """How long a mel frame sounds, nanoseconds."""
 
@@ -43,6 +41,7 @@ class Stream:
         clamped: int64 scalar on the device, how many received codes were outside the table.
         tail: [t, M] on the device, the last mel frames kept, up to frame `tail_end`.
         tail_end: absolute number of the frame behind the tail.
+        page: first of the pages that keep the stream's past; None for a reply that is one window.
         frames_given: mel frames whose samples were launched.
         playing_since_ns: when the first of them were, about when the listener begins to hear them.
         finished: whether the final chunk was launched.
@@ -54,6 +53,7 @@ class Stream:
     clamped: Tensor
     tail: Tensor
     opened_ns: int
+    page: int | None = None
     received: int = 0
     ended: bool = False
     tail_end: int = 0
@@ -116,9 +116,9 @@ class Stream:
         )
 
     def _past(self, chunk: Chunk) -> WindowPast | None:
-        if self.request.page is None:
+        if self.page is None:
             return None
-        return WindowPast(self.request.page, chunk.index > 0, 0 if chunk.final else len(chunk.kept))
+        return WindowPast(self.page, chunk.index > 0, 0 if chunk.final else len(chunk.kept))
 
     def advance(self, chunk: Chunk, mel: Tensor) -> Tensor:
         """Keep what later chunks need of the window's `mel` [T, M]; returns the mel frames to vocode.

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused kernels of the DiT's attention in the Triton language; like `kernels.py`, of which they share the rules."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_omni.token2wav.batching import Neighbours
+from triton_omni.token2wav.kernels import SMALLEST_TILE
+from triton_omni.token2wav.past import LayerPast
+
+
+@triton.jit
+def _rotated_pairs(
+    projected, cosines, sines, frames, loaded, is_rotated, STRIDE: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr
+):
+    """Even and odd dimensions [TILE, PAIRS] of one head's frames, rotated if this is the rotated head."""
+    lanes = tl.arange(0, 2 * PAIRS)
+    tile = tl.load(projected + frames[:, None] * STRIDE + lanes[None, :], mask=loaded[:, None], other=0.0)
+    even, odd = tl.split(tl.reshape(tile.to(tl.float32), [TILE, PAIRS, 2]))
+    angles = frames[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    cosine = tl.where(is_rotated, tl.load(cosines + angles, mask=loaded[:, None], other=1.0), 1.0)
+    sine = tl.where(is_rotated, tl.load(sines + angles, mask=loaded[:, None], other=0.0), 0.0)
+    return (
+        (even * cosine - odd * sine).to(projected.dtype.element_ty),
+        (odd * cosine + even * sine).to(projected.dtype.element_ty),
+    )
+
+
+@triton.jit
+def _keys_and_values(
+    keys,
+    cosines,
+    sines,
+    frames,
+    loaded,
+    is_rotated,
+    STRIDE: tl.constexpr,
+    INNER: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Keys, rotated, by even and odd dimensions [TILE, HEAD_DIM / 2], and values [TILE, HEAD_DIM] of one head.
+
+    A value lies INNER places behind its key.
+    """
+    even, odd = _rotated_pairs(keys, cosines, sines, frames, loaded, is_rotated, STRIDE, HEAD_DIM // 2, TILE)
+    lanes = INNER + tl.arange(0, HEAD_DIM)
+    value = tl.load(keys + frames[:, None] * STRIDE + lanes[None, :], mask=loaded[:, None], other=0.0)
+    return even, odd, value
+
+
+@triton.jit
+def _softmax_step(scores, value, peak, total, output):
+    """Bring one more block's scores [TILE, TILE] and values into the running softmax."""
+    # -1e30 keeps rows that have seen no key yet from subtracting infinities.
+    higher = tl.maximum(tl.maximum(peak, tl.max(scores, 1)), -1e30)
+    weights = tl.exp(scores - higher[:, None])
+    shrink = tl.exp(peak - higher)
+    total = total * shrink + tl.sum(weights, 1)
+    output = output * shrink[:, None]
+    output += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return higher, total, output
+
+
+@triton.jit
+def _block_attention(
+    qkv,
+    cosines,
+    sines,
+    previous,
+    following,
+    valid,
+    pages,
+    found,
+    number,
+    cosines_before,
+    sines_before,
+    mixed,
+    scale,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    BACK: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    block, head = tl.program_id(0), tl.program_id(1)
+    inner: tl.constexpr = HEADS * HEAD_DIM
+    places = tl.arange(0, TILE)
+    is_rotated, inside = head < ROTARY_HEADS, places < BLOCK
+    frames = block.to(tl.int64) * BLOCK + places
+    query = qkv + head * HEAD_DIM
+    even, odd = _rotated_pairs(query, cosines, sines, frames, inside, is_rotated, 3 * inner, HEAD_DIM // 2, TILE)
+    peak = tl.full([TILE], -float("inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    output = tl.zeros([TILE, HEAD_DIM], tl.float32)
+    for side in tl.static_range(-BACK, AHEAD + 1):
+        # A neighbour that is not there is this block again with none of its frames valid.
+        neighbour = block
+        if side != 0:
+            neighbour = tl.load((previous if side < 0 else following) + block)
+        loaded = places < tl.where(neighbour < 0, 0, tl.load(valid + tl.maximum(neighbour, 0)))
+        keys = tl.maximum(neighbour, 0).to(tl.int64) * BLOCK + places
+        key_even, key_odd, value = _keys_and_values(
+            query + inner, cosines, sines, keys, loaded, is_rotated, 3 * inner, inner, HEAD_DIM, TILE
+        )
+        if side < 0:
+            page = tl.load(found + block)
+            if page >= 0:
+                # An earlier window's block lies before this one: its rows, instead of none.
+                loaded = inside
+                left = pages + (page + tl.load(number)).to(tl.int64) * PAGE + head * HEAD_DIM
+                key_even, key_odd, value = _keys_and_values(
+                    left, cosines_before, sines_before, places, loaded, is_rotated, 2 * inner, inner, HEAD_DIM, TILE
+                )
+        scores = tl.dot(even, tl.trans(key_even), input_precision="ieee")
+        scores += tl.dot(odd, tl.trans(key_odd), input_precision="ieee")
+        scores = tl.where(loaded[None, :], scores * scale, -float("inf"))
+        peak, total, output = _softmax_step(scores, value, peak, total, output)
+    output = output / tl.where(total > 0.0, total, 1.0)[:, None]
+    target = mixed + frames[:, None] * inner + head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(target, output.to(mixed.dtype.element_ty), mask=inside[:, None])
+
+
+def block_attention(
+    qkv: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    neighbours: Neighbours,
+    reach: tuple[int, int],
+    past: LayerPast | None,
+    *,
+    heads: int,
+    rotary_heads: int,
+) -> Tensor:
+    """Rotary embedding and attention of every block over the blocks it can see (`attention.block_attention`).
+
+    Args:
+        qkv: [R, 3 x heads x head_dim], R = N x block rows of query, key and value side by side, not rotated.
+        rotary: cosine and sine [R, head_dim / 2] fp32 of every row.
+        neighbours: of the N blocks.
+        reach: (look-back, look-ahead) in blocks, each 0 or 1.
+        past: what a layer that looks back finds before blocks that have no previous one, in the dtype of `qkv`.
+        heads: of them the first `rotary_heads` are rotated.
+
+    Returns:
+        [R, heads x head_dim] in the dtype of `qkv`.
+    """
+    rows, width = qkv.shape
+    blocks = len(neighbours.previous)
+    block_size = rows // blocks
+    head_dim = width // (3 * heads)
+    mixed = torch.empty(rows, width // 3, dtype=qkv.dtype, device=qkv.device)
+    # Without look-back none of the past is read: any tensor will do.
+    before = (qkv,) * 5
+    if past is not None:
+        before = (past.pages, past.found, past.number, past.rotary.cos, past.rotary.sin)
+    _block_attention[(blocks, heads)](
+        qkv,
+        *rotary,
+        neighbours.previous,
+        neighbours.following,
+        neighbours.valid_frames,
+        *before,
+        mixed,
+        1.0 / math.sqrt(head_dim),
+        PAGE=before[0].stride(0),
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        ROTARY_HEADS=rotary_heads,
+        BLOCK=block_size,
+        TILE=max(SMALLEST_TILE, triton.next_power_of_2(block_size)),
+        BACK=reach[0],
+        AHEAD=reach[1],
+        num_warps=2,
+    )
+    return mixed
+
+
+@triton.jit
+def _leave_past(
+    qkv,
+    pages,
+    left,
+    number,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    block, head = tl.program_id(0), tl.program_id(1)
+    inner: tl.constexpr = HEADS * HEAD_DIM
+    page = tl.load(left + block)
+    if page >= 0:
+        places = tl.arange(0, TILE)
+        lanes = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        inside = (places < BLOCK)[:, None]
+        source = qkv + (block.to(tl.int64) * BLOCK + places)[:, None] * 3 * inner + inner + lanes
+        target = pages + (page + tl.load(number)).to(tl.int64) * PAGE + places[:, None] * 2 * inner + lanes
+        tl.store(target, tl.load(source, mask=inside), mask=inside)
+        tl.store(target + inner, tl.load(source + inner, mask=inside), mask=inside)
+
+
+def leave_past(qkv: Tensor, past: LayerPast, *, heads: int) -> None:
+    """Write the keys and values of the blocks that are left to later windows (`past.LayerPast.leave`).
+
+    Args:
+        qkv: [R, 3 x heads x head_dim], see `block_attention`, which must have been launched before.
+        past: pages in the dtype of `qkv`.
+        heads: of the attention.
+    """
+    rows, width = qkv.shape
+    blocks = len(past.left)
+    block_size = rows // blocks
+    _leave_past[(blocks, heads)](
+        qkv,
+        past.pages,
+        past.left,
+        past.number,
+        PAGE=past.pages.stride(0),
+        HEADS=heads,
+        HEAD_DIM=width // (3 * heads),
+        BLOCK=block_size,
+        TILE=triton.next_power_of_2(block_size),
+        num_warps=2,
+    )
