@@ -130,9 +130,9 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
         return hidden
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Codec logits [N, vocab_size] of hidden states [N, hidden_size]; of a decode step the adjusted ones."""
+        """Codec logits [N, vocab_size] of hidden states [N, hidden_size]; of a decode step, the ids [N] drawn from them."""
         if self.step is not None and self.step.decoding:
-            return self.step.logits[: hidden_states.shape[0]]
+            return self.step.drawn[: hidden_states.shape[0]]
         logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)
         return logits
 

@@ -25,11 +25,10 @@ from triton_omni.vllm_hooks.compat import (
     VllmConfig,
 )
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
-from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
 from triton_omni.vllm_hooks.steady_decode import SteadyDecodeMixin
 from triton_omni.vllm_hooks.talker_network import TalkerForCausalLM
 from triton_omni.vllm_hooks.talker_rows import SampledStep, Sequence
-from triton_omni.vllm_hooks.talker_step import TalkerStep, make_step
+from triton_omni.vllm_hooks.talker_step import Column, TalkerStep, make_step
 
 if TYPE_CHECKING:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -61,7 +60,7 @@ class TalkerRunnerMixin(_Runner):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self._index = self._make_buffer(self.max_num_tokens, 2, dtype=torch.int64)
+        self._index = self._make_buffer(self.max_num_tokens, len(Column), dtype=torch.int64)
         self._sequences: dict[str, Sequence] = {}
         self._batch = _Batch([], [], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._drawing: list[Sequence | None] = []
@@ -157,42 +156,39 @@ class TalkerRunnerMixin(_Runner):
         return self._batch
 
     def _stage_index(self, count: int, slots: NDArray[np.int64]) -> None:
-        """Pool row and slot of each of the step's tokens, to the device in one copy."""
+        """What the step must know of its tokens, to the device in one copy."""
         owners = self.req_indices.np[:count]
         positions = self.input_batch.num_computed_tokens_cpu[owners] + self.query_pos.np[:count]
         index, owned = self._index.np, slots[owners]
-        index[:count, 0] = self.step.rows.pool_rows(owned, positions)
-        index[:count, 1] = owned
+        index[:count, Column.ROW] = self.step.rows.pool_rows(owned, positions)
+        index[:count, Column.SLOT] = owned
+        index[:count, Column.PLACE] = positions
+        index[:count, Column.UNIFORM] = self.step.draws.uniforms(owned, positions).view(np.int64)
         # A recorded step may be of more sequences than there are.
         end = min(max(count, self.max_num_reqs), len(index))
-        index[count:end] = (0, self.step.rows.idle_slot)
+        index[count:end] = 0
+        index[count:end, Column.SLOT] = self.step.rows.idle_slot
         self._index.copy_to_gpu(end)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
-        """Draw; a sequence with anything non-finite draws the mask id, which ends it alone."""
+        """The step's draws: a decode step has made them already, behind the network."""
         if logits is None:
             raise RuntimeError("the talker runs on one rank, so every step has logits")
-        if self.step.decoding:
-            sound = self.step.sound[: logits.shape[0]]
-        else:
-            logits, sound = self.step.adjust(logits, self.step.slots(self._last_tokens))
-        output = super()._sample(logits, spec_decode_metadata)
-        drawn = torch.where(sound, output.sampled_token_ids[:, 0], self.step.mask_id)
-        output.sampled_token_ids = drawn.unsqueeze(-1)
+        # A copy: the next step draws into the same memory.
+        drawn = logits.clone() if self.step.decoding else self.step.draw(logits, self._last_tokens)
         self._hand_out(drawn)
-        return output
+        return SamplerOutput(sampled_token_ids=drawn.unsqueeze(-1), logprobs_tensors=None)
 
     def _hand_out(self, drawn: Tensor) -> None:
         """Remember this step's ids [B] with their sequences until vLLM says which of them count."""
-        ids = drawn.to(torch.int32)
-        ready = record_event(ids.device)
-        for sequence, code in zip(self._drawing, torch.split(ids, 1), strict=True):
+        ready = record_event(drawn.device)
+        for sequence, code in zip(self._drawing, torch.split(drawn, 1), strict=True):
             if sequence is not None:
                 sequence.sampled.append(SampledStep(code, ready))
 
 
-class TalkerRunner(TalkerRunnerMixin, CounterNoiseMixin, SteadyDecodeMixin, PlatformRunner):
-    """vLLM's runner with hidden rows added, batched seeded sampling, and little to do for a step that goes on."""
+class TalkerRunner(TalkerRunnerMixin, SteadyDecodeMixin, PlatformRunner):
+    """vLLM's runner with hidden rows added, draws of its own, and little to do for a step that goes on."""
 
 
 class TalkerWorker(StageWorker):
