@@ -71,9 +71,10 @@ define_torchvision_operators()
 try:
     from vllm import ModelRegistry, SamplingParams
     from vllm.compilation.decorators import support_torch_compile
-    from vllm.config import CompilationMode, VllmConfig
+    from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import VLLMValidationError
+    from vllm.forward_context import ForwardContext, override_forward_context
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import ReplicatedLinear
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -92,36 +93,42 @@ try:
     from vllm.outputs import RequestOutput
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
+    from vllm.sequence import IntermediateTensors
+    from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
     from vllm.v1.request import Request
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 except ImportError as error:
     raise UnsupportedVllmError(f"vLLM {SUPPORTED_VLLM} lacks a symbol that vllm_hooks relies on: {error}") from error
 
 _RUNNER_METHODS = (
     "_calc_mrope_positions",
-    "_compute_prev_positions",
+    "_determine_batch_execution_and_padding",
+    "_get_or_create_async_output_copy_stream",
+    "_get_slot_mappings",
     "_zero_block_ids",
     "_init_kv_zero_meta",
     "_init_mrope_positions",
     "_make_buffer",
     "_model_forward",
-    "_prepare_input_ids",
     "_prepare_inputs",
     "_sample",
     "_update_states",
     "capture_model",
     "execute_model",
+    "initialize_kv_cache",
     "load_model",
     "sample_tokens",
+    "synchronize_input_prep",
 )
 
 
@@ -140,18 +147,26 @@ _check_runner()
 __all__ = [
     "MULTIMODAL_REGISTRY",
     "SUPPORTED_VLLM",
+    "AsyncGPUModelRunnerOutput",
     "AsyncScheduler",
     "AutoWeightsLoader",
+    "CUDAGraphMode",
     "CachedRequestState",
+    "CommonAttentionMetadata",
     "CompilationMode",
     "EngineArgs",
+    "EngineCore",
     "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "ForwardContext",
     "GPUModelRunner",
     "InputBatch",
+    "IntermediateTensors",
     "LLMEngine",
     "LlamaDecoderLayer",
     "LogitsProcessor",
     "ModelRegistry",
+    "ModelRunnerOutput",
     "MultiModalFeatureSpec",
     "ParallelLMHead",
     "Qwen2_5OmniThinkerDummyInputsBuilder",
@@ -176,5 +191,6 @@ __all__ = [
     "Worker",
     "apply_top_k_top_p",
     "current_platform",
+    "override_forward_context",
     "support_torch_compile",
 ]

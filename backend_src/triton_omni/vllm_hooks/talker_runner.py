@@ -83,6 +83,11 @@ class TalkerRunnerMixin(_Runner):
             self.step.compile()
         cast(TalkerForCausalLM, self.get_model()).step = self.step
 
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate the cache, and let the step know where its slots are named."""
+        super().initialize_kv_cache(*args, **kwargs)
+        self.step.cache_slots = self.input_batch.block_table[0].slot_mapping.gpu
+
     def capture_model(self) -> int:
         """Record decode steps; only those are recorded."""
         self.step.decoding = True
@@ -164,20 +169,44 @@ class TalkerRunnerMixin(_Runner):
         index[:count, Column.SLOT] = owned
         index[:count, Column.PLACE] = positions
         index[:count, Column.UNIFORM] = self.step.draws.uniforms(owned, positions).view(np.int64)
+        index[:count, Column.FOLLOWS] = 0
         # A recorded step may be of more sequences than there are.
         end = min(max(count, self.max_num_reqs), len(index))
         index[count:end] = 0
         index[count:end, Column.SLOT] = self.step.rows.idle_slot
         self._index.copy_to_gpu(end)
 
+    def _stage_decode(self, computed: NDArray[np.int32]) -> None:
+        """Tell the step of one token a sequence that follows what the last drew."""
+        batch, table = self._batch, self.input_batch.block_table[0]
+        count, positions = len(computed), computed.astype(np.int64)
+        blocks = table.get_numpy_array()[self.arange_np[:count], positions // table.block_size]
+        index = self._index.np[:count]
+        index[:, Column.ROW] = self.step.rows.pool_rows(batch.slots, positions)
+        index[:, Column.PLACE] = positions
+        index[:, Column.UNIFORM] = self.step.draws.uniforms(batch.slots, positions).view(np.int64)
+        index[:, Column.FOLLOWS] = 1
+        index[:, Column.AXIS] = positions + batch.deltas
+        index[:, Column.CACHE] = blocks.astype(np.int64) * table.block_size + positions % table.block_size
+        self._index.copy_to_gpu(count)
+
+    def _take_draws(self) -> Tensor:
+        # A copy: the next step draws into the same memory.
+        drawn = self.step.drawn[: len(self._batch.ids)].clone()
+        self._hand_out(drawn)
+        return drawn
+
     def _sample(self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
         """The step's draws: a decode step has made them already, behind the network."""
         if logits is None:
             raise RuntimeError("the talker runs on one rank, so every step has logits")
-        # A copy: the next step draws into the same memory.
-        drawn = logits.clone() if self.step.decoding else self.step.draw(logits, self._last_tokens)
-        self._hand_out(drawn)
+        drawn = self._take_draws() if self.step.decoding else self._draw(logits)
         return SamplerOutput(sampled_token_ids=drawn.unsqueeze(-1), logprobs_tensors=None)
+
+    def _draw(self, logits: Tensor) -> Tensor:
+        drawn = self.step.draw(logits, self._last_tokens)
+        self._hand_out(drawn)
+        return drawn
 
     def _hand_out(self, drawn: Tensor) -> None:
         """Remember this step's ids [B] with their sequences until vLLM says which of them count."""

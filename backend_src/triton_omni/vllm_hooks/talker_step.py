@@ -31,6 +31,12 @@ class Column(IntEnum):
     """Its position in its sequence."""
     UNIFORM = 3
     """Bits of the float64 by which the id behind it is drawn."""
+    FOLLOWS = 4
+    """1 where it is what the last decode step drew in the same row; the step then lays it out by the next two."""
+    AXIS = 5
+    """Its position on the axes of M-RoPE, which are one behind the prompt."""
+    CACHE = 6
+    """Its slot in the key-value cache."""
 
 
 class TalkerStep:
@@ -56,11 +62,25 @@ class TalkerStep:
         self.draws = SlotDraws(rows.idle_slot + 1, stops.to(index.device))
         self.drawn = torch.zeros(max_sequences, dtype=torch.int32, device=index.device)
         """Ids of the last decode step, by its order of sequences."""
+        self.cache_slots = torch.zeros(0, dtype=torch.int64, device=index.device)
+        """Where attention finds the tokens' slots in its cache; set before the first decode step."""
 
     def compile(self) -> None:
         """Let torch.compile fuse what surrounds the network, from its next run on."""
         self.condition = torch.compile(self.condition, fullgraph=True, dynamic=True)  # type: ignore[method-assign]
         self._adjust_decode = torch.compile(self._adjust_decode, fullgraph=True, dynamic=True)  # type: ignore[method-assign]
+
+    def go_on(self, ids: Tensor, positions: Tensor) -> None:
+        """Lay out the tokens of a decode step that follow the last one's: `ids` [N], `positions` [3, N], cache slots.
+
+        In place, as vLLM would have done; its buffers stay as they are for tokens that it laid out itself.
+        """
+        count = ids.shape[0]
+        index, slots = self._index[:count], self.cache_slots[:count]
+        follows = index[:, Column.FOLLOWS] != 0
+        ids.copy_(torch.where(follows, self.drawn[:count], ids))
+        positions.copy_(torch.where(follows, index[:, Column.AXIS], positions))
+        slots.copy_(torch.where(follows, index[:, Column.CACHE], slots))
 
     def condition(self, ids: Tensor, codes: Tensor) -> Tensor:
         """Inputs [N, H] of a step's tokens: each one's hidden row plus `codes` [N, H], the embeddings of `ids` [N].
