@@ -105,7 +105,7 @@ try:
     from vllm.v1.request import Request
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
-    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 except ImportError as error:
     raise UnsupportedVllmError(f"vLLM {SUPPORTED_VLLM} lacks a symbol that vllm_hooks relies on: {error}") from error
@@ -113,7 +113,6 @@ except ImportError as error:
 _RUNNER_METHODS = (
     "_calc_mrope_positions",
     "_determine_batch_execution_and_padding",
-    "_get_or_create_async_output_copy_stream",
     "_get_slot_mappings",
     "_zero_block_ids",
     "_init_kv_zero_meta",
@@ -136,8 +135,11 @@ def _check_runner() -> None:
     missing = [name for name in _RUNNER_METHODS if not callable(getattr(GPUModelRunner, name, None))]
     if not callable(getattr(Worker, "_make_model_runner", None)):
         missing.append("Worker._make_model_runner")
-    if not callable(getattr(Scheduler, "_reserve_prefill_lookahead", None)):
-        missing.append("Scheduler._reserve_prefill_lookahead")
+    for name in ("_reserve_prefill_lookahead", "schedule", "update_from_output"):
+        if not callable(getattr(Scheduler, name, None)):
+            missing.append(f"Scheduler.{name}")
+    if not callable(getattr(EngineCore, "step_with_batch_queue", None)):
+        missing.append("EngineCore.step_with_batch_queue")
     if missing:
         raise UnsupportedVllmError(f"vLLM {SUPPORTED_VLLM} lacks methods that vllm_hooks extends: {', '.join(missing)}")
 
@@ -147,7 +149,6 @@ _check_runner()
 __all__ = [
     "MULTIMODAL_REGISTRY",
     "SUPPORTED_VLLM",
-    "AsyncGPUModelRunnerOutput",
     "AsyncScheduler",
     "AutoWeightsLoader",
     "CUDAGraphMode",
@@ -155,7 +156,6 @@ __all__ = [
     "CommonAttentionMetadata",
     "CompilationMode",
     "EngineArgs",
-    "EngineCore",
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "ForwardContext",

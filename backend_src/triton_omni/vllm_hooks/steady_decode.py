@@ -9,7 +9,6 @@ the same sequences decode, all that changes is that each is one token longer. Th
 from __future__ import annotations
 
 from abc import abstractmethod
-from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from triton_omni.stage import record_event
 from triton_omni.vllm_hooks.compat import (
-    AsyncGPUModelRunnerOutput,
     CachedRequestState,
     CommonAttentionMetadata,
     CUDAGraphMode,
@@ -59,14 +58,23 @@ class SteadyStep:
 
 
 class StepInFlight:
-    """Stands where vLLM's engine keeps the future of a step; `result` waits for it."""
+    """Stands where vLLM's engine keeps the future of a step; `result` waits for it.
 
-    def __init__(self, output: AsyncGPUModelRunnerOutput) -> None:
-        self._output = output
+    Args:
+        request_ids, rows: the step's sequences in order, and the row of each.
+        drawn: int32 [B, 1] on the host, complete once `ready` is reached.
+    """
+
+    def __init__(
+        self, request_ids: list[str], rows: dict[str, int], drawn: Tensor, ready: torch.cuda.Event | None
+    ) -> None:
+        self._request_ids, self._rows, self._drawn, self._ready = request_ids, rows, drawn, ready
 
     def result(self) -> ModelRunnerOutput:
-        """What the step drew."""
-        return self._output.get_output()
+        """What the step drew, as vLLM's scheduler takes it."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return ModelRunnerOutput(self._request_ids, self._rows, self._drawn.tolist())
 
 
 @dataclass
@@ -77,11 +85,16 @@ class _Layout:
     rows: NDArray[np.int64]
     computed: NDArray[np.int32]
     """Tokens of each sequence in the cache before the step, [B]."""
+    ends: NDArray[np.int32]
+    """Ids of each sequence that vLLM's batch holds, [B]."""
+    bounds: NDArray[np.int32]
+    """Tokens of each sequence with the step's, as vLLM bounds them on the host, [B]."""
     lengths: Tensor
-    """The same with the step's, on the device."""
+    """The same on the device."""
     ids: Tensor
     positions: Tensor
-    attention: CommonAttentionMetadata
+    attention: dict[str, Any]
+    """Fields of the attention's metadata but for the longest length."""
     context: ForwardContext
     request_ids: list[str]
     rows_by_request: dict[str, int]
@@ -118,15 +131,19 @@ class SteadyDecodeMixin(_Runner):
             layout.context.attn_metadata = self._plan_attention(layout)
         with override_forward_context(layout.context):
             self._model_forward(input_ids=layout.ids, positions=layout.positions)
-        return StepInFlight(self._keep_draws(layout))
+        return self._take(layout)
 
     @abstractmethod
     def _stage_decode(self, computed: NDArray[np.int32]) -> None:
         """Tell the network of a step of one token a sequence, at the places `computed` [B]."""
 
     @abstractmethod
-    def _take_draws(self) -> Tensor:
+    def _drawn(self) -> Tensor:
         """Ids int32 [B] that the step just launched draws; nobody writes to them later."""
+
+    @abstractmethod
+    def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:
+        """Take the ids [B] of a step, there once `ready` is reached."""
 
     def _lay_out(self) -> _Layout:
         """The layout of the decode step just launched, which is that of the next."""
@@ -146,32 +163,33 @@ class SteadyDecodeMixin(_Runner):
             states=[self.requests[request_id] for request_id in batch.req_ids],
             rows=self.arange_np[:count],
             computed=batch.num_computed_tokens_cpu[:count],
+            ends=batch.num_tokens_no_spec[:count],
+            bounds=self.optimistic_seq_lens_cpu.numpy()[:count],
             lengths=self.seq_lens[:count],
             ids=self.input_ids.gpu[:padded],
             positions=self.mrope_positions.gpu[:, :padded] if self.uses_mrope else self.positions[:padded],
-            attention=self._common_attention(count, padded, by_group[0]),
+            attention=self._common_attention(padded, by_group[0]),
             context=self._context(mode, descriptor, by_layer),
             request_ids=list(batch.req_ids),
             rows_by_request=dict(batch.req_id_to_index),
         )
 
-    def _common_attention(self, count: int, padded: int, slots: Tensor) -> CommonAttentionMetadata:
-        """As `_build_attention_metadata` makes it of a decode step; `max_seq_len` is set before every step."""
-        return CommonAttentionMetadata(
-            query_start_loc=self.query_start_loc.gpu[: padded + 1],
-            query_start_loc_cpu=self.query_start_loc.cpu[: padded + 1],
-            seq_lens=self.seq_lens[:padded],
-            seq_lens_cpu_upper_bound=self.optimistic_seq_lens_cpu[:padded],
-            num_reqs=padded,
-            num_actual_tokens=padded,
-            max_query_len=1,
-            max_seq_len=0,
-            block_table_tensor=self.input_batch.block_table[0].get_device_tensor(padded),
-            slot_mapping=slots,
-            causal=True,
-            is_prefilling=torch.zeros(padded, dtype=torch.bool),
-            positions=self.positions[:padded],
-        )
+    def _common_attention(self, padded: int, slots: Tensor) -> dict[str, Any]:
+        """As `_build_attention_metadata` makes it of a decode step."""
+        return {
+            "query_start_loc": self.query_start_loc.gpu[: padded + 1],
+            "query_start_loc_cpu": self.query_start_loc.cpu[: padded + 1],
+            "seq_lens": self.seq_lens[:padded],
+            "seq_lens_cpu_upper_bound": self.optimistic_seq_lens_cpu[:padded],
+            "num_reqs": padded,
+            "num_actual_tokens": padded,
+            "max_query_len": 1,
+            "block_table_tensor": self.input_batch.block_table[0].get_device_tensor(padded),
+            "slot_mapping": slots,
+            "causal": True,
+            "is_prefilling": torch.zeros(padded, dtype=torch.bool),
+            "positions": self.positions[:padded],
+        }
 
     def _context(self, mode: CUDAGraphMode, descriptor: Any, slots: Any) -> ForwardContext:
         return ForwardContext(
@@ -195,31 +213,29 @@ class SteadyDecodeMixin(_Runner):
             batch.block_table.append_row(blocks, batch.req_id_to_index[request_id])
         if step.new_blocks:
             batch.block_table.commit_block_table(len(rows))
-        self.optimistic_seq_lens_cpu[: len(rows)] += 1
-        ends = batch.num_tokens_no_spec[: len(rows)]
-        batch.token_ids_cpu[rows, ends] = -1
-        batch.is_token_ids[rows, ends] = True
-        ends += 1
+        batch.token_ids_cpu[rows, layout.ends] = -1
+        batch.is_token_ids[rows, layout.ends] = True
+        layout.ends += 1
+        layout.bounds += 1
 
     def _plan_attention(self, layout: _Layout) -> dict[str, Any]:
         """Each layer's attention metadata."""
-        common = copy(layout.attention)
-        common.max_seq_len = int(layout.computed.max()) + 1
+        # Made anew: a backend may keep in it what it derives from the lengths.
+        common = CommonAttentionMetadata(**layout.attention, max_seq_len=int(layout.bounds.max()))
         metadata = {}
         for group in self.attn_groups[0]:
             planned = group.build_metadata(common, 0)
             metadata.update(dict.fromkeys(group.layer_names, planned))
         return metadata
 
-    def _keep_draws(self, layout: _Layout) -> AsyncGPUModelRunnerOutput:
-        """Leave the draws where vLLM's next step looks for them, and start their way to the host."""
-        sampled = self._take_draws().unsqueeze(-1)
-        self.input_batch.prev_sampled_token_ids = sampled
-        return AsyncGPUModelRunnerOutput(
-            model_runner_output=ModelRunnerOutput(layout.request_ids, layout.rows_by_request),
-            sampled_token_ids=sampled,
-            logprobs_tensors=None,
-            invalid_req_indices=[],
-            async_output_copy_stream=self._get_or_create_async_output_copy_stream(),
-            vocab_size=self.input_batch.vocab_size,
-        )
+    def _take(self, layout: _Layout) -> StepInFlight:
+        """Leave the draws where vLLM's next step looks for them, and send them to the host.
+
+        On the step's own stream: the copy is of a few bytes, and another stream costs the host more than it saves.
+        """
+        drawn = self._drawn()
+        sampled = self.input_batch.prev_sampled_token_ids = drawn.unsqueeze(-1)
+        host = sampled.to("cpu", non_blocking=True)
+        ready = record_event(drawn.device, blocking=True)
+        self._hand_out(drawn, ready)
+        return StepInFlight(layout.request_ids, layout.rows_by_request, host, ready)

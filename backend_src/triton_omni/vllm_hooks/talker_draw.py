@@ -86,5 +86,6 @@ class SlotDraws:
         # p < min_p * max(p), of logits.
         floor = logits.amax(dim=-1, keepdim=True) + log_min_p.unsqueeze(-1)
         logits.masked_fill_(logits < floor, float("-inf"))
-        filtered = apply_top_k_top_p(logits, top_k.to(torch.int32), top_p)
+        # Copies, which lie as vLLM's own settings do: its kernels are compiled for that.
+        filtered = apply_top_k_top_p(logits, top_k.to(torch.int32), top_p.clone())
         return torch.where(greedy, likeliest, draw(filtered, uniforms))

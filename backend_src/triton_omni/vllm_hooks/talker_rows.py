@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,7 @@ UNBOUNDED: Final = 1 << 40
 _RETRY_MS: Final = 250
 
 
-@dataclass(frozen=True)
-class SampledStep:
+class SampledStep(NamedTuple):
     """Ids that a sequence drew in one engine step, or in several in order."""
 
     ids: Tensor

@@ -190,27 +190,20 @@ class TalkerRunnerMixin(_Runner):
         index[:, Column.CACHE] = blocks.astype(np.int64) * table.block_size + positions % table.block_size
         self._index.copy_to_gpu(count)
 
-    def _take_draws(self) -> Tensor:
+    def _drawn(self) -> Tensor:
         # A copy: the next step draws into the same memory.
-        drawn = self.step.drawn[: len(self._batch.ids)].clone()
-        self._hand_out(drawn)
-        return drawn
+        return self.step.drawn[: len(self._batch.ids)].clone()
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
         """The step's draws: a decode step has made them already, behind the network."""
         if logits is None:
             raise RuntimeError("the talker runs on one rank, so every step has logits")
-        drawn = self._take_draws() if self.step.decoding else self._draw(logits)
+        drawn = self._drawn() if self.step.decoding else self.step.draw(logits, self._last_tokens)
+        self._hand_out(drawn, record_event(drawn.device))
         return SamplerOutput(sampled_token_ids=drawn.unsqueeze(-1), logprobs_tensors=None)
 
-    def _draw(self, logits: Tensor) -> Tensor:
-        drawn = self.step.draw(logits, self._last_tokens)
-        self._hand_out(drawn)
-        return drawn
-
-    def _hand_out(self, drawn: Tensor) -> None:
+    def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:
         """Remember this step's ids [B] with their sequences until vLLM says which of them count."""
-        ready = record_event(drawn.device)
         for sequence, code in zip(self._drawing, torch.split(drawn, 1), strict=True):
             if sequence is not None:
                 sequence.sampled.append(SampledStep(code, ready))
