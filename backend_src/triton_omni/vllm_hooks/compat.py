@@ -95,6 +95,7 @@ try:
     from vllm.sampling_params import RequestOutputKind
     from vllm.sequence import IntermediateTensors
     from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -131,20 +132,28 @@ _RUNNER_METHODS = (
 )
 
 
-def _check_runner() -> None:
-    missing = [name for name in _RUNNER_METHODS if not callable(getattr(GPUModelRunner, name, None))]
-    if not callable(getattr(Worker, "_make_model_runner", None)):
-        missing.append("Worker._make_model_runner")
-    for name in ("_reserve_prefill_lookahead", "schedule", "update_from_output"):
-        if not callable(getattr(Scheduler, name, None)):
-            missing.append(f"Scheduler.{name}")
-    if not callable(getattr(EngineCore, "step_with_batch_queue", None)):
-        missing.append("EngineCore.step_with_batch_queue")
+_OTHER_METHODS = {
+    EngineCore: ("step_with_batch_queue",),
+    KVCacheManager: ("allocate_slots", "take_new_block_ids"),
+    Scheduler: ("_reserve_prefill_lookahead", "schedule", "update_from_output"),
+    Worker: ("_make_model_runner",),
+}
+
+
+def _check_methods() -> None:
+    missing = [
+        f"{owner.__name__}.{name}"
+        for owner, names in {GPUModelRunner: _RUNNER_METHODS, **_OTHER_METHODS}.items()
+        for name in names
+        if not callable(getattr(owner, name, None))
+    ]
     if missing:
-        raise UnsupportedVllmError(f"vLLM {SUPPORTED_VLLM} lacks methods that vllm_hooks extends: {', '.join(missing)}")
+        raise UnsupportedVllmError(
+            f"vLLM {SUPPORTED_VLLM} lacks methods that vllm_hooks relies on: {', '.join(missing)}"
+        )
 
 
-_check_runner()
+_check_methods()
 
 __all__ = [
     "MULTIMODAL_REGISTRY",
