@@ -26,6 +26,7 @@ from triton_omni.vllm_hooks.compat import (
     GPUModelRunner,
     IntermediateTensors,
     ModelRunnerOutput,
+    Request,
     SchedulerOutput,
     VllmConfig,
     override_forward_context,
@@ -48,6 +49,10 @@ class SteadyStep:
     """1 for every sequence, by request id; shared by steps that follow each other."""
     new_blocks: list[tuple[str, tuple[list[int], ...]]]
     """Cache blocks that sequences were given for this step, a list a cache group."""
+    requests: list[Request]
+    """The sequences as the scheduler knows them; shared like their shares."""
+    stops: frozenset[int]
+    """Ids that may end one of them."""
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     num_invalid_spec_tokens: None = None
 

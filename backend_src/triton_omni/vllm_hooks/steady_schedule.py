@@ -35,6 +35,7 @@ class SteadyScheduleMixin(_Scheduler):
     _decoding: list[Request] | None = None
     """The requests of the last step, if it decoded all that run."""
     _shares: dict[str, int]
+    _stops: frozenset[int]
     _further: int = 0
     """For how many steps nothing but a new or an ended request can stop one of them."""
 
@@ -46,11 +47,12 @@ class SteadyScheduleMixin(_Scheduler):
         self._decoding = None
         if decoded and not any(request.is_prefill_chunk for request in self.running):
             self._decoding, self._shares, self._further = list(self.running), shares, 0
+            self._stops = frozenset().union(*map(_stops, self.running))
         return output
 
     def schedule_further(self) -> SteadyStep | None:
         """The next step, if it is one of just the sequences of the last, one token each; otherwise None."""
-        if not self._goes_on():
+        if self._decoding is None or not self._goes_on(self._decoding):
             self._decoding = None
             return None
         new_blocks = self._allocate()
@@ -60,7 +62,7 @@ class SteadyScheduleMixin(_Scheduler):
             request.num_output_placeholders += 1
         self.current_step += 1
         self._further -= 1
-        return SteadyStep(self._shares, new_blocks)
+        return SteadyStep(self._shares, new_blocks, self._decoding, self._stops)
 
     def steps_ahead(self, request: Request) -> int:
         """Steps of one token that a decoding request can surely be scheduled for from now on."""
@@ -68,10 +70,8 @@ class SteadyScheduleMixin(_Scheduler):
         limit = min(self.max_model_len, request.num_prompt_tokens + request.max_tokens) - 2
         return max(0, limit - request.num_computed_tokens)
 
-    def _goes_on(self) -> bool:
-        if self._decoding is None or self.finished_req_ids or self._decoding != self.running:
-            return False
-        if self.needs_kv_cache_zeroing:
+    def _goes_on(self, decoding: list[Request]) -> bool:
+        if self.finished_req_ids or decoding != self.running or self.needs_kv_cache_zeroing:
             return False
         if self.waiting and len(self.running) < self.max_num_running_reqs:
             return False
@@ -97,37 +97,37 @@ class SteadyScheduleMixin(_Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: ModelRunnerOutput) -> Any:
         """Take a step's draws; where one may end its request, or a request is gone, in vLLM's own way."""
-        drawn = self._drawn(scheduler_output, model_runner_output)
-        if drawn is None:
+        if not self._nothing_ends(scheduler_output, model_runner_output):
             return super().update_from_output(scheduler_output, model_runner_output)
-        for request, ids in drawn:
+        rows, drawn, outputs = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids, []
+        for request in self.running:
             request.num_in_flight_tokens -= 1
             request.num_output_placeholders -= 1
+            ids = drawn[rows[request.request_id]]
             request.append_output_token_ids(ids)
-        outputs = [EngineCoreOutput(request.request_id, ids) for request, ids in drawn]
+            outputs.append(EngineCoreOutput(request.request_id, ids))
         return {0: EngineCoreOutputs(outputs=outputs)}
 
-    def _drawn(self, step: object, output: ModelRunnerOutput) -> list[tuple[Request, list[int]]] | None:
-        """The requests of a steady step and what each drew; None where vLLM must look at any of them."""
-        if not isinstance(step, SteadyStep):
-            return None
-        rows, sampled, found = output.req_id_to_index, output.sampled_token_ids, []
-        for request_id in step.num_scheduled_tokens:
-            request, ids = self.requests.get(request_id), sampled[rows[request_id]]
-            if request is None or self._may_end(request, ids[0]):
-                return None
-            found.append((request, ids))
-        return found
+    def _nothing_ends(self, step: object, output: ModelRunnerOutput) -> bool:
+        """Whether a step's result is one id for each request that runs, and ends none of them.
 
-    def _may_end(self, request: Request, drawn: int) -> bool:
-        """Whether vLLM must look whether a request ends with an id, or it is not in its normal course."""
-        parameters = request.sampling_params
+        By its length none can end: `steps_ahead` leaves the last steps to vLLM.
+        """
         return (
-            parameters is None
-            or drawn in (parameters.stop_token_ids or ())
-            or drawn == parameters.eos_token_id
-            or request.num_tokens + 1 >= min(self.max_model_len, request.num_prompt_tokens + request.max_tokens)
-            or request.num_output_placeholders < 1
-            or request.num_stale_output_tokens > 0
-            or request.is_finished()
+            isinstance(step, SteadyStep)
+            and step.requests == self.running
+            and step.stops.isdisjoint(ids[0] for ids in output.sampled_token_ids)
+            # Given back to the queue and running again since.
+            and not any(request.num_stale_output_tokens for request in self.running)
         )
+
+
+def _stops(request: Request) -> set[int]:
+    """Ids that may end a request."""
+    parameters = request.sampling_params
+    if parameters is None:
+        return set()
+    return {
+        *(parameters.stop_token_ids or ()),
+        *(() if parameters.eos_token_id is None else (parameters.eos_token_id,)),
+    }

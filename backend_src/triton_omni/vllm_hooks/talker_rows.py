@@ -68,11 +68,11 @@ class Sequence:
 
     def accept(self, count: int, spoken: int) -> SampledStep | None:
         """Take the oldest `count` draws, which vLLM has accepted, and return the first `spoken` of them as codes."""
+        if count == spoken == 1:
+            return self.sampled.popleft()
         taken = [self.sampled.popleft() for _ in range(count)][:spoken]
         if not taken:
             return None
-        if len(taken) == 1:
-            return taken[0]
         joined = torch.cat([step.ids for step in taken])
         return SampledStep(joined, record_event(joined.device))
 
