@@ -64,7 +64,7 @@ class SlotDraws:
             self._settings[setting, slots].fill_(value)
 
     def uniforms(self, slots: Indices, positions: Indices) -> NDArray[np.float64]:
-        """Uniform numbers [N] of what is drawn at `positions` int64 [N] of the sequences of `slots` int64 [N].
+        """Uniform numbers [...] of what is drawn at `positions` int64 [...] of the sequences of `slots` int64 [...].
 
         A number belongs to the place of the drawn id, which is the one behind.
         """

@@ -40,6 +40,8 @@ else:
 
 SESSIONS: Final = "max_sessions"
 """Key of vLLM's `additional_config`: sequences open at once."""
+_STEPS_AHEAD: Final = 32
+"""Steps whose numbers are computed together: a few array operations cost what their calls do."""
 
 
 class _Batch(NamedTuple):
@@ -64,6 +66,8 @@ class TalkerRunnerMixin(_Runner):
         self._sequences: dict[str, Sequence] = {}
         self._batch = _Batch([], [], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._drawing: list[Sequence | None] = []
+        self._ahead: list[NDArray[np.int64]] = []
+        """What is known of steps that only go on; of no use behind any other."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the network, and allocate what it reads in every step before any step is recorded."""
@@ -141,6 +145,7 @@ class TalkerRunnerMixin(_Runner):
         """Stage pool rows and slots where vLLM stages its other host inputs (it guards their reuse by an event)."""
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self._last_tokens = prepared[0]
+        self._ahead = []
         count, batch = scheduler_output.total_num_scheduled_tokens, self._current_batch()
         self.step.decoding = count == len(batch.sequences)
         self._stage_index(count, batch.slots)
@@ -178,17 +183,30 @@ class TalkerRunnerMixin(_Runner):
 
     def _stage_decode(self, computed: NDArray[np.int32]) -> None:
         """Tell the step of one token a sequence that follows what the last drew."""
-        batch, table = self._batch, self.input_batch.block_table[0]
-        count, positions = len(computed), computed.astype(np.int64)
-        blocks = table.get_numpy_array()[self.arange_np[:count], positions // table.block_size]
-        index = self._index.np[:count]
-        index[:, Column.ROW] = self.step.rows.pool_rows(batch.slots, positions)
-        index[:, Column.PLACE] = positions
-        index[:, Column.UNIFORM] = self.step.draws.uniforms(batch.slots, positions).view(np.int64)
-        index[:, Column.FOLLOWS] = 1
-        index[:, Column.AXIS] = positions + batch.deltas
-        index[:, Column.CACHE] = blocks.astype(np.int64) * table.block_size + positions % table.block_size
-        self._index.copy_to_gpu(count)
+        self._ahead = self._ahead or self._look_ahead(computed)
+        index, table = self._index.np[: len(computed)], self.input_batch.block_table[0]
+        index[:] = self._ahead.pop()
+        places, size = index[:, Column.PLACE], table.block_size
+        index[:, Column.ROW] = self.step.rows.pool_rows(self._batch.slots, places)
+        blocks = table.get_numpy_array()[self.arange_np[: len(computed)], places // size]
+        index[:, Column.CACHE] += blocks * np.int64(size)
+        self._index.copy_to_gpu(len(computed))
+
+    def _look_ahead(self, computed: NDArray[np.int32]) -> list[NDArray[np.int64]]:
+        """What the next steps can be told now of the batch's tokens [B, len(Column)], the latest step first.
+
+        It lacks the row, which may not be there yet, and of the cache's slot the block.
+        """
+        places = computed + np.arange(_STEPS_AHEAD, dtype=np.int64)[::-1, np.newaxis]
+        slots = np.broadcast_to(self._batch.slots, places.shape)
+        told = np.zeros((*places.shape, len(Column)), dtype=np.int64)
+        told[..., Column.SLOT] = slots
+        told[..., Column.PLACE] = places
+        told[..., Column.UNIFORM] = self.step.draws.uniforms(slots, places).view(np.int64)
+        told[..., Column.FOLLOWS] = 1
+        told[..., Column.AXIS] = places + self._batch.deltas
+        told[..., Column.CACHE] = places % self.input_batch.block_table[0].block_size
+        return list(told)
 
     def _drawn(self) -> Tensor:
         # A copy: the next step draws into the same memory.
