@@ -99,11 +99,14 @@ def as_omni_error(error: Exception, label: str) -> OmniError:
     return InternalError(f"handling a message failed: {type(error).__name__}")
 
 
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Mark the present point of the device's current stream; None on the CPU, where work is done when it returns."""
+def record_event(device: torch.device, *, blocking: bool = False) -> torch.cuda.Event | None:
+    """Mark the present point of the device's current stream; None on the CPU, where work is done when it returns.
+
+    A thread that waits for a `blocking` one sleeps, where it would keep a core busy otherwise.
+    """
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
     # Without a stream it would mark the thread's current device, which is device 0 in a thread that chose none.
     event.record(torch.cuda.current_stream(device))
     return event

@@ -157,7 +157,7 @@ def test_a_runner_without_an_extended_method_is_refused(engine_args: Any, monkey
 
     monkeypatch.delattr(compat.GPUModelRunner, "_model_forward")
     with pytest.raises(compat.UnsupportedVllmError, match="_model_forward"):
-        compat._check_runner()
+        compat._check_methods()
 
 
 def test_fp8_is_refused_where_it_cannot_run(engine_args: Any) -> None:

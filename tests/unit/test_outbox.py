@@ -264,7 +264,8 @@ def test_an_error_of_ours_stays_and_any_other_is_internal(caplog):
 
 def test_an_event_marks_the_stream_of_its_device_not_of_the_threads(monkeypatch):
     marked = []
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda *streams: marked.extend(streams)))
+    event = SimpleNamespace(record=lambda *streams: marked.extend(streams))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
     second = torch.device("cuda", 1)
     assert record_event(second) is not None

@@ -11,7 +11,7 @@ import torch
 from triton_omni.engine import TalkerPrompt
 from triton_omni.talker.conditioning import CodecIds
 from triton_omni.vllm_hooks.talker_rows import TalkerRows
-from triton_omni.vllm_hooks.talker_step import TalkerStep
+from triton_omni.vllm_hooks.talker_step import Column, TalkerStep
 
 IDS = CodecIds(mask=12, pad=10, bos=13, eos=11)
 VOCABULARY, SPEAKABLE, WIDTH, SEQUENCES = 16, 8, 4, 3
@@ -22,7 +22,8 @@ class Bench:
 
     def __init__(self):
         self.rows = TalkerRows(torch.ones(2, WIDTH), 60, 4, torch.zeros(VOCABULARY, dtype=torch.bool), 20)
-        self.index = torch.tensor([[0, self.rows.idle_slot]] * 8)
+        self.index = torch.zeros(8, len(Column), dtype=torch.int64)
+        self.index[:, Column.SLOT] = self.rows.idle_slot
         self.step = TalkerStep(self.rows, self.index, IDS, SPEAKABLE, SEQUENCES)
         prompt = TalkerPrompt(2, torch.arange(4).expand(3, -1), 0, max_rows=8)
         self.open = [self.rows.open(str(n), prompt, torch.zeros(WIDTH), None, 1.0 + n) for n in range(SEQUENCES)]
@@ -32,11 +33,14 @@ class Bench:
     def decode(self, ids, logits, padded=0):
         """One step at each sequence's first position; logits as the step gives them, and what is sound."""
         for place, sequence in enumerate(self.open[: len(ids)]):
-            self.index[place] = torch.tensor([sequence.base, sequence.slot])
+            self.index[place, : Column.PLACE] = torch.tensor([sequence.base, sequence.slot])
         ids = torch.tensor([*ids, *[0] * padded], dtype=torch.int32)
         inputs = self.step.condition(ids, ids.unsqueeze(-1).expand(-1, WIDTH).float())
-        self.step.finish_decode(torch.cat([logits, torch.full((padded, VOCABULARY), float("nan"))]))
-        return inputs, self.step.logits.clone(), self.step.sound.clone()
+        logits = torch.cat([logits, torch.full((padded, VOCABULARY), float("nan"))])
+        adjusted, sound = self.step._adjust_decode(logits)
+        self.step.finish_decode(logits)
+        assert self.step.drawn[: len(ids)].tolist() == torch.where(sound, adjusted.argmax(-1), IDS.mask).tolist()
+        return inputs, adjusted, sound
 
 
 @pytest.fixture
@@ -83,3 +87,18 @@ def test_a_compiled_step_gives_the_same(bench, monkeypatch):
         for plain, found in zip(bench.decode(ids, logits), compiled.decode(ids, logits), strict=True):
             assert torch.equal(plain, found)
     assert torch.equal(bench.rows.seen, compiled.rows.seen)
+
+
+def test_only_tokens_that_follow_are_laid_out_by_the_step(bench):
+    """The second of three was laid out before, as padding is."""
+    step, index = bench.step, bench.index
+    step.cache_slots = torch.tensor([-1, 51, -1, -1, 99])
+    step.drawn[:] = torch.tensor([4, 5, 6])
+    index[[0, 2], Column.FOLLOWS] = 1
+    index[:3, Column.AXIS] = torch.tensor([20, 21, 22])
+    index[:3, Column.CACHE] = torch.tensor([30, 31, 32])
+    ids, positions = torch.tensor([1, 2, 3], dtype=torch.int32), torch.arange(9).view(3, 3)
+    step.go_on(ids, positions)
+    assert ids.tolist() == [4, 2, 6]
+    assert positions.tolist() == [[20, 1, 22], [20, 4, 22], [20, 7, 22]]
+    assert step.cache_slots.tolist() == [30, 51, 32, -1, 99]

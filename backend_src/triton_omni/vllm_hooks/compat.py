@@ -74,7 +74,7 @@ try:
     from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import VLLMValidationError
-    from vllm.forward_context import BatchDescriptor
+    from vllm.forward_context import BatchDescriptor, ForwardContext, override_forward_context
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import ReplicatedLinear
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -93,13 +93,16 @@ try:
     from vllm.outputs import RequestOutput
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.sequence import IntermediateTensors
+    from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
     from vllm.v1.request import Request
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
@@ -111,34 +114,47 @@ except ImportError as error:
 _RUNNER_METHODS = (
     "_calc_mrope_positions",
     "_check_and_update_cudagraph_mode",
-    "_compute_prev_positions",
+    "_determine_batch_execution_and_padding",
+    "_get_slot_mappings",
     "_zero_block_ids",
     "_init_kv_zero_meta",
     "_init_mrope_positions",
     "_make_buffer",
     "_model_forward",
-    "_prepare_input_ids",
     "_prepare_inputs",
     "_sample",
     "_update_states",
     "_warmup_and_capture",
     "execute_model",
+    "initialize_kv_cache",
     "load_model",
     "sample_tokens",
+    "synchronize_input_prep",
 )
 
 
-def _check_runner() -> None:
-    missing = [name for name in _RUNNER_METHODS if not callable(getattr(GPUModelRunner, name, None))]
-    if not callable(getattr(Worker, "_make_model_runner", None)):
-        missing.append("Worker._make_model_runner")
-    if not callable(getattr(Scheduler, "_reserve_prefill_lookahead", None)):
-        missing.append("Scheduler._reserve_prefill_lookahead")
+_OTHER_METHODS = {
+    EngineCore: ("step_with_batch_queue",),
+    KVCacheManager: ("allocate_slots", "take_new_block_ids"),
+    Scheduler: ("_reserve_prefill_lookahead", "schedule", "update_from_output"),
+    Worker: ("_make_model_runner",),
+}
+
+
+def _check_methods() -> None:
+    missing = [
+        f"{owner.__name__}.{name}"
+        for owner, names in {GPUModelRunner: _RUNNER_METHODS, **_OTHER_METHODS}.items()
+        for name in names
+        if not callable(getattr(owner, name, None))
+    ]
     if missing:
-        raise UnsupportedVllmError(f"vLLM {SUPPORTED_VLLM} lacks methods that vllm_hooks extends: {', '.join(missing)}")
+        raise UnsupportedVllmError(
+            f"vLLM {SUPPORTED_VLLM} lacks methods that vllm_hooks relies on: {', '.join(missing)}"
+        )
 
 
-_check_runner()
+_check_methods()
 
 __all__ = [
     "MULTIMODAL_REGISTRY",
@@ -149,15 +165,20 @@ __all__ = [
     "BatchDescriptor",
     "CUDAGraphMode",
     "CachedRequestState",
+    "CommonAttentionMetadata",
     "CompilationMode",
     "EngineArgs",
     "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "ForwardContext",
     "GPUModelRunner",
     "InputBatch",
+    "IntermediateTensors",
     "LLMEngine",
     "LlamaDecoderLayer",
     "LogitsProcessor",
     "ModelRegistry",
+    "ModelRunnerOutput",
     "MultiModalFeatureSpec",
     "ParallelLMHead",
     "Qwen2_5OmniThinkerDummyInputsBuilder",
@@ -182,5 +203,6 @@ __all__ = [
     "Worker",
     "apply_top_k_top_p",
     "current_platform",
+    "override_forward_context",
     "support_torch_compile",
 ]

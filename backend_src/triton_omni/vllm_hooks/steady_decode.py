@@ -1,91 +1,246 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device inputs of a decode step that goes on where the one before ended: counted up, not sent anew.
+"""Decode steps that go on where the one before ended: what does not change between them is kept.
 
-vLLM lays every step out from the host's state, some twenty copies and small kernels; while a batch only decodes, all
-that changes is that each sequence is one token longer. It knows vLLM's buffers, neither thinker nor talker.
+vLLM lays every step out from its scheduler's and its batch's state, which takes longer than a small network runs; while
+the same sequences decode, all that changes is that each is one token longer. The scheduler says when that is so
+(`steady_schedule.py`). This module knows vLLM's buffers, neither thinker nor talker.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.vllm_hooks.compat import GPUModelRunner, SchedulerOutput, VllmConfig
+from triton_omni.stage import record_event
+from triton_omni.vllm_hooks.compat import (
+    CachedRequestState,
+    CommonAttentionMetadata,
+    CUDAGraphMode,
+    ForwardContext,
+    GPUModelRunner,
+    IntermediateTensors,
+    ModelRunnerOutput,
+    Request,
+    SchedulerOutput,
+    VllmConfig,
+    override_forward_context,
+)
 
 if TYPE_CHECKING:
-    import torch
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
     _Runner = GPUModelRunner
 else:
     _Runner = object
 
 
-@dataclass
-class _LastStep:
-    """A step after which the next may be counted up."""
+@dataclass(frozen=True)
+class SteadyStep:
+    """A step of exactly the sequences of the step before, which decoded too, each one token further.
 
-    ids: list[str]
+    It has the fields of vLLM's `SchedulerOutput` by which a step's result is taken.
+    """
+
+    num_scheduled_tokens: dict[str, int]
+    """1 for every sequence, by request id; shared by steps that follow each other."""
+    new_blocks: list[tuple[str, tuple[list[int], ...]]]
+    """Cache blocks that sequences were given for this step, a list a cache group."""
+    requests: list[Request]
+    """The sequences as the scheduler knows them; shared like their shares."""
+    stops: frozenset[int]
+    """Ids that may end one of them."""
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    num_invalid_spec_tokens: None = None
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens of the step."""
+        return len(self.num_scheduled_tokens)
+
+
+class StepInFlight:
+    """Stands where vLLM's engine keeps the future of a step; `result` waits for it.
+
+    Args:
+        request_ids, rows: the step's sequences in order, and the row of each.
+        drawn: int32 [B, 1] on the host, complete once `ready` is reached.
+    """
+
+    def __init__(
+        self, request_ids: list[str], rows: dict[str, int], drawn: Tensor, ready: torch.cuda.Event | None
+    ) -> None:
+        self._request_ids, self._rows, self._drawn, self._ready = request_ids, rows, drawn, ready
+
+    def result(self) -> ModelRunnerOutput:
+        """What the step drew, as vLLM's scheduler takes it."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return ModelRunnerOutput(self._request_ids, self._rows, self._drawn.tolist())
+
+
+@dataclass
+class _Layout:
+    """What the steps of an unchanged batch share; tensors are views of the runner's own, padded as the step is."""
+
+    states: list[CachedRequestState]
+    rows: NDArray[np.int64]
     computed: NDArray[np.int32]
-    """Tokens of each sequence that the step found in the cache, [B]."""
-    last_tokens: Tensor
-    """Places of the sequences' last tokens in the step, int [B] on the device: 0, 1, 2 .."""
+    """Tokens of each sequence in the cache before the step, [B]."""
+    ends: NDArray[np.int32]
+    """Ids of each sequence that vLLM's batch holds, [B]."""
+    bounds: NDArray[np.int32]
+    """Tokens of each sequence with the step's, as vLLM bounds them on the host, [B]."""
+    lengths: Tensor
+    """The same on the device."""
+    ids: Tensor
+    positions: Tensor
+    attention: dict[str, Any]
+    """Fields of the attention's metadata but for the longest length."""
+    context: ForwardContext
+    request_ids: list[str]
+    rows_by_request: dict[str, int]
 
 
 class SteadyDecodeMixin(_Runner):
-    """Shortens `GPUModelRunner._prepare_inputs` for a step of the same sequences, one token further each.
+    """Adds `go_on` to vLLM's runner, for a network that lays its ids, positions and cache slots out by itself then.
 
-    Put it right before the platform's runner in the bases. The buffers then hold what vLLM's method would write to
-    them; those of the host, which no step of this kind reads, are left behind until it writes them again.
+    Put it right before the platform's runner in the bases.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self._last_step: _LastStep | None = None
+        self._layout: _Layout | None = None
 
-    def _prepare_inputs(
-        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
-    ) -> tuple[Tensor, SpecDecodeMetadata | None, int]:
-        """Count the last step's inputs up where that is enough; otherwise vLLM's own way."""
-        count = self.input_batch.num_reqs
-        computed = self.input_batch.num_computed_tokens_cpu[:count]
-        last = self._last_step
-        if last is not None and self._goes_on(last, scheduler_output, computed):
-            last.computed += 1
-            self._count_up(scheduler_output, count, computed)
-            return last.last_tokens, None, 1
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        decoded = (
-            scheduler_output.total_num_scheduled_tokens == count and not self.discard_request_mask.np[:count].any()
-        )
-        self._last_step = _LastStep(list(self.input_batch.req_ids), computed.copy(), prepared[0]) if decoded else None
-        return prepared
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
+    ) -> Any:
+        """A step in vLLM's own way."""
+        self._layout = None
+        return super().execute_model(scheduler_output, intermediate_tensors)
 
-    def _goes_on(self, last: _LastStep, step: SchedulerOutput, computed: NDArray[np.int32]) -> bool:
-        """Whether every sequence of the last step, and no other, has one more token; a draw is never thrown away."""
-        return (
-            step.total_num_scheduled_tokens == len(last.ids)
-            and last.ids == self.input_batch.req_ids
-            and bool((computed == last.computed + 1).all())
-        )
+    @torch.inference_mode()
+    def go_on(self, step: SteadyStep) -> StepInFlight:
+        """Launch a step; the one before must have been a decode step of the same sequences, in either way.
 
-    def _count_up(self, scheduler_output: SchedulerOutput, count: int, computed: NDArray[np.int32]) -> None:
+        All that vLLM keeps of a step is kept here too, so that the next may be one of its own.
+        """
+        layout = self._layout = self._layout or self._lay_out()
+        with self.synchronize_input_prep():
+            self._advance(layout, step)
+            self._stage_decode(layout.computed)
+            layout.lengths.add_(1)
+            layout.context.attn_metadata = self._plan_attention(layout)
+        with override_forward_context(layout.context):
+            self._model_forward(input_ids=layout.ids, positions=layout.positions)
+        return self._take(layout)
+
+    @abstractmethod
+    def _stage_decode(self, computed: NDArray[np.int32]) -> None:
+        """Tell the network of a step of one token a sequence, at the places `computed` [B]."""
+
+    @abstractmethod
+    def _drawn(self) -> Tensor:
+        """Ids int32 [B] that the step just launched draws; nobody writes to them later."""
+
+    @abstractmethod
+    def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:
+        """Take the ids [B] of a step, there once `ready` is reached."""
+
+    def _lay_out(self) -> _Layout:
+        """The layout of the decode step just launched, which is that of the next."""
         batch = self.input_batch
-        batch.block_table.commit_block_table(count)
-        # The host's bound of the lengths, by which attention is planned.
-        self.optimistic_seq_lens_cpu[:count] += 1
-        self.num_computed_tokens[:count] += 1
-        self.positions[:count] += 1
-        self.seq_lens[:count] += 1
-        if self.uses_mrope:
-            self.mrope_positions.gpu[:, :count] += 1
-        starts = self.query_start_loc.gpu[: count + 1]
-        batch.block_table.compute_slot_mapping(count, starts, self.positions[:count])
-        # Ids that the host knows; vLLM takes the others from the draws of the step before.
-        self._compute_prev_positions(count)
-        self.input_ids.np[:count] = batch.token_ids_cpu[self.arange_np[:count], computed]
-        self._prepare_input_ids(scheduler_output, count, count, self.query_start_loc.np[1 : count + 1])
+        count = batch.num_reqs
+        mode, descriptor, *_ = self._determine_batch_execution_and_padding(
+            num_tokens=count,
+            num_reqs=count,
+            num_scheduled_tokens_np=np.ones(count, dtype=np.int32),
+            max_num_scheduled_tokens=1,
+        )
+        padded = descriptor.num_tokens if mode == CUDAGraphMode.FULL else count
+        by_group, by_layer = self._get_slot_mappings(padded, padded, count)
+        if by_group is None:
+            raise RuntimeError("the runner has no key-value cache yet")
+        return _Layout(
+            states=[self.requests[request_id] for request_id in batch.req_ids],
+            rows=self.arange_np[:count],
+            computed=batch.num_computed_tokens_cpu[:count],
+            ends=batch.num_tokens_no_spec[:count],
+            bounds=self.optimistic_seq_lens_cpu.numpy()[:count],
+            lengths=self.seq_lens[:count],
+            ids=self.input_ids.gpu[:padded],
+            positions=self.mrope_positions.gpu[:, :padded] if self.uses_mrope else self.positions[:padded],
+            attention=self._common_attention(padded, by_group[0]),
+            context=self._context(mode, descriptor, by_layer),
+            request_ids=list(batch.req_ids),
+            rows_by_request=dict(batch.req_id_to_index),
+        )
+
+    def _common_attention(self, padded: int, slots: Tensor) -> dict[str, Any]:
+        """As `_build_attention_metadata` makes it of a decode step."""
+        return {
+            "query_start_loc": self.query_start_loc.gpu[: padded + 1],
+            "query_start_loc_cpu": self.query_start_loc.cpu[: padded + 1],
+            "seq_lens": self.seq_lens[:padded],
+            "seq_lens_cpu_upper_bound": self.optimistic_seq_lens_cpu[:padded],
+            "num_reqs": padded,
+            "num_actual_tokens": padded,
+            "max_query_len": 1,
+            "block_table_tensor": self.input_batch.block_table[0].get_device_tensor(padded),
+            "slot_mapping": slots,
+            "causal": True,
+            "is_prefilling": torch.zeros(padded, dtype=torch.bool),
+            "positions": self.positions[:padded],
+        }
+
+    def _context(self, mode: CUDAGraphMode, descriptor: Any, slots: Any) -> ForwardContext:
+        return ForwardContext(
+            no_compile_layers=self.compilation_config.static_forward_context,
+            attn_metadata={},
+            slot_mapping=slots,
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=descriptor,
+        )
+
+    def _advance(self, layout: _Layout, step: SteadyStep) -> None:
+        """Bring vLLM's records of the sequences to this step, as its `_update_states` and `_bookkeeping_sync` do."""
+        batch, rows = self.input_batch, layout.rows
+        layout.computed += 1
+        for state in layout.states:
+            state.num_computed_tokens += 1
+            state.output_token_ids.append(-1)
+        for request_id, blocks in step.new_blocks:
+            for known, new in zip(self.requests[request_id].block_ids, blocks, strict=True):
+                known.extend(new)
+            batch.block_table.append_row(blocks, batch.req_id_to_index[request_id])
+        if step.new_blocks:
+            batch.block_table.commit_block_table(len(rows))
+        batch.token_ids_cpu[rows, layout.ends] = -1
+        batch.is_token_ids[rows, layout.ends] = True
+        layout.ends += 1
+        layout.bounds += 1
+
+    def _plan_attention(self, layout: _Layout) -> dict[str, Any]:
+        """Each layer's attention metadata."""
+        # Made anew: a backend may keep in it what it derives from the lengths.
+        common = CommonAttentionMetadata(**layout.attention, max_seq_len=int(layout.bounds.max()))
+        metadata = {}
+        for group in self.attn_groups[0]:
+            planned = group.build_metadata(common, 0)
+            metadata.update(dict.fromkeys(group.layer_names, planned))
+        return metadata
+
+    def _take(self, layout: _Layout) -> StepInFlight:
+        """Leave the draws where vLLM's next step looks for them, and send them to the host.
+
+        On the step's own stream: the copy is of a few bytes, and another stream costs the host more than it saves.
+        """
+        drawn = self._drawn()
+        sampled = self.input_batch.prev_sampled_token_ids = drawn.unsqueeze(-1)
+        host = sampled.to("cpu", non_blocking=True)
+        ready = record_event(drawn.device, blocking=True)
+        self._hand_out(drawn, ready)
+        return StepInFlight(layout.request_ids, layout.rows_by_request, host, ready)

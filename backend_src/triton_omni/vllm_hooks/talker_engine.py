@@ -6,6 +6,7 @@ It implements `engine.TalkerEngine`; sessions, messages and Triton are unknown h
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -25,7 +26,7 @@ from triton_omni.vllm_hooks.compat import (
     VLLMValidationError,
 )
 from triton_omni.vllm_hooks.engine_args import apply_thread_share, build_engine_args, resolve_dtype
-from triton_omni.vllm_hooks.sampling import seed_args
+from triton_omni.vllm_hooks.steady_decode import SteadyStep
 from triton_omni.vllm_hooks.talker_network import register_talker, talker_config
 from triton_omni.vllm_hooks.talker_rows import Sequence, TalkerRows
 from triton_omni.vllm_hooks.talker_runner import SESSIONS
@@ -82,9 +83,11 @@ class TalkerVllmEngine:
             InternalError: the key is in use, or the prompt contradicts itself.
         """
         self._check_prompt(key, prompt)
-        parameters = self._parameters(sampling)
+        checked = self._check_sampling(sampling)
         text_bos = self._text_rows[prompt.text_bos_id]
-        self._open[key] = self._rows.open(key, prompt, text_bos, parameters, sampling.repetition_penalty)
+        sequence = self._rows.open(key, prompt, text_bos, self._parameters(checked), checked.repetition_penalty)
+        self._runner.step.draws.choose(sequence.slot, checked, prompt_length(prompt.prompt_rows))
+        self._open[key] = sequence
 
     def feed(self, key: str, rows: Tensor) -> None:
         """Copy the next rows [N, H] (prompt rows first, then the reply's); unknown keys are ignored.
@@ -129,11 +132,25 @@ class TalkerVllmEngine:
         `LLMEngine.step` would make a `RequestOutput` of each for a text that a talker does not have, which at a large
         batch costs a tenth of the step; it is told of those that ended, to forget them.
         """
-        given: list[EngineCoreOutput] = self._llm.engine_core.get_output().outputs
+        # Synchronous steps are all vLLM's own: the plain way.
+        step = self._core.scheduler.schedule_further() if self._core.batch_queue is not None else None
+        given: list[EngineCoreOutput]
+        given = self._llm.engine_core.get_output().outputs if step is None else self._go_on(step)
         ended = [output for output in given if output.finished]
         if ended:
             self._llm.output_processor.process_outputs(ended)
         return given
+
+    def _go_on(self, step: SteadyStep) -> list[EngineCoreOutput]:
+        """vLLM's `EngineCore.step_with_batch_queue` of a steady step: launch it, then take the one before."""
+        queue = self._core.batch_queue
+        launched = self._runner.go_on(step)
+        queue.appendleft((launched, step, launched))
+        if len(queue) < self._core.batch_queue_size:
+            return []
+        oldest, scheduled, _ = queue.pop()
+        outputs = self._core.scheduler.update_from_output(scheduled, oldest.result()).get(0)
+        return [] if outputs is None else outputs.outputs
 
     def abort(self, key: str) -> None:
         """Drop a sequence and its rows; unknown keys are ignored."""
@@ -204,29 +221,33 @@ class TalkerVllmEngine:
         sequence.request_id = self._llm.add_request(sequence.key, {"prompt_token_ids": ids}, parameters)
         self._by_request[sequence.request_id] = sequence
 
-    def _parameters(self, sampling: Sampling) -> SamplingParams:
-        """vLLM's parameters of a sequence, checked by vLLM."""
+    def _check_sampling(self, sampling: Sampling) -> Sampling:
+        """The values as vLLM takes them, which raises a very low temperature, and its refusals as ours."""
+        limit = min(sampling.max_tokens, self._settings.max_codes)
         try:
-            parameters = SamplingParams(
+            checked = SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
                 repetition_penalty=sampling.repetition_penalty,
-                max_tokens=min(sampling.max_tokens, self._settings.max_codes),
-                # vLLM masks the stop ids until then; the mask id is set behind its sampler, and always stops.
+                max_tokens=limit,
                 min_tokens=sampling.min_tokens,
-                # The mask id is never drawn but by a sequence that met something non-finite.
-                stop_token_ids=[*self._ids.stops, self._ids.mask],
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-                extra_args=seed_args(sampling.seed),
             )
         except VLLMValidationError as error:
             raise BadRequest(f"the talker's sampling: {error}", stage="talker") from error
-        # The runner applies it on the device; in vLLM it would make every step wait for the one before.
-        parameters.repetition_penalty = 1.0
-        return parameters
+        return dataclasses.replace(sampling, temperature=checked.temperature, max_tokens=limit)
+
+    def _parameters(self, sampling: Sampling) -> SamplingParams:
+        """What vLLM must know of a sequence: when it ends. How it is sampled, only the step knows (`SlotDraws`)."""
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=sampling.max_tokens,
+            # The mask id is never drawn but by a sequence that met something non-finite.
+            stop_token_ids=[*self._ids.stops, self._ids.mask],
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
 
     def _output(self, found: EngineCoreOutput) -> TalkerOutput:
         sequence, ids = self._by_request[found.request_id], found.new_token_ids

@@ -123,6 +123,8 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
         """
         if self.step is None:
             raise RuntimeError("the talker's network runs before it was given its hidden rows")
+        if self.step.decoding:
+            self.step.go_on(input_ids, positions)
         embeds = self.step.condition(input_ids, self.embed_input_ids(input_ids))
         hidden: Tensor = self.model(positions, self.thinker_to_talker_proj(embeds))
         if self.step.decoding:
@@ -130,9 +132,9 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
         return hidden
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Codec logits [N, vocab_size] of hidden states [N, hidden_size]; of a decode step the adjusted ones."""
+        """Codec logits [N, vocab_size] of hidden states [N, hidden_size]; of a decode step the ids [N], drawn."""
         if self.step is not None and self.step.decoding:
-            return self.step.logits[: hidden_states.shape[0]]
+            return self.step.drawn[: hidden_states.shape[0]]
         logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)
         return logits
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,7 @@ UNBOUNDED: Final = 1 << 40
 _RETRY_MS: Final = 250
 
 
-@dataclass(frozen=True)
-class SampledStep:
+class SampledStep(NamedTuple):
     """Ids that a sequence drew in one engine step, or in several in order."""
 
     ids: Tensor
@@ -69,11 +68,11 @@ class Sequence:
 
     def accept(self, count: int, spoken: int) -> SampledStep | None:
         """Take the oldest `count` draws, which vLLM has accepted, and return the first `spoken` of them as codes."""
+        if count == spoken == 1:
+            return self.sampled.popleft()
         taken = [self.sampled.popleft() for _ in range(count)][:spoken]
         if not taken:
             return None
-        if len(taken) == 1:
-            return taken[0]
         joined = torch.cat([step.ids for step in taken])
         return SampledStep(joined, record_event(joined.device))
 

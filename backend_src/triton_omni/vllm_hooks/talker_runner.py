@@ -27,11 +27,10 @@ from triton_omni.vllm_hooks.compat import (
 )
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
-from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
 from triton_omni.vllm_hooks.steady_decode import SteadyDecodeMixin
 from triton_omni.vllm_hooks.talker_network import TalkerForCausalLM
 from triton_omni.vllm_hooks.talker_rows import SampledStep, Sequence
-from triton_omni.vllm_hooks.talker_step import TalkerStep, make_step
+from triton_omni.vllm_hooks.talker_step import Column, TalkerStep, make_step
 
 if TYPE_CHECKING:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -43,6 +42,8 @@ else:
 
 SESSIONS: Final = "max_sessions"
 """Key of vLLM's `additional_config`: sequences open at once."""
+_STEPS_AHEAD: Final = 32
+"""Steps whose numbers are computed together: a few array operations cost what their calls do."""
 
 
 class _Batch(NamedTuple):
@@ -63,10 +64,12 @@ class TalkerRunnerMixin(_Runner):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self._index = self._make_buffer(self.max_num_tokens, 2, dtype=torch.int64)
+        self._index = self._make_buffer(self.max_num_tokens, len(Column), dtype=torch.int64)
         self._sequences: dict[str, Sequence] = {}
         self._batch = _Batch([], [], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._drawing: list[Sequence | None] = []
+        self._ahead: list[NDArray[np.int64]] = []
+        """What is known of steps that only go on; of no use behind any other."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the network, and allocate what it reads in every step before any step is recorded."""
@@ -86,8 +89,13 @@ class TalkerRunnerMixin(_Runner):
             self.step.compile()
         cast(TalkerForCausalLM, self.get_model()).step = self.step
 
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate the cache, and let the step know where its slots are named."""
+        super().initialize_kv_cache(*args, **kwargs)
+        self.step.cache_slots = self.input_batch.block_table[0].slot_mapping.gpu
+
     def _warmup_and_capture(self, desc: BatchDescriptor, *args: Any, **kwargs: Any) -> None:
-        """Record a step; a decode step's holds logits and mask too."""
+        """Record a step; a decode step's holds its draws too."""
         self.step.decoding = desc.uniform
         try:
             super()._warmup_and_capture(desc, *args, **kwargs)
@@ -138,6 +146,7 @@ class TalkerRunnerMixin(_Runner):
         """Stage pool rows and slots where vLLM stages its other host inputs (it guards their reuse by an event)."""
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self._last_tokens = prepared[0]
+        self._ahead = []
         count, batch = scheduler_output.total_num_scheduled_tokens, self._current_batch()
         self.step.decoding = count == len(batch.sequences)
         self._stage_index(count, batch.slots)
@@ -158,43 +167,70 @@ class TalkerRunnerMixin(_Runner):
         return self._batch
 
     def _stage_index(self, count: int, slots: NDArray[np.int64]) -> None:
-        """Pool row and slot of each of the step's tokens, to the device in one copy."""
+        """What the step must know of its tokens, to the device in one copy."""
         owners = self.req_indices.np[:count]
         positions = self.input_batch.num_computed_tokens_cpu[owners] + self.query_pos.np[:count]
         index, owned = self._index.np, slots[owners]
-        index[:count, 0] = self.step.rows.pool_rows(owned, positions)
-        index[:count, 1] = owned
+        index[:count, Column.ROW] = self.step.rows.pool_rows(owned, positions)
+        index[:count, Column.SLOT] = owned
+        index[:count, Column.PLACE] = positions
+        index[:count, Column.UNIFORM] = self.step.draws.uniforms(owned, positions).view(np.int64)
+        index[:count, Column.FOLLOWS] = 0
         # A recorded step may be of more tokens than there are.
         end = min(max(count, self.max_num_reqs), len(index)) if self.step.decoding else len(index)
-        index[count:end] = (0, self.step.rows.idle_slot)
+        index[count:end] = 0
+        index[count:end, Column.SLOT] = self.step.rows.idle_slot
         self._index.copy_to_gpu(end)
 
+    def _stage_decode(self, computed: NDArray[np.int32]) -> None:
+        """Tell the step of one token a sequence that follows what the last drew."""
+        self._ahead = self._ahead or self._look_ahead(computed)
+        index, table = self._index.np[: len(computed)], self.input_batch.block_table[0]
+        index[:] = self._ahead.pop()
+        places, size = index[:, Column.PLACE], table.block_size
+        index[:, Column.ROW] = self.step.rows.pool_rows(self._batch.slots, places)
+        blocks = table.get_numpy_array()[self.arange_np[: len(computed)], places // size]
+        index[:, Column.CACHE] += blocks * np.int64(size)
+        self._index.copy_to_gpu(len(computed))
+
+    def _look_ahead(self, computed: NDArray[np.int32]) -> list[NDArray[np.int64]]:
+        """What the next steps can be told now of the batch's tokens [B, len(Column)], the latest step first.
+
+        It lacks the row, which may not be there yet, and of the cache's slot the block.
+        """
+        places = computed + np.arange(_STEPS_AHEAD, dtype=np.int64)[::-1, np.newaxis]
+        slots = np.broadcast_to(self._batch.slots, places.shape)
+        told = np.zeros((*places.shape, len(Column)), dtype=np.int64)
+        told[..., Column.SLOT] = slots
+        told[..., Column.PLACE] = places
+        told[..., Column.UNIFORM] = self.step.draws.uniforms(slots, places).view(np.int64)
+        told[..., Column.FOLLOWS] = 1
+        told[..., Column.AXIS] = places + self._batch.deltas
+        told[..., Column.CACHE] = places % self.input_batch.block_table[0].block_size
+        return list(told)
+
+    def _drawn(self) -> Tensor:
+        # A copy: the next step draws into the same memory.
+        return self.step.drawn[: len(self._batch.ids)].clone()
+
     def _sample(self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
-        """Draw; a sequence with anything non-finite draws the mask id, which ends it alone."""
+        """The step's draws: a decode step has made them already, behind the network."""
         if logits is None:
             raise RuntimeError("the talker runs on one rank, so every step has logits")
-        if self.step.decoding:
-            sound = self.step.sound[: logits.shape[0]]
-        else:
-            logits, sound = self.step.adjust(logits, self.step.slots(self._last_tokens))
-        output = super()._sample(logits, spec_decode_metadata)
-        drawn = torch.where(sound, output.sampled_token_ids[:, 0], self.step.mask_id)
-        output.sampled_token_ids = drawn.unsqueeze(-1)
-        self._hand_out(drawn)
-        return output
+        drawn = self._drawn() if self.step.decoding else self.step.draw(logits, self._last_tokens)
+        self._hand_out(drawn, record_event(drawn.device))
+        return SamplerOutput(sampled_token_ids=drawn.unsqueeze(-1), logprobs_tensors=None)
 
-    def _hand_out(self, drawn: Tensor) -> None:
+    def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:
         """Remember this step's ids [B] with their sequences until vLLM says which of them count."""
-        ids = drawn.to(torch.int32)
-        ready = record_event(ids.device)
-        for sequence, code in zip(self._drawing, torch.split(ids, 1), strict=True):
+        for sequence, code in zip(self._drawing, torch.split(drawn, 1), strict=True):
             if sequence is not None:
                 sequence.sampled.append(SampledStep(code, ready))
 
 
-class TalkerRunner(TalkerRunnerMixin, CounterNoiseMixin, SteadyDecodeMixin, PrefillGraphsMixin, PlatformRunner):
-    """vLLM's runner with hidden rows added, batched seeded sampling, graphs of prompts, and little to do for a step
-    that goes on."""
+class TalkerRunner(TalkerRunnerMixin, SteadyDecodeMixin, PrefillGraphsMixin, PlatformRunner):
+    """vLLM's runner with hidden rows added, draws of its own, graphs of prompts, and little to do for a step that goes
+    on."""
 
 
 class TalkerWorker(StageWorker):

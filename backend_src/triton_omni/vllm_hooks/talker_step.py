@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a talker step computes on the device before and behind the network: conditioned inputs, logits fit to draw from.
+"""What a talker step computes on the device before and behind the network: conditioned inputs, drawn codes.
 
 Every tensor it reads or writes between steps is allocated once, so a recorded step (a CUDA graph) may hold all of it.
 It knows neither vLLM nor how a step is scheduled.
@@ -7,6 +7,7 @@ It knows neither vLLM nor how a step is scheduled.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -14,17 +15,37 @@ from torch import Tensor
 
 from triton_omni.checkpoint.config import OmniConfig, load_config
 from triton_omni.talker.conditioning import CodecIds, prompt_ids
+from triton_omni.vllm_hooks.talker_draw import SlotDraws
 from triton_omni.vllm_hooks.talker_rows import TalkerRows
 from triton_omni.vllm_hooks.text_rows import TextRows
 
 
+class Column(IntEnum):
+    """What a step is told of each of its tokens; one int64 each, so that all of it is one copy to the device."""
+
+    ROW = 0
+    """Its row in the pool."""
+    SLOT = 1
+    """The slot of its sequence."""
+    PLACE = 2
+    """Its position in its sequence."""
+    UNIFORM = 3
+    """Bits of the float64 by which the id behind it is drawn."""
+    FOLLOWS = 4
+    """1 where it is what the last decode step drew in the same row; the step then lays it out by the next two."""
+    AXIS = 5
+    """Its position on the axes of M-RoPE, which are one behind the prompt."""
+    CACHE = 6
+    """Its slot in the key-value cache."""
+
+
 class TalkerStep:
-    """Inputs and logits of a step's tokens.
+    """Inputs and draws of a step's tokens.
 
     Args:
         rows: device memory of all sequences.
-        index: int64 [tokens of the largest step, 2] on the device: each token's pool row and its sequence's slot;
-            written before every step. What is behind a step's tokens must be valid too, with `rows.idle_slot`.
+        index: int64 [tokens of the largest step, len(Column)] on the device, written before every step. What is behind
+            a step's tokens must be valid too, with `rows.idle_slot`.
         ids: special codec ids.
         speakable: number of codes the codec's table holds; other ids are never drawn, the stop ids apart.
         max_sequences: sequences of the largest decode step.
@@ -36,15 +57,30 @@ class TalkerStep:
         """Whether the step that runs has one token a sequence; set before it."""
         vocabulary = rows.seen.shape[1]
         self._forbidden = _forbidden(vocabulary, ids, speakable).to(index.device)
-        self.logits = torch.zeros(max_sequences, vocabulary, dtype=torch.float32, device=index.device)
-        """Of the last decode step, adjusted."""
-        self.sound = torch.zeros(max_sequences, dtype=torch.bool, device=index.device)
-        """Of the last decode step: whether the sequence is still finite."""
+        stops = torch.zeros(vocabulary, dtype=torch.bool)
+        stops[list(ids.stops)] = True
+        self.draws = SlotDraws(rows.idle_slot + 1, stops.to(index.device))
+        self.drawn = torch.zeros(max_sequences, dtype=torch.int32, device=index.device)
+        """Ids of the last decode step, by its order of sequences."""
+        self.cache_slots = torch.zeros(0, dtype=torch.int64, device=index.device)
+        """Where attention finds the tokens' slots in its cache; set before the first decode step."""
 
     def compile(self) -> None:
         """Let torch.compile fuse what surrounds the network, from its next run on."""
         self.condition = torch.compile(self.condition, fullgraph=True, dynamic=True)  # type: ignore[method-assign]
-        self.finish_decode = torch.compile(self.finish_decode, fullgraph=True, dynamic=True)  # type: ignore[method-assign]
+        self._adjust_decode = torch.compile(self._adjust_decode, fullgraph=True, dynamic=True)  # type: ignore[method-assign]
+
+    def go_on(self, ids: Tensor, positions: Tensor) -> None:
+        """Lay out the tokens of a decode step that follow the last one's: `ids` [N], `positions` [3, N], cache slots.
+
+        In place, as vLLM would have done; its buffers stay as they are for tokens that it laid out itself.
+        """
+        count = ids.shape[0]
+        index, slots = self._index[:count], self.cache_slots[:count]
+        follows = index[:, Column.FOLLOWS] != 0
+        ids.copy_(torch.where(follows, self.drawn[:count], ids))
+        positions.copy_(torch.where(follows, index[:, Column.AXIS], positions))
+        slots.copy_(torch.where(follows, index[:, Column.CACHE], slots))
 
     def condition(self, ids: Tensor, codes: Tensor) -> Tensor:
         """Inputs [N, H] of a step's tokens: each one's hidden row plus `codes` [N, H], the embeddings of `ids` [N].
@@ -52,21 +88,29 @@ class TalkerStep:
         An id that is read counts as used from here on, which is how HF's repetition penalty sees it.
         """
         count = ids.shape[0]
-        slots = self._index[:count, 1]
-        inputs = self.rows.gather(self._index[:count, 0], slots)
+        slots = self._index[:count, Column.SLOT]
+        inputs = self.rows.gather(self._index[:count, Column.ROW], slots)
         self.rows.mark_seen(slots, ids)
         return inputs.add_(codes * (ids != self.mask_id).unsqueeze(-1))
 
-    def slots(self, tokens: Tensor) -> Tensor:
-        """Slots int64 [B] of the sequences of tokens int64 [B], places in the step."""
-        return self._index[tokens, 1]
-
     def finish_decode(self, logits: Tensor) -> None:
-        """Keep the adjusted `logits` [N, V] of a step of one token a sequence."""
-        count = logits.shape[0]
-        adjusted, sound = self.adjust(logits, self._index[:count, 1])
-        self.logits[:count].copy_(adjusted)
-        self.sound[:count].copy_(sound)
+        """Draw from the `logits` [N, V] of a step of one token a sequence, into `drawn`."""
+        index = self._index[: logits.shape[0]]
+        self.drawn[: logits.shape[0]].copy_(self._draw(*self._adjust_decode(logits), index))
+
+    def draw(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Ids int32 [B] behind `tokens` int [B], places in a step of any kind, whose logits are [B, V]."""
+        index = self._index[tokens]
+        return self._draw(*self.adjust(logits, index[:, Column.SLOT]), index)
+
+    def _adjust_decode(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return self.adjust(logits, self._index[: logits.shape[0], Column.SLOT])
+
+    def _draw(self, logits: Tensor, sound: Tensor, index: Tensor) -> Tensor:
+        """A sequence with anything non-finite draws the mask id, which ends it alone."""
+        uniforms = index[:, Column.UNIFORM].view(torch.float64)
+        drawn = self.draws(logits, index[:, Column.SLOT], index[:, Column.PLACE], uniforms)
+        return torch.where(sound, drawn, self.mask_id).to(torch.int32)
 
     def adjust(self, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B, V] after HF's repetition penalty (`RepetitionPenaltyLogitsProcessor`) and the fixed mask.
@@ -116,7 +160,7 @@ def make_step(
         prompt_seen=seen.to(index.device),
         max_positions=max_positions,
     )
-    index[:, 0], index[:, 1] = 0, rows.idle_slot
+    index[:, Column.SLOT] = rows.idle_slot
     return TalkerStep(rows, index, ids, config.codec.largest_code + 1, max_sequences)
 
 

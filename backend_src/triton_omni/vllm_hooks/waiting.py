@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from triton_omni.vllm_hooks.compat import AsyncScheduler, Request, Scheduler
+from triton_omni.vllm_hooks.steady_schedule import SteadyScheduleMixin
 
 if TYPE_CHECKING:
     _Scheduler = Scheduler
@@ -67,5 +68,12 @@ class WaitingScheduler(WaitingMixin, Scheduler):
     """For synchronous steps (the CPU, or asynchronous scheduling switched off)."""
 
 
-class WaitingAsyncScheduler(WaitingMixin, AsyncScheduler):
+class WaitingAsyncScheduler(WaitingMixin, SteadyScheduleMixin, AsyncScheduler):
     """For steps scheduled while the device still runs the one before."""
+
+    def steps_ahead(self, request: Request) -> int:
+        """Steps for which the request's rows are there too."""
+        steps: int = super().steps_ahead(request)
+        if self._ready_positions is None:
+            return steps
+        return min(steps, self._ready_positions(request.request_id) - request.num_computed_tokens)

@@ -1,22 +1,124 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of a decode step that are counted up are those that vLLM lays out from the host's state."""
+"""Steps that go on give the codes of vLLM's own steps, and leave vLLM's records as those would."""
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 import torch
-from rig import GREEDY, SAMPLED, Spoken, make_engine
+from rig import GREEDY, SAMPLED, Spoken, assert_nothing_held, make_engine
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
 
+LONG = replace(GREEDY, max_tokens=200, min_tokens=200)
 
-def device_inputs(runner, count):
-    """All that vLLM's `_prepare_inputs` writes and a decode step reads."""
-    table = runner.input_batch.block_table[0]
-    named = {
-        "computed": runner.num_computed_tokens[:count],
-        "positions": runner.positions[:count],
+
+class Pair:
+    """Two engines that are told the same: one goes on where it can, the other schedules every step in vLLM's way."""
+
+    def __init__(self, checkpoint):
+        self.engines = [make_engine(checkpoint, ahead=True) for _ in range(2)]
+        self.spoken = [Spoken(), Spoken()]
+        self.steady = []
+        """Sequences of each step that went on."""
+        fast, plain = self.engines
+        plain._core.scheduler.schedule_further = lambda: None
+        go_on = fast._runner.go_on
+        fast._runner.go_on = lambda step: (self.steady.append(len(step.num_scheduled_tokens)), go_on(step))[1]
+
+    def each(self, method, *arguments):
+        for engine in self.engines:
+            getattr(engine, method)(*arguments)
+
+    def step(self, count=1):
+        for _ in range(count):
+            for engine, spoken in zip(self.engines, self.spoken, strict=True):
+                spoken.step(engine)
+            fast, plain = map(records, self.engines)
+            assert [name for name in plain if fast[name] != plain[name]] == []
+            assert self.spoken[0].codes == self.spoken[1].codes
+
+    def drain(self):
+        while any(engine.has_work() for engine in self.engines):
+            self.step()
+        return self
+
+    def close(self):
+        for engine in self.engines:
+            assert_nothing_held(engine)
+            engine.close()
+        fast, plain = self.spoken
+        assert (fast.codes, fast.finish, fast.errors) == (plain.codes, plain.finish, plain.errors)
+
+
+@pytest.fixture
+def pair(tiny_checkpoint):
+    return Pair(tiny_checkpoint)
+
+
+def name_of(request_id):
+    """The key of a sequence; vLLM appends something of its own to it."""
+    return request_id.rsplit("-", 1)[0]
+
+
+def records(engine):
+    """All that vLLM knows of its sequences after a step, on the host and on the device."""
+    return {**scheduler_records(engine._core), **runner_records(engine._runner), **device_records(engine._runner)}
+
+
+def scheduler_records(core):
+    scheduler = core.scheduler
+    manager = scheduler.kv_cache_manager
+    return {
+        "scheduled": [
+            (
+                name_of(request.request_id),
+                request.status,
+                request.num_computed_tokens,
+                request.num_in_flight_tokens,
+                request.num_output_placeholders,
+                request.is_prefill_chunk,
+                list(request.all_token_ids),
+                list(request.output_token_ids),
+                manager.get_block_ids(request.request_id),
+            )
+            for request in scheduler.running
+        ],
+        "free blocks": manager.block_pool.get_num_free_blocks(),
+        "step": scheduler.current_step,
+        "scheduled before": sorted(map(name_of, scheduler.prev_step_scheduled_req_ids)),
+        "in flight": [sorted(map(name_of, step.num_scheduled_tokens)) for _, step, _ in core.batch_queue],
+    }
+
+
+def runner_records(runner):
+    batch = runner.input_batch
+    rows = range(batch.num_reqs)
+    table = batch.block_table[0]
+    before = batch.prev_req_id_to_index or {}
+    return {
+        "order": [name_of(request_id) for request_id in batch.req_ids],
+        "computed": batch.num_computed_tokens_cpu[: batch.num_reqs].tolist(),
+        "ends": batch.num_tokens_no_spec[: batch.num_reqs].tolist(),
+        "tokens": [batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]].tolist() for row in rows],
+        "known": [batch.is_token_ids[row, : batch.num_tokens_no_spec[row]].tolist() for row in rows],
+        "blocks": [table.get_numpy_array()[row, : table.num_blocks_per_row[row]].tolist() for row in rows],
+        "rows before": {name_of(request_id): row for request_id, row in before.items()},
+        "states": {
+            name_of(request_id): (state.num_computed_tokens, list(state.output_token_ids), state.block_ids)
+            for request_id, state in runner.requests.items()
+        },
+    }
+
+
+def device_records(runner):
+    """All that a decode step reads of its inputs, as it left them, and what it drew."""
+    batch = runner.input_batch
+    count, table = batch.num_reqs, batch.block_table[0]
+    if not runner.step.decoding:
+        return {}
+    tensors = {
         "M-RoPE": runner.mrope_positions.gpu[:, :count],
         "lengths": runner.seq_lens,
         "bound of lengths": runner.optimistic_seq_lens_cpu,
@@ -24,47 +126,73 @@ def device_inputs(runner, count):
         "ids": runner.input_ids.gpu[:count],
         "cache slots": table.slot_mapping.gpu[:count],
         "cache blocks": table.block_table.gpu[:count],
-        "thrown away": runner.discard_request_mask.gpu[:count],
-        "owners": runner.req_indices.gpu[:count],
-        "places": runner.query_pos.gpu[:count],
-        "scheduled": runner.num_scheduled_tokens.gpu[:count],
-        "rows before": torch.from_numpy(runner.prev_positions.np[:count]),
+        "drawn": batch.prev_sampled_token_ids,
     }
-    return {name: value.clone() for name, value in named.items()}
+    return {name: tensor.tolist() for name, tensor in tensors.items() if tensor is not None}
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_inputs_counted_up_are_vllms(tiny_checkpoint, cases, monkeypatch, ahead):
-    from triton_omni.vllm_hooks.compat import GPUModelRunner
-    from triton_omni.vllm_hooks.steady_decode import SteadyDecodeMixin
-
-    compared = []
-    count_up = SteadyDecodeMixin._count_up
-
-    def count_up_and_compare(runner, step, count, computed):
-        count_up(runner, step, count, computed)
-        found = device_inputs(runner, count)
-        last_tokens, _, most = GPUModelRunner._prepare_inputs(runner, step, np.ones(count, dtype=np.int32))
-        assert most == 1
-        assert last_tokens.tolist() == runner._last_step.last_tokens.tolist()
-        expected = device_inputs(runner, count)
-        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
-        compared.append(count)
-
-    monkeypatch.setattr(SteadyDecodeMixin, "_count_up", count_up_and_compare)
-    engine, spoken = make_engine(tiny_checkpoint, ahead=ahead), Spoken()
+def test_steps_that_go_on_are_vllms_while_the_batch_changes(pair, cases):
     for number, case in enumerate(cases[:5]):
         # Each begins while the others decode, waits for rows in between, and ends when it will.
-        engine.open(str(number), case.prompt, SAMPLED if number % 2 else GREEDY)
-        engine.feed(str(number), case.rows[: case.prompt_rows + 1])
-        for _ in range(4):
-            spoken.step(engine)
-        engine.feed(str(number), case.rows[case.prompt_rows + 1 :])
-        engine.end(str(number))
-        for _ in range(6):
-            spoken.step(engine)
-    engine.abort("1")
-    spoken.drain(engine)
-    engine.close()
-    assert len(set(compared)) > 2
-    assert len(compared) > 20
+        pair.each("open", str(number), case.prompt, SAMPLED if number % 2 else GREEDY)
+        pair.each("feed", str(number), case.rows[: case.prompt_rows + 1])
+        pair.step(4)
+        pair.each("feed", str(number), case.rows[case.prompt_rows + 1 :])
+        pair.each("end", str(number))
+        pair.step(6)
+    pair.each("abort", "1")
+    pair.drain().close()
+    assert len(set(pair.steady)) > 2
+    assert len(pair.steady) > 20
+
+
+def test_steps_that_go_on_are_vllms_where_rows_run_out(pair, cases):
+    for number in (2, 4):
+        pair.each("open", str(number), cases[number].prompt, LONG)
+        pair.each("feed", str(number), cases[number].rows[: cases[number].prompt_rows + 6])
+    pair.step(12)
+    pair.each("feed", "2", cases[2].rows[cases[2].prompt_rows + 6 :])
+    pair.drain()
+    pair.each("feed", "4", cases[4].rows[cases[4].prompt_rows + 6 :])
+    pair.each("end", "2")
+    pair.each("end", "4")
+    pair.drain().close()
+    assert {1, 2} <= set(pair.steady)
+
+
+def test_steps_that_go_on_are_vllms_across_cache_blocks(pair, cases):
+    """Sequences of different lengths reach the end of a block in different steps, two hundred steps on end."""
+    for number, case in enumerate(cases[:4]):
+        pair.each("open", str(number), case.prompt, LONG)
+        pair.each("feed", str(number), case.rows)
+        pair.each("end", str(number))
+    pair.step(150)
+    pair.each("abort", "2")
+    pair.drain().close()
+    assert len(pair.steady) > 180
+
+
+def test_a_sequence_ends_with_its_stop_code_while_others_go_on(pair, talker, cases):
+    stopping = replace(GREEDY, max_tokens=300)
+    for number, case in enumerate(cases):
+        pair.each("open", str(number), case.prompt, stopping)
+        pair.each("feed", str(number), case.rows)
+        pair.each("end", str(number))
+    pair.drain().close()
+    assert "stop" in pair.spoken[0].finish.values()
+    expected = [talker.codes(case, stopping) for case in cases]
+    assert [pair.spoken[0].of(str(number)) for number in range(len(cases))] == expected
+
+
+def test_a_sequence_that_is_not_finite_ends_alone_in_a_step_that_goes_on(pair, cases):
+    for number in (2, 4):
+        pair.each("open", str(number), cases[number].prompt, LONG)
+        pair.each("feed", str(number), cases[number].rows)
+        pair.each("end", str(number))
+    pair.step(8)
+    for engine in pair.engines:
+        with torch.inference_mode():
+            engine._rows.pool[engine._open["4"].base :][: engine._open["4"].reserved] = float("nan")
+    pair.drain().close()
+    assert list(pair.spoken[0].errors) == ["4"]
+    assert len(pair.spoken[0].codes["2"]) == 200

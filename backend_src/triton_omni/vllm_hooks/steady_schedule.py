@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheduler that knows when a step only goes on, and then schedules it and takes its result in a few operations.
+
+vLLM decides about every sequence anew at every step. While all that run have decoded and go on, nothing is to be
+decided but who needs a cache block; for how many steps that stays so is known in advance. Everything else is left to
+vLLM's own way. What makes a sequence wait, it does not know.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from triton_omni.vllm_hooks.compat import (
+    AsyncScheduler,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    ModelRunnerOutput,
+    Request,
+    SchedulerOutput,
+)
+from triton_omni.vllm_hooks.steady_decode import SteadyStep
+
+if TYPE_CHECKING:
+    _Scheduler = AsyncScheduler
+else:
+    _Scheduler = object
+
+
+class SteadyScheduleMixin(_Scheduler):
+    """Adds `schedule_further` to vLLM's asynchronous scheduler, for requests without prefix cache, media or grammar.
+
+    Put it before `AsyncScheduler` in the bases.
+    """
+
+    _decoding: list[Request] | None = None
+    """The requests of the last step, if it decoded all that run."""
+    _shares: dict[str, int]
+    _stops: frozenset[int]
+    _further: int = 0
+    """For how many steps nothing but a new or an ended request can stop one of them."""
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """A step in vLLM's own way."""
+        output = super().schedule(throttle_prefills)
+        shares = output.num_scheduled_tokens
+        decoded = len(shares) == len(self.running) == output.total_num_scheduled_tokens > 0
+        self._decoding = None
+        if decoded and not any(request.is_prefill_chunk for request in self.running):
+            self._decoding, self._shares, self._further = list(self.running), shares, 0
+            self._stops = frozenset().union(*map(_stops, self.running))
+        return output
+
+    def schedule_further(self) -> SteadyStep | None:
+        """The next step, if it is one of just the sequences of the last, one token each; otherwise None."""
+        if self._decoding is None or not self._goes_on(self._decoding):
+            self._decoding = None
+            return None
+        new_blocks = self._allocate()
+        for request in self.running:
+            request.num_computed_tokens += 1
+            request.num_in_flight_tokens += 1
+            request.num_output_placeholders += 1
+        self.current_step += 1
+        self._further -= 1
+        return SteadyStep(self._shares, new_blocks, self._decoding, self._stops)
+
+    def steps_ahead(self, request: Request) -> int:
+        """Steps of one token that a decoding request can surely be scheduled for from now on."""
+        # Its last two steps are vLLM's to judge, which knows how many of its codes have come.
+        limit = min(self.max_model_len, request.num_prompt_tokens + request.max_tokens) - 2
+        return max(0, limit - request.num_computed_tokens)
+
+    def _goes_on(self, decoding: list[Request]) -> bool:
+        if self.finished_req_ids or decoding != self.running or self.needs_kv_cache_zeroing:
+            return False
+        if self.waiting and len(self.running) < self.max_num_running_reqs:
+            return False
+        if self._further < 1:
+            self._further = min(self.steps_ahead(request) for request in self.running)
+        # Each may need one more.
+        return self._further > 0 and self.kv_cache_manager.block_pool.get_num_free_blocks() >= len(self.running)
+
+    def _allocate(self) -> list[tuple[str, tuple[list[int], ...]]]:
+        """Give a block to each request whose next token begins one."""
+        given = []
+        for request in self.running:
+            if request.num_computed_tokens % self.block_size:
+                continue
+            blocks = self.kv_cache_manager.allocate_slots(request, 1)
+            if blocks is None:
+                raise RuntimeError(f"no cache block for {request.request_id}, although blocks are free")
+            given.append((request.request_id, blocks.get_block_ids()))
+        if given:
+            # What vLLM keeps for caches that are zeroed would grow otherwise.
+            self.kv_cache_manager.take_new_block_ids()
+        return given
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: ModelRunnerOutput) -> Any:
+        """Take a step's draws; where one may end its request, or a request is gone, in vLLM's own way."""
+        if not self._nothing_ends(scheduler_output, model_runner_output):
+            return super().update_from_output(scheduler_output, model_runner_output)
+        rows, drawn, outputs = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids, []
+        for request in self.running:
+            request.num_in_flight_tokens -= 1
+            request.num_output_placeholders -= 1
+            ids = drawn[rows[request.request_id]]
+            request.append_output_token_ids(ids)
+            outputs.append(EngineCoreOutput(request.request_id, ids))
+        return {0: EngineCoreOutputs(outputs=outputs)}
+
+    def _nothing_ends(self, step: object, output: ModelRunnerOutput) -> bool:
+        """Whether a step's result is one id for each request that runs, and ends none of them.
+
+        By its length none can end: `steps_ahead` leaves the last steps to vLLM.
+        """
+        return (
+            isinstance(step, SteadyStep)
+            and step.requests == self.running
+            and step.stops.isdisjoint(ids[0] for ids in output.sampled_token_ids)
+            # Given back to the queue and running again since.
+            and not any(request.num_stale_output_tokens for request in self.running)
+        )
+
+
+def _stops(request: Request) -> set[int]:
+    """Ids that may end a request."""
+    parameters = request.sampling_params
+    if parameters is None:
+        return set()
+    return {
+        *(parameters.stop_token_ids or ()),
+        *(() if parameters.eos_token_id is None else (parameters.eos_token_id,)),
+    }
