@@ -76,6 +76,13 @@ def token2wav_offline(plan: Plan) -> Items:
     return offline_own(plan, device())
 
 
+def token2wav_quality(plan: Plan) -> Items:
+    """What our faster ways cost in sound."""
+    from .quality import quality
+
+    return quality(plan, device())
+
+
 def token2wav_offline_hf(plan: Plan) -> Items:
     """HF's whole replies."""
     from .speech import offline_hf
@@ -98,6 +105,7 @@ MEASUREMENTS: Mapping[str, Callable[[Plan], Items]] = {
     "token2wav-windows": token2wav_windows,
     "token2wav-offline": token2wav_offline,
     "token2wav-offline-hf": token2wav_offline_hf,
+    "token2wav-quality": token2wav_quality,
     "pipeline": pipeline,
 }
 """By the name that `--only` takes, in the order of a run."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-Unit = Literal["ms", "audio-s/s"]
+Unit = Literal["ms", "audio-s/s", "dB"]
 OURS = "triton-omni"
 READY: Mapping[str, Any] = {"ready": {}}
 """What a measurement gives before its figures: its engine stands. Decoders say their facts here."""

@@ -51,6 +51,15 @@ def test_windows_are_timed_in_halves_and_whole(micro, plan):
     assert all(item["count"] == 2 and item["min"] > 0 for item in figures)
 
 
+def test_streams_are_nearly_the_whole_reply_and_less_context_costs_more(micro, plan):
+    ready, *figures = micro("child").token2wav_quality(plan)
+    assert "ready" in ready
+    decibel = {tuple(figure["parameters"].values()): figure["min"] for figure in figures}
+    assert 35 < decibel["low_latency", "offline"] < decibel["balanced", "offline"] < 100
+    assert len(figures) == (3 if torch.cuda.is_available() else 2)
+    assert all(figure["unit"] == "dB" and figure["min"] > 35 for figure in figures)
+
+
 def test_whole_replies_are_compared_with_hf(micro, plan):
     child = micro("child")
     items = [*child.token2wav_offline(plan), *child.token2wav_offline_hf(plan)]
