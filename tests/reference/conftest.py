@@ -12,10 +12,10 @@ from reference.hf import HfReference
 
 
 @pytest.fixture(autouse=True)
-def _reference_in_full_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def _reference_in_full_float32() -> None:
     """On the CPU no product rounds its inputs, whatever an engine in this process has asked for."""
     for kind in (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn):
-        monkeypatch.setattr(kind, "fp32_precision", "ieee")
+        kind.fp32_precision = "ieee"
 
 
 @pytest.fixture(scope="session")
