@@ -196,11 +196,8 @@ def _anti_aliased_snake(
     coarse = tl.dot(down, fine.to(up.dtype), input_precision=PRECISION)
     target = start + steps
     stored = ((steps < kept) & (target < length))[:, None] & is_channel
-    tl.store(
-        output + (row + target)[:, None] * CHANNELS + channels[None, :],
-        coarse.to(output.dtype.element_ty),
-        mask=stored,
-    )
+    places = (row + target)[:, None] * CHANNELS + channels[None, :]
+    tl.store(output + places, coarse.to(output.dtype.element_ty), mask=stored)
 
 
 def anti_aliased_snake(
