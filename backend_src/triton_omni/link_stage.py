@@ -77,6 +77,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._loop = StageLoop(f"omni-{name}", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
+        self._claimed = False
         # By slot, when Triton was last asked for a cancel; of Triton's thread.
         self._asked_ns = [0] * CAPACITY
         self.hops: dict[Until, HopTimes] = {"arrived": HopTimes(), "taken": HopTimes()}
@@ -139,7 +140,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     def has_work(self) -> bool:
         """Whether the engine could advance now."""
-        return self._broken is None and self._link_engine.has_work() and not self._ledger.device_claimed()
+        return self._broken is None and self._link_engine.has_work() and not self._claimed
 
     def poll(self) -> float:
         """Look after every session; see `loop.Driven`."""
@@ -147,7 +148,9 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         if self._broken is None:
             self._engine_stats = self._link_engine.stats()
         delay = min((self._look_after(session) for session in list(self._open.values())), default=IDLE_POLL_S)
-        return CLAIMED_POLL_S if self._ledger.device_claimed() else delay
+        # Read once a turn: a claim that began behind the poll would have the loop sleep as if it were idle.
+        self._claimed = self._ledger.device_claimed()
+        return CLAIMED_POLL_S if self._claimed else delay
 
     def fail(self, error: Exception) -> None:
         """The engine raised: every session ends with an error, later ones fail when they open."""

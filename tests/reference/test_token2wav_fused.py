@@ -284,6 +284,28 @@ def test_what_a_recorded_step_reads_is_given_to_every_step_anew(networks: Networ
     assert_recorded_steps_are_the_same(networks, CalledAgain(), options, dtype=torch.float32, batches=batches)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="on the CPU work is done when it returns")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {}, {"cuda_graphs": False}])
+def test_no_step_waits_for_the_device(tiny_checkpoint: Path, settings: dict[str, Any]) -> None:
+    engine = Token2WavEngine(tiny_checkpoint, Token2WavSettings(**settings), DEVICE)
+
+    def speak(count: int) -> None:
+        engine.open("a", VOICE, 7, StreamOptions())
+        engine.feed("a", torch.zeros(count, dtype=torch.int32, device=DEVICE))
+        engine.end("a")
+        while engine.has_work():
+            assert all(output.error is None for output in engine.step())
+
+    # What is made once, such as the table of modulations, may wait; a window of another length may not.
+    speak(70)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        speak(65)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.skipif(not ON_GPU, reason="half precision needs a GPU")
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 @pytest.mark.parametrize("mode", ["streaming", "offline"])

@@ -127,6 +127,24 @@ def test_no_step_begins_while_another_stage_claims_the_device(monkeypatch):
         p.wait_until_empty()
 
 
+def test_a_claim_that_begins_behind_a_poll_holds_from_the_next_one_on(monkeypatch):
+    with pipeline() as p:
+        for stage, ledger in zip((p.thinker, p.talker), p.ledgers[:2], strict=True):
+            claimed = threading.Event()
+
+            def poll(poll=stage.poll, claimed=claimed):
+                claimed.clear()
+                delay = poll()
+                claimed.set()
+                return delay
+
+            monkeypatch.setattr(ledger, "device_claimed", claimed.is_set)
+            monkeypatch.setattr(stage, "poll", poll)
+        finished(p.ask("12345"))
+        assert p.engines[0].steps > 0
+        p.wait_until_empty()
+
+
 def test_token2wav_claims_the_device_while_somebody_waits_for_a_first_sound():
     waveform = FakeWaveformEngine()
     with pipeline(waveform=waveform) as p:

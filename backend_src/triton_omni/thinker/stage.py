@@ -118,6 +118,7 @@ class ThinkerStage:
         self._loop = StageLoop("omni-thinker", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
+        self._claimed = False
 
     # Called from any thread.
 
@@ -197,7 +198,7 @@ class ThinkerStage:
 
     def has_work(self) -> bool:
         """Whether the engine could advance now."""
-        return self._broken is None and self._engine.has_work() and not self._ledger.device_claimed()
+        return self._broken is None and self._engine.has_work() and not self._claimed
 
     def step(self) -> None:
         """One engine step; what it gave leaves at once where a credit allows."""
@@ -213,7 +214,9 @@ class ThinkerStage:
             self._engine_stats = self._engine.stats()
         now = time.monotonic_ns()
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
-        return CLAIMED_POLL_S if self._ledger.device_claimed() else delay
+        # Read once a turn: a claim that began behind the poll would have the loop sleep as if it were idle.
+        self._claimed = self._ledger.device_claimed()
+        return CLAIMED_POLL_S if self._claimed else delay
 
     def fail(self, error: Exception) -> None:
         """The engine raised: every session ends with an error, later ones are refused."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triton_omni.token2wav.transfer import to_device
+
 REACHES = ((0, 0), (1, 0), (0, 1), (1, 1))
 """(look-back, look-ahead) in blocks that a layer of the DiT can have."""
 
@@ -105,18 +107,18 @@ def block_layout(lengths: tuple[int, ...], block_size: int, device: torch.device
         lengths=lengths,
         block_size=block_size,
         starts=tuple(first.tolist()),
-        positions=positions.to(device),
-        slots=valid.flatten().nonzero()[:, 0].to(device),
-        windows=window[:, None].expand_as(valid)[valid].to(device),
+        positions=to_device(positions, device),
+        slots=to_device(valid.flatten().nonzero()[:, 0], device),
+        windows=to_device(window[:, None].expand_as(valid)[valid], device),
         neighbours=Neighbours(
-            previous=_neighbour(window, -1).to(device),
-            following=_neighbour(window, 1).to(device),
-            valid_frames=valid.sum(1, dtype=torch.int32).to(device),
+            previous=to_device(_neighbour(window, -1), device),
+            following=to_device(_neighbour(window, 1), device),
+            valid_frames=to_device(valid.sum(1, dtype=torch.int32), device),
         ),
         reaches={reach: _reach(window, valid, *reach, device) for reach in REACHES},
-        dense_blocks=dense_blocks.to(device),
-        dense_places=(window * widest + place).to(device),
-        dense_valid=dense_valid.flatten(1).to(device),
+        dense_blocks=to_device(dense_blocks, device),
+        dense_places=to_device(window * widest + place, device),
+        dense_valid=to_device(dense_valid.flatten(1), device),
     )
 
 
@@ -145,7 +147,8 @@ def _reach(window: Tensor, valid: Tensor, look_back: int, look_ahead: int, devic
     blocks = torch.where(inside, blocks, own)
     mask = (valid[blocks] & inside[..., None]).flatten(1)
     return Reach(
-        blocks=blocks.flatten().to(device), mask=None if bool(mask.all()) else mask[:, None, None, :].to(device)
+        blocks=to_device(blocks.flatten(), device),
+        mask=None if bool(mask.all()) else to_device(mask[:, None, None, :], device),
     )
 
 

@@ -139,7 +139,7 @@ class Token2WavEngine:
     def keeps_a_listener_waiting(self) -> bool:
         """Whether a window of a listener who has heard nothing yet is due or on the device."""
         launched = any(due.chunk.index == 0 for flight in self._flights for due in flight.batch)
-        return launched or any(not stream.playing_since_ns and stream.due() for stream in self._streams.values())
+        return launched or any(not stream.sound_until_ns and stream.due() for stream in self._streams.values())
 
     def abort(self, key: str) -> None:
         """Drop a stream and everything it holds; unknown keys are ignored."""
@@ -157,9 +157,10 @@ class Token2WavEngine:
         )
 
     def close(self) -> None:
-        """Drop every stream."""
+        """Drop every stream, and what became of the batches on the device."""
         for key in list(self._streams):
             self.abort(key)
+        self._flights.clear()
 
     def _diffusion(self, options: StreamOptions) -> DiffusionSettings:
         chosen = {name: value for name, value in asdict(options).items() if name != "mode" and value is not None}

@@ -18,6 +18,7 @@ from triton_omni.token2wav.batching import equal_length_groups
 from triton_omni.token2wav.chunking import Chunk
 from triton_omni.token2wav.sampler import Sampler
 from triton_omni.token2wav.streaming import Stream
+from triton_omni.token2wav.transfer import to_host
 
 FLAGS = 2
 """Numbers that travel behind the samples: whether the chunk is finite, how many codes were clamped."""
@@ -85,7 +86,7 @@ def take_off(batch: Sequence[Due], sampler: Sampler, vocoder: Vocoder, device: t
     finite = [torch.isfinite(m).all() & torch.isfinite(s).all() for m, s in zip(mels, samples, strict=True)]
     flags = torch.stack([*finite, *(due.stream.clamped for due in batch)]).float()
     # The flags ride behind the samples: one copy a batch.
-    host = _to_host(torch.cat([*samples, flags]))
+    host = to_host(torch.cat([*samples, flags]))
     return Flight(tuple(batch), tuple(map(len, samples)), host, solved, _mark(device))
 
 
@@ -101,12 +102,6 @@ def _vocode(mels: Sequence[Tensor], vocoder: Vocoder) -> list[Tensor]:
 def _trim(chunk: Chunk, waveform: Tensor, rate: int) -> Tensor:
     start = (chunk.audio.start - chunk.vocoder.start) * rate
     return waveform[start : start + len(chunk.audio) * rate]
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty(tensor.shape, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triton_omni.token2wav.noise import counters
+from triton_omni.token2wav.transfer import to_device
 
 SMALLEST_TILE = 16
 """Tensor cores multiply no smaller tiles."""
@@ -195,11 +196,8 @@ def _anti_aliased_snake(
     coarse = tl.dot(down, fine.to(up.dtype), input_precision=PRECISION)
     target = start + steps
     stored = ((steps < kept) & (target < length))[:, None] & is_channel
-    tl.store(
-        output + (row + target)[:, None] * CHANNELS + channels[None, :],
-        coarse.to(output.dtype.element_ty),
-        mask=stored,
-    )
+    places = (row + target)[:, None] * CHANNELS + channels[None, :]
+    tl.store(output + places, coarse.to(output.dtype.element_ty), mask=stored)
 
 
 def anti_aliased_snake(
@@ -279,7 +277,7 @@ def _standard_normal(counters, output, rows, CHANNELS: tl.constexpr, TILE: tl.co
 
 def fused_standard_normal(spans: Sequence[tuple[int, int, int]], channels: int, device: torch.device) -> Tensor:
     """`noise.standard_normal` in one launch."""
-    counted = counters(spans).to(device)
+    counted = to_device(counters(spans), device)
     rows = counted.shape[1]
     output = torch.empty(rows, channels, device=device)
     tile = 128

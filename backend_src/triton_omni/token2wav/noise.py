@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from triton_omni.token2wav.transfer import to_device
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
@@ -48,7 +50,7 @@ def standard_normal(spans: Sequence[tuple[int, int, int]], channels: int, device
     Returns:
         [sum of frames, channels] fp32, the windows one behind another.
     """
-    frames, key_low, key_high = counters(spans).to(device)[:, :, None]
+    frames, key_low, key_high = to_device(counters(spans), device)[:, :, None]
     groups = torch.arange(-(-channels // _WORDS), device=device)[None, :]
     zero = torch.zeros_like(frames)
     words = philox((frames, groups, zero, zero), (key_low, key_high))

@@ -18,6 +18,7 @@ from triton_omni.checkpoint.facts import DitConfig
 from triton_omni.spans import FirstFit
 from triton_omni.token2wav.batching import BlockLayout
 from triton_omni.token2wav.rotary import Rotary
+from triton_omni.token2wav.transfer import to_device
 
 NONE = -1
 """In place of a page's number."""
@@ -146,6 +147,7 @@ class PastPool:
                 left[first + past.kept_frames // layout.block_size - 1] = past.page
         pages = torch.tensor([found, left], dtype=torch.int32)[:, None]
         later = evaluations * torch.arange(halves, dtype=torch.int32)[:, None]
-        found_pages, left_pages = torch.where(pages == NONE, NONE, pages + later).flatten(1).to(self.pages.device)
+        ours = torch.where(pages == NONE, NONE, pages + later).flatten(1)
+        found_pages, left_pages = to_device(ours, self.pages.device)
         numbers = torch.arange(evaluations, dtype=torch.int32, device=self.pages.device)
         return Past(self, found_pages, left_pages, numbers)

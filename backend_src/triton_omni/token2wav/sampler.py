@@ -29,6 +29,7 @@ from triton_omni.token2wav.ode import (
     time_grid,
 )
 from triton_omni.token2wav.past import Past, PastPool, WindowPast
+from triton_omni.token2wav.transfer import to_device
 
 UNGUIDED_BELOW = 1e-5
 """HF evaluates without the unconditional half below this guidance scale."""
@@ -182,7 +183,7 @@ class Sampler:
         spoken = self._dit.codes(torch.cat([window.codes for window in windows]))
         voices = torch.stack([window.voice.conditional for window in windows])
         unspoken = torch.stack([window.voice.unconditional for window in windows])
-        scales = torch.tensor([[window.guidance_scale] for window in windows]).to(self._device)
+        scales = to_device(torch.tensor([[window.guidance_scale] for window in windows]), self._device)
         return Flow(
             conditional=layout.pack(spoken + voices[layout.windows]),
             unconditional=layout.pack(unspoken[layout.windows]) if options.guided else None,
@@ -200,7 +201,7 @@ class Sampler:
         """The table of the options' times; clients choose the options, so only the latest few are kept."""
         if options not in self._modulations:
             times = evaluation_times(time_grid(options.num_steps, options.sway), options.solver)
-            self._modulations[options] = self._dit.modulation(times.to(self._device))
+            self._modulations[options] = self._dit.modulation(to_device(times, self._device))
         self._modulations.move_to_end(options)
         while len(self._modulations) > MODULATIONS_KEPT:
             self._modulations.popitem(last=False)

@@ -42,8 +42,7 @@ class Stream:
         tail: [t, M] on the device, the last mel frames kept, up to frame `tail_end`.
         tail_end: absolute number of the frame behind the tail.
         page: first of the pages that keep the stream's past; None for a reply that is one window.
-        frames_given: mel frames whose samples were launched.
-        playing_since_ns: when the first of them were, about when the listener begins to hear them.
+        sound_until_ns: when the listener will have heard all that was launched, by the monotonic clock; 0 before.
         finished: whether the final chunk was launched.
     """
 
@@ -57,9 +56,8 @@ class Stream:
     received: int = 0
     ended: bool = False
     tail_end: int = 0
-    frames_given: int = 0
     next_chunk: int = 0
-    playing_since_ns: int = 0
+    sound_until_ns: int = 0
     finished: bool = False
 
     @classmethod
@@ -99,9 +97,7 @@ class Stream:
     def deadline_ns(self) -> int:
         """When the listener runs out of sound, by the monotonic clock; who has heard nothing yet has waited from the
         stream's opening on."""
-        if not self.playing_since_ns:
-            return self.opened_ns
-        return self.playing_since_ns + self.frames_given * self.request.frame_ns
+        return self.sound_until_ns or self.opened_ns
 
     def window(self, chunk: Chunk) -> Window:
         """What the sampler needs to solve `chunk`."""
@@ -133,8 +129,9 @@ class Stream:
         # A copy: a view would hold the whole window's memory until the next chunk.
         self.tail = known[keep_from - tail_start : chunk.kept.end - tail_start].clone()
         self.tail_end = chunk.kept.end
-        self.frames_given = chunk.audio.end
-        self.playing_since_ns = self.playing_since_ns or time.monotonic_ns()
+        # Who ran out of sound hears this chunk from now on, and is not behind for ever.
+        begins_ns = max(self.sound_until_ns, time.monotonic_ns())
+        self.sound_until_ns = begins_ns + len(chunk.audio) * self.request.frame_ns
         self.next_chunk += 1
         self.finished = chunk.final
         return vocoded

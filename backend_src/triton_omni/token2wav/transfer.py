@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between host and device that the host does not wait for.
+
+A copy from or to memory that is not pinned waits for all that the stream was given before, a batch of windows on its
+way for one. Torch keeps pinned memory until the copies that were enqueued with it are done.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`, in the order of its current stream; on the CPU the tensor itself."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A tensor on the host, valid once the device has come so far; on the CPU the tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
