@@ -168,11 +168,14 @@ class HiddenRowsMixin(_Runner):
         every step already launched; the request may have ended, its blocks are known here until the next step.
         """
         state = self.requests.get(request_id)
-        if state is None:
-            return
+        if state is not None:
+            self.clear_blocks([block for group in state.block_ids for block in group])
+
+    def clear_blocks(self, blocks: list[int]) -> None:
+        """Zero KV cache blocks; the first call compiles what does that on a GPU."""
         if self.device.type != "cpu" and not hasattr(self, "_kv_block_zeroer"):
             self._init_kv_zero_meta()
-        self._zero_block_ids([block for group in state.block_ids for block in group])
+        self._zero_block_ids(blocks)
 
     def _model_forward(
         self,

@@ -103,6 +103,8 @@ class ThinkerVllmEngine:
         self._max_model_len = settings.engine.max_model_len
         self._sequences: dict[str, _Sequence] = {}
         self._keys: dict[str, str] = {}
+        # vLLM's null block, which nobody reads: not at the first cancel, which would hold up every stream.
+        self._runner.clear_blocks([0])
         if device.type == "cuda":
             # vLLM warms up on a stream of this thread; another thread's, which may step, would not wait for it.
             torch.cuda.synchronize(device)
