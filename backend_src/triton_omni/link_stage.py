@@ -2,7 +2,7 @@
 """What talker and token2wav share: sessions that the stage before opens, messages checked, copied and given back.
 
 A session's `OPEN` request is the one sender of all that the stage answers; every later message's request is ended
-as soon as its tensors were copied. It knows no engine's kind, no Triton.
+as soon as the engine was told to copy its tensors. It knows no engine's kind, no Triton.
 """
 
 from __future__ import annotations

@@ -351,6 +351,19 @@ def test_an_abort_in_prefill_frees_everything_at_once(engine: Any, hf: HfReferen
     assert drain(engine, {}) == {}
 
 
+def test_an_aborted_sequence_leaves_nothing_in_its_cache_blocks(engine: Any, hf: HfReference) -> None:
+    engine.add("gone", engine.prepare(ask(hf, QUESTIONS[3])), REPLY, want_rows=True)
+    engine.step()
+    runner = engine._llm.model_executor.driver_worker.worker.model_runner
+    (state,) = runner.requests.values()
+    caches = [torch.unflatten(cache, 0, (runner.kv_cache_config.num_blocks, -1)) for cache in runner.kv_caches]
+    (blocks,) = state.block_ids
+    assert all(cache[blocks].any() for cache in caches)
+    engine.abort("gone")
+    assert not any(cache[blocks].any() for cache in caches)
+    drain(engine, {})
+
+
 def test_an_abort_in_decode_frees_everything_and_leaves_others_exact(
     engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
 ) -> None:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from triton_omni.vllm_hooks.hidden_rows import RowTap, StepRows
+from triton_omni.vllm_hooks.hidden_rows import HiddenRowsMixin, RowTap, StepRows
 from triton_omni.vllm_hooks.row_release import Piece, RowRelease
 
 HIDDEN = 4
@@ -88,6 +91,28 @@ def test_a_step_in_which_nobody_wants_rows_gathers_none() -> None:
     tap.forget("never seen")
     embeds, hidden = batch(2)
     assert record(tap, {"a": (0, 2)}, hidden, embeds).rows is None
+
+
+class ResidualRunner:
+    """A runner whose network adds 1 to every row of its inputs, in place."""
+
+    def _model_forward(self, input_ids: Any, positions: Any, intermediate: Any, inputs_embeds: Tensor) -> Tensor:
+        return inputs_embeds.add_(1.0)
+
+
+class PaddedRunner(HiddenRowsMixin, ResidualRunner):
+    """Two tokens of one request; every further row of a step is padding."""
+
+    input_batch: Any = SimpleNamespace(req_ids=["a"], num_computed_tokens_cpu=np.zeros(1, dtype=np.int32))
+    query_start_loc: Any = SimpleNamespace(np=np.array([0, 2, 2]))
+
+
+def test_rows_behind_a_steps_tokens_begin_at_zero_in_every_step() -> None:
+    runner, embeds = PaddedRunner(), torch.zeros(4, HIDDEN)
+    embeds[3] = float("nan")
+    for step in (1, 2):
+        runner._model_forward(inputs_embeds=embeds)
+        assert embeds[:, 0].tolist() == [step, step, 1, 1]
 
 
 def piece(start: int, stop: int) -> Piece:

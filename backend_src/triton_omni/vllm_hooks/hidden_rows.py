@@ -162,17 +162,20 @@ class HiddenRowsMixin(_Runner):
         self.row_tap = RowTap()
 
     def clear_cache_of(self, request_id: str) -> None:
-        """Zero the KV cache blocks of a request that failed, before they are given to another.
+        """Zero the KV cache blocks of a request that failed, or may have, before they are given to another.
 
         Attention multiplies what lies behind a sequence's end by zero, and zero times NaN is NaN. Ordered after
         every step already launched; the request may have ended, its blocks are known here until the next step.
         """
         state = self.requests.get(request_id)
-        if state is None:
-            return
+        if state is not None:
+            self.clear_blocks([block for group in state.block_ids for block in group])
+
+    def clear_blocks(self, blocks: list[int]) -> None:
+        """Zero KV cache blocks; the first call compiles what does that on a GPU."""
         if self.device.type != "cpu" and not hasattr(self, "_kv_block_zeroer"):
             self._init_kv_zero_meta()
-        self._zero_block_ids([block for group in state.block_ids for block in group])
+        self._zero_block_ids(blocks)
 
     def _model_forward(
         self,
@@ -185,8 +188,11 @@ class HiddenRowsMixin(_Runner):
         """Run the model and take the rows of this step; the batch is laid out by `_prepare_inputs` before."""
         if inputs_embeds is None:
             raise RuntimeError("the thinker ran on token ids: rows need a multimodal model's input embeddings")
-        batch = self.input_batch
-        plan = self.row_tap.plan(batch.req_ids, batch.num_computed_tokens_cpu, self.query_start_loc.np)
+        batch, bounds = self.input_batch, self.query_start_loc.np
+        plan = self.row_tap.plan(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
+        # A recorded step may have more rows than tokens. vLLM leaves those as they are, and the network adds its
+        # residual stream into them: from step to step they would grow, and what is not finite would stay.
+        inputs_embeds[int(bounds[len(batch.req_ids)]) :].zero_()
         taken = plan.take_embeddings(inputs_embeds)
         hidden = super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
         self.row_tap.record(plan, taken, hidden)

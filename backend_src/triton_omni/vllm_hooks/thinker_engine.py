@@ -103,6 +103,8 @@ class ThinkerVllmEngine:
         self._max_model_len = settings.engine.max_model_len
         self._sequences: dict[str, _Sequence] = {}
         self._keys: dict[str, str] = {}
+        # vLLM's null block, which nobody reads: not at the first cancel, which would hold up every stream.
+        self._runner.clear_blocks([0])
         if device.type == "cuda":
             # vLLM warms up on a stream of this thread; another thread's, which may step, would not wait for it.
             torch.cuda.synchronize(device)
@@ -160,9 +162,10 @@ class ThinkerVllmEngine:
 
     def abort(self, key: str) -> None:
         """Drop a sequence and everything it holds; unknown keys are ignored."""
-        sequence = self._drop(key)
+        sequence = self._give_up(key)
         if sequence is not None:
-            self._llm.abort_request([sequence.request_id], internal=True)
+            # Whether all that it computed is finite is not known yet: a step may be in flight.
+            self._runner.clear_cache_of(sequence.request_id)
 
     def has_work(self) -> bool:
         """Whether `step` could advance a sequence, or has still to tell the device of an ended one."""
@@ -180,7 +183,7 @@ class ThinkerVllmEngine:
     def close(self) -> None:
         """Release the device; the engine cannot be used afterwards."""
         for key in tuple(self._sequences):
-            self.abort(key)
+            self._give_up(key)
         self._tap.steps.clear()
         self._llm.engine_core.shutdown()
 
@@ -254,7 +257,6 @@ class ThinkerVllmEngine:
         given = sequence.release.take()
         if any(not bool(piece.finite.all()) for piece in given):
             self.abort(sequence.key)
-            self._runner.clear_cache_of(sequence.request_id)
             return [ThinkerOutput(sequence.key, error="a hidden state is not finite (NaN or infinity)")]
         outputs = [_rows_only(sequence.key, piece) for piece in given if piece.rows is not None]
         if news is None:
@@ -282,6 +284,12 @@ class ThinkerVllmEngine:
             finish_reason=None if error else finish,
             error=error,
         )
+
+    def _give_up(self, key: str) -> _Sequence | None:
+        sequence = self._drop(key)
+        if sequence is not None:
+            self._llm.abort_request([sequence.request_id], internal=True)
+        return sequence
 
     def _drop(self, key: str) -> _Sequence | None:
         sequence = self._sequences.pop(key, None)
