@@ -278,6 +278,17 @@ def test_who_has_no_sound_goes_first_then_who_runs_out_of_it_first(tiny_checkpoi
     assert [next_outputs(engine)[0].key for _ in range(4)] == ["new", "new", "old", "new"]
 
 
+def test_nobody_listens_for_the_beginning_of_a_whole_reply(engine: Token2WavEngine) -> None:
+    for key, options in (("whole", StreamOptions(mode="offline")), ("stream", DEFAULTS)):
+        assert not engine.keeps_a_listener_waiting
+        engine.open(key, VOICE, 1, options)
+        engine.feed(key, some_codes(30))
+        engine.end("whole") if key == "whole" else None
+    assert engine.keeps_a_listener_waiting
+    drain(engine)
+    assert not engine.keeps_a_listener_waiting
+
+
 def test_windows_of_listeners_with_enough_sound_stay_out_of_an_urgent_batch(
     tiny_checkpoint: Path, clock: list[int]
 ) -> None:

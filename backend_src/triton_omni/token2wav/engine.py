@@ -137,9 +137,13 @@ class Token2WavEngine:
 
     @property
     def keeps_a_listener_waiting(self) -> bool:
-        """Whether a window of a listener who has heard nothing yet is due or on the device."""
-        launched = any(due.chunk.index == 0 for flight in self._flights for due in flight.batch)
-        return launched or any(not stream.sound_until_ns and stream.due() for stream in self._streams.values())
+        """Whether a window of a listener who has heard nothing yet is due or on the device.
+
+        Whoever wants the whole reply in one piece waits for it, not for its beginning.
+        """
+        launched = (due.stream for flight in self._flights for due in flight.batch if due.chunk.index == 0)
+        silent = (stream for stream in self._streams.values() if not stream.sound_until_ns and stream.due())
+        return any(stream.page is not None for stream in (*launched, *silent))
 
     def abort(self, key: str) -> None:
         """Drop a stream and everything it holds; unknown keys are ignored."""
