@@ -27,7 +27,6 @@ from triton_omni.wire import (
     Failure,
     Kind,
     Session,
-    SessionKey,
     TalkerMessage,
     TalkerReport,
     ThinkerMessage,
@@ -177,15 +176,12 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         session.outlet.send(stamped.to_tensors(), ready)
 
     def _look_after(self, session: _Open) -> float:
-        if self._is_over(session.key):
+        # Like the thinker, it stays until token2wav has answered all: an error may still have to pass through here.
+        if self._ledger.is_over(session.key):
             self._close(session)
             return IDLE_POLL_S
         self._flush(session)
         return SOON_S if session.outbox.waiting or session.thinker is not None else IDLE_POLL_S
-
-    def _is_over(self, key: SessionKey) -> bool:
-        """Like the thinker, it stays until token2wav has answered all: an error may still have to pass through here."""
-        return self._ledger.is_over(key)
 
     def _fail(self, session: _Open, error: OmniError) -> None:
         logger.info("request %s: failed in the talker: %s", session.session.request_id, error.code)

@@ -293,7 +293,7 @@ class ThinkerStage:
             return self._try_refuse(session, session.refusal, now)
         if session.ended_ns:
             return self._try_release(session, now)
-        if self._is_over(session):
+        if self._ledger.is_over(session.key):
             self._end(session)
         elif now >= session.deadline_ns:
             seconds = (session.deadline_ns - session.accepted_ns) / 1e9
@@ -304,10 +304,6 @@ class ThinkerStage:
                 self._send(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
             return SOON_S if session.outbox.waiting or session.report is not None else IDLE_POLL_S
         return SOON_S
-
-    def _is_over(self, session: _Open) -> bool:
-        """The client is gone, a later stage failed, or the last stage has answered all."""
-        return self._ledger.is_over(session.key)
 
     def _fail(self, session: _Open, error: OmniError) -> None:
         """End with an error: directly while no later stage holds the session, else in-band through token2wav."""
