@@ -25,7 +25,7 @@ from triton_omni.settings import EngineSettings, ThinkerSettings
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 # 8 bits of mantissa round by up to 0.4 %, 4 bits by up to 6 %, over the two layers of the tiny checkpoint.
-RELATIVE_ERROR = {"none": 0.02, "fp8": 0.1}
+RELATIVE_ERROR = {"none": 0.02, "fp8": 0.15}
 ONE_TOKEN = Sampling(max_tokens=1)
 
 

@@ -427,16 +427,20 @@ def test_media_that_do_not_fit_are_refused(engine: Any, hf: HfReference, mixed: 
 def poisoned(engine: Any, key: str) -> Iterator[None]:
     """NaN in every input embedding of one sequence, as a broken encoder would give it."""
     runner = engine._llm.model_executor.driver_worker.worker.model_runner
+    embed = runner.get_model().embed_input_ids
 
-    def poison(_: Any, arguments: Any, named: dict[str, Any]) -> None:
+    def poison(*arguments: Any, **named: Any) -> torch.Tensor:
+        embeddings: torch.Tensor = embed(*arguments, **named).clone()
         for row, request_id in enumerate(runner.input_batch.req_ids):
             if request_id.startswith(key):
                 begin, end = runner.query_start_loc.np[row : row + 2]
-                named["inputs_embeds"][begin:end] = float("nan")
+                embeddings[begin:end] = float("nan")
+        return embeddings
 
-    hook = runner.get_model().register_forward_pre_hook(poison, with_kwargs=True)
-    yield
-    hook.remove()
+    # What a recorded step reads too, other than a hook on the model, which it does not call.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner.get_model(), "embed_input_ids", poison)
+        yield
 
 
 @pytest.mark.parametrize("want_rows", [True, False])

@@ -32,7 +32,7 @@ def hf(tiny_checkpoint: Path) -> HfToken2Wav:
 
 @pytest.fixture(scope="module")
 def shared_engine(tiny_checkpoint: Path) -> Token2WavEngine:
-    return Token2WavEngine(tiny_checkpoint, Token2WavSettings(diffusion=FAST), DEVICE)
+    return Token2WavEngine(tiny_checkpoint, Token2WavSettings(dtype="float32", diffusion=FAST), DEVICE)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_offline_waveform_equals_hf(engine: Token2WavEngine, hf: HfToken2Wav, co
 
 def test_offline_waveform_with_default_solver_equals_hf_defaults(tiny_checkpoint: Path, hf: HfToken2Wav) -> None:
     codes = some_codes(40)
-    engine = Token2WavEngine(tiny_checkpoint, Token2WavSettings(mode="offline"), DEVICE)
+    engine = Token2WavEngine(tiny_checkpoint, Token2WavSettings(dtype="float32", mode="offline"), DEVICE)
     (ours,) = speak(engine, codes, options=StreamOptions())
     torch.testing.assert_close(ours, hf.waveform(codes, VOICE, 5), atol=1e-4, rtol=0)
 
@@ -129,7 +129,7 @@ PLANS = {
 def test_streamed_chunks_equal_hf_modules_window_by_window(
     tiny_checkpoint: Path, hf: HfToken2Wav, name: str, count: int
 ) -> None:
-    settings = Token2WavSettings(diffusion=FAST, plan=name, plans=PLANS)
+    settings = Token2WavSettings(dtype="float32", diffusion=FAST, plan=name, plans=PLANS)
     codes = some_codes(count)
     ours = speak(Token2WavEngine(tiny_checkpoint, settings, DEVICE), codes)
     theirs = hf_streamed(hf, codes, PLANS[name], 5)
@@ -165,7 +165,7 @@ def test_waveform_does_not_depend_on_when_codes_come(engine: Token2WavEngine, bu
 
 @pytest.mark.parametrize("attention", ["block", "plain"])
 def test_streams_of_unequal_lengths_together_equal_each_alone(tiny_checkpoint: Path, attention: AttentionKind) -> None:
-    settings = Token2WavSettings(diffusion=FAST, attention=attention)
+    settings = Token2WavSettings(dtype="float32", diffusion=FAST, attention=attention)
     engine = Token2WavEngine(tiny_checkpoint, settings, DEVICE)
     replies = {f"s{n}": some_codes(count, seed=n) for n, count in enumerate([100, 3, 12, 25, 37, 61, 90, 101])}
     options = {key: OFFLINE if key in ("s2", "s5") else STREAMED for key in replies}
