@@ -306,13 +306,15 @@ class FakeTalkerEngine(_FakeEngine):
 class _Sounding:
     options: StreamOptions
     codes: list[float] = field(default_factory=list)
+    received: int = 0
     ended: bool = False
 
 
 class FakeWaveformEngine(_FakeEngine):
-    """Two samples a code, both code / 1000."""
+    """Two samples a code, both code / 1000; of use to it are `window` codes at a time."""
 
     keeps_a_listener_waiting = False
+    window = 1
 
     def open(self, key, voice, seed, options):
         del voice, seed
@@ -321,6 +323,11 @@ class FakeWaveformEngine(_FakeEngine):
     def feed(self, key, codes):
         if key in self.open_keys:
             self.open_keys[key].codes.extend(codes.tolist())
+            self.open_keys[key].received += len(codes)
+
+    def wanted(self, key):
+        state = self.open_keys.get(key)
+        return (state.received // self.window + 1) * self.window if state else 0
 
     def end(self, key):
         if key in self.open_keys:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The session ledger: one table in shared memory that all stages of one server read.
 
-It carries what Triton's ensemble does not: credits (what a stage consumed), cancellation against the direction of
-the data, in which stage a session failed, and who has finished with it. There are no locks: every 8-byte field has
-exactly one writing process, and a field that concerns a session holds that session's generation, so that a value
-left by an earlier session of the slot is never taken for the present one.
+It carries what Triton's ensemble does not, since it runs against the direction of the data: credits (what a stage
+consumed), what a stage waits for, cancellation, in which stage a session failed, and who has finished with it. There
+are no locks: every 8-byte field has exactly one writing process, and a field that concerns a session holds that
+session's generation, so that a value left by an earlier session of the slot is never taken for the present one.
 
 Layout (unsigned 64-bit words): the header, a block a stage, then one record a slot.
 """
@@ -34,17 +34,17 @@ _WORD: Final = 8
 _STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
 _HEADER_WORDS: Final = 8
 _STAGE_WORDS: Final = 8
-_RECORD_WORDS: Final = 20
+_RECORD_WORDS: Final = 24
 _TABLE_WORDS: Final = _HEADER_WORDS + len(_STAGES) * _STAGE_WORDS + CAPACITY * _RECORD_WORDS
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
 # Words of a stage's block.
 _EPOCH, _PID, _BEAT, _FINGERPRINT, _DTYPE, _HIDDEN, _DEVICE, _CLAIMED = range(8)
-# Words of a record: three of the thinker's, then five of each stage.
+# Words of a record: three of the thinker's, then six of each stage.
 _GENERATION, _NONCE_HIGH, _NONCE_LOW = range(3)
-_CLOSED, _CONSUMED, _RETURNED, _CANCELLED, _FAILED = range(5)
+_CLOSED, _CONSUMED, _RETURNED, _CANCELLED, _FAILED, _WANTED = range(6)
 _FIRST_STAGE_WORD: Final = 3
-_SESSION_WORDS: Final = 5
+_SESSION_WORDS: Final = 6
 
 _COUNT_BITS: Final = 32
 _COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
@@ -187,6 +187,14 @@ class SessionLedger:
     def count_returned(self, key: SessionKey) -> None:
         """This stage has ended one more of the session's requests; on the sending thread of its slot only."""
         self._write(key, _RETURNED, _counted(key, self.returned(key, self._stage) + 1))
+
+    def want(self, key: SessionKey, count: int) -> None:
+        """This stage can do nothing before it has `count` rows or codes of the session, from the first on."""
+        self._write(key, _WANTED, _counted(key, min(count, _COUNT_MASK)))
+
+    def wanted(self, key: SessionKey, stage: StageName) -> int | None:
+        """Rows or codes of the session, from the first on, that `stage` waits for; None = it has not said."""
+        return self._count(key, stage, _WANTED)
 
     def closed(self, key: SessionKey, stage: StageName) -> bool:
         """Whether `stage` has finished with the session."""

@@ -123,8 +123,6 @@ class TalkerSettings(_Frozen):
     """Sequences open at once; those beyond `engine.max_num_seqs` queue, their rows reserved."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
     """Longest spoken reply in codec codes (50 a second)."""
-    codes_per_message: Positive = 4
-    """Codes collected before a message leaves, unless the sequence ends sooner."""
 
 
 class StreamingPlan(_Frozen):
@@ -133,7 +131,7 @@ class StreamingPlan(_Frozen):
     The waveform is a function of (codes, seed, plan): load and timing never change a window.
     """
 
-    chunk_blocks: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 2, 3)
+    chunk_blocks: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 1, 2, 3)
     """New blocks of chunk 0, 1, ...; the last entry repeats."""
     look_ahead_blocks: Annotated[int, Field(ge=0, le=8)] = 1
     vocoder_context_frames: Annotated[int, Field(ge=0, le=96)] = 24
@@ -174,7 +172,7 @@ class Token2WavSettings(_Frozen):
     """Name of the entry of `plans` that streams use."""
     plans: dict[str, StreamingPlan] = {
         "balanced": StreamingPlan(),
-        "low_latency": StreamingPlan(chunk_blocks=(1, 1, 2, 3), look_ahead_blocks=0, vocoder_context_frames=8),
+        "low_latency": StreamingPlan(look_ahead_blocks=0, vocoder_context_frames=8),
     }
     diffusion: DiffusionSettings = DiffusionSettings()
     max_streams: Annotated[int, Field(gt=0, le=1024)] = 64

@@ -1,32 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the three stages share: where they answer, how they wait for the device, what waits on a link.
-
-It knows the message protocol's rules (credits, merging) but no engine, no Triton.
-"""
+"""What the three stages share: where they answer, how they wait for the device. It knows no engine, no Triton."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
-from torch import Tensor
 
 from triton_omni.errors import InternalError, OmniError
 from triton_omni.wire import Value
 
 logger = logging.getLogger(__name__)
-
-CREDITS: Final = 2
-"""Data messages of one session that may be on the way on one link."""
-
-TEXT_INTERVAL_NS: Final = 20_000_000
-"""Text that finds no credit leaves by itself, but no more often than this: it must not become a flood of messages."""
 
 CLAIMED_POLL_S: Final = 0.001
 """How soon to look again while another stage claims the device."""
@@ -142,109 +131,3 @@ def on_side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
     stream = _side_stream(device)
     with torch.cuda.stream(stream):
         yield stream
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """What leaves in one message."""
-
-    text: str = ""
-    tensor: Tensor | None = None
-    ready: torch.cuda.Event | None = None
-    tensors_done: bool = False
-    last: bool = False
-
-
-@dataclass
-class Outbox:
-    """What waits on one link of one session: rows or codes under credits, and text.
-
-    Args:
-        largest: rows or codes of one message at most.
-        smallest: fewer than this wait for more, unless no more will come.
-    """
-
-    largest: int
-    smallest: int = 1
-    sent: int = 0
-    _tensors: list[Tensor] = field(default_factory=list)
-    _ready: list[torch.cuda.Event] = field(default_factory=list)
-    _text: list[str] = field(default_factory=list)
-    _tensors_done: bool = False
-    _text_done: bool = False
-    _announced: bool = False
-    _closed: bool = False
-    _text_left_ns: int = 0
-
-    @property
-    def held(self) -> int:
-        """Rows or codes waiting."""
-        return sum(len(tensor) for tensor in self._tensors)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether something still has to leave."""
-        return bool(self._tensors or self._text) or (self._text_done and not self._closed)
-
-    def put(self, tensor: Tensor, ready: torch.cuda.Event | None = None) -> None:
-        """Add rows [N, H] or codes [N]; `ready` is the event after which they may be read, by default now."""
-        if len(tensor):
-            self._tensors.append(tensor)
-            ready = ready or record_event(tensor.device)
-            if ready is not None:
-                self._ready.append(ready)
-
-    def put_text(self, text: str) -> None:
-        """Add text."""
-        if text:
-            self._text.append(text)
-
-    def finish_tensors(self) -> None:
-        """No more rows or codes will be put."""
-        self._tensors_done = True
-
-    def finish_text(self) -> None:
-        """No more text will be put."""
-        self._text_done = True
-
-    def take(self, consumed: int, now_ns: int | None = None) -> Parcel | None:
-        """What may leave now, given how many data messages the other side has consumed; None = nothing."""
-        # What most sessions are at most polls.
-        idle = not (self._tensors or self._text or self._tensors_done or self._text_done)
-        if self._closed or idle:
-            return None
-        now = time.monotonic_ns() if now_ns is None else now_ns
-        tensor, ready = self._take_tensor(consumed)
-        done = self._tensors_done and not self._tensors
-        last = done and self._text_done
-        news = tensor is not None or last or (done and not self._announced)
-        if not news and not (self._text and now - self._text_left_ns >= TEXT_INTERVAL_NS):
-            return None
-        text, self._text = "".join(self._text), []
-        if text:
-            self._text_left_ns = now
-        self._announced, self._closed = done, last
-        return Parcel(text, tensor, ready, done, last)
-
-    def _take_tensor(self, consumed: int) -> tuple[Tensor | None, torch.cuda.Event | None]:
-        needed = 1 if self._tensors_done else self.smallest
-        if self.held < needed or not self._tensors or self.sent - consumed >= CREDITS:
-            return None, None
-        joined, ready = self._join()
-        leaving, staying = joined[: self.largest], joined[self.largest :]
-        self._tensors = [staying] if len(staying) else []
-        self._ready = [ready] if ready is not None and len(staying) else []
-        self.sent += 1
-        return leaving, ready
-
-    def _join(self) -> tuple[Tensor, torch.cuda.Event | None]:
-        if len(self._tensors) == 1:
-            return self._tensors[0], self._ready[-1] if self._ready else None
-        with on_side_stream(self._tensors[0].device) as stream:
-            for event in self._ready:
-                event.wait()
-            joined = torch.cat(self._tensors)
-            if stream is not None:
-                for tensor in self._tensors:
-                    tensor.record_stream(stream)
-            return joined, record_event(joined.device)

@@ -17,7 +17,7 @@ from triton_omni.checkpoint.config import CheckpointError, load_config
 from triton_omni.checkpoint.speakers import Speakers, load_speakers
 from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.errors import BadRequest, Overloaded, TooLarge
-from triton_omni.settings import DiffusionSettings, SettingsError, Token2WavSettings
+from triton_omni.settings import DiffusionSettings, SettingsError, StreamingPlan, Token2WavSettings
 from triton_omni.token2wav import engine as engine_module
 from triton_omni.token2wav import streaming
 from triton_omni.token2wav.attention import AttentionKind, block_attention
@@ -31,7 +31,12 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 VOICE = "Ethan"
 LARGEST_CODE = 193
-SETTINGS = Token2WavSettings(dtype="float32", diffusion=DiffusionSettings(solver="euler", num_steps=2), max_codes=400)
+SETTINGS = Token2WavSettings(
+    dtype="float32",
+    plans={"balanced": StreamingPlan(chunk_blocks=(1, 2, 3))},
+    diffusion=DiffusionSettings(solver="euler", num_steps=2),
+    max_codes=400,
+)
 DTYPES = ["float32"] if DEVICE.type == "cpu" else ["float32", "float16"]
 """Of the shared engine: the plain path, and the one that a GPU serves."""
 DEFAULTS = StreamOptions()
@@ -107,6 +112,24 @@ def test_an_open_stream_without_enough_codes_is_no_work(engine: Token2WavEngine)
     assert engine.step() == []
     engine.feed("a", some_codes(1))
     assert engine.has_work()
+
+
+def test_what_a_stream_wants_makes_its_next_window_due(engine: Token2WavEngine) -> None:
+    engine.open("a", VOICE, 1, DEFAULTS)
+    received = 0
+    for wanted in (24, 48, 84, 120, 156):
+        assert engine.wanted("a") == wanted
+        engine.feed("a", some_codes(wanted - received - 1))
+        assert not engine.has_work()
+        engine.feed("a", some_codes(1))
+        assert engine.has_work()
+        assert len(next_outputs(engine)) == 1
+        received = wanted
+    # What is due already is not waited for, nor anything of a reply in one piece before its end.
+    engine.feed("a", some_codes(100))
+    assert engine.wanted("a") == 264
+    engine.open("whole", VOICE, 1, StreamOptions(mode="offline"))
+    assert engine.wanted("whole") > SETTINGS.max_codes
 
 
 def test_samples_are_fp32_on_the_host_and_within_range(engine: Token2WavEngine) -> None:

@@ -96,8 +96,19 @@ def test_chunk_sizes_follow_the_plan_and_the_last_one_repeats() -> None:
     assert [len(chunk.kept) / 24 for chunk in chunks_of(plan, 12 * 13 - 1)] == [1, 2, 3, 3, 3 + 11 / 12]
 
 
+@pytest.mark.parametrize("settings", PLANS, ids=str)
+def test_a_chunk_is_due_with_the_codes_it_needs_and_no_earlier(settings: StreamingPlan) -> None:
+    plan = in_codes(settings)
+    for index in range(8):
+        needed = plan.codes_needed(index)
+        assert plan.chunk(index, needed - 1, ended=False) is None
+        chunk = plan.chunk(index, needed, ended=False)
+        assert chunk is not None
+        assert not chunk.final
+
+
 def test_later_chunks_begin_with_their_first_new_frame_and_look_ahead() -> None:
-    chunk = in_codes(StreamingPlan()).chunk(2, 1000, ended=False)
+    chunk = in_codes(StreamingPlan(chunk_blocks=(1, 2, 3))).chunk(2, 1000, ended=False)
     assert chunk == Chunk(
         2, False, solved=Span(72, 168), kept=Span(72, 144), vocoder=Span(48, 168), audio=Span(72, 144)
     )

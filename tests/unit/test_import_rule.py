@@ -15,7 +15,18 @@ CLIENT = ROOT / "client" / "triton_omni_client"
 LAYERS = [
     {"contracts": {"errors", "settings", "engine", "device", "precision", "spans"}},
     {
-        "protocol": {"wire", "ledger", "precedence", "hops", "loop", "stage", "strict_json", "chat", "request"},
+        "protocol": {
+            "wire",
+            "ledger",
+            "precedence",
+            "hops",
+            "loop",
+            "stage",
+            "outbox",
+            "strict_json",
+            "chat",
+            "request",
+        },
         "checkpoint": {"checkpoint"},
     },
     {"media": {"media"}, "token2wav": {"token2wav"}},

@@ -65,6 +65,7 @@ MARKS = {
         lambda ledger, key: ledger.count_consumed(key, 7),
         lambda ledger, key: ledger.consumed(key, "talker") == 7,
     ),
+    "wanted": (lambda ledger, key: ledger.want(key, 24), lambda ledger, key: ledger.wanted(key, "talker") == 24),
 }
 each_mark = pytest.mark.parametrize(("mark", "read"), MARKS.values(), ids=MARKS)
 
@@ -206,7 +207,7 @@ class Model:
         self.marks = set()
 
     def says(self, mark, key):
-        if mark in ("closed", "consumed"):
+        if mark in ("closed", "consumed", "wanted"):
             return (mark, key.name, "talker") in self.marks
         return any((mark, key.name, stage) in self.marks for stage in STAGES)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waits on a link: credits, merging, sizes, pace of text; everything leaves once, in order, last comes last."""
+"""What waits on a link: credits, sizes, pace, what is wanted; everything leaves once, in order, last comes last."""
 
 import itertools
 from types import SimpleNamespace
@@ -9,18 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_omni.errors import InternalError, TooLarge
-from triton_omni.stage import CREDITS, TEXT_INTERVAL_NS, Outbox, as_omni_error, record_event
+from triton_omni.outbox import CREDITS, TEXT_APART_NS, Outbox, apart_ns
+from triton_omni.stage import as_omni_error, record_event
 
-LONG_AGO = 10 * TEXT_INTERVAL_NS
+LONG_AGO = 10 * TEXT_APART_NS
 
 
 def rows(start, count):
     return torch.arange(start, start + count)
 
 
-def take_all(outbox, consumed=0, now_ns=LONG_AGO):
+def take_all(outbox, consumed=0, now_ns=LONG_AGO, **pace):
     parcels = []
-    while (parcel := outbox.take(consumed, now_ns)) is not None:
+    while (parcel := outbox.take(consumed, now_ns=now_ns, **pace)) is not None:
         parcels.append(parcel)
     return parcels
 
@@ -31,7 +32,7 @@ def values(parcels):
 
 def test_an_empty_outbox_gives_nothing():
     outbox = Outbox(largest=8)
-    assert outbox.take(0, LONG_AGO) is None
+    assert outbox.take(0, now_ns=LONG_AGO) is None
     assert not outbox.waiting
     assert outbox.held == 0
 
@@ -52,7 +53,7 @@ def test_what_waits_for_a_credit_leaves_together():
     outbox = Outbox(largest=100)
     for n in range(10):
         outbox.put(rows(n, 1))
-        outbox.take(0, LONG_AGO)
+        outbox.take(0, now_ns=LONG_AGO)
     assert values(take_all(outbox, CREDITS)) == [list(range(CREDITS, 10))]
 
 
@@ -66,16 +67,61 @@ def test_no_message_is_larger_than_the_largest():
     assert values(parcels) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_fewer_than_the_smallest_wait_for_more_or_for_the_end():
-    outbox = Outbox(largest=8, smallest=4)
+def test_fewer_than_wanted_wait_for_more_or_for_the_end():
+    outbox = Outbox(largest=8)
     outbox.put(rows(0, 3))
-    assert take_all(outbox) == []
-    outbox.put(rows(3, 1))
-    assert values(take_all(outbox)) == [[0, 1, 2, 3]]
-    outbox.put(rows(4, 2))
-    assert take_all(outbox) == []
+    assert take_all(outbox, wanted=4) == []
+    outbox.put(rows(3, 2))
+    assert values(take_all(outbox, wanted=4)) == [[0, 1, 2, 3, 4]]
+    outbox.put(rows(5, 2))
+    assert take_all(outbox, wanted=4) == []  # the other side has not looked yet
+    assert take_all(outbox, wanted=8) == []
     outbox.finish_tensors()
-    assert values(take_all(outbox)) == [[4, 5]]
+    assert values(take_all(outbox, wanted=8)) == [[5, 6]]
+
+
+def test_more_than_a_message_holds_is_not_waited_for():
+    outbox = Outbox(largest=4)
+    outbox.put(rows(0, 4))
+    assert values(take_all(outbox, wanted=100)) == [[0, 1, 2, 3]]
+
+
+def test_the_more_sessions_the_further_apart_their_rows_leave():
+    assert apart_ns(0) == 0
+    assert apart_ns(32) == 4 * apart_ns(8)
+    outbox, apart = Outbox(largest=8), apart_ns(8)
+    outbox.put(rows(0, 1))
+    assert values(take_all(outbox, apart_ns=apart)) == [[0]]
+    outbox.put(rows(1, 1))
+    assert take_all(outbox, now_ns=LONG_AGO + apart - 1, apart_ns=apart) == []
+    outbox.put(rows(2, 1))
+    assert values(take_all(outbox, now_ns=LONG_AGO + apart, apart_ns=apart)) == [[1, 2]]
+
+
+def test_the_last_rows_wait_for_no_pace():
+    outbox, apart = Outbox(largest=8), apart_ns(8)
+    outbox.put(rows(0, 1))
+    take_all(outbox, apart_ns=apart)
+    outbox.put(rows(1, 1))
+    outbox.finish_tensors()
+    assert values(take_all(outbox, apart_ns=apart)) == [[1]]
+
+
+def test_what_is_wanted_waits_for_no_pace():
+    outbox, apart = Outbox(largest=8), apart_ns(8)
+    outbox.put(rows(0, 1))
+    take_all(outbox, apart_ns=apart)
+    outbox.put(rows(1, 1))
+    assert values(take_all(outbox, apart_ns=apart, wanted=2)) == [[1]]
+
+
+def test_text_of_many_sessions_leaves_further_apart():
+    outbox, apart = Outbox(largest=8), 3 * TEXT_APART_NS
+    outbox.put_text("a")
+    assert [p.text for p in take_all(outbox, apart_ns=apart)] == ["a"]
+    outbox.put_text("b")
+    assert take_all(outbox, now_ns=LONG_AGO + apart - 1, apart_ns=apart) == []
+    assert [p.text for p in take_all(outbox, now_ns=LONG_AGO + apart, apart_ns=apart)] == ["b"]
 
 
 def test_text_travels_with_rows():
@@ -92,10 +138,10 @@ def test_text_without_a_credit_leaves_by_itself_but_not_too_often():
     outbox.put_text("a")
     assert [p.text for p in take_all(outbox, now_ns=LONG_AGO)] == ["a"]
     outbox.put_text("b")
-    assert take_all(outbox, now_ns=LONG_AGO + TEXT_INTERVAL_NS - 1) == []
+    assert take_all(outbox, now_ns=LONG_AGO + TEXT_APART_NS - 1) == []
     assert outbox.waiting
     outbox.put_text("c")
-    assert [p.text for p in take_all(outbox, now_ns=LONG_AGO + TEXT_INTERVAL_NS)] == ["bc"]
+    assert [p.text for p in take_all(outbox, now_ns=LONG_AGO + TEXT_APART_NS)] == ["bc"]
 
 
 def test_text_needs_no_credit():
@@ -155,7 +201,7 @@ def test_nothing_follows_the_last():
     outbox.finish_text()
     assert [p.last for p in take_all(outbox)] == [True]
     outbox.put_text("too late")
-    assert outbox.take(9, 2 * LONG_AGO) is None
+    assert outbox.take(9, now_ns=2 * LONG_AGO) is None
 
 
 def test_empty_rows_and_text_are_nothing():
@@ -177,7 +223,7 @@ ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.integers(0, 7)),
         st.tuples(st.just("text"), st.text("abc", max_size=3)),
-        st.tuples(st.just("take"), st.integers(0, 2 * TEXT_INTERVAL_NS)),
+        st.tuples(st.just("take"), st.integers(0, 2 * TEXT_APART_NS)),
         st.tuples(st.just("consume"), st.integers(1, CREDITS)),
         st.tuples(st.just("finish tensors"), st.none()),
         st.tuples(st.just("finish text"), st.none()),
@@ -189,9 +235,9 @@ ACTIONS = st.lists(
 class Link:
     """Drives an outbox as a stage does, and checks every parcel on its way."""
 
-    def __init__(self, largest, smallest):
-        self.outbox = Outbox(largest, smallest)
-        self.largest, self.smallest = largest, smallest
+    def __init__(self, largest, apart_ns, wanted):
+        self.outbox = Outbox(largest)
+        self.largest, self.apart_ns, self.wanted = largest, apart_ns, wanted
         self.put, self.text = 0, ""
         self.parcels, self.consumed, self.now = [], 0, 0
         self.tensors_done = self.text_done = False
@@ -216,12 +262,13 @@ class Link:
             self.outbox.finish_text()
 
     def take(self):
-        parcel = self.outbox.take(self.consumed, self.now)
+        parcel = self.outbox.take(self.consumed, apart_ns=self.apart_ns, wanted=self.wanted, now_ns=self.now)
         if parcel is None:
             return
         if parcel.tensor is not None:
             assert 1 <= len(parcel.tensor) <= self.largest
-            assert len(parcel.tensor) >= self.smallest or self.tensors_done or self.largest < self.smallest
+            given = sum(map(len, values(self.parcels))) + len(parcel.tensor)
+            assert given >= (self.wanted or 0) or self.tensors_done or len(parcel.tensor) == self.largest
         self.parcels.append(parcel)
         assert len(values(self.parcels)) - self.consumed <= CREDITS
 
@@ -237,9 +284,14 @@ class Link:
 
 
 @settings(deadline=None, max_examples=200)
-@given(actions=ACTIONS, largest=st.integers(1, 6), smallest=st.integers(1, 4))
-def test_whatever_the_order_everything_leaves_once_and_last_comes_last(actions, largest, smallest):
-    link = Link(max(largest, smallest), smallest)
+@given(
+    actions=ACTIONS,
+    largest=st.integers(1, 6),
+    apart_ns=st.integers(0, 2 * TEXT_APART_NS),
+    wanted=st.one_of(st.none(), st.integers(0, 12)),
+)
+def test_whatever_the_order_everything_leaves_once_and_last_comes_last(actions, largest, apart_ns, wanted):
+    link = Link(largest, apart_ns, wanted)
     for action, value in actions:
         link.act(action, value)
     link.drain()

@@ -15,9 +15,9 @@ from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinke
 from triton_omni.engine import Sampling
 from triton_omni.errors import InternalError
 from triton_omni.ledger import SessionLedger
+from triton_omni.outbox import CREDITS
 from triton_omni.request import RawRequest
 from triton_omni.settings import TalkerSettings, ThinkerSettings
-from triton_omni.stage import CREDITS
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import TextRelay, Token2WavStage
@@ -245,6 +245,17 @@ def test_at_most_two_data_messages_are_on_the_way():
         assert max(key_sent) <= CREDITS
 
 
+def test_codes_leave_when_they_complete_a_window_and_at_the_end():
+    waveform = FakeWaveformEngine()
+    waveform.window = 24
+    with pipeline(thinker=FakeThinkerEngine(length=60), waveform=waveform) as p:
+        ensemble = p.ask()
+        reply = finished(ensemble)
+        messages = [TalkerMessage.from_tensors(tensors) for tensors in ensemble.to_token2wav]
+        assert [len(m.codes) for m in messages if m.codes is not None] == [24, 24, 11]
+        assert len(reply.samples) == 2 * 59
+
+
 def test_rows_that_wait_for_credit_leave_together():
     thinker = FakeThinkerEngine(length=200)
     with pipeline(thinker=thinker) as p:
@@ -431,7 +442,7 @@ def replace_nonce(key):
 
 
 def test_message_out_of_sequence_fails_the_session():
-    with pipeline() as p:
+    with pipeline(thinker=FakeThinkerEngine(length=500)) as p:
         original, dropped = p.talker.submit, []
 
         def lossy_submit(tensors, outlet):

@@ -140,7 +140,7 @@ def with_meta(**changes):
 def test_another_protocol_version_is_refused(first, found):
     tensors = with_meta()
     meta = first and first + tensors["META"][1:]
-    with pytest.raises(InternalError, match=f"message of protocol version {found}, this stage speaks 2"):
+    with pytest.raises(InternalError, match=f"message of protocol version {found}, this stage speaks 3"):
         TalkerMessage.from_tensors({**tensors, "META": meta})
 
 

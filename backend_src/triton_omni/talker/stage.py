@@ -21,8 +21,9 @@ from triton_omni.errors import InternalError, OmniError, TooLarge
 from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
+from triton_omni.outbox import Outbox, Parcel, apart_ns
 from triton_omni.settings import TalkerSettings
-from triton_omni.stage import SOON_S, Outbox, Outlet, Parcel
+from triton_omni.stage import SOON_S, Outlet
 from triton_omni.wire import (
     Failure,
     Kind,
@@ -70,6 +71,12 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._settings = settings
         self._engine = engine
         self._text_bos_id = text_bos_id
+        self._apart_ns = 0
+
+    def poll(self) -> float:
+        """Pace the text by how many sessions still have some; look after every session."""
+        self._apart_ns = apart_ns(sum(session.thinker is None for session in self._open.values()))
+        return super().poll()
 
     def step(self) -> None:
         """One engine step over every session whose next row is there."""
@@ -85,7 +92,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         return sum(session.outbox.held for session in list(self._open.values()))
 
     def _begin(self, message: ThinkerMessage, request: Session, outlet: Outlet) -> _Open:
-        outbox = Outbox(self._settings.max_codes, self._settings.codes_per_message)
+        outbox = Outbox(self._settings.max_codes)
         session = _Open(message.key, outlet, request, outbox=outbox)
         # Relayed first: from here on token2wav holds the sender through which an error can reach the client.
         self._send(session, TalkerMessage(key=message.key, kind=Kind.OPEN, session=request))
@@ -167,7 +174,10 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         )
 
     def _flush(self, session: _Open) -> None:
-        while (parcel := session.outbox.take(self._ledger.consumed(session.key, "token2wav"))) is not None:
+        outbox, consumed = session.outbox, self._ledger.consumed(session.key, "token2wav")
+        wanted = self._ledger.wanted(session.key, "token2wav")
+        wanted = self._settings.max_codes if wanted is None else wanted
+        while parcel := outbox.take(consumed, apart_ns=self._apart_ns, wanted=wanted):
             self._send(session, _to_message(session, parcel), parcel.ready)
 
     def _send(self, session: _Open, message: TalkerMessage, ready: torch.cuda.Event | None = None) -> None:

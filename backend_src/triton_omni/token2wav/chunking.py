@@ -80,9 +80,13 @@ class WindowPlan:
         """
         start = self._first_code(index)
         end = start + self._size(index)
-        if codes >= end + max(self.look_ahead_codes, 1):
+        if codes >= self.codes_needed(index):
             return self._chunk(index, start, end, end + self.look_ahead_codes, final=False)
         return self._chunk(index, start, codes, codes, final=True) if ended else None
+
+    def codes_needed(self, index: int) -> int:
+        """Codes of a stream with which chunk `index` is due before the stream has ended."""
+        return self._first_code(index) + self._size(index) + max(self.look_ahead_codes, 1)
 
     def tail_start(self, chunk: Chunk) -> int:
         """First mel frame that the chunk after `chunk` may need; earlier ones can be dropped."""

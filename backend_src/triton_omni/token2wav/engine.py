@@ -113,6 +113,14 @@ class Token2WavEngine:
             raise ValueError(f"stream {key} has ended and takes no more codes")
         stream.feed(codes, last_code=self._config.num_embeds)
 
+    def wanted(self, key: str) -> int:
+        """How many codes, from the first on, make the next window due of those that are not; unless it has ended.
+
+        Raises:
+            KeyError: no such stream.
+        """
+        return self._streams[key].wanted
+
     def end(self, key: str) -> None:
         """No more codes: what is left becomes the final chunk."""
         self._streams[key].ended = True

@@ -48,6 +48,9 @@ class WaveformEngine(LinkEngine, Protocol):
     def feed(self, key: str, codes: Tensor) -> None:
         """Copy the next codes, int32 [N]."""
 
+    def wanted(self, key: str) -> int:
+        """How many codes, from the first on, the stream must have for its next window to be due."""
+
     def end(self, key: str) -> None:
         """No more codes."""
 
@@ -164,6 +167,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         request = session.session
         if request.want_audio:
             self._engine.open(session.key.name, request.voice, request.seed, request.token2wav)
+            self._ledger.want(session.key, self._engine.wanted(session.key.name))
 
     def _take_message(self, session: _Open, message: TalkerMessage, outlet: Outlet) -> None:
         if message.failure is not None or session.error is not None:
@@ -181,6 +185,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._give_back(message.key, outlet)
         else:
             self._engine.feed(session.key.name, message.codes)
+            self._ledger.want(session.key, self._engine.wanted(session.key.name))
             self._give_back_consumed(session, message, message.codes, outlet)
         if message.codes_done and session.session.want_audio and not session.audio_done:
             self._engine.end(session.key.name)

@@ -94,6 +94,14 @@ class Stream:
         return self.request.plan.chunk(self.next_chunk, self.received, ended=self.ended)
 
     @property
+    def wanted(self) -> int:
+        """Codes, from the first on, that make the next chunk due of those that are not."""
+        index = self.next_chunk
+        while (needed := self.request.plan.codes_needed(index)) <= self.received:
+            index += 1
+        return needed
+
+    @property
     def deadline_ns(self) -> int:
         """When the listener runs out of sound, by the monotonic clock; who has heard nothing yet has waited from the
         stream's opening on."""

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What waits on one link of one session: when it leaves, and what leaves together.
+
+A message costs sender and receiver about the same however much is in it, and beyond some thousand a second they do
+nothing else. So few leave: no more than the credits, no codes before they complete a window, and the busier the link,
+the more rows and words share a message. It knows no engine, no Triton.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from triton_omni.stage import on_side_stream, record_event
+
+CREDITS: Final = 2
+"""Data messages of one session that may be on the way on one link."""
+
+TEXT_APART_NS: Final = 20_000_000
+"""Text that finds no tensor to leave with leaves by itself, but no more often than this."""
+
+MESSAGE_NS: Final = 1_500_000
+"""A link's time for one message."""
+
+
+def apart_ns(sessions: int) -> int:
+    """How far apart the messages of one of so many sessions leave, for a link to keep up with all of them."""
+    return sessions * MESSAGE_NS
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What leaves in one message."""
+
+    text: str = ""
+    tensor: Tensor | None = None
+    ready: torch.cuda.Event | None = None
+    tensors_done: bool = False
+    last: bool = False
+
+
+@dataclass
+class Outbox:
+    """What waits on one link of one session: rows or codes under credits, and text.
+
+    Args:
+        largest: rows or codes of one message at most.
+    """
+
+    largest: int
+    messages: int = 0
+    """Of those that left, how many had rows or codes."""
+    _given: int = 0
+    _tensors: list[Tensor] = field(default_factory=list)
+    _ready: torch.cuda.Event | None = None
+    _text: list[str] = field(default_factory=list)
+    _tensors_done: bool = False
+    _text_done: bool = False
+    _announced: bool = False
+    _closed: bool = False
+    _tensor_left_ns: int = 0
+    _text_left_ns: int = 0
+
+    @property
+    def held(self) -> int:
+        """Rows or codes waiting."""
+        return sum(len(tensor) for tensor in self._tensors)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something still has to leave."""
+        return bool(self._tensors or self._text) or (self._text_done and not self._closed)
+
+    def put(self, tensor: Tensor, ready: torch.cuda.Event | None = None) -> None:
+        """Add rows [N, H] or codes [N]; `ready` is the event after which they and all before may be read, by default
+        now."""
+        if len(tensor):
+            self._tensors.append(tensor)
+            self._ready = ready or record_event(tensor.device)
+
+    def put_text(self, text: str) -> None:
+        """Add text."""
+        if text:
+            self._text.append(text)
+
+    def finish_tensors(self) -> None:
+        """No more rows or codes will be put."""
+        self._tensors_done = True
+
+    def finish_text(self) -> None:
+        """No more text will be put."""
+        self._text_done = True
+
+    def take(
+        self,
+        consumed: int,
+        *,
+        apart_ns: int = 0,
+        wanted: int | None = None,
+        now_ns: int | None = None,
+    ) -> Parcel | None:
+        """What may leave now; None = nothing.
+
+        Args:
+            consumed: data messages that the other side has consumed.
+            apart_ns: least time between two messages, see `apart_ns`; the end waits for nothing.
+            wanted: rows or codes, from the first on, without which the other side can do nothing: fewer stay, as many
+                leave at once. None: it can use each, and they leave `apart_ns` apart.
+            now_ns: by the monotonic clock.
+        """
+        # What most sessions are at most polls.
+        idle = not (self._tensors or self._text or self._tensors_done or self._text_done)
+        if self._closed or idle:
+            return None
+        now = time.monotonic_ns() if now_ns is None else now_ns
+        due = self._is_enough(wanted) if wanted is not None else now - self._tensor_left_ns >= apart_ns
+        tensor, ready = self._take_tensor(consumed) if due or self._tensors_done else (None, None)
+        done = self._tensors_done and not self._tensors
+        last = done and self._text_done
+        news = tensor is not None or last or (done and not self._announced)
+        if not news and not (self._text and now - self._text_left_ns >= max(TEXT_APART_NS, apart_ns)):
+            return None
+        text, self._text = "".join(self._text), []
+        self._tensor_left_ns = now if tensor is not None else self._tensor_left_ns
+        self._text_left_ns = now if text else self._text_left_ns
+        self._announced, self._closed = done, last
+        return Parcel(text, tensor, ready, done, last)
+
+    def _is_enough(self, wanted: int) -> bool:
+        held = self.held
+        # Who was given what it wants has not yet said what it wants next.
+        return held >= self.largest or self._given < wanted <= self._given + held
+
+    def _take_tensor(self, consumed: int) -> tuple[Tensor | None, torch.cuda.Event | None]:
+        if not self._tensors or self.messages - consumed >= CREDITS:
+            return None, None
+        joined, ready = self._join()
+        leaving, staying = joined[: self.largest], joined[self.largest :]
+        self._tensors, self._ready = ([staying], ready) if len(staying) else ([], None)
+        self.messages += 1
+        self._given += len(leaving)
+        return leaving, ready
+
+    def _join(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        if len(self._tensors) == 1:
+            return self._tensors[0], self._ready
+        # What an earlier message left behind was joined on this stream, too, and needs no event.
+        with on_side_stream(self._tensors[0].device) as stream:
+            if self._ready is not None:
+                self._ready.wait()
+            joined = torch.cat(self._tensors)
+            if stream is not None:
+                for tensor in self._tensors:
+                    tensor.record_stream(stream)
+            return joined, record_event(joined.device)
