@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who goes first on a device that the stages share: a listener's first sound, then everything else.
+"""Who goes first on a device that the stages share: the sound of a listener who has none, then everything else.
 
 Kernels of several processes on one GPU delay each other, and a window of token2wav is thousands of small ones: beside
 the steps of thinker and talker it takes three times as long as alone. So token2wav claims the device while somebody
-waits for a first chunk, and the others hold their next step back; they are ahead of the sound by far. Pure; the claim
-travels in the ledger.
+waits for a chunk, the first or the one after what is about to end, and the others hold their next step back; they are
+ahead of the sound by far. Pure; the claim travels in the ledger.
 """
 
 from __future__ import annotations

@@ -349,6 +349,24 @@ def test_windows_of_listeners_with_enough_sound_stay_out_of_an_urgent_batch(
     assert [output.key for output in next_outputs(engine)] == ["new", "old"]
 
 
+def test_who_is_about_to_hear_nothing_waits_like_who_has_heard_nothing(
+    engine: Token2WavEngine, clock: list[int]
+) -> None:
+    engine.open("a", VOICE, 1, DEFAULTS)
+    engine.feed("a", some_codes(24))
+    assert engine.keeps_a_listener_waiting
+    assert len(next_outputs(engine)) == 1
+    # 0.24 s of sound; the window that must follow is due.
+    engine.feed("a", some_codes(24))
+    assert not engine.keeps_a_listener_waiting
+    clock[0] += 239_000_000 - engine_module.SOON_SILENT_NS
+    assert not engine.keeps_a_listener_waiting
+    clock[0] += 1_000_000
+    assert engine.keeps_a_listener_waiting
+    assert len(next_outputs(engine)) == 1
+    assert not engine.keeps_a_listener_waiting
+
+
 def test_who_ran_out_of_sound_once_is_not_behind_for_ever(tiny_checkpoint: Path, clock: list[int]) -> None:
     engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 1}), DEVICE)
 

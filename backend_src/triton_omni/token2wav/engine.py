@@ -7,6 +7,7 @@ and gives what earlier batches came to; it does not wait for the device. Knows n
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -33,6 +34,9 @@ from triton_omni.token2wav.streaming import Stream, StreamRequest
 RETRY_AFTER_MS = 250
 NAP_S = 0.0005
 """How long a step rests that finds nothing to do while a batch is on the device."""
+SOON_SILENT_NS = 100_000_000
+"""A listener with so little sound left is to be served as if there were none: a window takes about as long beside the
+steps of other stages."""
 ENOUGH_NS = 500_000_000
 """A listener with so much sound left can wait for a batch of others who have none."""
 
@@ -145,13 +149,13 @@ class Token2WavEngine:
 
     @property
     def keeps_a_listener_waiting(self) -> bool:
-        """Whether a window of a listener who has heard nothing yet is due or on the device.
+        """Whether a window is due or on the device whose listener hears nothing, or will soon for want of it.
 
         Whoever wants the whole reply in one piece waits for it, not for its beginning.
         """
-        launched = (due.stream for flight in self._flights for due in flight.batch if due.chunk.index == 0)
-        silent = (stream for stream in self._streams.values() if not stream.sound_until_ns and stream.due())
-        return any(stream.page is not None for stream in (*launched, *silent))
+        windows = (*itertools.chain.from_iterable(flight.batch for flight in self._flights), *self._due())
+        soon = time.monotonic_ns() + SOON_SILENT_NS
+        return any(due.stream.page is not None and due.deadline_ns <= soon for due in windows)
 
     def abort(self, key: str) -> None:
         """Drop a stream and everything it holds; unknown keys are ignored."""
@@ -200,8 +204,8 @@ class Token2WavEngine:
     def _due(self) -> list[Due]:
         """Due chunks, the listener who runs out of sound first in front, ties in order of opening."""
         chunks = ((stream, stream.due()) for stream in self._streams.values())
-        due = [Due(stream, chunk) for stream, chunk in chunks if chunk is not None]
-        return sorted(due, key=lambda item: item.stream.deadline_ns)
+        due = [Due(stream, chunk, stream.deadline_ns) for stream, chunk in chunks if chunk is not None]
+        return sorted(due, key=lambda item: item.deadline_ns)
 
     def _batch(self, due: Sequence[Due]) -> list[Due]:
         """The most urgent window and those that can share its batch, within the batch's limits.
@@ -211,11 +215,11 @@ class Token2WavEngine:
         batch = list(due[:1])
         frames = sum(len(item.chunk.solved) for item in batch)
         now = time.monotonic_ns()
-        horizon = now + ENOUGH_NS if batch and batch[0].stream.deadline_ns <= now else None
+        horizon = now + ENOUGH_NS if batch and batch[0].deadline_ns <= now else None
         for item in due[1:]:
             alike = item.stream.request.flow == batch[0].stream.request.flow
             fits = frames + len(item.chunk.solved) <= self._settings.max_batch_frames
-            if horizon is not None and item.stream.deadline_ns > horizon:
+            if horizon is not None and item.deadline_ns > horizon:
                 break
             if alike and fits and len(batch) < self._settings.max_batch:
                 batch.append(item)

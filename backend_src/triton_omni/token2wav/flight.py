@@ -30,6 +30,8 @@ class Due:
 
     stream: Stream
     chunk: Chunk
+    deadline_ns: int
+    """See `Stream.deadline_ns`, before the chunk is launched."""
 
 
 @dataclass(frozen=True)

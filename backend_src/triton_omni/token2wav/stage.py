@@ -56,7 +56,7 @@ class WaveformEngine(LinkEngine, Protocol):
 
     @property
     def keeps_a_listener_waiting(self) -> bool:
-        """Whether somebody who has heard nothing yet waits for a window."""
+        """Whether somebody hears nothing, or will soon, for want of a window."""
 
     def step(self) -> list[AudioOutput]:
         """Launch the windows that are due and give the chunks that have come through the device."""
@@ -127,7 +127,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         self._relays: dict[str, TextRelay] = {}
 
     def poll(self) -> float:
-        """Claim the device where somebody waits for a first sound; look after every session."""
+        """Claim the device where somebody waits for sound; look after every session."""
         waiting = self._broken is None and self._engine.keeps_a_listener_waiting
         self._ledger.claim_device(self._claim.until_ns(waiting, time.monotonic_ns()))
         return super().poll()
