@@ -313,7 +313,7 @@ class _Sounding:
 class FakeWaveformEngine(_FakeEngine):
     """Two samples a code, both code / 1000; of use to it are `window` codes at a time."""
 
-    keeps_a_listener_waiting = False
+    keeps_listeners_waiting = False
     window = 1
 
     def open(self, key, voice, seed, options):

@@ -23,8 +23,11 @@ CREDITS: Final = 2
 TEXT_APART_NS: Final = 20_000_000
 """Text that finds no tensor to leave with leaves by itself, but no more often than this."""
 
-MESSAGE_NS: Final = 1_500_000
+MESSAGE_NS: Final = 2_000_000
 """A link's time for one message."""
+
+AT_ONCE: Final = 2
+"""The first messages leave at once: the talker begins with the rows of the prompt and of the reply's first token."""
 
 
 def apart_ns(sessions: int) -> int:
@@ -109,7 +112,7 @@ class Outbox:
             consumed: data messages that the other side has consumed.
             apart_ns: least time between two messages, see `apart_ns`; the end waits for nothing.
             wanted: rows or codes, from the first on, without which the other side can do nothing: fewer stay, as many
-                leave at once. None: it can use each, and they leave `apart_ns` apart.
+                leave at once. None: it can use each, and they leave `apart_ns` apart, the first ones at once.
             now_ns: by the monotonic clock.
         """
         # What most sessions are at most polls.
@@ -117,7 +120,7 @@ class Outbox:
         if self._closed or idle:
             return None
         now = time.monotonic_ns() if now_ns is None else now_ns
-        due = self._is_enough(wanted) if wanted is not None else now - self._tensor_left_ns >= apart_ns
+        due = self._is_enough(wanted) if wanted is not None else self._is_time(now, apart_ns)
         tensor, ready = self._take_tensor(consumed) if due or self._tensors_done else (None, None)
         done = self._tensors_done and not self._tensors
         last = done and self._text_done
@@ -134,6 +137,9 @@ class Outbox:
         held = self.held
         # Who was given what it wants has not yet said what it wants next.
         return held >= self.largest or self._given < wanted <= self._given + held
+
+    def _is_time(self, now: int, apart_ns: int) -> bool:
+        return self.messages < AT_ONCE or now - self._tensor_left_ns >= apart_ns
 
     def _take_tensor(self, consumed: int) -> tuple[Tensor | None, torch.cuda.Event | None]:
         if not self._tensors or self.messages - consumed >= CREDITS:

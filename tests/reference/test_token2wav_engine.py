@@ -317,13 +317,13 @@ def test_who_has_no_sound_goes_first_then_who_runs_out_of_it_first(tiny_checkpoi
 
 def test_nobody_listens_for_the_beginning_of_a_whole_reply(engine: Token2WavEngine) -> None:
     for key, options in (("whole", StreamOptions(mode="offline")), ("stream", DEFAULTS)):
-        assert not engine.keeps_a_listener_waiting
+        assert not engine.keeps_listeners_waiting
         engine.open(key, VOICE, 1, options)
         engine.feed(key, some_codes(30))
         engine.end("whole") if key == "whole" else None
-    assert engine.keeps_a_listener_waiting
+    assert engine.keeps_listeners_waiting
     drain(engine)
-    assert not engine.keeps_a_listener_waiting
+    assert not engine.keeps_listeners_waiting
 
 
 def test_windows_of_listeners_with_enough_sound_stay_out_of_an_urgent_batch(
@@ -338,9 +338,9 @@ def test_windows_of_listeners_with_enough_sound_stay_out_of_an_urgent_batch(
     for key in ("new", "newer"):
         engine.open(key, VOICE, 1, DEFAULTS)
         engine.feed(key, some_codes(24))
-    assert engine.keeps_a_listener_waiting
+    assert engine.keeps_listeners_waiting
     assert [output.key for output in next_outputs(engine)] == ["new", "newer"]
-    assert not engine.keeps_a_listener_waiting
+    assert not engine.keeps_listeners_waiting
     assert [output.key for output in next_outputs(engine)] == ["old"]
     clock[0] += 1_400_000_000
     for key in ("new", "old"):
@@ -354,17 +354,27 @@ def test_who_is_about_to_hear_nothing_waits_like_who_has_heard_nothing(
 ) -> None:
     engine.open("a", VOICE, 1, DEFAULTS)
     engine.feed("a", some_codes(24))
-    assert engine.keeps_a_listener_waiting
+    assert engine.keeps_listeners_waiting
     assert len(next_outputs(engine)) == 1
     # 0.24 s of sound; the window that must follow is due.
     engine.feed("a", some_codes(24))
-    assert not engine.keeps_a_listener_waiting
+    assert not engine.keeps_listeners_waiting
     clock[0] += 239_000_000 - engine_module.SOON_SILENT_NS
-    assert not engine.keeps_a_listener_waiting
+    assert not engine.keeps_listeners_waiting
     clock[0] += 1_000_000
-    assert engine.keeps_a_listener_waiting
+    assert engine.keeps_listeners_waiting
     assert len(next_outputs(engine)) == 1
-    assert not engine.keeps_a_listener_waiting
+    assert not engine.keeps_listeners_waiting
+
+
+def test_one_listener_is_not_served_while_more_wait_for_codes(engine: Token2WavEngine) -> None:
+    for key in ("early", "late", "later"):
+        engine.open(key, VOICE, 1, DEFAULTS)
+    engine.open("whole", VOICE, 1, StreamOptions(mode="offline"))
+    engine.feed("early", some_codes(24))
+    assert not engine.keeps_listeners_waiting
+    engine.feed("late", some_codes(24))
+    assert engine.keeps_listeners_waiting
 
 
 def test_who_ran_out_of_sound_once_is_not_behind_for_ever(tiny_checkpoint: Path, clock: list[int]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_omni.errors import InternalError, TooLarge
-from triton_omni.outbox import CREDITS, TEXT_APART_NS, Outbox, apart_ns
+from triton_omni.outbox import AT_ONCE, CREDITS, TEXT_APART_NS, Outbox, apart_ns
 from triton_omni.stage import as_omni_error, record_event
 
 LONG_AGO = 10 * TEXT_APART_NS
@@ -86,33 +86,36 @@ def test_more_than_a_message_holds_is_not_waited_for():
     assert values(take_all(outbox, wanted=100)) == [[0, 1, 2, 3]]
 
 
+def begun():
+    """An outbox whose first messages have left, as many rows as consumed messages."""
+    outbox = Outbox(largest=8)
+    for n in range(AT_ONCE):
+        outbox.put(rows(n, 1))
+        assert values(take_all(outbox, n, apart_ns=apart_ns(8))) == [[n]]
+    return outbox
+
+
 def test_the_more_sessions_the_further_apart_their_rows_leave():
     assert apart_ns(0) == 0
     assert apart_ns(32) == 4 * apart_ns(8)
-    outbox, apart = Outbox(largest=8), apart_ns(8)
-    outbox.put(rows(0, 1))
-    assert values(take_all(outbox, apart_ns=apart)) == [[0]]
-    outbox.put(rows(1, 1))
-    assert take_all(outbox, now_ns=LONG_AGO + apart - 1, apart_ns=apart) == []
-    outbox.put(rows(2, 1))
-    assert values(take_all(outbox, now_ns=LONG_AGO + apart, apart_ns=apart)) == [[1, 2]]
+    outbox, apart = begun(), apart_ns(8)
+    outbox.put(rows(AT_ONCE, 1))
+    assert take_all(outbox, AT_ONCE, now_ns=LONG_AGO + apart - 1, apart_ns=apart) == []
+    outbox.put(rows(AT_ONCE + 1, 1))
+    assert values(take_all(outbox, AT_ONCE, now_ns=LONG_AGO + apart, apart_ns=apart)) == [[AT_ONCE, AT_ONCE + 1]]
 
 
 def test_the_last_rows_wait_for_no_pace():
-    outbox, apart = Outbox(largest=8), apart_ns(8)
-    outbox.put(rows(0, 1))
-    take_all(outbox, apart_ns=apart)
-    outbox.put(rows(1, 1))
+    outbox = begun()
+    outbox.put(rows(AT_ONCE, 1))
     outbox.finish_tensors()
-    assert values(take_all(outbox, apart_ns=apart)) == [[1]]
+    assert values(take_all(outbox, AT_ONCE, apart_ns=apart_ns(8))) == [[AT_ONCE]]
 
 
 def test_what_is_wanted_waits_for_no_pace():
-    outbox, apart = Outbox(largest=8), apart_ns(8)
-    outbox.put(rows(0, 1))
-    take_all(outbox, apart_ns=apart)
-    outbox.put(rows(1, 1))
-    assert values(take_all(outbox, apart_ns=apart, wanted=2)) == [[1]]
+    outbox = begun()
+    outbox.put(rows(AT_ONCE, 1))
+    assert values(take_all(outbox, AT_ONCE, apart_ns=apart_ns(8), wanted=AT_ONCE + 1)) == [[AT_ONCE]]
 
 
 def test_text_of_many_sessions_leaves_further_apart():

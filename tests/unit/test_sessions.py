@@ -149,11 +149,11 @@ def test_token2wav_claims_the_device_while_somebody_waits_for_a_first_sound():
     waveform = FakeWaveformEngine()
     with pipeline(waveform=waveform) as p:
         assert not p.ledgers[0].device_claimed()
-        waveform.keeps_a_listener_waiting = True
+        waveform.keeps_listeners_waiting = True
         wait_for(p.ledgers[0].device_claimed)
         # It ends by itself, so that nothing stands still.
         finished(p.ask("12345"))
-        waveform.keeps_a_listener_waiting = False
+        waveform.keeps_listeners_waiting = False
         wait_for(lambda: not p.ledgers[0].device_claimed())
 
 

@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from triton_omni.serving.unary import UnaryModel
 
 CHECKPOINT_VARIABLE = "OMNI_MODEL"
-SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may keep Python's global lock while another one waits; Python's own is 5 ms. A stage's messages
-pass through threads that need the lock for microseconds, beside a loop that needs it for most of a step's launch.
+SWITCH_INTERVAL_S = 0.0001
+"""How long a thread may keep Python's global lock while another one waits; Python's own is 5 ms. The loop gives the
+lock up at every call of torch, hundreds of times a step, and beside threads with messages waits so long for it each
+time.
 """
 _TRITON_TYPES = {"float32": "TYPE_FP32", "bfloat16": "TYPE_BF16", "float16": "TYPE_FP16"}
 # The talker's config has a vocabulary of codec codes and, rightly, ids of the thinker's vocabulary; transformers takes

@@ -148,14 +148,16 @@ class Token2WavEngine:
         return outputs
 
     @property
-    def keeps_a_listener_waiting(self) -> bool:
-        """Whether a window is due or on the device whose listener hears nothing, or will soon for want of it.
+    def keeps_listeners_waiting(self) -> bool:
+        """Whether for want of windows that are due or on the device listeners hear nothing, or will soon, and no more
+        others hear nothing for want of codes.
 
         Whoever wants the whole reply in one piece waits for it, not for its beginning.
         """
-        windows = (*itertools.chain.from_iterable(flight.batch for flight in self._flights), *self._due())
         soon = time.monotonic_ns() + SOON_SILENT_NS
-        return any(due.stream.page is not None and due.deadline_ns <= soon for due in windows)
+        windows = (*itertools.chain.from_iterable(flight.batch for flight in self._flights), *self._due())
+        waiting = sum(due.stream.page is not None and due.deadline_ns <= soon for due in windows)
+        return waiting > 0 and waiting >= sum(stream.wants_first_codes for stream in self._streams.values())
 
     def abort(self, key: str) -> None:
         """Drop a stream and everything it holds; unknown keys are ignored."""

@@ -55,7 +55,7 @@ class WaveformEngine(LinkEngine, Protocol):
         """No more codes."""
 
     @property
-    def keeps_a_listener_waiting(self) -> bool:
+    def keeps_listeners_waiting(self) -> bool:
         """Whether somebody hears nothing, or will soon, for want of a window."""
 
     def step(self) -> list[AudioOutput]:
@@ -128,7 +128,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def poll(self) -> float:
         """Claim the device where somebody waits for sound; look after every session."""
-        waiting = self._broken is None and self._engine.keeps_a_listener_waiting
+        waiting = self._broken is None and self._engine.keeps_listeners_waiting
         self._ledger.claim_device(self._claim.until_ns(waiting, time.monotonic_ns()))
         return super().poll()
 

@@ -102,6 +102,11 @@ class Stream:
         return needed
 
     @property
+    def wants_first_codes(self) -> bool:
+        """Whether its listener hears nothing yet for want of codes."""
+        return self.page is not None and not self.sound_until_ns and self.due() is None
+
+    @property
     def deadline_ns(self) -> int:
         """When the listener runs out of sound, by the monotonic clock; who has heard nothing yet has waited from the
         stream's opening on."""
