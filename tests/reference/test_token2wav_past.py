@@ -23,6 +23,7 @@ from triton_omni.token2wav.fused_dit import FusedDiT
 from triton_omni.token2wav.networks import Networks, load_networks
 from triton_omni.token2wav.ode import Solver
 from triton_omni.token2wav.sampler import FlowOptions, Sampler, StepwiseSolver
+from triton_omni.token2wav.splicing import Due, splice
 from triton_omni.token2wav.streaming import Stream, StreamRequest
 
 VOICE = "Chelsie"
@@ -115,9 +116,9 @@ def solve(sampler: Sampler, streams: Sequence[Stream]) -> list[list[tuple[Chunk,
         due = [(n, chunk) for n, stream in enumerate(streams) if (chunk := next_chunk(stream, done[n])) is not None]
         if not due:
             return done
-        windows = [streams[n].window(chunk) for n, chunk in due]
-        for (n, chunk), mel in zip(due, sampler.sample(windows, streams[0].request.flow), strict=True):
-            streams[n].advance(chunk, mel)
+        mels = sampler.sample([streams[n].window(chunk) for n, chunk in due], streams[0].request.flow)
+        splice([Due(streams[n], chunk, 0) for n, chunk in due], mels)
+        for (n, chunk), mel in zip(due, mels, strict=True):
             done[n].append((chunk, mel))
 
 
@@ -172,8 +173,9 @@ def test_a_past_is_heard(blind_networks: Networks) -> None:
     dit, codes = blind_networks.dit, some_codes(48)
     sampler = Sampler(dit, CPU, past=dit.past_pool(RK4.pages, torch.float32))
     stream = a_stream(blind_networks, sampler, codes, PLANS[0])
-    ((first, mel),) = [(chunk, sampler.sample([stream.window(chunk)], RK4)[0]) for chunk in [stream.due()] if chunk]
-    stream.advance(first, mel)
+    first = stream.due()
+    assert first is not None
+    splice([Due(stream, first, 0)], sampler.sample([stream.window(first)], RK4))
     second = stream.due()
     assert second is not None
     window = stream.window(second)

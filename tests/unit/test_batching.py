@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triton_omni.token2wav.attention import Attention, Before, block_attention, plain_attention
-from triton_omni.token2wav.batching import REACHES, block_layout, equal_length_groups
+from triton_omni.token2wav.batching import REACHES, block_layout
 
 CPU = torch.device("cpu")
 LENGTHS = (30, 1, 24, 71, 8, 48)
@@ -101,7 +101,3 @@ def test_values_that_are_not_finite_stay_in_their_window(attention: Attention, r
 def test_whole_blocks_need_no_mask_within_a_block() -> None:
     assert block_layout((16, 8), BLOCK, CPU).reaches[0, 0].mask is None
     assert block_layout((16, 9), BLOCK, CPU).reaches[0, 0].mask is not None
-
-
-def test_windows_of_equal_length_share_a_group() -> None:
-    assert equal_length_groups([5, 7, 5, 9, 7]) == [[0, 2], [1, 4], [3]]

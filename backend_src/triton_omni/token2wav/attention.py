@@ -60,14 +60,14 @@ def plain_attention(
     Time and memory grow with the square of the longest window; the reference for `block_attention`.
     """
     look_back, look_ahead = reach
-    block = torch.arange(layout.dense_valid.shape[1], device=query.device) // layout.block_size
+    block = torch.arange(layout.dense.valid.shape[1], device=query.device) // layout.block_size
     distance = block[None, :] - block[:, None]
     within = (distance >= -look_back) & (distance <= look_ahead)
     # Places behind a window's end see themselves only, so that no row of the softmax is empty.
-    mask = (within & layout.dense_valid[:, None, :]) | torch.eye(len(block), dtype=torch.bool, device=query.device)
+    mask = (within & layout.dense.valid[:, None, :]) | torch.eye(len(block), dtype=torch.bool, device=query.device)
     query, key, value = (_to_dense(tensor, layout) for tensor in (query, key, value))
     if before is not None:
-        first = layout.dense_blocks[:, 0]
+        first = layout.dense.blocks[:, 0]
         key = torch.cat([before.key[first].transpose(1, 2), key], dim=2)
         value = torch.cat([before.value[first].transpose(1, 2), value], dim=2)
         seen = before.there[first][:, None, None] & (block == 0)[:, None]
@@ -118,12 +118,12 @@ ATTENTION: dict[AttentionKind, Attention] = {"block": block_attention, "plain": 
 
 def _to_dense(blocks: Tensor, layout: BlockLayout) -> Tensor:
     """[N, block, heads, d] to [W, heads, B x block, d]."""
-    windows, places = layout.dense_blocks.shape
-    dense = blocks.index_select(0, layout.dense_blocks.flatten())
+    windows, places = layout.dense.blocks.shape
+    dense = blocks.index_select(0, layout.dense.blocks.flatten())
     return dense.view(windows, places * layout.block_size, *blocks.shape[2:]).transpose(1, 2)
 
 
 def _from_dense(dense: Tensor, layout: BlockLayout) -> Tensor:
     """[W, heads, B x block, d] back to [N, block, heads, d]."""
     rows = dense.transpose(1, 2).reshape(-1, layout.block_size, dense.shape[1], dense.shape[3])
-    return rows.index_select(0, layout.dense_places)
+    return rows.index_select(0, layout.dense.places)

@@ -8,13 +8,14 @@ Pure index arithmetic; knows nothing of the networks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.token2wav.transfer import to_device
+from triton_omni.token2wav.transfer import to_device, upload
 
 REACHES = ((0, 0), (1, 0), (0, 1), (1, 1))
 """(look-back, look-ahead) in blocks that a layer of the DiT can have."""
@@ -43,6 +44,18 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
+class Dense:
+    """Windows as rows of one length: what attention over whole windows needs."""
+
+    blocks: Tensor
+    """int64 [W, B]: the block at place b of window w; places behind a window's end repeat its last block."""
+    places: Tensor
+    """int64 [N]: the place of each block in the flattened [W x B] view."""
+    valid: Tensor
+    """bool [W, B x block]: places that hold a frame."""
+
+
+@dataclass(frozen=True)
 class BlockLayout:
     """Where W windows lie in a batch of N blocks, and which blocks are neighbours in time."""
 
@@ -58,18 +71,36 @@ class BlockLayout:
     windows: Tensor
     """int64 [sum of lengths]: the window of each row."""
     neighbours: Neighbours
-    reaches: dict[tuple[int, int], Reach]
-    dense_blocks: Tensor
-    """int64 [W, B]: the block at place b of window w; places behind a window's end repeat its last block."""
-    dense_places: Tensor
-    """int64 [N]: the place of each block in the flattened [W x B] view."""
-    dense_valid: Tensor
-    """bool [W, B x block]: places that hold a frame."""
+    block_windows: NDArray[np.int64]
+    """[N], on the host: the window of each block."""
+    valid: NDArray[np.bool_]
+    """[N, block], on the host: which frames are no padding."""
 
     @property
     def num_blocks(self) -> int:
         """N."""
         return self.positions.shape[0]
+
+    @functools.cached_property
+    def reaches(self) -> dict[tuple[int, int], Reach]:
+        """By (look-back, look-ahead) in blocks; of the plain path alone, and so made when first asked for."""
+        window, valid = torch.from_numpy(self.block_windows), torch.from_numpy(self.valid)
+        return {reach: _reach(window, valid, *reach, self.positions.device) for reach in REACHES}
+
+    @functools.cached_property
+    def dense(self) -> Dense:
+        """Also of the plain path alone."""
+        window, valid, device = (
+            torch.from_numpy(self.block_windows),
+            torch.from_numpy(self.valid),
+            self.positions.device,
+        )
+        first, counts = torch.tensor(self.starts), torch.bincount(window)
+        place = torch.arange(int(counts.max())).expand(len(counts), -1)
+        blocks = first[:, None] + torch.minimum(place, counts[:, None] - 1)
+        inside = valid[blocks] & (place < counts[:, None])[..., None]
+        places = window * place.shape[1] + torch.arange(len(window)) - first[window]
+        return Dense(to_device(blocks, device), to_device(places, device), to_device(inside.flatten(1), device))
 
     def pack(self, rows: Tensor) -> Tensor:
         """Lay rows [sum of lengths, F], one window behind another, into blocks [N, block, F]; padding is zero."""
@@ -91,47 +122,31 @@ class BlockLayout:
 def block_layout(lengths: tuple[int, ...], block_size: int, device: torch.device) -> BlockLayout:
     """Lay out windows of `lengths` mel frames (each at least 1) in blocks of `block_size`.
 
-    Layouts are kept: the windows of a plan have few lengths, and to make one takes a dozen copies to the device.
+    Layouts are kept: the windows of a plan have few lengths. By numpy, and in one copy to the device: every call of
+    torch gives Python's global lock up, for which the threads of a busy stage then stand in line.
     """
-    counts = torch.tensor([_blocks(length, block_size) for length in lengths])
-    window = torch.repeat_interleave(torch.arange(len(lengths)), counts)
-    first = counts.cumsum(0) - counts
-    place = torch.arange(int(counts.sum())) - first[window]
-    positions = place[:, None] * block_size + torch.arange(block_size)
-    valid = positions < torch.tensor(lengths)[window][:, None]
-    widest = int(counts.max())
-    dense_place = torch.arange(widest).expand(len(lengths), widest)
-    dense_blocks = first[:, None] + torch.minimum(dense_place, counts[:, None] - 1)
-    dense_valid = valid[dense_blocks] & (dense_place < counts[:, None])[..., None]
+    counts = np.array([-(-length // block_size) for length in lengths])
+    first = counts.cumsum() - counts
+    window = np.repeat(np.arange(len(lengths)), counts)
+    number = np.arange(len(window))
+    place = number - first[window]
+    positions = place[:, None] * block_size + np.arange(block_size)
+    valid = positions < np.array(lengths)[window][:, None]
+    previous = np.where(place > 0, number - 1, -1)
+    following = np.where(place < counts[window] - 1, number + 1, -1)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    there = upload([positions.ravel(), valid.ravel().nonzero()[0], rows, previous, following, valid.sum(1)], device)
     return BlockLayout(
         lengths=lengths,
         block_size=block_size,
         starts=tuple(first.tolist()),
-        positions=to_device(positions, device),
-        slots=to_device(valid.flatten().nonzero()[:, 0], device),
-        windows=to_device(window[:, None].expand_as(valid)[valid], device),
-        neighbours=Neighbours(
-            previous=to_device(_neighbour(window, -1), device),
-            following=to_device(_neighbour(window, 1), device),
-            valid_frames=to_device(valid.sum(1, dtype=torch.int32), device),
-        ),
-        reaches={reach: _reach(window, valid, *reach, device) for reach in REACHES},
-        dense_blocks=to_device(dense_blocks, device),
-        dense_places=to_device(window * widest + place, device),
-        dense_valid=to_device(dense_valid.flatten(1), device),
+        positions=there[0].view(-1, block_size),
+        slots=there[1],
+        windows=there[2],
+        neighbours=Neighbours(*(part.int() for part in there[3:])),
+        block_windows=window,
+        valid=valid,
     )
-
-
-def _blocks(frames: int, block_size: int) -> int:
-    return -(-frames // block_size)
-
-
-def _neighbour(window: Tensor, offset: int) -> Tensor:
-    """int32 [N]: the block `offset` away where it belongs to the same window, else -1."""
-    wanted = torch.arange(len(window)) + offset
-    inside = (wanted >= 0) & (wanted < len(window))
-    same = window[wanted.clamp(0, len(window) - 1)] == window
-    return torch.where(inside & same, wanted, -1).int()
 
 
 def _reach(window: Tensor, valid: Tensor, look_back: int, look_ahead: int, device: torch.device) -> Reach:
@@ -150,11 +165,3 @@ def _reach(window: Tensor, valid: Tensor, look_back: int, look_ahead: int, devic
         blocks=to_device(blocks.flatten(), device),
         mask=None if bool(mask.all()) else to_device(mask[:, None, None, :], device),
     )
-
-
-def equal_length_groups(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of equal lengths together, in order of appearance (the vocoder takes no padding)."""
-    by_length: dict[int, list[int]] = {}
-    for index, length in enumerate(lengths):
-        by_length.setdefault(length, []).append(index)
-    return list(by_length.values())

@@ -58,6 +58,11 @@ class Chunk:
     vocoder: Span
     audio: Span
 
+    @property
+    def heard(self) -> slice:
+        """The mel frames of `vocoder` that are `audio`."""
+        return slice(self.audio.start - self.vocoder.start, self.audio.end - self.vocoder.start)
+
 
 @dataclass(frozen=True)
 class WindowPlan:

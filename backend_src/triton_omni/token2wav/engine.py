@@ -25,10 +25,11 @@ from triton_omni.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.settings import DiffusionSettings, Token2WavSettings, describe_validation
 from triton_omni.token2wav.acceleration import accelerate
 from triton_omni.token2wav.chunking import offline_plan, streaming_plan
-from triton_omni.token2wav.flight import Due, Flight, Landed, take_off
+from triton_omni.token2wav.flight import Flight, Landed, take_off
 from triton_omni.token2wav.networks import load_networks
 from triton_omni.token2wav.noise import MAX_SEED
 from triton_omni.token2wav.sampler import FlowOptions
+from triton_omni.token2wav.splicing import Due
 from triton_omni.token2wav.streaming import Stream, StreamRequest
 
 RETRY_AFTER_MS = 250

@@ -7,6 +7,7 @@ not which of them should share a batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,24 +15,15 @@ import torch
 from torch import Tensor
 
 from triton_omni.token2wav.acceleration import Vocoder
-from triton_omni.token2wav.batching import equal_length_groups
 from triton_omni.token2wav.chunking import Chunk
 from triton_omni.token2wav.sampler import Sampler
+from triton_omni.token2wav.splicing import Due, splice
 from triton_omni.token2wav.streaming import Stream
 from triton_omni.token2wav.transfer import to_host
 
-FLAGS = 2
-"""Numbers that travel behind the samples: whether the chunk is finite, how many codes were clamped."""
-
-
-@dataclass(frozen=True)
-class Due:
-    """A chunk whose codes are there."""
-
-    stream: Stream
-    chunk: Chunk
-    deadline_ns: int
-    """See `Stream.deadline_ns`, before the chunk is launched."""
+FLAGS = 3
+"""Numbers a window that travel behind the samples: how many mel frames are not finite, whether all samples are, and how
+many codes were clamped."""
 
 
 @dataclass(frozen=True)
@@ -73,37 +65,39 @@ class Flight:
     def land(self) -> Iterator[Landed]:
         """What became of each window; only once it has landed."""
         *samples, flags = torch.split(self.host, [*self.lengths, FLAGS * len(self.batch)])
-        finite, clamped = flags.view(FLAGS, -1).tolist()
-        for due, waveform, ok, count in zip(self.batch, samples, finite, clamped, strict=True):
-            yield Landed(due.stream, due.chunk, waveform, bool(ok), int(count))
+        for due, waveform, flag in zip(self.batch, samples, flags.view(FLAGS, -1).T.tolist(), strict=True):
+            broken, finite, clamped = flag
+            yield Landed(due.stream, due.chunk, waveform, not broken and bool(finite), int(clamped))
 
 
 def take_off(batch: Sequence[Due], sampler: Sampler, vocoder: Vocoder, device: torch.device) -> Flight:
     """Launch a batch of windows with one flow; their streams go on to their next chunks."""
+    # Those of one shape side by side: they share a batch of the vocoder, and batches of like windows a layout.
+    batch = sorted(batch, key=lambda due: (*_shape(due.chunk), len(due.chunk.solved)))
     mels = sampler.sample([due.stream.window(due.chunk) for due in batch], batch[0].stream.request.flow)
     solved = _mark(device)
-    vocoded = [due.stream.advance(due.chunk, mel) for due, mel in zip(batch, mels, strict=True)]
-    rate = vocoder.samples_per_frame
-    samples = [_trim(due.chunk, row, rate) for due, row in zip(batch, _vocode(vocoded, vocoder), strict=True)]
-    finite = [torch.isfinite(m).all() & torch.isfinite(s).all() for m, s in zip(mels, samples, strict=True)]
-    flags = torch.stack([*finite, *(due.stream.clamped for due in batch)]).float()
+    frames, broken = splice(batch, mels)
+    waveforms = list(_vocode([due.chunk for due in batch], frames, vocoder))
+    finite = torch.cat([torch.isfinite(rows).all(1) for rows in waveforms])
+    clamped = torch.stack([due.stream.clamped for due in batch])
     # The flags ride behind the samples: one copy a batch.
-    host = to_host(torch.cat([*samples, flags]))
-    return Flight(tuple(batch), tuple(map(len, samples)), host, solved, _mark(device))
+    host = to_host(torch.cat([*(rows.flatten() for rows in waveforms), broken, finite.float(), clamped.float()]))
+    lengths = (rows.shape[1] for rows in waveforms for _ in rows)
+    return Flight(tuple(batch), tuple(lengths), host, solved, _mark(device))
 
 
-def _vocode(mels: Sequence[Tensor], vocoder: Vocoder) -> list[Tensor]:
-    """Mel frames [T, M] each to waveforms [S] each; equal lengths share a batch."""
-    waveforms: dict[int, Tensor] = {}
-    for group in equal_length_groups([len(mel) for mel in mels]):
-        rows = vocoder(torch.stack([mels[index] for index in group]).transpose(1, 2))
-        waveforms.update(zip(group, rows, strict=True))
-    return [waveforms[index] for index in range(len(mels))]
+def _shape(chunk: Chunk) -> tuple[int, int, int]:
+    """What chunks that share a batch of the vocoder have in common."""
+    return len(chunk.vocoder), chunk.heard.start, chunk.heard.stop
 
 
-def _trim(chunk: Chunk, waveform: Tensor, rate: int) -> Tensor:
-    start = (chunk.audio.start - chunk.vocoder.start) * rate
-    return waveform[start : start + len(chunk.audio) * rate]
+def _vocode(chunks: Sequence[Chunk], frames: Tensor, vocoder: Vocoder) -> Iterator[Tensor]:
+    """Mel frames [sum of T, M] of chunks, one behind another, to waveforms [W, S], chunks of one shape together."""
+    for (length, start, stop), group in itertools.groupby(chunks, _shape):
+        count = sum(1 for _ in group)
+        rows, frames = frames[: count * length], frames[count * length :]
+        samples = vocoder(rows.view(count, length, -1).transpose(1, 2))
+        yield samples[:, start * vocoder.samples_per_frame : stop * vocoder.samples_per_frame]
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:

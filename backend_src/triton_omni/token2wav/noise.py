@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,11 +65,11 @@ def counters(spans: Sequence[tuple[int, int, int]]) -> Tensor:
     Returns:
         int64 [3, sum of frames] on the host: frame, low and high half of the seed.
     """
-    lengths = torch.tensor([end - start for _, start, end in spans])
-    words_of_span = [(start, seed & _MASK, seed >> 32) for seed, start, _ in spans]
-    starts, low, high = torch.tensor(words_of_span).repeat_interleave(lengths, dim=0).unbind(1)
-    within = torch.arange(len(starts)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    return torch.stack([starts + within, low, high])
+    rows = [np.arange(start, end) for _, start, end in spans]
+    words = [
+        np.full((2, len(row)), [[seed & _MASK], [seed >> 32]]) for row, (seed, _, _) in zip(rows, spans, strict=True)
+    ]
+    return torch.from_numpy(np.vstack([np.concatenate(rows), np.concatenate(words, axis=1)]))
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:

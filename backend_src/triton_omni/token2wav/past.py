@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from triton_omni.checkpoint.facts import DitConfig
 from triton_omni.spans import FirstFit
 from triton_omni.token2wav.batching import BlockLayout
 from triton_omni.token2wav.rotary import Rotary
-from triton_omni.token2wav.transfer import to_device
+from triton_omni.token2wav.transfer import upload
 
 NONE = -1
 """In place of a page's number."""
@@ -139,15 +140,14 @@ class PastPool:
         self, windows: Sequence[WindowPast | None], layout: BlockLayout, *, evaluations: int, halves: int
     ) -> Past:
         """The pasts of a batch of `windows`, laid out by `layout` in each of `halves`; None is a window without one."""
-        found, left = ([NONE] * layout.num_blocks for _ in range(2))
+        pages = np.full((2, layout.num_blocks), NONE)
         for first, past in zip(layout.starts, windows, strict=True):
             if past is not None and past.is_left:
-                found[first] = past.page
+                pages[0, first] = past.page
             if past is not None and past.kept_frames:
-                left[first + past.kept_frames // layout.block_size - 1] = past.page
-        pages = torch.tensor([found, left], dtype=torch.int32)[:, None]
-        later = evaluations * torch.arange(halves, dtype=torch.int32)[:, None]
-        ours = torch.where(pages == NONE, NONE, pages + later).flatten(1)
-        found_pages, left_pages = to_device(ours, self.pages.device)
-        numbers = torch.arange(evaluations, dtype=torch.int32, device=self.pages.device)
-        return Past(self, found_pages, left_pages, numbers)
+                pages[1, first + past.kept_frames // layout.block_size - 1] = past.page
+        # Each half of guidance has pages of its own behind those of the half before.
+        later = evaluations * np.arange(halves)[:, None]
+        found, left = (np.where(part == NONE, NONE, part + later).ravel() for part in pages)
+        there = upload([found, left, np.arange(evaluations)], self.pages.device)
+        return Past(self, *(part.int() for part in there))

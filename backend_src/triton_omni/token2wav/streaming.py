@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from triton_omni.errors import TooLarge
-from triton_omni.token2wav.chunking import Chunk, WindowPlan
+from triton_omni.token2wav.chunking import Chunk, Span, WindowPlan
 from triton_omni.token2wav.dit import Voice
 from triton_omni.token2wav.past import WindowPast
 from triton_omni.token2wav.sampler import FlowOptions, Window
@@ -39,8 +39,7 @@ class Stream:
     Attributes:
         codes: int32 [max codes] on the device, `received` of them valid and each within the codec's table.
         clamped: int64 scalar on the device, how many received codes were outside the table.
-        tail: [t, M] on the device, the last mel frames kept, up to frame `tail_end`.
-        tail_end: absolute number of the frame behind the tail.
+        tail: [t, M] on the device, the last mel frames kept, up to the next chunk's first.
         page: first of the pages that keep the stream's past; None for a reply that is one window.
         sound_until_ns: when the listener will have heard all that was launched, by the monotonic clock; 0 before.
         finished: whether the final chunk was launched.
@@ -55,7 +54,6 @@ class Stream:
     page: int | None = None
     received: int = 0
     ended: bool = False
-    tail_end: int = 0
     next_chunk: int = 0
     sound_until_ns: int = 0
     finished: bool = False
@@ -129,22 +127,15 @@ class Stream:
             return None
         return WindowPast(self.page, chunk.index > 0, 0 if chunk.final else len(chunk.kept))
 
-    def advance(self, chunk: Chunk, mel: Tensor) -> Tensor:
-        """Keep what later chunks need of the window's `mel` [T, M]; returns the mel frames to vocode.
+    def needed_later(self, chunk: Chunk) -> Span:
+        """Mel frames that a chunk after `chunk` needs, of those kept so far and with it."""
+        return Span(self.request.plan.tail_start(chunk), chunk.kept.end)
 
-        Returns:
-            [frames of chunk.vocoder, M]: kept frames of earlier windows, then this window's.
-        """
-        tail_start = self.tail_end - self.tail.shape[0]
-        known = torch.cat([self.tail, mel])
-        vocoded = known[chunk.vocoder.start - tail_start : chunk.vocoder.end - tail_start]
-        keep_from = self.request.plan.tail_start(chunk)
-        # A copy: a view would hold the whole window's memory until the next chunk.
-        self.tail = known[keep_from - tail_start : chunk.kept.end - tail_start].clone()
-        self.tail_end = chunk.kept.end
+    def advance(self, chunk: Chunk, tail: Tensor) -> None:
+        """Go on behind `chunk`, which was launched; `tail` are the frames of `needed_later`."""
+        self.tail = tail
         # Who ran out of sound hears this chunk from now on, and is not behind for ever.
         begins_ns = max(self.sound_until_ns, time.monotonic_ns())
         self.sound_until_ns = begins_ns + len(chunk.audio) * self.request.frame_ns
         self.next_chunk += 1
         self.finished = chunk.final
-        return vocoded

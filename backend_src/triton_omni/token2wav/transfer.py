@@ -7,7 +7,11 @@ way for one. Torch keeps pinned memory until the copies that were enqueued with 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -16,6 +20,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def upload(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> tuple[Tensor, ...]:
+    """Arrays [N] each of the host as int64 tensors on `device`, by one copy."""
+    return torch.split(to_device(torch.from_numpy(np.concatenate(arrays)), device), [len(array) for array in arrays])
 
 
 def to_host(tensor: Tensor) -> Tensor:
