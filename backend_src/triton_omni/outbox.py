@@ -30,9 +30,32 @@ AT_ONCE: Final = 2
 """The first messages leave at once: the talker begins with the rows of the prompt and of the reply's first token."""
 
 
-def apart_ns(sessions: int) -> int:
-    """How far apart the messages of one of so many sessions leave, for a link to keep up with all of them."""
-    return sessions * MESSAGE_NS
+AT_A_TIME: Final = 4
+"""Messages of as many sessions may leave one right behind another: a step of an engine has news of all of them."""
+
+
+class Pace:
+    """Spreads what the sessions of one link send, so that the link keeps up and no message waits behind many others.
+
+    Attributes:
+        sessions: how many share the link now.
+    """
+
+    def __init__(self) -> None:
+        self.sessions = 0
+        self._free_ns = 0
+
+    @property
+    def apart_ns(self) -> int:
+        """Least time between two messages of one session."""
+        return self.sessions * MESSAGE_NS
+
+    def admit(self, now_ns: int) -> bool:
+        """Whether a message may leave now, which then counts as sent: one every `MESSAGE_NS`, `AT_A_TIME` at once."""
+        if now_ns < self._free_ns - (AT_A_TIME - 1) * MESSAGE_NS:
+            return False
+        self._free_ns = max(self._free_ns, now_ns) + MESSAGE_NS
+        return True
 
 
 @dataclass(frozen=True)
@@ -102,7 +125,7 @@ class Outbox:
         self,
         consumed: int,
         *,
-        apart_ns: int = 0,
+        pace: Pace,
         wanted: int | None = None,
         now_ns: int | None = None,
     ) -> Parcel | None:
@@ -110,9 +133,9 @@ class Outbox:
 
         Args:
             consumed: data messages that the other side has consumed.
-            apart_ns: least time between two messages, see `apart_ns`; the end waits for nothing.
+            pace: of the link; the first messages and the end do not wait for it.
             wanted: rows or codes, from the first on, without which the other side can do nothing: fewer stay, as many
-                leave at once. None: it can use each, and they leave `apart_ns` apart, the first ones at once.
+                leave at once, whatever the pace. None: it can use each.
             now_ns: by the monotonic clock.
         """
         # What most sessions are at most polls.
@@ -120,12 +143,11 @@ class Outbox:
         if self._closed or idle:
             return None
         now = time.monotonic_ns() if now_ns is None else now_ns
-        due = self._is_enough(wanted) if wanted is not None else self._is_time(now, apart_ns)
-        tensor, ready = self._take_tensor(consumed) if due or self._tensors_done else (None, None)
+        tensor, ready = self._take_tensor() if self._may_leave(consumed, now, pace, wanted) else (None, None)
         done = self._tensors_done and not self._tensors
         last = done and self._text_done
         news = tensor is not None or last or (done and not self._announced)
-        if not news and not (self._text and now - self._text_left_ns >= max(TEXT_APART_NS, apart_ns)):
+        if not news and not self._text_may_leave(consumed, now, pace, wanted):
             return None
         text, self._text = "".join(self._text), []
         self._tensor_left_ns = now if tensor is not None else self._tensor_left_ns
@@ -133,17 +155,26 @@ class Outbox:
         self._announced, self._closed = done, last
         return Parcel(text, tensor, ready, done, last)
 
-    def _is_enough(self, wanted: int) -> bool:
-        held = self.held
-        # Who was given what it wants has not yet said what it wants next.
-        return held >= self.largest or self._given < wanted <= self._given + held
-
-    def _is_time(self, now: int, apart_ns: int) -> bool:
-        return self.messages < AT_ONCE or now - self._tensor_left_ns >= apart_ns
-
-    def _take_tensor(self, consumed: int) -> tuple[Tensor | None, torch.cuda.Event | None]:
+    def _may_leave(self, consumed: int, now: int, pace: Pace, wanted: int | None) -> bool:
         if not self._tensors or self.messages - consumed >= CREDITS:
-            return None, None
+            return False
+        if self._tensors_done:
+            return True
+        if wanted is not None:
+            held = self.held
+            # Who was given what it wants has not yet said what it wants next.
+            return held >= self.largest or self._given < wanted <= self._given + held
+        if self.messages < AT_ONCE:
+            return True
+        return now - self._tensor_left_ns >= pace.apart_ns and pace.admit(now)
+
+    def _text_may_leave(self, consumed: int, now: int, pace: Pace, wanted: int | None) -> bool:
+        """Whether text leaves by itself, which it need not where rows wait for nothing but the pace."""
+        rows_follow = self._tensors and wanted is None and self.messages - consumed < CREDITS
+        apart_ns = max(TEXT_APART_NS, pace.apart_ns)
+        return bool(self._text) and not rows_follow and now - self._text_left_ns >= apart_ns
+
+    def _take_tensor(self) -> tuple[Tensor, torch.cuda.Event | None]:
         joined, ready = self._join()
         leaving, staying = joined[: self.largest], joined[self.largest :]
         self._tensors, self._ready = ([staying], ready) if len(staying) else ([], None)

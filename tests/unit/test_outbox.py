@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_omni.errors import InternalError, TooLarge
-from triton_omni.outbox import AT_ONCE, CREDITS, TEXT_APART_NS, Outbox, apart_ns
+from triton_omni.outbox import AT_A_TIME, AT_ONCE, CREDITS, MESSAGE_NS, TEXT_APART_NS, Outbox, Pace
 from triton_omni.stage import as_omni_error, record_event
 
 LONG_AGO = 10 * TEXT_APART_NS
@@ -19,9 +19,15 @@ def rows(start, count):
     return torch.arange(start, start + count)
 
 
-def take_all(outbox, consumed=0, now_ns=LONG_AGO, **pace):
+def pace_of(sessions):
+    pace = Pace()
+    pace.sessions = sessions
+    return pace
+
+
+def take_all(outbox, consumed=0, now_ns=LONG_AGO, *, pace=None, wanted=None):
     parcels = []
-    while (parcel := outbox.take(consumed, now_ns=now_ns, **pace)) is not None:
+    while (parcel := outbox.take(consumed, pace=pace or Pace(), wanted=wanted, now_ns=now_ns)) is not None:
         parcels.append(parcel)
     return parcels
 
@@ -32,7 +38,7 @@ def values(parcels):
 
 def test_an_empty_outbox_gives_nothing():
     outbox = Outbox(largest=8)
-    assert outbox.take(0, now_ns=LONG_AGO) is None
+    assert outbox.take(0, pace=Pace(), now_ns=LONG_AGO) is None
     assert not outbox.waiting
     assert outbox.held == 0
 
@@ -53,7 +59,7 @@ def test_what_waits_for_a_credit_leaves_together():
     outbox = Outbox(largest=100)
     for n in range(10):
         outbox.put(rows(n, 1))
-        outbox.take(0, now_ns=LONG_AGO)
+        outbox.take(0, pace=Pace(), now_ns=LONG_AGO)
     assert values(take_all(outbox, CREDITS)) == [list(range(CREDITS, 10))]
 
 
@@ -87,44 +93,66 @@ def test_more_than_a_message_holds_is_not_waited_for():
 
 
 def begun():
-    """An outbox whose first messages have left, as many rows as consumed messages."""
+    """An outbox whose first messages have left, each consumed, one row each."""
     outbox = Outbox(largest=8)
     for n in range(AT_ONCE):
         outbox.put(rows(n, 1))
-        assert values(take_all(outbox, n, apart_ns=apart_ns(8))) == [[n]]
+        assert values(take_all(outbox, n, pace=pace_of(8))) == [[n]]
     return outbox
 
 
 def test_the_more_sessions_the_further_apart_their_rows_leave():
-    assert apart_ns(0) == 0
-    assert apart_ns(32) == 4 * apart_ns(8)
-    outbox, apart = begun(), apart_ns(8)
+    assert [pace_of(sessions).apart_ns for sessions in (0, 1, 32)] == [0, MESSAGE_NS, 32 * MESSAGE_NS]
+    outbox, pace = begun(), pace_of(8)
     outbox.put(rows(AT_ONCE, 1))
-    assert take_all(outbox, AT_ONCE, now_ns=LONG_AGO + apart - 1, apart_ns=apart) == []
+    assert take_all(outbox, AT_ONCE, now_ns=LONG_AGO + pace.apart_ns - 1, pace=pace) == []
     outbox.put(rows(AT_ONCE + 1, 1))
-    assert values(take_all(outbox, AT_ONCE, now_ns=LONG_AGO + apart, apart_ns=apart)) == [[AT_ONCE, AT_ONCE + 1]]
+    parcels = take_all(outbox, AT_ONCE, now_ns=LONG_AGO + pace.apart_ns, pace=pace)
+    assert values(parcels) == [[AT_ONCE, AT_ONCE + 1]]
+
+
+def test_sessions_whose_rows_come_together_send_them_one_behind_another():
+    outboxes, pace, now = [begun() for _ in range(10)], pace_of(10), 2 * LONG_AGO
+    for outbox in outboxes:
+        outbox.put(rows(AT_ONCE, 1))
+    left = []
+    for _ in range(20):
+        left.append(sum(len(take_all(outbox, AT_ONCE, now, pace=pace)) for outbox in outboxes))
+        now += MESSAGE_NS
+    assert left == [AT_A_TIME, *[1] * (10 - AT_A_TIME), *[0] * (9 + AT_A_TIME)]
+
+
+def test_text_waits_for_the_rows_that_wait_for_the_pace():
+    outbox, pace, now = begun(), pace_of(1), 2 * LONG_AGO
+    while pace.admit(now):
+        pass
+    outbox.put(rows(AT_ONCE, 1))
+    outbox.put_text("a")
+    assert take_all(outbox, AT_ONCE, now, pace=pace) == []
+    [parcel] = take_all(outbox, AT_ONCE, now + MESSAGE_NS, pace=pace)
+    assert (parcel.text, parcel.tensor.tolist()) == ("a", [AT_ONCE])
 
 
 def test_the_last_rows_wait_for_no_pace():
     outbox = begun()
     outbox.put(rows(AT_ONCE, 1))
     outbox.finish_tensors()
-    assert values(take_all(outbox, AT_ONCE, apart_ns=apart_ns(8))) == [[AT_ONCE]]
+    assert values(take_all(outbox, AT_ONCE, pace=pace_of(8))) == [[AT_ONCE]]
 
 
 def test_what_is_wanted_waits_for_no_pace():
     outbox = begun()
     outbox.put(rows(AT_ONCE, 1))
-    assert values(take_all(outbox, AT_ONCE, apart_ns=apart_ns(8), wanted=AT_ONCE + 1)) == [[AT_ONCE]]
+    assert values(take_all(outbox, AT_ONCE, pace=pace_of(8), wanted=AT_ONCE + 1)) == [[AT_ONCE]]
 
 
 def test_text_of_many_sessions_leaves_further_apart():
-    outbox, apart = Outbox(largest=8), 3 * TEXT_APART_NS
+    outbox, pace = Outbox(largest=8), pace_of(3 * TEXT_APART_NS // MESSAGE_NS)
     outbox.put_text("a")
-    assert [p.text for p in take_all(outbox, apart_ns=apart)] == ["a"]
+    assert [p.text for p in take_all(outbox, pace=pace)] == ["a"]
     outbox.put_text("b")
-    assert take_all(outbox, now_ns=LONG_AGO + apart - 1, apart_ns=apart) == []
-    assert [p.text for p in take_all(outbox, now_ns=LONG_AGO + apart, apart_ns=apart)] == ["b"]
+    assert take_all(outbox, now_ns=LONG_AGO + pace.apart_ns - 1, pace=pace) == []
+    assert [p.text for p in take_all(outbox, now_ns=LONG_AGO + pace.apart_ns, pace=pace)] == ["b"]
 
 
 def test_text_travels_with_rows():
@@ -204,7 +232,7 @@ def test_nothing_follows_the_last():
     outbox.finish_text()
     assert [p.last for p in take_all(outbox)] == [True]
     outbox.put_text("too late")
-    assert outbox.take(9, now_ns=2 * LONG_AGO) is None
+    assert outbox.take(9, pace=Pace(), now_ns=2 * LONG_AGO) is None
 
 
 def test_empty_rows_and_text_are_nothing():
@@ -238,9 +266,9 @@ ACTIONS = st.lists(
 class Link:
     """Drives an outbox as a stage does, and checks every parcel on its way."""
 
-    def __init__(self, largest, apart_ns, wanted):
-        self.outbox = Outbox(largest)
-        self.largest, self.apart_ns, self.wanted = largest, apart_ns, wanted
+    def __init__(self, largest, sessions, wanted):
+        self.outbox, self.pace = Outbox(largest), pace_of(sessions)
+        self.largest, self.wanted = largest, wanted
         self.put, self.text = 0, ""
         self.parcels, self.consumed, self.now = [], 0, 0
         self.tensors_done = self.text_done = False
@@ -265,7 +293,7 @@ class Link:
             self.outbox.finish_text()
 
     def take(self):
-        parcel = self.outbox.take(self.consumed, apart_ns=self.apart_ns, wanted=self.wanted, now_ns=self.now)
+        parcel = self.outbox.take(self.consumed, pace=self.pace, wanted=self.wanted, now_ns=self.now)
         if parcel is None:
             return
         if parcel.tensor is not None:
@@ -290,11 +318,11 @@ class Link:
 @given(
     actions=ACTIONS,
     largest=st.integers(1, 6),
-    apart_ns=st.integers(0, 2 * TEXT_APART_NS),
+    sessions=st.integers(0, 20),
     wanted=st.one_of(st.none(), st.integers(0, 12)),
 )
-def test_whatever_the_order_everything_leaves_once_and_last_comes_last(actions, largest, apart_ns, wanted):
-    link = Link(largest, apart_ns, wanted)
+def test_whatever_the_order_everything_leaves_once_and_last_comes_last(actions, largest, sessions, wanted):
+    link = Link(largest, sessions, wanted)
     for action, value in actions:
         link.act(action, value)
     link.drain()

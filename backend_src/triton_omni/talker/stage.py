@@ -21,7 +21,7 @@ from triton_omni.errors import InternalError, OmniError, TooLarge
 from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
-from triton_omni.outbox import Outbox, Parcel, apart_ns
+from triton_omni.outbox import Outbox, Pace, Parcel
 from triton_omni.settings import TalkerSettings
 from triton_omni.stage import SOON_S, Outlet
 from triton_omni.wire import (
@@ -71,11 +71,11 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._settings = settings
         self._engine = engine
         self._text_bos_id = text_bos_id
-        self._apart_ns = 0
+        self._pace = Pace()
 
     def poll(self) -> float:
         """Pace the text by how many sessions still have some; look after every session."""
-        self._apart_ns = apart_ns(sum(session.thinker is None for session in self._open.values()))
+        self._pace.sessions = sum(session.thinker is None for session in self._open.values())
         return super().poll()
 
     def step(self) -> None:
@@ -177,7 +177,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         outbox, consumed = session.outbox, self._ledger.consumed(session.key, "token2wav")
         wanted = self._ledger.wanted(session.key, "token2wav")
         wanted = self._settings.max_codes if wanted is None else wanted
-        while parcel := outbox.take(consumed, apart_ns=self._apart_ns, wanted=wanted):
+        while parcel := outbox.take(consumed, pace=self._pace, wanted=wanted):
             self._send(session, _to_message(session, parcel), parcel.ready)
 
     def _send(self, session: _Open, message: TalkerMessage, ready: torch.cuda.Event | None = None) -> None:

@@ -24,7 +24,7 @@ from triton_omni.engine import EngineStats, Sampling, ThinkerEngine, ThinkerOutp
 from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
 from triton_omni.ledger import SessionLedger, Slots
 from triton_omni.loop import IDLE_POLL_S, StageLoop
-from triton_omni.outbox import Outbox, Parcel, apart_ns
+from triton_omni.outbox import Outbox, Pace, Parcel
 from triton_omni.request import RawRequest
 from triton_omni.settings import ThinkerSettings
 from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, leave_default_stream
@@ -111,7 +111,7 @@ class ThinkerStage:
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
         self._claimed = False
-        self._apart_ns = 0
+        self._pace = Pace()
 
     # Called from any thread.
 
@@ -205,7 +205,7 @@ class ThinkerStage:
         self._ledger.beat()
         if self._broken is None:
             self._engine_stats = self._engine.stats()
-        self._apart_ns = apart_ns(self._engine_stats.running)
+        self._pace.sessions = self._engine_stats.running
         now = time.monotonic_ns()
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
         # Read once a turn: a claim that began behind the poll would have the loop sleep as if it were idle.
@@ -272,7 +272,7 @@ class ThinkerStage:
 
     def _flush(self, session: _Open) -> None:
         outbox, ledger = session.outbox, self._ledger
-        while parcel := outbox.take(ledger.consumed(session.key, "talker"), apart_ns=self._apart_ns):
+        while parcel := outbox.take(ledger.consumed(session.key, "talker"), pace=self._pace):
             self._send(session, _to_message(session, parcel), parcel.ready)
 
     def _send(self, session: _Open, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:
