@@ -9,6 +9,7 @@ kernel by kernel. All graphs share one memory pool, so only one may run at a tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import cast
 
@@ -27,6 +28,10 @@ from triton_omni.token2wav.sampler import Flow, StepwiseSolver
 WARM_UP_CALLS = 2
 """Before recording: kernels are compiled and libraries choose their algorithms at the first call."""
 
+TRIED_ALGORITHMS = 3
+"""Of each convolution, those that cuDNN takes for the fastest. To try ten, as it would, the vocoder's 22 shapes make a
+start 80 s longer."""
+
 
 @dataclass(frozen=True)
 class _Recorded:
@@ -34,6 +39,14 @@ class _Recorded:
 
     graph: torch.cuda.CUDAGraph
     output: Tensor
+
+
+def _choosing_algorithms() -> AbstractContextManager[None]:
+    """Have cuDNN try its best few algorithms of each convolution, at shapes that are recorded and nowhere else."""
+    flags: AbstractContextManager[None] = torch.backends.cudnn.flags(
+        enabled=True, benchmark=True, benchmark_limit=TRIED_ALGORITHMS, allow_tf32=False
+    )
+    return flags
 
 
 class GraphPool:
@@ -46,8 +59,7 @@ class GraphPool:
         """Record `call`, which must read fixed tensors and never wait for the device."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        # cuDNN tries its algorithms here, at shapes that are worth it, and nowhere else.
-        with torch.cuda.stream(stream), torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
+        with torch.cuda.stream(stream), _choosing_algorithms():
             for _ in range(WARM_UP_CALLS):
                 call()
         torch.cuda.current_stream().wait_stream(stream)
@@ -55,7 +67,7 @@ class GraphPool:
         # Other threads of the process copy inputs meanwhile, which a global recording would forbid.
         with (
             torch.cuda.graph(graph, pool=self._handle, capture_error_mode="thread_local"),
-            torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False),
+            _choosing_algorithms(),
         ):
             output = call()
         return _Recorded(graph, output)
