@@ -364,7 +364,7 @@ bench_needs_server() {
     local option
     for option in "$@"; do
         case $option in
-            --url | --url=* | --from-profile-export* | --write-perf-analyzer-input* | --help) return 1 ;;
+            --url | --url=* | --from-profile-export* | --write-perf-analyzer-input* | --check | --help) return 1 ;;
         esac
     done
     [[ -z ${TRITON_OMNI_URL:-} ]]
@@ -377,6 +377,8 @@ command_bench() {
         return
     fi
     if bench_needs_server "$@"; then
+        # A mistyped option is told at once, not after a minute's start.
+        "$VENV/bin/triton-omni" bench --check "$@"
         start_server bench
         set -- --url "$GRPC_URL" --metrics-url "$METRICS_URL" "$@"
     fi

@@ -242,6 +242,13 @@ def test_wrong_usage_exits_with_2_and_asks_nobody(server: FakeEnsemble, tmp_path
     assert server.requests == []
 
 
+def test_checking_asks_nobody_and_measures_nothing(server: FakeEnsemble, tmp_path: Path) -> None:
+    assert _bench(server.url, tmp_path / "r.json", "--check", "--concurrency", "1,2").exit_code == 0
+    assert _bench(server.url, tmp_path / "r.json", "--check", "--concurrency", "none").exit_code == 2
+    assert server.requests == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_interrupt_writes_what_was_measured_and_exits_with_130(server: FakeEnsemble, tmp_path: Path) -> None:
     gone = threading.Event()
 

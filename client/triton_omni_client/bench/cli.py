@@ -80,6 +80,7 @@ Plots = Annotated[bool, typer.Option(help="Write plots (PNG).")]
 FromProfileExport = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Measure nothing: report on a profile export of perf_analyzer.")
 ]
+Check = Annotated[bool, typer.Option("--check", help="Measure nothing: check the options and the files they name.")]
 WritePerfAnalyzerInput = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Measure nothing: write these requests as perf_analyzer's input.")
 ]
@@ -117,6 +118,7 @@ def bench(
     plots: Plots = True,
     from_profile_export: FromProfileExport = None,
     write_perf_analyzer_input: WritePerfAnalyzerInput = None,
+    check: Check = False,
 ) -> None:
     """Measure a server: load it, and report what a listener would have heard."""
     with _errors(url):
@@ -144,6 +146,8 @@ def bench(
             return
         loads, metrics = _loads(concurrency, rate), metrics_url or default_metrics_url(url)
         plan = Plan(url, model, metrics, loads, workload, requests, warm_up, wait, prompt_tokens)
+        if check:
+            return
         _measure(plan, Report(_environment(), _described(workload, prompts)), output, plots)
 
 
