@@ -75,6 +75,8 @@ class BlockLayout:
     """[N], on the host: the window of each block."""
     valid: NDArray[np.bool_]
     """[N, block], on the host: which frames are no padding."""
+    block_neighbours: NDArray[np.int64]
+    """[3, N], on the host: what `neighbours` holds."""
 
     @property
     def num_blocks(self) -> int:
@@ -135,7 +137,8 @@ def block_layout(lengths: tuple[int, ...], block_size: int, device: torch.device
     previous = np.where(place > 0, number - 1, -1)
     following = np.where(place < counts[window] - 1, number + 1, -1)
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    there = upload([positions.ravel(), valid.ravel().nonzero()[0], rows, previous, following, valid.sum(1)], device)
+    neighbours = np.stack([previous, following, valid.sum(1)])
+    there = upload([positions.ravel(), valid.ravel().nonzero()[0], rows, *neighbours], device)
     return BlockLayout(
         lengths=lengths,
         block_size=block_size,
@@ -146,6 +149,7 @@ def block_layout(lengths: tuple[int, ...], block_size: int, device: torch.device
         neighbours=Neighbours(*(part.int() for part in there[3:])),
         block_windows=window,
         valid=valid,
+        block_neighbours=neighbours,
     )
 
 

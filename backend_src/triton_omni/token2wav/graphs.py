@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triton_omni.token2wav.batching import Neighbours
@@ -24,6 +25,7 @@ from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, STEPS, Solver, guide
 from triton_omni.token2wav.past import NONE, Past, PastPool
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.token2wav.sampler import Flow, StepwiseSolver
+from triton_omni.token2wav.transfer import to_device
 
 WARM_UP_CALLS = 2
 """Before recording: kernels are compiled and libraries choose their algorithms at the first call."""
@@ -92,6 +94,8 @@ class _Inputs:
     """[], the step's."""
     rotary: Rotary
     """[halves x S, block, 1, head_dim / 2]"""
+    pointers: Tensor
+    """int32 [5, halves x S], of which the next two are views."""
     neighbours: Neighbours
     """Of halves x S blocks."""
     past: Past
@@ -100,8 +104,9 @@ class _Inputs:
     @classmethod
     def allocate(cls, dit: DiT, pool: PastPool, halves: int, blocks: int, evaluations: int) -> _Inputs:
         size, config, device = dit.config.block_size, dit.config, pool.pages.device
-        alone = torch.full((halves * blocks,), -1, dtype=torch.int32, device=device)
+        pointers = to_device(torch.from_numpy(_pointers(None, halves, blocks, size)), device)
         rows = dit.modulation(torch.zeros(1, device=device)).shape[1]
+        numbers = torch.zeros(evaluations, dtype=torch.int32, device=device)
         return cls(
             state=torch.zeros(blocks, size, config.mel_dim, device=device),
             condition=torch.zeros(halves, blocks, size, config.hidden_size, device=device),
@@ -109,30 +114,36 @@ class _Inputs:
             modulation=torch.zeros(evaluations, rows, config.hidden_size, device=device),
             width=torch.zeros((), device=device),
             rotary=dit.rotary(torch.zeros(halves * blocks, size, dtype=torch.int64, device=device)),
-            neighbours=Neighbours(alone, alone.clone(), torch.full_like(alone, size)),
-            past=Past(pool, alone.clone(), alone.clone(), torch.zeros(evaluations, dtype=torch.int32, device=device)),
+            pointers=pointers,
+            neighbours=Neighbours(*pointers[:3]),
+            past=Past(pool, pointers[3], pointers[4], numbers, np.empty((2, 0), np.int64)),
         )
 
     def load(self, noise: Tensor, flow: Flow, rotary: Rotary) -> None:
         """Copy what the steps of a batch share."""
-        count, blocks = len(noise), len(self.state)
+        count, (halves, blocks, size) = len(noise), self.condition.shape[:3]
         self.state[:count] = noise
         self.scale[:count] = flow.scale
-        near, mine = flow.layout.neighbours, self.neighbours
-        found, left = (pages.view(-1, count) for pages in (flow.past.found, flow.past.left))
-        for half, condition in enumerate(self.condition):
-            first, end = half * blocks, half * blocks + count
-            condition[:count] = flow.conditional if half == 0 else cast(Tensor, flow.unconditional)
-            self.rotary.cos[first:end] = rotary.cos
-            self.rotary.sin[first:end] = rotary.sin
-            mine.previous[first:end] = torch.where(near.previous < 0, -1, near.previous + first)
-            mine.following[first:end] = torch.where(near.following < 0, -1, near.following + first)
-            mine.valid_frames[first:end] = near.valid_frames
-            self.past.found[first:end] = found[half]
-            self.past.left[first:end] = left[half]
-            # What an earlier batch left behind the end of this one must not point into it, nor into a past.
-            for pointers in (mine.previous, mine.following, self.past.found, self.past.left):
-                pointers[end : first + blocks] = NONE
+        self.condition[0, :count] = flow.conditional
+        if flow.unconditional is not None:
+            self.condition[1, :count] = flow.unconditional
+        self.rotary.cos.view(halves, blocks, size, 1, -1)[:, :count] = rotary.cos
+        self.rotary.sin.view(halves, blocks, size, 1, -1)[:, :count] = rotary.sin
+        # All of them, since none may point from behind the batch's end into it, nor into a past.
+        self.pointers.copy_(to_device(torch.from_numpy(_pointers(flow, halves, blocks, size)), self.state.device))
+
+
+def _pointers(flow: Flow | None, halves: int, blocks: int, size: int) -> NDArray[np.int32]:
+    """[5, halves x blocks]: previous, following and valid frames, first pages found and left; without a flow none."""
+    table = np.full((5, halves, blocks), NONE, np.int32)
+    table[2] = size
+    if flow is not None:
+        near = flow.layout.block_neighbours
+        count, first = near.shape[1], blocks * np.arange(halves)[:, None]
+        table[:2, :, :count] = np.where(near[:2, None] == NONE, NONE, near[:2, None] + first)
+        table[2, :, :count] = near[2]
+        table[3:, :, :count] = flow.past.host.reshape(2, halves, count)
+    return table.reshape(5, -1)
 
 
 class GraphedSolver:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triton_omni.checkpoint.facts import DitConfig
@@ -87,6 +88,8 @@ class Past:
     """int32 [N]: first page that takes what the block leaves, -1 for none."""
     numbers: Tensor
     """int32 [E], of the evaluations, on the device."""
+    host: NDArray[np.int64]
+    """[2, N], on the host: what `found` and `left` hold."""
 
     def at(self, evaluation: int, layer: int) -> LayerPast | None:
         """What `layer` finds and leaves at the `evaluation`-th of `numbers`; None if it does not look back."""
@@ -148,6 +151,6 @@ class PastPool:
                 pages[1, first + past.kept_frames // layout.block_size - 1] = past.page
         # Each half of guidance has pages of its own behind those of the half before.
         later = evaluations * np.arange(halves)[:, None]
-        found, left = (np.where(part == NONE, NONE, part + later).ravel() for part in pages)
-        there = upload([found, left, np.arange(evaluations)], self.pages.device)
-        return Past(self, *(part.int() for part in there))
+        ours = np.where(pages[:, None] == NONE, NONE, pages[:, None] + later).reshape(2, -1)
+        found, left, numbers = upload([*ours, np.arange(evaluations)], self.pages.device)
+        return Past(self, found.int(), left.int(), numbers.int(), ours)
