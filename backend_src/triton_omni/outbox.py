@@ -26,10 +26,6 @@ TEXT_APART_NS: Final = 20_000_000
 MESSAGE_NS: Final = 2_000_000
 """A link's time for one message."""
 
-AT_ONCE: Final = 2
-"""The first messages leave at once: the talker begins with the rows of the prompt and of the reply's first token."""
-
-
 AT_A_TIME: Final = 4
 """Messages of as many sessions may leave one right behind another: a step of an engine has news of all of them."""
 
@@ -50,12 +46,11 @@ class Pace:
         """Least time between two messages of one session."""
         return self.sessions * MESSAGE_NS
 
-    def admit(self, now_ns: int) -> bool:
-        """Whether a message may leave now, which then counts as sent: one every `MESSAGE_NS`, `AT_A_TIME` at once."""
-        if now_ns < self._free_ns - (AT_A_TIME - 1) * MESSAGE_NS:
-            return False
-        self._free_ns = max(self._free_ns, now_ns) + MESSAGE_NS
-        return True
+    def turn_ns(self, now_ns: int) -> int:
+        """From when on a message that is ready now may leave; whoever asks first goes first."""
+        slot_ns = max(self._free_ns, now_ns)
+        self._free_ns = slot_ns + MESSAGE_NS
+        return slot_ns - (AT_A_TIME - 1) * MESSAGE_NS
 
 
 @dataclass(frozen=True)
@@ -80,6 +75,8 @@ class Outbox:
     largest: int
     messages: int = 0
     """Of those that left, how many had rows or codes."""
+    held: int = 0
+    """Rows or codes waiting."""
     _given: int = 0
     _tensors: list[Tensor] = field(default_factory=list)
     _ready: torch.cuda.Event | None = None
@@ -88,13 +85,9 @@ class Outbox:
     _text_done: bool = False
     _announced: bool = False
     _closed: bool = False
+    _turn_ns: int | None = None
     _tensor_left_ns: int = 0
     _text_left_ns: int = 0
-
-    @property
-    def held(self) -> int:
-        """Rows or codes waiting."""
-        return sum(len(tensor) for tensor in self._tensors)
 
     @property
     def waiting(self) -> bool:
@@ -106,6 +99,7 @@ class Outbox:
         now."""
         if len(tensor):
             self._tensors.append(tensor)
+            self.held += len(tensor)
             self._ready = ready or record_event(tensor.device)
 
     def put_text(self, text: str) -> None:
@@ -125,7 +119,7 @@ class Outbox:
         self,
         consumed: int,
         *,
-        pace: Pace,
+        pace: Pace | None = None,
         wanted: int | None = None,
         now_ns: int | None = None,
     ) -> Parcel | None:
@@ -133,7 +127,7 @@ class Outbox:
 
         Args:
             consumed: data messages that the other side has consumed.
-            pace: of the link; the first messages and the end do not wait for it.
+            pace: of the link; a full message and the end do not wait for it. None: nothing waits for any.
             wanted: rows or codes, from the first on, without which the other side can do nothing: fewer stay, as many
                 leave at once, whatever the pace. None: it can use each.
             now_ns: by the monotonic clock.
@@ -155,23 +149,25 @@ class Outbox:
         self._announced, self._closed = done, last
         return Parcel(text, tensor, ready, done, last)
 
-    def _may_leave(self, consumed: int, now: int, pace: Pace, wanted: int | None) -> bool:
+    def _may_leave(self, consumed: int, now: int, pace: Pace | None, wanted: int | None) -> bool:
         if not self._tensors or self.messages - consumed >= CREDITS:
             return False
-        if self._tensors_done:
+        if self._tensors_done or self.held >= self.largest:
             return True
         if wanted is not None:
-            held = self.held
             # Who was given what it wants has not yet said what it wants next.
-            return held >= self.largest or self._given < wanted <= self._given + held
-        if self.messages < AT_ONCE:
-            return True
-        return now - self._tensor_left_ns >= pace.apart_ns and pace.admit(now)
+            return self._given < wanted <= self._given + self.held
+        return pace is None or self._has_its_turn(now, pace)
 
-    def _text_may_leave(self, consumed: int, now: int, pace: Pace, wanted: int | None) -> bool:
+    def _has_its_turn(self, now: int, pace: Pace) -> bool:
+        if self._turn_ns is None and now - self._tensor_left_ns >= pace.apart_ns:
+            self._turn_ns = pace.turn_ns(now)
+        return self._turn_ns is not None and now >= self._turn_ns
+
+    def _text_may_leave(self, consumed: int, now: int, pace: Pace | None, wanted: int | None) -> bool:
         """Whether text leaves by itself, which it need not where rows wait for nothing but the pace."""
         rows_follow = self._tensors and wanted is None and self.messages - consumed < CREDITS
-        apart_ns = max(TEXT_APART_NS, pace.apart_ns)
+        apart_ns = max(TEXT_APART_NS, pace.apart_ns if pace else 0)
         return bool(self._text) and not rows_follow and now - self._text_left_ns >= apart_ns
 
     def _take_tensor(self) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -180,6 +176,8 @@ class Outbox:
         self._tensors, self._ready = ([staying], ready) if len(staying) else ([], None)
         self.messages += 1
         self._given += len(leaving)
+        self.held -= len(leaving)
+        self._turn_ns = None
         return leaving, ready
 
     def _join(self) -> tuple[Tensor, torch.cuda.Event | None]:

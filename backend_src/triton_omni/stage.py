@@ -60,7 +60,7 @@ class StageStats:
     kv_blocks_used: int
     rows_used: int
     outbox: int
-    """Rows or codes that wait for a credit."""
+    """Rows or codes that wait to leave."""
 
 
 class Stage(Protocol):

@@ -105,7 +105,7 @@ def a_stream(
     stream = Stream.begin("a", request, max_codes=len(codes), mel_dim=80, device=sampler.past.pages.device)
     stream.page = sampler.past.take(options.pages) if plan else None
     stream.feed(codes, LARGEST_CODE)
-    stream.ended = True
+    stream.end()
     return stream
 
 

@@ -4,12 +4,13 @@
 import itertools
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_omni.errors import InternalError, TooLarge
-from triton_omni.outbox import AT_A_TIME, AT_ONCE, CREDITS, MESSAGE_NS, TEXT_APART_NS, Outbox, Pace
+from triton_omni.outbox import AT_A_TIME, CREDITS, MESSAGE_NS, TEXT_APART_NS, Outbox, Pace
 from triton_omni.stage import as_omni_error, record_event
 
 LONG_AGO = 10 * TEXT_APART_NS
@@ -27,7 +28,7 @@ def pace_of(sessions):
 
 def take_all(outbox, consumed=0, now_ns=LONG_AGO, *, pace=None, wanted=None):
     parcels = []
-    while (parcel := outbox.take(consumed, pace=pace or Pace(), wanted=wanted, now_ns=now_ns)) is not None:
+    while (parcel := outbox.take(consumed, pace=pace, wanted=wanted, now_ns=now_ns)) is not None:
         parcels.append(parcel)
     return parcels
 
@@ -38,7 +39,7 @@ def values(parcels):
 
 def test_an_empty_outbox_gives_nothing():
     outbox = Outbox(largest=8)
-    assert outbox.take(0, pace=Pace(), now_ns=LONG_AGO) is None
+    assert outbox.take(0, now_ns=LONG_AGO) is None
     assert not outbox.waiting
     assert outbox.held == 0
 
@@ -59,7 +60,7 @@ def test_what_waits_for_a_credit_leaves_together():
     outbox = Outbox(largest=100)
     for n in range(10):
         outbox.put(rows(n, 1))
-        outbox.take(0, pace=Pace(), now_ns=LONG_AGO)
+        outbox.take(0, now_ns=LONG_AGO)
     assert values(take_all(outbox, CREDITS)) == [list(range(CREDITS, 10))]
 
 
@@ -92,58 +93,81 @@ def test_more_than_a_message_holds_is_not_waited_for():
     assert values(take_all(outbox, wanted=100)) == [[0, 1, 2, 3]]
 
 
-def begun():
-    """An outbox whose first messages have left, each consumed, one row each."""
+def begun(pace):
+    """An outbox whose first row has just left."""
     outbox = Outbox(largest=8)
-    for n in range(AT_ONCE):
-        outbox.put(rows(n, 1))
-        assert values(take_all(outbox, n, pace=pace_of(8))) == [[n]]
+    outbox.put(rows(0, 1))
+    assert values(take_all(outbox, pace=pace)) == [[0]]
     return outbox
 
 
 def test_the_more_sessions_the_further_apart_their_rows_leave():
     assert [pace_of(sessions).apart_ns for sessions in (0, 1, 32)] == [0, MESSAGE_NS, 32 * MESSAGE_NS]
-    outbox, pace = begun(), pace_of(8)
-    outbox.put(rows(AT_ONCE, 1))
-    assert take_all(outbox, AT_ONCE, now_ns=LONG_AGO + pace.apart_ns - 1, pace=pace) == []
-    outbox.put(rows(AT_ONCE + 1, 1))
-    parcels = take_all(outbox, AT_ONCE, now_ns=LONG_AGO + pace.apart_ns, pace=pace)
-    assert values(parcels) == [[AT_ONCE, AT_ONCE + 1]]
+    pace = pace_of(8)
+    outbox = begun(pace)
+    outbox.put(rows(1, 1))
+    assert take_all(outbox, now_ns=LONG_AGO + pace.apart_ns - 1, pace=pace) == []
+    outbox.put(rows(2, 1))
+    assert values(take_all(outbox, now_ns=LONG_AGO + pace.apart_ns, pace=pace)) == [[1, 2]]
 
 
 def test_sessions_whose_rows_come_together_send_them_one_behind_another():
-    outboxes, pace, now = [begun() for _ in range(10)], pace_of(10), 2 * LONG_AGO
+    pace, now = pace_of(10), LONG_AGO
+    outboxes = [Outbox(largest=8) for _ in range(10)]
     for outbox in outboxes:
-        outbox.put(rows(AT_ONCE, 1))
+        outbox.put(rows(0, 1))
     left = []
-    for _ in range(20):
-        left.append(sum(len(take_all(outbox, AT_ONCE, now, pace=pace)) for outbox in outboxes))
+    for _ in range(10):
+        left.append([number for number, outbox in enumerate(outboxes) if take_all(outbox, now_ns=now, pace=pace)])
         now += MESSAGE_NS
-    assert left == [AT_A_TIME, *[1] * (10 - AT_A_TIME), *[0] * (9 + AT_A_TIME)]
+    assert left[0] == list(range(AT_A_TIME))
+    assert left[1:] == [*([number] for number in range(AT_A_TIME, 10)), *[[] for _ in range(AT_A_TIME - 1)]]
 
 
-def test_text_waits_for_the_rows_that_wait_for_the_pace():
-    outbox, pace, now = begun(), pace_of(1), 2 * LONG_AGO
-    while pace.admit(now):
-        pass
-    outbox.put(rows(AT_ONCE, 1))
-    outbox.put_text("a")
-    assert take_all(outbox, AT_ONCE, now, pace=pace) == []
-    [parcel] = take_all(outbox, AT_ONCE, now + MESSAGE_NS, pace=pace)
-    assert (parcel.text, parcel.tensor.tolist()) == ("a", [AT_ONCE])
+@pytest.mark.parametrize("step_ms", [3, 9, 25, 80])
+@pytest.mark.parametrize("sessions", [1, 8, 32, 64])
+def test_no_session_waits_for_ever_however_long_a_step_takes(sessions, step_ms):
+    """As in the thinker: each step has a row for each session, and outboxes are asked behind a step alone."""
+    pace, now = pace_of(sessions), LONG_AGO
+    outboxes, left = [Outbox(largest=512) for _ in range(sessions)], [LONG_AGO] * sessions
+    longest = 0
+    for step in range(400):
+        now += step_ms * 1_000_000
+        for number, outbox in enumerate(outboxes):
+            outbox.put(rows(step, 1))
+            if take_all(outbox, outbox.messages, now, pace=pace):
+                longest, left[number] = max(longest, now - left[number]), now
+    assert min(left) > now - 2 * longest
+    assert longest <= 2 * pace.apart_ns + 2 * step_ms * 1_000_000
 
 
-def test_the_last_rows_wait_for_no_pace():
-    outbox = begun()
-    outbox.put(rows(AT_ONCE, 1))
+def test_a_full_message_and_the_last_rows_wait_for_no_pace():
+    pace = pace_of(8)
+    outbox = begun(pace)
+    outbox.put(rows(1, 10))
+    assert values(take_all(outbox, pace=pace)) == [list(range(1, 9))]
+    assert outbox.held == 2
     outbox.finish_tensors()
-    assert values(take_all(outbox, AT_ONCE, pace=pace_of(8))) == [[AT_ONCE]]
+    assert values(take_all(outbox, 1, pace=pace)) == [[9, 10]]
 
 
 def test_what_is_wanted_waits_for_no_pace():
-    outbox = begun()
-    outbox.put(rows(AT_ONCE, 1))
-    assert values(take_all(outbox, AT_ONCE, pace=pace_of(8), wanted=AT_ONCE + 1)) == [[AT_ONCE]]
+    pace = pace_of(8)
+    outbox = begun(pace)
+    outbox.put(rows(1, 1))
+    assert values(take_all(outbox, pace=pace, wanted=2)) == [[1]]
+
+
+def test_text_waits_for_the_rows_that_wait_for_the_pace():
+    pace = pace_of(1)
+    outbox, now = begun(pace), 2 * LONG_AGO
+    for _ in range(AT_A_TIME + 1):
+        pace.turn_ns(now)
+    outbox.put(rows(1, 1))
+    outbox.put_text("a")
+    assert take_all(outbox, now_ns=now, pace=pace) == []
+    [parcel] = take_all(outbox, now_ns=now + 2 * MESSAGE_NS, pace=pace)
+    assert (parcel.text, parcel.tensor.tolist()) == ("a", [1])
 
 
 def test_text_of_many_sessions_leaves_further_apart():
@@ -232,7 +256,7 @@ def test_nothing_follows_the_last():
     outbox.finish_text()
     assert [p.last for p in take_all(outbox)] == [True]
     outbox.put_text("too late")
-    assert outbox.take(9, pace=Pace(), now_ns=2 * LONG_AGO) is None
+    assert outbox.take(9, now_ns=2 * LONG_AGO) is None
 
 
 def test_empty_rows_and_text_are_nothing():
@@ -303,6 +327,16 @@ class Link:
         self.parcels.append(parcel)
         assert len(values(self.parcels)) - self.consumed <= CREDITS
 
+    def settle(self):
+        """All leaves while the other side consumes and wants more, the end told or not."""
+        for _ in range(200):
+            self.consumed = len(values(self.parcels))
+            self.now += self.pace.apart_ns + TEXT_APART_NS
+            self.wanted = None if self.wanted is None else sum(map(len, values(self.parcels))) + 1
+            self.take()
+        assert self.outbox.held == 0
+        assert "".join(parcel.text for parcel in self.parcels) == self.text
+
     def drain(self):
         self.act("finish tensors", None)
         self.act("finish text", None)
@@ -320,11 +354,14 @@ class Link:
     largest=st.integers(1, 6),
     sessions=st.integers(0, 20),
     wanted=st.one_of(st.none(), st.integers(0, 12)),
+    settles=st.booleans(),
 )
-def test_whatever_the_order_everything_leaves_once_and_last_comes_last(actions, largest, sessions, wanted):
+def test_whatever_the_order_everything_leaves_once_and_last_comes_last(actions, largest, sessions, wanted, settles):
     link = Link(largest, sessions, wanted)
     for action, value in actions:
         link.act(action, value)
+    if settles:
+        link.settle()
     link.drain()
     assert list(itertools.chain.from_iterable(values(link.parcels))) == list(range(link.put))
     assert "".join(parcel.text for parcel in link.parcels) == link.text

@@ -145,7 +145,7 @@ def test_a_claim_that_begins_behind_a_poll_holds_from_the_next_one_on(monkeypatc
         p.wait_until_empty()
 
 
-def test_token2wav_claims_the_device_while_somebody_waits_for_a_first_sound():
+def test_token2wav_claims_the_device_while_listeners_wait_for_sound():
     waveform = FakeWaveformEngine()
     with pipeline(waveform=waveform) as p:
         assert not p.ledgers[0].device_claimed()

@@ -29,7 +29,7 @@ _HELP = {
     "waiting": "sequences that wait in the engine",
     "kv_blocks_used": "KV cache blocks in use; of token2wav, pages that keep what windows leave to later ones",
     "rows_used": "rows of device memory reserved or held back by open sequences",
-    "outbox": "rows or codes that wait for a credit",
+    "outbox": "rows or codes that wait to leave",
 }
 
 # One gauge a bucket, in the names of a Prometheus histogram: Triton's own histograms take one value a call, which

@@ -31,6 +31,8 @@ from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omn
 from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
 RETRY_AFTER_MS = 250
+UNPACED_TOKENS = 2
+"""The talker begins with the rows of the prompt and of the reply's first token, which comes with the second one."""
 FORGET_AFTER_S = 5.0
 """After this, a slot whose later stages stay silent is used again; its generation keeps late messages out."""
 
@@ -194,7 +196,7 @@ class ThinkerStage:
         return self._broken is None and self._engine.has_work() and not self._claimed
 
     def step(self) -> None:
-        """One engine step; what it gave leaves at once where a credit allows."""
+        """One engine step; what it gave leaves as soon as its outbox lets it."""
         for output in self._engine.step():
             session = self._open.get(output.key)
             if session is not None and not session.ended_ns:
@@ -272,7 +274,8 @@ class ThinkerStage:
 
     def _flush(self, session: _Open) -> None:
         outbox, ledger = session.outbox, self._ledger
-        while parcel := outbox.take(ledger.consumed(session.key, "talker"), pace=self._pace):
+        pace = self._pace if session.reply_tokens > UNPACED_TOKENS else None
+        while parcel := outbox.take(ledger.consumed(session.key, "talker"), pace=pace):
             self._send(session, _to_message(session, parcel), parcel.ready)
 
     def _send(self, session: _Open, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:

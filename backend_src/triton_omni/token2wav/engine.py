@@ -128,7 +128,7 @@ class Token2WavEngine:
 
     def end(self, key: str) -> None:
         """No more codes: what is left becomes the final chunk."""
-        self._streams[key].ended = True
+        self._streams[key].end()
 
     def has_work(self) -> bool:
         """Whether a window is due or a batch is on the device."""
@@ -157,7 +157,8 @@ class Token2WavEngine:
         """
         soon = time.monotonic_ns() + SOON_SILENT_NS
         windows = (*itertools.chain.from_iterable(flight.batch for flight in self._flights), *self._due())
-        waiting = sum(due.stream.page is not None and due.deadline_ns <= soon for due in windows)
+        open_ones = (due for due in windows if self._streams.get(due.stream.key) is due.stream)
+        waiting = sum(due.stream.page is not None and due.deadline_ns <= soon for due in open_ones)
         return waiting > 0 and waiting >= sum(stream.wants_first_codes for stream in self._streams.values())
 
     def abort(self, key: str) -> None:

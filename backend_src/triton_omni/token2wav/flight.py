@@ -82,7 +82,7 @@ def take_off(batch: Sequence[Due], sampler: Sampler, vocoder: Vocoder, device: t
     clamped = torch.stack([due.stream.clamped for due in batch])
     # The flags ride behind the samples: one copy a batch.
     host = to_host(torch.cat([*(rows.flatten() for rows in waveforms), broken, finite.float(), clamped.float()]))
-    lengths = (rows.shape[1] for rows in waveforms for _ in rows)
+    lengths = itertools.chain.from_iterable([rows.shape[1]] * len(rows) for rows in waveforms)
     return Flight(tuple(batch), tuple(lengths), host, solved, _mark(device))
 
 

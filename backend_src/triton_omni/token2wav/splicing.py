@@ -30,7 +30,8 @@ class Due:
 
 
 def splice(batch: Sequence[Due], mels: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Take on every stream of a batch behind its chunk.
+    """Take on every stream of a batch behind its chunk. Their new tails are views of one tensor, which the last of them
+    lets go of: half a megabyte for 32 streams.
 
     Args:
         batch: of which chunks the windows were solved.

@@ -56,7 +56,7 @@ class WaveformEngine(LinkEngine, Protocol):
 
     @property
     def keeps_listeners_waiting(self) -> bool:
-        """Whether somebody hears nothing, or will soon, for want of a window."""
+        """Whether listeners hear nothing, or will soon, for want of windows, and no more others for want of codes."""
 
     def step(self) -> list[AudioOutput]:
         """Launch the windows that are due and give the chunks that have come through the device."""

@@ -57,6 +57,7 @@ class Stream:
     next_chunk: int = 0
     sound_until_ns: int = 0
     finished: bool = False
+    _due: Chunk | None = None
 
     @classmethod
     def begin(cls, key: str, request: StreamRequest, *, max_codes: int, mel_dim: int, device: torch.device) -> Stream:
@@ -84,12 +85,20 @@ class Stream:
         self.codes[self.received : end] = within
         self.clamped += (arrived != within).sum()
         self.received = end
+        self._find_due()
+
+    def end(self) -> None:
+        """No more codes will come."""
+        self.ended = True
+        self._find_due()
 
     def due(self) -> Chunk | None:
-        """The next chunk, or None while its codes are not there."""
-        if self.finished:
-            return None
-        return self.request.plan.chunk(self.next_chunk, self.received, ended=self.ended)
+        """The next chunk, or None while its codes are not there. Asked several times a turn of the stage's loop."""
+        return self._due
+
+    def _find_due(self) -> None:
+        plan = self.request.plan
+        self._due = None if self.finished else plan.chunk(self.next_chunk, self.received, ended=self.ended)
 
     @property
     def wanted(self) -> int:
@@ -139,3 +148,4 @@ class Stream:
         self.sound_until_ns = begins_ns + len(chunk.audio) * self.request.frame_ns
         self.next_chunk += 1
         self.finished = chunk.final
+        self._find_due()

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splicing a batch of streams: every frame where it belongs, by its absolute number, and nobody's with another."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hf_token2wav import DEVICE
+from torch import Tensor
+
+from triton_omni.settings import StreamingPlan
+from triton_omni.token2wav.chunking import WindowPlan, offline_plan, streaming_plan
+from triton_omni.token2wav.dit import Voice
+from triton_omni.token2wav.sampler import FlowOptions
+from triton_omni.token2wav.splicing import Due, splice
+from triton_omni.token2wav.streaming import Stream, StreamRequest
+
+CHANNELS = 3
+PLANS = [
+    offline_plan(frames_per_code=2),
+    *(
+        streaming_plan(
+            StreamingPlan(chunk_blocks=blocks, look_ahead_blocks=ahead, vocoder_context_frames=context),
+            block_frames=24,
+            frames_per_code=2,
+        )
+        for blocks, ahead, context in [((1, 2), 1, 24), ((1, 1, 2), 0, 8), ((2,), 0, 0), ((1,), 2, 40)]
+    ),
+]
+
+
+def a_stream(number: int, plan: WindowPlan, codes: int) -> Stream:
+    """A stream that has all its codes; its frame f is to be 1000 x number + f in every channel."""
+    nothing = torch.zeros(1, device=DEVICE)
+    request = StreamRequest(Voice(nothing, nothing), 0, plan, FlowOptions("euler", 2, -1.0, guided=True), 0.5)
+    stream = Stream.begin(str(number), request, max_codes=codes, mel_dim=CHANNELS, device=DEVICE)
+    stream.feed(torch.zeros(codes, dtype=torch.int32), 0)
+    stream.end()
+    return stream
+
+
+def frames(number: int, start: int, end: int) -> Tensor:
+    return (1000.0 * number + torch.arange(start, end, device=DEVICE))[:, None].expand(-1, CHANNELS)
+
+
+def mel_of(due: Due, *, bad: bool) -> Tensor:
+    mel = frames(int(due.stream.key), due.chunk.solved.start, due.chunk.solved.end).clone()
+    # Look-ahead is not for good: whoever takes a frame of it for a kept one is found out.
+    mel[len(due.chunk.kept) :] += 0.5
+    if bad:
+        mel[0] = float("nan")
+    return mel
+
+
+def expected(due: Due) -> Tensor:
+    number, chunk = int(due.stream.key), due.chunk
+    known = frames(number, chunk.vocoder.start, chunk.vocoder.end).clone()
+    known[max(0, chunk.kept.end - chunk.vocoder.start) :] += 0.5
+    return known
+
+
+@pytest.mark.parametrize("sick", [None, 2])
+def test_each_chunk_gets_its_own_frames_by_number(sick: int | None) -> None:
+    streams = [a_stream(number, plan, 30 + 23 * number) for number, plan in enumerate(PLANS)]
+    for turn in itertools.count():
+        # Not all of them every time, so that batches differ.
+        ready = [s for s in streams if s.due() is not None and (turn + int(s.key)) % 3]
+        batch = [Due(stream, chunk, 0) for stream in ready if (chunk := stream.due()) is not None]
+        if all(stream.finished for stream in streams):
+            break
+        if not batch:
+            continue
+        vocoded, broken = splice(batch, [mel_of(due, bad=due.stream.key == str(sick)) for due in batch])
+        assert broken.tolist() == [float(due.stream.key == str(sick)) for due in batch]
+        for due, mel in zip(batch, torch.split(vocoded, [len(due.chunk.vocoder) for due in batch]), strict=True):
+            if due.stream.key == str(sick):
+                assert bool(mel.isnan().any())
+            else:
+                torch.testing.assert_close(mel, expected(due))
+    assert turn > 3
+
+
+def test_a_stream_keeps_what_later_chunks_need_and_no_more() -> None:
+    stream = a_stream(1, PLANS[1], 200)
+    for _ in range(4):
+        chunk = stream.due()
+        assert chunk is not None
+        due = Due(stream, chunk, 0)
+        splice([due], [mel_of(due, bad=False)])
+        following = stream.due()
+        assert following is not None
+        torch.testing.assert_close(stream.tail, frames(1, following.vocoder.start, chunk.kept.end))
