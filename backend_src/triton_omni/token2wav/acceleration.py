@@ -23,6 +23,9 @@ GRAPHED_BLOCKS = (*range(2, 16, 2), *range(16, 49, 4), 60, 72)
 """Blocks of a batch, one half of guidance counted, for which a solver's step is recorded: a long window of the plan
 `balanced` has four, a first one two. Beyond, a kernel takes longer than its launch."""
 
+LARGEST_VOCODER_BATCH = 8
+"""Chunks of one recorded pass: more of them take proportionally longer, and a start longer to record."""
+
 
 class Vocoder(Protocol):
     """Mel frames to a waveform: the plain BigVGAN, or a fused form of it."""
@@ -83,8 +86,8 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
 
 
 def vocoder_shapes(settings: Token2WavSettings, networks: Networks) -> list[tuple[int, int]]:
-    """(batch, frames) of the regular chunks of the plan that streams use: batches by powers of two, up to the first
-    that holds as many chunks as are solved together."""
+    """(batch, frames) of the regular chunks of the plan that streams use: batches by powers of two, of which any is put
+    together, up to `LARGEST_VOCODER_BATCH` and no more chunks than are solved together."""
     config, chosen = networks.dit.config, settings.plans[settings.plan]
     plan = streaming_plan(chosen, block_frames=config.block_size, frames_per_code=config.repeats)
     # The chunk behind the last listed one has frames of another before it, so all later ones are like it.
@@ -93,5 +96,6 @@ def vocoder_shapes(settings: Token2WavSettings, networks: Networks) -> list[tupl
     for chunk in chunks:
         if chunk is not None:
             most = min(settings.max_batch, max(1, settings.max_batch_frames // len(chunk.solved)))
-            shapes |= {(2**power, len(chunk.vocoder)) for power in range((most - 1).bit_length() + 1)}
+            powers = range(min(most, LARGEST_VOCODER_BATCH).bit_length())
+            shapes |= {(2**power, len(chunk.vocoder)) for power in powers}
     return sorted(shapes)

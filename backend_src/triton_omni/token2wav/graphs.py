@@ -232,7 +232,7 @@ class GraphedVocoder:
     Args:
         fused: what is recorded, and what runs for all other shapes.
         mel_dim: channels of its input.
-        shapes: (batch, frames) to record graphs for.
+        shapes: (batch, frames) to record graphs for; a batch of several is put together of those there are.
         pool: where graphs have their memory.
     """
 
@@ -253,11 +253,16 @@ class GraphedVocoder:
 
     def __call__(self, mel: Tensor) -> Tensor:
         """See `BigVGAN.forward`."""
-        batch, _, frames = mel.shape
-        fitting = [size for size, length in self._graphs if length == frames and size >= batch]
-        if not fitting:
+        sizes = sorted((size for size, length in self._graphs if length == mel.shape[2]), reverse=True)
+        if not sizes or sizes[-1] > 1:
             return self._fused(mel)
-        inputs, recorded = self._graphs[min(fitting), frames]
-        inputs[:batch] = mel
-        recorded.graph.replay()
-        return recorded.output[:batch].clone()
+        parts, rest = [], mel
+        while len(rest):
+            size = next(size for size in sizes if size <= len(rest))
+            inputs, recorded = self._graphs[size, mel.shape[2]]
+            inputs.copy_(rest[:size])
+            recorded.graph.replay()
+            # A copy: the next part may be of the same graph.
+            parts.append(recorded.output.clone())
+            rest = rest[size:]
+        return torch.cat(parts)
