@@ -131,7 +131,7 @@ class StreamingPlan(_Frozen):
     The waveform is a function of (codes, seed, plan): load and timing never change a window.
     """
 
-    chunk_blocks: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 1, 2, 3)
+    chunk_blocks: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 1, 2, 3, 4, 6)
     """New blocks of chunk 0, 1, ...; the last entry repeats."""
     look_ahead_blocks: Annotated[int, Field(ge=0, le=8)] = 1
     vocoder_context_frames: Annotated[int, Field(ge=0, le=96)] = 24
