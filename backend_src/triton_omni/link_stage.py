@@ -21,7 +21,8 @@ from triton_omni.errors import InternalError, OmniError, StageName
 from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import CAPACITY, SessionLedger
 from triton_omni.loop import IDLE_POLL_S, StageLoop
-from triton_omni.stage import CLAIMED_POLL_S, Outlet, StageStats, as_omni_error, leave_default_stream, record_event
+from triton_omni.stage import CLAIMED_POLL_S, Outlet, StageStats, as_omni_error
+from triton_omni.streams import leave_default_stream, record_event
 from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage, Value
 
 CANCEL_INTERVAL_NS: Final = 50_000_000

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from triton_omni.stage import on_side_stream, record_event
+from triton_omni.streams import on_side_stream, record_event
 
 CREDITS: Final = 2
 """Data messages of one session that may be on the way on one link."""

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the three stages share: where they answer, how they wait for the device. It knows no engine, no Triton."""
+"""What the three stages share: where they answer, and how they are looked at. It knows no engine, no Triton."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -86,48 +84,3 @@ def as_omni_error(error: Exception, label: str) -> OmniError:
         return error
     logger.error("request %s: handling a message failed", label, exc_info=error)
     return InternalError(f"handling a message failed: {type(error).__name__}")
-
-
-def record_event(device: torch.device, *, blocking: bool = False) -> torch.cuda.Event | None:
-    """Mark the present point of the device's current stream; None on the CPU, where work is done when it returns.
-
-    A thread that waits for a `blocking` one sleeps, where it would keep a core busy otherwise.
-    """
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
-    # Without a stream it would mark the thread's current device, which is device 0 in a thread that chose none.
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def leave_default_stream(device: torch.device) -> None:
-    """Give the calling thread, which steps an engine, a stream of its own. Nothing to do on the CPU.
-
-    Triton's Python backend exports and copies GPU tensors on CUDA's legacy default stream (`PbTensor::FromDLPack`,
-    `PbMemory::CopyBuffer`), from other threads: a message would wait there for the engine's step that was launched
-    meanwhile. Streams of torch's pool and the legacy one do not wait for each other.
-    """
-    if device.type != "cuda":
-        return
-    torch.cuda.set_device(device)
-    # The networks were made on the default stream.
-    torch.cuda.synchronize(device)
-    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
-@functools.lru_cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-
-
-@contextlib.contextmanager
-def on_side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """Do small work beside the engine's stream, on which the next step has been launched already: behind that step a
-    message would be late by one. None, and nothing, on the CPU."""
-    if device.type != "cuda":
-        yield None
-        return
-    stream = _side_stream(device)
-    with torch.cuda.stream(stream):
-        yield stream

@@ -13,7 +13,7 @@ CLIENT = ROOT / "client" / "triton_omni_client"
 
 # Each module may import modules of lower layers and of its own group.
 LAYERS = [
-    {"contracts": {"errors", "settings", "engine", "device", "precision", "spans"}},
+    {"contracts": {"errors", "settings", "engine", "device", "streams", "precision", "spans"}},
     {
         "protocol": {
             "wire",
@@ -144,7 +144,7 @@ def test_client_and_backend_know_nothing_of_each_other():
 def test_token2wav_is_torch_and_numpy_alone():
     # pydantic: its ValidationError is what settings raise.
     allowed = {"torch", "numpy", "pydantic", "triton_omni", *sys.stdlib_module_names}
-    ours = {"settings", "engine", "errors", "precision", "spans", "checkpoint", "token2wav"}
+    ours = {"settings", "engine", "errors", "precision", "spans", "streams", "checkpoint", "token2wav"}
     kernels = {"triton_omni.token2wav.kernels", "triton_omni.token2wav.attention_kernels"}
     assert importing("triton") == kernels
     for module, path in BACKEND_MODULES.items():

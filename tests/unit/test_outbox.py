@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from triton_omni.errors import InternalError, TooLarge
 from triton_omni.outbox import AT_A_TIME, CREDITS, MESSAGE_NS, TEXT_APART_NS, Outbox, Pace
-from triton_omni.stage import as_omni_error, record_event
+from triton_omni.stage import as_omni_error
+from triton_omni.streams import record_event
 
 LONG_AGO = 10 * TEXT_APART_NS
 

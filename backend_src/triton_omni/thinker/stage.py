@@ -27,7 +27,8 @@ from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.outbox import Outbox, Pace, Parcel
 from triton_omni.request import RawRequest
 from triton_omni.settings import ThinkerSettings
-from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, leave_default_stream
+from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error
+from triton_omni.streams import leave_default_stream
 from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
 RETRY_AFTER_MS = 250

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triton_omni.streams import record_event
 from triton_omni.token2wav.acceleration import Vocoder
 from triton_omni.token2wav.chunking import Chunk
 from triton_omni.token2wav.sampler import Sampler
@@ -75,7 +76,7 @@ def take_off(batch: Sequence[Due], sampler: Sampler, vocoder: Vocoder, device: t
     # Those of one shape side by side: they share a batch of the vocoder, and batches of like windows a layout.
     batch = sorted(batch, key=lambda due: (*_shape(due.chunk), len(due.chunk.solved)))
     mels = sampler.sample([due.stream.window(due.chunk) for due in batch], batch[0].stream.request.flow)
-    solved = _mark(device)
+    solved = record_event(device)
     frames, broken = splice(batch, mels)
     waveforms = list(_vocode([due.chunk for due in batch], frames, vocoder))
     finite = torch.cat([torch.isfinite(rows).all(1) for rows in waveforms])
@@ -83,7 +84,7 @@ def take_off(batch: Sequence[Due], sampler: Sampler, vocoder: Vocoder, device: t
     # The flags ride behind the samples: one copy a batch.
     host = to_host(torch.cat([*(rows.flatten() for rows in waveforms), broken, finite.float(), clamped.float()]))
     lengths = itertools.chain.from_iterable([rows.shape[1]] * len(rows) for rows in waveforms)
-    return Flight(tuple(batch), tuple(lengths), host, solved, _mark(device))
+    return Flight(tuple(batch), tuple(lengths), host, solved, record_event(device))
 
 
 def _shape(chunk: Chunk) -> tuple[int, int, int]:
@@ -98,11 +99,3 @@ def _vocode(chunks: Sequence[Chunk], frames: Tensor, vocoder: Vocoder) -> Iterat
         rows, frames = frames[: count * length], frames[count * length :]
         samples = vocoder(rows.view(count, length, -1).transpose(1, 2))
         yield samples[:, start * vocoder.samples_per_frame : stop * vocoder.samples_per_frame]
-
-
-def _mark(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.stage import record_event
+from triton_omni.streams import record_event
 from triton_omni.vllm_hooks.compat import (
     CachedRequestState,
     CommonAttentionMetadata,

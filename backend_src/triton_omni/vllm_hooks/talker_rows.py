@@ -18,7 +18,7 @@ from torch import Tensor
 from triton_omni.engine import TalkerPrompt
 from triton_omni.errors import InternalError, Overloaded
 from triton_omni.spans import FirstFit
-from triton_omni.stage import record_event
+from triton_omni.streams import record_event
 from triton_omni.talker.conditioning import Indices, can_speak, pool_rows, split_at_text_bos, stored_rows
 
 TEXT_EOS_ROW: Final = 0

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.stage import record_event
+from triton_omni.streams import record_event
 from triton_omni.vllm_hooks.compat import (
     BatchDescriptor,
     CachedRequestState,
