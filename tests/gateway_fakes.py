@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,13 @@ class RunningGateway:
         """The value of one line of /metrics; 0 when it is not there."""
         found = [text for text in self.http.get("/metrics").text.splitlines() if text.startswith(f"{line} ")]
         return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+
+    def wait_for_metric(self, line: str, value: float) -> None:
+        """Wait for a figure, since an answer is counted after its last byte has left."""
+        deadline = time.monotonic() + 5
+        while self.metric(line) != value:
+            assert time.monotonic() < deadline, self.http.get("/metrics").text
+            time.sleep(0.02)
 
 
 @contextmanager

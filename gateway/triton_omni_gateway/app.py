@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from triton_omni_client import AsyncOmniClient, OmniClientError
 
 from .connection import CLIENT_GONE
-from .errors import SERVER, ClientGone, GatewayError, from_client
+from .errors import ClientGone, GatewayError, from_client
 from .gate import Gate, error_response
 from .keys import ApiKeys
 from .metrics import Metrics
@@ -132,8 +132,3 @@ def _add_errors(app: FastAPI) -> None:
     async def no_route(request: Request, error: HTTPException) -> Response:
         said = f"Invalid URL ({request.method} {request.url.path}): {error.detail}."
         return error_response(GatewayError(error.status_code, said, headers=error.headers or {}))
-
-    @app.exception_handler(Exception)
-    async def broken(request: Request, _error: Exception) -> Response:
-        said = f"The gateway failed; its log has the cause under {request.state.request_id}."
-        return error_response(GatewayError(500, said, SERVER, "internal"))

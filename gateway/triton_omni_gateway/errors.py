@@ -86,6 +86,12 @@ def overloaded(message: str, retry_after_ms: int | None = None) -> GatewayError:
     return GatewayError(429, message, RATE, "overloaded", headers=headers)
 
 
+def broken(request_id: str) -> GatewayError:
+    """A 500: a fault of the gateway itself."""
+    said = f"The gateway failed; its log has the cause under {request_id}."
+    return GatewayError(500, said, SERVER, "internal")
+
+
 def stopping() -> GatewayError:
     """A 503: the gateway ends before the answer is there; another one may take over."""
     return GatewayError(503, "The gateway is stopping; send the request again.", SERVER, "stopping", headers=_SOON)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import GatewayError, overloaded, stopping, too_large, unauthorized
+from .errors import GatewayError, broken, overloaded, stopping, too_large, unauthorized
 from .keys import ApiKeys
 from .metrics import Metrics
 from .settings import GatewaySettings
@@ -20,6 +21,7 @@ from .settings import GatewaySettings
 GUARDED = "/v1/"
 """Paths that need a key where keys are set."""
 _LINGER_S = 2.0
+logger = logging.getLogger("uvicorn.error")
 
 
 def error_response(error: GatewayError) -> JSONResponse:
@@ -61,11 +63,17 @@ class Gate:
             await self._answer(scope, exchange)
         except asyncio.CancelledError:
             # So uvicorn ends what outlasts the grace of a stop; an answer that has begun is cut off by returning.
-            if not exchange.started:
-                await error_response(stopping())(scope, exchange.receive, exchange.send)
+            await self._apologise(scope, exchange, stopping())
+        except Exception:
+            logger.exception("%s failed", request_id)
+            await self._apologise(scope, exchange, broken(request_id))
         finally:
             endpoint = scope["path"] if scope["path"] in self._endpoints else "other"
             self._metrics.answered(endpoint, state["status"] or exchange.status, time.monotonic() - begin)
+
+    async def _apologise(self, scope: Scope, exchange: _Exchange, error: GatewayError) -> None:
+        if not exchange.started:
+            await error_response(error)(scope, exchange.receive, exchange.send)
 
     async def _answer(self, scope: Scope, exchange: _Exchange) -> None:
         if not (scope["method"] == "POST" and scope["path"].startswith(GUARDED)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import ipaddress
 import os
 import signal
@@ -13,9 +14,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import uvicorn
+from uvicorn.config import LOGGING_CONFIG
 
 from triton_omni_client import AsyncOmniClient
 
@@ -41,6 +43,8 @@ class Command:
     grace_s: int
     """What a gateway that is told to stop gives the requests under way."""
     log_level: str
+    check: bool = False
+    """Whether to end when everything that can be refused without a Triton server has been."""
 
 
 class GatewayServer(uvicorn.Server):
@@ -57,10 +61,18 @@ class GatewayServer(uvicorn.Server):
             print(self._ready_line, flush=True)
 
 
+def _log_config() -> dict[str, Any]:
+    """uvicorn's, but with all lines on standard error: standard output has the READY line alone."""
+    config = copy.deepcopy(LOGGING_CONFIG)
+    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    return config
+
+
 def make_server(command: Command, listening: socket.socket) -> GatewayServer:
     """A server on this socket, not started yet; on SIGTERM or Ctrl-C it lets requests end for `grace_s`."""
     config = uvicorn.Config(
         create_app(command.settings, command.keys),
+        log_config=_log_config(),
         log_level=command.log_level,
         timeout_graceful_shutdown=command.grace_s,
         server_header=False,
@@ -76,14 +88,12 @@ def bind(host: str, port: int) -> socket.socket:
         SettingsError: the address cannot be had.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(_BACKLOG)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise SettingsError(f"cannot listen on {host}:{port} ({error.strerror})") from error
-    return listening
+        # Of an address alone; `create_server` adds a sentence of its own to the others.
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise SettingsError(f"cannot listen on {host}:{port} ({reason})") from error
 
 
 def _url(host: str, port: int) -> str:
@@ -118,6 +128,7 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     parser.add_argument("--speech-prompt", default=default.speech_prompt, metavar="TEXT", help=spoken)
     parser.add_argument("--grace", type=int, default=10, metavar="SECONDS", help="for requests under way at a stop")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument("--check", action="store_true", help="refuse what cannot be served with, then end")
     given = parser.parse_args(arguments)
     settings = GatewaySettings(
         triton_url=given.url,
@@ -127,7 +138,7 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
         speech_prompt=given.speech_prompt,
     )
     keys = read_keys(os.environ, given.api_keys)
-    return Command(settings, keys, given.host, given.port, given.wait, given.grace, given.log_level)
+    return Command(settings, keys, given.host, given.port, given.wait, given.grace, given.log_level, given.check)
 
 
 def _port(text: str) -> int:
@@ -137,13 +148,15 @@ def _port(text: str) -> int:
 
 
 async def serve(command: Command) -> None:
-    """Serve until a signal.
+    """Serve until a signal, or check that it could be.
 
     Raises:
         SettingsError: no Triton server answers, or the address cannot be had.
     """
     listening = bind(command.host, command.port)
     try:
+        if command.check:
+            return
         async with AsyncOmniClient(command.settings.triton_url) as client:
             if not await client.wait_ready(command.wait_s):
                 url = command.settings.triton_url

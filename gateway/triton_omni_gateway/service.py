@@ -39,7 +39,7 @@ from .translate import chat_format, chat_request, check_model, speech_format, sp
 
 EVENTS = "text/event-stream"
 _MEDIA_TYPES = {"wav": "audio/wav", "pcm16": "audio/pcm"}
-_LOG = logging.getLogger("uvicorn.error")
+logger = logging.getLogger("uvicorn.error")
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -194,5 +194,5 @@ def _failed(http: HttpRequest, error: OmniClientError) -> bytes:
     """The event of an error inside a stream; its status is what is counted."""
     meant = from_client(error)
     http.scope["state"]["status"] = meant.status
-    _LOG.error("%s failed while its answer was sent: %s", http.state.request_id, meant.message)
+    logger.error("%s failed while its answer was sent: %s", http.state.request_id, meant.message)
     return event(meant.body())

@@ -17,14 +17,29 @@ from triton_omni.settings import TalkerSettings, ThinkerSettings, Token2WavSetti
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "client" / "README.md"]
+DOCUMENTS = [
+    README,
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "client" / "README.md",
+    ROOT / "gateway" / "README.md",
+]
 STAGES = {
     "thinker": ThinkerSettings,
     "talker": TalkerSettings,
     "token2wav": Token2WavSettings,
     "qwen2_5_omni_unary": UnarySettings,
 }
-FOLDERS = ["backend_src", "client", "docs", "examples", "model_repository", "requirements", "scripts", "tests"]
+FOLDERS = [
+    "backend_src",
+    "client",
+    "docs",
+    "examples",
+    "gateway",
+    "model_repository",
+    "requirements",
+    "scripts",
+    "tests",
+]
 FILES = [*ROOT.glob("*"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
 MODELS = ["qwen2_5_omni", "qwen2_5_omni_unary"]
 

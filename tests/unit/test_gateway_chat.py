@@ -218,7 +218,7 @@ def test_an_error_inside_a_stream_is_an_event_after_what_came_before(
     with pytest.raises(openai.APIError, match="broken"):
         texts.extend(found.choices[0].delta.content for found in gateway.chat(stream=True))
     assert texts == ["", "so far"]
-    assert gateway.metric('omni_gateway_requests_total{endpoint="/v1/chat/completions",status="500"}') == 1
+    gateway.wait_for_metric('omni_gateway_requests_total{endpoint="/v1/chat/completions",status="500"}', 1)
 
 
 def test_a_refusal_of_the_server_names_the_caller_s_key(triton: FakeTriton, gateway: RunningGateway) -> None:
@@ -243,8 +243,8 @@ def test_leaving_a_stream_cancels_on_the_server(triton: FakeTriton, gateway: Run
             pass
         assert not triton.cancelled.is_set()
     assert triton.cancelled.wait(5)
-    wait_for_metric(gateway, 'omni_gateway_requests_total{endpoint="/v1/chat/completions",status="499"}', 1)
-    assert gateway.metric("omni_gateway_requests_in_flight") == 0
+    gateway.wait_for_metric('omni_gateway_requests_total{endpoint="/v1/chat/completions",status="499"}', 1)
+    gateway.wait_for_metric("omni_gateway_requests_in_flight", 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -259,14 +259,7 @@ def test_leaving_before_the_first_delta_cancels_on_the_server(
     with pytest.raises(httpx.ReadTimeout):
         gateway.post({"model": MODEL, "messages": USER, "stream": stream}, timeout=0.5)
     assert triton.cancelled.wait(5)
-    wait_for_metric(gateway, 'omni_gateway_requests_total{endpoint="/v1/chat/completions",status="499"}', 1)
-
-
-def wait_for_metric(gateway: RunningGateway, line: str, value: float) -> None:
-    deadline = time.monotonic() + 5
-    while gateway.metric(line) != value:
-        assert time.monotonic() < deadline, gateway.http.get("/metrics").text
-        time.sleep(0.02)
+    gateway.wait_for_metric('omni_gateway_requests_total{endpoint="/v1/chat/completions",status="499"}', 1)
 
 
 def test_what_was_heard_of_a_reply_that_was_left_can_be_named(triton: FakeTriton, gateway: RunningGateway) -> None:

@@ -108,7 +108,7 @@ def test_an_error_inside_the_sound_cuts_it_off(triton: FakeTriton, gateway: Runn
     triton.script = lambda *_: iter([chunk(audio=SPOKEN), failure("broken [omni:internal]")])
     with pytest.raises(httpx.RemoteProtocolError):
         gateway.post({"model": MODEL, "input": "hi"}, PATH)
-    assert gateway.metric(f'omni_gateway_requests_total{{endpoint="{PATH}",status="500"}}') == 1
+    gateway.wait_for_metric(f'omni_gateway_requests_total{{endpoint="{PATH}",status="500"}}', 1)
 
 
 def test_an_error_inside_the_events_is_an_event(triton: FakeTriton, gateway: RunningGateway) -> None:
