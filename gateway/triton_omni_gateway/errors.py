@@ -27,6 +27,8 @@ _MEANINGS: Mapping[str, tuple[int, str, Mapping[str, str]]] = {
     "internal": (500, SERVER, {}),
 }
 """Status, OpenAI's `type` and headers by the code of the client's error."""
+_ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
+"""What Triton puts in front of a stage's error."""
 _KEY_PATH = re.compile(r"^(?:sampling_parameters\.(?:thinker\.)?)?(?P<path>[a-z][\w.\[\]]*): ")
 
 
@@ -99,10 +101,11 @@ def stopping() -> GatewayError:
 
 def from_client(error: OmniClientError) -> GatewayError:
     """What an error of Triton's client means to a caller of HTTP."""
+    message = _ENSEMBLE.sub("", error.message)
     if error.code == "overloaded":
-        return overloaded(error.message, error.retry_after_ms)
+        return overloaded(message, error.retry_after_ms)
     status, kind, headers = _MEANINGS.get(error.code, _MEANINGS["internal"])
-    return GatewayError(status, error.message, kind, error.code, _param(error.message), headers)
+    return GatewayError(status, message, kind, error.code, _param(message), headers)
 
 
 def _param(message: str) -> str | None:

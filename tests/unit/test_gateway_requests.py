@@ -186,12 +186,15 @@ def test_speech_options_go_on() -> None:
         ("sampling_parameters.thinker.temperature: is 9", "temperature"),
         ("sampling_parameters.voice: 'alloy' is not one of: Chelsie, Ethan", "voice"),
         ("messages[0].content[1].image_url.url: not base64", "messages[0].content[1].image_url.url"),
+        ("in ensemble 'qwen2_5_omni', messages[2].role: system is first", "messages[2].role"),
         ("The sea: it is deep", None),
         ("something else", None),
     ],
 )
 def test_the_key_at_fault_is_read_off_the_server_s_refusal(message: str, param: str | None) -> None:
-    assert from_client(errors.BadRequest(message)).param == param
+    meant = from_client(errors.BadRequest(message))
+    assert meant.param == param
+    assert "ensemble" not in meant.message
 
 
 def test_transcripts_are_forgotten_in_time_and_beyond_their_number() -> None:
