@@ -11,6 +11,7 @@ from typing import Any, cast
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from triton_omni_client import AsyncOmniClient, OmniClientError
@@ -26,7 +27,20 @@ from .settings import GatewaySettings
 from .transcripts import Transcripts
 from .translate import check_model
 
+_BODIES: tuple[type[BaseModel], ...] = (ChatRequest, SpeechRequest)
+_SCHEMAS = "#/components/schemas/"
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class GatewayApp(FastAPI):
+    """The application, whose handlers read bodies by themselves, under its limits; OpenAPI is told of their types."""
+
+    def openapi(self) -> dict[str, Any]:
+        """FastAPI's description, with the types that it cannot see."""
+        described = super().openapi()
+        _, found = models_json_schema([(kind, "validation") for kind in _BODIES], ref_template=_SCHEMAS + "{model}")
+        described.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
+        return described
 
 
 def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAPI:
@@ -45,7 +59,8 @@ def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAP
             app.state.gateway = Gateway(settings, client, transcripts, metrics)
             yield
 
-    app = FastAPI(title="triton-omni gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
+    # Its pages of documentation would load scripts from elsewhere.
+    app = GatewayApp(title="triton-omni gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_model_routes(app)
     _add_list_routes(app, settings)
     _add_operator_routes(app, metrics)
@@ -60,8 +75,7 @@ def _gateway(request: Request) -> Gateway:
 
 
 def _body_of(schema: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI's description of a body that the handler reads by itself, under its limits."""
-    content = {"application/json": {"schema": schema.model_json_schema()}}
+    content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{schema.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -172,6 +173,16 @@ def test_metrics_count_answers_times_and_sound(gateway: RunningGateway) -> None:
     gateway.wait_for_metric("omni_gateway_first_text_seconds_count", 1)
     gateway.wait_for_metric("omni_gateway_first_audio_seconds_count", 1)
     gateway.wait_for_metric("omni_gateway_requests_in_flight", 0)
+
+
+def test_openapi_describes_the_bodies(gateway: RunningGateway) -> None:
+    described = gateway.http.get("/openapi.json").json()
+    schemas = described["components"]["schemas"]
+    body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/ChatRequest"}
+    assert {"messages", "modalities", "stream"} <= schemas["ChatRequest"]["properties"].keys()
+    named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(described)))
+    assert named <= schemas.keys()
 
 
 def test_a_fault_of_the_gateway_is_an_error_in_openai_s_form(
