@@ -7,7 +7,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -58,7 +57,7 @@ class Gate:
         begin, request_id = time.monotonic(), f"req_{secrets.token_hex(12)}"
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "status": None}
-        exchange = _Exchange(receive, send, request_id)
+        exchange = _Exchange(scope, receive, send)
         try:
             await self._answer(scope, exchange)
         except asyncio.CancelledError:
@@ -117,11 +116,12 @@ class _Exchange:
     left of a body is thrown away for a moment first.
     """
 
-    def __init__(self, receive: Receive, send: Send, request_id: str) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._headers: Mapping[str, str] = {"x-request-id": request_id}
-        self._body_ended = False
+        self._request_id: str = scope["state"]["request_id"]
+        given = Headers(scope=scope)
+        self._body_ended = given.get("content-length", "0") == "0" and "transfer-encoding" not in given
         self.started = False
         """Whether the answer has begun."""
         self.status = 500
@@ -137,12 +137,19 @@ class _Exchange:
         """What the caller is told."""
         if message["type"] == "http.response.start":
             self.started, self.status = True, message["status"]
-            MutableHeaders(scope=message).update(self._headers)
-        elif self.status >= 400 and not self._body_ended and not message.get("more_body", False):
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._request_id
+            if self._refused_midway:
+                headers["connection"] = "close"
+        elif self._refused_midway and not message.get("more_body", False):
             await self._send({**message, "more_body": True})
             await self._run_dry()
             message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
+
+    @property
+    def _refused_midway(self) -> bool:
+        return self.status >= 400 and not self._body_ended
 
     async def _run_dry(self) -> None:
         try:

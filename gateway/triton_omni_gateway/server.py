@@ -157,15 +157,21 @@ async def serve(command: Command) -> None:
     try:
         if command.check:
             return
-        async with AsyncOmniClient(command.settings.triton_url) as client:
-            if not await client.wait_ready(command.wait_s):
-                url = command.settings.triton_url
-                raise SettingsError(f"no triton-omni server is ready at {url} (waited {command.wait_s:g} s)")
+        await _wait_for_triton(command.settings.triton_url, command.wait_s)
         if not command.keys and not _is_loopback(command.host):
             print(f"warning: {command.host} is open to others and no API key is set", file=sys.stderr)
         await make_server(command, listening).serve(sockets=[listening])
     finally:
         listening.close()
+
+
+async def _wait_for_triton(url: str, seconds: float) -> None:
+    async with AsyncOmniClient(url) as client:
+        if await client.ready():
+            return
+        print(f"waiting for the triton-omni server at {url} (at most {seconds:g} s)", file=sys.stderr, flush=True)
+        if not await client.wait_ready(seconds):
+            raise SettingsError(f"no triton-omni server is ready at {url} (waited {seconds:g} s)")
 
 
 def _is_loopback(host: str) -> bool:

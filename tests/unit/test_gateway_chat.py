@@ -20,7 +20,7 @@ import pytest
 
 from client_fakes import INFO, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc
 from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
-from triton_omni_client.audio import WavDecoder, pcm16_from_waveform
+from triton_omni_client.audio import WavDecoder, pcm16_from_waveform, wav_header
 
 SPOKEN = np.repeat(np.array([0.25, -0.5], np.float32), 480)
 AUDIO = {"modalities": ["text", "audio"], "audio": {"voice": "Chelsie", "format": "pcm16"}}
@@ -196,6 +196,25 @@ def test_an_error_before_the_first_delta_is_a_status(
     assert not (status in (499, 504) and caught.value.response.headers["x-should-retry"] != "false")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_format_that_is_not_offered_is_refused_with_the_list(
+    triton: FakeTriton, gateway: RunningGateway, stream: bool
+) -> None:
+    audio = {"voice": "Chelsie", "format": "mp3"}
+    with pytest.raises(openai.BadRequestError, match="the formats are wav, pcm16") as caught:
+        gateway.chat(modalities=["text", "audio"], audio=audio, stream=stream)
+    assert caught.value.param == "audio.format"
+    assert triton.requests == []
+
+
+def test_a_spoken_reply_of_no_sound_is_a_wav_file_of_no_samples(triton: FakeTriton, gateway: RunningGateway) -> None:
+    triton.script = lambda *_: iter([chunk(text="silent"), final()])
+    wav = {"modalities": ["text", "audio"], "audio": {"format": "wav"}}
+    assert base64.b64decode(gateway.chat(**wav).choices[0].message.audio.data) == wav_header(0)
+    parts = [found.choices[0].delta.audio for found in gateway.chat(stream=True, **wav)]
+    assert base64.b64decode("".join(part.data or "" for part in parts if part)) == wav_header(None)
+
+
 def test_overload_says_when_to_try_again(triton: FakeTriton, gateway: RunningGateway) -> None:
     triton.script = lambda *_: iter([failure("full [omni:overloaded;retry_after_ms=2250]")])
     answer = gateway.post({"model": MODEL, "messages": USER})
@@ -337,7 +356,7 @@ def test_a_stop_of_the_gateway_lets_requests_end_within_its_grace(triton: FakeTr
         stream = gateway.chat(stream=True)
         assert next(stream).choices[0].delta.content == ""
         gateway.stop()
-        with pytest.raises(httpx.ConnectError):
+        with pytest.raises(httpx.TransportError):
             until_refused(gateway)
         stopped.set()
         assert [found.choices[0].delta.content for found in stream] == ["first", "second", None]

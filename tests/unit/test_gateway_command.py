@@ -122,7 +122,21 @@ def test_an_address_that_is_not_ours_is_refused(capsys: pytest.CaptureFixture[st
 
 def test_without_a_triton_server_nothing_is_served(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--port", "0", "--url", "127.0.0.1:1", "--wait", "0"]) == 1
-    assert "no triton-omni server is ready at 127.0.0.1:1" in capsys.readouterr().err
+    waiting, refusal = capsys.readouterr().err.splitlines()
+    assert waiting.startswith("waiting for the triton-omni server at 127.0.0.1:1")
+    assert refusal == "error: no triton-omni server is ready at 127.0.0.1:1 (waited 0 s)"
+
+
+def test_a_triton_server_that_loads_is_waited_for() -> None:
+    loading = FakeTriton(is_ready=False)
+    with serve_grpc(loading), started(loading, "--wait", "20") as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr.readline().startswith("waiting for ")
+        loading.is_ready = True
+        assert process.stdout.readline().startswith("READY ")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
 
 
 @contextmanager

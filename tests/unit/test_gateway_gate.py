@@ -16,6 +16,7 @@ import pytest
 
 from client_fakes import FakeTriton, chunk, final, serve_grpc
 from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
+from triton_omni_gateway import gate
 from triton_omni_gateway.keys import ApiKeys
 
 BODY = {"model": MODEL, "messages": USER}
@@ -129,6 +130,27 @@ def test_a_body_over_the_limit_is_refused_also_while_its_sender_still_sends(trit
         assert str(1 << 20) in answer.json()["error"]["message"]
         assert gateway.post(BODY).status_code == 200
     assert len(triton.requests) == 1
+
+
+def test_a_refused_sender_that_goes_on_for_ever_is_cut_off(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_LINGER_S", 0.2)
+    with run_gateway(triton.url, max_body_bytes=1000) as gateway:
+        host, port = gateway.base.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 9999\r\n\r\n"
+            connection.sendall(head.encode())
+            assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+            assert connection.recv(4096) == b""
+
+
+def test_a_sender_that_leaves_within_its_body_is_counted_as_gone(triton: FakeTriton, gateway: RunningGateway) -> None:
+    host, port = gateway.base.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{"
+        connection.sendall(head.encode())
+        gateway.wait_for_metric("omni_gateway_requests_in_flight", 1)
+    gateway.wait_for_metric('omni_gateway_requests_total{endpoint="/v1/chat/completions",status="499"}', 1)
+    assert triton.requests == []
 
 
 def test_a_body_that_does_not_come_is_given_up(triton: FakeTriton) -> None:

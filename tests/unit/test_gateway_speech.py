@@ -85,6 +85,8 @@ def test_speech_as_events(gateway: RunningGateway) -> None:
 def test_a_reply_without_sound_is_an_empty_file(triton: FakeTriton, gateway: RunningGateway) -> None:
     triton.script = lambda *_: iter([chunk(text="silent"), final()])
     assert speak(gateway).content == wav_header(None)
+    events = gateway.post({"model": MODEL, "input": "hi", "stream_format": "sse"}, PATH).text.split("\n\n")
+    assert base64.b64decode(json.loads(events[0].removeprefix("data: "))["audio"]) == wav_header(None)
 
 
 def test_instructions_go_in_front_of_the_prompt(triton: FakeTriton, gateway: RunningGateway) -> None:
