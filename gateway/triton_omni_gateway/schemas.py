@@ -7,7 +7,6 @@ limit, and the gateway passes that on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
@@ -16,7 +15,6 @@ from pydantic_core import ErrorDetails
 from .errors import GatewayError, bad_request
 
 Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
-Json = Mapping[str, Any]
 
 
 class _Model(BaseModel):
@@ -183,7 +181,8 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 def _refusal(problems: list[ErrorDetails]) -> GatewayError:
     """The refusal of the first key at fault; of a union's branches, the one that was followed farthest."""
-    problem = max((found for found in problems if found["loc"][:1] == problems[0]["loc"][:1]), key=_depth)
+    of_key = [found for found in problems if found["loc"][:1] == problems[0]["loc"][:1]]
+    problem = max(of_key, key=lambda found: len(found["loc"]))
     param = _path(problem["loc"])
     match problem["type"]:
         case "json_invalid":
@@ -196,16 +195,12 @@ def _refusal(problems: list[ErrorDetails]) -> GatewayError:
     return bad_request(f"Invalid value for '{param}': {problem['msg']}.", param=param or None, code="invalid_value")
 
 
-def _depth(problem: ErrorDetails) -> int:
-    return len(problem["loc"])
-
-
 def _path(steps: tuple[int | str, ...]) -> str:
     """`messages[0].content`; the names of a union's branches are left out."""
     path = ""
     for step in steps:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step.isidentifier() and step not in ("str", "constrained-str"):
+        elif step.isidentifier() and step != "str":
             path += f".{step}" if path else step
     return path
