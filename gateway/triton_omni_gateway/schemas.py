@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import GatewayError, bad_request
 
+_SHOWN = 200
 Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 
 
@@ -196,11 +197,11 @@ def _refusal(problems: list[ErrorDetails]) -> GatewayError:
 
 
 def _path(steps: tuple[int | str, ...]) -> str:
-    """`messages[0].content`; the names of a union's branches are left out."""
+    """`messages[0].content`, cut where a caller's key is very long; the names of a union's branches are left out."""
     path = ""
     for step in steps:
         if isinstance(step, int):
             path += f"[{step}]"
         elif step.isidentifier() and step != "str":
             path += f".{step}" if path else step
-    return path
+    return path[:_SHOWN]

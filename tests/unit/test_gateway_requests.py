@@ -163,6 +163,7 @@ def test_a_refusal_does_not_repeat_what_was_sent() -> None:
     secret = "s3cret" * 1000
     refusal = refused(messages=[{"role": "user", "content": secret, "name": 5}])
     assert "s3cret" not in refusal.message
+    assert len(refused(**{"k" * 100_000: 1}).message) < 300
 
 
 def test_a_spoken_reply_is_named_by_its_id_or_sent_with_its_transcript() -> None:
