@@ -26,7 +26,9 @@ RUN /opt/uv/bin/uv pip install --no-cache --python .venv/bin/python --override r
 COPY LICENSE pyproject.toml ./
 COPY backend_src backend_src
 COPY client client
-RUN /opt/uv/bin/uv pip install --no-cache --python .venv/bin/python --no-deps --no-build-isolation . ./client
+COPY gateway gateway
+RUN /opt/uv/bin/uv pip install --no-cache --python .venv/bin/python --no-deps --no-build-isolation \
+        . ./client ./gateway
 
 # --- final -------------------------------------------------------------------------------------------------------------
 FROM ${BASE}

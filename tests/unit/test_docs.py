@@ -14,17 +14,34 @@ from pydantic import BaseModel
 
 from triton_omni import errors, request, settings
 from triton_omni.settings import TalkerSettings, ThinkerSettings, Token2WavSettings, UnarySettings
+from triton_omni_gateway import errors as gateway_errors
+from triton_omni_gateway.schemas import ChatRequest, SpeechRequest
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "client" / "README.md"]
+DOCUMENTS = [
+    README,
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "client" / "README.md",
+    ROOT / "gateway" / "README.md",
+]
 STAGES = {
     "thinker": ThinkerSettings,
     "talker": TalkerSettings,
     "token2wav": Token2WavSettings,
     "qwen2_5_omni_unary": UnarySettings,
 }
-FOLDERS = ["backend_src", "client", "docs", "examples", "model_repository", "requirements", "scripts", "tests"]
+FOLDERS = [
+    "backend_src",
+    "client",
+    "docs",
+    "examples",
+    "gateway",
+    "model_repository",
+    "requirements",
+    "scripts",
+    "tests",
+]
 FILES = [*ROOT.glob("*"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
 MODELS = ["qwen2_5_omni", "qwen2_5_omni_unary"]
 
@@ -146,6 +163,20 @@ def test_parameter_table_names_every_key_a_request_may_have() -> None:
         assert options.model_fields.keys() <= said.keys(), stage
         for name, field in options.model_fields.items():
             assert not said[name] or float(said[name]) == field.default, f"{stage}.{name}"
+
+
+@pytest.mark.parametrize(("header", "schema"), [("chat key", ChatRequest), ("speech key", SpeechRequest)])
+def test_gateway_tables_name_every_key_a_request_may_have(header: str, schema: type[BaseModel]) -> None:
+    rows = table((ROOT / "gateway" / "README.md").read_text(encoding="utf-8"), header)
+    documented = [name.strip("` ") for row in rows for name in row.split(",")]
+    assert sorted(documented) == sorted(schema.model_fields)
+
+
+def test_gateway_table_names_every_status() -> None:
+    rows = table((ROOT / "gateway" / "README.md").read_text(encoding="utf-8"), "status")
+    documented = {int(status) for row in rows for status in row.split(",")}
+    raised = {status for status, _kind, _headers in gateway_errors._MEANINGS.values()}
+    assert raised <= documented
 
 
 def test_error_table_names_every_code() -> None:

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BACKEND = ROOT / "backend_src" / "triton_omni"
 CLIENT = ROOT / "client" / "triton_omni_client"
+GATEWAY = ROOT / "gateway" / "triton_omni_gateway"
 
 # Each module may import modules of lower layers and of its own group.
 LAYERS = [
@@ -47,6 +48,7 @@ def modules(folder, package):
 
 BACKEND_MODULES = modules(BACKEND, "triton_omni")
 CLIENT_MODULES = modules(CLIENT, "triton_omni_client")
+GATEWAY_MODULES = modules(GATEWAY, "triton_omni_gateway")
 MODEL_FILES = sorted((ROOT / "model_repository").glob("*/1/model.py"))
 
 
@@ -139,6 +141,16 @@ def test_models_import_the_launching_module_alone():
 def test_client_and_backend_know_nothing_of_each_other():
     assert not any("triton_omni" in top_level(path) for path in CLIENT_MODULES.values())
     assert importing("triton_omni_client") == set()
+
+
+def test_the_gateway_is_the_client_and_a_web_server_alone():
+    assert "triton_omni_gateway.app" in GATEWAY_MODULES
+    web = {"fastapi", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
+    allowed = {"triton_omni_client", *web, *sys.stdlib_module_names}
+    for module, path in GATEWAY_MODULES.items():
+        assert top_level(path) <= allowed, module
+    for path in [*BACKEND_MODULES.values(), *CLIENT_MODULES.values()]:
+        assert "triton_omni_gateway" not in top_level(path), path
 
 
 def test_token2wav_is_torch_and_numpy_alone():

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ASGI application: routes, and errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+
+from triton_omni_client import AsyncOmniClient, OmniClientError
+
+from .connection import CLIENT_GONE
+from .errors import ClientGone, GatewayError, from_client
+from .gate import Gate, error_response
+from .keys import ApiKeys
+from .metrics import Metrics
+from .schemas import ChatRequest, SpeechRequest
+from .service import Gateway
+from .settings import GatewaySettings
+from .transcripts import Transcripts
+from .translate import check_model
+
+_BODIES: tuple[type[BaseModel], ...] = (ChatRequest, SpeechRequest)
+_SCHEMAS = "#/components/schemas/"
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class GatewayApp(FastAPI):
+    """The application, whose handlers read bodies by themselves, under its limits; OpenAPI is told of their types."""
+
+    def openapi(self) -> dict[str, Any]:
+        """FastAPI's description, with the types that it cannot see."""
+        described = super().openapi()
+        _, found = models_json_schema([(kind, "validation") for kind in _BODIES], ref_template=_SCHEMAS + "{model}")
+        described.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
+        return described
+
+
+def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAPI:
+    """The gateway of one Triton server; its connection lives from the application's start-up to its shutdown.
+
+    Args:
+        settings: where the server is, and the limits.
+        keys: who may call `/v1/`; None = everybody.
+    """
+    metrics = Metrics()
+    transcripts = Transcripts(settings.max_transcripts, settings.transcript_seconds)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncOmniClient(settings.triton_url) as client:
+            app.state.gateway = Gateway(settings, client, transcripts, metrics)
+            yield
+
+    # Its pages of documentation would load scripts from elsewhere.
+    app = GatewayApp(title="triton-omni gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
+    _add_model_routes(app)
+    _add_list_routes(app, settings)
+    _add_operator_routes(app, metrics)
+    _add_errors(app)
+    paths = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
+    app.add_middleware(Gate, settings=settings, keys=keys or ApiKeys(), metrics=metrics, endpoints=paths)
+    return app
+
+
+def _gateway(request: Request) -> Gateway:
+    return cast(Gateway, request.app.state.gateway)
+
+
+def _body_of(schema: type[BaseModel]) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{schema.__name__}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _add_model_routes(app: FastAPI) -> None:
+    @app.post("/v1/chat/completions", openapi_extra=_body_of(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """A reply to a chat, as text or as text and speech, whole or streamed."""
+        return await _gateway(request).chat(request)
+
+    @app.post("/v1/audio/speech", openapi_extra=_body_of(SpeechRequest))
+    async def audio_speech(request: Request) -> Response:
+        """A text read aloud by the model, streamed."""
+        return await _gateway(request).speech(request)
+
+
+def _add_list_routes(app: FastAPI, settings: GatewaySettings) -> None:
+    created = int(time.time())
+
+    def model(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": created, "owned_by": "triton-omni"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The names that `model` may have."""
+        return {"object": "list", "data": [model(name) for name in settings.models]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        """One of them."""
+        check_model(name, settings.models)
+        return model(name)
+
+
+def _add_operator_routes(app: FastAPI, metrics: Metrics) -> None:
+    @app.get("/health/live")
+    async def live() -> dict[str, str]:
+        """Whether this process answers."""
+        return {"status": "live"}
+
+    @app.get("/health")
+    @app.get("/health/ready")
+    async def health(request: Request) -> Response:
+        """Whether the Triton server behind takes requests: 200, or 503."""
+        if await _gateway(request).ready():
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "the Triton server is not ready"}, 503)
+
+    @app.get("/metrics")
+    async def figures() -> Response:
+        """The gateway's figures for Prometheus."""
+        return Response(metrics.text(), media_type=_METRICS_TYPE)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(GatewayError)
+    async def refused(_request: Request, error: GatewayError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(OmniClientError)
+    async def failed(_request: Request, error: OmniClientError) -> Response:
+        return error_response(from_client(error))
+
+    @app.exception_handler(ClientGone)
+    async def gone(_request: Request, _error: ClientGone) -> Response:
+        return Response(status_code=CLIENT_GONE)  # for the logs: nobody reads it
+
+    @app.exception_handler(HTTPException)
+    async def no_route(request: Request, error: HTTPException) -> Response:
+        said = f"Invalid URL ({request.method} {request.url.path}): {error.detail}."
+        return error_response(GatewayError(error.status_code, said, headers=error.headers or {}))

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One caller's connection: its body under limits, work that ends when the caller leaves, answers that flow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .errors import ClientGone, CutOff, GatewayError, too_large
+
+T = TypeVar("T")
+
+CLIENT_GONE = 499
+"""Status in metrics and logs of a caller that left before its answer; nginx's number."""
+
+
+async def read_body(request: Request, limit: int, seconds: float) -> bytes:
+    """The whole body.
+
+    Raises:
+        GatewayError: 413 over `limit` bytes, before more of it is kept; 408 when it has not arrived within `seconds`.
+        ClientGone: the caller left.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                if len(body) + len(part) > limit:
+                    raise too_large(limit)
+                body += part
+    except TimeoutError as error:
+        raise GatewayError(408, f"The request's body did not arrive within {seconds:g} s.") from error
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    return bytes(body)
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the caller leaves first; the body must have been read.
+
+    Raises:
+        ClientGone: the caller left.
+    """
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class FlowingResponse(Response):
+    """An answer sent piece by piece as it is made; the maker is closed at its end, or as soon as the caller leaves.
+
+    A maker that raises `CutOff` has the connection closed, so that the caller does not take a part for the whole.
+    """
+
+    def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str, headers: Mapping[str, str]) -> None:
+        self.status_code = 200
+        self.media_type = media_type
+        self.background = None
+        self.body = b""
+        self._parts = parts
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it all."""
+        try:
+            async with aclosing(self._parts):
+                await until_gone(receive, self._send(send))
+        except ClientGone:
+            scope["state"]["status"] = CLIENT_GONE
+        except CutOff:
+            return  # uvicorn closes a connection whose answer was not ended
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error a caller can see, in OpenAI's form, and how the errors of Triton's client map to it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton_omni_client import OmniClientError
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+RATE = "rate_limit_error"
+_RETRY_MS = 1000
+_NO_RETRY: Mapping[str, str] = {"x-should-retry": "false"}
+"""Official clients retry 5xx by themselves; a request that took its whole time once would do so again."""
+_SOON: Mapping[str, str] = {"Retry-After": "1"}
+_MEANINGS: Mapping[str, tuple[int, str, Mapping[str, str]]] = {
+    "bad_request": (400, INVALID, {}),
+    "too_large": (413, INVALID, {}),
+    "cancelled": (499, SERVER, _NO_RETRY),
+    "timeout": (504, SERVER, _NO_RETRY),
+    "connection_failed": (503, SERVER, _SOON),
+    "internal": (500, SERVER, {}),
+}
+"""Status, OpenAI's `type` and headers by the code of the client's error."""
+_ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
+"""What Triton puts in front of a stage's error."""
+_KEY_PATH = re.compile(r"^(?:sampling_parameters\.(?:thinker\.)?)?(?P<path>[a-z][\w.\[\]]*): ")
+
+
+@dataclass(eq=False)
+class GatewayError(Exception):
+    """An answer other than 200.
+
+    Args:
+        status: HTTP status.
+        message: what was wrong, the value seen, the limit, what to do.
+        kind: OpenAI's `type`.
+        code: OpenAI's `code`, for programs.
+        param: the request's key that is at fault.
+        headers: sent with the answer.
+    """
+
+    status: int
+    message: str
+    kind: str = INVALID
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that OpenAI's clients read, also as an event of a stream."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+class CutOff(Exception):
+    """What was sent so far is not whole and its form has no place for an error: the connection is to be closed."""
+
+
+class ClientGone(Exception):
+    """The caller closed its connection; there is nobody to answer."""
+
+
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> GatewayError:
+    """A 400: the request is wrong in itself."""
+    return GatewayError(400, message, code=code, param=param)
+
+
+def unauthorized(has_key: bool) -> GatewayError:
+    """A 401: no key, or none of ours."""
+    said = "Incorrect API key provided." if has_key else "No API key provided: send `Authorization: Bearer KEY`."
+    return GatewayError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def too_large(limit: int) -> GatewayError:
+    """A 413: a body over `limit` bytes."""
+    return GatewayError(413, f"The request's body is over this gateway's limit of {limit} bytes.", code="too_large")
+
+
+def overloaded(message: str, retry_after_ms: int | None = None) -> GatewayError:
+    """A 429 with `Retry-After` in whole seconds, and in milliseconds for clients that know the finer header."""
+    wait = _RETRY_MS if retry_after_ms is None else retry_after_ms
+    headers = {"Retry-After": str(max(1, math.ceil(wait / 1000))), "retry-after-ms": str(wait)}
+    return GatewayError(429, message, RATE, "overloaded", headers=headers)
+
+
+def broken(request_id: str) -> GatewayError:
+    """A 500: a fault of the gateway itself."""
+    said = f"The gateway failed; its log has the cause under {request_id}."
+    return GatewayError(500, said, SERVER, "internal")
+
+
+def stopping() -> GatewayError:
+    """A 503: the gateway ends before the answer is there; another one may take over."""
+    return GatewayError(503, "The gateway is stopping; send the request again.", SERVER, "stopping", headers=_SOON)
+
+
+def from_client(error: OmniClientError) -> GatewayError:
+    """What an error of Triton's client means to a caller of HTTP."""
+    message = _ENSEMBLE.sub("", error.message)
+    if error.code == "overloaded":
+        return overloaded(message, error.retry_after_ms)
+    status, kind, headers = _MEANINGS.get(error.code, _MEANINGS["internal"])
+    return GatewayError(status, message, kind, error.code, _param(message), headers)
+
+
+def _param(message: str) -> str | None:
+    """The key that a refusal of the server names, as the caller spells it."""
+    found = _KEY_PATH.match(message)
+    return None if found is None else found["path"]

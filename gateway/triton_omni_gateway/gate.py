@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In front of every request: its id, its key, the limits that hold before its body is read, and its count."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import GatewayError, broken, overloaded, stopping, too_large, unauthorized
+from .keys import ApiKeys
+from .metrics import Metrics
+from .settings import GatewaySettings
+
+GUARDED = "/v1/"
+"""Paths that need a key where keys are set."""
+_LINGER_S = 2.0
+logger = logging.getLogger("uvicorn.error")
+
+
+def error_response(error: GatewayError) -> JSONResponse:
+    """An error as the callers of OpenAI's clients expect it."""
+    return JSONResponse(error.body(), error.status, headers=dict(error.headers))
+
+
+class Gate:
+    """ASGI middleware around the whole application.
+
+    Args:
+        app: the application behind.
+        settings: its limits.
+        keys: who may call.
+        metrics: where answers are counted.
+        endpoints: paths that are counted by their names; all others together are `other`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: GatewaySettings, keys: ApiKeys, metrics: Metrics, endpoints: frozenset[str]
+    ) -> None:
+        self._app = app
+        self._settings = settings
+        self._keys = keys
+        self._metrics = metrics
+        self._endpoints = endpoints
+        self._in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin, request_id = time.monotonic(), f"req_{secrets.token_hex(12)}"
+        state = scope.setdefault("state", {})
+        state |= {"request_id": request_id, "status": None}
+        exchange = _Exchange(scope, receive, send)
+        try:
+            await self._answer(scope, exchange)
+        except asyncio.CancelledError:
+            # So uvicorn ends what outlasts the grace of a stop; an answer that has begun is cut off by returning.
+            await self._apologise(scope, exchange, stopping())
+        except Exception:
+            logger.exception("%s failed", request_id)
+            await self._apologise(scope, exchange, broken(request_id))
+        finally:
+            endpoint = scope["path"] if scope["path"] in self._endpoints else "other"
+            self._metrics.answered(endpoint, state["status"] or exchange.status, time.monotonic() - begin)
+
+    async def _apologise(self, scope: Scope, exchange: _Exchange, error: GatewayError) -> None:
+        if not exchange.started:
+            await error_response(error)(scope, exchange.receive, exchange.send)
+
+    async def _answer(self, scope: Scope, exchange: _Exchange) -> None:
+        if not (scope["method"] == "POST" and scope["path"].startswith(GUARDED)):
+            refusal = self._refuse_stranger(scope)
+            await (self._app if refusal is None else error_response(refusal))(scope, exchange.receive, exchange.send)
+            return
+        if (refusal := self._refuse(scope)) is not None:
+            await error_response(refusal)(scope, exchange.receive, exchange.send)
+            return
+        self._in_flight += 1
+        self._metrics.in_flight.set(self._in_flight)
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        finally:
+            self._in_flight -= 1
+            self._metrics.in_flight.set(self._in_flight)
+
+    def _refuse_stranger(self, scope: Scope) -> GatewayError | None:
+        authorization = Headers(scope=scope).get("authorization", "")
+        if not scope["path"].startswith(GUARDED) or self._keys.admit(authorization):
+            return None
+        return unauthorized(has_key=bool(authorization))
+
+    def _refuse(self, scope: Scope) -> GatewayError | None:
+        """Why a request to the model is not even read: no key, too many at once, or a body known to be too long."""
+        if (stranger := self._refuse_stranger(scope)) is not None:
+            return stranger
+        limit = self._settings.max_requests
+        if self._in_flight >= limit:
+            return overloaded(f"{limit} requests are under way, which is this gateway's limit; try again later.")
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdecimal() and int(length) > self._settings.max_body_bytes:
+            return too_large(self._settings.max_body_bytes)
+        return None
+
+
+class _Exchange:
+    """Both directions of one request: notes the status, names the request, and lets a refused body run dry.
+
+    A connection that is closed while its client still sends is reset, and the answer may be lost with it; so what is
+    left of a body is thrown away for a moment first.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._request_id: str = scope["state"]["request_id"]
+        given = Headers(scope=scope)
+        self._body_ended = given.get("content-length", "0") == "0" and "transfer-encoding" not in given
+        self.started = False
+        """Whether the answer has begun."""
+        self.status = 500
+        """Of the answer; what it is when none was made."""
+
+    async def receive(self) -> Message:
+        """What the caller sends."""
+        message = await self._receive()
+        self._body_ended |= not message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """What the caller is told."""
+        if message["type"] == "http.response.start":
+            self.started, self.status = True, message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._request_id
+            if self._refused_midway:
+                headers["connection"] = "close"
+        elif self._refused_midway and not message.get("more_body", False):
+            await self._send({**message, "more_body": True})
+            await self._run_dry()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._send(message)
+
+    @property
+    def _refused_midway(self) -> bool:
+        return self.status >= 400 and not self._body_ended
+
+    async def _run_dry(self) -> None:
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                while not self._body_ended:
+                    await self.receive()
+        except TimeoutError:
+            self._body_ended = True

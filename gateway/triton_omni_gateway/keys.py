@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""API keys: who may call. Keys come from the environment or a file, never from a command line that others can list."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from .settings import SettingsError
+
+VARIABLE = "OMNI_API_KEYS"
+"""Environment variable with keys, separated by commas."""
+_SCHEME = "bearer "
+
+
+class ApiKeys:
+    """The accepted keys; with none, everybody is let in.
+
+    Only digests are kept, and every one is compared in constant time: neither a key's characters nor its place shows
+    in how long an answer takes.
+    """
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._digests = tuple(_digest(key) for key in keys)
+
+    def __bool__(self) -> bool:
+        """Whether a key is needed at all."""
+        return bool(self._digests)
+
+    def admit(self, authorization: str) -> bool:
+        """Whether this value of the header `Authorization` lets its sender in."""
+        if not self._digests:
+            return True
+        if not authorization.lower().startswith(_SCHEME):
+            return False
+        given = _digest(authorization[len(_SCHEME) :].strip())
+        return any([hmac.compare_digest(given, digest) for digest in self._digests])  # noqa: C419 - all, in any case
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def read_keys(environment: Mapping[str, str], file: Path | None = None) -> ApiKeys:
+    """The keys of `OMNI_API_KEYS` and of a file of one key a line (blank lines and `#` comments are skipped).
+
+    Raises:
+        SettingsError: the file cannot be read, or either is there and holds no key.
+    """
+    keys: list[str] = []
+    if VARIABLE in environment:
+        keys += _some(environment[VARIABLE].split(","), VARIABLE)
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"--api-keys {file}: cannot be read: {error}") from error
+        keys += _some([line for line in lines if not line.lstrip().startswith("#")], f"--api-keys {file}")
+    return ApiKeys(keys)
+
+
+def _some(candidates: Iterable[str], source: str) -> list[str]:
+    keys = [key.strip() for key in candidates if key.strip()]
+    # An empty list would open the gateway to everybody, which nobody means who names a source of keys.
+    if not keys:
+        raise SettingsError(f"{source} holds no key")
+    return keys

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replies of the server in OpenAI's words: completions, chunks of them, events of speech. Pure but for the clock.
+
+A spoken reply's text is the transcript of its audio, and `content` stays null, as OpenAI's audio models have it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton_omni_client import AudioDelta, Delta, Info, Reply, TextDelta
+
+from .sound import SoundEncoder, SoundFormat, encode_whole
+
+Json = dict[str, Any]
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """The audio of one reply: its id, when that is forgotten (seconds since the epoch), its encoding."""
+
+    audio_id: str
+    expires_at: int
+    sound_format: SoundFormat
+
+
+@dataclass(frozen=True)
+class Head:
+    """What all parts of one completion say."""
+
+    completion_id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def of(self, kind: str, choices: list[Json]) -> Json:
+        """An object of this kind."""
+        return {
+            "id": self.completion_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+def completion(head: Head, reply: Reply, spoken: Spoken | None) -> Json:
+    """A whole `chat.completion`; `info` is the server's account, with the seed that repeats the reply."""
+    message: Json = {"role": "assistant", "content": reply.text, "refusal": None, "annotations": []}
+    if spoken is not None:
+        message["content"] = None
+        message["audio"] = {
+            "id": spoken.audio_id,
+            "data": _base64(encode_whole(spoken.sound_format, reply.audio)),
+            "expires_at": spoken.expires_at,
+            "transcript": reply.text,
+        }
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(reply.info)}
+    return {**head.of("chat.completion", [choice]), "usage": usage(reply.info), "info": account(reply.info)}
+
+
+class ChatChunks:
+    """The `chat.completion.chunk` events of one streamed reply.
+
+    Args:
+        head: what all chunks say.
+        spoken: the reply's audio; None = text alone.
+        include_usage: whether the last event tells the usage.
+    """
+
+    def __init__(self, head: Head, spoken: Spoken | None, *, include_usage: bool) -> None:
+        self._head = head
+        self._spoken = spoken
+        self._include_usage = include_usage
+        self._encoder = None if spoken is None else SoundEncoder(spoken.sound_format)
+        self._texts: list[str] = []
+        self._info: Info | None = None
+        self._named = False
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self._texts)
+
+    def begin(self) -> bytes:
+        """The first event: who speaks."""
+        content = {"content": ""} if self._spoken is None else {"content": None}
+        return self._chunk({"role": "assistant", **content, "refusal": None})
+
+    def feed(self, delta: Delta) -> Iterator[bytes]:
+        """The events of one delta; none for the server's account, which the end tells."""
+        match delta:
+            case TextDelta():
+                self._texts.append(delta.text)
+                text = delta.text
+                yield self._chunk({"content": text} if self._spoken is None else self._audio(transcript=text))
+            case AudioDelta() if self._encoder is not None:
+                yield self._chunk(self._audio(data=_base64(self._encoder.feed(delta.samples))))
+            case Info():
+                self._info = delta
+
+    def end(self) -> Iterator[bytes]:
+        """The last events, and the mark of the end."""
+        if self._spoken is not None and self._encoder is not None:
+            if rest := self._encoder.end():
+                yield self._chunk(self._audio(data=_base64(rest)))
+            yield self._chunk(self._audio(expires_at=self._spoken.expires_at))
+        yield self._chunk({}, finish_reason(self._info), info=account(self._info))
+        if self._include_usage:
+            yield event({**self._head.of("chat.completion.chunk", []), "usage": usage(self._info)})
+        yield DONE
+
+    def _audio(self, **part: Any) -> Json:
+        """A delta of audio; the first one names it, all others continue it."""
+        name = {} if self._named or self._spoken is None else {"id": self._spoken.audio_id}
+        self._named = True
+        return {"audio": {**name, **part}}
+
+    def _chunk(self, delta: Json, finish: str | None = None, **extra: Any) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        chunk = self._head.of("chat.completion.chunk", [choice])
+        return event({**chunk, **({"usage": None} if self._include_usage else {}), **extra})
+
+
+def speech_delta(data: bytes) -> bytes:
+    """The event of one chunk of speech, base64."""
+    return event({"type": "speech.audio.delta", "audio": _base64(data)})
+
+
+def speech_done(info: Info | None) -> bytes:
+    """The event that ends a stream of speech."""
+    found = usage(info)
+    counts = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
+    return event({"type": "speech.audio.done", "usage": {name: found[ours] for name, ours in counts.items()}})
+
+
+def account(info: Info | None) -> Json | None:
+    """The server's account of a reply as it gave it; None where it gave none."""
+    return None if info is None else dict(info.raw)
+
+
+def finish_reason(info: Info | None) -> str:
+    """`length` where a limit cut off the text or the speech, else `stop`."""
+    reasons = {} if info is None else info.finish_reason
+    return "length" if "length" in (reasons.get("thinker"), reasons.get("talker")) else "stop"
+
+
+def usage(info: Info | None) -> Json:
+    """OpenAI's usage: codec codes are the reply's audio tokens, and completion tokens hold both kinds."""
+    prompt = (info and info.prompt_tokens) or 0
+    text = (info and info.reply_tokens) or 0
+    audio = (info and info.codes) or 0
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": text + audio,
+        "total_tokens": prompt + text + audio,
+        "completion_tokens_details": {"text_tokens": text, "audio_tokens": audio, "reasoning_tokens": 0},
+    }

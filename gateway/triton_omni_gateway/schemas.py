@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""START HERE: what callers may send, as types. An unknown key or a wrong type is refused by name, as OpenAI does it.
+
+A key given as null counts as not given. Ranges are the Triton server's to check: it names the key, the value and the
+limit, and the gateway passes that on.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic_core import ErrorDetails
+
+from .errors import GatewayError, bad_request
+
+_SHOWN = 200
+Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AudioOptions(_Model):
+    """How a reply is spoken."""
+
+    voice: StrictStr | None = None
+    """A speaker of the checkpoint; None = the server's choice."""
+    format: StrictStr | None = None
+    """`wav` or `pcm16`; None = `wav`, and `pcm16` in a stream."""
+
+
+class StreamOptions(_Model):
+    """How a stream is told."""
+
+    include_usage: StrictBool | None = None
+    """One more event before the end, with the usage of the whole reply."""
+    include_obfuscation: StrictBool | None = None
+    """OpenAI's; taken and of no effect: nothing is padded."""
+    continuous_usage_stats: StrictBool | None = None
+    """vLLM's; taken and of no effect: usage is known at the end."""
+
+
+class ResponseFormat(_Model):
+    """Only plain text is offered."""
+
+    type: Literal["text"]
+
+
+class MediaOptions(_Model):
+    """What vLLM's server calls `mm_processor_kwargs`."""
+
+    use_audio_in_video: StrictBool | None = None
+
+
+class Message(_Model):
+    """One message; parts of `content` are checked by the Triton server.
+
+    `name`, `refusal` and `annotations` are taken, so that a reply can be sent back as it came, and of no effect.
+    """
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: StrictStr | list[dict[str, Any]] | None = None
+    audio: dict[str, Any] | None = None
+    """Of the assistant: an earlier spoken reply, by its `id`."""
+    name: StrictStr | None = None
+    refusal: StrictStr | None = None
+    annotations: list[Any] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+
+
+class _Thinker(_Model):
+    """Sampling of the text; the names are those of OpenAI and of the server's `thinker` object alike."""
+
+    temperature: Number | None = None
+    top_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    stop: StrictStr | list[StrictStr] | None = None
+    logit_bias: dict[str, Number] | None = None
+    top_k: StrictInt | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: StrictInt | None = None
+
+
+class _WithoutEffect(_Model):
+    """Keys of OpenAI's that label a request or choose how it is billed and stored: taken and of no effect."""
+
+    user: StrictStr | None = None
+    metadata: dict[str, Any] | None = None
+    store: StrictBool | None = None
+    service_tier: StrictStr | None = None
+    safety_identifier: StrictStr | None = None
+    prompt_cache_key: StrictStr | None = None
+    prompt_cache_retention: StrictStr | None = None
+
+
+class _OneValue(_Model):
+    """Keys of OpenAI's that are taken only with the one value that changes nothing."""
+
+    n: Literal[1] | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: StrictBool | None = None
+
+
+class ChatRequest(_Thinker, _WithoutEffect, _OneValue):
+    """The body of `POST /v1/chat/completions`."""
+
+    model: StrictStr
+    messages: Annotated[list[Message], Field(min_length=1)]
+    modalities: list[StrictStr] | None = None
+    audio: AudioOptions | None = None
+    max_tokens: StrictInt | None = None
+    max_completion_tokens: StrictInt | None = None
+    seed: StrictInt | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    # What OpenAI does not have; from its client by `extra_body`.
+    ignore_eos: StrictBool | None = None
+    use_audio_in_video: StrictBool | None = None
+    mm_processor_kwargs: MediaOptions | None = None
+    talker: dict[str, Any] | None = None
+    token2wav: dict[str, Any] | None = None
+    timeout: Number | None = None
+
+    @property
+    def wants_audio(self) -> bool:
+        """Whether the reply is to be spoken."""
+        return "audio" in (self.modalities or ())
+
+    def thinker(self) -> dict[str, Any]:
+        """The `thinker` object of the request to the server: what was given, under the server's names."""
+        given = {name: getattr(self, name) for name in _Thinker.model_fields}
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if isinstance(self.stop, str):
+            given["stop"] = [self.stop]
+        if self.ignore_eos:
+            given["min_tokens"] = limit
+        return {name: value for name, value in {**given, "max_tokens": limit}.items() if value is not None}
+
+
+class SpeechRequest(_Model):
+    """The body of `POST /v1/audio/speech`."""
+
+    model: StrictStr
+    input: Annotated[StrictStr, Field(min_length=1)]
+    voice: StrictStr | None = None
+    instructions: StrictStr | None = None
+    """How to read; goes in front of the prompt."""
+    response_format: StrictStr | None = None
+    """`wav` (where none is given) or `pcm`."""
+    speed: Number | None = None
+    stream_format: Literal["audio", "sse"] | None = None
+    # What OpenAI does not have.
+    seed: StrictInt | None = None
+    talker: dict[str, Any] | None = None
+    token2wav: dict[str, Any] | None = None
+    timeout: Number | None = None
+
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def parse(schema: type[Schema], body: bytes) -> Schema:
+    """A body as one of the types above.
+
+    Raises:
+        GatewayError: 400; the message names the key, and `param` is it.
+    """
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)) from error
+
+
+def _refusal(problems: list[ErrorDetails]) -> GatewayError:
+    """The refusal of the first key at fault; of a union's branches, the one that was followed farthest."""
+    of_key = [found for found in problems if found["loc"][:1] == problems[0]["loc"][:1]]
+    problem = max(of_key, key=lambda found: len(found["loc"]))
+    param = _path(problem["loc"])
+    match problem["type"]:
+        case "json_invalid":
+            return bad_request(f"The body is not JSON: {problem['msg']}.", code="invalid_json")
+        case "extra_forbidden":
+            return bad_request(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+        case "missing":
+            said = f"Missing required parameter: '{param}'."
+            return bad_request(said, param=param, code="missing_required_parameter")
+    return bad_request(f"Invalid value for '{param}': {problem['msg']}.", param=param or None, code="invalid_value")
+
+
+def _path(steps: tuple[int | str, ...]) -> str:
+    """`messages[0].content`, cut where a caller's key is very long; the names of a union's branches are left out."""
+    path = ""
+    for step in steps:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step.isidentifier() and step != "str":
+            path += f".{step}" if path else step
+    return path[:_SHOWN]

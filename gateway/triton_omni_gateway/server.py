@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `triton-omni-gateway`: options, the socket, one READY line, an orderly end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import uvicorn
+from uvicorn.config import LOGGING_CONFIG
+
+from triton_omni_client import AsyncOmniClient
+
+from .app import create_app
+from .keys import VARIABLE, ApiKeys, read_keys
+from .settings import MIB, TEXT_MARK, GatewaySettings, SettingsError
+
+DEFAULT_PORT = 8080
+_REFUSED = 1
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the command line says."""
+
+    settings: GatewaySettings
+    keys: ApiKeys
+    host: str
+    port: int
+    wait_s: float
+    """How long to wait for the Triton server to be ready."""
+    grace_s: int
+    """What a gateway that is told to stop gives the requests under way."""
+    log_level: str
+    check: bool = False
+    """Whether to end when everything that can be refused without a Triton server has been."""
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn's server, which says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, ready_line: str) -> None:
+        super().__init__(config)
+        self._ready_line = ready_line
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then print the READY line."""
+        await super().startup(sockets=sockets)
+        if not self.should_exit:
+            print(self._ready_line, flush=True)
+
+
+def _log_config() -> dict[str, Any]:
+    """uvicorn's, but with all lines on standard error: standard output has the READY line alone."""
+    config = copy.deepcopy(LOGGING_CONFIG)
+    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    return config
+
+
+def make_server(command: Command, listening: socket.socket) -> GatewayServer:
+    """A server on this socket, not started yet; on SIGTERM or Ctrl-C it lets requests end for `grace_s`."""
+    config = uvicorn.Config(
+        create_app(command.settings, command.keys),
+        log_config=_log_config(),
+        log_level=command.log_level,
+        timeout_graceful_shutdown=command.grace_s,
+        server_header=False,
+    )
+    address = _url(command.host, listening.getsockname()[1])
+    return GatewayServer(config, f"READY openai={address}/v1 grpc={command.settings.triton_url}")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 is a free one.
+
+    Raises:
+        SettingsError: the address cannot be had.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        # Of an address alone; `create_server` adds a sentence of its own to the others.
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise SettingsError(f"cannot listen on {host}:{port} ({reason})") from error
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line; `--help` tells the options."""
+        self.exit(2, f"error: {message}\n")
+
+
+def parse_command(arguments: Sequence[str] | None = None) -> Command:
+    """The command line and the environment, checked.
+
+    Raises:
+        SettingsError: a value cannot be served with.
+    """
+    default = GatewaySettings()
+    parser = _Parser(prog="triton-omni-gateway", description="OpenAI-compatible gateway of a triton-omni server.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
+    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, metavar="N", help="default 8080; 0 = a free port")
+    parser.add_argument("--url", default=default.triton_url, metavar="HOST:PORT", help="Triton's gRPC endpoint")
+    parser.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="for it to be ready (default 30)")
+    named = "name of the model; may be repeated (default: qwen2_5_omni)"
+    parser.add_argument("--model-name", action="append", metavar="NAME", help=named)
+    keyed = f"file of API keys, one a line; also by {VARIABLE}, separated by commas (default: none, everybody may call)"
+    parser.add_argument("--api-keys", type=Path, metavar="FILE", help=keyed)
+    parser.add_argument("--max-requests", type=int, default=default.max_requests, metavar="N", help="at once")
+    parser.add_argument("--max-body-mib", type=int, default=default.max_body_bytes // MIB, metavar="N")
+    spoken = f"what makes the model read aloud; {TEXT_MARK} is the text's place"
+    parser.add_argument("--speech-prompt", default=default.speech_prompt, metavar="TEXT", help=spoken)
+    parser.add_argument("--grace", type=int, default=10, metavar="SECONDS", help="for requests under way at a stop")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument("--check", action="store_true", help="refuse what cannot be served with, then end")
+    given = parser.parse_args(arguments)
+    settings = GatewaySettings(
+        triton_url=given.url,
+        models=tuple(given.model_name or default.models),
+        max_requests=given.max_requests,
+        max_body_bytes=given.max_body_mib * MIB,
+        speech_prompt=given.speech_prompt,
+    )
+    keys = read_keys(os.environ, given.api_keys)
+    return Command(settings, keys, given.host, given.port, given.wait, given.grace, given.log_level, given.check)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not in 0..65535")
+    return int(text)
+
+
+async def serve(command: Command) -> None:
+    """Serve until a signal, or check that it could be.
+
+    Raises:
+        SettingsError: no Triton server answers, or the address cannot be had.
+    """
+    listening = bind(command.host, command.port)
+    try:
+        if command.check:
+            return
+        await _wait_for_triton(command.settings.triton_url, command.wait_s)
+        if not command.keys and not _is_loopback(command.host):
+            print(f"warning: {command.host} is open to others and no API key is set", file=sys.stderr)
+        await make_server(command, listening).serve(sockets=[listening])
+    finally:
+        listening.close()
+
+
+async def _wait_for_triton(url: str, seconds: float) -> None:
+    async with AsyncOmniClient(url) as client:
+        if await client.ready():
+            return
+        print(f"waiting for the triton-omni server at {url} (at most {seconds:g} s)", file=sys.stderr, flush=True)
+        if not await client.wait_ready(seconds):
+            raise SettingsError(f"no triton-omni server is ready at {url} (waited {seconds:g} s)")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The console script.
+
+    Returns:
+        The exit code: after a signal 128 + its number, as a shell has it (Ctrl-C 130, SIGTERM 143).
+    """
+    # uvicorn ends in order on a signal, then raises it again: without handlers of its own that would be a traceback.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        asyncio.run(serve(parse_command(arguments)))
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _REFUSED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gateway does for a request: reads it, asks the Triton server, and answers while the reply comes.
+
+A caller that leaves is noticed at once, also while nothing is sent, and its request is cancelled on the server.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from triton_omni_client import (
+    AsyncOmniClient,
+    AsyncStream,
+    AudioDelta,
+    Delta,
+    Info,
+    OmniClientError,
+    Request,
+    TextDelta,
+)
+
+from .connection import FlowingResponse, read_body, until_gone
+from .errors import CutOff, from_client
+from .metrics import Metrics
+from .replies import ChatChunks, Head, Spoken, completion, event, speech_delta, speech_done
+from .schemas import ChatRequest, SpeechRequest, parse
+from .settings import GatewaySettings
+from .sound import SoundEncoder
+from .transcripts import Transcripts
+from .translate import chat_format, chat_request, check_model, speech_format, speech_request
+
+EVENTS = "text/event-stream"
+_MEDIA_TYPES = {"wav": "audio/wav", "pcm16": "audio/pcm"}
+logger = logging.getLogger("uvicorn.error")
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A reply that has begun: its first delta, and the stream of the others."""
+
+    first: Delta | None
+    stream: AsyncStream
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """All deltas in order."""
+        if self.first is not None:
+            yield self.first
+        async for delta in self.stream:
+            yield delta
+
+
+class Gateway:
+    """The two ways to ask the model; the methods raise `GatewayError`, `OmniClientError` or `ClientGone`."""
+
+    def __init__(
+        self, settings: GatewaySettings, client: AsyncOmniClient, transcripts: Transcripts, metrics: Metrics
+    ) -> None:
+        self._settings = settings
+        self._client = client
+        self._transcripts = transcripts
+        self._metrics = metrics
+
+    async def ready(self) -> bool:
+        """Whether the Triton server takes requests."""
+        return await self._client.ready(timeout=2.0)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        """`POST /v1/chat/completions`."""
+        chat = await self._read(http, ChatRequest)
+        check_model(chat.model, self._settings.models)
+        spoken = self._spoken(chat) if chat.wants_audio else None
+        request = chat_request(chat, self._transcripts.find, http.state.request_id)
+        head = Head(http.state.request_id.replace("req_", "chatcmpl-"), chat.model)
+        if not chat.stream:
+            return await self._whole_chat(http, request, head, spoken)
+        include_usage = bool(chat.stream_options and chat.stream_options.include_usage)
+        chunks = ChatChunks(head, spoken, include_usage=include_usage)
+        opened = await self._open(http, request, (TextDelta, AudioDelta, Info))
+        return FlowingResponse(self._chat_events(http, opened, chunks, spoken), EVENTS, {})
+
+    async def speech(self, http: HttpRequest) -> Response:
+        """`POST /v1/audio/speech`."""
+        speech = await self._read(http, SpeechRequest)
+        check_model(speech.model, self._settings.models)
+        sound_format = speech_format(speech.response_format)
+        request = speech_request(speech, self._settings.speech_prompt, http.state.request_id)
+        opened, encoder = await self._open(http, request, (AudioDelta, Info)), SoundEncoder(sound_format)
+        if speech.stream_format == "sse":
+            return FlowingResponse(self._speech_events(http, opened, encoder), EVENTS, {})
+        return FlowingResponse(self._sound(http, opened, encoder), _MEDIA_TYPES[sound_format], {})
+
+    async def _read(self, http: HttpRequest, schema: type[Schema]) -> Schema:
+        settings = self._settings
+        return parse(schema, await read_body(http, settings.max_body_bytes, settings.body_timeout_s))
+
+    def _spoken(self, chat: ChatRequest) -> Spoken:
+        sound_format = chat_format(chat.audio, stream=bool(chat.stream))
+        return Spoken(*self._transcripts.new_id(), sound_format)
+
+    async def _open(self, http: HttpRequest, request: Request, kinds: tuple[type, ...]) -> Opened:
+        """Wait for the first delta of these kinds: what is refused is answered by its status and not in a stream."""
+        stream = self._client.stream(request)
+        return Opened(await until_gone(http.receive, _first(stream, kinds)), stream)
+
+    async def _whole_chat(self, http: HttpRequest, request: Request, head: Head, spoken: Spoken | None) -> Response:
+        async with self._counted(self._client.stream(request)) as stream:
+            reply = await until_gone(http.receive, stream.collect())
+        if spoken is not None:
+            self._transcripts.keep(spoken.audio_id, spoken.expires_at, reply.text)
+        return JSONResponse(completion(head, reply, spoken))
+
+    async def _chat_events(
+        self, http: HttpRequest, opened: Opened, chunks: ChatChunks, spoken: Spoken | None
+    ) -> AsyncGenerator[bytes, None]:
+        try:
+            async with self._counted(opened.stream):
+                yield chunks.begin()
+                async for delta in opened.deltas():
+                    for part in chunks.feed(delta):
+                        yield part
+        except OmniClientError as error:
+            yield _failed(http, error)
+            return
+        finally:
+            # Also of a reply that was cut off: the caller may go on from what it heard.
+            if spoken is not None:
+                self._transcripts.keep(spoken.audio_id, spoken.expires_at, chunks.text)
+        for part in chunks.end():
+            yield part
+
+    async def _speech_events(
+        self, http: HttpRequest, opened: Opened, encoder: SoundEncoder
+    ) -> AsyncGenerator[bytes, None]:
+        info: Info | None = None
+        try:
+            async with self._counted(opened.stream):
+                async for delta in opened.deltas():
+                    if isinstance(delta, AudioDelta):
+                        yield speech_delta(encoder.feed(delta.samples))
+                    elif isinstance(delta, Info):
+                        info = delta
+        except OmniClientError as error:
+            yield _failed(http, error)
+            return
+        if rest := encoder.end():
+            yield speech_delta(rest)
+        yield speech_done(info)
+
+    async def _sound(self, http: HttpRequest, opened: Opened, encoder: SoundEncoder) -> AsyncGenerator[bytes, None]:
+        try:
+            async with self._counted(opened.stream):
+                async for delta in opened.deltas():
+                    if isinstance(delta, AudioDelta):
+                        yield encoder.feed(delta.samples)
+        except OmniClientError as error:
+            _failed(http, error)
+            raise CutOff from error
+        if rest := encoder.end():
+            yield rest
+
+    @asynccontextmanager
+    async def _counted(self, stream: AsyncStream) -> AsyncIterator[AsyncStream]:
+        """The stream, closed and counted at the end: closing it early cancels its request on the server."""
+        try:
+            async with stream:
+                yield stream
+        finally:
+            self._metrics.replied(stream.timings())
+
+
+async def _first(stream: AsyncStream, kinds: tuple[type, ...]) -> Delta | None:
+    """The first delta of these kinds, None where the reply has none; the others before it are dropped."""
+    try:
+        async for delta in stream:
+            if isinstance(delta, kinds):
+                return delta
+    except BaseException:
+        stream.close()
+        raise
+    return None
+
+
+def _failed(http: HttpRequest, error: OmniClientError) -> bytes:
+    """The event of an error inside a stream; its status is what is counted."""
+    meant = from_client(error)
+    http.scope["state"]["status"] = meant.status
+    logger.error("%s failed while its answer was sent: %s", http.state.request_id, meant.message)
+    return event(meant.body())

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a gateway runs, read once and refused early; knows neither HTTP nor Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+TEXT_MARK = "{input}"
+SPEECH_PROMPT = "Read the following text aloud, word for word, and say nothing else:\n\n{input}"
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be served with; the message names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """Settings of one gateway.
+
+    Raises:
+        SettingsError: a value is impossible.
+    """
+
+    triton_url: str = "localhost:8001"
+    """`HOST:PORT` of the Triton server's gRPC endpoint."""
+    models: tuple[str, ...] = ("qwen2_5_omni",)
+    """Names that a request's `model` may have; all mean the one model behind."""
+    max_requests: int = 256
+    """Requests under way at once, bodies being read included; the next one is refused with 429."""
+    max_body_bytes: int = 128 * MIB
+    """Of one request; refused by its declared length, or as soon as more has come."""
+    body_timeout_s: float = 60.0
+    """Seconds in which a request's body has to arrive."""
+    max_transcripts: int = 1024
+    """Spoken replies remembered, so that a later message may name one by its id."""
+    transcript_seconds: int = 3600
+    """How long they are remembered: `expires_at`."""
+    speech_prompt: str = SPEECH_PROMPT
+    """What the model is asked to make it read a text aloud; `{input}` is the text's place."""
+
+    def __post_init__(self) -> None:
+        host, _, port = self.triton_url.rpartition(":")
+        if not host or not port.isdecimal() or "://" in self.triton_url:
+            raise SettingsError(f"--url must be the HOST:PORT of Triton's gRPC endpoint (got {self.triton_url!r})")
+        if not self.models or not all(self.models):
+            raise SettingsError("--model-name must not be empty")
+        if TEXT_MARK not in self.speech_prompt:
+            raise SettingsError(f"--speech-prompt has no {TEXT_MARK}, the place of the text to read")
+        for option in ("max_requests", "max_body_bytes", "body_timeout_s", "max_transcripts", "transcript_seconds"):
+            if getattr(self, option) <= 0:
+                raise SettingsError(f"{option} must be positive (got {getattr(self, option)})")

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waveforms to what a caller hears: PCM16 or WAV, chunk by chunk or whole. Knows no JSON and no HTTP."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from triton_omni_client.audio import Waveform, pcm16_from_waveform, wav_header
+
+SoundFormat = Literal["wav", "pcm16"]
+
+
+class SoundEncoder:
+    """Waveforms of one reply, float32 [S] at 24 kHz, to bytes whose concatenation is one sound.
+
+    `pcm16` is little-endian, mono, 24 kHz. A streamed `wav` begins with a header of unknown length.
+    """
+
+    def __init__(self, sound_format: SoundFormat) -> None:
+        self._header = wav_header(None) if sound_format == "wav" else b""
+
+    def feed(self, samples: Waveform) -> bytes:
+        """The bytes of the next samples, behind the header where they are the first."""
+        header, self._header = self._header, b""
+        return header + pcm16_from_waveform(samples)
+
+    def end(self) -> bytes:
+        """What is still owed at the end: the header of a sound of no samples."""
+        header, self._header = self._header, b""
+        return header
+
+
+def encode_whole(sound_format: SoundFormat, samples: Waveform) -> bytes:
+    """A complete file (`wav`) or all samples (`pcm16`)."""
+    header = wav_header(len(samples)) if sound_format == "wav" else b""
+    return header + pcm16_from_waveform(samples)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's requests to requests of Triton's client. Pure: no socket, no clock, and nothing is fetched.
+
+Media stay in the messages as they came (`data:` URIs and base64); the server decodes them under its own limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast, get_args
+
+from triton_omni_client import Request
+from triton_omni_client.messages import Modality
+
+from .errors import GatewayError, bad_request
+from .schemas import AudioOptions, ChatRequest, Message, SpeechRequest
+from .settings import TEXT_MARK
+from .sound import SoundFormat
+
+FindTranscript = Callable[[str], str | None]
+
+_SPEECH_FORMATS: Mapping[str, SoundFormat] = {"wav": "wav", "pcm": "pcm16"}
+_DETAILS = ("auto", "low", "high")
+
+
+def check_model(name: str, served: tuple[str, ...]) -> None:
+    """Refuse a model that is not served.
+
+    Raises:
+        GatewayError: 404, with the names there are.
+    """
+    if name not in served:
+        said = f"The model '{name:.80}' does not exist; this gateway serves: {', '.join(served)}."
+        raise GatewayError(404, said, code="model_not_found", param="model")
+
+
+def chat_request(chat: ChatRequest, find: FindTranscript, request_id: str) -> Request:
+    """What the server is asked.
+
+    Args:
+        chat: the caller's request.
+        find: the text of an earlier spoken reply by its id, or None.
+        request_id: a label for logs.
+
+    Raises:
+        GatewayError: 400, a combination that makes no sense.
+    """
+    _check_lengths(chat)
+    in_video = chat.use_audio_in_video
+    if in_video is None and chat.mm_processor_kwargs is not None:
+        in_video = chat.mm_processor_kwargs.use_audio_in_video
+    return Request(
+        messages=[_message(message, index, find) for index, message in enumerate(chat.messages)],
+        modalities=_modalities(chat),
+        voice=None if chat.audio is None else chat.audio.voice,
+        seed=chat.seed,
+        use_audio_in_video=in_video,
+        thinker=chat.thinker(),
+        talker=chat.talker or {},
+        token2wav=chat.token2wav or {},
+        timeout=chat.timeout,
+        request_id=request_id,
+    )
+
+
+def _modalities(chat: ChatRequest) -> tuple[Modality, ...]:
+    """What was asked for; text alone where nothing was, as at OpenAI."""
+    known = get_args(Modality)
+    asked = chat.modalities or ["text"]
+    for modality in asked:
+        if modality not in known:
+            said = f"Invalid value for 'modalities': '{modality:.80}' is none of {', '.join(known)}."
+            raise bad_request(said, param="modalities", code="invalid_value")
+    if chat.audio is not None and not chat.wants_audio:
+        raise bad_request("'audio' is given, but 'modalities' does not hold \"audio\".", param="audio")
+    return cast(tuple[Modality, ...], tuple(asked))
+
+
+def _check_lengths(chat: ChatRequest) -> None:
+    limits = (chat.max_tokens, chat.max_completion_tokens)
+    if None not in limits and limits[0] != limits[1]:
+        raise bad_request("'max_tokens' and 'max_completion_tokens' differ; give one.", param="max_tokens")
+    if chat.ignore_eos and limits == (None, None):
+        raise bad_request("'ignore_eos' needs 'max_completion_tokens'.", param="ignore_eos")
+
+
+def _message(message: Message, index: int, find: FindTranscript) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    if message.audio is not None:
+        return {"role": role, "content": _spoken(message, f"messages[{index}].audio", find)}
+    if message.content is None:
+        said = f"Missing required parameter: 'messages[{index}].content'."
+        raise bad_request(said, param=f"messages[{index}].content", code="missing_required_parameter")
+    if isinstance(message.content, str):
+        return {"role": role, "content": message.content}
+    return {"role": role, "content": [_without_detail(part) for part in message.content]}
+
+
+def _spoken(message: Message, path: str, find: FindTranscript) -> str:
+    """The text of an earlier reply: what was kept, or what the caller sent back of it."""
+    if message.role != "assistant" or message.audio is None:
+        raise bad_request(f"'{path}' is for messages of the assistant.", param=path)
+    audio_id, said = message.audio.get("id"), message.audio.get("transcript")
+    kept = find(audio_id) if isinstance(audio_id, str) else None
+    if kept is not None:
+        return kept
+    if isinstance(said, str):
+        return said
+    reason = f"'{path}.id': no such audio, or it has expired; send 'content' or 'audio.transcript' instead."
+    raise bad_request(reason, param=f"{path}.id", code="audio_not_found")
+
+
+def _without_detail(part: dict[str, Any]) -> dict[str, Any]:
+    """A part without OpenAI's choice of an image's resolution, which this model does not have."""
+    image = part.get("image_url")
+    if not isinstance(image, dict) or image.get("detail") not in _DETAILS:
+        return part
+    return {**part, "image_url": {name: value for name, value in image.items() if name != "detail"}}
+
+
+def chat_format(options: AudioOptions | None, *, stream: bool) -> SoundFormat:
+    """How a chat's speech is encoded.
+
+    Raises:
+        GatewayError: 400, with the formats there are.
+    """
+    match None if options is None else options.format:
+        case None:
+            return "pcm16" if stream else "wav"
+        case "wav":
+            return "wav"
+        case "pcm16":
+            return "pcm16"
+        case other:
+            raise _no_format("audio.format", other, ("wav", "pcm16"))
+
+
+def speech_format(asked: str | None) -> SoundFormat:
+    """How speech is encoded.
+
+    Raises:
+        GatewayError: 400, with the formats there are.
+    """
+    found = _SPEECH_FORMATS.get(asked or "wav")
+    if found is None:
+        raise _no_format("response_format", str(asked), tuple(_SPEECH_FORMATS))
+    return found
+
+
+def _no_format(param: str, asked: str, known: tuple[str, ...]) -> GatewayError:
+    said = f"Invalid value for '{param}': '{asked:.80}' is not offered; the formats are {', '.join(known)}."
+    return bad_request(said, param=param, code="unsupported_format")
+
+
+def speech_request(speech: SpeechRequest, prompt: str, request_id: str) -> Request:
+    """What the server is asked to make it read a text aloud.
+
+    Args:
+        speech: the caller's request.
+        prompt: the deployment's prompt, with the mark of the text's place.
+        request_id: a label for logs.
+
+    Raises:
+        GatewayError: 400, a speed other than 1.
+    """
+    if speech.speed not in (None, 1):
+        raise bad_request("'speed' must be 1: this model has no choice of speed.", param="speed")
+    text = prompt.replace(TEXT_MARK, speech.input)
+    return Request(
+        text=f"{speech.instructions}\n\n{text}" if speech.instructions else text,
+        voice=speech.voice,
+        seed=speech.seed,
+        talker=speech.talker or {},
+        token2wav=speech.token2wav or {},
+        timeout=speech.timeout,
+        request_id=request_id,
+    )

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gateway in this process for tests: uvicorn in a thread on a free loopback port, and its callers."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+
+from triton_omni_gateway import GatewaySettings
+from triton_omni_gateway.keys import ApiKeys
+from triton_omni_gateway.server import Command, GatewayServer, bind, make_server
+
+MODEL = "qwen2_5_omni"
+USER = [{"role": "user", "content": "hi"}]
+
+
+class RunningGateway:
+    """One gateway; clients made here are closed with it."""
+
+    def __init__(self, base: str, server: GatewayServer) -> None:
+        self.base = base
+        self._server = server
+        self.http = httpx.Client(base_url=base, timeout=20)
+        self.openai = openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=20)
+
+    def stop(self) -> None:
+        """Tell the gateway to stop, and return at once."""
+        self._server.should_exit = True
+
+    def chat(self, **options: Any) -> Any:
+        """One chat completion by the official client."""
+        return self.openai.chat.completions.create(**{"model": MODEL, "messages": USER, **options})
+
+    def post(self, body: Any, path: str = "/v1/chat/completions", **options: Any) -> httpx.Response:
+        """A request by hand."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.http.post(path, content=content, **options)
+
+    def metric(self, line: str) -> float:
+        """The value of one line of /metrics; 0 when it is not there."""
+        found = [text for text in self.http.get("/metrics").text.splitlines() if text.startswith(f"{line} ")]
+        return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+
+    def wait_for_metric(self, line: str, value: float) -> None:
+        """Wait for a figure, since an answer is counted after its last byte has left."""
+        deadline = time.monotonic() + 5
+        while self.metric(line) != value:
+            assert time.monotonic() < deadline, self.http.get("/metrics").text
+            time.sleep(0.02)
+
+
+@contextmanager
+def run_gateway(
+    triton_url: str, keys: ApiKeys | None = None, grace_s: int = 1, **settings: Any
+) -> Iterator[RunningGateway]:
+    """A gateway in front of this Triton server."""
+    command = Command(
+        settings=GatewaySettings(triton_url=triton_url, **settings),
+        keys=keys or ApiKeys(),
+        host="127.0.0.1",
+        port=0,
+        wait_s=0,
+        grace_s=grace_s,
+        log_level="warning",
+    )
+    listening = bind(command.host, command.port)
+    server = make_server(command, listening)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    running = RunningGateway(f"http://127.0.0.1:{listening.getsockname()[1]}", server)
+    with running.http, running.openai:
+        try:
+            yield running
+        finally:
+            running.stop()
+            thread.join(20)
+            listening.close()
+            assert not thread.is_alive()

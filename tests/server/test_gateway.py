@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway in front of a real server: what OpenAI's client gets is what the project's own client gets."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
+from media_samples import audio_file, image_file
+from server.probes import CRAWLING_THINKER, SLOW_TALKER
+from server.serving import STAGES, Served, wait_for
+from triton_omni_client import Reply, Request
+from triton_omni_client.audio import Pcm16Decoder, WavDecoder
+from triton_omni_gateway.settings import SPEECH_PROMPT
+
+GREEDY = {"seed": 71, "extra_body": {"talker": {"temperature": 0}}}
+HELLO = [{"role": "user", "content": "hello"}]
+SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Chelsie", "format": "pcm16"}}
+PCM16_STEP = 1 / 32767
+LOAD_GENERATOR = """
+from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
+define_torchvision_operators()
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+"""`vllm bench serve`; its command line needs a package's metadata that the CPU build has under another name."""
+
+
+@pytest.fixture(scope="module")
+def shared_gateway(shared_server: Served) -> Iterator[RunningGateway]:
+    with run_gateway(shared_server.supervisor.grpc_url) as running:
+        yield running
+
+
+@pytest.fixture
+def gateway(server: Served, shared_gateway: RunningGateway) -> RunningGateway:
+    """The gateway before a server that is idle again after the test."""
+    return shared_gateway
+
+
+@pytest.fixture(scope="module")
+def direct(shared_server: Served) -> Reply:
+    """What the project's own client gets."""
+    return shared_server.ask("direct", "hello", seed=71, voice="Chelsie", talker={"temperature": 0})
+
+
+def test_a_text_reply_is_the_server_s(gateway: RunningGateway, direct: Reply) -> None:
+    reply = gateway.chat(messages=HELLO, **GREEDY)
+    assert reply.choices[0].message.content == direct.text
+    assert direct.info is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (
+        direct.info.prompt_tokens,
+        direct.info.reply_tokens,
+    )
+    assert reply.model_extra["info"]["seed"] == 71
+
+
+def test_a_streamed_spoken_reply_is_the_server_s(gateway: RunningGateway, direct: Reply) -> None:
+    chunks = list(gateway.chat(messages=HELLO, stream=True, stream_options={"include_usage": True}, **SPOKEN, **GREEDY))
+    audio = [part for found in chunks if found.choices and (part := found.choices[0].delta.audio)]
+    assert "".join(part.transcript or "" for part in audio) == direct.text
+    sound = Pcm16Decoder().feed(b"".join(base64.b64decode(part.data or "") for part in audio))
+    np.testing.assert_allclose(sound, direct.audio, rtol=0, atol=PCM16_STEP)
+    assert sum(bool(part.data) for part in audio) > 1
+    assert direct.info is not None
+    assert chunks[-1].usage.completion_tokens_details.audio_tokens == direct.info.codes
+
+
+def test_a_whole_spoken_reply_is_the_server_s(gateway: RunningGateway, direct: Reply) -> None:
+    audio = {"voice": "Chelsie", "format": "wav"}
+    message = gateway.chat(messages=HELLO, modalities=["text", "audio"], audio=audio, **GREEDY).choices[0].message
+    assert message.audio.transcript == direct.text
+    sound = WavDecoder().feed(base64.b64decode(message.audio.data))
+    np.testing.assert_allclose(sound, direct.audio, rtol=0, atol=PCM16_STEP)
+
+
+def test_a_text_is_read_aloud_as_the_server_speaks_its_prompt(server: Served, gateway: RunningGateway) -> None:
+    prompt = SPEECH_PROMPT.replace("{input}", "The sea.")
+    direct = server.ask("reads", prompt, seed=72, voice="Ethan", talker={"temperature": 0})
+    options: Any = {"seed": 72, "talker": {"temperature": 0}}
+    speech = gateway.openai.audio.speech.create(model=MODEL, voice="Ethan", input="The sea.", extra_body=options)
+    np.testing.assert_allclose(WavDecoder().feed(speech.content), direct.audio, rtol=0, atol=PCM16_STEP)
+
+
+def test_media_in_a_conversation_are_understood(server: Served, gateway: RunningGateway) -> None:
+    image, sound = image_file("png"), audio_file("wav")
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(image).decode()}"}},
+        {"type": "input_audio", "input_audio": {"data": base64.b64encode(sound).decode(), "format": "wav"}},
+        {"type": "text", "text": "What is this?"},
+    ]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A sound."}, *USER]
+    taken = [{"role": "user", "content": [{"type": "image"}, {"type": "audio"}, parts[2]]}, *chat[1:]]
+    with server.client.stream(Request(messages=taken, media=[image, sound], seed=73, modalities=["text"])) as stream:
+        direct = stream.collect()
+    assert gateway.chat(messages=chat, seed=73).choices[0].message.content == direct.text
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "what"),
+    [
+        ({**SPOKEN, "audio": {"voice": "alloy"}}, "voice", "Chelsie, Ethan"),
+        ({"temperature": 3}, "temperature", "temperature"),
+        ({"messages": [*HELLO, {"role": "system", "content": "x"}]}, "messages[1].role", "first message"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}
+                ]
+            },
+            "messages[0].content[0].image_url.url",
+            "fetches and opens nothing",
+        ),
+    ],
+)
+def test_a_refusal_of_the_server_is_a_bad_request(
+    gateway: RunningGateway, options: dict[str, Any], param: str, what: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=what) as caught:
+        gateway.chat(**{"messages": HELLO, **options})
+    assert caught.value.param == param
+
+
+def test_no_free_session_is_a_rate_limit_with_a_time_to_retry(server: Served, gateway: RunningGateway) -> None:
+    busy = [server.client.stream(Request(text="hello", seed=CRAWLING_THINKER)) for _ in range(8)]
+    wait_for(lambda: server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'] == 8, 5, server.held)
+    with pytest.raises(openai.RateLimitError, match="all 8 sessions are in use") as caught:
+        gateway.chat(messages=HELLO)
+    assert caught.value.response.headers["retry-after-ms"] == "250"
+    for stream in busy:
+        stream.close()
+    server.wait_until_idle()
+    assert gateway.chat(messages=HELLO, seed=1).choices
+
+
+@pytest.mark.parametrize(("seed", "spoken"), [(CRAWLING_THINKER, False), (SLOW_TALKER, True)])
+def test_leaving_a_stream_stops_every_stage(server: Served, gateway: RunningGateway, seed: int, spoken: bool) -> None:
+    options = SPOKEN if spoken else {}
+    with gateway.chat(messages=HELLO, stream=True, seed=seed, **options) as stream:
+        request_id = stream.response.headers["x-request-id"]
+        for found in stream:
+            if found.choices and (found.choices[0].delta.content or found.choices[0].delta.audio):
+                break
+    wait_for(lambda: any(server.records.of(request_id, stage, "noticed") for stage in STAGES), 5, server.held)
+    for stage in STAGES if spoken else ("thinker",):
+        wait_for(lambda stage=stage: server.records.of(request_id, stage, "aborted"), 5, server.held)
+
+
+def test_many_at_once_each_get_their_own_reply(gateway: RunningGateway) -> None:
+    texts = ["hello", "x", "why", "Hi.", "1 2 3", "aaaa"]
+
+    def ask(text: str) -> str:
+        chunks = gateway.chat(messages=[{"role": "user", "content": text}], stream=True, **GREEDY)
+        return "".join(found.choices[0].delta.content or "" for found in chunks)
+
+    alone = [ask(text) for text in texts]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        assert list(pool.map(ask, texts)) == alone
+
+
+def test_vllm_s_load_generator_drives_it(server: Served, gateway: RunningGateway, tmp_path: Any) -> None:
+    options = {
+        "backend": "openai-chat",
+        "base-url": gateway.base,
+        "endpoint": "/v1/chat/completions",
+        "model": MODEL,
+        "tokenizer": str(server.checkpoint),
+        "dataset-name": "random",
+        "random-input-len": "16",
+        "random-output-len": "8",
+        "num-prompts": "12",
+        "max-concurrency": "4",
+        "result-dir": str(tmp_path),
+        "result-filename": "result.json",
+    }
+    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+    command = [sys.executable, "-c", LOAD_GENERATOR, *arguments, "--ignore-eos", "--save-result"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["total_output_tokens"]) == (12, 12 * 8)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway's command: its settings, keys and refusals, and a process from READY to a signal."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+import triton_omni_gateway
+from client_fakes import FakeTriton, serve_grpc
+from triton_omni_gateway.keys import ApiKeys, read_keys
+from triton_omni_gateway.server import bind, main, parse_command
+from triton_omni_gateway.settings import GatewaySettings, SettingsError
+
+FOLDERS = [Path(triton_omni_gateway.__file__).parents[1], Path(__file__).parents[2] / "client"]
+
+
+@pytest.fixture(autouse=True)
+def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMNI_API_KEYS", raising=False)
+
+
+def test_defaults_are_loopback_and_open() -> None:
+    command = parse_command([])
+    assert (command.host, command.port, command.settings) == ("127.0.0.1", 8080, GatewaySettings())
+    assert not command.keys
+
+
+def test_options_become_settings(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\n\n  one  \ntwo\n")
+    options = "--port 0 --url triton:9001 --model-name a --model-name b --max-requests 3 --max-body-mib 2 --grace 4"
+    command = parse_command([*options.split(), "--speech-prompt", "Say {input}", "--api-keys", str(keys)])
+    assert command.settings == GatewaySettings(
+        triton_url="triton:9001",
+        models=("a", "b"),
+        max_requests=3,
+        max_body_bytes=2 << 20,
+        speech_prompt="Say {input}",
+    )
+    assert (command.port, command.grace_s) == (0, 4)
+    assert [command.keys.admit(f"Bearer {key}") for key in ("one", "two", "# ours", "")] == [True, True, False, False]
+
+
+def test_keys_come_from_the_environment_too() -> None:
+    keys = read_keys({"OMNI_API_KEYS": "one, two"})
+    assert keys.admit("bearer two")
+    assert not keys.admit("two")
+    assert not keys.admit("Bearer one, two")
+
+
+def test_without_keys_everybody_is_let_in() -> None:
+    assert ApiKeys().admit("")
+
+
+@pytest.mark.parametrize("text", ["", " , "])
+def test_an_empty_source_of_keys_does_not_open_the_gateway(text: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="OMNI_API_KEYS holds no key"):
+        read_keys({"OMNI_API_KEYS": text})
+    file = tmp_path / "keys"
+    file.write_text("# none\n")
+    with pytest.raises(SettingsError, match="holds no key"):
+        read_keys({}, file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--url", "http://localhost:8000"], "HOST:PORT of Triton's gRPC endpoint"),
+        (["--url", "localhost"], "HOST:PORT"),
+        (["--speech-prompt", "Say it"], "has no {input}"),
+        (["--model-name", ""], "--model-name"),
+        (["--max-requests", "0"], "max_requests must be positive"),
+        (["--api-keys", "/nowhere/keys"], "/nowhere/keys: cannot be read"),
+    ],
+)
+def test_a_setting_that_cannot_be_served_with_is_refused_in_a_line(
+    arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    found = capsys.readouterr().err
+    assert what in found
+    assert re.fullmatch(r"error: .*\n", found)
+
+
+@pytest.mark.parametrize("arguments", [["--port", "x"], ["--port", "70000"], ["--nonsense"]])
+def test_a_wrong_command_line_is_refused_in_a_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert re.fullmatch(r"error: .*\n", capsys.readouterr().err)
+
+
+def test_a_taken_port_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--port", str(port)]) == 1
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in capsys.readouterr().err
+
+
+def test_a_check_ends_before_a_server_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check", "--port", "0", "--url", "127.0.0.1:1"]) == 0
+    with bind("127.0.0.1", 0) as taken:
+        assert main(["--check", "--port", str(taken.getsockname()[1])]) == 1
+    assert re.fullmatch(r"error: cannot listen on .*\n", capsys.readouterr().err)
+
+
+def test_an_address_that_is_not_ours_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--host", "host.invalid", "--port", "0"]) == 1
+    assert re.fullmatch(r"error: cannot listen on host\.invalid:0 \(.+\)\n", capsys.readouterr().err)
+
+
+def test_without_a_triton_server_nothing_is_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--port", "0", "--url", "127.0.0.1:1", "--wait", "0"]) == 1
+    waiting, refusal = capsys.readouterr().err.splitlines()
+    assert waiting.startswith("waiting for the triton-omni server at 127.0.0.1:1")
+    assert refusal == "error: no triton-omni server is ready at 127.0.0.1:1 (waited 0 s)"
+
+
+def test_a_triton_server_that_loads_is_waited_for() -> None:
+    loading = FakeTriton(is_ready=False)
+    with serve_grpc(loading), started(loading, "--wait", "20") as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr.readline().startswith("waiting for ")
+        loading.is_ready = True
+        assert process.stdout.readline().startswith("READY ")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+
+
+@contextmanager
+def started(triton: FakeTriton, *options: str) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, FOLDERS))}
+    command = [sys.executable, "-m", "triton_omni_gateway", "--port", "0", "--url", triton.url, *options]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_it_says_ready_once_serves_and_ends_on_a_signal(number: signal.Signals, code: int) -> None:
+    with serve_grpc(FakeTriton()) as triton, started(triton) as process:
+        assert process.stdout is not None
+        found = re.fullmatch(
+            rf"READY openai=(http://127\.0\.0\.1:\d+)/v1 grpc={triton.url}\n", process.stdout.readline()
+        )
+        assert found
+        assert httpx.get(f"{found[1]}/v1/models").status_code == 200
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=20)
+        assert (process.returncode, output) == (code, "")
+        assert "Traceback" not in errors
+
+
+def test_others_are_warned_of_when_no_key_is_set() -> None:
+    with serve_grpc(FakeTriton()) as triton, started(triton, "--host", "0.0.0.0") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("READY ")
+        process.send_signal(signal.SIGINT)
+        assert "warning: 0.0.0.0 is open to others and no API key is set" in process.communicate(timeout=20)[1]
+
+
+def test_an_ipv6_address_is_written_in_brackets() -> None:
+    try:
+        with bind("::1", 0):
+            pass
+    except SettingsError:
+        pytest.skip("no IPv6 here")
+    with serve_grpc(FakeTriton()) as triton, started(triton, "--host", "::1") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("READY openai=http://[::1]:")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+
+
+def test_a_bound_socket_listens() -> None:
+    with bind("localhost", 0) as listening, socket.create_connection(listening.getsockname()[:2], timeout=5):
+        pass

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds before a request is read: keys, sizes, numbers; and what operators ask: models, health, metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from client_fakes import FakeTriton, chunk, final, serve_grpc
+from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
+from triton_omni_gateway import gate
+from triton_omni_gateway.keys import ApiKeys
+
+BODY = {"model": MODEL, "messages": USER}
+KEYS = ApiKeys(["first", "second"])
+
+
+@pytest.fixture
+def triton() -> Iterator[FakeTriton]:
+    with serve_grpc(FakeTriton()) as fake:
+        yield fake
+
+
+@pytest.fixture
+def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
+    with run_gateway(triton.url) as running:
+        yield running
+
+
+@pytest.fixture
+def locked(triton: FakeTriton) -> Iterator[RunningGateway]:
+    with run_gateway(triton.url, KEYS) as running:
+        yield running
+
+
+def with_key(key: str) -> dict[str, Any]:
+    return {"headers": {"Authorization": f"Bearer {key}"}}
+
+
+@pytest.mark.parametrize("key", ["first", "second"])
+def test_a_key_lets_in(locked: RunningGateway, key: str) -> None:
+    assert locked.post(BODY, **with_key(key)).status_code == 200
+    assert locked.openai.with_options(api_key=key).models.list().data[0].id == MODEL
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer third"}, {"Authorization": "Basic first"}])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/audio/speech", "/v1/nowhere"])
+def test_without_a_key_nothing_is_asked(
+    triton: FakeTriton, locked: RunningGateway, headers: dict[str, str], path: str
+) -> None:
+    answer = locked.post(BODY, path, headers=headers)
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert triton.requests == []
+
+
+def test_the_official_client_sees_a_wrong_key_as_its_error(locked: RunningGateway) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        locked.chat()
+    with pytest.raises(openai.AuthenticationError):
+        locked.openai.models.list()
+
+
+def test_operators_need_no_key(locked: RunningGateway) -> None:
+    assert locked.http.get("/health").status_code == 200
+    assert locked.http.get("/metrics").status_code == 200
+
+
+def test_models_are_listed_and_found_by_name(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, models=("omni", "org/omni-7b")) as gateway:
+        assert [model.id for model in gateway.openai.models.list()] == ["omni", "org/omni-7b"]
+        assert gateway.openai.models.retrieve("org/omni-7b").owned_by == "triton-omni"
+        with pytest.raises(openai.NotFoundError):
+            gateway.openai.models.retrieve("other")
+        assert gateway.chat(model="org/omni-7b").model == "org/omni-7b"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/audio/speech"])
+def test_an_unknown_model_is_not_found(triton: FakeTriton, gateway: RunningGateway, path: str) -> None:
+    body = {"model": "gpt-4o", "input": "hi"} if path.endswith("speech") else {**BODY, "model": "gpt-4o"}
+    answer = gateway.post(body, path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert MODEL in answer.json()["error"]["message"]
+    assert triton.requests == []
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nowhere", 404), ("GET", "/v1/audio/speech", 405)])
+def test_a_wrong_url_is_an_error_in_openai_s_form(gateway: RunningGateway, method: str, path: str, status: int) -> None:
+    answer = gateway.http.request(method, path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"].startswith(f"Invalid URL ({method} {path})")
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_health_is_the_triton_server_s(triton: FakeTriton, gateway: RunningGateway) -> None:
+    assert [gateway.http.get(path).status_code for path in ("/health", "/health/ready", "/health/live")] == [200] * 3
+    triton.is_ready = False
+    assert [gateway.http.get(path).status_code for path in ("/health", "/health/ready", "/health/live")] == [
+        503,
+        503,
+        200,
+    ]
+
+
+def test_a_body_that_says_it_is_too_long_is_not_read(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, max_body_bytes=1000) as gateway:
+        host, port = gateway.base.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 1001\r\n\r\n"
+            connection.sendall(head.encode())  # and no byte of the body
+            assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+    assert triton.requests == []
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_over_the_limit_is_refused_also_while_its_sender_still_sends(triton: FakeTriton, declared: bool) -> None:
+    content = json.dumps({**BODY, "user": "x" * (16 << 20)}).encode()
+    parts = (content[at : at + 65536] for at in range(0, len(content), 65536))
+    with run_gateway(triton.url, max_body_bytes=1 << 20) as gateway:
+        answer = gateway.http.post("/v1/chat/completions", content=content if declared else parts)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+        assert str(1 << 20) in answer.json()["error"]["message"]
+        assert gateway.post(BODY).status_code == 200
+    assert len(triton.requests) == 1
+
+
+def test_a_refused_sender_that_goes_on_for_ever_is_cut_off(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_LINGER_S", 0.2)
+    with run_gateway(triton.url, max_body_bytes=1000) as gateway:
+        host, port = gateway.base.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 9999\r\n\r\n"
+            connection.sendall(head.encode())
+            assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+            assert connection.recv(4096) == b""
+
+
+def test_a_sender_that_leaves_within_its_body_is_counted_as_gone(triton: FakeTriton, gateway: RunningGateway) -> None:
+    host, port = gateway.base.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{"
+        connection.sendall(head.encode())
+        gateway.wait_for_metric("omni_gateway_requests_in_flight", 1)
+    gateway.wait_for_metric('omni_gateway_requests_total{endpoint="/v1/chat/completions",status="499"}', 1)
+    assert triton.requests == []
+
+
+def test_a_body_that_does_not_come_is_given_up(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, body_timeout_s=0.2) as gateway:
+        host, port = gateway.base.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{"
+            connection.sendall(head.encode())
+            assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_requests_over_the_limit_are_refused_until_one_ends(triton: FakeTriton) -> None:
+    go_on = threading.Event()
+
+    def script(_request: Any, _context: Any) -> Iterator[Any]:
+        yield chunk(text="first")
+        assert go_on.wait(10)
+        yield final()
+
+    triton.script = script
+    with run_gateway(triton.url, max_requests=2) as gateway, ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(gateway.chat) for _ in range(2)]
+        gateway.wait_for_metric("omni_gateway_requests_in_flight", 2)
+        answer = gateway.post(BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert gateway.http.get("/health").status_code == 200
+        go_on.set()
+        assert [found.result().choices[0].message.content for found in running] == ["first", "first"]
+        assert gateway.post(BODY).status_code == 200
+
+
+def test_metrics_count_answers_times_and_sound(gateway: RunningGateway) -> None:
+    gateway.chat(modalities=["text", "audio"])
+    gateway.post({"model": MODEL})
+    gateway.http.get("/v1/nowhere/at/all")
+    answered = "omni_gateway_requests_total"
+    gateway.wait_for_metric(f'{answered}{{endpoint="/v1/chat/completions",status="200"}}', 1)
+    gateway.wait_for_metric(f'{answered}{{endpoint="/v1/chat/completions",status="400"}}', 1)
+    gateway.wait_for_metric(f'{answered}{{endpoint="other",status="404"}}', 1)
+    gateway.wait_for_metric("omni_gateway_audio_seconds_total", 0.04)
+    gateway.wait_for_metric("omni_gateway_first_text_seconds_count", 1)
+    gateway.wait_for_metric("omni_gateway_first_audio_seconds_count", 1)
+    gateway.wait_for_metric("omni_gateway_requests_in_flight", 0)
+
+
+def test_openapi_describes_the_bodies(gateway: RunningGateway) -> None:
+    described = gateway.http.get("/openapi.json").json()
+    schemas = described["components"]["schemas"]
+    body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/ChatRequest"}
+    assert {"messages", "modalities", "stream"} <= schemas["ChatRequest"]["properties"].keys()
+    named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(described)))
+    assert named <= schemas.keys()
+
+
+def test_a_fault_of_the_gateway_is_an_error_in_openai_s_form(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_args: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("triton_omni_gateway.service.completion", broken)
+    answer = gateway.post(BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
+    assert answer.headers["x-request-id"] in answer.json()["error"]["message"]
+
+
+def test_the_request_s_id_goes_on_to_the_server(triton: FakeTriton, gateway: RunningGateway) -> None:
+    assert gateway.post(BODY).headers["x-request-id"] == triton.requests[0].id

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's requests as the server is asked: what is passed on, what is taken without effect, what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from typing import Any
+
+import pytest
+
+from triton_omni.request import RawRequest, RequestDefaults, parse_request
+from triton_omni.settings import RequestLimits
+from triton_omni_client import Request, errors
+from triton_omni_gateway.errors import GatewayError, from_client
+from triton_omni_gateway.schemas import ChatRequest, SpeechRequest, parse
+from triton_omni_gateway.settings import SPEECH_PROMPT
+from triton_omni_gateway.transcripts import Transcripts
+from triton_omni_gateway.translate import chat_request, speech_request
+
+USER = [{"role": "user", "content": "hi"}]
+PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(8)).decode()
+PARTS = [
+    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}},
+    {"type": "input_audio", "input_audio": {"data": PNG, "format": "wav"}},
+    {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{PNG}"}},
+    {"type": "text", "text": "What is this?"},
+]
+
+
+def asked(**body: Any) -> Request:
+    return chat_request(parsed(**body), {"audio_1": "Hello."}.get, "req_1")
+
+
+def parsed(**body: Any) -> ChatRequest:
+    return parse(ChatRequest, json.dumps({"model": "m", "messages": USER, **body}).encode())
+
+
+def refused(**body: Any) -> GatewayError:
+    with pytest.raises(GatewayError) as caught:
+        asked(**body)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_the_backend_accepts_all_media_of_a_chat() -> None:
+    request = asked(messages=[{"role": "user", "content": PARTS}])
+    raw = RawRequest(messages=json.dumps(request.messages).encode())
+    understood = parse_request(raw, RequestLimits(), RequestDefaults())
+    assert [part.kind for part in understood.media] == ["image", "audio", "video"]
+    assert {part.data for part in understood.media} == {base64.b64decode(PNG)}
+
+
+@pytest.mark.parametrize("url", ["https://example.org/a.png", "file:///etc/passwd"])
+def test_urls_are_given_on_and_the_server_decides(url: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    assert asked(messages=[{"role": "user", "content": [part]}]).messages == [{"role": "user", "content": [part]}]
+
+
+@pytest.mark.parametrize("detail", ["auto", "low", "high"])
+def test_the_detail_of_an_image_has_no_effect(detail: str) -> None:
+    image = {"url": "data:image/png;base64,AA=="}
+    part = {"type": "image_url", "image_url": {**image, "detail": detail}}
+    (message,) = asked(messages=[{"role": "user", "content": [part]}]).messages or ()
+    assert message["content"] == [{"type": "image_url", "image_url": image}]
+
+
+def test_a_developer_speaks_as_the_system() -> None:
+    (first, _) = asked(messages=[{"role": "developer", "content": "Be brief."}, *USER]).messages or ()
+    assert first == {"role": "system", "content": "Be brief."}
+
+
+def test_sampling_goes_to_the_thinker_under_the_server_s_names() -> None:
+    given = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "logit_bias": {"50": -100},
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "min_tokens": 2,
+    }
+    assert asked(**given, stop="\n", max_completion_tokens=9).thinker == {**given, "stop": ["\n"], "max_tokens": 9}
+    assert asked(max_tokens=4, stop=["a", "b"]).thinker == {"max_tokens": 4, "stop": ["a", "b"]}
+    assert asked().thinker == {}
+
+
+def test_the_backend_accepts_the_sampling_that_both_know() -> None:
+    request = asked(temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, max_tokens=8, seed=3, talker={"top_k": 4})
+    raw = RawRequest(text_input=b"hi", sampling_parameters=json.dumps(request.sampling_parameters()).encode())
+    understood = parse_request(raw, RequestLimits(), RequestDefaults())
+    assert (understood.thinker.top_p, understood.thinker.max_tokens, understood.talker.top_k) == (0.9, 8, 4)
+    assert (understood.seed, understood.modalities) == (3, ("text",))
+
+
+def test_a_reply_of_a_given_length_for_load_generators() -> None:
+    assert asked(ignore_eos=True, max_tokens=5).thinker == {"min_tokens": 5, "max_tokens": 5}
+    assert refused(ignore_eos=True).param == "ignore_eos"
+
+
+@pytest.mark.parametrize("extra", [{"use_audio_in_video": True}, {"mm_processor_kwargs": {"use_audio_in_video": True}}])
+def test_a_video_s_sound_is_heard_where_asked_for(extra: dict[str, Any]) -> None:
+    assert asked(**extra).use_audio_in_video is True
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "s"},
+        {"prompt_cache_key": "k", "prompt_cache_retention": "24h"},
+        {"n": 1, "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "tools": []},
+        {"tool_choice": "auto", "parallel_tool_calls": True},
+        {"temperature": None, "stop": None, "audio": None, "stream": None, "stream_options": None, "tools": None},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}},
+    ],
+)
+def test_what_changes_nothing_is_taken(extra: dict[str, Any]) -> None:
+    assert asked(**extra) == asked()
+
+
+@pytest.mark.parametrize(
+    ("extra", "param", "what"),
+    [
+        ({"nonsense": 1}, "nonsense", "Unknown parameter: 'nonsense'"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "Unknown parameter"),
+        ({"n": 2}, "n", "should be 1"),
+        ({"logprobs": True}, "logprobs", "should be False"),
+        ({"tools": [{}]}, "tools", "at most 0 items"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'system', 'developer', 'user'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing required parameter"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "should be a valid"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", "dictionary|object"),
+        ({"messages": [{"role": "user", "audio": {"id": "audio_1"}}]}, "messages[0].audio", "assistant"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "audio_2"}}]}, "messages[0].audio.id", "expired"),
+        ({"modalities": ["text", "smell"]}, "modalities", "none of text, audio"),
+        ({"audio": {"voice": "Ethan"}}, "audio", "does not hold"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "give one"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"seed": 1.5}, "seed", "valid integer"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"stream_options": {"shout": True}}, "stream_options.shout", "Unknown parameter"),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_name(extra: dict[str, Any], param: str, what: str) -> None:
+    refusal = refused(**extra)
+    assert refusal.param == param
+    assert re.search(what, refusal.message)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"model": "m"}', b"\xff"])
+def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
+    with pytest.raises(GatewayError) as caught:
+        parse(ChatRequest, body)
+    assert caught.value.status == 400
+
+
+def test_a_refusal_does_not_repeat_what_was_sent() -> None:
+    secret = "s3cret" * 1000
+    refusal = refused(messages=[{"role": "user", "content": secret, "name": 5}])
+    assert "s3cret" not in refusal.message
+    assert len(refused(**{"k" * 100_000: 1}).message) < 300
+
+
+def test_a_spoken_reply_is_named_by_its_id_or_sent_with_its_transcript() -> None:
+    by_id = {"role": "assistant", "audio": {"id": "audio_1"}}
+    whole = {"role": "assistant", "content": None, "audio": {"id": "gone", "transcript": "Bye."}}
+    messages = asked(messages=[*USER, by_id, *USER, whole, *USER]).messages or ()
+    assert [message["content"] for message in messages] == ["hi", "Hello.", "hi", "Bye.", "hi"]
+
+
+def test_speech_options_go_on() -> None:
+    body = {"model": "m", "input": "Hi {input}", "voice": "Ethan", "seed": 1, "talker": {"top_k": 1}, "timeout": 5}
+    request = speech_request(parse(SpeechRequest, json.dumps(body).encode()), SPEECH_PROMPT, "req_1")
+    assert request.text == SPEECH_PROMPT.replace("{input}", "Hi {input}")
+    assert (request.voice, request.seed, request.timeout) == ("Ethan", 1, 5)
+    assert request.talker == {"top_k": 1}
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("sampling_parameters.thinker.temperature: is 9", "temperature"),
+        ("sampling_parameters.voice: 'alloy' is not one of: Chelsie, Ethan", "voice"),
+        ("messages[0].content[1].image_url.url: not base64", "messages[0].content[1].image_url.url"),
+        ("in ensemble 'qwen2_5_omni', messages[2].role: system is first", "messages[2].role"),
+        ("The sea: it is deep", None),
+        ("something else", None),
+    ],
+)
+def test_the_key_at_fault_is_read_off_the_server_s_refusal(message: str, param: str | None) -> None:
+    meant = from_client(errors.BadRequest(message))
+    assert meant.param == param
+    assert "ensemble" not in meant.message
+
+
+def test_transcripts_are_forgotten_in_time_and_beyond_their_number() -> None:
+    now = [100.0]
+    kept = Transcripts(limit=2, seconds=10, clock=lambda: now[0])
+    ids = [kept.new_id() for _ in range(3)]
+    assert len({audio_id for audio_id, _ in ids}) == 3
+    assert {expires_at for _, expires_at in ids} == {110}
+    for number, (audio_id, expires_at) in enumerate(ids):
+        kept.keep(audio_id, expires_at, str(number))
+    assert [kept.find(audio_id) for audio_id, _ in ids] == [None, "1", "2"]
+    now[0] = 110.0
+    assert [kept.find(audio_id) for audio_id, _ in ids] == [None, None, None]
