@@ -36,6 +36,12 @@ class Sampling:
     seed: int = 0
     min_tokens: int = 0
     """No id that ends the sequence is drawn before so many tokens."""
+    presence_penalty: float = 0.0
+    """Thinker only, as all that follows. Taken off the logit of each id that the reply has, as in OpenAI's API."""
+    frequency_penalty: float = 0.0
+    """Taken off as often as the reply has the id."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, what is added to its logit) before the penalties; each id once."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ tokenizer nor what is inside a medium.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -22,6 +23,8 @@ from triton_omni.strict_json import StrictModel, parse_json, shown, validate
 Modality = Literal["text", "audio"]
 AudioFormat = Literal["f32", "pcm16", "wav"]
 
+_TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
+"""One spelling an id, so that none is given twice."""
 MAX_SEED = 2**63 - 1
 MAX_PARAMETERS_BYTES = 1 << 16
 
@@ -30,6 +33,8 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=0, le=1 << 20)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=0.1, le=10)]
+AdditivePenalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenCount = Annotated[int, Field(ge=1, le=131072)]
 LeastTokens = Annotated[int, Field(ge=0, le=131072)]
 
@@ -42,6 +47,10 @@ class ThinkerOptions(StrictModel):
     top_k: TopK = 0
     min_p: MinP = 0.0
     repetition_penalty: Penalty = 1.0
+    presence_penalty: AdditivePenalty = 0.0
+    frequency_penalty: AdditivePenalty = 0.0
+    logit_bias: dict[str, Bias] = Field(default={})
+    """By token id in decimal, since JSON has no other keys."""
     max_tokens: TokenCount | None = None
     """None = what the deployment allows."""
     min_tokens: LeastTokens = 0
@@ -49,7 +58,8 @@ class ThinkerOptions(StrictModel):
 
     def to_sampling(self, seed: int, limit: int) -> Sampling:
         """The engine's `Sampling`; at most `limit` tokens, whatever was asked."""
-        return _sampling(self.model_dump(), seed, limit)
+        bias = tuple((int(token), value) for token, value in self.logit_bias.items())
+        return _sampling(self.model_dump() | {"logit_bias": bias}, seed, limit)
 
 
 class TalkerOptions(StrictModel):
@@ -58,6 +68,7 @@ class TalkerOptions(StrictModel):
     temperature: Temperature = 0.9
     top_p: TopP = 0.8
     top_k: TopK = 40
+    min_p: MinP = 0.0
     repetition_penalty: Penalty = 1.05
     max_tokens: TokenCount | None = None
     """Codec codes, 50 a second; None = what the deployment allows."""
@@ -120,6 +131,8 @@ class RequestDefaults:
     max_timeout_s: float = 3600.0
     max_thinker_tokens: int = 1024
     max_codes: int = 4096
+    vocabulary: int | None = None
+    """Ids of the thinker's vocabulary; None = not checked here."""
     voice: str | None = None
     """Speaker of a request that names none; None = the checkpoint's first."""
     voices: frozenset[str] = frozenset()
@@ -161,7 +174,7 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
         BadRequest: something is wrong in itself; the message names the key path, the value and what is allowed.
         TooLarge: a limit of the deployment is exceeded.
     """
-    parameters = _parse_parameters(raw.sampling_parameters, defaults)
+    parameters = _parse_parameters(raw.sampling_parameters, limits, defaults)
     chat = _parse_chat(raw, limits)
     ordered: tuple[Modality, ...] = ("text", "audio") if "audio" in parameters.modalities else ("text",)
     return OmniRequest(
@@ -179,7 +192,7 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
     )
 
 
-def _parse_parameters(raw: bytes | None, defaults: RequestDefaults) -> _Parameters:
+def _parse_parameters(raw: bytes | None, limits: RequestLimits, defaults: RequestDefaults) -> _Parameters:
     name = "sampling_parameters"
     tree = {} if not raw else parse_json(raw, name, max_bytes=MAX_PARAMETERS_BYTES)
     parameters = validate(_Parameters, tree, name)
@@ -187,6 +200,7 @@ def _parse_parameters(raw: bytes | None, defaults: RequestDefaults) -> _Paramete
         raise BadRequest(f'{name}.modalities: must be ["text"] or ["text", "audio"] (got {parameters.modalities})')
     _check_lengths(parameters.thinker, defaults.max_thinker_tokens, f"{name}.thinker")
     _check_lengths(parameters.talker, defaults.max_codes, f"{name}.talker")
+    _check_bias(parameters.thinker.logit_bias, limits, defaults, f"{name}.thinker.logit_bias")
     _at_most(parameters.timeout, defaults.max_timeout_s, f"{name}.timeout")
     if parameters.voice is not None and defaults.voices and parameters.voice not in defaults.voices:
         known = ", ".join(sorted(defaults.voices))
@@ -199,6 +213,16 @@ def _check_lengths(options: ThinkerOptions | TalkerOptions, limit: int, path: st
     _at_most(options.min_tokens, limit, f"{path}.min_tokens")
     if options.max_tokens is not None and options.min_tokens > options.max_tokens:
         raise BadRequest(f"{path}.min_tokens: {options.min_tokens} is over max_tokens, {options.max_tokens}")
+
+
+def _check_bias(bias: dict[str, float], limits: RequestLimits, defaults: RequestDefaults, path: str) -> None:
+    if len(bias) > limits.max_logit_bias:
+        raise TooLarge(f"{path}: {len(bias)} token ids, the limit is {limits.max_logit_bias}")
+    for token in bias:
+        if not _TOKEN_ID.fullmatch(token):
+            raise BadRequest(f"{path}: {shown(token)} is not a token id in decimal")
+        if defaults.vocabulary is not None and int(token) >= defaults.vocabulary:
+            raise BadRequest(f"{path}: token id {token} is not in the vocabulary, 0 to {defaults.vocabulary - 1}")
 
 
 def _at_most(value: float | None, limit: float, path: str) -> None:

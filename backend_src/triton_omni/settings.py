@@ -87,6 +87,8 @@ class RequestLimits(_Frozen):
     """Frames sampled from a video for the model."""
     max_video_pixels: Positive = 96 << 20
     """Pixels of all frames of one video together; larger frames are scaled down to fit."""
+    max_logit_bias: Annotated[int, Field(ge=0, le=4096)] = 300
+    """Token ids that a request may bias."""
     allowed_url_schemes: tuple[Literal["data"], ...] = ("data",)
     """Nothing is fetched or opened by name unless the deployment says so here."""
 

@@ -17,12 +17,15 @@ from triton_omni.request import RawRequest, RequestDefaults, parse_request
 from triton_omni.settings import RequestLimits
 from triton_omni.strict_json import MAX_DEPTH, shown
 
-LIMITS = RequestLimits(max_request_bytes=4096, max_messages=8, max_media_items=3, max_media_bytes=4096)
+LIMITS = RequestLimits(
+    max_request_bytes=4096, max_messages=8, max_media_items=3, max_media_bytes=4096, max_logit_bias=3
+)
 DEFAULTS = RequestDefaults(
     timeout_s=60.0,
     max_timeout_s=100.0,
     max_thinker_tokens=512,
     max_codes=1024,
+    vocabulary=300,
     voice="Chelsie",
     voices=frozenset({"Chelsie", "Ethan"}),
 )
@@ -111,6 +114,15 @@ def test_least_lengths_may_equal_the_longest_and_reach_the_engines():
     assert (plain.thinker.min_tokens, plain.talker.min_tokens) == (0, 0)
 
 
+def test_penalties_and_biases_reach_the_thinker_and_min_p_the_talker():
+    asked = {"presence_penalty": -2, "frequency_penalty": 0.5, "logit_bias": {"0": -100, "299": 1.5}}
+    request = with_parameters({"thinker": asked, "talker": {"min_p": 0.25}})
+    thinker = request.thinker.to_sampling(seed=5, limit=512)
+    assert (thinker.presence_penalty, thinker.frequency_penalty) == (-2, 0.5)
+    assert thinker.logit_bias == ((0, -100), (299, 1.5))
+    assert request.talker.to_sampling(seed=5, limit=512).min_p == 0.25
+
+
 def test_token2wav_options_become_the_engines():
     options = with_parameters({"token2wav": {"solver": "euler", "num_steps": 4}}).token2wav.to_stream_options()
     assert (options.solver, options.num_steps, options.guidance_scale, options.mode) == ("euler", 4, None, None)
@@ -142,7 +154,19 @@ def test_text_only_wants_no_audio():
         ({"thinker": {"min_tokens": 9, "max_tokens": 8}}, r"thinker\.min_tokens: 9 is over max_tokens, 8"),
         ({"talker": {"min_tokens": 9, "max_tokens": 8}}, r"talker\.min_tokens: 9 is over max_tokens, 8"),
         ({"thinker": None}, r"thinker: .*got null"),
-        ({"talker": {"min_p": 0.1}}, r"talker\.min_p: unknown key"),
+        ({"thinker": {"presence_penalty": 2.5}}, r"thinker\.presence_penalty: .*less than or equal to 2"),
+        ({"thinker": {"frequency_penalty": -3}}, r"thinker\.frequency_penalty: .*greater than or equal to -2"),
+        ({"thinker": {"frequency_penalty": True}}, r"thinker\.frequency_penalty: .*valid number \(got true\)"),
+        ({"thinker": {"logit_bias": []}}, r"thinker\.logit_bias: .*dictionary \(got an array of 0 elements\)"),
+        ({"thinker": {"logit_bias": {"5": 101}}}, r"thinker\.logit_bias\.5: .*less than or equal to 100 \(got 101\)"),
+        ({"thinker": {"logit_bias": {"5": None}}}, r"thinker\.logit_bias\.5: .*valid number \(got null\)"),
+        ({"thinker": {"logit_bias": {"a\n": 1}}}, r"thinker\.logit_bias: 'a\\n' is not a token id in decimal"),
+        ({"thinker": {"logit_bias": {"05": 1}}}, r"thinker\.logit_bias: '05' is not a token id in decimal"),
+        ({"thinker": {"logit_bias": {"-1": 1}}}, r"thinker\.logit_bias: '-1' is not a token id in decimal"),
+        ({"thinker": {"logit_bias": {"\u0665": 1}}}, r"thinker\.logit_bias: .* is not a token id in decimal"),
+        ({"thinker": {"logit_bias": {"300": 1}}}, r"logit_bias: token id 300 is not in the vocabulary, 0 to 299"),
+        ({"talker": {"min_p": 2}}, r"talker\.min_p"),
+        ({"talker": {"presence_penalty": 1}}, r"talker\.presence_penalty: unknown key"),
         ({"token2wav": {"num_steps": 1}}, r"token2wav\.num_steps: .*greater than or equal to 2"),
         ({"token2wav": {"solver": "heun"}}, r"token2wav\.solver: .*'rk4' or 'euler' \(got 'heun'\)"),
         ({"token2wav": {"guidance_scale": 11}}, r"token2wav\.guidance_scale"),
@@ -170,6 +194,7 @@ def test_a_wrong_parameter_is_refused_by_its_key_path(parameters, message):
         ({"talker": {"max_tokens": 1025}}, r"talker\.max_tokens: 1025 .*limit of 1024"),
         ({"thinker": {"min_tokens": 513}}, r"thinker\.min_tokens: 513 .*limit of 512"),
         ({"talker": {"min_tokens": 1025}}, r"talker\.min_tokens: 1025 .*limit of 1024"),
+        ({"thinker": {"logit_bias": dict.fromkeys("1234", 1)}}, r"thinker\.logit_bias: 4 token ids, the limit is 3"),
         ({"timeout": 100.5}, r"timeout: 100\.5 .*limit of 100"),
     ],
 )
@@ -485,6 +510,7 @@ def test_any_text_survives_both_forms(text):
             "temperature": st.floats(0, 2),
             "top_p": st.floats(0, 1, exclude_min=True),
             "top_k": st.integers(0, 1 << 20),
+            "min_p": st.floats(0, 1),
             "repetition_penalty": st.floats(0.1, 10),
             "max_tokens": st.integers(1, 512),
         }
@@ -497,3 +523,15 @@ def test_every_value_in_range_reaches_the_engine_unchanged(options, seed):
         sampling = stage.to_sampling(request.seed, 4096)
         assert {name: getattr(sampling, name) for name in options} == options
         assert sampling.seed == seed
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.fixed_dictionaries({"presence_penalty": st.floats(-2, 2), "frequency_penalty": st.floats(-2, 2)}),
+    st.dictionaries(st.integers(0, 299), st.floats(-100, 100), max_size=3),
+)
+def test_every_penalty_and_bias_in_range_reaches_the_thinker_unchanged(penalties, bias):
+    asked = penalties | {"logit_bias": {str(token): value for token, value in bias.items()}}
+    sampling = with_parameters({"thinker": asked}).thinker.to_sampling(0, 512)
+    assert {name: getattr(sampling, name) for name in penalties} == penalties
+    assert dict(sampling.logit_bias) == bias

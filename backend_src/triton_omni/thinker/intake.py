@@ -48,6 +48,7 @@ class RequestIntake:
             timeout_s=settings.timeout_s,
             max_thinker_tokens=settings.max_new_tokens,
             max_codes=config.talker.sampling.max_new_tokens,
+            vocabulary=config.thinker.decoder.vocab_size,
             voice=speakers.default.name,
             voices=frozenset(speakers.names),
         )

@@ -229,6 +229,9 @@ class ThinkerVllmEngine:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=dict(sampling.logit_bias) or None,
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
             # The end ids are HF's, whatever the tokenizer calls its end.
