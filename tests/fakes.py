@@ -224,9 +224,10 @@ class _Writing:
 class FakeThinkerEngine(_FakeEngine):
     """Writes `length` tokens "w0 w1 ...", one a step; the row of position p is filled with p."""
 
-    def __init__(self, length: int = 10) -> None:
+    def __init__(self, length: int = 10, stop_string: str | None = None) -> None:
         super().__init__()
         self.length = length
+        self.stop_string = stop_string
 
     def add(self, key, placed, sampling, *, want_rows):
         del sampling
@@ -249,7 +250,8 @@ class FakeThinkerEngine(_FakeEngine):
             del self.open_keys[key]
         start, count = (0, state.prompt) if token == 0 else (state.prompt + token - 1, 1)
         rows = torch.arange(start, start + count).float()[:, None].expand(-1, HIDDEN) if state.want_rows else None
-        return ThinkerOutput(key, f"w{token} ", (token,), rows, start, finish_reason="stop" if finished else None)
+        text, ending = f"w{token} ", {"finish_reason": "stop", "stop_string": self.stop_string} if finished else {}
+        return ThinkerOutput(key, text, (token,), rows, start, **ending)
 
 
 @dataclass

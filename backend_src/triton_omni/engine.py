@@ -42,6 +42,8 @@ class Sampling:
     """Taken off as often as the reply has the id."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(id, what is added to its logit) before the penalties; each id once."""
+    stop: tuple[str, ...] = ()
+    """Strings at the first of which the reply's text ends; the string itself is not shown."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class ThinkerOutput:
 
     `rows` are the rows of sequence positions [row_start, row_start + N): sum of the input embedding (zeroed at
     audio, image and video tokens) and the last hidden state after the final norm. Rows of positions
-    >= P + n_out - 1 are never given (the last reply token has no row).
+    >= P + n_out - 1 are never given (the last reply token has no row), nor are those of reply tokens of which a stop
+    string leaves no character.
     """
 
     key: str
@@ -90,6 +93,8 @@ class ThinkerOutput:
     rows_ready: torch.cuda.Event | None = None
     """Recorded after `rows` was written, where the device is a GPU."""
     finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    """Which of `Sampling.stop` ended the reply."""
     error: str | None = None
     """The engine gave this sequence up (for example non-finite rows); nothing follows."""
 

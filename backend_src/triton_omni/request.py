@@ -51,6 +51,8 @@ class ThinkerOptions(StrictModel):
     frequency_penalty: AdditivePenalty = 0.0
     logit_bias: dict[str, Bias] = Field(default={})
     """By token id in decimal, since JSON has no other keys."""
+    stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default=[])
+    """The reply's text ends before the first of these strings."""
     max_tokens: TokenCount | None = None
     """None = what the deployment allows."""
     min_tokens: LeastTokens = 0
@@ -59,7 +61,7 @@ class ThinkerOptions(StrictModel):
     def to_sampling(self, seed: int, limit: int) -> Sampling:
         """The engine's `Sampling`; at most `limit` tokens, whatever was asked."""
         bias = tuple((int(token), value) for token, value in self.logit_bias.items())
-        return _sampling(self.model_dump() | {"logit_bias": bias}, seed, limit)
+        return _sampling(self.model_dump() | {"logit_bias": bias, "stop": tuple(self.stop)}, seed, limit)
 
 
 class TalkerOptions(StrictModel):
@@ -201,6 +203,7 @@ def _parse_parameters(raw: bytes | None, limits: RequestLimits, defaults: Reques
     _check_lengths(parameters.thinker, defaults.max_thinker_tokens, f"{name}.thinker")
     _check_lengths(parameters.talker, defaults.max_codes, f"{name}.talker")
     _check_bias(parameters.thinker.logit_bias, limits, defaults, f"{name}.thinker.logit_bias")
+    _check_stop(parameters.thinker.stop, limits, f"{name}.thinker.stop")
     _at_most(parameters.timeout, defaults.max_timeout_s, f"{name}.timeout")
     if parameters.voice is not None and defaults.voices and parameters.voice not in defaults.voices:
         known = ", ".join(sorted(defaults.voices))
@@ -223,6 +226,15 @@ def _check_bias(bias: dict[str, float], limits: RequestLimits, defaults: Request
             raise BadRequest(f"{path}: {shown(token)} is not a token id in decimal")
         if defaults.vocabulary is not None and int(token) >= defaults.vocabulary:
             raise BadRequest(f"{path}: token id {token} is not in the vocabulary, 0 to {defaults.vocabulary - 1}")
+
+
+def _check_stop(stop: list[str], limits: RequestLimits, path: str) -> None:
+    if len(stop) > limits.max_stop_strings:
+        raise TooLarge(f"{path}: {len(stop)} strings, the limit is {limits.max_stop_strings}")
+    for index, string in enumerate(stop):
+        if len(string) > limits.max_stop_characters:
+            limit = limits.max_stop_characters
+            raise TooLarge(f"{path}[{index}]: {len(string)} characters, the limit is {limit}")
 
 
 def _at_most(value: float | None, limit: float, path: str) -> None:

@@ -89,6 +89,9 @@ class RequestLimits(_Frozen):
     """Pixels of all frames of one video together; larger frames are scaled down to fit."""
     max_logit_bias: Annotated[int, Field(ge=0, le=4096)] = 300
     """Token ids that a request may bias."""
+    max_stop_strings: Annotated[int, Field(ge=0, le=64)] = 16
+    max_stop_characters: Annotated[int, Field(ge=1, le=1024)] = 64
+    """Of one stop string; that many less one are held back from a reply that has one."""
     allowed_url_schemes: tuple[Literal["data"], ...] = ("data",)
     """Nothing is fetched or opened by name unless the deployment says so here."""
 

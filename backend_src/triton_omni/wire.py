@@ -74,6 +74,8 @@ class ThinkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The thinker's part of the final `info`."""
 
     finish_reason: str
+    stop_string: str | None = None
+    """Which of the request's stop strings ended the reply."""
     prompt_tokens: int
     reply_tokens: int
     first_token_ns: int

@@ -243,6 +243,8 @@ class Info:
 
     finish_reason: Mapping[str, str | None] = field(default_factory=dict)
     """Why each stage ended, for example `{"thinker": "stop", "talker": "length"}`; None for one that had no part."""
+    stop_string: str | None = None
+    """Which of the thinker's stop strings ended the reply."""
     prompt_tokens: int | None = None
     reply_tokens: int | None = None
     codes: int | None = None
@@ -274,6 +276,7 @@ class Info:
         return cls(
             finish_reason={stage: _optional(reasons, stage, str) for stage in reasons},
             stage_ms={stage: _times(value, f"info.stage_ms.{stage}") for stage, value in stages.items()},
+            stop_string=_optional(raw, "stop_string", str),
             seed=_optional(raw, "seed", int),
             raw=raw,
             **{name: _optional(usage, name, int) for name in ("prompt_tokens", "reply_tokens", "codes", "samples")},

@@ -18,7 +18,13 @@ from triton_omni.settings import RequestLimits
 from triton_omni.strict_json import MAX_DEPTH, shown
 
 LIMITS = RequestLimits(
-    max_request_bytes=4096, max_messages=8, max_media_items=3, max_media_bytes=4096, max_logit_bias=3
+    max_request_bytes=4096,
+    max_messages=8,
+    max_media_items=3,
+    max_media_bytes=4096,
+    max_logit_bias=3,
+    max_stop_strings=2,
+    max_stop_characters=5,
 )
 DEFAULTS = RequestDefaults(
     timeout_s=60.0,
@@ -123,6 +129,12 @@ def test_penalties_and_biases_reach_the_thinker_and_min_p_the_talker():
     assert request.talker.to_sampling(seed=5, limit=512).min_p == 0.25
 
 
+def test_stop_strings_reach_the_thinker_as_they_are():
+    request = with_parameters({"thinker": {"stop": ["\n\n", "ж😀"]}})
+    assert request.thinker.to_sampling(seed=5, limit=512).stop == ("\n\n", "ж😀")
+    assert with_parameters({}).thinker.to_sampling(seed=5, limit=512).stop == ()
+
+
 def test_token2wav_options_become_the_engines():
     options = with_parameters({"token2wav": {"solver": "euler", "num_steps": 4}}).token2wav.to_stream_options()
     assert (options.solver, options.num_steps, options.guidance_scale, options.mode) == ("euler", 4, None, None)
@@ -165,6 +177,10 @@ def test_text_only_wants_no_audio():
         ({"thinker": {"logit_bias": {"-1": 1}}}, r"thinker\.logit_bias: '-1' is not a token id in decimal"),
         ({"thinker": {"logit_bias": {"\u0665": 1}}}, r"thinker\.logit_bias: .* is not a token id in decimal"),
         ({"thinker": {"logit_bias": {"300": 1}}}, r"logit_bias: token id 300 is not in the vocabulary, 0 to 299"),
+        ({"thinker": {"stop": "a"}}, r"thinker\.stop: .*valid list \(got 'a'\)"),
+        ({"thinker": {"stop": ["a", ""]}}, r"thinker\.stop\[1\]: .*at least 1 character \(got ''\)"),
+        ({"thinker": {"stop": ["a", 5]}}, r"thinker\.stop\[1\]: .*valid string \(got 5\)"),
+        ({"talker": {"stop": ["a"]}}, r"talker\.stop: unknown key"),
         ({"talker": {"min_p": 2}}, r"talker\.min_p"),
         ({"talker": {"presence_penalty": 1}}, r"talker\.presence_penalty: unknown key"),
         ({"token2wav": {"num_steps": 1}}, r"token2wav\.num_steps: .*greater than or equal to 2"),
@@ -195,6 +211,8 @@ def test_a_wrong_parameter_is_refused_by_its_key_path(parameters, message):
         ({"thinker": {"min_tokens": 513}}, r"thinker\.min_tokens: 513 .*limit of 512"),
         ({"talker": {"min_tokens": 1025}}, r"talker\.min_tokens: 1025 .*limit of 1024"),
         ({"thinker": {"logit_bias": dict.fromkeys("1234", 1)}}, r"thinker\.logit_bias: 4 token ids, the limit is 3"),
+        ({"thinker": {"stop": ["a", "b", "c"]}}, r"thinker\.stop: 3 strings, the limit is 2"),
+        ({"thinker": {"stop": ["a", "bcdefg"]}}, r"thinker\.stop\[1\]: 6 characters, the limit is 5"),
         ({"timeout": 100.5}, r"timeout: 100\.5 .*limit of 100"),
     ],
 )

@@ -256,14 +256,15 @@ class ThinkerStage:
         if output.rows is not None:
             session.outbox.put(output.rows, output.rows_ready)
         if output.finish_reason is not None:
-            self._finish_reply(session, output.finish_reason)
+            self._finish_reply(session, output.finish_reason, output.stop_string)
         self._flush(session)
 
-    def _finish_reply(self, session: _Open, reason: str) -> None:
+    def _finish_reply(self, session: _Open, reason: str, stop_string: str | None) -> None:
         session.outbox.finish_tensors()
         session.outbox.finish_text()
         session.report = ThinkerReport(
             finish_reason=reason,
+            stop_string=stop_string,
             prompt_tokens=session.session.prompt_tokens if session.session else 0,
             reply_tokens=session.reply_tokens,
             first_token_ns=session.first_token_ns - session.accepted_ns if session.first_token_ns else 0,

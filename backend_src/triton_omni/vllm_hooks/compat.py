@@ -90,7 +90,7 @@ try:
     from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.inputs import MultiModalFeatureSpec
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
     from vllm.sequence import IntermediateTensors
@@ -167,6 +167,7 @@ __all__ = [
     "CachedRequestState",
     "CommonAttentionMetadata",
     "CompilationMode",
+    "CompletionOutput",
     "EngineArgs",
     "EngineCoreOutput",
     "EngineCoreOutputs",

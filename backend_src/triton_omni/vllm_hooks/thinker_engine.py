@@ -21,6 +21,7 @@ from triton_omni.precision import use_full_float32
 from triton_omni.settings import ThinkerSettings
 from triton_omni.vllm_hooks import thinker_networks
 from triton_omni.vllm_hooks.compat import (
+    CompletionOutput,
     LLMEngine,
     MultiModalFeatureSpec,
     RequestOutput,
@@ -35,7 +36,7 @@ from triton_omni.vllm_hooks.engine_args import (
     resolve_quantization,
 )
 from triton_omni.vllm_hooks.hidden_rows import RowTap
-from triton_omni.vllm_hooks.row_release import Piece, RowRelease
+from triton_omni.vllm_hooks.row_release import Piece, RowRelease, StopCut
 from triton_omni.vllm_hooks.sampling import seed_args
 
 _WORKER = "triton_omni.vllm_hooks.thinker_worker.ThinkerWorker"
@@ -49,6 +50,20 @@ class _Sequence:
     """vLLM's own id of the request."""
     want_rows: bool
     release: RowRelease
+    detokenizer: Any
+    """vLLM's `IncrementalDetokenizer` of the request."""
+
+    def count(self, news: CompletionOutput) -> None:
+        """Take note of the tokens that a step gave, of which there is one at most."""
+        self.release.reply_tokens += len(news.token_ids)
+        cut = self.release.cut
+        if cut is None:
+            return
+        length = len(self.detokenizer.output_text)
+        if news.token_ids:
+            cut.add(length)
+        if news.finish_reason is not None:
+            cut.close(None if _stop_string(news) is None else length)
 
 
 class ThinkerVllmEngine:
@@ -144,7 +159,10 @@ class ThinkerVllmEngine:
             raise BadRequest(f"the thinker refused the request: {error}") from error
         if want_rows:
             self._tap.want(request_id, np.isin(placed.prompt_token_ids, list(self._media_ids.values())))
-        self._sequences[key] = _Sequence(key, request_id, want_rows, RowRelease(len(placed.prompt_token_ids)))
+        release = RowRelease(len(placed.prompt_token_ids), cut=StopCut(sampling.stop) if sampling.stop else None)
+        # Kept, since vLLM forgets it before it tells how the reply ended.
+        detokenizer = self._llm.output_processor.request_states[request_id].detokenizer
+        self._sequences[key] = _Sequence(key, request_id, want_rows, release, detokenizer)
         self._keys[request_id] = key
 
     def step(self) -> list[ThinkerOutput]:
@@ -156,7 +174,7 @@ class ThinkerVllmEngine:
             torch.cuda.set_device(self._runner.device)
         news: dict[str, RequestOutput] = {output.request_id: output for output in self._llm.step()}  # type: ignore[misc]
         for key, output in news.items():
-            self._sequences[key].release.reply_tokens += len(output.outputs[0].token_ids)
+            self._sequences[key].count(output.outputs[0])
         touched = dict.fromkeys([*self._collect_rows(), *news])
         return [output for key in touched for output in self._advance(self._sequences[key], news.get(key))]
 
@@ -232,6 +250,7 @@ class ThinkerVllmEngine:
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             logit_bias=dict(sampling.logit_bias) or None,
+            stop=list(sampling.stop),
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
             # The end ids are HF's, whatever the tokenizer calls its end.
@@ -270,7 +289,10 @@ class ThinkerVllmEngine:
     def _with_news(self, sequence: _Sequence, rows: ThinkerOutput, news: RequestOutput) -> ThinkerOutput:
         completion, release = news.outputs[0], sequence.release
         finish = _FINISH.get(completion.finish_reason)
-        error = None
+        error, stop_string = None, _stop_string(completion)
+        if stop_string is not None:
+            # Whether what is not given is finite is not known, and a step may be in flight.
+            self._runner.clear_cache_of(sequence.request_id)
         if news.finished:
             self._drop(sequence.key)
             if finish is None:
@@ -285,6 +307,7 @@ class ThinkerVllmEngine:
             row_start=rows.row_start,
             rows_ready=rows.rows_ready,
             finish_reason=None if error else finish,
+            stop_string=stop_string,
             error=error,
         )
 
@@ -318,6 +341,12 @@ def _media_features(engine_input: Mapping[str, Any]) -> list[MultiModalFeatureSp
             data = engine_input["mm_kwargs"][modality][index]
             features.append(MultiModalFeatureSpec(data=data, modality=modality, identifier="", mm_position=place))
     return features
+
+
+def _stop_string(completion: CompletionOutput) -> str | None:
+    """The stop string that ended a reply; what vLLM calls its stop reason may also be an id."""
+    reason = completion.stop_reason
+    return reason if isinstance(reason, str) else None
 
 
 def _rows_only(key: str, piece: Piece) -> ThinkerOutput:
