@@ -44,6 +44,8 @@ class Sampling:
     """(id, what is added to its logit) before the penalties; each id once."""
     stop: tuple[str, ...] = ()
     """Strings at the first of which the reply's text ends; the string itself is not shown."""
+    json_schema: str | None = None
+    """A JSON schema, as JSON, that the reply keeps to."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,13 @@ class ThinkerEngine(Protocol):
         Raises:
             TooLarge: prompt and `max_tokens` exceed what a sequence may hold.
             BadRequest: media and placeholders do not fit together.
+        """
+
+    def check_schema(self, schema: str) -> None:
+        """Compile a JSON schema; may be called from any thread.
+
+        Raises:
+            BadRequest: it cannot be.
         """
 
     def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool) -> None:

@@ -18,13 +18,15 @@ from triton_omni.chat import MediaPart, Message, chat_of_text, parse_messages
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.settings import RequestLimits, Solver
-from triton_omni.strict_json import StrictModel, parse_json, shown, validate
+from triton_omni.strict_json import StrictModel, compact_json, key_step, parse_json, shown, validate
 
 Modality = Literal["text", "audio"]
 AudioFormat = Literal["f32", "pcm16", "wav"]
 
 _TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 """One spelling an id, so that none is given twice."""
+_COUNTS: Final = frozenset({"minItems", "maxItems", "minProperties", "maxProperties"})
+MAX_SCHEMA_COUNT = 4096
 MAX_SEED = 2**63 - 1
 MAX_PARAMETERS_BYTES = 1 << 16
 
@@ -53,6 +55,8 @@ class ThinkerOptions(StrictModel):
     """By token id in decimal, since JSON has no other keys."""
     stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default=[])
     """The reply's text ends before the first of these strings."""
+    json_schema: dict[str, Any] | None = None
+    """The reply is JSON of this schema."""
     max_tokens: TokenCount | None = None
     """None = what the deployment allows."""
     min_tokens: LeastTokens = 0
@@ -61,7 +65,9 @@ class ThinkerOptions(StrictModel):
     def to_sampling(self, seed: int, limit: int) -> Sampling:
         """The engine's `Sampling`; at most `limit` tokens, whatever was asked."""
         bias = tuple((int(token), value) for token, value in self.logit_bias.items())
-        return _sampling(self.model_dump() | {"logit_bias": bias, "stop": tuple(self.stop)}, seed, limit)
+        schema = None if self.json_schema is None else compact_json(self.json_schema)
+        chosen = {"logit_bias": bias, "stop": tuple(self.stop), "json_schema": schema}
+        return _sampling(self.model_dump() | chosen, seed, limit)
 
 
 class TalkerOptions(StrictModel):
@@ -204,6 +210,7 @@ def _parse_parameters(raw: bytes | None, limits: RequestLimits, defaults: Reques
     _check_lengths(parameters.talker, defaults.max_codes, f"{name}.talker")
     _check_bias(parameters.thinker.logit_bias, limits, defaults, f"{name}.thinker.logit_bias")
     _check_stop(parameters.thinker.stop, limits, f"{name}.thinker.stop")
+    _check_schema(parameters.thinker, limits, f"{name}.thinker")
     _at_most(parameters.timeout, defaults.max_timeout_s, f"{name}.timeout")
     if parameters.voice is not None and defaults.voices and parameters.voice not in defaults.voices:
         known = ", ".join(sorted(defaults.voices))
@@ -235,6 +242,32 @@ def _check_stop(stop: list[str], limits: RequestLimits, path: str) -> None:
         if len(string) > limits.max_stop_characters:
             limit = limits.max_stop_characters
             raise TooLarge(f"{path}[{index}]: {len(string)} characters, the limit is {limit}")
+
+
+def _check_schema(options: ThinkerOptions, limits: RequestLimits, path: str) -> None:
+    if options.json_schema is None:
+        return
+    if options.min_tokens:
+        raise BadRequest(f"{path}.min_tokens: must be 0 beside json_schema, which says when the reply may end")
+    try:
+        size = len(compact_json(options.json_schema).encode())
+    except ValueError as error:
+        raise BadRequest(f"{path}.json_schema: a number is not finite") from error
+    if size > limits.max_schema_bytes:
+        raise TooLarge(f"{path}.json_schema: {size} bytes, the limit is {limits.max_schema_bytes}")
+    _check_counts(options.json_schema, f"{path}.json_schema")
+
+
+def _check_counts(tree: object, path: str) -> None:
+    """Refuse counts that a compiler would write out; anywhere, since a `$ref` may lead anywhere."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            if key in _COUNTS and isinstance(value, int | float) and value > MAX_SCHEMA_COUNT:
+                raise TooLarge(f"{path}.{key}: {shown(value)} is over the limit of {MAX_SCHEMA_COUNT}")
+            _check_counts(value, path + key_step(key))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            _check_counts(value, f"{path}[{index}]")
 
 
 def _at_most(value: float | None, limit: float, path: str) -> None:

@@ -25,6 +25,7 @@ LIMITS = RequestLimits(
     max_logit_bias=3,
     max_stop_strings=2,
     max_stop_characters=5,
+    max_schema_bytes=60,
 )
 DEFAULTS = RequestDefaults(
     timeout_s=60.0,
@@ -129,6 +130,19 @@ def test_penalties_and_biases_reach_the_thinker_and_min_p_the_talker():
     assert request.talker.to_sampling(seed=5, limit=512).min_p == 0.25
 
 
+def test_a_schema_reaches_the_thinker_as_json_in_the_clients_order():
+    schema = {"type": "object", "properties": {"b": {"enum": ["ж"]}, "a": {}}}
+    request = with_parameters({"thinker": {"json_schema": schema}})
+    asked = request.thinker.to_sampling(seed=5, limit=512).json_schema
+    assert asked == '{"type":"object","properties":{"b":{"enum":["ж"]},"a":{}}}'
+    assert with_parameters({}).thinker.to_sampling(seed=5, limit=512).json_schema is None
+
+
+def test_a_schema_with_a_number_that_is_not_finite_is_refused():
+    with pytest.raises(BadRequest, match=r"thinker\.json_schema: a number is not finite"):
+        with_parameters('{"thinker": {"json_schema": {"maximum": 1e999}}}')
+
+
 def test_stop_strings_reach_the_thinker_as_they_are():
     request = with_parameters({"thinker": {"stop": ["\n\n", "ж😀"]}})
     assert request.thinker.to_sampling(seed=5, limit=512).stop == ("\n\n", "ж😀")
@@ -181,6 +195,10 @@ def test_text_only_wants_no_audio():
         ({"thinker": {"stop": ["a", ""]}}, r"thinker\.stop\[1\]: .*at least 1 character \(got ''\)"),
         ({"thinker": {"stop": ["a", 5]}}, r"thinker\.stop\[1\]: .*valid string \(got 5\)"),
         ({"talker": {"stop": ["a"]}}, r"talker\.stop: unknown key"),
+        ({"thinker": {"json_schema": []}}, r"thinker\.json_schema: .*dictionary \(got an array of 0 elements\)"),
+        ({"thinker": {"json_schema": "{}"}}, r"thinker\.json_schema: .*dictionary \(got '\{\}'\)"),
+        ({"thinker": {"json_schema": {}, "min_tokens": 1}}, r"thinker\.min_tokens: must be 0 beside json_schema"),
+        ({"talker": {"json_schema": {}}}, r"talker\.json_schema: unknown key"),
         ({"talker": {"min_p": 2}}, r"talker\.min_p"),
         ({"talker": {"presence_penalty": 1}}, r"talker\.presence_penalty: unknown key"),
         ({"token2wav": {"num_steps": 1}}, r"token2wav\.num_steps: .*greater than or equal to 2"),
@@ -213,6 +231,12 @@ def test_a_wrong_parameter_is_refused_by_its_key_path(parameters, message):
         ({"thinker": {"logit_bias": dict.fromkeys("1234", 1)}}, r"thinker\.logit_bias: 4 token ids, the limit is 3"),
         ({"thinker": {"stop": ["a", "b", "c"]}}, r"thinker\.stop: 3 strings, the limit is 2"),
         ({"thinker": {"stop": ["a", "bcdefg"]}}, r"thinker\.stop\[1\]: 6 characters, the limit is 5"),
+        ({"thinker": {"json_schema": {"enum": ["ж" * 30]}}}, r"thinker\.json_schema: 73 bytes, the limit is 60"),
+        (
+            {"thinker": {"json_schema": {"items": [{"maxItems": 4097}]}}},
+            r"json_schema\.items\[0\]\.maxItems: 4097 is over",
+        ),
+        ({"thinker": {"json_schema": {"minProperties": 1e9}}}, r"json_schema\.minProperties: .*over the limit of 4096"),
         ({"timeout": 100.5}, r"timeout: 100\.5 .*limit of 100"),
     ],
 )

@@ -18,6 +18,7 @@ from triton_omni.engine import ThinkerEngine, ThinkerPlaced
 from triton_omni.media import decode_media
 from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request
 from triton_omni.settings import ThinkerSettings
+from triton_omni.strict_json import compact_json
 from triton_omni.thinker.prompt import PromptRenderer, build_prompt
 from triton_omni.thinker.stage import Prepared
 from triton_omni.wire import Session
@@ -61,6 +62,8 @@ class RequestIntake:
             TooLarge: a limit of this deployment is exceeded.
         """
         request = parse_request(raw, self._limits, self._defaults)
+        if (schema := request.thinker.json_schema) is not None:
+            self._engine.check_schema(compact_json(schema))
         media = decode_media(request.media, self._limits, with_audio=request.use_audio_in_video)
         prompt = build_prompt(request, media, self._renderer)
         placed = self._engine.prepare(

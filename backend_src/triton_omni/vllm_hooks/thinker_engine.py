@@ -27,6 +27,8 @@ from triton_omni.vllm_hooks.compat import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    StructuredOutputsConfig,
+    StructuredOutputsParams,
     VLLMValidationError,
 )
 from triton_omni.vllm_hooks.engine_args import (
@@ -36,6 +38,7 @@ from triton_omni.vllm_hooks.engine_args import (
     resolve_quantization,
 )
 from triton_omni.vllm_hooks.hidden_rows import RowTap
+from triton_omni.vllm_hooks.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
 from triton_omni.vllm_hooks.row_release import Piece, RowRelease, StopCut
 from triton_omni.vllm_hooks.sampling import seed_args
 
@@ -52,6 +55,8 @@ class _Sequence:
     release: RowRelease
     detokenizer: Any
     """vLLM's `IncrementalDetokenizer` of the request."""
+    structured: Any
+    """vLLM's `StructuredOutputRequest`, or None where there is no schema."""
 
     def count(self, news: CompletionOutput) -> None:
         """Take note of the tokens that a step gave, of which there is one at most."""
@@ -101,9 +106,11 @@ class ThinkerVllmEngine:
             renderer_num_workers=settings.preprocess_threads,
             mm_processor_cache_gb=0,
             skip_mm_profiling=True,
+            structured_outputs_config=StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
         )
         self._llm = LLMEngine.from_engine_args(arguments)
         self._core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
+        self._schemas = JsonSchemas(self._llm.vllm_config, self._core.structured_output_manager)
         self._runner: Any = self._llm.model_executor.driver_worker.worker.model_runner
         self._tap: RowTap = self._runner.row_tap
         self._model: Any = self._runner.get_model()
@@ -142,6 +149,14 @@ class ThinkerVllmEngine:
         positions, _ = self._model.get_mrope_input_positions(list(ids), _media_features(engine_input))
         return ThinkerPlaced(prompt_token_ids=ids, positions=positions.to(torch.int64), engine_input=engine_input)
 
+    def check_schema(self, schema: str) -> None:
+        """Compile a JSON schema; may be called from any thread.
+
+        Raises:
+            BadRequest: it is none, or has what cannot be compiled.
+        """
+        self._schemas.check(schema)
+
     def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool) -> None:
         """Queue a sequence; `want_rows` False (a text-only request) gives no rows.
 
@@ -160,9 +175,10 @@ class ThinkerVllmEngine:
         if want_rows:
             self._tap.want(request_id, np.isin(placed.prompt_token_ids, list(self._media_ids.values())))
         release = RowRelease(len(placed.prompt_token_ids), cut=StopCut(sampling.stop) if sampling.stop else None)
-        # Kept, since vLLM forgets it before it tells how the reply ended.
+        # Kept, since vLLM forgets them before it tells how the reply ended.
         detokenizer = self._llm.output_processor.request_states[request_id].detokenizer
-        self._sequences[key] = _Sequence(key, request_id, want_rows, release, detokenizer)
+        structured = self._core.scheduler.requests[request_id].structured_output_request
+        self._sequences[key] = _Sequence(key, request_id, want_rows, release, detokenizer, structured)
         self._keys[request_id] = key
 
     def step(self) -> list[ThinkerOutput]:
@@ -241,6 +257,9 @@ class ThinkerVllmEngine:
         return rendered
 
     def _sampling_params(self, sampling: Sampling) -> SamplingParams:
+        schema, ends = sampling.json_schema, self._end_ids
+        if schema is not None:
+            ends = [*ends, self._schemas.end_id]
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -251,11 +270,12 @@ class ThinkerVllmEngine:
             frequency_penalty=sampling.frequency_penalty,
             logit_bias=dict(sampling.logit_bias) or None,
             stop=list(sampling.stop),
+            structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
             # The end ids are HF's, whatever the tokenizer calls its end.
             ignore_eos=True,
-            stop_token_ids=self._end_ids,
+            stop_token_ids=ends,
             skip_special_tokens=True,
             output_kind=RequestOutputKind.DELTA,
             extra_args=seed_args(sampling.seed),
@@ -297,7 +317,9 @@ class ThinkerVllmEngine:
             self._drop(sequence.key)
             if finish is None:
                 error = f"the engine gave the sequence up ({completion.finish_reason})"
-            elif release.next_position != release.limit:
+            elif sequence.structured is not None:
+                error = why_given_up(sequence.structured.grammar)
+            if error is None and release.next_position != release.limit:
                 error = f"{release.next_position} of the sequence's {release.limit} hidden rows were computed"
         return ThinkerOutput(
             key=sequence.key,
