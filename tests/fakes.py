@@ -194,6 +194,7 @@ class _FakeEngine:
         self.open_keys: dict[str, object] = {}
         self.broken: Exception | None = None
         self.fail_key: str | None = None
+        self.priorities: list[int] = []
         self.step_s = 0.0
         self.steps = 0
         self.closed = False
@@ -229,8 +230,9 @@ class FakeThinkerEngine(_FakeEngine):
         self.length = length
         self.stop_string = stop_string
 
-    def add(self, key, placed, sampling, *, want_rows):
+    def add(self, key, placed, sampling, *, want_rows, priority=0):
         del sampling
+        self.priorities.append(priority)
         self.open_keys[key] = _Writing(len(placed.prompt_token_ids), want_rows)
 
     def has_work(self):
@@ -269,8 +271,9 @@ class FakeTalkerEngine(_FakeEngine):
         super().__init__()
         self.stop_after = stop_after
 
-    def open(self, key, prompt, sampling):
+    def open(self, key, prompt, sampling, *, priority=0):
         del sampling
+        self.priorities.append(priority)
         self.open_keys[key] = _Speaking(prompt)
 
     def feed(self, key, rows):

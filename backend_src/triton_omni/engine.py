@@ -159,8 +159,11 @@ class ThinkerEngine(Protocol):
             BadRequest: it cannot be.
         """
 
-    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool) -> None:
-        """Queue a sequence; `want_rows` False (a text-only request) gives no rows."""
+    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0) -> None:
+        """Queue a sequence; `want_rows` False (a text-only request) gives no rows.
+
+        Of the sequences that wait for a place the one with the lowest `priority` is next, then the oldest.
+        """
 
     def step(self) -> list[ThinkerOutput]:
         """Run one engine step and return what it gave; an empty list when there is nothing to do."""
@@ -181,8 +184,12 @@ class ThinkerEngine(Protocol):
 class TalkerEngine(Protocol):
     """Hidden rows in, codec codes out, while the thinker still writes."""
 
-    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling) -> None:
-        """Reserve the session's rows. Raises `errors.Overloaded` when they cannot be had."""
+    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> None:
+        """Reserve the session's rows; `priority` as in `ThinkerEngine.add`.
+
+        Raises:
+            Overloaded: they cannot be had.
+        """
 
     def feed(self, key: str, rows: Tensor) -> None:
         """Copy the next rows [N, H] (prompt rows first, then the reply's) into the session's reserve.

@@ -38,6 +38,7 @@ Penalty = Annotated[float, Field(ge=0.1, le=10)]
 AdditivePenalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenCount = Annotated[int, Field(ge=1, le=131072)]
+Priority = Annotated[int, Field(ge=-100, le=100)]
 LeastTokens = Annotated[int, Field(ge=0, le=131072)]
 
 
@@ -117,6 +118,7 @@ class _Parameters(StrictModel):
     thinker: ThinkerOptions = ThinkerOptions()
     talker: TalkerOptions = TalkerOptions()
     token2wav: Token2WavOptions = Token2WavOptions()
+    priority: Priority = 0
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 
@@ -161,6 +163,8 @@ class OmniRequest:
     thinker: ThinkerOptions
     talker: TalkerOptions
     token2wav: Token2WavOptions
+    priority: int
+    """The lower, the sooner it gets a place in an engine's batch."""
     timeout_s: float
     request_id: str
 
@@ -195,6 +199,7 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
         thinker=parameters.thinker,
         talker=parameters.talker,
         token2wav=parameters.token2wav,
+        priority=parameters.priority,
         timeout_s=defaults.timeout_s if parameters.timeout is None else parameters.timeout,
         request_id=raw.request_id,
     )

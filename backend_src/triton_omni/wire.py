@@ -61,6 +61,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     audio_format: AudioFormat
     voice: str
     seed: int
+    priority: int = 0
+    """Who gets the next place in an engine's batch: the lowest, then the oldest."""
     talker: Sampling
     token2wav: StreamOptions = StreamOptions()
     prompt_tokens: int

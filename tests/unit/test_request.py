@@ -71,7 +71,7 @@ def test_defaults_are_those_of_the_reference_and_of_the_deployment():
     assert request.modalities == ("text", "audio")
     assert request.wants_audio
     assert (request.voice, request.seed, request.audio_format) == ("Chelsie", None, "f32")
-    assert request.timeout_s == 60.0
+    assert (request.timeout_s, request.priority) == (60.0, 0)
     assert request.thinker.temperature == 0.0
     talker = request.talker
     assert (talker.temperature, talker.top_p, talker.top_k, talker.repetition_penalty) == (0.9, 0.8, 40, 1.05)
@@ -94,8 +94,10 @@ def test_every_parameter_arrives():
             "talker": {"temperature": 0, "repetition_penalty": 1, "max_tokens": 1024},
             "token2wav": {"solver": "euler", "num_steps": 4, "guidance_scale": 0, "mode": "offline"},
             "timeout": 2.5,
+            "priority": -100,
         }
     )
+    assert request.priority == -100
     assert request.modalities == ("text", "audio")
     assert (request.voice, request.seed, request.audio_format) == ("Ethan", 2**63 - 1, "wav")
     assert request.use_audio_in_video is True
@@ -212,6 +214,9 @@ def test_text_only_wants_no_audio():
         ({"voice": ""}, r"voice: .*at least 1 character"),
         ({"audio_format": "mp3"}, r"audio_format"),
         ({"use_audio_in_video": 1}, r"use_audio_in_video: .*boolean"),
+        ({"priority": 101}, r"priority: .*less than or equal to 100 \(got 101\)"),
+        ({"priority": -101}, r"priority: .*greater than or equal to -100"),
+        ({"priority": 1.5}, r"priority: .*valid integer"),
         ({"timeout": 0}, r"timeout: .*greater than 0"),
         ([1], r"sampling_parameters: must be an object \(got an array of 1 elements\)"),
     ],

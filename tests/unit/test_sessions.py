@@ -180,6 +180,12 @@ def test_info_tells_which_stop_string_ended_the_reply():
         assert (info["finish_reason"]["thinker"], info["stop_string"]) == ("stop", "\n\n")
 
 
+def test_a_requests_priority_reaches_both_engines():
+    with pipeline(intake=FakeIntake(session={"priority": -7})) as p:
+        finished(p.ask("12345"))
+        assert [engine.priorities for engine in p.engines[:2]] == [[-7], [-7]]
+
+
 def test_the_time_of_every_message_on_its_way_is_kept_until_it_arrived_and_until_it_was_taken():
     with pipeline() as p:
         ensemble = p.ask("12345", transit_s=0.02)

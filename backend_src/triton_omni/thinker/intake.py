@@ -83,6 +83,7 @@ class RequestIntake:
             audio_format=request.audio_format,
             voice=self._speakers.get(request.voice).name,
             seed=seed,
+            priority=request.priority,
             talker=request.talker.to_sampling(seed, self._defaults.max_codes),
             prompt_tokens=prompt_tokens,
             max_rows=prompt_tokens + sampling.max_tokens,

@@ -230,7 +230,11 @@ class ThinkerStage:
         session.deadline_ns = session.accepted_ns + int(prepared.timeout_s * 1e9)
         try:
             self._engine.add(
-                session.key.name, prepared.placed, prepared.sampling, want_rows=prepared.session.want_audio
+                session.key.name,
+                prepared.placed,
+                prepared.sampling,
+                want_rows=prepared.session.want_audio,
+                priority=prepared.session.priority,
             )
         except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
             refusal = as_omni_error(error, session.label)

@@ -157,8 +157,8 @@ class ThinkerVllmEngine:
         """
         self._schemas.check(schema)
 
-    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool) -> None:
-        """Queue a sequence; `want_rows` False (a text-only request) gives no rows.
+    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0) -> None:
+        """Queue a sequence; `want_rows` False (a text-only request) gives no rows. The lowest `priority` is next.
 
         Raises:
             ValueError: the key is in use.
@@ -169,7 +169,8 @@ class ThinkerVllmEngine:
             raise ValueError(f"key {key!r} is in use")
         self._check_length(len(placed.prompt_token_ids), sampling.max_tokens)
         try:
-            request_id = self._llm.add_request(key, placed.engine_input, self._sampling_params(sampling))
+            parameters = self._sampling_params(sampling)
+            request_id = self._llm.add_request(key, placed.engine_input, parameters, priority=priority)
         except VLLMValidationError as error:
             raise BadRequest(f"the thinker refused the request: {error}") from error
         if want_rows:
