@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from reference.hf import HfReference
-from reference.thinker_rig import NOTHING_HELD, REPLY, ROW_TOLERANCE, Answer, ask, drain, make_engine, run
+from reference.thinker_rig import NOTHING_HELD, REPLY, ROW_TOLERANCE, Answer, ask, drain, engine_of, run
 from triton_omni.engine import Sampling, ThinkerPrompt
 from triton_omni.errors import BadRequest
 
@@ -42,11 +42,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_checkpoint: Path) -> Iterator[Any]:
-    made = make_engine(tiny_checkpoint)
-    yield made
-    made.close()
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "scheduled ahead"])
+def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[Any]:
+    with engine_of(tiny_checkpoint, ahead=request.param) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -124,10 +123,10 @@ def test_a_schema_that_cannot_be_compiled_is_refused_by_name_and_harms_nobody(
     engine: Any, hf: HfReference, plain: Answer, schema: dict[str, Any], reason: str
 ) -> None:
     engine.add("free", engine.prepare(ask(hf, QUESTION)), REPLY, want_rows=True)
-    engine.step()
+    answers = {"free": Answer(engine.step())}
     with pytest.raises(BadRequest, match=f"thinker.json_schema: cannot be compiled: .*{reason}"):
         engine.check_schema(json.dumps(schema))
-    assert drain(engine, {"free": Answer()})["free"].token_ids == plain.token_ids[1:]
+    assert drain(engine, answers)["free"].token_ids == plain.token_ids
 
 
 def test_schemas_are_checked_from_many_threads_at_once(engine: Any) -> None:

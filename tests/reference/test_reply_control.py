@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from reference.hf import HfReference
-from reference.thinker_rig import NOTHING_HELD, REPLY, ROW_TOLERANCE, Answer, ask, assert_equals_hf, make_engine, run
+from reference.thinker_rig import NOTHING_HELD, REPLY, ROW_TOLERANCE, Answer, ask, assert_equals_hf, engine_of, run
 from triton_omni.engine import Sampling, ThinkerOutput
 from triton_omni.errors import BadRequest
 
@@ -25,11 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 QUESTION = "hello"
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_checkpoint: Path) -> Iterator[Any]:
-    made = make_engine(tiny_checkpoint)
-    yield made
-    made.close()
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "scheduled ahead"])
+def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[Any]:
+    with engine_of(tiny_checkpoint, ahead=request.param) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from reference.thinker_rig import (
     drain,
     make_engine,
     run,
+    schedule_ahead_on_the_cpu,
     token_ids,
 )
 from triton_omni.engine import Sampling, ThinkerPrompt
@@ -470,19 +471,6 @@ def test_a_checkpoint_in_which_vllm_and_hf_would_place_videos_differently_is_ref
         check_time_scale(config)
 
 
-class _Ordered:
-    """Stream or event of a device that does everything at once."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = torch.device("cpu")
-
-    def record(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def wait_stream(self, _: Any) -> None: ...
-
-
 @pytest.fixture
 def async_engine(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An engine that schedules a step ahead, as on a GPU."""
@@ -493,22 +481,6 @@ def async_engine(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield made
     assert made.stats() == NOTHING_HELD
     made.close()
-
-
-def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM schedules ahead on a GPU alone, so the streams it needs are stood in."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    adjust = CpuPlatform.check_and_update_config
-
-    def adjust_but_stay_async(config: Any) -> None:
-        adjust(config)
-        config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(adjust_but_stay_async))
-    for name, stand_in in (("Stream", _Ordered), ("Event", _Ordered), ("current_stream", _Ordered)):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
 
 
 def test_no_reply_scheduled_ahead_ends_before_its_least_length(

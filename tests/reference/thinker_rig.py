@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from reference.hf import HfReference, ThinkerResult
@@ -61,6 +63,47 @@ def make_engine(checkpoint: Path, *, ahead: bool = False, **engine: Any) -> Any:
         sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 64, "threads": 2} | engine
         switches = EngineSettings(**sizes, enforce_eager=not ahead, async_scheduling=ahead)
         return ThinkerVllmEngine(checkpoint, ThinkerSettings(dtype="float32", engine=switches), DEVICE)
+
+
+class _Ordered:
+    """Stream or event of a device that does everything at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def record(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, _: Any) -> None: ...
+
+
+def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM schedules ahead on a GPU alone, so the streams it needs are stood in."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    adjust = CpuPlatform.check_and_update_config
+
+    def adjust_but_stay_async(config: Any) -> None:
+        adjust(config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(adjust_but_stay_async))
+    for name, stand_in in (("Stream", _Ordered), ("Event", _Ordered), ("current_stream", _Ordered)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+
+
+@contextmanager
+def engine_of(checkpoint: Path, *, ahead: bool) -> Iterator[Any]:
+    """An engine that schedules step by step or a step ahead, closed at the end."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if ahead and DEVICE.type == "cpu":
+            schedule_ahead_on_the_cpu(monkeypatch)
+        made = make_engine(checkpoint, ahead=ahead)
+        assert (made._core.batch_queue is not None) == ahead
+        yield made
+        made.close()
 
 
 def token_ids(hf: HfReference, *parts: Mapping[str, str]) -> tuple[int, ...]:
