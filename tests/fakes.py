@@ -194,6 +194,7 @@ class _FakeEngine:
         self.open_keys: dict[str, object] = {}
         self.broken: Exception | None = None
         self.fail_key: str | None = None
+        self.priorities: list[int] = []
         self.step_s = 0.0
         self.steps = 0
         self.closed = False
@@ -224,12 +225,14 @@ class _Writing:
 class FakeThinkerEngine(_FakeEngine):
     """Writes `length` tokens "w0 w1 ...", one a step; the row of position p is filled with p."""
 
-    def __init__(self, length: int = 10) -> None:
+    def __init__(self, length: int = 10, stop_string: str | None = None) -> None:
         super().__init__()
         self.length = length
+        self.stop_string = stop_string
 
-    def add(self, key, placed, sampling, *, want_rows):
+    def add(self, key, placed, sampling, *, want_rows, priority=0):
         del sampling
+        self.priorities.append(priority)
         self.open_keys[key] = _Writing(len(placed.prompt_token_ids), want_rows)
 
     def has_work(self):
@@ -249,7 +252,8 @@ class FakeThinkerEngine(_FakeEngine):
             del self.open_keys[key]
         start, count = (0, state.prompt) if token == 0 else (state.prompt + token - 1, 1)
         rows = torch.arange(start, start + count).float()[:, None].expand(-1, HIDDEN) if state.want_rows else None
-        return ThinkerOutput(key, f"w{token} ", (token,), rows, start, finish_reason="stop" if finished else None)
+        text, ending = f"w{token} ", {"finish_reason": "stop", "stop_string": self.stop_string} if finished else {}
+        return ThinkerOutput(key, text, (token,), rows, start, **ending)
 
 
 @dataclass
@@ -267,8 +271,9 @@ class FakeTalkerEngine(_FakeEngine):
         super().__init__()
         self.stop_after = stop_after
 
-    def open(self, key, prompt, sampling):
+    def open(self, key, prompt, sampling, *, priority=0):
         del sampling
+        self.priorities.append(priority)
         self.open_keys[key] = _Speaking(prompt)
 
     def feed(self, key, rows):

@@ -36,6 +36,16 @@ class Sampling:
     seed: int = 0
     min_tokens: int = 0
     """No id that ends the sequence is drawn before so many tokens."""
+    presence_penalty: float = 0.0
+    """Thinker only, as all that follows. Taken off the logit of each id that the reply has, as in OpenAI's API."""
+    frequency_penalty: float = 0.0
+    """Taken off as often as the reply has the id."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, what is added to its logit) before the penalties; each id once."""
+    stop: tuple[str, ...] = ()
+    """Strings at the first of which the reply's text ends; the string itself is not shown."""
+    json_schema: str | None = None
+    """A JSON schema, as JSON, that the reply keeps to."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,8 @@ class ThinkerOutput:
 
     `rows` are the rows of sequence positions [row_start, row_start + N): sum of the input embedding (zeroed at
     audio, image and video tokens) and the last hidden state after the final norm. Rows of positions
-    >= P + n_out - 1 are never given (the last reply token has no row).
+    >= P + n_out - 1 are never given (the last reply token has no row), nor are those of reply tokens of which a stop
+    string leaves no character.
     """
 
     key: str
@@ -84,6 +95,8 @@ class ThinkerOutput:
     rows_ready: torch.cuda.Event | None = None
     """Recorded after `rows` was written, where the device is a GPU."""
     finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    """Which of `Sampling.stop` ended the reply."""
     error: str | None = None
     """The engine gave this sequence up (for example non-finite rows); nothing follows."""
 
@@ -139,8 +152,18 @@ class ThinkerEngine(Protocol):
             BadRequest: media and placeholders do not fit together.
         """
 
-    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool) -> None:
-        """Queue a sequence; `want_rows` False (a text-only request) gives no rows."""
+    def check_schema(self, schema: str) -> None:
+        """Compile a JSON schema; may be called from any thread.
+
+        Raises:
+            BadRequest: it cannot be.
+        """
+
+    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0) -> None:
+        """Queue a sequence; `want_rows` False (a text-only request) gives no rows.
+
+        Of the sequences that wait for a place the one with the lowest `priority` is next, then the oldest.
+        """
 
     def step(self) -> list[ThinkerOutput]:
         """Run one engine step and return what it gave; an empty list when there is nothing to do."""
@@ -161,8 +184,12 @@ class ThinkerEngine(Protocol):
 class TalkerEngine(Protocol):
     """Hidden rows in, codec codes out, while the thinker still writes."""
 
-    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling) -> None:
-        """Reserve the session's rows. Raises `errors.Overloaded` when they cannot be had."""
+    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> None:
+        """Reserve the session's rows; `priority` as in `ThinkerEngine.add`.
+
+        Raises:
+            Overloaded: they cannot be had.
+        """
 
     def feed(self, key: str, rows: Tensor) -> None:
         """Copy the next rows [N, H] (prompt rows first, then the reply's) into the session's reserve.

@@ -7,9 +7,10 @@ tokenizer nor what is inside a medium.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -17,11 +18,15 @@ from triton_omni.chat import MediaPart, Message, chat_of_text, parse_messages
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.settings import RequestLimits, Solver
-from triton_omni.strict_json import StrictModel, parse_json, shown, validate
+from triton_omni.strict_json import StrictModel, compact_json, key_step, parse_json, shown, validate
 
 Modality = Literal["text", "audio"]
 AudioFormat = Literal["f32", "pcm16", "wav"]
 
+_TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
+"""One spelling an id, so that none is given twice."""
+_COUNTS: Final = frozenset({"minItems", "maxItems", "minProperties", "maxProperties"})
+MAX_SCHEMA_COUNT = 4096
 MAX_SEED = 2**63 - 1
 MAX_PARAMETERS_BYTES = 1 << 16
 
@@ -30,7 +35,10 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=0, le=1 << 20)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=0.1, le=10)]
+AdditivePenalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenCount = Annotated[int, Field(ge=1, le=131072)]
+Priority = Annotated[int, Field(ge=-100, le=100)]
 LeastTokens = Annotated[int, Field(ge=0, le=131072)]
 
 
@@ -42,6 +50,14 @@ class ThinkerOptions(StrictModel):
     top_k: TopK = 0
     min_p: MinP = 0.0
     repetition_penalty: Penalty = 1.0
+    presence_penalty: AdditivePenalty = 0.0
+    frequency_penalty: AdditivePenalty = 0.0
+    logit_bias: dict[str, Bias] = Field(default={})
+    """By token id in decimal, since JSON has no other keys."""
+    stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default=[])
+    """The reply's text ends before the first of these strings."""
+    json_schema: dict[str, Any] | None = None
+    """The reply is JSON of this schema."""
     max_tokens: TokenCount | None = None
     """None = what the deployment allows."""
     min_tokens: LeastTokens = 0
@@ -49,7 +65,10 @@ class ThinkerOptions(StrictModel):
 
     def to_sampling(self, seed: int, limit: int) -> Sampling:
         """The engine's `Sampling`; at most `limit` tokens, whatever was asked."""
-        return _sampling(self.model_dump(), seed, limit)
+        bias = tuple((int(token), value) for token, value in self.logit_bias.items())
+        schema = None if self.json_schema is None else compact_json(self.json_schema)
+        chosen = {"logit_bias": bias, "stop": tuple(self.stop), "json_schema": schema}
+        return _sampling(self.model_dump() | chosen, seed, limit)
 
 
 class TalkerOptions(StrictModel):
@@ -58,6 +77,7 @@ class TalkerOptions(StrictModel):
     temperature: Temperature = 0.9
     top_p: TopP = 0.8
     top_k: TopK = 40
+    min_p: MinP = 0.0
     repetition_penalty: Penalty = 1.05
     max_tokens: TokenCount | None = None
     """Codec codes, 50 a second; None = what the deployment allows."""
@@ -98,6 +118,7 @@ class _Parameters(StrictModel):
     thinker: ThinkerOptions = ThinkerOptions()
     talker: TalkerOptions = TalkerOptions()
     token2wav: Token2WavOptions = Token2WavOptions()
+    priority: Priority = 0
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 
@@ -120,6 +141,8 @@ class RequestDefaults:
     max_timeout_s: float = 3600.0
     max_thinker_tokens: int = 1024
     max_codes: int = 4096
+    vocabulary: int | None = None
+    """Ids of the thinker's vocabulary; None = not checked here."""
     voice: str | None = None
     """Speaker of a request that names none; None = the checkpoint's first."""
     voices: frozenset[str] = frozenset()
@@ -140,6 +163,8 @@ class OmniRequest:
     thinker: ThinkerOptions
     talker: TalkerOptions
     token2wav: Token2WavOptions
+    priority: int
+    """The lower, the sooner it gets a place in an engine's batch."""
     timeout_s: float
     request_id: str
 
@@ -161,7 +186,7 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
         BadRequest: something is wrong in itself; the message names the key path, the value and what is allowed.
         TooLarge: a limit of the deployment is exceeded.
     """
-    parameters = _parse_parameters(raw.sampling_parameters, defaults)
+    parameters = _parse_parameters(raw.sampling_parameters, limits, defaults)
     chat = _parse_chat(raw, limits)
     ordered: tuple[Modality, ...] = ("text", "audio") if "audio" in parameters.modalities else ("text",)
     return OmniRequest(
@@ -174,12 +199,13 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
         thinker=parameters.thinker,
         talker=parameters.talker,
         token2wav=parameters.token2wav,
+        priority=parameters.priority,
         timeout_s=defaults.timeout_s if parameters.timeout is None else parameters.timeout,
         request_id=raw.request_id,
     )
 
 
-def _parse_parameters(raw: bytes | None, defaults: RequestDefaults) -> _Parameters:
+def _parse_parameters(raw: bytes | None, limits: RequestLimits, defaults: RequestDefaults) -> _Parameters:
     name = "sampling_parameters"
     tree = {} if not raw else parse_json(raw, name, max_bytes=MAX_PARAMETERS_BYTES)
     parameters = validate(_Parameters, tree, name)
@@ -187,6 +213,9 @@ def _parse_parameters(raw: bytes | None, defaults: RequestDefaults) -> _Paramete
         raise BadRequest(f'{name}.modalities: must be ["text"] or ["text", "audio"] (got {parameters.modalities})')
     _check_lengths(parameters.thinker, defaults.max_thinker_tokens, f"{name}.thinker")
     _check_lengths(parameters.talker, defaults.max_codes, f"{name}.talker")
+    _check_bias(parameters.thinker.logit_bias, limits, defaults, f"{name}.thinker.logit_bias")
+    _check_stop(parameters.thinker.stop, limits, f"{name}.thinker.stop")
+    _check_schema(parameters.thinker, limits, f"{name}.thinker")
     _at_most(parameters.timeout, defaults.max_timeout_s, f"{name}.timeout")
     if parameters.voice is not None and defaults.voices and parameters.voice not in defaults.voices:
         known = ", ".join(sorted(defaults.voices))
@@ -199,6 +228,51 @@ def _check_lengths(options: ThinkerOptions | TalkerOptions, limit: int, path: st
     _at_most(options.min_tokens, limit, f"{path}.min_tokens")
     if options.max_tokens is not None and options.min_tokens > options.max_tokens:
         raise BadRequest(f"{path}.min_tokens: {options.min_tokens} is over max_tokens, {options.max_tokens}")
+
+
+def _check_bias(bias: dict[str, float], limits: RequestLimits, defaults: RequestDefaults, path: str) -> None:
+    if len(bias) > limits.max_logit_bias:
+        raise TooLarge(f"{path}: {len(bias)} token ids, the limit is {limits.max_logit_bias}")
+    for token in bias:
+        if not _TOKEN_ID.fullmatch(token):
+            raise BadRequest(f"{path}: {shown(token)} is not a token id in decimal")
+        if defaults.vocabulary is not None and int(token) >= defaults.vocabulary:
+            raise BadRequest(f"{path}: token id {token} is not in the vocabulary, 0 to {defaults.vocabulary - 1}")
+
+
+def _check_stop(stop: list[str], limits: RequestLimits, path: str) -> None:
+    if len(stop) > limits.max_stop_strings:
+        raise TooLarge(f"{path}: {len(stop)} strings, the limit is {limits.max_stop_strings}")
+    for index, string in enumerate(stop):
+        if len(string) > limits.max_stop_characters:
+            limit = limits.max_stop_characters
+            raise TooLarge(f"{path}[{index}]: {len(string)} characters, the limit is {limit}")
+
+
+def _check_schema(options: ThinkerOptions, limits: RequestLimits, path: str) -> None:
+    if options.json_schema is None:
+        return
+    if options.min_tokens:
+        raise BadRequest(f"{path}.min_tokens: must be 0 beside json_schema, which says when the reply may end")
+    try:
+        size = len(compact_json(options.json_schema).encode())
+    except ValueError as error:
+        raise BadRequest(f"{path}.json_schema: a number is not finite") from error
+    if size > limits.max_schema_bytes:
+        raise TooLarge(f"{path}.json_schema: {size} bytes, the limit is {limits.max_schema_bytes}")
+    _check_counts(options.json_schema, f"{path}.json_schema")
+
+
+def _check_counts(tree: object, path: str) -> None:
+    """Refuse counts that a compiler would write out; anywhere, since a `$ref` may lead anywhere."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            if key in _COUNTS and isinstance(value, int | float) and value > MAX_SCHEMA_COUNT:
+                raise TooLarge(f"{path}.{key}: {shown(value)} is over the limit of {MAX_SCHEMA_COUNT}")
+            _check_counts(value, path + key_step(key))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            _check_counts(value, f"{path}[{index}]")
 
 
 def _at_most(value: float | None, limit: float, path: str) -> None:

@@ -87,6 +87,13 @@ class RequestLimits(_Frozen):
     """Frames sampled from a video for the model."""
     max_video_pixels: Positive = 96 << 20
     """Pixels of all frames of one video together; larger frames are scaled down to fit."""
+    max_logit_bias: Annotated[int, Field(ge=0, le=4096)] = 300
+    """Token ids that a request may bias."""
+    max_stop_strings: Annotated[int, Field(ge=0, le=64)] = 16
+    max_stop_characters: Annotated[int, Field(ge=1, le=1024)] = 64
+    """Of one stop string; that many less one are held back from a reply that has one."""
+    max_schema_bytes: Annotated[int, Field(ge=2, le=1 << 15)] = 1 << 14
+    """Of a JSON schema without spaces, in UTF-8."""
     allowed_url_schemes: tuple[Literal["data"], ...] = ("data",)
     """Nothing is fetched or opened by name unless the deployment says so here."""
 

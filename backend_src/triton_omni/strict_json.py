@@ -31,6 +31,15 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def compact_json(tree: object) -> str:
+    """JSON of a parsed tree, without spaces and keys as they came.
+
+    Raises:
+        ValueError: it holds a number that is not finite.
+    """
+    return json.dumps(tree, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
 def shown(value: object) -> str:
     """`value` for an error message: at most 80 characters of it, control characters escaped."""
     if isinstance(value, str):
@@ -45,7 +54,7 @@ def shown(value: object) -> str:
     return f"{value!r:.{SHOWN_CHARACTERS}}"
 
 
-def _step(key: str) -> str:
+def key_step(key: str) -> str:
     """One key of a key path; a key that is no plain name is quoted and escaped."""
     return f".{key}" if _PLAIN_KEY.fullmatch(key) else f".{shown(key)}"
 
@@ -144,7 +153,7 @@ def _check_surrogates(tree: object, path: str) -> None:
     elif isinstance(tree, dict):
         for key, value in tree.items():
             check_text(key, f"{path}: key {shown(key)}")
-            _check_surrogates(value, path + _step(key))
+            _check_surrogates(value, path + key_step(key))
     elif isinstance(tree, list):
         for index, value in enumerate(tree):
             _check_surrogates(value, f"{path}[{index}]")
@@ -182,7 +191,7 @@ def _describe(error: ValidationError, path: str) -> str:
     """The first fault as `path.to.key: what is allowed (got what came)`, and how many more there are."""
     items = error.errors(include_url=False)
     first = items[0]
-    where = path + "".join(f"[{step}]" if isinstance(step, int) else _step(step) for step in first["loc"])
+    where = path + "".join(f"[{step}]" if isinstance(step, int) else key_step(step) for step in first["loc"])
     if first["type"] == "extra_forbidden":
         text = f"{where}: unknown key"
     elif first["type"] == "missing":

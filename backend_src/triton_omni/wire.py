@@ -61,6 +61,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     audio_format: AudioFormat
     voice: str
     seed: int
+    priority: int = 0
+    """Who gets the next place in an engine's batch: the lowest, then the oldest."""
     talker: Sampling
     token2wav: StreamOptions = StreamOptions()
     prompt_tokens: int
@@ -74,6 +76,8 @@ class ThinkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The thinker's part of the final `info`."""
 
     finish_reason: str
+    stop_string: str | None = None
+    """Which of the request's stop strings ended the reply."""
     prompt_tokens: int
     reply_tokens: int
     first_token_ns: int

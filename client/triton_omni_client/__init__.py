@@ -20,6 +20,7 @@ from .errors import (
 from .http import HttpClient
 from .messages import AudioDelta, Delta, Info, Media, Request, TextDelta
 from .reply import Reply, Timings
+from .sampling import TalkerOptions, ThinkerOptions, Token2WavOptions
 
 __all__ = [
     "SAMPLE_RATE",
@@ -40,8 +41,11 @@ __all__ = [
     "Reply",
     "Request",
     "Stream",
+    "TalkerOptions",
     "TextDelta",
+    "ThinkerOptions",
     "Timeout",
     "Timings",
+    "Token2WavOptions",
     "TooLarge",
 ]

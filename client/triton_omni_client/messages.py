@@ -21,6 +21,7 @@ import numpy as np
 
 from .audio import SAMPLE_RATE, Pcm16Decoder, WavDecoder, Waveform
 from .errors import BadRequest, Internal
+from .sampling import TalkerOptions, ThinkerOptions, Token2WavOptions
 
 AudioFormat = Literal["f32", "pcm16", "wav"]
 Modality = Literal["text", "audio"]
@@ -136,10 +137,12 @@ class Request:
     """How audio travels; the client decodes each to the same float32 waveform. `pcm16` and `wav` halve the bytes of
     `f32` less a third for base64, and cost 16-bit rounding."""
     use_audio_in_video: bool | None = None
-    thinker: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling of the thinker, for example `{"temperature": 0.7, "max_tokens": 200}`."""
-    talker: Mapping[str, Any] = field(default_factory=dict)
-    token2wav: Mapping[str, Any] = field(default_factory=dict)
+    thinker: ThinkerOptions | Mapping[str, Any] = field(default_factory=dict)
+    """Sampling of the thinker, for example `{"temperature": 0.7, "max_tokens": 200, "stop": ["\\n"]}`."""
+    talker: TalkerOptions | Mapping[str, Any] = field(default_factory=dict)
+    token2wav: Token2WavOptions | Mapping[str, Any] = field(default_factory=dict)
+    priority: int | None = None
+    """-100 to 100: of the requests that wait for a place in an engine, the lowest goes first, then the oldest."""
     timeout: float | None = None
     """Seconds for the whole request; the server gives up after it, and so does the client."""
     request_id: str = ""
@@ -178,6 +181,7 @@ class Request:
             "seed": self.seed,
             "audio_format": None if self.audio_format == "f32" else self.audio_format,
             "use_audio_in_video": self.use_audio_in_video,
+            "priority": self.priority,
             "timeout": self.timeout,
             "thinker": dict(self.thinker) or None,
             "talker": dict(self.talker) or None,
@@ -243,6 +247,8 @@ class Info:
 
     finish_reason: Mapping[str, str | None] = field(default_factory=dict)
     """Why each stage ended, for example `{"thinker": "stop", "talker": "length"}`; None for one that had no part."""
+    stop_string: str | None = None
+    """Which of the thinker's stop strings ended the reply."""
     prompt_tokens: int | None = None
     reply_tokens: int | None = None
     codes: int | None = None
@@ -274,6 +280,7 @@ class Info:
         return cls(
             finish_reason={stage: _optional(reasons, stage, str) for stage in reasons},
             stage_ms={stage: _times(value, f"info.stage_ms.{stage}") for stage, value in stages.items()},
+            stop_string=_optional(raw, "stop_string", str),
             seed=_optional(raw, "seed", int),
             raw=raw,
             **{name: _optional(usage, name, int) for name in ("prompt_tokens", "reply_tokens", "codes", "samples")},

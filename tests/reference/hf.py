@@ -23,6 +23,8 @@ from triton_omni.engine import Sampling
 define_torchvision_operators()
 
 from transformers import (  # noqa: E402 (the operators must exist before)
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     Qwen2_5OmniForConditionalGeneration,
     Qwen2_5OmniProcessor,
@@ -191,8 +193,8 @@ class HfReference:
             sequences, _ = self.model.generate(
                 **arguments,
                 speaker=voice,
-                **_generation("thinker", thinker),
-                **_generation("talker", talker),
+                **_generation("thinker", thinker, inputs["input_ids"].shape[1]),
+                **_generation("talker", talker, inputs["input_ids"].shape[1]),
                 talker_eos_token_id=self._stops,
             )
         prompt_ids = arguments["input_ids"]
@@ -347,7 +349,20 @@ def _talker_result(seen: _Seen, prompt_length: int) -> TalkerResult:
     )
 
 
-def _generation(model: str, sampling: Sampling) -> dict[str, Any]:
+class _AdditivePenalties(LogitsProcessor):  # type: ignore[misc]
+    """OpenAI's presence and frequency penalties, which HF does not have: off the logits of ids in the reply."""
+
+    def __init__(self, sampling: Sampling, prompt_length: int) -> None:
+        self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        reply = input_ids[:, self._prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, reply, torch.ones_like(reply, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+def _generation(model: str, sampling: Sampling, prompt_length: int) -> dict[str, Any]:
     """HF's generation arguments of one model."""
     arguments: dict[str, Any] = {
         "do_sample": sampling.temperature > 0,
@@ -355,6 +370,10 @@ def _generation(model: str, sampling: Sampling) -> dict[str, Any]:
         "max_new_tokens": sampling.max_tokens,
         "min_new_tokens": sampling.min_tokens,
     }
+    if sampling.logit_bias:
+        arguments["sequence_bias"] = {(token,): bias for token, bias in sampling.logit_bias}
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        arguments["logits_processor"] = LogitsProcessorList([_AdditivePenalties(sampling, prompt_length)])
     if sampling.temperature > 0:
         arguments |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     return {f"{model}_{name}": value for name, value in arguments.items()}

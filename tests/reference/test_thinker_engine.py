@@ -7,11 +7,10 @@ here is a test of chunked prefill.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,19 +22,27 @@ from PIL import Image
 
 from media_samples import picture, tone
 from reference.hf import HfReference, ThinkerResult
-from triton_omni.engine import EngineStats, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
+from reference.thinker_rig import (
+    DEVICE,
+    NOTHING_HELD,
+    REPLY,
+    ROW_TOLERANCE,
+    Answer,
+    ask,
+    assert_equals_hf,
+    drain,
+    make_engine,
+    run,
+    schedule_ahead_on_the_cpu,
+    token_ids,
+)
+from triton_omni.engine import Sampling, ThinkerPrompt
 from triton_omni.errors import BadRequest, TooLarge
-from triton_omni.settings import EngineSettings, ThinkerSettings
 
 # vLLM's and transformers' own warnings are not ours to fix.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# A GPU adds its kernels' order of summation.
-ROW_TOLERANCE = 2e-5 if DEVICE.type == "cpu" else 1e-4
 SOUND_IN_VIDEO_TOLERANCE = 1e-4  # up to 720 tokens of summation order; rows are of the order of 1
-REPLY = Sampling(max_tokens=64)
-NOTHING_HELD = EngineStats(running=0, waiting=0, kv_blocks_used=0, rows_used=0)
 QUESTIONS = (
     "hello",
     "what is the weather like in Paris today?",
@@ -50,47 +57,6 @@ IMAGE, SOUND, VIDEO = {"type": "image"}, {"type": "audio"}, {"type": "video"}
 QUESTION = {"type": "text", "text": "what is this?"}
 
 
-@dataclass
-class Answer:
-    """All outputs of one sequence put together."""
-
-    outputs: list[ThinkerOutput] = field(default_factory=list)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token for output in self.outputs for token in output.token_ids)
-
-    @property
-    def text(self) -> str:
-        return "".join(output.text for output in self.outputs)
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """Rows in the order given; checks that they join without gap or overlap."""
-        parts, position = [], 0
-        for output in self.outputs:
-            if output.rows is not None:
-                assert output.row_start == position
-                position += len(output.rows)
-                parts.append(output.rows)
-        return torch.cat(parts).cpu()
-
-    @property
-    def last(self) -> ThinkerOutput:
-        return self.outputs[-1]
-
-
-def make_engine(checkpoint: Path, *, ahead: bool = False, **engine: Any) -> Any:
-    """On a GPU, scheduling ahead goes with CUDA graphs, and step by step is the plain path."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
-
-        sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 64, "threads": 2} | engine
-        switches = EngineSettings(**sizes, enforce_eager=not ahead, async_scheduling=ahead)
-        return ThinkerVllmEngine(checkpoint, ThinkerSettings(dtype="float32", engine=switches), DEVICE)
-
-
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Iterator[Any]:
     made = make_engine(tiny_checkpoint)
@@ -103,47 +69,6 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "engine" in request.fixturenames:
         assert request.getfixturevalue("engine").stats() == NOTHING_HELD
-
-
-def token_ids(hf: HfReference, *parts: Mapping[str, str]) -> tuple[int, ...]:
-    """The chat's ids before the placeholders are expanded."""
-    text = hf.render([{"role": "user", "content": list(parts)}])
-    return tuple(hf.processor.tokenizer(text)["input_ids"])
-
-
-def ask(hf: HfReference, text: str) -> ThinkerPrompt:
-    return ThinkerPrompt(token_ids(hf, {"type": "text", "text": text}))
-
-
-def run(
-    engine: Any,
-    prompts: Mapping[str, ThinkerPrompt | ThinkerPlaced],
-    sampling: Sampling | Mapping[str, Sampling] = REPLY,
-    *,
-    want_rows: bool | set[str] = True,
-) -> dict[str, Answer]:
-    """Run the prompts together until the engine has nothing to do."""
-    for key, prompt in prompts.items():
-        placed = engine.prepare(prompt) if isinstance(prompt, ThinkerPrompt) else prompt
-        chosen = sampling if isinstance(sampling, Sampling) else sampling[key]
-        engine.add(key, placed, chosen, want_rows=want_rows if isinstance(want_rows, bool) else key in want_rows)
-    return drain(engine, {key: Answer() for key in prompts})
-
-
-def drain(engine: Any, answers: dict[str, Answer]) -> dict[str, Answer]:
-    while engine.has_work():
-        for output in engine.step():
-            answers[output.key].outputs.append(output)
-    return answers
-
-
-def assert_equals_hf(answer: Answer, expected: ThinkerResult, tolerance: float = ROW_TOLERANCE) -> None:
-    assert answer.last.error is None
-    assert answer.token_ids == expected.token_ids
-    # A character cut off by the end of the reply is never shown, where HF decodes it to a replacement character.
-    assert answer.text.rstrip("\ufffd") == expected.text.rstrip("\ufffd")
-    assert answer.rows.shape == expected.rows.shape
-    torch.testing.assert_close(answer.rows, expected.rows, rtol=2e-5, atol=tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -546,19 +471,6 @@ def test_a_checkpoint_in_which_vllm_and_hf_would_place_videos_differently_is_ref
         check_time_scale(config)
 
 
-class _Ordered:
-    """Stream or event of a device that does everything at once."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = torch.device("cpu")
-
-    def record(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def wait_stream(self, _: Any) -> None: ...
-
-
 @pytest.fixture
 def async_engine(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An engine that schedules a step ahead, as on a GPU."""
@@ -569,22 +481,6 @@ def async_engine(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield made
     assert made.stats() == NOTHING_HELD
     made.close()
-
-
-def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM schedules ahead on a GPU alone, so the streams it needs are stood in."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    adjust = CpuPlatform.check_and_update_config
-
-    def adjust_but_stay_async(config: Any) -> None:
-        adjust(config)
-        config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(adjust_but_stay_async))
-    for name, stand_in in (("Stream", _Ordered), ("Event", _Ordered), ("current_stream", _Ordered)):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
 
 
 def test_no_reply_scheduled_ahead_ends_before_its_least_length(

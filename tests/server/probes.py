@@ -138,8 +138,8 @@ def _probe_thinker(recorder: Recorder) -> None:
     class ProbedThinkerEngine(_Disturbed, thinker_engine.ThinkerVllmEngine):
         stage = "thinker"
 
-        def add(self, key: str, placed: Any, sampling: Any, *, want_rows: bool) -> None:
-            super().add(key, placed, sampling, want_rows=want_rows)
+        def add(self, key: str, placed: Any, sampling: Any, *, want_rows: bool, priority: int = 0) -> None:
+            super().add(key, placed, sampling, want_rows=want_rows, priority=priority)
             recorder.write("added", key, prompt=list(placed.prompt_token_ids))
             self.begin(key, sampling.seed)
 
@@ -162,8 +162,8 @@ def _probe_talker(recorder: Recorder) -> None:
     class ProbedTalkerEngine(_Disturbed, talker_engine.TalkerVllmEngine):
         stage = "talker"
 
-        def open(self, key: str, prompt: Any, sampling: Any) -> None:
-            super().open(key, prompt, sampling)
+        def open(self, key: str, prompt: Any, sampling: Any, *, priority: int = 0) -> None:
+            super().open(key, prompt, sampling, priority=priority)
             self.begin(key, sampling.seed)
 
     class ProbedTalkerStage(stage.TalkerStage):

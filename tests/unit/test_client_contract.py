@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 import torch
+from pydantic import BaseModel
 
 from client_fakes import floats
 from triton_omni import errors as backend_errors
+from triton_omni import request as backend_request
 from triton_omni.request import RawRequest, RequestDefaults, parse_request
 from triton_omni.settings import RequestLimits
 from triton_omni.token2wav import encoding
-from triton_omni_client import Media, Request, errors
+from triton_omni_client import Media, Request, TalkerOptions, ThinkerOptions, Token2WavOptions, errors
 from triton_omni_client.audio import SAMPLE_RATE, WavDecoder, pcm16_from_waveform, wav_header
 from triton_omni_client.messages import Tensor
 
@@ -24,6 +28,48 @@ KINDS = {
     backend_errors.DeadlineExceeded: errors.Timeout,
     backend_errors.InternalError: errors.Internal,
 }
+
+
+# The types ask for nothing, so each names all of its keys here.
+THINKER: ThinkerOptions = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 7,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "max_tokens": 8,
+    "min_tokens": 0,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {5: -1.5},
+    "stop": ["\n"],
+    "json_schema": {"type": "string"},
+}
+TALKER: TalkerOptions = {
+    "temperature": 0.9,
+    "top_p": 0.8,
+    "top_k": 3,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "max_tokens": 50,
+    "min_tokens": 1,
+}
+TOKEN2WAV: Token2WavOptions = {"mode": "offline", "solver": "euler", "num_steps": 4, "guidance_scale": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "named"),
+    [
+        (ThinkerOptions, backend_request.ThinkerOptions, THINKER),
+        (TalkerOptions, backend_request.TalkerOptions, TALKER),
+        (Token2WavOptions, backend_request.Token2WavOptions, TOKEN2WAV),
+    ],
+    ids=["thinker", "talker", "token2wav"],
+)
+def test_the_types_of_a_stages_options_have_the_backends_keys(
+    here: type, there: type[BaseModel], named: Mapping[str, object]
+) -> None:
+    assert here.__annotations__.keys() == there.model_fields.keys() == named.keys()
 
 
 def _elements(tensor: Tensor) -> list[bytes]:
@@ -62,9 +108,10 @@ def test_the_backend_accepts_every_field_that_the_client_can_send() -> None:
         seed=5,
         audio_format="pcm16",
         use_audio_in_video=True,
-        thinker={"temperature": 0.5, "max_tokens": 8},
-        talker={"top_k": 3},
-        token2wav={"solver": "euler", "num_steps": 4},
+        thinker=THINKER,
+        talker=TALKER,
+        token2wav=TOKEN2WAV,
+        priority=-3,
         timeout=9.5,
     )
     parsed = parse_request(_raw(request), RequestLimits(), RequestDefaults())
@@ -74,8 +121,10 @@ def test_the_backend_accepts_every_field_that_the_client_can_send() -> None:
         5,
         "pcm16",
     )
-    assert (parsed.timeout_s, parsed.use_audio_in_video) == (9.5, True)
+    assert (parsed.timeout_s, parsed.use_audio_in_video, parsed.priority) == (9.5, True, -3)
     assert (parsed.thinker.max_tokens, parsed.talker.top_k, parsed.token2wav.solver) == (8, 3, "euler")
+    assert parsed.thinker.logit_bias == {"5": -1.5}
+    assert (parsed.thinker.stop, parsed.thinker.json_schema) == (["\n"], {"type": "string"})
     assert len(parsed.media) == 1
 
 

@@ -197,6 +197,7 @@ def test_encoded_chunks_join_to_the_exact_waveform(audio_format: Any) -> None:
         _bytes("info", b'{"usage": {"codes": true}}'),
         _bytes("info", b'{"stage_ms": {"talker": 3}}'),
         _bytes("info", b'{"finish_reason": {"thinker": 1}}'),
+        _bytes("info", b'{"stop_string": ["a"]}'),
     ],
 )
 def test_an_output_outside_of_the_contract_is_an_internal_error(outputs: dict[str, Tensor]) -> None:
@@ -211,6 +212,11 @@ def test_info_is_read_by_name() -> None:
     assert (info.prompt_tokens, info.reply_tokens, info.codes, info.samples, info.seed) == (9, 3, 2, 960, 7)
     assert (info.time_to_first_text_ms, info.time_to_first_audio_ms) == (1.5, 4)
     assert info.stage_ms == INFO["stage_ms"]
+
+
+def test_info_has_the_stop_string_that_ended_the_reply() -> None:
+    assert Info.from_json('{"stop_string": "###"}').stop_string == "###"
+    assert Info.from_json('{"stop_string": null}').stop_string is None
 
 
 def test_info_keeps_what_it_does_not_know_and_is_none_where_the_server_is_silent() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given as for_all
+from hypothesis import strategies as st
 from torch import Tensor
 
 from triton_omni.vllm_hooks.hidden_rows import HiddenRowsMixin, RowTap, StepRows
-from triton_omni.vllm_hooks.row_release import Piece, RowRelease
+from triton_omni.vllm_hooks.row_release import Piece, RowRelease, StopCut
 
 HIDDEN = 4
 
@@ -174,3 +176,49 @@ def test_a_piece_that_reaches_past_the_known_tokens_is_split() -> None:
     assert release.held_rows == 2
     release.reply_tokens = 4
     assert given(release) == [5, 6]
+
+
+def cut_by(pieces: list[str], stop: list[str]) -> tuple[str, int]:
+    """The text that the first completed stop string leaves, and how many tokens came until then, by vLLM's rule."""
+    text = ""
+    for count, part in enumerate(pieces, start=1):
+        text += part
+        ends = [(text.index(string) + len(string), string) for string in stop if string in text]
+        if ends:
+            return text[: text.index(min(ends)[1])], count
+    return text, len(pieces)
+
+
+@for_all(
+    st.lists(st.text("ab", max_size=4), min_size=1, max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
+)
+def test_a_token_is_kept_when_a_character_of_it_is_and_never_taken_back(pieces: list[str], stop: list[str]) -> None:
+    stop = [*stop, "c"]
+    left, count = cut_by(pieces, stop)
+    stopped = left != "".join(pieces)
+    starts = [len("".join(pieces[:index])) for index in range(count)]
+    expected = sum(start < len(left) for start in starts) if stopped else count
+    cut, seen = StopCut(stop), 0
+    for index in range(count):
+        cut.add(len(left) if stopped and index == count - 1 else len("".join(pieces[: index + 1])))
+        assert seen <= cut.kept <= expected
+        seen = cut.kept
+    cut.close(len(left) if stopped else None)
+    assert cut.kept == expected
+
+
+def test_rows_of_tokens_that_a_stop_string_may_take_wait() -> None:
+    release, rows = RowRelease(prompt_tokens=2, cut=StopCut(["xyz"])), []
+    assert release.cut is not None
+    release.held.append(piece(0, 2))
+    for token, length in enumerate((1, 2, 3, 4)):
+        release.reply_tokens = token + 1
+        release.cut.add(length)
+        rows += given(release)
+        release.held.append(piece(2 + token, 3 + token))
+    # Of four characters the last two may begin a stop string.
+    assert rows == [0, 1, 2, 3]
+    release.cut.close(3)
+    assert given(release) == [4]
+    assert release.next_position == release.limit == 5

@@ -25,6 +25,12 @@ class Engine:
     max_model_len: int = 4096
     prompts: list = field(default_factory=list)
     max_tokens: list = field(default_factory=list)
+    schemas: list = field(default_factory=list)
+
+    def check_schema(self, schema):
+        self.schemas.append(schema)
+        if "bogus" in schema:
+            raise BadRequest("thinker.json_schema: bogus")
 
     def prepare(self, prompt, *, max_tokens=1):
         if len(prompt.token_ids) + max_tokens > self.max_model_len:
@@ -90,6 +96,21 @@ def test_what_a_request_asks_for_reaches_every_stage(make):
     assert (session.talker.top_k, session.talker.max_tokens, session.talker.seed) == (3, 11, 7)
     assert session.token2wav == StreamOptions(solver="euler", num_steps=4)
     assert engine.max_tokens == [9]
+
+
+def test_a_schema_is_compiled_before_media_are_decoded(make):
+    intake, engine = make()
+    prepared = intake.prepare(raw(thinker={"json_schema": {"type": "string"}}), 0)
+    assert engine.schemas == [prepared.sampling.json_schema] == ['{"type":"string"}']
+    with pytest.raises(BadRequest, match="bogus"):
+        intake.prepare(raw(thinker={"json_schema": {"type": "bogus"}}), 0)
+    assert len(engine.prompts) == 1
+
+
+def test_an_id_outside_the_checkpoints_vocabulary_is_refused(make, checkpoint):
+    size = checkpoint[1].thinker.decoder.vocab_size
+    with pytest.raises(BadRequest, match=f"token id {size} is not in the vocabulary, 0 to {size - 1}"):
+        make()[0].prepare(raw(thinker={"logit_bias": {str(size): 1}}), 0)
 
 
 def test_text_alone_wants_no_audio(make):

@@ -17,12 +17,22 @@ from triton_omni.request import RawRequest, RequestDefaults, parse_request
 from triton_omni.settings import RequestLimits
 from triton_omni.strict_json import MAX_DEPTH, shown
 
-LIMITS = RequestLimits(max_request_bytes=4096, max_messages=8, max_media_items=3, max_media_bytes=4096)
+LIMITS = RequestLimits(
+    max_request_bytes=4096,
+    max_messages=8,
+    max_media_items=3,
+    max_media_bytes=4096,
+    max_logit_bias=3,
+    max_stop_strings=2,
+    max_stop_characters=5,
+    max_schema_bytes=60,
+)
 DEFAULTS = RequestDefaults(
     timeout_s=60.0,
     max_timeout_s=100.0,
     max_thinker_tokens=512,
     max_codes=1024,
+    vocabulary=300,
     voice="Chelsie",
     voices=frozenset({"Chelsie", "Ethan"}),
 )
@@ -61,7 +71,7 @@ def test_defaults_are_those_of_the_reference_and_of_the_deployment():
     assert request.modalities == ("text", "audio")
     assert request.wants_audio
     assert (request.voice, request.seed, request.audio_format) == ("Chelsie", None, "f32")
-    assert request.timeout_s == 60.0
+    assert (request.timeout_s, request.priority) == (60.0, 0)
     assert request.thinker.temperature == 0.0
     talker = request.talker
     assert (talker.temperature, talker.top_p, talker.top_k, talker.repetition_penalty) == (0.9, 0.8, 40, 1.05)
@@ -84,8 +94,10 @@ def test_every_parameter_arrives():
             "talker": {"temperature": 0, "repetition_penalty": 1, "max_tokens": 1024},
             "token2wav": {"solver": "euler", "num_steps": 4, "guidance_scale": 0, "mode": "offline"},
             "timeout": 2.5,
+            "priority": -100,
         }
     )
+    assert request.priority == -100
     assert request.modalities == ("text", "audio")
     assert (request.voice, request.seed, request.audio_format) == ("Ethan", 2**63 - 1, "wav")
     assert request.use_audio_in_video is True
@@ -109,6 +121,34 @@ def test_least_lengths_may_equal_the_longest_and_reach_the_engines():
     assert (talker.min_tokens, talker.max_tokens) == (1024, 1024)
     plain = with_parameters({})
     assert (plain.thinker.min_tokens, plain.talker.min_tokens) == (0, 0)
+
+
+def test_penalties_and_biases_reach_the_thinker_and_min_p_the_talker():
+    asked = {"presence_penalty": -2, "frequency_penalty": 0.5, "logit_bias": {"0": -100, "299": 1.5}}
+    request = with_parameters({"thinker": asked, "talker": {"min_p": 0.25}})
+    thinker = request.thinker.to_sampling(seed=5, limit=512)
+    assert (thinker.presence_penalty, thinker.frequency_penalty) == (-2, 0.5)
+    assert thinker.logit_bias == ((0, -100), (299, 1.5))
+    assert request.talker.to_sampling(seed=5, limit=512).min_p == 0.25
+
+
+def test_a_schema_reaches_the_thinker_as_json_in_the_clients_order():
+    schema = {"type": "object", "properties": {"b": {"enum": ["ж"]}, "a": {}}}
+    request = with_parameters({"thinker": {"json_schema": schema}})
+    asked = request.thinker.to_sampling(seed=5, limit=512).json_schema
+    assert asked == '{"type":"object","properties":{"b":{"enum":["ж"]},"a":{}}}'
+    assert with_parameters({}).thinker.to_sampling(seed=5, limit=512).json_schema is None
+
+
+def test_a_schema_with_a_number_that_is_not_finite_is_refused():
+    with pytest.raises(BadRequest, match=r"thinker\.json_schema: a number is not finite"):
+        with_parameters('{"thinker": {"json_schema": {"maximum": 1e999}}}')
+
+
+def test_stop_strings_reach_the_thinker_as_they_are():
+    request = with_parameters({"thinker": {"stop": ["\n\n", "ж😀"]}})
+    assert request.thinker.to_sampling(seed=5, limit=512).stop == ("\n\n", "ж😀")
+    assert with_parameters({}).thinker.to_sampling(seed=5, limit=512).stop == ()
 
 
 def test_token2wav_options_become_the_engines():
@@ -142,7 +182,27 @@ def test_text_only_wants_no_audio():
         ({"thinker": {"min_tokens": 9, "max_tokens": 8}}, r"thinker\.min_tokens: 9 is over max_tokens, 8"),
         ({"talker": {"min_tokens": 9, "max_tokens": 8}}, r"talker\.min_tokens: 9 is over max_tokens, 8"),
         ({"thinker": None}, r"thinker: .*got null"),
-        ({"talker": {"min_p": 0.1}}, r"talker\.min_p: unknown key"),
+        ({"thinker": {"presence_penalty": 2.5}}, r"thinker\.presence_penalty: .*less than or equal to 2"),
+        ({"thinker": {"frequency_penalty": -3}}, r"thinker\.frequency_penalty: .*greater than or equal to -2"),
+        ({"thinker": {"frequency_penalty": True}}, r"thinker\.frequency_penalty: .*valid number \(got true\)"),
+        ({"thinker": {"logit_bias": []}}, r"thinker\.logit_bias: .*dictionary \(got an array of 0 elements\)"),
+        ({"thinker": {"logit_bias": {"5": 101}}}, r"thinker\.logit_bias\.5: .*less than or equal to 100 \(got 101\)"),
+        ({"thinker": {"logit_bias": {"5": None}}}, r"thinker\.logit_bias\.5: .*valid number \(got null\)"),
+        ({"thinker": {"logit_bias": {"a\n": 1}}}, r"thinker\.logit_bias: 'a\\n' is not a token id in decimal"),
+        ({"thinker": {"logit_bias": {"05": 1}}}, r"thinker\.logit_bias: '05' is not a token id in decimal"),
+        ({"thinker": {"logit_bias": {"-1": 1}}}, r"thinker\.logit_bias: '-1' is not a token id in decimal"),
+        ({"thinker": {"logit_bias": {"\u0665": 1}}}, r"thinker\.logit_bias: .* is not a token id in decimal"),
+        ({"thinker": {"logit_bias": {"300": 1}}}, r"logit_bias: token id 300 is not in the vocabulary, 0 to 299"),
+        ({"thinker": {"stop": "a"}}, r"thinker\.stop: .*valid list \(got 'a'\)"),
+        ({"thinker": {"stop": ["a", ""]}}, r"thinker\.stop\[1\]: .*at least 1 character \(got ''\)"),
+        ({"thinker": {"stop": ["a", 5]}}, r"thinker\.stop\[1\]: .*valid string \(got 5\)"),
+        ({"talker": {"stop": ["a"]}}, r"talker\.stop: unknown key"),
+        ({"thinker": {"json_schema": []}}, r"thinker\.json_schema: .*dictionary \(got an array of 0 elements\)"),
+        ({"thinker": {"json_schema": "{}"}}, r"thinker\.json_schema: .*dictionary \(got '\{\}'\)"),
+        ({"thinker": {"json_schema": {}, "min_tokens": 1}}, r"thinker\.min_tokens: must be 0 beside json_schema"),
+        ({"talker": {"json_schema": {}}}, r"talker\.json_schema: unknown key"),
+        ({"talker": {"min_p": 2}}, r"talker\.min_p"),
+        ({"talker": {"presence_penalty": 1}}, r"talker\.presence_penalty: unknown key"),
         ({"token2wav": {"num_steps": 1}}, r"token2wav\.num_steps: .*greater than or equal to 2"),
         ({"token2wav": {"solver": "heun"}}, r"token2wav\.solver: .*'rk4' or 'euler' \(got 'heun'\)"),
         ({"token2wav": {"guidance_scale": 11}}, r"token2wav\.guidance_scale"),
@@ -154,6 +214,9 @@ def test_text_only_wants_no_audio():
         ({"voice": ""}, r"voice: .*at least 1 character"),
         ({"audio_format": "mp3"}, r"audio_format"),
         ({"use_audio_in_video": 1}, r"use_audio_in_video: .*boolean"),
+        ({"priority": 101}, r"priority: .*less than or equal to 100 \(got 101\)"),
+        ({"priority": -101}, r"priority: .*greater than or equal to -100"),
+        ({"priority": 1.5}, r"priority: .*valid integer"),
         ({"timeout": 0}, r"timeout: .*greater than 0"),
         ([1], r"sampling_parameters: must be an object \(got an array of 1 elements\)"),
     ],
@@ -170,6 +233,15 @@ def test_a_wrong_parameter_is_refused_by_its_key_path(parameters, message):
         ({"talker": {"max_tokens": 1025}}, r"talker\.max_tokens: 1025 .*limit of 1024"),
         ({"thinker": {"min_tokens": 513}}, r"thinker\.min_tokens: 513 .*limit of 512"),
         ({"talker": {"min_tokens": 1025}}, r"talker\.min_tokens: 1025 .*limit of 1024"),
+        ({"thinker": {"logit_bias": dict.fromkeys("1234", 1)}}, r"thinker\.logit_bias: 4 token ids, the limit is 3"),
+        ({"thinker": {"stop": ["a", "b", "c"]}}, r"thinker\.stop: 3 strings, the limit is 2"),
+        ({"thinker": {"stop": ["a", "bcdefg"]}}, r"thinker\.stop\[1\]: 6 characters, the limit is 5"),
+        ({"thinker": {"json_schema": {"enum": ["ж" * 30]}}}, r"thinker\.json_schema: 73 bytes, the limit is 60"),
+        (
+            {"thinker": {"json_schema": {"items": [{"maxItems": 4097}]}}},
+            r"json_schema\.items\[0\]\.maxItems: 4097 is over",
+        ),
+        ({"thinker": {"json_schema": {"minProperties": 1e9}}}, r"json_schema\.minProperties: .*over the limit of 4096"),
         ({"timeout": 100.5}, r"timeout: 100\.5 .*limit of 100"),
     ],
 )
@@ -485,6 +557,7 @@ def test_any_text_survives_both_forms(text):
             "temperature": st.floats(0, 2),
             "top_p": st.floats(0, 1, exclude_min=True),
             "top_k": st.integers(0, 1 << 20),
+            "min_p": st.floats(0, 1),
             "repetition_penalty": st.floats(0.1, 10),
             "max_tokens": st.integers(1, 512),
         }
@@ -497,3 +570,15 @@ def test_every_value_in_range_reaches_the_engine_unchanged(options, seed):
         sampling = stage.to_sampling(request.seed, 4096)
         assert {name: getattr(sampling, name) for name in options} == options
         assert sampling.seed == seed
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.fixed_dictionaries({"presence_penalty": st.floats(-2, 2), "frequency_penalty": st.floats(-2, 2)}),
+    st.dictionaries(st.integers(0, 299), st.floats(-100, 100), max_size=3),
+)
+def test_every_penalty_and_bias_in_range_reaches_the_thinker_unchanged(penalties, bias):
+    asked = penalties | {"logit_bias": {str(token): value for token, value in bias.items()}}
+    sampling = with_parameters({"thinker": asked}).thinker.to_sampling(0, 512)
+    assert {name: getattr(sampling, name) for name in penalties} == penalties
+    assert dict(sampling.logit_bias) == bias

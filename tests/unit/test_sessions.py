@@ -168,9 +168,22 @@ def test_info_tells_reasons_counts_seed_and_times():
             "samples": 18,
             "clamped_codes": 0,
         }
+        assert info["stop_string"] is None
         assert info["seed"] == 7
         assert 0 < info["time_to_first_text_ms"] <= info["stage_ms"]["token2wav"]["done"]
         assert 0 < info["time_to_first_audio_ms"] <= info["stage_ms"]["token2wav"]["done"]
+
+
+def test_info_tells_which_stop_string_ended_the_reply():
+    with pipeline(thinker=FakeThinkerEngine(stop_string="\n\n")) as p:
+        info = json.loads(finished(p.ask("12345")).info)
+        assert (info["finish_reason"]["thinker"], info["stop_string"]) == ("stop", "\n\n")
+
+
+def test_a_requests_priority_reaches_both_engines():
+    with pipeline(intake=FakeIntake(session={"priority": -7})) as p:
+        finished(p.ask("12345"))
+        assert [engine.priorities for engine in p.engines[:2]] == [[-7], [-7]]
 
 
 def test_the_time_of_every_message_on_its_way_is_kept_until_it_arrived_and_until_it_was_taken():

@@ -101,7 +101,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     def _open_sequence(self, session: _Open, message: ThinkerMessage) -> None:
         request = session.session
         if request.want_audio:
-            self._engine.open(session.key.name, self._prompt(request, message), self._within_limits(request))
+            prompt, sampling = self._prompt(request, message), self._within_limits(request)
+            self._engine.open(session.key.name, prompt, sampling, priority=request.priority)
         else:
             session.outbox.finish_tensors()
 

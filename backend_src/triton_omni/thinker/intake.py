@@ -18,6 +18,7 @@ from triton_omni.engine import ThinkerEngine, ThinkerPlaced
 from triton_omni.media import decode_media
 from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request
 from triton_omni.settings import ThinkerSettings
+from triton_omni.strict_json import compact_json
 from triton_omni.thinker.prompt import PromptRenderer, build_prompt
 from triton_omni.thinker.stage import Prepared
 from triton_omni.wire import Session
@@ -48,6 +49,7 @@ class RequestIntake:
             timeout_s=settings.timeout_s,
             max_thinker_tokens=settings.max_new_tokens,
             max_codes=config.talker.sampling.max_new_tokens,
+            vocabulary=config.thinker.decoder.vocab_size,
             voice=speakers.default.name,
             voices=frozenset(speakers.names),
         )
@@ -60,6 +62,8 @@ class RequestIntake:
             TooLarge: a limit of this deployment is exceeded.
         """
         request = parse_request(raw, self._limits, self._defaults)
+        if (schema := request.thinker.json_schema) is not None:
+            self._engine.check_schema(compact_json(schema))
         media = decode_media(request.media, self._limits, with_audio=request.use_audio_in_video)
         prompt = build_prompt(request, media, self._renderer)
         placed = self._engine.prepare(
@@ -79,6 +83,7 @@ class RequestIntake:
             audio_format=request.audio_format,
             voice=self._speakers.get(request.voice).name,
             seed=seed,
+            priority=request.priority,
             talker=request.talker.to_sampling(seed, self._defaults.max_codes),
             prompt_tokens=prompt_tokens,
             max_rows=prompt_tokens + sampling.max_tokens,

@@ -233,7 +233,11 @@ class ThinkerStage:
         session.deadline_ns = session.accepted_ns + int(prepared.timeout_s * 1e9)
         try:
             self._engine.add(
-                session.key.name, prepared.placed, prepared.sampling, want_rows=prepared.session.want_audio
+                session.key.name,
+                prepared.placed,
+                prepared.sampling,
+                want_rows=prepared.session.want_audio,
+                priority=prepared.session.priority,
             )
         except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
             refusal = as_omni_error(error, session.label)
@@ -259,14 +263,15 @@ class ThinkerStage:
         if output.rows is not None:
             session.outbox.put(output.rows, output.rows_ready)
         if output.finish_reason is not None:
-            self._finish_reply(session, output.finish_reason)
+            self._finish_reply(session, output.finish_reason, output.stop_string)
         self._flush(session)
 
-    def _finish_reply(self, session: _Open, reason: str) -> None:
+    def _finish_reply(self, session: _Open, reason: str, stop_string: str | None) -> None:
         session.outbox.finish_tensors()
         session.outbox.finish_text()
         session.report = ThinkerReport(
             finish_reason=reason,
+            stop_string=stop_string,
             prompt_tokens=session.session.prompt_tokens if session.session else 0,
             reply_tokens=session.reply_tokens,
             first_token_ns=session.first_token_ns - session.accepted_ns if session.first_token_ns else 0,

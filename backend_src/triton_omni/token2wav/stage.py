@@ -233,6 +233,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
                 "talker": talker.finish_reason if talker else None,
                 "token2wav": "stop" if audio else None,
             },
+            "stop_string": thinker.stop_string if thinker else None,
             "usage": {
                 "prompt_tokens": session.session.prompt_tokens,
                 "reply_tokens": thinker.reply_tokens if thinker else 0,

@@ -71,7 +71,7 @@ define_torchvision_operators()
 try:
     from vllm import ModelRegistry, SamplingParams
     from vllm.compilation.decorators import support_torch_compile
-    from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+    from vllm.config import CompilationMode, CUDAGraphMode, StructuredOutputsConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import VLLMValidationError
     from vllm.forward_context import BatchDescriptor, ForwardContext, override_forward_context
@@ -90,9 +90,9 @@ try:
     from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.inputs import MultiModalFeatureSpec
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.platforms import current_platform
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
     from vllm.sequence import IntermediateTensors
     from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -105,6 +105,8 @@ try:
     from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
     from vllm.v1.request import Request
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+    from vllm.v1.structured_output.backend_guidance import GuidanceBackend, serialize_guidance_grammar
+    from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
@@ -167,11 +169,13 @@ __all__ = [
     "CachedRequestState",
     "CommonAttentionMetadata",
     "CompilationMode",
+    "CompletionOutput",
     "EngineArgs",
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "ForwardContext",
     "GPUModelRunner",
+    "GuidanceBackend",
     "InputBatch",
     "IntermediateTensors",
     "LLMEngine",
@@ -194,6 +198,10 @@ __all__ = [
     "SamplingParams",
     "Scheduler",
     "SchedulerOutput",
+    "StructuredOutputGrammar",
+    "StructuredOutputOptions",
+    "StructuredOutputsConfig",
+    "StructuredOutputsParams",
     "SupportsMRoPE",
     "UnsupportedVllmError",
     "VLLMValidationError",
@@ -204,5 +212,6 @@ __all__ = [
     "apply_top_k_top_p",
     "current_platform",
     "override_forward_context",
+    "serialize_guidance_grammar",
     "support_torch_compile",
 ]

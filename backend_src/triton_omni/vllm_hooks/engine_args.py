@@ -121,6 +121,7 @@ def build_engine_args(
         scheduler_cls=scheduler_cls,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
+        scheduling_policy="priority",
         max_num_batched_tokens=settings.max_num_batched_tokens,
         enable_chunked_prefill=True,
         enable_prefix_caching=False,

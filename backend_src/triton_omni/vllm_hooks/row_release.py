@@ -7,6 +7,7 @@ It knows positions and counts, neither vLLM nor the device.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,24 +48,60 @@ class Piece:
         return Piece(start, stop, self.finite[window], rows, self.ready)
 
 
+class StopCut:
+    """Counts the tokens of a reply that stay in it, wherever one of its stop strings may still cut its text.
+
+    A token stays if a character of it does. A stop string ends in text that is not there yet, so it begins less than
+    its own length before the end of what is.
+
+    Args:
+        stop: the stop strings, none empty.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self.kept = 0
+        """Tokens that stay, from the first on."""
+        self._reach = max(map(len, stop)) - 1
+        self._length = 0
+        self._starts: deque[int] = deque()
+
+    def add(self, length: int) -> None:
+        """A token came, and with it the text has `length` characters."""
+        self._starts.append(self._length)
+        self._length = length
+        self._keep_before(length - self._reach)
+
+    def close(self, length: int | None) -> None:
+        """The reply is over: a stop string left `length` characters, or None did."""
+        self._keep_before(self._length + 1 if length is None else length)
+
+    def _keep_before(self, length: int) -> None:
+        while self._starts and self._starts[0] < length:
+            self._starts.popleft()
+            self.kept += 1
+
+
 @dataclass
 class RowRelease:
     """Holds back a sequence's rows until they may be given.
 
     Prompt rows may be given as soon as they are there; a reply token's row when the token after it is known, since
-    the last reply token has none. So a step that ran too far (async scheduling) gives nothing, and what is computed
-    again after a preemption is not given twice.
+    the last reply token has none, and when no stop string can take it away. So a step that ran too far (async
+    scheduling) gives nothing, and what is computed again after a preemption is not given twice.
     """
 
     prompt_tokens: int
     reply_tokens: int = 0
     next_position: int = 0
+    cut: StopCut | None = None
+    """Of a reply that stop strings may end."""
     held: deque[Piece] = field(default_factory=deque)
 
     @property
     def limit(self) -> int:
-        """Rows of positions from here on are not given (yet): P, then P + n_out - 1."""
-        return self.prompt_tokens + max(self.reply_tokens - 1, 0)
+        """Rows of positions from here on are not given (yet): P, then P + n_out - 1, or those of tokens that stay."""
+        known = max(self.reply_tokens - 1, 0)
+        return self.prompt_tokens + (known if self.cut is None else min(known, self.cut.kept))
 
     @property
     def held_rows(self) -> int:

@@ -73,8 +73,10 @@ class TalkerVllmEngine:
             # The thread that steps may not be this one, and its stream would not wait for this one's.
             torch.cuda.synchronize(device)
 
-    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling) -> None:
+    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> None:
         """Reserve the session's rows; vLLM learns of the sequence with its first reply row.
+
+        Of the sequences that it has no place for yet, the one with the lowest `priority` is next.
 
         Raises:
             Overloaded: the rows cannot be had now.
@@ -86,6 +88,7 @@ class TalkerVllmEngine:
         checked = self._check_sampling(sampling)
         text_bos = self._text_rows[prompt.text_bos_id]
         sequence = self._rows.open(key, prompt, text_bos, self._parameters(checked), checked.repetition_penalty)
+        sequence.priority = priority
         self._runner.step.draws.choose(sequence.slot, checked, prompt_length(prompt.prompt_rows))
         self._open[key] = sequence
 
@@ -218,7 +221,9 @@ class TalkerVllmEngine:
         """Give the sequence to vLLM: dummy prompt ids, since every input is a row plus an embedding."""
         ids = prompt_ids(sequence.prompt.prompt_rows, self._ids)
         parameters = cast(SamplingParams, sequence.parameters)
-        sequence.request_id = self._llm.add_request(sequence.key, {"prompt_token_ids": ids}, parameters)
+        sequence.request_id = self._llm.add_request(
+            sequence.key, {"prompt_token_ids": ids}, parameters, priority=sequence.priority
+        )
         self._by_request[sequence.request_id] = sequence
 
     def _check_sampling(self, sampling: Sampling) -> Sampling:

@@ -49,6 +49,8 @@ class Sequence:
     slot: int
     base: int
     reserved: int
+    priority: int = 0
+    """The lowest gets the next place in the engine's batch."""
     fed: int = 0
     ended: bool = False
     request_id: str | None = None

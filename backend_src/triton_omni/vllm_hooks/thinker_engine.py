@@ -21,11 +21,14 @@ from triton_omni.precision import use_full_float32
 from triton_omni.settings import ThinkerSettings
 from triton_omni.vllm_hooks import thinker_networks
 from triton_omni.vllm_hooks.compat import (
+    CompletionOutput,
     LLMEngine,
     MultiModalFeatureSpec,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    StructuredOutputsConfig,
+    StructuredOutputsParams,
     VLLMValidationError,
 )
 from triton_omni.vllm_hooks.engine_args import (
@@ -35,7 +38,8 @@ from triton_omni.vllm_hooks.engine_args import (
     resolve_quantization,
 )
 from triton_omni.vllm_hooks.hidden_rows import RowTap
-from triton_omni.vllm_hooks.row_release import Piece, RowRelease
+from triton_omni.vllm_hooks.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
+from triton_omni.vllm_hooks.row_release import Piece, RowRelease, StopCut
 from triton_omni.vllm_hooks.sampling import seed_args
 
 _WORKER = "triton_omni.vllm_hooks.thinker_worker.ThinkerWorker"
@@ -49,6 +53,22 @@ class _Sequence:
     """vLLM's own id of the request."""
     want_rows: bool
     release: RowRelease
+    detokenizer: Any
+    """vLLM's `IncrementalDetokenizer` of the request."""
+    structured: Any
+    """vLLM's `StructuredOutputRequest`, or None where there is no schema."""
+
+    def count(self, news: CompletionOutput) -> None:
+        """Take note of the tokens that a step gave, of which there is one at most."""
+        self.release.reply_tokens += len(news.token_ids)
+        cut = self.release.cut
+        if cut is None:
+            return
+        length = len(self.detokenizer.output_text)
+        if news.token_ids:
+            cut.add(length)
+        if news.finish_reason is not None:
+            cut.close(None if _stop_string(news) is None else length)
 
 
 class ThinkerVllmEngine:
@@ -86,9 +106,11 @@ class ThinkerVllmEngine:
             renderer_num_workers=settings.preprocess_threads,
             mm_processor_cache_gb=0,
             skip_mm_profiling=True,
+            structured_outputs_config=StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
         )
         self._llm = LLMEngine.from_engine_args(arguments)
         self._core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
+        self._schemas = JsonSchemas(self._llm.vllm_config, self._core.structured_output_manager)
         self._runner: Any = self._llm.model_executor.driver_worker.worker.model_runner
         self._tap: RowTap = self._runner.row_tap
         self._model: Any = self._runner.get_model()
@@ -127,8 +149,16 @@ class ThinkerVllmEngine:
         positions, _ = self._model.get_mrope_input_positions(list(ids), _media_features(engine_input))
         return ThinkerPlaced(prompt_token_ids=ids, positions=positions.to(torch.int64), engine_input=engine_input)
 
-    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool) -> None:
-        """Queue a sequence; `want_rows` False (a text-only request) gives no rows.
+    def check_schema(self, schema: str) -> None:
+        """Compile a JSON schema; may be called from any thread.
+
+        Raises:
+            BadRequest: it is none, or has what cannot be compiled.
+        """
+        self._schemas.check(schema)
+
+    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0) -> None:
+        """Queue a sequence; `want_rows` False (a text-only request) gives no rows. The lowest `priority` is next.
 
         Raises:
             ValueError: the key is in use.
@@ -139,12 +169,17 @@ class ThinkerVllmEngine:
             raise ValueError(f"key {key!r} is in use")
         self._check_length(len(placed.prompt_token_ids), sampling.max_tokens)
         try:
-            request_id = self._llm.add_request(key, placed.engine_input, self._sampling_params(sampling))
+            parameters = self._sampling_params(sampling)
+            request_id = self._llm.add_request(key, placed.engine_input, parameters, priority=priority)
         except VLLMValidationError as error:
             raise BadRequest(f"the thinker refused the request: {error}") from error
         if want_rows:
             self._tap.want(request_id, np.isin(placed.prompt_token_ids, list(self._media_ids.values())))
-        self._sequences[key] = _Sequence(key, request_id, want_rows, RowRelease(len(placed.prompt_token_ids)))
+        release = RowRelease(len(placed.prompt_token_ids), cut=StopCut(sampling.stop) if sampling.stop else None)
+        # Kept, since vLLM forgets them before it tells how the reply ended.
+        detokenizer = self._llm.output_processor.request_states[request_id].detokenizer
+        structured = self._core.scheduler.requests[request_id].structured_output_request
+        self._sequences[key] = _Sequence(key, request_id, want_rows, release, detokenizer, structured)
         self._keys[request_id] = key
 
     def step(self) -> list[ThinkerOutput]:
@@ -156,7 +191,7 @@ class ThinkerVllmEngine:
             torch.cuda.set_device(self._runner.device)
         news: dict[str, RequestOutput] = {output.request_id: output for output in self._llm.step()}  # type: ignore[misc]
         for key, output in news.items():
-            self._sequences[key].release.reply_tokens += len(output.outputs[0].token_ids)
+            self._sequences[key].count(output.outputs[0])
         touched = dict.fromkeys([*self._collect_rows(), *news])
         return [output for key in touched for output in self._advance(self._sequences[key], news.get(key))]
 
@@ -223,17 +258,25 @@ class ThinkerVllmEngine:
         return rendered
 
     def _sampling_params(self, sampling: Sampling) -> SamplingParams:
+        schema, ends = sampling.json_schema, self._end_ids
+        if schema is not None:
+            ends = [*ends, self._schemas.end_id]
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=dict(sampling.logit_bias) or None,
+            stop=list(sampling.stop),
+            structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
             # The end ids are HF's, whatever the tokenizer calls its end.
             ignore_eos=True,
-            stop_token_ids=self._end_ids,
+            stop_token_ids=ends,
             skip_special_tokens=True,
             output_kind=RequestOutputKind.DELTA,
             extra_args=seed_args(sampling.seed),
@@ -267,12 +310,17 @@ class ThinkerVllmEngine:
     def _with_news(self, sequence: _Sequence, rows: ThinkerOutput, news: RequestOutput) -> ThinkerOutput:
         completion, release = news.outputs[0], sequence.release
         finish = _FINISH.get(completion.finish_reason)
-        error = None
+        error, stop_string = None, _stop_string(completion)
+        if stop_string is not None:
+            # Whether what is not given is finite is not known, and a step may be in flight.
+            self._runner.clear_cache_of(sequence.request_id)
         if news.finished:
             self._drop(sequence.key)
             if finish is None:
                 error = f"the engine gave the sequence up ({completion.finish_reason})"
-            elif release.next_position != release.limit:
+            elif sequence.structured is not None:
+                error = why_given_up(sequence.structured.grammar)
+            if error is None and release.next_position != release.limit:
                 error = f"{release.next_position} of the sequence's {release.limit} hidden rows were computed"
         return ThinkerOutput(
             key=sequence.key,
@@ -282,6 +330,7 @@ class ThinkerVllmEngine:
             row_start=rows.row_start,
             rows_ready=rows.rows_ready,
             finish_reason=None if error else finish,
+            stop_string=stop_string,
             error=error,
         )
 
@@ -315,6 +364,12 @@ def _media_features(engine_input: Mapping[str, Any]) -> list[MultiModalFeatureSp
             data = engine_input["mm_kwargs"][modality][index]
             features.append(MultiModalFeatureSpec(data=data, modality=modality, identifier="", mm_position=place))
     return features
+
+
+def _stop_string(completion: CompletionOutput) -> str | None:
+    """The stop string that ended a reply; what vLLM calls its stop reason may also be an id."""
+    reason = completion.stop_reason
+    return reason if isinstance(reason, str) else None
 
 
 def _rows_only(key: str, piece: Piece) -> ThinkerOutput:

@@ -314,3 +314,19 @@ def test_sessions_that_come_and_go_at_random_get_what_each_gets_alone(engine, ca
     assert len(stayed) > 40
     assert len(left) > 3
     assert {key: spoken.of(key) for key in stayed} == {key: alone[kind_of[key]] for key in stayed}
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "scheduled ahead"])
+def test_of_those_that_wait_the_lowest_number_speaks_next(tiny_checkpoint, cases, expected, ahead):
+    engine = make_engine(tiny_checkpoint, ahead=ahead, max_num_seqs=1)
+    for number, priority in enumerate((0, 5, 0, -5)):
+        engine.open(f"s{number}", cases[number].prompt, GREEDY, priority=priority)
+        engine.feed(f"s{number}", cases[number].rows)
+        engine.end(f"s{number}")
+        engine.step()
+    spoken = Spoken()
+    spoken.drain(engine)
+    assert list(spoken.finish) == ["s0", "s3", "s2", "s1"]
+    assert [spoken.of(f"s{number}") for number in (1, 2, 3)] == expected[1:4]
+    assert_nothing_held(engine)
+    engine.close()

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replies held to a JSON schema: vLLM's structured output by llguidance, whose work a step is bounded.
+
+vLLM's other grammar compilers take minutes for some small schemas, and seconds a token for what they make of others,
+on the thread that steps everybody; llguidance gives such a sequence up. This module knows vLLM's manager of grammars,
+neither sequences nor requests.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+from triton_omni.errors import BadRequest
+from triton_omni.strict_json import shown
+from triton_omni.vllm_hooks.compat import (
+    GuidanceBackend,
+    StructuredOutputGrammar,
+    StructuredOutputOptions,
+    VllmConfig,
+    serialize_guidance_grammar,
+)
+
+GRAMMAR_BACKEND: Final = "guidance"
+"""What `EngineArgs.structured_outputs_config` must name."""
+
+
+class _LockedBackend(GuidanceBackend):
+    """vLLM compiles on several threads, and `compile_grammar` passes the grammar on in an attribute."""
+
+    lock = threading.Lock()
+
+    def compile_grammar(
+        self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: set[int] | None = None
+    ) -> StructuredOutputGrammar:
+        with self.lock:
+            return super().compile_grammar(request_type, grammar_spec, stop_token_ids)
+
+
+class JsonSchemas:
+    """Checks schemas on the caller's thread; safe to call from many.
+
+    Args:
+        config: of the engine.
+        manager: the engine's `StructuredOutputManager`.
+    """
+
+    def __init__(self, config: VllmConfig, manager: Any) -> None:
+        self._config, self._manager = config, manager
+        self._lock = threading.Lock()
+
+    def prepare(self) -> GuidanceBackend:
+        """The engine's compiler; the first call reads the vocabulary, which would hold up a step.
+
+        To be called before a sequence with a schema is added: vLLM makes a compiler of its own where it finds none.
+        """
+        with self._lock:
+            if self._manager.backend is None:
+                size = self._config.model_config.get_vocab_size()
+                self._manager.backend = _LockedBackend(self._config, tokenizer=self._manager.tokenizer, vocab_size=size)
+            found: GuidanceBackend = self._manager.backend
+            return found
+
+    @property
+    def end_id(self) -> int:
+        """The id that ends a reply which its schema allows to end."""
+        return int(self.prepare().ll_tokenizer.eos_token)
+
+    def check(self, schema: str) -> None:
+        """Compile a schema and forget it.
+
+        Raises:
+            BadRequest: it is no JSON schema, or has what llguidance does not support; the message says what.
+        """
+        import llguidance
+
+        grammar = serialize_guidance_grammar(StructuredOutputOptions.JSON, schema)
+        error = llguidance.LLMatcher.validate_grammar(grammar, self.prepare().ll_tokenizer)
+        if error:
+            raise BadRequest(f"thinker.json_schema: cannot be compiled: {shown(' '.join(error.split()))}")
+
+
+def why_given_up(grammar: Any) -> str | None:
+    """Why the grammar of an ended sequence let it end before its schema did, or None."""
+    error = grammar.ll_matcher.get_error()
+    return f"the reply could not be held to its json_schema: {shown(' '.join(error.split()))}" if error else None

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may ask of each stage, as types; what is left out is the server's choice.
+
+At run time these are plain dictionaries: the server checks every value and names the one that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+
+class TalkerOptions(TypedDict, total=False):
+    """How codec codes are drawn, 50 for a second of speech."""
+
+    temperature: float
+    """0 to 2; 0 is greedy."""
+    top_p: float
+    top_k: int
+    """0 = all."""
+    min_p: float
+    repetition_penalty: float
+    """0.1 to 10; 1 = none."""
+    max_tokens: int
+    min_tokens: int
+    """It does not end by itself before."""
+
+
+class ThinkerOptions(TalkerOptions, total=False):
+    """How the reply's text is drawn, and what it keeps to."""
+
+    presence_penalty: float
+    """-2 to 2, once for each token that the reply has."""
+    frequency_penalty: float
+    """-2 to 2, as often as the reply has the token."""
+    logit_bias: Mapping[int, float] | Mapping[str, float]
+    """Token id to -100 … 100."""
+    stop: Sequence[str]
+    """The reply ends before the first of these strings, in text and in speech."""
+    json_schema: Mapping[str, Any]
+    """The reply is JSON of this schema."""
+
+
+class Token2WavOptions(TypedDict, total=False):
+    """How codes become a waveform."""
+
+    mode: Literal["streaming", "offline"]
+    solver: Literal["rk4", "euler"]
+    num_steps: int
+    guidance_scale: float
