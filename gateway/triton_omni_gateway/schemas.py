@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from .errors import GatewayError, bad_request
@@ -42,10 +42,32 @@ class StreamOptions(_Model):
     """vLLM's; taken and of no effect: usage is known at the end."""
 
 
-class ResponseFormat(_Model):
-    """Only plain text is offered."""
+class JsonSchema(_Model):
+    """A JSON schema as OpenAI wraps it; `strict` or not, the server's replies keep to it."""
 
-    type: Literal["text"]
+    name: StrictStr | None = None
+    description: StrictStr | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(_Model):
+    """Plain text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema, and must be given with it")
+        return self
+
+    def to_schema(self) -> dict[str, Any] | None:
+        """The schema of the reply; None = text."""
+        if self.type == "json_object":
+            return {"type": "object"}
+        return self.json_schema.schema_ if self.json_schema else None
 
 
 class MediaOptions(_Model):
@@ -104,7 +126,6 @@ class _OneValue(_Model):
     n: Literal[1] | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: StrictBool | None = None
@@ -119,6 +140,7 @@ class ChatRequest(_Thinker, _WithoutEffect, _OneValue):
     audio: AudioOptions | None = None
     max_tokens: StrictInt | None = None
     max_completion_tokens: StrictInt | None = None
+    response_format: ResponseFormat | None = None
     seed: StrictInt | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
@@ -128,6 +150,7 @@ class ChatRequest(_Thinker, _WithoutEffect, _OneValue):
     mm_processor_kwargs: MediaOptions | None = None
     talker: dict[str, Any] | None = None
     token2wav: dict[str, Any] | None = None
+    priority: StrictInt | None = None
     timeout: Number | None = None
 
     @property
@@ -143,6 +166,7 @@ class ChatRequest(_Thinker, _WithoutEffect, _OneValue):
             given["stop"] = [self.stop]
         if self.ignore_eos:
             given["min_tokens"] = limit
+        given["json_schema"] = self.response_format.to_schema() if self.response_format else None
         return {name: value for name, value in {**given, "max_tokens": limit}.items() if value is not None}
 
 

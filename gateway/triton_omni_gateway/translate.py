@@ -58,6 +58,7 @@ def chat_request(chat: ChatRequest, find: FindTranscript, request_id: str) -> Re
         thinker=chat.thinker(),
         talker=chat.talker or {},
         token2wav=chat.token2wav or {},
+        priority=chat.priority,
         timeout=chat.timeout,
         request_id=request_id,
     )

@@ -89,11 +89,35 @@ def test_sampling_goes_to_the_thinker_under_the_server_s_names() -> None:
 
 
 def test_the_backend_accepts_the_sampling_that_both_know() -> None:
-    request = asked(temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, max_tokens=8, seed=3, talker={"top_k": 4})
+    request = asked(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        presence_penalty=1,
+        stop="\n",
+        logit_bias={"5": 1},
+        response_format={"type": "json_object"},
+        max_tokens=8,
+        seed=3,
+        talker={"top_k": 4},
+        priority=2,
+    )
     raw = RawRequest(text_input=b"hi", sampling_parameters=json.dumps(request.sampling_parameters()).encode())
     understood = parse_request(raw, RequestLimits(), RequestDefaults())
     assert (understood.thinker.top_p, understood.thinker.max_tokens, understood.talker.top_k) == (0.9, 8, 4)
     assert (understood.seed, understood.modalities) == (3, ("text",))
+
+
+def test_a_format_of_the_reply_is_a_schema_for_the_thinker() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wrapped = {"name": "answer", "schema": schema, "strict": True}
+    assert asked(response_format={"type": "json_schema", "json_schema": wrapped}).thinker == {"json_schema": schema}
+    assert asked(response_format={"type": "json_object"}).thinker == {"json_schema": {"type": "object"}}
+
+
+def test_a_request_s_priority_is_passed_on() -> None:
+    assert asked(priority=-3).priority == -3
 
 
 def test_a_reply_of_a_given_length_for_load_generators() -> None:
@@ -129,7 +153,13 @@ def test_what_changes_nothing_is_taken(extra: dict[str, Any]) -> None:
         ({"n": 2}, "n", "should be 1"),
         ({"logprobs": True}, "logprobs", "should be False"),
         ({"tools": [{}]}, "tools", "at most 0 items"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'text'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must be given"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema",
+            "Missing",
+        ),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'system', 'developer', 'user'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing required parameter"),
