@@ -20,8 +20,11 @@ from .errors import (
 from .http import HttpClient
 from .messages import AudioDelta, Delta, Info, Media, Request, TextDelta
 from .reply import Reply, Timings
+from .retry import DEFAULT_RETRY, NO_RETRY, Retry
 
 __all__ = [
+    "DEFAULT_RETRY",
+    "NO_RETRY",
     "SAMPLE_RATE",
     "AsyncOmniClient",
     "AsyncStream",
@@ -39,6 +42,7 @@ __all__ = [
     "Overloaded",
     "Reply",
     "Request",
+    "Retry",
     "Stream",
     "TextDelta",
     "Timeout",
