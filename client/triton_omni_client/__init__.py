@@ -7,6 +7,7 @@
 from .aio import AsyncOmniClient, AsyncStream
 from .audio import SAMPLE_RATE
 from .client import OmniClient, Stream
+from .conversation import AsyncSpokenTurn, Conversation, SpokenTurn, Turn
 from .errors import (
     BadRequest,
     Cancelled,
@@ -17,7 +18,9 @@ from .errors import (
     Timeout,
     TooLarge,
 )
+from .heard import heard_text
 from .http import HttpClient
+from .media import load_media, media_kind
 from .messages import AudioDelta, Delta, Info, Media, Request, TextDelta
 from .reply import Reply, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
@@ -27,11 +30,13 @@ __all__ = [
     "NO_RETRY",
     "SAMPLE_RATE",
     "AsyncOmniClient",
+    "AsyncSpokenTurn",
     "AsyncStream",
     "AudioDelta",
     "BadRequest",
     "Cancelled",
     "ConnectionFailed",
+    "Conversation",
     "Delta",
     "HttpClient",
     "Info",
@@ -43,9 +48,14 @@ __all__ = [
     "Reply",
     "Request",
     "Retry",
+    "SpokenTurn",
     "Stream",
     "TextDelta",
     "Timeout",
     "Timings",
     "TooLarge",
+    "Turn",
+    "heard_text",
+    "load_media",
+    "media_kind",
 ]
