@@ -6,6 +6,7 @@
 
 from .aio import AsyncOmniClient, AsyncStream
 from .audio import SAMPLE_RATE
+from .catalog import ServedModel
 from .client import OmniClient, Stream
 from .conversation import AsyncSpokenTurn, Conversation, SpokenTurn, Turn
 from .errors import (
@@ -22,6 +23,7 @@ from .heard import heard_text
 from .http import HttpClient
 from .media import load_media, media_kind
 from .messages import AudioDelta, Delta, Info, Media, Request, TextDelta
+from .player import NoSoundDevice, Player
 from .reply import Reply, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
 
@@ -42,12 +44,15 @@ __all__ = [
     "Info",
     "Internal",
     "Media",
+    "NoSoundDevice",
     "OmniClient",
     "OmniClientError",
     "Overloaded",
+    "Player",
     "Reply",
     "Request",
     "Retry",
+    "ServedModel",
     "SpokenTurn",
     "Stream",
     "TextDelta",

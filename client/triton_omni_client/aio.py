@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +18,7 @@ from typing import Any, Self
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
+from .catalog import KNOWN, ServedModel, config_of, index_of, served_model
 from .client import DEFAULT_TIMEOUT, DEFAULT_URL, POLL_SECONDS, READY_TIMEOUT, Connect
 from .deltas import AsyncDeltaIterator
 from .errors import Cancelled, OmniClientError, Overloaded
@@ -191,6 +192,29 @@ class AsyncOmniClient:
                 return False
             await asyncio.sleep(POLL_SECONDS)
         return True
+
+    async def models(self, timeout: float = READY_TIMEOUT) -> list[ServedModel]:
+        """What the server serves; of a server that keeps its index to itself, the public models.
+
+        Raises:
+            OmniClientError: the server could not be asked.
+        """
+        try:
+            entries = index_of(await self._stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(), timeout=timeout))
+        except grpc.RpcError:
+            entries = [entry for entry in KNOWN if await self._config(entry, timeout, needed=True)]
+        return [served_model(entry, await self._config(entry, timeout)) for entry in entries]
+
+    async def _config(
+        self, entry: Mapping[str, Any], timeout: float, *, needed: bool = False
+    ) -> Mapping[str, Any] | None:
+        try:
+            request = service_pb2.ModelConfigRequest(name=entry["name"])
+            return config_of(await self._stub.ModelConfig(request, timeout=timeout))
+        except grpc.RpcError as error:
+            if needed:
+                raise from_grpc(error) from error
+            return None  # a model that is not loaded has none
 
     async def close(self) -> None:
         """Close the connection; requests still running are cancelled."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +17,7 @@ from typing import Any, Self
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
+from .catalog import KNOWN, ServedModel, config_of, index_of, served_model
 from .deltas import DeltaIterator
 from .errors import OmniClientError, Overloaded
 from .messages import MODEL, Delta, Media, Request
@@ -205,6 +206,27 @@ class OmniClient:
     def wait_ready(self, seconds: float) -> bool:
         """Ask again until the server is ready or `seconds` have passed; asks once when `seconds` is 0."""
         return wait_until(self.ready, seconds)
+
+    def models(self, timeout: float = READY_TIMEOUT) -> list[ServedModel]:
+        """What the server serves; of a server that keeps its index to itself, the public models.
+
+        Raises:
+            OmniClientError: the server could not be asked.
+        """
+        try:
+            entries = index_of(self._stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(), timeout=timeout))
+        except grpc.RpcError:
+            entries = [entry for entry in KNOWN if self._config(entry, timeout, needed=True)]
+        return [served_model(entry, self._config(entry, timeout)) for entry in entries]
+
+    def _config(self, entry: Mapping[str, Any], timeout: float, *, needed: bool = False) -> Mapping[str, Any] | None:
+        try:
+            request = service_pb2.ModelConfigRequest(name=entry["name"])
+            return config_of(self._stub.ModelConfig(request, timeout=timeout))
+        except grpc.RpcError as error:
+            if needed:
+                raise from_grpc(error) from error
+            return None  # a model that is not loaded has none
 
     def close(self) -> None:
         """Close the connection; requests still running are cancelled."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from .catalog import KNOWN, ServedModel, served_model
 from .client import DEFAULT_TIMEOUT, READY_TIMEOUT, wait_until
-from .errors import BadRequest, ConnectionFailed, Timeout
+from .errors import BadRequest, ConnectionFailed, Internal, Timeout
 from .messages import UNARY_MODEL, Delta, Media, Request
 from .protocol import from_http, to_http
 from .reply import Reply, ReplyBuilder
@@ -101,6 +103,20 @@ class HttpClient:
         """Ask again until the server is ready or `seconds` have passed; asks once when `seconds` is 0."""
         return wait_until(self.ready, seconds)
 
+    def models(self, timeout: float = READY_TIMEOUT) -> list[ServedModel]:
+        """What the server serves; of a server that keeps its index to itself, the public models.
+
+        Raises:
+            OmniClientError: the server could not be asked.
+        """
+        status, _, body = self._ask("POST", "/v2/repository/index", timeout)
+        entries = _json(body) if status == 200 else KNOWN
+        return [served_model(entry, self._config(str(entry["name"]), timeout)) for entry in entries]
+
+    def _config(self, name: str, timeout: float) -> Mapping[str, Any] | None:
+        status, _, body = self._ask("GET", f"/v2/models/{name}/config", timeout)
+        return _json(body) if status == 200 else None  # a model that is not loaded has none
+
     def _ask(
         self,
         method: str,
@@ -123,6 +139,13 @@ class HttpClient:
             raise ConnectionFailed(f"{self._url.netloc}: {error or type(error).__name__}") from error
         finally:
             connection.close()
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise Internal(f"the answer is not JSON: {error}") from error
 
 
 def _pieces(body: bytes, on_sent: OnSent | None) -> Iterator[bytes]:
