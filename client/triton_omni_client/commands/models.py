@@ -38,12 +38,14 @@ def _print(found: list[ServedModel]) -> None:
     voices = sorted({voice for model in found for voice in model.voices or ()})
     out.print("voices:", ", ".join(voices) or "this server does not tell them")
     limits = {f"{model.name}.{name}": value for model in found for name, value in (model.limits or {}).items()}
-    out.print("limits:", "" if limits else "this server does not tell them")
+    out.print("limits:" if limits else "limits: this server does not tell them")
     for name, value in limits.items():
         out.print(f"  {name} {value}", highlight=False)
 
 
 def _answers(model: ServedModel) -> str:
+    if not model.ready:
+        return ""
     if not model.public:
         return "a stage"
     return "a stream" if model.streams else "at once"
