@@ -202,6 +202,8 @@ class FakeHttp:
 
     def take(self, length: int, body: bytes) -> None:
         self.head, at = json.loads(body[:length]), length
+        if length == len(body):  # of `/generate`, which is JSON alone
+            return
         for tensor in self.head["inputs"]:
             size = tensor["parameters"]["binary_data_size"]
             self.inputs[tensor["name"]] = list(deserialize_bytes_tensor(body[at : at + size]))
@@ -239,7 +241,7 @@ def serve_http(fake: FakeHttp) -> Iterator[FakeHttp]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             facts = fake.facts(self.path)
             if facts is None:
-                fake.take(int(self.headers["Inference-Header-Content-Length"]), body)
+                fake.take(int(self.headers.get("Inference-Header-Content-Length", len(body))), body)
             status, headers, answer = fake.answer() if facts is None else (200, {}, facts)
             self.send_response(status)
             for name, value in (headers | {"Content-Length": str(len(answer))}).items():
