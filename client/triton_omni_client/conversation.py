@@ -7,7 +7,7 @@ The server keeps nothing between requests, so each turn sends all that came befo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,16 +120,21 @@ class _Record:
         self._turn = turn
         self._done = False
 
-    def end(self, reply: Reply) -> None:
-        """The reply has ended, by itself or cut off: what was taken of it counts as heard."""
+    def end(self, taken: Callable[[], Reply], heard: float | None = None) -> None:
+        """The reply has ended, by itself or cut off.
+
+        Args:
+            taken: what was taken of it.
+            heard: seconds of its speech that were heard; None: all that was taken.
+        """
         if not self._done:
             self._done = True
-            self._turn = replace(self._turn, reply=reply.text)
+            self._turn = replace(self._turn, reply=taken().text)
             self._turns.append(self._turn)
+        if heard is not None:
+            self._cut(taken(), heard)
 
-    def cut(self, reply: Reply, heard: float) -> None:
-        """Only `heard` seconds of its speech were heard."""
-        self.end(reply)
+    def _cut(self, reply: Reply, heard: float) -> None:
         total = reply.timings.audio if reply.info is not None else None
         shorter = replace(self._turn, reply=heard_text(reply.text, heard, total))
         for place, turn in enumerate(self._turns):
@@ -152,7 +157,7 @@ class SpokenTurn(DeltaIterator):
         try:
             return next(self._stream)
         except StopIteration:
-            self._record.end(self.reply())
+            self._record.end(self.reply)
             raise
         except OmniClientError:
             self._record.fail()
@@ -166,7 +171,7 @@ class SpokenTurn(DeltaIterator):
                 was spoken in them is estimated (`heard_text`). None: all that was taken from this iterator.
         """
         self._stream.close()
-        self._record.end(self.reply()) if heard is None else self._record.cut(self.reply(), heard)
+        self._record.end(self.reply, heard)
 
     def timings(self) -> Timings:
         """Times as the client saw them, of the deltas taken so far."""
@@ -191,7 +196,7 @@ class AsyncSpokenTurn(AsyncDeltaIterator):
         try:
             return await anext(self._stream)
         except StopAsyncIteration:
-            self._record.end(self.reply())
+            self._record.end(self.reply)
             raise
         except OmniClientError:
             self._record.fail()
@@ -200,7 +205,7 @@ class AsyncSpokenTurn(AsyncDeltaIterator):
     def close(self, heard: float | None = None) -> None:
         """See `SpokenTurn.close`."""
         self._stream.close()
-        self._record.end(self.reply()) if heard is None else self._record.cut(self.reply(), heard)
+        self._record.end(self.reply, heard)
 
     def timings(self) -> Timings:
         """Times as the client saw them, of the deltas taken so far."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -137,12 +137,6 @@ def report(error: OmniClientError, url: str, *, as_json: bool = False) -> None:
         fields = ("code", "message", "stage", "retry_after_ms")
         print_json({"error": {name: getattr(error, name) for name in fields}})
     typer.echo(f"error: {_sentence(error, url)}", err=True)
-
-
-def fail(sentence: str) -> NoReturn:
-    """End with one sentence on stderr and exit code 1."""
-    typer.echo(f"error: {sentence}", err=True)
-    raise typer.Exit(FAILED)
 
 
 def _sentence(error: OmniClientError, url: str) -> str:

@@ -106,7 +106,9 @@ def test_json_is_one_object_a_turn(server: FakeTriton) -> None:
     assert parameters_of(server.requests[1]) == {"modalities": ["text"], "seed": 3}
 
 
-@pytest.mark.parametrize("options", [("-o", "-"), ("--url", "http://localhost:1"), ("--max-tokens", "0")])
+@pytest.mark.parametrize(
+    "options", [("-o", "-"), ("--url", "http://localhost:1"), ("--max-tokens", "0"), ("--play", "--text-only")]
+)
 def test_wrong_usage_exits_with_2(server: FakeTriton, options: tuple[str, ...]) -> None:
     assert chat("hi", url=server.url, options=options).exit_code == 2
     assert server.requests == []

@@ -6,7 +6,9 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,9 @@ from client_fakes import (
     INFO,
     FakeHttp,
     FakeTriton,
+    chunk,
     failure,
+    final,
     http_answer,
     inputs_of,
     parameters_of,
@@ -122,6 +126,13 @@ def test_a_file_that_is_no_medium_is_named(server: FakeTriton, tmp_path: Path) -
     )
 
 
+def test_a_file_in_the_place_of_the_text_is_not_sent_as_text(server: FakeTriton, files: dict[str, Path]) -> None:
+    result = run("ask", files["image"], url=server.url)
+    assert result.exit_code == 2
+    assert "give the text before it" in " ".join(result.stderr.split())
+    assert server.requests == []
+
+
 def test_an_error_under_json_is_an_object_too(server: FakeTriton) -> None:
     server.script = lambda *_: iter([failure("voice: 'x' is unknown [omni:bad_request;stage=thinker]")])
     result = run("ask", "hi", "--json", url=server.url)
@@ -174,6 +185,22 @@ def test_play_plays_what_comes_and_writes_it_too(
     assert device.opened["device"] == 2
     assert device.closed
     assert len(WavDecoder().feed((tmp_path / "reply.wav").read_bytes())) == 960
+
+
+def test_ctrl_c_ends_the_playing_of_a_reply_that_has_come(server: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listener(SoundDevice):
+        def write(self, data: Any) -> None:
+            super().write(data)
+            if len(self.played) == 6_000:
+                signal.raise_signal(signal.SIGINT)
+            time.sleep(0.05)
+
+    device = plug_in(monkeypatch, Listener())
+    server.script = lambda *_: iter([chunk(text="Long", audio=np.ones(240_000, np.float32)), chunk(info=INFO), final()])
+    result = run("play", "hi", url=server.url)
+    assert (result.exit_code, result.stdout) == (130, "Long\n")
+    assert 6_000 <= len(device.played) < 100_000
+    assert device.closed
 
 
 def test_play_without_a_device_refuses_before_it_asks(server: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,8 @@ def chat(
     """Talk with the model, turn by turn; /help lists what else can be typed. Ctrl-C stops a reply, again leaves."""
     if output == "-":
         raise typer.BadParameter("chat writes to a file; - is for say, ask and play", param_hint="-o")
+    if play and text_only:
+        raise typer.BadParameter("--play and --text-only: there is nothing to hear")
     if "://" in url:
         raise typer.BadParameter("chat needs a stream: host:port of gRPC", param_hint="--url")
     options = request_options(voice=voice, seed=seed, text_only=text_only, timeout=timeout, max_tokens=max_tokens)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -58,12 +59,14 @@ def read_question(text: str, paths: list[str] | None) -> tuple[str, list[Media]]
     """Text and media of the arguments; at most one of them is stdin.
 
     Raises:
-        typer.BadParameter: stdin twice, or nothing at all.
+        typer.BadParameter: stdin twice, a file in the place of the text, or nothing at all.
         BadRequest: a file cannot be read, or is no medium.
     """
     files = paths or []
     if [text, *files].count("-") > 1:
         raise typer.BadParameter("- can be given once: there is one stdin")
+    if text and Path(text).is_file():
+        raise typer.BadParameter(f'{text} is a file; give the text before it, or "" for none')
     media = [_from_stdin() if path == "-" else load_media(path) for path in files]
     said = sys.stdin.read().strip() if text == "-" else text
     if not said and not media:
