@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import typer
 
-from .client import OmniClient
+from .audio import WavWriter
+from .client import OmniClient, Stream
 from .http import HttpClient
+from .interrupt import Interrupts
 from .messages import MODEL, UNARY_MODEL, AudioDelta, Delta, Request, TextDelta
 from .player import Player
 from .reply import Reply, ReplyBuilder
@@ -57,22 +60,38 @@ class Answer:
             writer = stack.enter_context(wav_file(self.output))
             stack.enter_context(screen.open())
             screen.sending(sum(map(len, request.media)))
+            interrupts = stack.enter_context(Interrupts())
             deltas = stack.enter_context(_deltas(request, client_of(self.url, self.model), screen))
+            if isinstance(deltas, Stream):
+                interrupts.stop = partial(self._stop, deltas)
             try:
                 for delta in deltas:
                     builder.add(delta)
                     if isinstance(delta, AudioDelta):
-                        for sink in (writer, self.player):
-                            if sink is not None:
-                                sink.write(delta.samples)
+                        self._hear(delta, writer)
                     screen.show(delta, builder.timings())
+                    if interrupts.pressed:
+                        break
                 builder.end()
-                if self.player is not None:
-                    self.player.drain()
+                self._drain(interrupts)
             except KeyboardInterrupt:
                 interrupted = True
             builder.end()
-        return builder.reply(), interrupted
+        return builder.reply(), interrupted or interrupts.pressed
+
+    def _hear(self, delta: AudioDelta, writer: WavWriter | None) -> None:
+        for sink in (writer, self.player):
+            if sink is not None:
+                sink.write(delta.samples)
+
+    def _drain(self, interrupts: Interrupts) -> None:
+        if self.player is not None and not interrupts.pressed:
+            self.player.drain()
+
+    def _stop(self, stream: Stream) -> None:
+        stream.close()
+        if self.player is not None:
+            self.player.stop()
 
 
 def client_of(url: str, model: str) -> OmniClient | HttpClient:

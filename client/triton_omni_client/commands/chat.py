@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ from triton_omni_client.audio import WavWriter
 from triton_omni_client.client import DEFAULT_URL, OmniClient
 from triton_omni_client.conversation import Conversation, SpokenTurn
 from triton_omni_client.errors import OmniClientError
+from triton_omni_client.interrupt import Interrupts
 from triton_omni_client.media import load_media
 from triton_omni_client.messages import MODEL, AudioDelta, Media
 from triton_omni_client.player import Player
@@ -173,26 +175,30 @@ class Chat:
         screen = Screen(text_to_stderr=False, silent=self._as_json)
         size = sum(len(medium.data) for medium in self._media)
         self._media = []  # also where the turn fails: a file that is refused once is refused again
-        stopped = False
-        with turn, screen.open():
+        with turn, screen.open(), Interrupts() as interrupts:
+            interrupts.stop = partial(self._stop, turn)
             screen.sending(size)
-            try:
-                self._receive(turn, screen)
-            except KeyboardInterrupt:
-                stopped = True
-                turn.close(None if self._player is None else self._player.stop())
-        self._finish(turn, stopped=stopped)
+            self._receive(turn, screen, interrupts)
+        if interrupts.pressed and self._player is not None:
+            self._player.stop()  # what came in while it was being stopped
+        self._finish(turn, stopped=interrupts.pressed)
 
-    def _receive(self, turn: SpokenTurn, screen: Screen) -> None:
+    def _stop(self, turn: SpokenTurn) -> None:
+        turn.close(None if self._player is None else self._player.stop())
+
+    def _receive(self, turn: SpokenTurn, screen: Screen, interrupts: Interrupts) -> None:
         for delta in turn:
             if isinstance(delta, AudioDelta):
                 for sink in (self._writer, self._player):
                     if sink is not None:
                         sink.write(delta.samples)
             screen.show(delta, turn.timings())
+            if interrupts.pressed:
+                return
         if self._player is not None:
             self._player.drain()
-            self._player.stop()
+            if not interrupts.pressed:
+                self._player.stop()  # the next reply counts what is heard anew
 
     def _finish(self, turn: SpokenTurn, *, stopped: bool) -> None:
         if self._as_json:
