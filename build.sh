@@ -444,7 +444,7 @@ run_checks() {
         [[ -f $model ]] || continue
         "$VENV/bin/mypy" --strict "$model"
     done
-    "$VENV/bin/shellcheck" build.sh scripts/*.sh .ci/run
+    "$VENV/bin/shellcheck" build.sh scripts/*.sh examples/*.sh .ci/run
     "$VENV/bin/hadolint" Dockerfile
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show a picture, ask about it twice in one chat, and save the second answer's speech.
+"""Describe a picture, ask about it once more in the same conversation, and save the second answer's speech.
 
 Usage: python examples/ask_about_an_image.py PICTURE [HOST:PORT]
 """
@@ -7,27 +7,21 @@ Usage: python examples/ask_about_an_image.py PICTURE [HOST:PORT]
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from triton_omni_client import OmniClient, Overloaded, Request
+from triton_omni_client import Conversation, OmniClient, load_media
 
 
 def main(picture: str, url: str = "localhost:8001") -> None:
-    """The chat is sent whole each time: the server keeps nothing of it."""
-    media = [Path(picture).read_bytes()]
-    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]}]
+    """The server keeps nothing of a chat: `Conversation` sends all of it each time, the picture included."""
+    chat = Conversation(voice="Ethan", thinker={"max_tokens": 60})
     with OmniClient(url) as client:
-        try:
-            with client.stream(Request(messages=chat, media=media, modalities=["text"])) as stream:
-                first = stream.collect()
-        except Overloaded as error:
-            raise SystemExit(f"{error.message}; try again in {error.retry_after_ms} ms") from error
-        print("answer:", first.text)
-        chat += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Say it in one word."}]
-        with client.stream(Request(messages=chat, media=media, voice="Ethan")) as stream:
-            second = stream.collect()
-        second.save_wav("answer.wav")
-        print(f"in one word: {second.text} ({second.timings.audio:.1f} s in answer.wav)")
+        description = chat.ask(client, "Describe the picture.", [load_media(picture)], modalities=["text"])
+        for text in description.texts():
+            print(text, end="", flush=True)
+        print()
+        answer = chat.ask(client, "Say it in one word.").collect()
+    answer.save_wav("answer.wav")
+    print(f"in one word: {answer.text} ({answer.timings.audio:.1f} s in answer.wav)")
 
 
 if __name__ == "__main__":

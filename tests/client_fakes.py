@@ -15,12 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc  # type: ignore[import-untyped]
 import numpy as np
+from google.protobuf import text_format  # type: ignore[import-untyped]
+from google.protobuf.json_format import MessageToJson  # type: ignore[import-untyped]
 from numpy.typing import NDArray
-from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
+from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor  # type: ignore[import-untyped]
 
 Response: TypeAlias = Any  # service_pb2.ModelStreamInferResponse; the package is untyped
@@ -96,12 +99,26 @@ def greeting(_request: Any, _context: grpc.ServicerContext) -> Iterator[Response
     yield final()
 
 
+def model_configs() -> dict[str, Any]:
+    """The configurations of the project's own models, by name."""
+    files = sorted((Path(__file__).parents[1] / "model_repository").glob("*/config.pbtxt"))
+    return {file.parent.name: text_format.Parse(file.read_text(), model_config_pb2.ModelConfig()) for file in files}
+
+
+def tell(config: Any, **parameters: object) -> None:
+    """Put parameters into a model's configuration, as JSON."""
+    for name, value in parameters.items():
+        config.parameters[name].string_value = json.dumps(value)
+
+
 @dataclass
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Answers every stream with `script`; notes what it was asked and whether a client went away."""
 
     script: Script = greeting
     is_ready: bool = True
+    configs: dict[str, Any] = field(default_factory=model_configs)
+    tells_index: bool = True
     requests: list[Any] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     finished: threading.Event = field(default_factory=threading.Event)
@@ -112,6 +129,20 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
 
     def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802
         return service_pb2.ModelReadyResponse(ready=self.is_ready and request.name == "qwen2_5_omni")
+
+    def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if not self.tells_index:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "This protocol is restricted, expecting header 'key'")
+        answer = service_pb2.RepositoryIndexResponse()
+        for name in self.configs:
+            answer.models.add(name=name, version="1", state="READY")
+        answer.models.add(name="broken", state="UNAVAILABLE", reason="unloaded")
+        return answer
+
+    def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if request.name not in self.configs:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"Request for unknown model: '{request.name}' is not found")
+        return service_pb2.ModelConfigResponse(config=self.configs[request.name])
 
     def ModelStreamInfer(self, request_iterator: Any, context: Any) -> Iterator[Response]:  # noqa: N802
         context.add_callback(self._note_cancel)
@@ -147,17 +178,32 @@ def serve_grpc(fake: FakeTriton, address: str = "127.0.0.1:0", workers: int = 40
 
 @dataclass
 class FakeHttp:
-    """Answers every POST with `answer` (status, headers, body), every GET with 200 or 400."""
+    """Answers every POST with `answer` (status, headers, body), every GET with 200 or 400.
+
+    The repository's index and the models' configurations it has from `configs`.
+    """
 
     answer: Callable[[], tuple[int, dict[str, str], bytes]]
     is_ready: bool = True
+    configs: dict[str, Any] = field(default_factory=model_configs)
     paths: list[str] = field(default_factory=list)
     inputs: dict[str, list[bytes]] = field(default_factory=dict)
     head: dict[str, Any] = field(default_factory=dict)
     url: str = ""
 
+    def facts(self, path: str) -> bytes | None:
+        """The answer to a question about the server's models; None where `path` is another."""
+        if path == "/v2/repository/index":
+            return json.dumps([{"name": name, "version": "1", "state": "READY"} for name in self.configs]).encode()
+        name = path.removeprefix("/v2/models/").removesuffix("/config")
+        if not path.endswith("/config") or name not in self.configs:
+            return None
+        return MessageToJson(self.configs[name], preserving_proto_field_name=True).encode()
+
     def take(self, length: int, body: bytes) -> None:
         self.head, at = json.loads(body[:length]), length
+        if length == len(body):  # of `/generate`, which is JSON alone
+            return
         for tensor in self.head["inputs"]:
             size = tensor["parameters"]["binary_data_size"]
             self.inputs[tensor["name"]] = list(deserialize_bytes_tensor(body[at : at + size]))
@@ -184,15 +230,19 @@ def serve_http(fake: FakeHttp) -> Iterator[FakeHttp]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             fake.paths.append(self.path)
+            body = fake.facts(self.path) or b""
             self.send_response(200 if fake.is_ready else 400)
-            self.send_header("Content-Length", "0")
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
+            self.wfile.write(body)
 
         def do_POST(self) -> None:
             fake.paths.append(self.path)
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            fake.take(int(self.headers["Inference-Header-Content-Length"]), body)
-            status, headers, answer = fake.answer()
+            facts = fake.facts(self.path)
+            if facts is None:
+                fake.take(int(self.headers.get("Inference-Header-Content-Length", len(body))), body)
+            status, headers, answer = fake.answer() if facts is None else (200, {}, facts)
             self.send_response(status)
             for name, value in (headers | {"Content-Length": str(len(answer))}).items():
                 self.send_header(name, value)

@@ -6,7 +6,9 @@
 
 from .aio import AsyncOmniClient, AsyncStream
 from .audio import SAMPLE_RATE
+from .catalog import ServedModel
 from .client import OmniClient, Stream
+from .conversation import AsyncSpokenTurn, Conversation, SpokenTurn, Turn
 from .errors import (
     BadRequest,
     Cancelled,
@@ -17,29 +19,42 @@ from .errors import (
     Timeout,
     TooLarge,
 )
+from .heard import heard_text
 from .http import HttpClient
+from .media import load_media, media_kind
 from .messages import AudioDelta, Delta, Info, Media, Request, TextDelta
+from .player import NoSoundDevice, Player
 from .reply import Reply, Timings
+from .retry import DEFAULT_RETRY, NO_RETRY, Retry
 from .sampling import TalkerOptions, ThinkerOptions, Token2WavOptions
 
 __all__ = [
+    "DEFAULT_RETRY",
+    "NO_RETRY",
     "SAMPLE_RATE",
     "AsyncOmniClient",
+    "AsyncSpokenTurn",
     "AsyncStream",
     "AudioDelta",
     "BadRequest",
     "Cancelled",
     "ConnectionFailed",
+    "Conversation",
     "Delta",
     "HttpClient",
     "Info",
     "Internal",
     "Media",
+    "NoSoundDevice",
     "OmniClient",
     "OmniClientError",
     "Overloaded",
+    "Player",
     "Reply",
     "Request",
+    "Retry",
+    "ServedModel",
+    "SpokenTurn",
     "Stream",
     "TalkerOptions",
     "TextDelta",
@@ -48,4 +63,8 @@ __all__ = [
     "Timings",
     "Token2WavOptions",
     "TooLarge",
+    "Turn",
+    "heard_text",
+    "load_media",
+    "media_kind",
 ]

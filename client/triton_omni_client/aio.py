@@ -10,36 +10,45 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
-from .client import DEFAULT_TIMEOUT, DEFAULT_URL, POLL_SECONDS, READY_TIMEOUT
-from .errors import Cancelled, OmniClientError
+from .catalog import KNOWN, ServedModel, config_of, index_of, served_model
+from .client import DEFAULT_TIMEOUT, DEFAULT_URL, POLL_SECONDS, READY_TIMEOUT, Connect
+from .deltas import AsyncDeltaIterator
+from .errors import Cancelled, OmniClientError, Overloaded
 from .messages import MODEL, Delta, Media, Request
 from .protocol import MAX_MESSAGE_BYTES, StreamReader, channel_options, from_grpc, to_grpc
 from .reply import Reply, ReplyBuilder, Timings
+from .retry import DEFAULT_RETRY, NO_RETRY, Retry
 
 
-class AsyncStream(AsyncIterator[Delta]):
+class AsyncStream(AsyncDeltaIterator):
     """The deltas of one reply as they come; closing it before its end cancels the request on the server.
 
-    Iterating raises the server's error as an `OmniClientError`.
+    Iterating raises the server's error as an `OmniClientError`. A refusal for want of room is waited out
+    as `retry` says, but never once a response has come.
     """
 
-    def __init__(self, call: Any, request: Request) -> None:
-        self._call = call
+    def __init__(self, connect: Connect, request: Request, timeout: float, retry: Retry = NO_RETRY) -> None:
+        self._connect = connect
+        self._deadline = time.monotonic() + timeout
+        self._call: Any = connect(timeout)
         self._reader = StreamReader(request)
         self._builder = ReplyBuilder()
         self._pending: deque[Delta] = deque()
-        self._closed = False
+        self._answered = False
+        self._gone = asyncio.Event()
+        self._retry = retry
 
     async def __anext__(self) -> Delta:
         while not self._pending:
-            if self._closed:
+            if self._gone.is_set():
                 raise StopAsyncIteration
             await self._receive()
         delta = self._pending.popleft()
@@ -48,66 +57,69 @@ class AsyncStream(AsyncIterator[Delta]):
 
     async def _receive(self) -> None:
         try:
-            response = await self._call.read()
-            if response is grpc.aio.EOF:
-                self._end()
-                self._reader.end()
+            if self._answered:
+                await self._take()
             else:
-                self._pending.extend(self._reader.feed(response))
-        except grpc.RpcError as error:
-            self._fail(from_grpc(error))
-        except asyncio.CancelledError:
-            if _task_is_being_cancelled():
-                self.close()
-                raise
-            # The call was cancelled, not the task: gRPC raises the same error for both.
-            self._fail(Cancelled(await self._call.details() or "the call was cancelled"))
-        except OmniClientError:
+                await self._retry.awaiting(self._deadline - time.monotonic(), self._gone)(self._take)
+        except (OmniClientError, asyncio.CancelledError):
             self.close()
             raise
 
+    async def _take(self) -> None:
+        """Take one response, of a new call where the last one was refused."""
+        if self._gone.is_set():
+            return
+        if self._call is None:
+            self._call = self._connect(max(0.0, self._deadline - time.monotonic()))
+        try:
+            await self._take_from(self._call)
+        except Overloaded:
+            self._call.cancel()
+            self._call = None
+            raise
+
+    async def _take_from(self, call: Any) -> None:
+        try:
+            response = await call.read()
+        except grpc.RpcError as error:
+            self._fail(from_grpc(error))
+            response = grpc.aio.EOF
+        except asyncio.CancelledError:
+            if _task_is_being_cancelled():
+                raise
+            # The call was cancelled, not the task: gRPC raises the same error for both.
+            self._fail(Cancelled(await call.details() or "the call was cancelled"))
+            response = grpc.aio.EOF
+        if response is not grpc.aio.EOF:
+            self._pending.extend(self._reader.feed(response))
+            self._answered = True
+        elif not self._gone.is_set():
+            self._end()
+            self._reader.end()
+
     def _fail(self, error: OmniClientError) -> None:
-        expected = self._closed or self._reader.final  # our own cancel, or nothing that could still be missing
-        self._end()
-        if not expected:
+        # After our own cancel, or with nothing that could still be missing, it means no harm.
+        if not (self._gone.is_set() or self._reader.final):
             raise error
 
     def _end(self) -> None:
-        self._closed = True
+        self._gone.set()
         self._builder.end()
 
     def close(self) -> None:
         """Cancel the request unless it has ended; iteration stops after what has already arrived."""
-        if not self._closed:
+        if not self._gone.is_set():
             self._end()
-            self._call.cancel()
+            if self._call is not None:
+                self._call.cancel()
 
     def timings(self) -> Timings:
-        """Times as the client saw them, of the deltas taken so far."""
+        """Times as the client saw them, of the deltas taken so far; waits for room included."""
         return self._builder.timings()
 
     def reply(self) -> Reply:
         """What was taken so far; the rest is neither waited for nor cancelled."""
         return self._builder.reply()
-
-    async def collect(self) -> Reply:
-        """Take all that is still to come and return the whole reply.
-
-        Raises:
-            OmniClientError: the server's error.
-        """
-        async with self:
-            async for _ in self:
-                pass
-        return self.reply()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _task_is_being_cancelled() -> bool:
@@ -129,10 +141,12 @@ class AsyncOmniClient:
         timeout: float = DEFAULT_TIMEOUT,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         credentials: grpc.ChannelCredentials | None = None,
+        retry: Retry = DEFAULT_RETRY,
     ) -> None:
         options = channel_options(max_message_bytes)
         self._model = model
         self._timeout = timeout
+        self._retry = retry
         self._channel = (
             grpc.aio.insecure_channel(url, options=options)
             if credentials is None
@@ -148,7 +162,10 @@ class AsyncOmniClient:
         """
         message = to_grpc(request, self._model)
         timeout = self._timeout if request.timeout is None else request.timeout
-        return AsyncStream(self._stub.ModelStreamInfer(iter([message]), timeout=timeout), request)
+        return AsyncStream(partial(self._call, message), request, timeout, self._retry)
+
+    def _call(self, message: Any, timeout: float) -> Any:
+        return self._stub.ModelStreamInfer(iter([message]), timeout=timeout)
 
     async def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:
         """Ask and wait for the whole reply; cancelling the task cancels the request. Arguments of `OmniClient.say`.
@@ -175,6 +192,29 @@ class AsyncOmniClient:
                 return False
             await asyncio.sleep(POLL_SECONDS)
         return True
+
+    async def models(self, timeout: float = READY_TIMEOUT) -> list[ServedModel]:
+        """What the server serves; of a server that keeps its index to itself, the public models.
+
+        Raises:
+            OmniClientError: the server could not be asked.
+        """
+        try:
+            entries = index_of(await self._stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(), timeout=timeout))
+        except grpc.RpcError:
+            entries = [entry for entry in KNOWN if await self._config(entry, timeout, needed=True)]
+        return [served_model(entry, await self._config(entry, timeout)) for entry in entries]
+
+    async def _config(
+        self, entry: Mapping[str, Any], timeout: float, *, needed: bool = False
+    ) -> Mapping[str, Any] | None:
+        try:
+            request = service_pb2.ModelConfigRequest(name=entry["name"])
+            return config_of(await self._stub.ModelConfig(request, timeout=timeout))
+        except grpc.RpcError as error:
+            if needed:
+                raise from_grpc(error) from error
+            return None  # a model that is not loaded has none
 
     async def close(self) -> None:
         """Close the connection; requests still running are cancelled."""

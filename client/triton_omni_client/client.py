@@ -6,19 +6,24 @@ A thin shell over `messages.py` and `protocol.py`; its twin is `aio.py`.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
-from .errors import OmniClientError
+from .catalog import KNOWN, ServedModel, config_of, index_of, served_model
+from .deltas import DeltaIterator
+from .errors import OmniClientError, Overloaded
 from .messages import MODEL, Delta, Media, Request
 from .protocol import MAX_MESSAGE_BYTES, StreamReader, channel_options, from_grpc, to_grpc
 from .reply import Reply, ReplyBuilder, Timings
+from .retry import DEFAULT_RETRY, NO_RETRY, Retry
 
 DEFAULT_URL = "localhost:8001"
 DEFAULT_TIMEOUT = 150.0
@@ -29,22 +34,31 @@ POLL_SECONDS = 0.2
 """Between two questions whether the server is ready."""
 
 
-class Stream(Iterator[Delta]):
+Connect = Callable[[float], Any]
+"""Opens the call of a request, given the seconds that are left for it."""
+
+
+class Stream(DeltaIterator):
     """The deltas of one reply as they come; closing it before its end cancels the request on the server.
 
-    Iterating raises the server's error as an `OmniClientError`. `close` may be called from any thread.
+    Iterating raises the server's error as an `OmniClientError`. A refusal for want of room is waited out
+    as `retry` says, but never once a response has come. `close` may be called from any thread.
     """
 
-    def __init__(self, call: Any, request: Request) -> None:
-        self._call = call
+    def __init__(self, connect: Connect, request: Request, timeout: float, retry: Retry = NO_RETRY) -> None:
+        self._connect = connect
+        self._deadline = time.monotonic() + timeout
+        self._call: Any = connect(timeout)
         self._reader = StreamReader(request)
         self._builder = ReplyBuilder()
         self._pending: deque[Delta] = deque()
-        self._closed = False
+        self._answered = False
+        self._gone = threading.Event()
+        self._retry = retry
 
     def __next__(self) -> Delta:
         while not self._pending:
-            if self._closed:
+            if self._gone.is_set():
                 raise StopIteration
             self._receive()
         delta = self._pending.popleft()
@@ -53,60 +67,62 @@ class Stream(Iterator[Delta]):
 
     def _receive(self) -> None:
         try:
-            response = next(self._call, None)
-            if response is None:
-                self._end()
-                self._reader.end()
+            if self._answered:
+                self._take()
             else:
-                self._pending.extend(self._reader.feed(response))
-        except grpc.RpcError as error:
-            self._fail(from_grpc(error))
+                self._retry.blocking(self._deadline - time.monotonic(), self._gone)(self._take)
         except OmniClientError:
             self.close()
             raise
 
-    def _fail(self, error: OmniClientError) -> None:
-        expected = self._closed or self._reader.final  # our own cancel, or nothing that could still be missing
-        self._end()
-        if not expected:
-            raise error
+    def _take(self) -> None:
+        """Take one response, of a new call where the last one was refused."""
+        if self._gone.is_set():
+            return
+        if self._call is None:
+            self._call = self._connect(max(0.0, self._deadline - time.monotonic()))
+            if self._gone.is_set():  # `close` came in between and saw no call
+                self._call.cancel()
+        try:
+            self._take_from(self._call)
+        except Overloaded:
+            self._call.cancel()
+            self._call = None
+            raise
+
+    def _take_from(self, call: Any) -> None:
+        try:
+            response = next(call, None)
+        except grpc.RpcError as error:
+            # After our own cancel, or with nothing that could still be missing, it means no harm.
+            if not (self._gone.is_set() or self._reader.final):
+                raise from_grpc(error) from error
+            response = None
+        if response is not None:
+            self._pending.extend(self._reader.feed(response))
+            self._answered = True
+        elif not self._gone.is_set():
+            self._end()
+            self._reader.end()
 
     def _end(self) -> None:
-        self._closed = True
+        self._gone.set()
         self._builder.end()
 
     def close(self) -> None:
         """Cancel the request unless it has ended; iteration stops after what has already arrived."""
-        if not self._closed:
+        if not self._gone.is_set():
             self._end()
-            self._call.cancel()
+            if self._call is not None:
+                self._call.cancel()
 
     def timings(self) -> Timings:
-        """Times as the client saw them, of the deltas taken so far."""
+        """Times as the client saw them, of the deltas taken so far; waits for room included."""
         return self._builder.timings()
 
     def reply(self) -> Reply:
         """What was taken so far; the rest is neither waited for nor cancelled."""
         return self._builder.reply()
-
-    def collect(self) -> Reply:
-        """Take all that is still to come and return the whole reply.
-
-        Raises:
-            OmniClientError: the server's error.
-        """
-        with self:
-            for _ in self:
-                pass
-        return self.reply()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def wait_until(ready: Callable[[], bool], seconds: float) -> bool:
@@ -128,6 +144,7 @@ class OmniClient:
         timeout: seconds for a request that names none.
         max_message_bytes: largest gRPC message sent or taken.
         credentials: TLS credentials of `grpc.ssl_channel_credentials`; None is plain text.
+        retry: how a refusal for want of room is waited out; `NO_RETRY` raises it at once.
     """
 
     def __init__(
@@ -138,10 +155,12 @@ class OmniClient:
         timeout: float = DEFAULT_TIMEOUT,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         credentials: grpc.ChannelCredentials | None = None,
+        retry: Retry = DEFAULT_RETRY,
     ) -> None:
         options = channel_options(max_message_bytes)
         self._model = model
         self._timeout = timeout
+        self._retry = retry
         self._channel = (
             grpc.insecure_channel(url, options=options)
             if credentials is None
@@ -157,7 +176,10 @@ class OmniClient:
         """
         message = to_grpc(request, self._model)
         timeout = self._timeout if request.timeout is None else request.timeout
-        return Stream(self._stub.ModelStreamInfer(iter([message]), timeout=timeout), request)
+        return Stream(partial(self._call, message), request, timeout, self._retry)
+
+    def _call(self, message: Any, timeout: float) -> Any:
+        return self._stub.ModelStreamInfer(iter([message]), timeout=timeout)
 
     def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:
         """Ask and wait for the whole reply.
@@ -184,6 +206,27 @@ class OmniClient:
     def wait_ready(self, seconds: float) -> bool:
         """Ask again until the server is ready or `seconds` have passed; asks once when `seconds` is 0."""
         return wait_until(self.ready, seconds)
+
+    def models(self, timeout: float = READY_TIMEOUT) -> list[ServedModel]:
+        """What the server serves; of a server that keeps its index to itself, the public models.
+
+        Raises:
+            OmniClientError: the server could not be asked.
+        """
+        try:
+            entries = index_of(self._stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(), timeout=timeout))
+        except grpc.RpcError:
+            entries = [entry for entry in KNOWN if self._config(entry, timeout, needed=True)]
+        return [served_model(entry, self._config(entry, timeout)) for entry in entries]
+
+    def _config(self, entry: Mapping[str, Any], timeout: float, *, needed: bool = False) -> Mapping[str, Any] | None:
+        try:
+            request = service_pb2.ModelConfigRequest(name=entry["name"])
+            return config_of(self._stub.ModelConfig(request, timeout=timeout))
+        except grpc.RpcError as error:
+            if needed:
+                raise from_grpc(error) from error
+            return None  # a model that is not loaded has none
 
     def close(self) -> None:
         """Close the connection; requests still running are cancelled."""

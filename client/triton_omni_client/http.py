@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-from collections.abc import Sequence
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from .catalog import KNOWN, ServedModel, served_model
 from .client import DEFAULT_TIMEOUT, READY_TIMEOUT, wait_until
-from .errors import BadRequest, ConnectionFailed, Timeout
-from .messages import UNARY_MODEL, Media, Request
+from .errors import BadRequest, ConnectionFailed, Internal, Timeout
+from .messages import UNARY_MODEL, Delta, Media, Request
 from .protocol import from_http, to_http
 from .reply import Reply, ReplyBuilder
+from .retry import DEFAULT_RETRY, Retry
 
 DEFAULT_HTTP_URL = "http://localhost:8000"
 
+PIECE_BYTES = 1 << 18
+"""Of a request's body, between two reports of progress."""
+
+OnSent = Callable[[int, int], None]
 _Answer = tuple[int, dict[str, str], bytes]
 
 
@@ -31,29 +39,44 @@ class HttpClient:
         url: Triton's HTTP endpoint, `http://` or `https://`.
         model: the unary model.
         timeout: seconds without a sign of life of the server until a request that names no timeout is given up.
+        retry: how a refusal for want of room is waited out; `NO_RETRY` raises it at once.
 
     Raises:
         BadRequest: the URL is none of HTTP.
     """
 
     def __init__(
-        self, url: str = DEFAULT_HTTP_URL, *, model: str = UNARY_MODEL, timeout: float = DEFAULT_TIMEOUT
+        self,
+        url: str = DEFAULT_HTTP_URL,
+        *,
+        model: str = UNARY_MODEL,
+        timeout: float = DEFAULT_TIMEOUT,
+        retry: Retry = DEFAULT_RETRY,
     ) -> None:
         self._url = _http_url(url)
         self._model = model
         self._timeout = timeout
+        self._retry = retry
 
-    def unary(self, request: Request) -> Reply:
+    def unary(self, request: Request, on_sent: OnSent | None = None) -> Reply:
         """Send a request and wait for the whole reply; text and audio come together, at the end.
+
+        Args:
+            request: what to ask.
+            on_sent: told after each piece of the body how many bytes have left, and of how many.
 
         Raises:
             OmniClientError: the request was refused or failed.
         """
-        headers, body = to_http(request)
+        message = to_http(request)
         builder = ReplyBuilder()
         timeout = self._timeout if request.timeout is None else request.timeout
-        answer = self._ask("POST", f"/v2/models/{self._model}/infer", timeout, headers, body)
-        for delta in from_http(request, *answer):
+
+        def attempt() -> list[Delta]:
+            answer = self._ask("POST", f"/v2/models/{self._model}/infer", timeout, message, on_sent)
+            return from_http(request, *answer)
+
+        for delta in self._retry.blocking(timeout, threading.Event())(attempt):
             builder.add(delta)
         builder.end()
         return builder.reply()
@@ -70,7 +93,7 @@ class HttpClient:
         """Whether the server and the model take requests; a server that cannot be reached is not ready."""
         try:
             return all(
-                self._ask("GET", path, timeout, {}, b"")[0] == 200
+                self._ask("GET", path, timeout)[0] == 200
                 for path in ("/v2/health/ready", f"/v2/models/{self._model}/ready")
             )
         except (ConnectionFailed, Timeout):
@@ -80,11 +103,34 @@ class HttpClient:
         """Ask again until the server is ready or `seconds` have passed; asks once when `seconds` is 0."""
         return wait_until(self.ready, seconds)
 
-    def _ask(self, method: str, path: str, timeout: float, headers: dict[str, str], body: bytes) -> _Answer:
+    def models(self, timeout: float = READY_TIMEOUT) -> list[ServedModel]:
+        """What the server serves; of a server that keeps its index to itself, the public models.
+
+        Raises:
+            OmniClientError: the server could not be asked.
+        """
+        status, _, body = self._ask("POST", "/v2/repository/index", timeout)
+        entries = _json(body) if status == 200 else KNOWN
+        return [served_model(entry, self._config(str(entry["name"]), timeout)) for entry in entries]
+
+    def _config(self, name: str, timeout: float) -> Mapping[str, Any] | None:
+        status, _, body = self._ask("GET", f"/v2/models/{name}/config", timeout)
+        return _json(body) if status == 200 else None  # a model that is not loaded has none
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        timeout: float,
+        message: tuple[dict[str, str], bytes] = ({}, b""),
+        on_sent: OnSent | None = None,
+    ) -> _Answer:
+        headers, body = message
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._url.hostname or "", self._url.port, timeout=timeout)
         try:
-            connection.request(method, self._url.path.rstrip("/") + path, body, headers)
+            sized = headers | {"Content-Length": str(len(body))}
+            connection.request(method, self._url.path.rstrip("/") + path, _pieces(body, on_sent), sized)
             response = connection.getresponse()
             return response.status, dict(response.getheaders()), response.read()
         except TimeoutError as error:
@@ -93,6 +139,22 @@ class HttpClient:
             raise ConnectionFailed(f"{self._url.netloc}: {error or type(error).__name__}") from error
         finally:
             connection.close()
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise Internal(f"the answer is not JSON: {error}") from error
+
+
+def _pieces(body: bytes, on_sent: OnSent | None) -> Iterator[bytes]:
+    """The body piece by piece; the next one is asked for when the last has left."""
+    for at in range(0, len(body), PIECE_BYTES):
+        piece = body[at : at + PIECE_BYTES]
+        yield piece
+        if on_sent is not None:
+            on_sent(at + len(piece), len(body))
 
 
 def _http_url(url: str) -> SplitResult:

@@ -52,12 +52,15 @@ _HTTP_ERRORS: dict[int, type[OmniClientError]] = {
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """gRPC channel options of both clients; a broken connection is tried again within a second."""
+    """gRPC channel options of both clients; a broken connection is tried again within a second.
+
+    The least reconnect back-off is, in spite of its name, how long gRPC waits for one attempt to connect.
+    """
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 1000),
     ]
 

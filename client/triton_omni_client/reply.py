@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .audio import SAMPLE_RATE, Waveform, WavWriter, empty_waveform
+from .audio import SAMPLE_RATE, Waveform, empty_waveform, pcm16_from_waveform, wav_header
 from .messages import AudioDelta, Delta, Info, TextDelta
 
 Clock = Callable[[], float]
@@ -46,10 +46,13 @@ class Reply:
     """The server's account; None when the reply was cut off."""
     timings: Timings
 
+    def wav(self) -> bytes:
+        """The speech as the bytes of a WAV file: PCM16, mono, 24 kHz."""
+        return wav_header(len(self.audio)) + pcm16_from_waveform(self.audio)
+
     def save_wav(self, path: str | Path) -> None:
         """Write the speech as a WAV file: PCM16, mono, 24 kHz."""
-        with Path(path).open("wb") as file, WavWriter(file) as writer:
-            writer.write(self.audio)
+        Path(path).write_bytes(self.wav())
 
 
 class ReplyBuilder:

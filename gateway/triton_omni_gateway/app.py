@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-from triton_omni_client import AsyncOmniClient, OmniClientError
+from triton_omni_client import NO_RETRY, AsyncOmniClient, OmniClientError
 
 from .connection import CLIENT_GONE
 from .errors import ClientGone, GatewayError, from_client
@@ -55,7 +55,7 @@ def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAP
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with AsyncOmniClient(settings.triton_url) as client:
+        async with AsyncOmniClient(settings.triton_url, retry=NO_RETRY) as client:
             app.state.gateway = Gateway(settings, client, transcripts, metrics)
             yield
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import uvicorn
 from uvicorn.config import LOGGING_CONFIG
 
-from triton_omni_client import AsyncOmniClient
+from triton_omni_client import NO_RETRY, AsyncOmniClient
 
 from .app import create_app
 from .keys import VARIABLE, ApiKeys, read_keys
@@ -166,7 +166,7 @@ async def serve(command: Command) -> None:
 
 
 async def _wait_for_triton(url: str, seconds: float) -> None:
-    async with AsyncOmniClient(url) as client:
+    async with AsyncOmniClient(url, retry=NO_RETRY) as client:
         if await client.ready():
             return
         print(f"waiting for the triton-omni server at {url} (at most {seconds:g} s)", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ import yaml
 
 from server.probes import RECORDS_VARIABLE
 from triton_omni.serving.supervisor import ServerConfig, Supervisor
-from triton_omni_client import HttpClient, OmniClient, Reply, Request
+from triton_omni_client import NO_RETRY, HttpClient, OmniClient, Reply, Request
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("thinker", "talker", "token2wav")
@@ -130,8 +130,9 @@ class Served:
     def __init__(self, supervisor: Supervisor, records: Path, checkpoint: Path) -> None:
         self.supervisor = supervisor
         self.checkpoint = checkpoint
-        self.client = OmniClient(supervisor.grpc_url, timeout=60)
-        self.http = HttpClient(f"http://{supervisor.http_url}", timeout=60)
+        # A refusal is what a test looks for, or a fault; it is never waited out.
+        self.client = OmniClient(supervisor.grpc_url, timeout=60, retry=NO_RETRY)
+        self.http = HttpClient(f"http://{supervisor.http_url}", timeout=60, retry=NO_RETRY)
         self.records = Records(records)
 
     def stop(self) -> float:

@@ -35,7 +35,7 @@ from client_fakes import (
     serve_grpc,
     serve_http,
 )
-from triton_omni_client import Timings, cli
+from triton_omni_client import Timings, cli, terminal
 from triton_omni_client.audio import WavDecoder
 from triton_omni_client.messages import AudioDelta, TextDelta
 
@@ -217,11 +217,11 @@ def test_interrupt_cancels_on_the_server_keeps_the_audio_and_exits_with_130(serv
 
 
 def test_interrupt_prints_the_times_of_what_was_received(server: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
-    def show(_self: cli.Screen, delta: object, _timings: Timings) -> None:
+    def show(_self: terminal.Screen, delta: object, _timings: Timings) -> None:
         if isinstance(delta, AudioDelta):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.Screen, "show", show)
+    monkeypatch.setattr(terminal.Screen, "show", show)
     server.script = server.endless
     result = _run("say", "hi", url=server.url)
     assert result.exit_code == 130
@@ -240,8 +240,8 @@ def test_progress_is_drawn_on_a_terminal_and_the_text_is_printed_once(
 ) -> None:
     out, err = _Terminal() if out_is_terminal else io.StringIO(), _Terminal()
     monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(cli, "Console", lambda stderr: Console(file=err, force_terminal=True, width=80))
-    screen = cli.Screen(text_to_stderr=False, silent=False)
+    monkeypatch.setattr(terminal, "Console", lambda stderr: Console(file=err, force_terminal=True, width=80))
+    screen = terminal.Screen(text_to_stderr=False, silent=False)
     with screen.open():
         screen.show(TextDelta("Hello"), Timings(0.1, None, 0.1, 0))
         shown = out.getvalue()

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -288,6 +291,37 @@ def test_a_message_above_the_stated_limit_is_too_large(server: FakeTriton) -> No
 def test_an_unreachable_server_is_a_connection_error() -> None:
     with OmniClient("127.0.0.1:1") as client, pytest.raises(ConnectionFailed):
         client.say("hi")
+
+
+def _forward(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
+@contextmanager
+def far_away(url: str, delay: float) -> Iterator[str]:
+    """The address of a way to `url` on which the first bytes of a connection take `delay` seconds."""
+    host, port = url.split(":")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with listener.accept()[0] as near:
+            time.sleep(delay)
+            with socket.create_connection((host, int(port))) as far, ThreadPoolExecutor(2) as pool:
+                pool.submit(_forward, near, far)
+                pool.submit(_forward, far, near)
+
+    with listener, ThreadPoolExecutor(1) as pool:
+        pool.submit(serve)
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_server_may_take_its_time_to_accept_a_connection(server: FakeTriton) -> None:
+    with far_away(server.url, 0.5) as url, OmniClient(url) as client:
+        assert client.say("hi").text == "Hello, sea."
 
 
 def test_ready_asks_server_and_model(server: FakeTriton, client: OmniClient) -> None:

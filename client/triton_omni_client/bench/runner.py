@@ -16,6 +16,7 @@ from rich.console import Console
 
 from triton_omni_client.aio import AsyncOmniClient
 from triton_omni_client.errors import ConnectionFailed
+from triton_omni_client.retry import NO_RETRY
 
 from .hops import growth, read_hops
 from .load import LoadRun, LoopLag, run_until
@@ -83,7 +84,7 @@ async def measure(plan: Plan, report: Report, console: Console, on_run: Callable
     """
     stop = asyncio.Event()
     with _stop_at_interrupt(stop), ExitStack() as stack:
-        async with AsyncOmniClient(plan.url, model=plan.model) as client:
+        async with AsyncOmniClient(plan.url, model=plan.model, retry=NO_RETRY) as client:
             if not await client.wait_ready(plan.wait_s):
                 raise ConnectionFailed(f"the model {plan.model} is not ready")
             monitor = await _look_around(plan, report, stack)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server serves, as its repository index and its models' configurations tell it.
+
+Pure: reads the JSON form of Triton's answers, which gRPC and HTTP share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
+
+from .messages import INPUTS, MODEL, OUTPUTS, UNARY_MODEL
+
+KNOWN: tuple[Mapping[str, Any], ...] = tuple({"name": name, "state": "READY"} for name in (MODEL, UNARY_MODEL))
+"""The repository index of a server that keeps its own to itself."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model of the server's repository."""
+
+    name: str
+    version: str
+    ready: bool
+    public: bool
+    """Has the inputs and outputs of the public contract; the others are its stages."""
+    streams: bool
+    """Answers piece by piece; otherwise once."""
+    parts: tuple[str, ...]
+    """The models an ensemble is made of."""
+    voices: tuple[str, ...] | None
+    """Speakers; None where the server does not tell them."""
+    limits: Mapping[str, Any] | None
+    """Limits of a request, by the names of the settings; None where the server does not tell them."""
+
+
+def served_model(entry: Mapping[str, Any], config: Mapping[str, Any] | None) -> ServedModel:
+    """A model from its entry in the repository index and its configuration (None: it has none while not loaded)."""
+    known = config or {}
+    policy = known.get("model_transaction_policy") or {}
+    steps = (known.get("ensemble_scheduling") or {}).get("step") or []
+    voices, limits = _parameter(known, "voices"), _parameter(known, "limits")
+    return ServedModel(
+        name=str(entry.get("name", "")),
+        version=str(entry.get("version", "")),
+        ready=entry.get("state") == "READY",
+        public=set(INPUTS) <= _names(known, "input") and set(OUTPUTS) <= _names(known, "output"),
+        streams=bool(steps) or bool(policy.get("decoupled")),
+        parts=tuple(str(step["model_name"]) for step in steps),
+        voices=tuple(map(str, voices)) if isinstance(voices, list) else None,
+        limits=limits if isinstance(limits, dict) else None,
+    )
+
+
+def index_of(answer: Any) -> list[Mapping[str, Any]]:
+    """The entries of a `RepositoryIndexResponse`."""
+    return list(_plain(answer).get("models", []))
+
+
+def config_of(answer: Any) -> Mapping[str, Any]:
+    """The configuration in a `ModelConfigResponse`."""
+    found: Mapping[str, Any] = _plain(answer).get("config", {})
+    return found
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    return dict(MessageToDict(message, preserving_proto_field_name=True))
+
+
+def _names(config: Mapping[str, Any], side: str) -> set[str]:
+    return {str(tensor["name"]) for tensor in config.get(side) or []}
+
+
+def _parameter(config: Mapping[str, Any], name: str) -> object:
+    """A parameter of the configuration, whose text is JSON; None where there is none that can be read."""
+    try:
+        return json.loads(config["parameters"][name]["string_value"])
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`triton-omni models`: what the server serves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from triton_omni_client.answer import client_of
+from triton_omni_client.catalog import ServedModel
+from triton_omni_client.client import DEFAULT_URL, READY_TIMEOUT
+from triton_omni_client.terminal import errors, print_json
+
+from .options import AsJson, Timeout, Url, examples
+
+EXAMPLES = examples("models", "models --url http://localhost:8000 --json")
+
+
+def models(*, timeout: Timeout = None, as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
+    """List what the server serves: models, and voices and limits where it tells them."""
+    with errors(url, as_json=as_json):
+        found = client_of(url, "").models(READY_TIMEOUT if timeout is None else timeout)
+    if as_json:
+        for model in found:
+            print_json(asdict(model))
+    else:
+        _print(found)
+
+
+def _print(found: list[ServedModel]) -> None:
+    out = Console()
+    table = Table("model", "version", "state", "answers", box=None, pad_edge=False)
+    for model in found:
+        table.add_row(model.name, model.version, "ready" if model.ready else "not ready", _answers(model))
+    out.print(table)
+    voices = sorted({voice for model in found for voice in model.voices or ()})
+    out.print("voices:", ", ".join(voices) or "this server does not tell them")
+    limits = {f"{model.name}.{name}": value for model in found for name, value in (model.limits or {}).items()}
+    out.print("limits:" if limits else "limits: this server does not tell them")
+    for name, value in limits.items():
+        out.print(f"  {name} {value}", highlight=False)
+
+
+def _answers(model: ServedModel) -> str:
+    if not model.ready:
+        return ""
+    if not model.public:
+        return "a stage"
+    return "a stream" if model.streams else "at once"

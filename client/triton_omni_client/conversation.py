@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation: it keeps the turns, media included, and of a reply that was cut off only what was heard.
+
+The server keeps nothing between requests, so each turn sends all that came before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .aio import AsyncOmniClient, AsyncStream
+from .client import OmniClient, Stream
+from .deltas import AsyncDeltaIterator, DeltaIterator
+from .errors import OmniClientError
+from .heard import heard_text
+from .messages import Delta, Media, Request
+from .reply import Reply, Timings
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the user said and showed, and what was heard of the reply."""
+
+    text: str
+    media: tuple[Media, ...]
+    reply: str
+    """Empty when nothing was heard."""
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The turn as messages of a chat; the parts of media take the next elements of `Request.media`."""
+        said = [user_message(self.text, self.media)]
+        return [*said, {"role": "assistant", "content": self.reply}] if self.reply else said
+
+
+def user_message(text: str, media: Sequence[Media]) -> dict[str, Any]:
+    """A user's message: its media first, in order, then its text."""
+    content: list[dict[str, str]] = [{"type": medium.kind} for medium in media]
+    if text:
+        content.append({"type": "text", "text": text})
+    return {"role": "user", "content": content}
+
+
+class Conversation:
+    """The turns so far, and the way to the next one.
+
+    A turn that is asked while the reply before it still runs ends that reply, as one who is talked over falls silent.
+    A reply that fails leaves the conversation as it was before its question.
+
+    Args:
+        system: system prompt; None leaves it to the server, whose own the spoken voice is trained for.
+        options: fields of `Request` for every turn, for example `voice`; those of a turn go before them.
+    """
+
+    def __init__(self, *, system: str | None = None, **options: Any) -> None:
+        self.system = system
+        self.options = options
+        self._turns: list[Turn] = []
+        self._open: weakref.ref[SpokenTurn | AsyncSpokenTurn] | None = None
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """All turns that are over, oldest first."""
+        return tuple(self._turns)
+
+    def request(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Request:
+        """The request of a next turn, with all turns before; `add` keeps its outcome.
+
+        Raises:
+            BadRequest: a value that no server accepts.
+        """
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages += [message for turn in self._turns for message in turn.messages()]
+        shown = [medium.data for turn in self._turns for medium in turn.media] + [medium.data for medium in media]
+        messages.append(user_message(text, media))
+        return Request(messages=messages, media=shown, **(self.options | options))
+
+    def add(self, text: str, media: Sequence[Media], reply: str) -> None:
+        """Keep a turn that was held in another way, for example over `HttpClient`."""
+        self._turns.append(Turn(text, tuple(media), reply))
+
+    def ask(self, client: OmniClient, text: str = "", media: Sequence[Media] = (), **options: Any) -> SpokenTurn:
+        """Ask; the reply comes by iterating over the result, and is kept when it ends or is closed."""
+        self.stop()
+        turn = SpokenTurn(client.stream(self.request(text, media, **options)), self._record(text, media))
+        self._open = weakref.ref(turn)
+        return turn
+
+    def ask_async(
+        self, client: AsyncOmniClient, text: str = "", media: Sequence[Media] = (), **options: Any
+    ) -> AsyncSpokenTurn:
+        """`ask` for `async for`."""
+        self.stop()
+        turn = AsyncSpokenTurn(client.stream(self.request(text, media, **options)), self._record(text, media))
+        self._open = weakref.ref(turn)
+        return turn
+
+    def stop(self, heard: float | None = None) -> None:
+        """End the reply that still runs, if one does; see `SpokenTurn.close`."""
+        turn = self._open() if self._open is not None else None
+        if turn is not None:
+            turn.close(heard)
+
+    def reset(self) -> None:
+        """Forget every turn; a reply that still runs is ended and forgotten too."""
+        self.stop()
+        self._turns.clear()
+
+    def _record(self, text: str, media: Sequence[Media]) -> _Record:
+        return _Record(self._turns, Turn(text, tuple(media), ""))
+
+
+class _Record:
+    """One turn's entry in a conversation: made when its reply ends, made smaller when less of it was heard."""
+
+    def __init__(self, turns: list[Turn], turn: Turn) -> None:
+        self._turns = turns
+        self._turn = turn
+        self._done = False
+
+    def end(self, taken: Callable[[], Reply], heard: float | None = None) -> None:
+        """The reply has ended, by itself or cut off.
+
+        Args:
+            taken: what was taken of it.
+            heard: seconds of its speech that were heard; None: all that was taken.
+        """
+        if not self._done:
+            self._done = True
+            self._turn = replace(self._turn, reply=taken().text)
+            self._turns.append(self._turn)
+        if heard is not None:
+            self._cut(taken(), heard)
+
+    def _cut(self, reply: Reply, heard: float) -> None:
+        total = reply.timings.audio if reply.info is not None else None
+        shorter = replace(self._turn, reply=heard_text(reply.text, heard, total))
+        for place, turn in enumerate(self._turns):
+            if turn is self._turn:
+                self._turns[place] = self._turn = shorter
+
+    def fail(self) -> None:
+        """There was no reply: nothing is kept."""
+        self._done = True
+
+
+class SpokenTurn(DeltaIterator):
+    """The deltas of a conversation's reply, see `Stream`; what was heard of it is kept when it ends or is closed."""
+
+    def __init__(self, stream: Stream, record: _Record) -> None:
+        self._stream = stream
+        self._record = record
+
+    def __next__(self) -> Delta:
+        try:
+            return next(self._stream)
+        except StopIteration:
+            self._record.end(self.reply)
+            raise
+        except OmniClientError:
+            self._record.fail()
+            raise
+
+    def close(self, heard: float | None = None) -> None:
+        """Cancel the request unless it has ended, and keep what was heard.
+
+        Args:
+            heard: seconds of speech that reached the listener, also of a reply that has ended already; the text that
+                was spoken in them is estimated (`heard_text`). None: all that was taken from this iterator.
+        """
+        self._stream.close()
+        self._record.end(self.reply, heard)
+
+    def timings(self) -> Timings:
+        """Times as the client saw them, of the deltas taken so far."""
+        return self._stream.timings()
+
+    def reply(self) -> Reply:
+        """What was taken so far."""
+        return self._stream.reply()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class AsyncSpokenTurn(AsyncDeltaIterator):
+    """The twin of `SpokenTurn` for `async for`."""
+
+    def __init__(self, stream: AsyncStream, record: _Record) -> None:
+        self._stream = stream
+        self._record = record
+
+    async def __anext__(self) -> Delta:
+        try:
+            return await anext(self._stream)
+        except StopAsyncIteration:
+            self._record.end(self.reply)
+            raise
+        except OmniClientError:
+            self._record.fail()
+            raise
+
+    def close(self, heard: float | None = None) -> None:
+        """See `SpokenTurn.close`."""
+        self._stream.close()
+        self._record.end(self.reply, heard)
+
+    def timings(self) -> Timings:
+        """Times as the client saw them, of the deltas taken so far."""
+        return self._stream.timings()
+
+    def reply(self) -> Reply:
+        """What was taken so far."""
+        return self._stream.reply()
+
+    def __del__(self) -> None:
+        self.close()

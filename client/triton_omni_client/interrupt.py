@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C as a request to stop, for while a stream is read.
+
+Python raises `KeyboardInterrupt` wherever the main thread is, and in the middle of gRPC's own code that can leave a
+lock taken for ever: the cancel that should follow would hang.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Self
+
+Stop = Callable[[], object]
+
+
+class Interrupts:
+    """Inside, the first Ctrl-C calls `stop` on a thread of its own; where none is set, and the second time, it raises.
+
+    For the main thread alone, as signals are.
+    """
+
+    def __init__(self) -> None:
+        self.stop: Stop | None = None
+        self.pressed = False
+        self._queue: queue.SimpleQueue[Stop | None] = queue.SimpleQueue()  # may be put into by a signal handler
+        self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
+
+    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
+        if self.stop is None or self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+        self._queue.put(self.stop)
+
+    def _watch(self) -> None:
+        while (stop := self._queue.get()) is not None:
+            stop()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+        self._queue.put(None)
+        self._thread.join()

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ask`, `play` and `models`: what they send, print and write, and how they exit."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from client_fakes import (
+    INFO,
+    FakeHttp,
+    FakeTriton,
+    chunk,
+    failure,
+    final,
+    http_answer,
+    inputs_of,
+    parameters_of,
+    serve_grpc,
+    serve_http,
+    tell,
+)
+from fake_sound import SoundDevice, plug_in
+from media_samples import audio_file, image_file, video_file
+from triton_omni_client import (
+    AsyncOmniClient,
+    ConnectionFailed,
+    HttpClient,
+    Internal,
+    OmniClient,
+    Timings,
+    cli,
+    terminal,
+)
+from triton_omni_client.audio import WavDecoder
+from triton_omni_client.messages import TextDelta
+
+
+@pytest.fixture
+def server() -> Iterator[FakeTriton]:
+    with serve_grpc(FakeTriton()) as fake:
+        yield fake
+
+
+def run(*arguments: str | Path, url: str, stdin: bytes | str | None = None) -> Result:
+    command, *rest = map(str, arguments)
+    return CliRunner().invoke(cli.app, [command, "--url", url, *rest], input=stdin)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """A picture, a sound and a film whose names say nothing."""
+    made = {"image": image_file("png"), "audio": audio_file("flac"), "video": video_file("mp4", seconds=0.25)}
+    for name, data in made.items():
+        (tmp_path / name).write_bytes(data)
+    return {name: tmp_path / name for name in made}
+
+
+def test_ask_sends_text_and_files_in_their_order(server: FakeTriton, files: dict[str, Path], tmp_path: Path) -> None:
+    output = tmp_path / "reply.wav"
+    paths = [files["video"], files["image"], files["audio"], files["image"]]
+    result = run("ask", "What?", *paths, "-o", output, url=server.url)
+    assert (result.exit_code, result.stdout) == (0, "Hello, sea.\n")
+    (message,) = json.loads(inputs_of(server.requests[0])["messages"][0])
+    assert [part["type"] for part in message["content"]] == ["video", "image", "audio", "image", "text"]
+    assert inputs_of(server.requests[0])["media"] == [path.read_bytes() for path in paths]
+    assert len(WavDecoder().feed(output.read_bytes())) == 960
+
+
+def test_ask_s_options_reach_the_server(server: FakeTriton, files: dict[str, Path]) -> None:
+    options = ["--system", "Be brief.", "--voice", "Ethan", "--seed", "3", "--text-only", "--timeout", "9"]
+    result = run("ask", "What?", files["video"], *options, "--video-sound", "--max-tokens", "5", url=server.url)
+    assert result.exit_code == 0
+    assert [message["role"] for message in json.loads(inputs_of(server.requests[0])["messages"][0])] == [
+        "system",
+        "user",
+    ]
+    assert parameters_of(server.requests[0]) == {
+        "modalities": ["text"],
+        "voice": "Ethan",
+        "seed": 3,
+        "use_audio_in_video": True,
+        "timeout": 9,
+        "thinker": {"max_tokens": 5},
+    }
+
+
+def test_ask_takes_a_file_from_stdin(server: FakeTriton, files: dict[str, Path]) -> None:
+    sound = files["audio"].read_bytes()
+    assert run("ask", "", files["image"], "-", url=server.url, stdin=sound).exit_code == 0
+    (message,) = json.loads(inputs_of(server.requests[0])["messages"][0])
+    assert [part["type"] for part in message["content"]] == ["image", "audio"]
+    assert inputs_of(server.requests[0])["media"] == [files["image"].read_bytes(), sound]
+
+
+def test_ask_takes_its_text_from_stdin(server: FakeTriton) -> None:
+    assert run("ask", "-", url=server.url, stdin="What is\nthe sea?\n").exit_code == 0
+    assert inputs_of(server.requests[0])["text_input"] == [b"What is\nthe sea?"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["-", "-"], ["x", "-", "-"], ["--json", "-o", "-", "hi"], [""]])
+def test_wrong_usage_of_ask_exits_with_2_and_asks_nobody(server: FakeTriton, arguments: list[str]) -> None:
+    assert run("ask", *arguments, url=server.url, stdin="").exit_code == 2
+    assert server.requests == []
+
+
+def test_a_file_that_is_no_medium_is_named(server: FakeTriton, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("milk")
+    result = run("ask", "What?", tmp_path / "notes.txt", url=server.url)
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: bad_request: notes.txt: neither an image nor a sound nor a video, by content and by name\n"
+    )
+
+
+def test_a_file_in_the_place_of_the_text_is_not_sent_as_text(server: FakeTriton, files: dict[str, Path]) -> None:
+    result = run("ask", files["image"], url=server.url)
+    assert result.exit_code == 2
+    assert "give the text before it" in " ".join(result.stderr.split())
+    assert server.requests == []
+
+
+def test_an_error_under_json_is_an_object_too(server: FakeTriton) -> None:
+    server.script = lambda *_: iter([failure("voice: 'x' is unknown [omni:bad_request;stage=thinker]")])
+    result = run("ask", "hi", "--json", url=server.url)
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {
+        "error": {
+            "code": "bad_request",
+            "message": "voice: 'x' is unknown",
+            "stage": "thinker",
+            "retry_after_ms": None,
+        }
+    }
+    assert result.stderr == "error: bad_request: voice: 'x' is unknown (in the thinker)\n"
+
+
+def test_ask_over_http(files: dict[str, Path]) -> None:
+    with serve_http(FakeHttp(lambda: http_answer(text="Hello.", info=INFO))) as fake:
+        result = run("ask", "What?", files["image"], "--json", url=fake.url)
+        assert json.loads(result.stdout)["text"] == "Hello."
+        assert fake.inputs["media"] == [files["image"].read_bytes()]
+
+
+def test_a_large_upload_is_shown_until_the_reply_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    err = io.StringIO()
+    console = Console(file=err, force_terminal=True, width=80)
+    monkeypatch.setattr(terminal, "Console", lambda stderr: console)
+    screen = terminal.Screen(text_to_stderr=False, silent=True)
+    with screen.open():
+        screen.sending(1000)
+        screen.sent(500, 1000)
+        assert "sen" not in err.getvalue()
+        screen.sending(40_000_000)
+        screen._live.refresh()
+        assert "sending 40.0 MB" in err.getvalue()
+        screen.sent(10_000_000, 40_000_000)
+        screen._live.refresh()
+        assert "sent 10.0 MB of 40.0 MB" in err.getvalue()
+        screen.show(TextDelta("Hello"), Timings(0.1, None, 0.1, 2.0))
+        screen._live.refresh()
+    assert err.getvalue().rindex("audio 2.0 s") > err.getvalue().rindex("sent 10.0 MB")
+
+
+def test_play_plays_what_comes_and_writes_it_too(
+    server: FakeTriton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = plug_in(monkeypatch, SoundDevice())
+    result = run("play", "hi", "--device", "2", "-o", tmp_path / "reply.wav", url=server.url)
+    assert (result.exit_code, result.stdout) == (0, "Hello, sea.\n")
+    np.testing.assert_array_equal(device.played, np.repeat(np.float32([0.25, -0.5]), 480))
+    assert device.opened["device"] == 2
+    assert device.closed
+    assert len(WavDecoder().feed((tmp_path / "reply.wav").read_bytes())) == 960
+
+
+def test_ctrl_c_ends_the_playing_of_a_reply_that_has_come(server: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listener(SoundDevice):
+        def write(self, data: Any) -> None:
+            super().write(data)
+            if len(self.played) == 6_000:
+                signal.raise_signal(signal.SIGINT)
+            time.sleep(0.05)
+
+    device = plug_in(monkeypatch, Listener())
+    server.script = lambda *_: iter([chunk(text="Long", audio=np.ones(240_000, np.float32)), chunk(info=INFO), final()])
+    result = run("play", "hi", url=server.url)
+    assert (result.exit_code, result.stdout) == (130, "Long\n")
+    assert 6_000 <= len(device.played) < 100_000
+    assert device.closed
+
+
+def test_play_without_a_device_refuses_before_it_asks(server: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sounddevice", None)
+    result = run("play", "hi", url=server.url)
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: no_sound_device: playing needs the package sounddevice: pip install 'triton-omni-client[play]'\n"
+    )
+    assert server.requests == []
+
+
+def test_models_lists_what_the_server_serves(server: FakeTriton) -> None:
+    result = run("models", url=server.url)
+    assert result.exit_code == 0
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in result.stdout.splitlines()}
+    assert rows == {
+        "model": "version state answers",
+        "qwen2_5_omni": "1 ready a stream",
+        "qwen2_5_omni_unary": "1 ready at once",
+        "talker": "1 ready a stage",
+        "thinker": "1 ready a stage",
+        "token2wav": "1 ready a stage",
+        "broken": "not ready",
+        "voices:": "this server does not tell them",
+        "limits:": "this server does not tell them",
+    }
+
+
+def test_models_tells_voices_and_limits_where_the_server_does(server: FakeTriton) -> None:
+    tell(server.configs["qwen2_5_omni"], voices=["Ethan", "Chelsie"], limits={"max_media_items": 16})
+    result = run("models", url=server.url)
+    assert "voices: Chelsie, Ethan\nlimits:\n  qwen2_5_omni.max_media_items 16\n" in result.stdout
+    found = [json.loads(line) for line in run("models", "--json", url=server.url).stdout.splitlines()]
+    assert [model["name"] for model in found][:2] == ["qwen2_5_omni", "qwen2_5_omni_unary"]
+    assert found[0] == {
+        "name": "qwen2_5_omni",
+        "version": "1",
+        "ready": True,
+        "public": True,
+        "streams": True,
+        "parts": ["thinker", "talker", "token2wav"],
+        "voices": ["Ethan", "Chelsie"],
+        "limits": {"max_media_items": 16},
+    }
+    assert (found[1]["streams"], found[1]["voices"], found[1]["limits"]) == (False, None, None)
+
+
+async def test_every_client_tells_the_same_models(server: FakeTriton) -> None:
+    tell(server.configs["qwen2_5_omni"], voices=["Ethan"])
+    with OmniClient(server.url) as client:
+        blocking = client.models()
+    async with AsyncOmniClient(server.url) as awaiting:
+        assert await awaiting.models() == blocking
+    with serve_http(FakeHttp(http_answer, configs=server.configs)) as fake:
+        assert HttpClient(fake.url).models() == blocking[:-1]  # it has no broken one
+
+
+async def test_a_server_that_keeps_its_index_to_itself_tells_the_public_models(server: FakeTriton) -> None:
+    server.tells_index = False
+    with OmniClient(server.url) as client:
+        found = client.models()
+    assert [(model.name, model.ready, model.public) for model in found] == [
+        ("qwen2_5_omni", True, True),
+        ("qwen2_5_omni_unary", True, True),
+    ]
+    async with AsyncOmniClient(server.url) as awaiting:
+        assert await awaiting.models() == found
+
+
+async def test_models_of_nobody_are_a_connection_error() -> None:
+    result = run("models", url="127.0.0.1:1")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    async with AsyncOmniClient("127.0.0.1:1") as nobody:
+        with pytest.raises(ConnectionFailed):
+            await nobody.models()
+
+
+def test_a_parameter_that_is_no_json_is_not_told(server: FakeTriton) -> None:
+    server.configs["qwen2_5_omni"].parameters["voices"].string_value = "Ethan, Chelsie"
+    tell(server.configs["qwen2_5_omni"], limits=[1])
+    with OmniClient(server.url) as client:
+        model = client.models()[0]
+    assert (model.voices, model.limits) == (None, None)
+
+
+def test_an_answer_that_is_no_json_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve_http(FakeHttp(http_answer)) as fake:
+        monkeypatch.setattr(fake, "facts", lambda _path: b"<html>")
+        with pytest.raises(Internal, match="not JSON"):
+            HttpClient(fake.url).models()
+
+
+def test_ready_under_json(server: FakeTriton) -> None:
+    assert json.loads(run("ready", "--json", url=server.url).stdout) == {"ready": True}
+    server.is_ready = False
+    result = run("ready", "--json", url=server.url)
+    assert (result.exit_code, json.loads(result.stdout)) == (1, {"ready": False})
+
+
+@pytest.mark.parametrize("command", ["say", "ask", "chat", "play", "models", "ready"])
+def test_every_command_s_help_has_examples_that_parse_and_the_exit_codes(command: str) -> None:
+    found: Any = next(known for known in cli.app.registered_commands if known.callback.__name__ == command)
+    lines = found.epilog.split("\n\n")
+    assert lines[0] == "Examples:"
+    assert lines[-1] == terminal.EXIT_CODES
+    assert lines[1:-1]
+    for line in lines[1:-1]:
+        _parse(line)
+
+
+def _parse(line: str) -> None:
+    """Fails where the words of an example are no call of the command."""
+    words = shlex.split(line.partition(" | ")[0].partition(" < ")[0])
+    assert words.pop(0) == "triton-omni"
+    group: Any = typer.main.get_command(cli.app)
+    command = group.commands[words[0]]
+    command.make_context(words[0], words[1:], resilient_parsing=False).close()
