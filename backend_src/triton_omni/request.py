@@ -17,16 +17,15 @@ from pydantic import Field, StringConstraints
 from triton_omni.chat import MediaPart, Message, chat_of_text, parse_messages
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import BadRequest, TooLarge
+from triton_omni.schema_limits import check_schema_limits
 from triton_omni.settings import RequestLimits, Solver
-from triton_omni.strict_json import StrictModel, compact_json, key_step, parse_json, shown, validate
+from triton_omni.strict_json import StrictModel, compact_json, parse_json, shown, validate
 
 Modality = Literal["text", "audio"]
 AudioFormat = Literal["f32", "pcm16", "wav"]
 
 _TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 """One spelling an id, so that none is given twice."""
-_COUNTS: Final = frozenset({"minItems", "maxItems", "minProperties", "maxProperties"})
-MAX_SCHEMA_COUNT = 4096
 MAX_SEED = 2**63 - 1
 MAX_PARAMETERS_BYTES = 1 << 16
 
@@ -260,19 +259,7 @@ def _check_schema(options: ThinkerOptions, limits: RequestLimits, path: str) -> 
         raise BadRequest(f"{path}.json_schema: a number is not finite") from error
     if size > limits.max_schema_bytes:
         raise TooLarge(f"{path}.json_schema: {size} bytes, the limit is {limits.max_schema_bytes}")
-    _check_counts(options.json_schema, f"{path}.json_schema")
-
-
-def _check_counts(tree: object, path: str) -> None:
-    """Refuse counts that a compiler would write out; anywhere, since a `$ref` may lead anywhere."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            if key in _COUNTS and isinstance(value, int | float) and value > MAX_SCHEMA_COUNT:
-                raise TooLarge(f"{path}.{key}: {shown(value)} is over the limit of {MAX_SCHEMA_COUNT}")
-            _check_counts(value, path + key_step(key))
-    elif isinstance(tree, list):
-        for index, value in enumerate(tree):
-            _check_counts(value, f"{path}[{index}]")
+    check_schema_limits(options.json_schema, f"{path}.json_schema")
 
 
 def _at_most(value: float | None, limit: float, path: str) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -67,15 +67,19 @@ async def _gone(receive: Receive) -> None:
 class FlowingResponse(Response):
     """An answer sent piece by piece as it is made; the maker is closed at its end, or as soon as the caller leaves.
 
-    A maker that raises `CutOff` has the connection closed, so that the caller does not take a part for the whole.
+    A maker that raises `CutOff` has the connection closed, so that the caller does not take a part for the whole. So
+    has a caller that takes no part for `send_timeout_s`, who would keep a place for as long as it likes.
     """
 
-    def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, parts: AsyncGenerator[bytes, None], media_type: str, headers: Mapping[str, str], send_timeout_s: float
+    ) -> None:
         self.status_code = 200
         self.media_type = media_type
         self.background = None
         self.body = b""
         self._parts = parts
+        self._send_timeout_s = send_timeout_s
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
 
@@ -86,11 +90,18 @@ class FlowingResponse(Response):
                 await until_gone(receive, self._send(send))
         except ClientGone:
             scope["state"]["status"] = CLIENT_GONE
+        except TimeoutError:
+            scope["state"]["status"] = CLIENT_GONE  # and the connection is closed like any whose answer was not ended
         except CutOff:
             return  # uvicorn closes a connection whose answer was not ended
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await self._in_time(send(start))
         async for part in self._parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._in_time(send({"type": "http.response.body", "body": part, "more_body": True}))
+        await self._in_time(send({"type": "http.response.body", "body": b"", "more_body": False}))
+
+    async def _in_time(self, sending: Awaitable[None]) -> None:
+        async with asyncio.timeout(self._send_timeout_s):
+            await sending

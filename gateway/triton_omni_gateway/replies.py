@@ -23,8 +23,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    """One server-sent event, in ASCII: some clients end a line at any of Unicode's line breaks."""
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
 def _base64(data: bytes) -> str:

@@ -9,12 +9,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from .errors import GatewayError, bad_request
 
 _SHOWN = 200
+MAX_ITEMS = 1024
+"""Of any list; the Triton server allows fewer. Without a bound a body of millions would be told item by item."""
 Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 
 
@@ -83,7 +94,7 @@ class Message(_Model):
     """
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | list[dict[str, Any]] | None = None
+    content: StrictStr | Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     audio: dict[str, Any] | None = None
     """Of the assistant: an earlier spoken reply, by its `id`."""
     name: StrictStr | None = None
@@ -100,7 +111,7 @@ class _Thinker(_Model):
     top_p: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    stop: StrictStr | list[StrictStr] | None = None
+    stop: StrictStr | Annotated[list[StrictStr], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     logit_bias: dict[str, Number] | None = None
     top_k: StrictInt | None = None
     min_p: Number | None = None
@@ -135,8 +146,8 @@ class ChatRequest(_Thinker, _WithoutEffect, _OneValue):
     """The body of `POST /v1/chat/completions`."""
 
     model: StrictStr
-    messages: Annotated[list[Message], Field(min_length=1)]
-    modalities: list[StrictStr] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+    modalities: Annotated[list[StrictStr], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     audio: AudioOptions | None = None
     max_tokens: StrictInt | None = None
     max_completion_tokens: StrictInt | None = None

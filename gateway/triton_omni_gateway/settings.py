@@ -32,6 +32,8 @@ class GatewaySettings:
     """Of one request; refused by its declared length, or as soon as more has come."""
     body_timeout_s: float = 60.0
     """Seconds in which a request's body has to arrive."""
+    send_timeout_s: float = 30.0
+    """Seconds in which a caller has to take a part of its answer."""
     max_transcripts: int = 1024
     """Spoken replies remembered, so that a later message may name one by its id."""
     transcript_seconds: int = 3600
@@ -47,6 +49,13 @@ class GatewaySettings:
             raise SettingsError("--model-name must not be empty")
         if TEXT_MARK not in self.speech_prompt:
             raise SettingsError(f"--speech-prompt has no {TEXT_MARK}, the place of the text to read")
-        for option in ("max_requests", "max_body_bytes", "body_timeout_s", "max_transcripts", "transcript_seconds"):
+        for option in (
+            "max_requests",
+            "max_body_bytes",
+            "body_timeout_s",
+            "send_timeout_s",
+            "max_transcripts",
+            "transcript_seconds",
+        ):
             if getattr(self, option) <= 0:
                 raise SettingsError(f"{option} must be positive (got {getattr(self, option)})")

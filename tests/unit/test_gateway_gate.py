@@ -162,6 +162,34 @@ def test_a_body_that_does_not_come_is_given_up(triton: FakeTriton) -> None:
             assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_caller_that_takes_nothing_loses_its_place_and_its_request(triton: FakeTriton) -> None:
+    gone = threading.Event()
+
+    def script(_request: Any, context: Any) -> Iterator[Any]:
+        context.add_callback(gone.set)
+        while not gone.is_set():
+            yield chunk(text="x" * 100_000)
+
+    triton.script = script
+    body = json.dumps({"model": MODEL, "messages": USER, "stream": True})
+    with run_gateway(triton.url, send_timeout_s=0.3) as gateway, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = gateway.base.removeprefix("http://").split(":")
+        connection.connect((host, int(port)))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall((head + body).encode())
+        assert gone.wait(10)
+        gateway.wait_for_metric("omni_gateway_requests_in_flight", 0)
+        gateway.wait_for_metric('omni_gateway_requests_total{endpoint="/v1/chat/completions",status="499"}', 1)
+
+
+def test_a_list_of_millions_is_refused_by_its_length(gateway: RunningGateway) -> None:
+    answer = gateway.post({"model": MODEL, "messages": [1] * 200_000})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0]")
+    answer = gateway.post({"model": MODEL, "messages": USER * 1025})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
 def test_requests_over_the_limit_are_refused_until_one_ends(triton: FakeTriton) -> None:
     go_on = threading.Event()
 

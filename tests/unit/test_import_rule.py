@@ -25,6 +25,7 @@ LAYERS = [
             "stage",
             "outbox",
             "strict_json",
+            "schema_limits",
             "chat",
             "request",
         },

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schemas that take a compiler far more than their size are refused by name; ordinary ones are not."""
+
+import pytest
+
+from triton_omni.errors import BadRequest, OmniError, TooLarge
+from triton_omni.schema_limits import MAX_COUNT, MAX_DIVISOR, check_schema_limits
+
+ORDINARY = [
+    {},
+    {"type": "object", "properties": {"allOf": {"type": "string"}, "$ref": {"anyOf": [{"const": 1}, {"const": 2}]}}},
+    {"$defs": {"a": {"type": "string", "pattern": "a+"}}, "$ref": "#/$defs/a", "title": "A", "description": "of a"},
+    {"properties": {"a": {"allOf": [{"$ref": "#/$defs/a"}], "default": {"allOf": [1, 2]}}}, "$defs": {"a": {}}},
+    {"anyOf": [{"type": "array", "items": {"multipleOf": 0.01}, "maxItems": MAX_COUNT}, {"type": "null"}]},
+    {"type": "integer", "multipleOf": MAX_DIVISOR},
+    {"enum": [{"anyOf": 1, "oneOf": 2}], "const": {"multipleOf": 10**9}},
+]
+PATTERNS = [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{n}}}b.*"} for n in range(16)]
+
+
+@pytest.mark.parametrize("schema", ORDINARY, ids=str)
+def test_ordinary_schemas_pass(schema):
+    check_schema_limits(schema, "s")
+
+
+@pytest.mark.parametrize(
+    ("schema", "kind", "said"),
+    [
+        ({"type": "integer", "multipleOf": 9999991}, TooLarge, "s.multipleOf: 9999991 is over the limit of 10000"),
+        ({"multipleOf": 1e-9}, TooLarge, "s.multipleOf: 1e-09 is over"),
+        ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, BadRequest, "s.allOf: 2 schemas, at most one"),
+        ({"items": [{"multipleOf": 997}, {"multipleOf": 991}]}, TooLarge, "s.items[1].multipleOf: the least common"),
+        ({"allOf": PATTERNS}, BadRequest, "s.allOf: 16 schemas"),
+        ({"pattern": "a", "anyOf": [{"pattern": "b"}]}, BadRequest, "s: anyOf cannot be combined with pattern"),
+        ({"$defs": {"a": {"pattern": "a", "$ref": "#/$defs/b"}}}, BadRequest, "$defs.a: $ref cannot be combined"),
+        ({"anyOf": [{}], "oneOf": [{}]}, BadRequest, "s: anyOf cannot be combined with oneOf"),
+        ({"properties": {"a": {"maxItems": MAX_COUNT + 1}}}, TooLarge, "s.properties.a.maxItems: 4097 is over"),
+    ],
+    ids=str,
+)
+def test_what_a_compiler_multiplies_is_refused_by_name(schema, kind, said):
+    with pytest.raises(OmniError) as refusal:
+        check_schema_limits(schema, "s")
+    assert type(refusal.value) is kind
+    assert said in str(refusal.value)
