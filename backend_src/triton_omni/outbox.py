@@ -150,7 +150,7 @@ class Outbox:
         return Parcel(text, tensor, ready, done, last)
 
     def _may_leave(self, consumed: int, now: int, pace: Pace | None, wanted: int | None) -> bool:
-        if not self._tensors or self.messages - consumed >= CREDITS:
+        if not (self._tensors and self._has_credit(consumed)):
             return False
         if self._tensors_done or self.held >= self.largest:
             return True
@@ -159,6 +159,9 @@ class Outbox:
             return self._given < wanted <= self._given + self.held
         return pace is None or self._has_its_turn(now, pace)
 
+    def _has_credit(self, consumed: int) -> bool:
+        return self.messages - consumed < CREDITS
+
     def _has_its_turn(self, now: int, pace: Pace) -> bool:
         if self._turn_ns is None and now - self._tensor_left_ns >= pace.apart_ns:
             self._turn_ns = pace.turn_ns(now)
@@ -166,7 +169,7 @@ class Outbox:
 
     def _text_may_leave(self, consumed: int, now: int, pace: Pace | None, wanted: int | None) -> bool:
         """Whether text leaves by itself, which it need not where rows wait for nothing but the pace."""
-        rows_follow = self._tensors and wanted is None and self.messages - consumed < CREDITS
+        rows_follow = self._tensors and wanted is None and self._has_credit(consumed)
         apart_ns = max(TEXT_APART_NS, pace.apart_ns if pace else 0)
         return bool(self._text) and not rows_follow and now - self._text_left_ns >= apart_ns
 

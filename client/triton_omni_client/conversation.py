@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .aio import AsyncOmniClient, AsyncStream
 from .client import OmniClient, Stream
@@ -18,6 +18,8 @@ from .errors import OmniClientError
 from .heard import heard_text
 from .messages import Delta, Media, Request
 from .reply import Reply, Timings
+
+StreamT = TypeVar("StreamT", bound=Stream | AsyncStream)
 
 
 @dataclass(frozen=True)
@@ -146,22 +148,12 @@ class _Record:
         self._done = True
 
 
-class SpokenTurn(DeltaIterator):
-    """The deltas of a conversation's reply, see `Stream`; what was heard of it is kept when it ends or is closed."""
+class _Spoken(Generic[StreamT]):
+    """What both kinds of turn are, however they are iterated over."""
 
-    def __init__(self, stream: Stream, record: _Record) -> None:
+    def __init__(self, stream: StreamT, record: _Record) -> None:
         self._stream = stream
         self._record = record
-
-    def __next__(self) -> Delta:
-        try:
-            return next(self._stream)
-        except StopIteration:
-            self._record.end(self.reply)
-            raise
-        except OmniClientError:
-            self._record.fail()
-            raise
 
     def close(self, heard: float | None = None) -> None:
         """Cancel the request unless it has ended, and keep what was heard.
@@ -185,12 +177,22 @@ class SpokenTurn(DeltaIterator):
         self.close()
 
 
-class AsyncSpokenTurn(AsyncDeltaIterator):
-    """The twin of `SpokenTurn` for `async for`."""
+class SpokenTurn(_Spoken[Stream], DeltaIterator):
+    """The deltas of a conversation's reply, see `Stream`; what was heard of it is kept when it ends or is closed."""
 
-    def __init__(self, stream: AsyncStream, record: _Record) -> None:
-        self._stream = stream
-        self._record = record
+    def __next__(self) -> Delta:
+        try:
+            return next(self._stream)
+        except StopIteration:
+            self._record.end(self.reply)
+            raise
+        except OmniClientError:
+            self._record.fail()
+            raise
+
+
+class AsyncSpokenTurn(_Spoken[AsyncStream], AsyncDeltaIterator):
+    """The twin of `SpokenTurn` for `async for`."""
 
     async def __anext__(self) -> Delta:
         try:
@@ -201,19 +203,3 @@ class AsyncSpokenTurn(AsyncDeltaIterator):
         except OmniClientError:
             self._record.fail()
             raise
-
-    def close(self, heard: float | None = None) -> None:
-        """See `SpokenTurn.close`."""
-        self._stream.close()
-        self._record.end(self.reply, heard)
-
-    def timings(self) -> Timings:
-        """Times as the client saw them, of the deltas taken so far."""
-        return self._stream.timings()
-
-    def reply(self) -> Reply:
-        """What was taken so far."""
-        return self._stream.reply()
-
-    def __del__(self) -> None:
-        self.close()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -71,16 +71,14 @@ class FlowingResponse(Response):
     has a caller that takes no part for `send_timeout_s`, who would keep a place for as long as it likes.
     """
 
-    def __init__(
-        self, parts: AsyncGenerator[bytes, None], media_type: str, headers: Mapping[str, str], send_timeout_s: float
-    ) -> None:
+    def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str, send_timeout_s: float) -> None:
         self.status_code = 200
         self.media_type = media_type
         self.background = None
         self.body = b""
         self._parts = parts
         self._send_timeout_s = send_timeout_s
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

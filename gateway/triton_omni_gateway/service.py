@@ -86,9 +86,7 @@ class Gateway:
         include_usage = bool(chat.stream_options and chat.stream_options.include_usage)
         chunks = ChatChunks(head, spoken, include_usage=include_usage)
         opened = await self._open(http, request, (TextDelta, AudioDelta, Info))
-        return FlowingResponse(
-            self._chat_events(http, opened, chunks, spoken), EVENTS, {}, self._settings.send_timeout_s
-        )
+        return FlowingResponse(self._chat_events(http, opened, chunks, spoken), EVENTS, self._settings.send_timeout_s)
 
     async def speech(self, http: HttpRequest) -> Response:
         """`POST /v1/audio/speech`."""
@@ -98,11 +96,9 @@ class Gateway:
         request = speech_request(speech, self._settings.speech_prompt, http.state.request_id)
         opened, encoder = await self._open(http, request, (AudioDelta, Info)), SoundEncoder(sound_format)
         if speech.stream_format == "sse":
-            return FlowingResponse(
-                self._speech_events(http, opened, encoder), EVENTS, {}, self._settings.send_timeout_s
-            )
+            return FlowingResponse(self._speech_events(http, opened, encoder), EVENTS, self._settings.send_timeout_s)
         return FlowingResponse(
-            self._sound(http, opened, encoder), _MEDIA_TYPES[sound_format], {}, self._settings.send_timeout_s
+            self._sound(http, opened, encoder), _MEDIA_TYPES[sound_format], self._settings.send_timeout_s
         )
 
     async def _read(self, http: HttpRequest, schema: type[Schema]) -> Schema:

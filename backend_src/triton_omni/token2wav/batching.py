@@ -92,11 +92,8 @@ class BlockLayout:
     @functools.cached_property
     def dense(self) -> Dense:
         """Also of the plain path alone."""
-        window, valid, device = (
-            torch.from_numpy(self.block_windows),
-            torch.from_numpy(self.valid),
-            self.positions.device,
-        )
+        window, valid = torch.from_numpy(self.block_windows), torch.from_numpy(self.valid)
+        device = self.positions.device
         first, counts = torch.tensor(self.starts), torch.bincount(window)
         place = torch.arange(int(counts.max())).expand(len(counts), -1)
         blocks = first[:, None] + torch.minimum(place, counts[:, None] - 1)

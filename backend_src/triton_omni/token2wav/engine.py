@@ -7,7 +7,6 @@ and gives what earlier batches came to; it does not wait for the device. Knows n
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections import deque
@@ -155,11 +154,15 @@ class Token2WavEngine:
 
         Whoever wants the whole reply in one piece waits for it, not for its beginning.
         """
+        streams = [stream for stream in self._streams.values() if stream.page is not None]
+        launched = (
+            due for flight in self._flights for due in flight.batch if self._streams.get(due.stream.key) is due.stream
+        )
+        deadlines = [due.deadline_ns for due in launched if due.stream.page is not None]
+        deadlines += [stream.deadline_ns for stream in streams if stream.due()]
         soon = time.monotonic_ns() + SOON_SILENT_NS
-        windows = (*itertools.chain.from_iterable(flight.batch for flight in self._flights), *self._due())
-        open_ones = (due for due in windows if self._streams.get(due.stream.key) is due.stream)
-        waiting = sum(due.stream.page is not None and due.deadline_ns <= soon for due in open_ones)
-        return waiting > 0 and waiting >= sum(stream.wants_first_codes for stream in self._streams.values())
+        waiting = sum(deadline <= soon for deadline in deadlines)
+        return waiting > 0 and waiting >= sum(stream.wants_first_codes for stream in streams)
 
     def abort(self, key: str) -> None:
         """Drop a stream and everything it holds; unknown keys are ignored."""
@@ -171,7 +174,7 @@ class Token2WavEngine:
         """Open streams, windows due (waiting), pages of their pasts (KV blocks) and mel frames held (rows used)."""
         return EngineStats(
             running=len(self._streams),
-            waiting=len(self._due()),
+            waiting=sum(stream.due() is not None for stream in self._streams.values()),
             kv_blocks_used=self._sampler.past.used,
             rows_used=sum(stream.tail.shape[0] for stream in self._streams.values()),
         )

@@ -31,8 +31,7 @@ WARM_UP_CALLS = 2
 """Before recording: kernels are compiled and libraries choose their algorithms at the first call."""
 
 TRIED_ALGORITHMS = 3
-"""Of each convolution, those that cuDNN takes for the fastest. To try ten, as it would, the vocoder's 22 shapes make a
-start 80 s longer."""
+"""Of each convolution, those that cuDNN takes for the fastest; its own limit of ten makes a start much longer."""
 
 
 @dataclass(frozen=True)

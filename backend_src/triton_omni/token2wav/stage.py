@@ -167,7 +167,11 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         request = session.session
         if request.want_audio:
             self._engine.open(session.key.name, request.voice, request.seed, request.token2wav)
-            self._ledger.want(session.key, self._engine.wanted(session.key.name))
+            self._tell_wanted(session.key)
+
+    def _tell_wanted(self, key: SessionKey) -> None:
+        """Let the talker know how many codes make the next window due."""
+        self._ledger.want(key, self._engine.wanted(key.name))
 
     def _take_message(self, session: _Open, message: TalkerMessage, outlet: Outlet) -> None:
         if message.failure is not None or session.error is not None:
@@ -185,7 +189,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._give_back(message.key, outlet)
         else:
             self._engine.feed(session.key.name, message.codes)
-            self._ledger.want(session.key, self._engine.wanted(session.key.name))
+            self._tell_wanted(session.key)
             self._give_back_consumed(session, message, message.codes, outlet)
         if message.codes_done and session.session.want_audio and not session.audio_done:
             self._engine.end(session.key.name)

@@ -8,7 +8,7 @@ from typing import Any
 from triton_omni_client.answer import Answer
 from triton_omni_client.client import DEFAULT_URL
 from triton_omni_client.conversation import Conversation
-from triton_omni_client.messages import Media, Request
+from triton_omni_client.messages import Request
 from triton_omni_client.terminal import errors
 
 from .options import (
@@ -58,12 +58,13 @@ def ask(
     answer = Answer(url, model, output, as_json)
     options = request_options(voice=voice, seed=seed, text_only=text_only, timeout=timeout, max_tokens=max_tokens)
     with errors(url, as_json=as_json):
-        said, media = read_question(text, files)
-        answer.give(question(said, media, system, use_audio_in_video=video_sound or None, **options))
+        answer.give(question(text, files, system, video_sound=video_sound, **options))
 
 
-def question(text: str, media: list[Media], system: str | None, **options: Any) -> Request:
-    """A request of one user message, behind a system prompt where there is one."""
+def question(text: str, files: list[str] | None, system: str | None, *, video_sound: bool, **options: Any) -> Request:
+    """A request of one user message with files, behind a system prompt where there is one; see `read_question`."""
+    said, media = read_question(text, files)
+    options["use_audio_in_video"] = video_sound or None
     if system is None:
-        return Request.ask(text, media, **options)
-    return Conversation(system=system).request(text, media, **options)
+        return Request.ask(said, media, **options)
+    return Conversation(system=system).request(said, media, **options)

@@ -24,7 +24,6 @@ from .options import (
     VideoSound,
     Voice,
     examples,
-    read_question,
     request_options,
 )
 
@@ -54,7 +53,6 @@ def play(
     """Ask, and play the reply on this machine's sound device (needs the package's extra `play`); Ctrl-C stops it."""
     options = request_options(voice=voice, seed=seed, text_only=False, timeout=timeout, max_tokens=max_tokens)
     with errors(url, as_json=as_json):
-        said, media = read_question(text, files)
-        request = question(said, media, system, use_audio_in_video=video_sound or None, **options)
+        request = question(text, files, system, video_sound=video_sound, **options)
         with Player(device) as player:
             Answer(url, model, output, as_json, player).give(request)
