@@ -153,7 +153,7 @@ class ThinkerEngine(Protocol):
         """
 
     def check_schema(self, schema: str) -> None:
-        """Compile a JSON schema; may be called from any thread.
+        """See whether a JSON schema can be compiled; may be called from any thread.
 
         Raises:
             BadRequest: it cannot be.

@@ -67,7 +67,7 @@ class JsonSchemas:
         return int(self.prepare().ll_tokenizer.eos_token)
 
     def check(self, schema: str) -> None:
-        """Compile a schema and forget it.
+        """See whether a schema can be compiled, without the whole of the work.
 
         Raises:
             BadRequest: it is no JSON schema, or has what llguidance does not support; the message says what.

@@ -150,7 +150,7 @@ class ThinkerVllmEngine:
         return ThinkerPlaced(prompt_token_ids=ids, positions=positions.to(torch.int64), engine_input=engine_input)
 
     def check_schema(self, schema: str) -> None:
-        """Compile a JSON schema; may be called from any thread.
+        """See whether a JSON schema can be compiled; may be called from any thread.
 
         Raises:
             BadRequest: it is none, or has what cannot be compiled.
