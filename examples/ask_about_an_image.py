@@ -13,7 +13,7 @@ from triton_omni_client import Conversation, OmniClient, load_media
 
 def main(picture: str, url: str = "localhost:8001") -> None:
     """The server keeps nothing of a chat: `Conversation` sends all of it each time, the picture included."""
-    chat = Conversation(voice="Ethan", seed=7, thinker={"max_tokens": 60})
+    chat = Conversation(voice="Ethan", seed=2, thinker={"max_tokens": 60})
     with OmniClient(url) as client:
         description = chat.ask(client, "Describe the picture.", [load_media(picture)], modalities=["text"])
         for text in description.texts():
