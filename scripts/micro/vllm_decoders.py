@@ -25,8 +25,8 @@ from triton_omni.vllm_hooks.compat import (
 from triton_omni.vllm_hooks.engine_args import (
     apply_thread_share,
     build_engine_args,
+    quantization_arguments,
     resolve_dtype,
-    resolve_quantization,
 )
 
 from .decoding import TOKENS_OF_A_STEP, Mode, longest_sequence
@@ -140,7 +140,7 @@ def plain_thinker(plan: Plan, device: torch.device, ordinary_ids: int) -> PlainD
         device,
         dtype,
         worker_cls=_WORKERS[device.type],
-        quantization=resolve_quantization(settings.quantization, device, dtype),
+        **quantization_arguments(settings.quantization, device, dtype),
         hf_overrides={"architectures": [_THINKER]},
         limit_mm_per_prompt={"image": media, "audio": media, "video": media},
         renderer_num_workers=settings.preprocess_threads,

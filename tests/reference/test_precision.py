@@ -55,6 +55,9 @@ def test_thinker_rows_in_bfloat16(tiny_checkpoint: Path, hf: HfReference, text: 
     rows = []
     while engine.has_work():
         rows += [output.rows for output in engine.step() if output.rows is not None]
+    parts = engine._model.named_parameters()
+    quantised = {name.split(".")[0] for name, part in parts if part.dtype == torch.float8_e4m3fn}
+    assert quantised == ({"language_model"} if quantization == "fp8" else set())
     engine.close()
     ours = torch.cat(rows)
     assert ours.dtype == torch.bfloat16

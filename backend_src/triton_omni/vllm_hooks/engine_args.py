@@ -23,6 +23,8 @@ CPU_BLOCK_SIZE = 32
 
 _CLASS_PREFIXES = ("triton_omni.", "vllm.")
 _STAGES = 3
+_TOWERS = ("visual.*", "audio_tower.*")
+"""vLLM's names of the thinker's layers that are not its decoder's."""
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
@@ -33,21 +35,22 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
     return resolved
 
 
-def resolve_quantization(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> str | None:
-    """vLLM's name of a way to quantise weights while they are loaded; None = not at all.
+def quantization_arguments(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Engine arguments of a way to quantise the decoder's weights while they are loaded; none of them = not at all.
 
-    For `fp8` one scale a row of the weights and one a token (E4M3 on both sides).
+    For `fp8` one scale a row of the weights and one a token (E4M3 on both sides). The towers are left as they are: a
+    step does not run them, and FP8's kernels do not take every width that a vision tower has.
 
     Raises:
         SettingsError: the device or the dtype cannot be had with it.
     """
     if quantization == "none":
-        return None
+        return {}
     if device.type != "cuda":
         raise SettingsError(f"quantization: {quantization} needs a GPU, the device is {device.type}; use none")
     if dtype == torch.float32:
         raise SettingsError(f"quantization: {quantization} needs a half-precision dtype, it is float32; use none")
-    return "fp8_per_channel"
+    return {"quantization": "fp8_per_channel", "quantization_config": {"ignore": list(_TOWERS)}}
 
 
 def kv_cache_blocks(settings: EngineSettings, block_size: int) -> int:
@@ -60,11 +63,15 @@ def kv_cache_blocks(settings: EngineSettings, block_size: int) -> int:
 
 def graph_sizes(settings: EngineSettings) -> list[int]:
     """Tokens of the steps that get a CUDA graph: decode steps of 1, 2, 4, then every 8 sequences and the most, then,
-    for steps with prompts, in growing strides up to `max_graph_tokens`."""
+    for steps with prompts, in growing strides up to `max_graph_tokens`.
+
+    None is of more tokens than one sequence may have: vLLM records a step with prompts as if each of its sequences had
+    all of them, and would read behind the end of its block tables.
+    """
     most = settings.max_num_seqs
     decode = {1, 2, 4, *range(8, most + 1, 8), most}
     prefill = {16, 32, *range(64, 256, 32), *range(256, 512, 64), *range(512, settings.max_graph_tokens + 1, 128)}
-    largest = min(settings.max_graph_tokens, settings.max_num_batched_tokens)
+    largest = min(settings.max_graph_tokens, settings.max_num_batched_tokens, settings.max_model_len)
     return sorted({size for size in decode if size <= most} | {size for size in prefill if size <= largest})
 
 

@@ -34,8 +34,8 @@ from triton_omni.vllm_hooks.compat import (
 from triton_omni.vllm_hooks.engine_args import (
     apply_thread_share,
     build_engine_args,
+    quantization_arguments,
     resolve_dtype,
-    resolve_quantization,
 )
 from triton_omni.vllm_hooks.hidden_rows import RowTap
 from triton_omni.vllm_hooks.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
@@ -98,7 +98,7 @@ class ThinkerVllmEngine:
             device,
             self.dtype,
             worker_cls=_WORKER,
-            quantization=resolve_quantization(settings.quantization, device, self.dtype),
+            **quantization_arguments(settings.quantization, device, self.dtype),
             hf_overrides={"architectures": [thinker_networks.THINKER_ARCHITECTURE]},
             limit_mm_per_prompt={"image": media, "audio": media, "video": media},
             # `prepare` runs on that many threads: vLLM then keeps a tokenizer for each, and its cache of processed
