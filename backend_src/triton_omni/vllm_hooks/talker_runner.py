@@ -25,6 +25,7 @@ from triton_omni.vllm_hooks.compat import (
     SchedulerOutput,
     VllmConfig,
 )
+from triton_omni.vllm_hooks.fused_decode import FusedDecodeMixin
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
 from triton_omni.vllm_hooks.steady_decode import SteadyDecodeMixin
@@ -228,7 +229,7 @@ class TalkerRunnerMixin(_Runner):
                 sequence.sampled.append(SampledStep(code, ready))
 
 
-class TalkerRunner(TalkerRunnerMixin, SteadyDecodeMixin, PrefillGraphsMixin, PlatformRunner):
+class TalkerRunner(TalkerRunnerMixin, SteadyDecodeMixin, FusedDecodeMixin, PrefillGraphsMixin, PlatformRunner):
     """vLLM's runner with hidden rows added, draws of its own, graphs of prompts, and little to do for a step that goes
     on."""
 
