@@ -147,6 +147,11 @@ class FusedDecodeMixin(_Runner):
 
     _fused: Switch | None = None
 
+    @property
+    def fuses_decode_steps(self) -> bool:
+        """Whether it does; known once the network is loaded."""
+        return self._fused is not None
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the network, and let its layers choose how a step is computed."""
         super().load_model(*args, **kwargs)

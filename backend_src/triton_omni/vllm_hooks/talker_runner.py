@@ -57,7 +57,7 @@ class _Batch(NamedTuple):
     """What is added to a token's place to get its M-RoPE position once the prompt is over."""
 
 
-class TalkerRunnerMixin(_Runner):
+class TalkerRunnerMixin(FusedDecodeMixin):
     """Says which rows a step's tokens read, and hands each draw to its sequence."""
 
     step: TalkerStep
@@ -84,11 +84,19 @@ class TalkerRunnerMixin(_Runner):
                 max_sequences=self.max_num_reqs,
                 max_positions=self.max_model_len,
                 sessions=cast(dict[str, int], self.vllm_config.additional_config)[SESSIONS],
+                kind=self._step_kind(),
             )
         self._index.cpu.copy_(self._index.gpu)
         if self.compilation_config.mode != CompilationMode.NONE:
             self.step.compile()
         cast(TalkerForCausalLM, self.get_model()).step = self.step
+
+    def _step_kind(self) -> type[TalkerStep]:
+        if not self.fuses_decode_steps:
+            return TalkerStep
+        from triton_omni.vllm_hooks.fused_talker_step import FusedTalkerStep
+
+        return FusedTalkerStep
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache, and let the step know where its slots are named."""
@@ -229,7 +237,7 @@ class TalkerRunnerMixin(_Runner):
                 sequence.sampled.append(SampledStep(code, ready))
 
 
-class TalkerRunner(TalkerRunnerMixin, SteadyDecodeMixin, FusedDecodeMixin, PrefillGraphsMixin, PlatformRunner):
+class TalkerRunner(TalkerRunnerMixin, SteadyDecodeMixin, PrefillGraphsMixin, PlatformRunner):
     """vLLM's runner with hidden rows added, draws of its own, graphs of prompts, and little to do for a step that goes
     on."""
 
