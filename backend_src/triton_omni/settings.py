@@ -50,6 +50,9 @@ class EngineSettings(_Frozen):
     torch_compile: bool = False
     """Compile the network as well (GPU only): faster steps for a longer first start; what was compiled is kept on disk
     (`VLLM_CACHE_ROOT`)."""
+    fused_decode: bool = False
+    """Record decode steps with kernels that do in one launch what vLLM does in several (GPU, half precision, with CUDA
+    graphs, not compiled). Other steps are vLLM's own."""
     async_scheduling: bool = True
     """Schedule the next step while the device runs this one (GPU only)."""
     threads: Annotated[int, Field(ge=0)] = 0
@@ -59,6 +62,9 @@ class EngineSettings(_Frozen):
     def _one_way_to_run(self) -> EngineSettings:
         if self.torch_compile and self.enforce_eager:
             raise ValueError("torch_compile true and enforce_eager true exclude each other: set one of them to false")
+        if self.fused_decode and (self.torch_compile or self.enforce_eager):
+            other = "torch_compile" if self.torch_compile else "enforce_eager"
+            raise ValueError(f"fused_decode true and {other} true exclude each other: set one of them to false")
         return self
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ import torch
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.engine import Sampling, TalkerPrompt, ThinkerPrompt
-from triton_omni.settings import TalkerSettings, ThinkerSettings
+from triton_omni.settings import EngineSettings, TalkerSettings, ThinkerSettings
 from triton_omni.vllm_hooks.engine_args import resolve_dtype
 from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
 from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
@@ -23,7 +23,8 @@ from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
 from .decoding import Mode
 from .figures import OURS
 from .plan import Plan
-from .vllm_decoders import engine_facts, engine_settings
+from .vllm_decoders import engine_facts
+from .vllm_decoders import engine_settings as shared_settings
 
 REPLY_ROWS = 4
 """Rows of a talker's reply; behind them the tail is added, which costs a step the same."""
@@ -39,6 +40,11 @@ def sampling_of(mode: Mode, tokens: int, seed: int) -> Sampling:
         max_tokens=tokens,
         seed=seed,
     )
+
+
+def engine_settings(plan: Plan) -> EngineSettings:
+    """What ours and plain vLLM share, and what only ours have."""
+    return EngineSettings(**shared_settings(plan).model_dump() | {"fused_decode": plan.fused_decode})
 
 
 EngineT = TypeVar("EngineT", ThinkerVllmEngine, TalkerVllmEngine)

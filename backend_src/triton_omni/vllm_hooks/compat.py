@@ -74,13 +74,15 @@ try:
     from vllm.config import CompilationMode, CUDAGraphMode, StructuredOutputsConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import VLLMValidationError
-    from vllm.forward_context import BatchDescriptor, ForwardContext, override_forward_context
+    from vllm.forward_context import BatchDescriptor, ForwardContext, get_forward_context, override_forward_context
     from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.model_executor.models.interfaces import SupportsMRoPE
     from vllm.model_executor.models.llama import LlamaDecoderLayer
+    from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer
     from vllm.model_executor.models.qwen2_5_omni_thinker import (
         Qwen2_5OmniThinkerDummyInputsBuilder,
         Qwen2_5OmniThinkerForConditionalGeneration,
@@ -181,10 +183,12 @@ __all__ = [
     "LLMEngine",
     "LlamaDecoderLayer",
     "LogitsProcessor",
+    "MRotaryEmbedding",
     "ModelRegistry",
     "ModelRunnerOutput",
     "MultiModalFeatureSpec",
     "ParallelLMHead",
+    "Qwen2DecoderLayer",
     "Qwen2_5OmniThinkerDummyInputsBuilder",
     "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5OmniThinkerMultiModalProcessor",
@@ -203,6 +207,7 @@ __all__ = [
     "StructuredOutputsConfig",
     "StructuredOutputsParams",
     "SupportsMRoPE",
+    "UnquantizedLinearMethod",
     "UnsupportedVllmError",
     "VLLMValidationError",
     "VllmConfig",
@@ -211,6 +216,7 @@ __all__ = [
     "Worker",
     "apply_top_k_top_p",
     "current_platform",
+    "get_forward_context",
     "override_forward_context",
     "serialize_guidance_grammar",
     "support_torch_compile",

@@ -8,14 +8,16 @@ what a model needs comes from the caller.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from triton_omni.settings import Dtype, EngineSettings, Quantization, SettingsError
 from triton_omni.vllm_hooks.compat import CompilationMode, EngineArgs, current_platform
+from triton_omni.vllm_hooks.fused_decode import FUSED_DECODE
 
 GPU_BLOCK_SIZE = 16
 CPU_BLOCK_SIZE = 32
@@ -95,6 +97,7 @@ def build_engine_args(
     worker_cls: str,
     scheduler_cls: str | None = None,
     hf_overrides: dict[str, Any] | Callable[[Any], Any],
+    for_runner: Mapping[str, Any] = MappingProxyType({}),
     **model_arguments: Any,
 ) -> EngineArgs:
     """Arguments of one engine.
@@ -106,6 +109,7 @@ def build_engine_args(
         dtype: of weights and activations.
         worker_cls, scheduler_cls: dotted names within `triton_omni.` or `vllm.`.
         hf_overrides: changes to the checkpoint's config, at least `architectures`.
+        for_runner: what the stage's own model runner reads in `additional_config`.
         model_arguments: further `EngineArgs` that only one of the models needs.
 
     Raises:
@@ -134,6 +138,7 @@ def build_engine_args(
         enable_prefix_caching=False,
         async_scheduling=on_gpu and settings.async_scheduling,
         device_ids=[device.index] if device.index else None,
+        additional_config={FUSED_DECODE: settings.fused_decode and on_gpu, **for_runner},
         **_memory(settings, block_size),
         **_execution(settings, on_gpu),
         **model_arguments,

@@ -40,8 +40,9 @@ class SlotDraws:
     """
 
     def __init__(self, slots: int, stops: Tensor) -> None:
-        self._stops, self._vocabulary = stops, stops.shape[0]
-        self._settings = torch.zeros(len(_Setting), slots, dtype=torch.float32, device=stops.device)
+        self.stops, self._vocabulary = stops, stops.shape[0]
+        self.settings = torch.zeros(len(_Setting), slots, dtype=torch.float32, device=stops.device)
+        """fp32 [settings, slots], in the order of `_Setting`."""
         self._seeds = np.zeros(slots, dtype=np.uint64)
         self._write(slice(None), Sampling(), 0)
 
@@ -61,7 +62,7 @@ class SlotDraws:
         }
         for setting, value in values.items():
             # As a kernel's argument: a copy from pageable memory would wait for all of the device's work.
-            self._settings[setting, slots].fill_(value)
+            self.settings[setting, slots].fill_(value)
 
     def uniforms(self, slots: Indices, positions: Indices) -> NDArray[np.float64]:
         """Uniform numbers [...] of what is drawn at `positions` int64 [...] of the sequences of `slots` int64 [...].
@@ -78,9 +79,9 @@ class SlotDraws:
             slots, positions: int64 [B], whose logits they are and at which place.
             uniforms: float64 [B].
         """
-        temperature, top_p, top_k, log_min_p, first_stop = self._settings.index_select(1, slots).unbind(0)
+        temperature, top_p, top_k, log_min_p, first_stop = self.settings.index_select(1, slots).unbind(0)
         too_early = positions < first_stop
-        logits.masked_fill_(too_early.unsqueeze(-1) & self._stops, float("-inf"))
+        logits.masked_fill_(too_early.unsqueeze(-1) & self.stops, float("-inf"))
         greedy, likeliest = temperature == 0, logits.argmax(dim=-1)
         logits.div_(torch.where(greedy, 1.0, temperature).unsqueeze(-1))
         # p < min_p * max(p), of logits.

@@ -299,6 +299,6 @@ def _start_vllm(checkpoint: Path, settings: TalkerSettings, device: torch.device
         scheduler_cls=_SCHEDULERS[asynchronous],
         hf_overrides=talker_config,
         skip_tokenizer_init=True,
-        additional_config={SESSIONS: settings.max_sessions},
+        for_runner={SESSIONS: settings.max_sessions},
     )
     return LLMEngine.from_engine_args(arguments)

@@ -7,7 +7,7 @@ It follows HF's `Qwen2_5OmniTalkerForConditionalGeneration`; where the embedding
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -124,8 +124,9 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
         if self.step is None:
             raise RuntimeError("the talker's network runs before it was given its hidden rows")
         if self.step.decoding:
-            self.step.go_on(input_ids, positions)
-        embeds = self.step.condition(input_ids, self.embed_input_ids(input_ids))
+            embeds = self.step.begin_decode(input_ids, positions, cast(Tensor, self.model.embed_tokens.weight))
+        else:
+            embeds = self.step.condition(input_ids, self.embed_input_ids(input_ids))
         hidden: Tensor = self.model(positions, self.thinker_to_talker_proj(embeds))
         if self.step.decoding:
             self.step.finish_decode(self.logits_processor(self.lm_head, hidden))

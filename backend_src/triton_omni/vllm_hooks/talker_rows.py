@@ -97,7 +97,8 @@ class TalkerRows:
         self.idle_slot = slots
         """A slot of nobody: rows of the batch whose draw is thrown away write there."""
         self.seen = torch.zeros(slots + 1, prompt_seen.shape[0], dtype=torch.bool, device=device)
-        self._faults = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self.faults = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        """How often a row that is not finite was read, by slot."""
         self.penalties = torch.ones(slots + 1, dtype=torch.float32, device=device)
         self._prompt_seen = prompt_seen
         self._max_positions = max_positions
@@ -130,7 +131,7 @@ class TalkerRows:
             )
         slot, base = self._free_slots.pop(), start + _TAIL_ROWS
         self.seen[slot].copy_(self._prompt_seen)
-        self._faults[slot].zero_()
+        self.faults[slot].zero_()
         self.penalties[slot].fill_(repetition_penalty)
         self.pool[base + prompt.prompt_rows].copy_(text_bos)
         self._bases[slot], self._stored[slot] = base, 0
@@ -186,7 +187,7 @@ class TalkerRows:
             slots: int64 [N] on the device, whose row it is.
         """
         rows = self.pool.index_select(0, index)
-        self._faults.index_add_(0, slots, (~_rows_are_finite(rows)).to(torch.int32))
+        self.faults.index_add_(0, slots, (~_rows_are_finite(rows)).to(torch.int32))
         return rows.nan_to_num_(0.0, 0.0, 0.0)
 
     def mark_seen(self, slots: Tensor, ids: Tensor) -> None:
@@ -197,7 +198,7 @@ class TalkerRows:
 
     def sound(self, slots: Tensor, logits: Tensor) -> Tensor:
         """bool [B]: whether every row that the sequences used so far, and their `logits` [B, V], are finite."""
-        return (self._faults[slots] == 0) & _rows_are_finite(logits)
+        return (self.faults[slots] == 0) & _rows_are_finite(logits)
 
 
 def _rows_are_finite(values: Tensor) -> Tensor:

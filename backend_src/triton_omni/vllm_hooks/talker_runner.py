@@ -25,6 +25,7 @@ from triton_omni.vllm_hooks.compat import (
     SchedulerOutput,
     VllmConfig,
 )
+from triton_omni.vllm_hooks.fused_decode import FusedDecodeMixin
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
 from triton_omni.vllm_hooks.steady_decode import SteadyDecodeMixin
@@ -56,7 +57,7 @@ class _Batch(NamedTuple):
     """What is added to a token's place to get its M-RoPE position once the prompt is over."""
 
 
-class TalkerRunnerMixin(_Runner):
+class TalkerRunnerMixin(FusedDecodeMixin):
     """Says which rows a step's tokens read, and hands each draw to its sequence."""
 
     step: TalkerStep
@@ -83,11 +84,19 @@ class TalkerRunnerMixin(_Runner):
                 max_sequences=self.max_num_reqs,
                 max_positions=self.max_model_len,
                 sessions=cast(dict[str, int], self.vllm_config.additional_config)[SESSIONS],
+                kind=self._step_kind(),
             )
         self._index.cpu.copy_(self._index.gpu)
         if self.compilation_config.mode != CompilationMode.NONE:
             self.step.compile()
         cast(TalkerForCausalLM, self.get_model()).step = self.step
+
+    def _step_kind(self) -> type[TalkerStep]:
+        if not self.fuses_decode_steps:
+            return TalkerStep
+        from triton_omni.vllm_hooks.fused_talker_step import FusedTalkerStep
+
+        return FusedTalkerStep
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache, and let the step know where its slots are named."""

@@ -52,11 +52,12 @@ class TalkerStep:
     """
 
     def __init__(self, rows: TalkerRows, index: Tensor, ids: CodecIds, speakable: int, max_sequences: int) -> None:
-        self.rows, self._index, self.mask_id = rows, index, ids.mask
+        self.rows, self.index, self.mask_id = rows, index, ids.mask
         self.decoding = False
         """Whether the step that runs has one token a sequence; set before it."""
         vocabulary = rows.seen.shape[1]
-        self._forbidden = _forbidden(vocabulary, ids, speakable).to(index.device)
+        self.forbidden = _forbidden(vocabulary, ids, speakable).to(index.device)
+        """bool [V], ids that are never drawn."""
         stops = torch.zeros(vocabulary, dtype=torch.bool)
         stops[list(ids.stops)] = True
         self.draws = SlotDraws(rows.idle_slot + 1, stops.to(index.device))
@@ -70,13 +71,23 @@ class TalkerStep:
         self.condition = torch.compile(self.condition, fullgraph=True, dynamic=True)  # type: ignore[method-assign]
         self._adjust_decode = torch.compile(self._adjust_decode, fullgraph=True, dynamic=True)  # type: ignore[method-assign]
 
+    def begin_decode(self, ids: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        """Inputs [N, H] of a step of one token a sequence, laid out where it follows the last one.
+
+        Args:
+            ids, positions: int32 [N] and int64 [3, N], brought up to date in place.
+            table: [V, H], the embeddings of ids.
+        """
+        self.go_on(ids, positions)
+        return self.condition(ids, table.index_select(0, ids))
+
     def go_on(self, ids: Tensor, positions: Tensor) -> None:
         """Lay out the tokens of a decode step that follow the last one's: `ids` [N], `positions` [3, N], cache slots.
 
         In place, as vLLM would have done; its buffers stay as they are for tokens that it laid out itself.
         """
         count = ids.shape[0]
-        index, slots = self._index[:count], self.cache_slots[:count]
+        index, slots = self.index[:count], self.cache_slots[:count]
         follows = index[:, Column.FOLLOWS] != 0
         ids.copy_(torch.where(follows, self.drawn[:count], ids))
         positions.copy_(torch.where(follows, index[:, Column.AXIS], positions))
@@ -88,23 +99,23 @@ class TalkerStep:
         An id that is read counts as used from here on, which is how HF's repetition penalty sees it.
         """
         count = ids.shape[0]
-        slots = self._index[:count, Column.SLOT]
-        inputs = self.rows.gather(self._index[:count, Column.ROW], slots)
+        slots = self.index[:count, Column.SLOT]
+        inputs = self.rows.gather(self.index[:count, Column.ROW], slots)
         self.rows.mark_seen(slots, ids)
         return inputs.add_(codes * (ids != self.mask_id).unsqueeze(-1))
 
     def finish_decode(self, logits: Tensor) -> None:
         """Draw from the `logits` [N, V] of a step of one token a sequence, into `drawn`."""
-        index = self._index[: logits.shape[0]]
+        index = self.index[: logits.shape[0]]
         self.drawn[: logits.shape[0]].copy_(self._draw(*self._adjust_decode(logits), index))
 
     def draw(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Ids int32 [B] behind `tokens` int [B], places in a step of any kind, whose logits are [B, V]."""
-        index = self._index[tokens]
+        index = self.index[tokens]
         return self._draw(*self.adjust(logits, index[:, Column.SLOT]), index)
 
     def _adjust_decode(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return self.adjust(logits, self._index[: logits.shape[0], Column.SLOT])
+        return self.adjust(logits, self.index[: logits.shape[0], Column.SLOT])
 
     def _draw(self, logits: Tensor, sound: Tensor, index: Tensor) -> Tensor:
         """A sequence with anything non-finite draws the mask id, which ends it alone."""
@@ -125,7 +136,7 @@ class TalkerStep:
         penalty = self.rows.penalties[slots].unsqueeze(-1)
         penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
         logits = torch.where(self.rows.seen[slots], penalised, logits)
-        return logits.masked_fill_(self._forbidden, float("-inf")), sound
+        return logits.masked_fill_(self.forbidden, float("-inf")), sound
 
 
 def codec_ids(config: OmniConfig) -> CodecIds:
@@ -135,7 +146,14 @@ def codec_ids(config: OmniConfig) -> CodecIds:
 
 
 def make_step(
-    checkpoint: Path, index: Tensor, dtype: torch.dtype, *, max_sequences: int, max_positions: int, sessions: int
+    checkpoint: Path,
+    index: Tensor,
+    dtype: torch.dtype,
+    *,
+    max_sequences: int,
+    max_positions: int,
+    sessions: int,
+    kind: type[TalkerStep] = TalkerStep,
 ) -> TalkerStep:
     """The step of a checkpoint, with memory for rows of `max_sequences` sequences of `max_positions`.
 
@@ -144,6 +162,7 @@ def make_step(
         index: as `TalkerStep` takes it; its rows are filled with what stands for no token.
         dtype: of hidden rows.
         sessions: sequences open at once.
+        kind: the class of the step.
 
     Raises:
         CheckpointError: the checkpoint lacks the text embeddings.
@@ -161,7 +180,7 @@ def make_step(
         max_positions=max_positions,
     )
     index[:, Column.SLOT] = rows.idle_slot
-    return TalkerStep(rows, index, ids, config.codec.largest_code + 1, max_sequences)
+    return kind(rows, index, ids, config.codec.largest_code + 1, max_sequences)
 
 
 def _forbidden(vocabulary: int, ids: CodecIds, speakable: int) -> Tensor:

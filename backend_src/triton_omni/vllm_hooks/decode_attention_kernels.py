@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a decode step in one launch, in the Triton language.
+
+A step of one token a sequence is bound by its launches and by what its kernels wait for, not by arithmetic; rotation,
+cache write, scheduling, attention and combination are a third of such a step when each is a kernel. Sums are in
+float32. It knows tensors, neither vLLM nor the networks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SMALLEST_TILE = 16
+"""Tensor cores multiply no smaller tiles."""
+KEYS = 64
+"""Cached keys that a program of attention takes at a time."""
+MOST_SPLITS = 16
+"""Programs that share one sequence's keys at most."""
+_ENOUGH_PROGRAMS = 256
+"""About two a multiprocessor of the largest GPUs; more would wait for each other."""
+_LOWEST: tl.constexpr = tl.constexpr(-1e30)
+"""Stands for minus infinity where a difference of two must not be NaN."""
+_LOG2_E = 1.4426950408889634
+
+
+class Cache(NamedTuple):
+    """Keys and values of one layer in the paged cache, and where a step's sequences lie in it."""
+
+    blocks: Tensor
+    """[blocks, heads, tokens of a block, 2 D]: each head's keys beside its values, in any order in memory."""
+    table: Tensor
+    """int32 [B, blocks of the longest sequence]."""
+    lengths: Tensor
+    """int32 [B], tokens of each sequence with the step's own; 0 = no sequence."""
+
+
+class Rotation(NamedTuple):
+    """M-RoPE's angles: HF's `apply_multimodal_rotary_pos_emb`, which rotates D / 2 pairs by one axis or another."""
+
+    positions: Tensor
+    """int64 [3, B], of each axis."""
+    table: Tensor
+    """[positions, D], the cosines of all pairs and then their sines."""
+    sections: tuple[int, int, int]
+    """Pairs of each axis."""
+
+
+@triton.jit
+def _rotated(base, cosine, sine, rows, wanted, HALF: tl.constexpr):
+    """Both halves [rows, HALF] of heads, rotated; in the dtype of what is loaded, as the plain path rounds."""
+    places = base + rows[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    first = tl.load(places, mask=wanted[:, None], other=0.0).to(tl.float32)
+    second = tl.load(places + HALF, mask=wanted[:, None], other=0.0).to(tl.float32)
+    kind = base.dtype.element_ty
+    return (first * cosine - second * sine).to(kind), (second * cosine + first * sine).to(kind)
+
+
+@triton.jit
+def _merge(best, total, summed, other_best, other_total, other_summed):
+    """Join two running softmaxes: their largest scores, sums of weights and weighted values."""
+    joined = tl.maximum(best, other_best)
+    ours, theirs = tl.exp2(best - joined), tl.exp2(other_best - joined)
+    return joined, total * ours + other_total * theirs, summed * ours[:, None] + other_summed * theirs[:, None]
+
+
+@triton.jit
+def _over_cache(
+    query_1,
+    query_2,
+    own,
+    table,
+    from_tile,
+    to_tile,
+    past,
+    scale,
+    block_stride,
+    place_stride,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A running softmax over the cached keys of some tiles: largest scores, sums of weights, weighted values."""
+    GROUP: tl.constexpr = query_1.shape[0]
+    HALF: tl.constexpr = query_1.shape[1]
+    lanes, dims = tl.arange(0, HALF), tl.arange(0, 2 * HALF)
+    best = tl.full([GROUP], _LOWEST, tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    summed = tl.zeros([GROUP, 2 * HALF], tl.float32)
+    for tile in range(from_tile, to_tile):
+        places = tile * TILE + tl.arange(0, TILE)
+        cached = places < past
+        blocks = tl.load(table + places // BLOCK, mask=cached, other=0).to(tl.int64)
+        at = own + blocks * block_stride + (places % BLOCK) * place_stride
+        key_1 = tl.load(at[None, :] + lanes[:, None], mask=cached[None, :], other=0.0)
+        key_2 = tl.load(at[None, :] + HALF + lanes[:, None], mask=cached[None, :], other=0.0)
+        value = tl.load(at[:, None] + 2 * HALF + dims[None, :], mask=cached[:, None], other=0.0)
+        scores = tl.dot(query_1, key_1, input_precision="ieee") + tl.dot(query_2, key_2, input_precision="ieee")
+        scores = tl.where(cached[None, :], scores * scale, float("-inf"))
+        highest = tl.maximum(best, tl.max(scores, 1))
+        weights, kept = tl.exp2(scores - highest[:, None]), tl.exp2(best - highest)
+        total = total * kept + tl.sum(weights, 1)
+        summed = summed * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        best = highest
+    return best, total, summed
+
+
+@triton.jit
+def _all_parts(parts, used, PART: tl.constexpr, WIDTH: tl.constexpr):
+    """Put together what programs on other multiprocessors left, past this one's own cache (.cg)."""
+    GROUP: tl.constexpr = parts.shape[0]
+    dims = tl.arange(0, WIDTH)
+    best = tl.full([GROUP], _LOWEST, tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    summed = tl.zeros([GROUP, WIDTH], tl.float32)
+    for part in range(used):
+        theirs = parts + part * PART
+        values = tl.load(theirs[:, None] + dims[None, :], cache_modifier=".cg")
+        score, weight = tl.load(theirs + WIDTH, cache_modifier=".cg"), tl.load(theirs + WIDTH + 1, cache_modifier=".cg")
+        best, total, summed = _merge(best, total, summed, score, weight, values)
+    return best, total, summed
+
+
+@triton.jit
+def _decode_attention(
+    projected,
+    positions,
+    rotations,
+    cache,
+    table,
+    lengths,
+    partials,
+    arrivals,
+    output,
+    scale,
+    projected_stride,
+    axis_stride,
+    block_stride,
+    head_stride,
+    place_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    pair, split = tl.program_id(0), tl.program_id(1)
+    sequence, head = pair // KEY_HEADS, pair % KEY_HEADS
+    SHARED: tl.constexpr = HEADS // KEY_HEADS
+    WIDTH: tl.constexpr = 2 * HALF
+    rows, lanes, dims = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, WIDTH)
+    queries = rows < SHARED
+    length = tl.load(lengths + sequence)
+    written = output + (sequence * HEADS + head * SHARED + rows[:, None]) * WIDTH + dims[None, :]
+    if length == 0:
+        if split == 0:
+            tl.store(written, tl.zeros([GROUP, WIDTH], output.dtype.element_ty), mask=queries[:, None])
+        return
+    tiles = tl.cdiv(length, TILE)
+    share = tl.cdiv(tiles, SPLITS)
+    used = tl.cdiv(tiles, share)
+    if split >= used:
+        return
+
+    row = projected + sequence.to(tl.int64) * projected_stride
+    axis = tl.where(lanes < FIRST, 0, tl.where(lanes < SECOND, 1, 2))
+    angles = tl.load(positions + axis * axis_stride + sequence) * WIDTH + lanes
+    cosine, sine = tl.load(rotations + angles).to(tl.float32), tl.load(rotations + angles + HALF).to(tl.float32)
+    query_1, query_2 = _rotated(row + head * SHARED * WIDTH, cosine[None, :], sine[None, :], rows, queries, HALF)
+
+    past, own, blocks_of = length - 1, cache + head * head_stride, table + sequence * table_stride
+    first_tile, last_tile = split * share, tl.minimum((split + 1) * share, tiles)
+    best, total, summed = _over_cache(
+        query_1, query_2, own, blocks_of, first_tile, last_tile, past, scale, block_stride, place_stride, BLOCK, TILE
+    )
+    if split == used - 1:
+        # The step's own token: its key and value come from the projection, and stay in the cache.
+        unrotated = row + (HEADS + head) * WIDTH + lanes
+        first, second = tl.load(unrotated).to(tl.float32), tl.load(unrotated + HALF).to(tl.float32)
+        new_1 = (first * cosine - second * sine).to(projected.dtype.element_ty)
+        new_2 = (second * cosine + first * sine).to(projected.dtype.element_ty)
+        new_value = tl.load(row + (HEADS + KEY_HEADS + head) * WIDTH + dims)
+        new_block = tl.load(blocks_of + past // BLOCK).to(tl.int64)
+        place = own + new_block * block_stride + (past % BLOCK) * place_stride
+        tl.store(place + lanes, new_1)
+        tl.store(place + HALF + lanes, new_2)
+        tl.store(place + WIDTH + dims, new_value)
+        score = tl.sum(query_1.to(tl.float32) * new_1.to(tl.float32)[None, :], 1)
+        score = (score + tl.sum(query_2.to(tl.float32) * new_2.to(tl.float32)[None, :], 1)) * scale
+        best, total, summed = _merge(
+            best, total, summed, score, tl.full([GROUP], 1.0, tl.float32), new_value.to(tl.float32)[None, :]
+        )
+
+    if used == 1:
+        tl.store(written, (summed / total[:, None]).to(output.dtype.element_ty), mask=queries[:, None])
+        return
+    # [pair, split, row, WIDTH + 2]: weighted values, the largest score, the sum of weights.
+    PART: tl.constexpr = GROUP * (WIDTH + 2)
+    parts = partials + pair.to(tl.int64) * (SPLITS * PART) + rows * (WIDTH + 2)
+    mine = parts + split * PART
+    tl.store(mine[:, None] + dims[None, :], summed)
+    tl.store(mine + WIDTH, best)
+    tl.store(mine + WIDTH + 1, total)
+    # All threads' stores must be there before the one that counts arrivals says so.
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") < used - 1:
+        return
+    best, total, summed = _all_parts(parts, used, PART, WIDTH)
+    tl.store(arrivals + pair, 0)
+    tl.store(written, (summed / total[:, None]).to(output.dtype.element_ty), mask=queries[:, None])
+
+
+def splits(pairs: int) -> int:
+    """Programs that share each pair of a sequence and a key head; a power of two."""
+    # The number of pairs is rounded up to a power of two.
+    return max(1, min(MOST_SPLITS, _ENOUGH_PROGRAMS >> (pairs - 1).bit_length()))
+
+
+def decode_attention(
+    projected: Tensor, rotation: Rotation, cache: Cache, arrivals: Tensor, *, heads: int, scale: float
+) -> Tensor:
+    """Attention of one new token a sequence, rotated here, to the sequence so far; its key and value join the cache.
+
+    One launch in place of rotation, cache write, scheduling, attention and combination. Source of the split over keys:
+    Flash-Decoding (Dao et al., 2023); whoever is last puts the parts together.
+
+    Args:
+        projected: [B, (heads + 2 key heads) D], queries, keys and values of each sequence's new token, by head.
+        rotation: of the new tokens.
+        cache: of this layer; what is behind a sequence's length may be anything.
+        arrivals: int32, zeros for every pair of a sequence and a key head; zeros again behind the launch.
+        heads: of the queries; a multiple of the key heads.
+        scale: of the scores.
+
+    Returns:
+        [B, heads D] in the dtype of `projected`, 0 where there is no sequence.
+    """
+    count, (_, key_heads, block, double) = len(projected), cache.blocks.shape
+    half, pairs = double // 4, count * key_heads
+    group = max(SMALLEST_TILE, triton.next_power_of_2(heads // key_heads))
+    shares = splits(pairs)
+    partials = torch.empty(pairs * shares * group * (double // 2 + 2), dtype=torch.float32, device=projected.device)
+    output = torch.empty(count, heads * double // 2, dtype=projected.dtype, device=projected.device)
+    block_stride, head_stride, place_stride, _ = cache.blocks.stride()
+    first, second, _ = rotation.sections
+    _decode_attention[(pairs, shares)](
+        projected,
+        rotation.positions,
+        rotation.table,
+        cache.blocks,
+        cache.table,
+        cache.lengths,
+        partials,
+        arrivals,
+        output,
+        scale * _LOG2_E,
+        projected.stride(0),
+        rotation.positions.stride(0),
+        block_stride,
+        head_stride,
+        place_stride,
+        cache.table.stride(0),
+        HEADS=heads,
+        KEY_HEADS=key_heads,
+        HALF=half,
+        FIRST=first,
+        SECOND=first + second,
+        BLOCK=block,
+        TILE=KEYS,
+        GROUP=group,
+        SPLITS=shares,
+        num_warps=4,
+        num_stages=2,
+    )
+    return output

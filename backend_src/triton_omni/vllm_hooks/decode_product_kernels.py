@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products of a decode step with what stands around them, in the Triton language.
+
+For a few tokens a product is bound by reading its weights: all multiprocessors must read all the time, and what comes
+before and behind is to cost no launches of its own. Sums are in float32. It knows tensors, neither vLLM nor the
+networks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_ROWS = 64
+"""Tokens of a step for which these products are made; for more, a library's are as fast."""
+_SMALLEST_TILE = 16
+_COLUMNS = 32
+_STRIDE = 128
+"""Columns of a product, and its depth at a time, of one program: 8 KB of weights."""
+_MOST_PARTS = 16
+_ENOUGH_PROGRAMS = 264
+"""Two a multiprocessor of the largest GPUs."""
+
+
+@triton.jit
+def _split_product(
+    rows,
+    weights,
+    parts,
+    count,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SHARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    part, row, column = tl.program_id(1), tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    wanted, inside = (row < count)[:, None], (column < WIDTH)[None, :]
+    left, right = rows + row[:, None] * DEPTH, weights + column.to(tl.int64)[None, :] * DEPTH
+    summed = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in range(part * SHARE, tl.minimum((part + 1) * SHARE, DEPTH), STRIDE):
+        depth = at + tl.arange(0, STRIDE)
+        known = depth < DEPTH
+        ours = tl.load(left + depth[None, :], mask=wanted & known[None, :], other=0.0)
+        theirs = tl.load(right + depth[:, None], mask=inside & known[:, None], other=0.0)
+        summed += tl.dot(ours, theirs, input_precision="ieee")
+    tl.store(parts + (part * count + row[:, None]) * WIDTH + column[None, :], summed, mask=wanted & inside)
+
+
+def split_product(rows: Tensor, weights: Tensor) -> Tensor:
+    """Parts [S, M, N] fp32 whose sum is `rows` [M, K] times the transpose of `weights` [N, K], for `add_norm`.
+
+    The depth is shared out, so that every multiprocessor reads weights although N is small (split-K).
+    """
+    (count, depth), width = rows.shape, len(weights)
+    columns = triton.cdiv(width, _COLUMNS)
+    share = triton.cdiv(triton.cdiv(depth, _STRIDE), min(_MOST_PARTS, triton.cdiv(_ENOUGH_PROGRAMS, columns))) * _STRIDE
+    output = torch.empty(triton.cdiv(depth, share), count, width, dtype=torch.float32, device=rows.device)
+    _split_product[(columns, len(output))](
+        rows,
+        weights,
+        output,
+        count,
+        WIDTH=width,
+        DEPTH=depth,
+        SHARE=share,
+        ROWS=_padded(count),
+        COLUMNS=_COLUMNS,
+        STRIDE=_STRIDE,
+        num_warps=4,
+        num_stages=4,
+    )
+    return output
+
+
+@triton.jit
+def _gated_product(
+    rows,
+    weights,
+    output,
+    count,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    row, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    wanted, inside = (row < count)[:, None], (column < WIDTH)[None, :]
+    left, right = rows + row[:, None] * DEPTH, weights + column.to(tl.int64)[None, :] * DEPTH
+    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in range(0, DEPTH, STRIDE):
+        depth = at + tl.arange(0, STRIDE)
+        known = depth < DEPTH
+        ours = tl.load(left + depth[None, :], mask=wanted & known[None, :], other=0.0)
+        gates = tl.load(right + depth[:, None], mask=inside & known[:, None], other=0.0)
+        ups = tl.load(right + WIDTH * DEPTH + depth[:, None], mask=inside & known[:, None], other=0.0)
+        gate += tl.dot(ours, gates, input_precision="ieee")
+        up += tl.dot(ours, ups, input_precision="ieee")
+    # Rounded where the plain path has a tensor.
+    kind = output.dtype.element_ty
+    gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+    gated = (gate / (1.0 + tl.exp(-gate)) * up).to(kind)
+    tl.store(output + row[:, None] * WIDTH + column[None, :], gated, mask=wanted & inside)
+
+
+def gated_product(rows: Tensor, weights: Tensor) -> Tensor:
+    """SwiGLU's first half, `silu(gate) * up` [M, I], of `rows` [M, K] and `weights` [2 I, K]: all gates, then the rest.
+
+    Source: Shazeer, GLU Variants Improve Transformer (2020); HF's `Qwen2MLP`.
+    """
+    (count, depth), width = rows.shape, len(weights) // 2
+    output = torch.empty(count, width, dtype=rows.dtype, device=rows.device)
+    _gated_product[(triton.cdiv(width, _COLUMNS),)](
+        rows,
+        weights,
+        output,
+        count,
+        WIDTH=width,
+        DEPTH=depth,
+        ROWS=_padded(count),
+        COLUMNS=_COLUMNS,
+        STRIDE=_STRIDE,
+        num_warps=4,
+        num_stages=4,
+    )
+    return output
+
+
+@triton.jit
+def _add_norm(
+    parts, residual, weight, normed, eps, part_stride, WIDTH: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr
+):
+    columns = tl.arange(0, TILE)
+    inside = columns < WIDTH
+    at = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    # Unrolled, so that all parts are on their way at once.
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * part_stride + at, mask=inside, other=0.0)
+    rounded = total.to(residual.dtype.element_ty)
+    tl.store(residual + at, rounded, mask=inside)
+    total = rounded.to(tl.float32)
+    scaled = total * tl.rsqrt(tl.sum(total * total, 0) / WIDTH + eps)
+    kind = normed.dtype.element_ty
+    tl.store(normed + at, scaled.to(kind) * tl.load(weight + columns, mask=inside, other=0.0), mask=inside)
+
+
+def add_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add the sum of `parts` [S, M, N] fp32 to `residual` [M, N] in place, and return its RMS norm [M, N].
+
+    Args:
+        weight: [N] of the norm.
+        eps: of the norm.
+    """
+    count, width = residual.shape
+    normed = torch.empty_like(residual)
+    _add_norm[(count,)](
+        parts,
+        residual,
+        weight,
+        normed,
+        eps,
+        parts.stride(0),
+        WIDTH=width,
+        PARTS=len(parts),
+        TILE=triton.next_power_of_2(width),
+        num_warps=8,
+    )
+    return normed
+
+
+def _padded(count: int) -> int:
+    return max(_SMALLEST_TILE, 1 << (count - 1).bit_length())

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a talker's decode step does before and behind the network, in two launches, in the Triton language.
+
+Each is the arithmetic of `TalkerStep`'s plain operations, some ninety small launches, of one token a sequence. They
+know the step's tensors, neither vLLM nor how a step is scheduled.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Columns(NamedTuple):
+    """Where a step's index has what; see `talker_step.Column`."""
+
+    row: int
+    slot: int
+    place: int
+    uniform: int
+    follows: int
+    axis: int
+    cache: int
+
+
+class Layout(NamedTuple):
+    """What a step is told, and where it leaves what it lays out."""
+
+    told: Tensor
+    """int64 [N, columns]."""
+    ids: Tensor
+    """int32 [N], read, and overwritten where a token follows."""
+    positions: Tensor
+    """int64 [3, N], overwritten there too."""
+    cache_slots: Tensor
+    """int64 [N], overwritten there too."""
+
+
+class Memory(NamedTuple):
+    """What is kept of each sequence by slot, and of all."""
+
+    pool: Tensor
+    """[rows, H], hidden rows."""
+    seen: Tensor
+    """bool [slots, V]."""
+    faults: Tensor
+    """int32 [slots], how often a row that is not finite was read."""
+    drawn: Tensor
+    """int32 [most sequences], what the last step drew, by its order of sequences."""
+
+
+@triton.jit
+def _begin(
+    index,
+    ids,
+    positions,
+    cache_slots,
+    drawn,
+    pool,
+    table,
+    seen,
+    faults,
+    inputs,
+    index_stride,
+    axis_stride,
+    mask_id,
+    ROW: tl.constexpr,
+    SLOT: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+    AXIS: tl.constexpr,
+    CACHE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    token = tl.program_id(0)
+    told = index + token * index_stride
+    code = tl.load(ids + token)
+    if tl.load(told + FOLLOWS) != 0:
+        code = tl.load(drawn + token)
+        position = tl.load(told + AXIS)
+        tl.store(ids + token, code)
+        tl.store(positions + token, position)
+        tl.store(positions + axis_stride + token, position)
+        tl.store(positions + 2 * axis_stride + token, position)
+        tl.store(cache_slots + token, tl.load(told + CACHE))
+    slot = tl.load(told + SLOT)
+    tl.store(seen + slot * VOCABULARY + code, 1)
+    columns = tl.arange(0, TILE)
+    inside = columns < WIDTH
+    row = tl.load(pool + tl.load(told + ROW) * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    # A sum is finite only where every term is.
+    finite = tl.abs(tl.sum(row, 0)) < float("inf")
+    if finite == 0:
+        tl.atomic_add(faults + slot, 1)
+    row = tl.where(tl.abs(row) < float("inf"), row, 0.0)
+    embedded = tl.load(table + code.to(tl.int64) * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    total = row + tl.where(code == mask_id, 0.0, embedded)
+    tl.store(inputs + token * WIDTH + columns, total.to(inputs.dtype.element_ty), mask=inside)
+
+
+def begin(layout: Layout, memory: Memory, table: Tensor, columns: Columns, mask_id: int) -> Tensor:
+    """`TalkerStep.begin_decode`: inputs [N, H] of a decode step's tokens, each laid out if it follows.
+
+    Args:
+        layout, memory, columns: of the step.
+        table: [V, H], embeddings of codec ids.
+        mask_id: the id whose embedding is not added.
+    """
+    count, width = len(layout.ids), memory.pool.shape[1]
+    inputs = torch.empty(count, width, dtype=memory.pool.dtype, device=memory.pool.device)
+    _begin[(count,)](
+        *layout,
+        memory.drawn,
+        memory.pool,
+        table,
+        # The interpreter and the compiler agree on bytes, not on bool.
+        memory.seen.view(torch.uint8),
+        memory.faults,
+        inputs,
+        layout.told.stride(0),
+        layout.positions.stride(0),
+        mask_id,
+        ROW=columns.row,
+        SLOT=columns.slot,
+        FOLLOWS=columns.follows,
+        AXIS=columns.axis,
+        CACHE=columns.cache,
+        WIDTH=width,
+        VOCABULARY=memory.seen.shape[1],
+        TILE=triton.next_power_of_2(width),
+        num_warps=8,
+    )
+    return inputs
+
+
+class Rules(NamedTuple):
+    """Which ids may be drawn, and how each slot draws."""
+
+    forbidden: Tensor
+    """bool [V], never."""
+    stops: Tensor
+    """bool [V], not before a sequence's least length."""
+    penalties: Tensor
+    """fp32 [slots], HF's repetition penalty."""
+    settings: Tensor
+    """fp32 [5, slots]: temperature, top-p, top-k, log of min-p, place of the first stop."""
+
+
+@triton.jit
+def _ordered(values):
+    """Integers in the order of floats: the bits, those of negative numbers turned around."""
+    bits = values.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _kth_largest(keys, k):
+    """The largest key that at least `k` keys reach; found bit by bit, without sorting."""
+    low, high = tl.full([], -0x80000000, tl.int64), tl.full([], 0x7FFFFFFF, tl.int64)
+    for _ in range(32):
+        middle = (low + high + 1) >> 1
+        enough = tl.sum((keys >= middle).to(tl.int32), 0) >= k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _nucleus(keys, weights, mass):
+    """The smallest key above which less than `mass` of the weights lies."""
+    low, high = tl.full([], -0x80000000, tl.int64), tl.full([], 0x7FFFFFFF, tl.int64)
+    for _ in range(32):
+        middle = (low + high) >> 1
+        less = tl.sum(tl.where(keys > middle, weights, 0.0), 0) < mass
+        high = tl.where(less, middle, high)
+        low = tl.where(less, low, middle + 1)
+    return high
+
+
+@triton.jit
+def _draw(
+    logits,
+    index,
+    drawn,
+    seen,
+    faults,
+    forbidden,
+    stops,
+    penalties,
+    settings,
+    logits_stride,
+    index_stride,
+    slots,
+    mask_id,
+    SLOT: tl.constexpr,
+    PLACE: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    token, ids = tl.program_id(0), tl.arange(0, TILE)
+    inside = ids < VOCABULARY
+    told = index + token * index_stride
+    slot, place = tl.load(told + SLOT), tl.load(told + PLACE)
+    values = tl.load(logits + token * logits_stride + ids, mask=inside, other=0.0).to(tl.float32)
+    finite = tl.abs(tl.sum(values, 0)) < float("inf")
+    sound = tl.where(tl.load(faults + slot) == 0, finite, False)
+    values = tl.where(sound, values, 0.0)
+    penalty = tl.load(penalties + slot)
+    used = tl.load(seen + slot * VOCABULARY + ids, mask=inside, other=0) != 0
+    values = tl.where(used, tl.where(values < 0, values * penalty, values / penalty), values)
+
+    temperature, top_p = tl.load(settings + slot), tl.load(settings + slots + slot)
+    top_k, log_min_p = tl.load(settings + 2 * slots + slot), tl.load(settings + 3 * slots + slot)
+    early = place < tl.load(settings + 4 * slots + slot)
+    never = tl.load(forbidden + ids, mask=inside, other=1) != 0
+    ends = tl.load(stops + ids, mask=inside, other=0) != 0
+    values = tl.where(never, float("-inf"), tl.where(ends, tl.where(early, float("-inf"), values), values))
+    highest = tl.max(values, 0)
+    likeliest = tl.min(tl.where(values == highest, ids, TILE), 0)
+
+    greedy = temperature == 0
+    scaled = values / tl.where(greedy, 1.0, temperature)
+    highest = tl.max(scaled, 0)
+    kept = scaled >= highest + log_min_p
+    keys = _ordered(scaled)
+    keys = tl.where(kept, keys, -0x80000000)
+    kept = kept & (keys >= _kth_largest(keys, top_k))
+    weights = tl.where(kept & inside, tl.exp(scaled - highest), 0.0)
+    reached = _nucleus(keys, weights / tl.sum(weights, 0), top_p)
+    weights = tl.where(top_p >= 1.0, weights, tl.where(keys >= reached, weights, 0.0))
+
+    summed = tl.cumsum(weights.to(tl.float64), 0)
+    uniform = tl.load(told + UNIFORM).to(tl.float64, bitcast=True)
+    target = uniform * tl.max(summed, 0)
+    chosen = tl.sum((summed <= target).to(tl.int32), 0)
+    # Rounding may end between two ids, or behind the last.
+    weight = tl.sum(tl.where(ids == chosen, weights, 0.0), 0)
+    chosen = tl.where(greedy, likeliest, tl.where(weight > 0, chosen, likeliest))
+    tl.store(drawn + token, tl.where(sound, chosen, mask_id).to(tl.int32))
+
+
+def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, columns: Columns, mask_id: int) -> None:
+    """`TalkerStep.finish_decode`: draw from `logits` [N, V] into `memory.drawn`.
+
+    In the order of HF's and vLLM's steps: penalty, forbidden ids, least length, temperature, min-p, top-k, top-p; then
+    the cumulative distribution is inverted. Where ids at a bound are equally likely, all of them stay, whereas a sort
+    keeps some.
+    """
+    (count, vocabulary), slots = logits.shape, memory.seen.shape[0]
+    _draw[(count,)](
+        logits,
+        index,
+        memory.drawn,
+        memory.seen.view(torch.uint8),
+        memory.faults,
+        rules.forbidden.view(torch.uint8),
+        rules.stops.view(torch.uint8),
+        rules.penalties,
+        rules.settings,
+        logits.stride(0),
+        index.stride(0),
+        slots,
+        mask_id,
+        SLOT=columns.slot,
+        PLACE=columns.place,
+        UNIFORM=columns.uniform,
+        VOCABULARY=vocabulary,
+        TILE=triton.next_power_of_2(vocabulary),
+        num_warps=16,
+    )

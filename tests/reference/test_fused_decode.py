@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps of both engines by the fused kernels against vLLM's own, in bfloat16 on a GPU, graphs and all."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from reference.hf import HfReference
+from reference.talker.rig import DEVICE, HfTalker, make_engine
+from triton_omni.checkpoint.config import load_config
+from triton_omni.checkpoint.speakers import load_speakers
+from triton_omni.engine import Sampling, ThinkerPrompt
+from triton_omni.settings import EngineSettings, ThinkerSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+on_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="fused decode steps need a GPU")
+
+RELATIVE_ERROR = 0.02
+"""Of bfloat16's 8 bits of mantissa; what HF in float32 is allowed too (`test_precision.py`)."""
+TOKENS = 40
+
+
+def thinker(checkpoint: Path, **engine: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+
+        sizes = EngineSettings(max_num_seqs=4, max_model_len=1024, max_num_batched_tokens=512, threads=2, **engine)
+        return ThinkerVllmEngine(checkpoint, ThinkerSettings(engine=sizes), DEVICE)
+
+
+def replies(engine: Any, prompts: dict[str, tuple[int, ...]]) -> dict[str, tuple[list[int], Tensor]]:
+    """Tokens and hidden rows of each prompt's reply, all at once."""
+    for key, ids in prompts.items():
+        sampling = Sampling(max_tokens=TOKENS, min_tokens=TOKENS)
+        engine.add(key, engine.prepare(ThinkerPrompt(ids)), sampling, want_rows=True)
+    tokens: dict[str, list[int]] = {key: [] for key in prompts}
+    rows: dict[str, list[Tensor]] = {key: [] for key in prompts}
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None
+            tokens[output.key] += output.token_ids
+            rows[output.key] += [] if output.rows is None else [output.rows.float().cpu()]
+    engine.close()
+    return {key: (tokens[key], torch.cat(rows[key])[len(ids) :]) for key, ids in prompts.items()}
+
+
+@on_gpu
+def test_thinker_rows_of_a_reply(tiny_checkpoint: Path, hf: HfReference) -> None:
+    text = "Tell me about the sea. "
+    prompts = {str(count): tuple(hf.processor.tokenizer(text * count)["input_ids"]) for count in (1, 12, 60)}
+    plain = replies(thinker(tiny_checkpoint), prompts)
+    fused = replies(thinker(tiny_checkpoint, fused_decode=True), prompts)
+    for key, (tokens, rows) in plain.items():
+        ours, ours_rows = fused[key]
+        same = next((place for place in range(TOKENS) if ours[place] != tokens[place]), TOKENS)
+        # Two tokens may be nearly equal, and replies part there; until then every row is comparable.
+        assert same > 4, key
+        kept = min(same, len(rows))
+        error = float((ours_rows[:kept] - rows[:kept]).norm() / rows[:kept].norm())
+        assert 0 < error < RELATIVE_ERROR, (key, error)
+
+
+@on_gpu
+def test_talker_codes(tiny_checkpoint: Path, hf: HfReference) -> None:
+    voice = load_speakers(tiny_checkpoint, load_config(tiny_checkpoint)).default.text_bos_id
+    talker: Any = HfTalker(hf.model)
+    case = talker.case(3, 33, 9, voice, image=True)
+    seen: dict[bool, list[int]] = {}
+    for fused in (False, True):
+        engine: Any = make_engine(tiny_checkpoint, ahead=True, dtype="bfloat16", fused_decode=fused)
+        engine.open("a", case.prompt, Sampling(max_tokens=TOKENS, min_tokens=TOKENS))
+        engine.feed("a", case.rows.to(DEVICE, torch.bfloat16))
+        engine.end("a")
+        codes = seen[fused] = []
+        while engine.has_work():
+            codes += [int(code) for output in engine.step() if output.codes is not None for code in output.codes]
+        engine.close()
+    same = next((place for place in range(TOKENS) if seen[True][place] != seen[False][place]), TOKENS)
+    assert same > 4
+
+
+def test_what_the_kernels_do_not_compute_is_said(tiny_checkpoint: Path) -> None:
+    from triton_omni.vllm_hooks.fused_decode import why_not_fused
+
+    engine = thinker(tiny_checkpoint)
+    assert why_not_fused(engine._model, torch.float32) == "they are of half precision, the network is torch.float32"
+    expected = None if DEVICE.type == "cuda" else "attention is CPU_ATTN, not FLASH_ATTN"
+    assert why_not_fused(engine._model, torch.bfloat16) == expected
+    vision = engine._model.visual
+    assert why_not_fused(vision, torch.bfloat16) == "the network has no decoder layers of a known kind"
+    engine.close()
