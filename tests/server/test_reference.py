@@ -75,6 +75,17 @@ def noise(seed: int, codes: int) -> torch.Tensor:
     return standard_normal([(seed, 0, 2 * codes)], 80, torch.device("cpu"))[None]
 
 
+def hf_details(hf: HfReference, prompt: tuple[int, ...]) -> dict[str, int]:
+    """What a prompt is made of, by the ids of HF's configuration."""
+    config = hf.model.config.thinker_config
+    media = {
+        "audio_tokens": prompt.count(config.audio_token_id),
+        "image_tokens": prompt.count(config.image_token_id),
+        "video_tokens": prompt.count(config.video_token_id),
+    }
+    return {"text_tokens": len(prompt) - sum(media.values()), **media}
+
+
 def assert_equals_hf(server: Served, hf: HfReference, request: Request, inputs: dict[str, Any], voice: str) -> Reply:
     """The reply to `request` is HF's to `inputs`: prompt ids, reply ids, text, codes and waveform."""
     assert request.seed is not None
@@ -87,6 +98,7 @@ def assert_equals_hf(server: Served, hf: HfReference, request: Request, inputs: 
     assert reply.text.rstrip("\ufffd") == expected.thinker.text.rstrip("\ufffd")
     assert reply.info is not None
     assert reply.info.prompt_tokens == len(expected.thinker.prompt_token_ids)
+    assert reply.info.prompt_tokens_details == hf_details(hf, expected.thinker.prompt_token_ids)
     assert reply.info.reply_tokens == len(expected.thinker.token_ids)
     assert reply.info.codes == len(expected.talker.codes)
     assert reply.info.samples == len(reply.audio)
