@@ -13,7 +13,6 @@ from triton_omni.wire import (
     PROTOCOL_VERSION,
     Answer,
     Failure,
-    PROTOCOL_VERSION,
     Kind,
     MediaTokens,
     Session,
