@@ -155,6 +155,24 @@ def test_waveform_does_not_depend_on_when_codes_come(engine: Token2WavEngine, bu
     torch.testing.assert_close(torch.cat(got), torch.cat(expected), atol=1e-5, rtol=0)
 
 
+def test_deterministic_sound_is_the_same_to_the_bit_alone_and_in_any_company(tiny_checkpoint: Path) -> None:
+    settings = Token2WavSettings(dtype="float32", diffusion=FAST, deterministic=True)
+    engine = Token2WavEngine(tiny_checkpoint, settings, DEVICE)
+    codes = some_codes(100, seed=9)
+    alone = torch.cat(speak(engine, codes))
+    assert torch.equal(torch.cat(speak(engine, codes)), alone)
+    assert torch.equal(torch.cat(fed_in(engine, codes, [7] * 14 + [2], wait=False)), alone)
+    for place in (0, 3, 7):
+        others = [some_codes(count, seed=count) for count in (90, 3, 12, 25, 37, 61, 100)]
+        replies = [*others[:place], codes, *others[place:]]
+        for number, reply in enumerate(replies):
+            engine.open(f"s{number}", VOICE, 5 if number == place else number, OFFLINE if number == 5 else STREAMED)
+            engine.feed(f"s{number}", reply)
+            engine.end(f"s{number}")
+        mine = [output.samples for output in drain(engine) if output.key == f"s{place}"]
+        assert torch.equal(torch.cat(mine), alone)
+
+
 @pytest.mark.parametrize("attention", ["block", "plain"])
 def test_streams_of_unequal_lengths_together_equal_each_alone(tiny_checkpoint: Path, attention: AttentionKind) -> None:
     settings = Token2WavSettings(dtype="float32", diffusion=FAST, attention=attention)
