@@ -31,7 +31,13 @@ Samples = NDArray[np.float32]
 INFO = {
     "request_id": "r1",
     "finish_reason": {"thinker": "stop", "talker": "length", "token2wav": None},
-    "usage": {"prompt_tokens": 9, "reply_tokens": 3, "codes": 2, "samples": 960},
+    "usage": {
+        "prompt_tokens": 9,
+        "prompt_tokens_details": {"text_tokens": 4, "audio_tokens": 0, "image_tokens": 5, "video_tokens": 0},
+        "reply_tokens": 3,
+        "codes": 2,
+        "samples": 960,
+    },
     "sample_rate": 24000,
     "seed": 7,
     "time_to_first_text_ms": 1.5,

@@ -55,6 +55,9 @@ class EngineSettings(_Frozen):
     graphs, not compiled). Other steps are vLLM's own."""
     async_scheduling: bool = True
     """Schedule the next step while the device runs this one (GPU only)."""
+    deterministic: bool = False
+    """Have vLLM compute each sequence as if it were alone (GPU only, see `VLLM_BATCH_INVARIANT`), so that reduced
+    precision rounds alike in any batch. On a CPU in float32 tokens do not depend on the batch anyhow."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of the engine on a machine without a GPU; 0 = a fair share of the cores."""
 
@@ -196,11 +199,19 @@ class Token2WavSettings(_Frozen):
     """Windows solved together in one batch."""
     max_batch_frames: Positive = 1152
     """Mel frames of one batch, look-ahead included: bounds its memory and its time; a longer window runs alone."""
+    deterministic: bool = False
+    """The same codes and seed give the same bits of sound, whatever else runs: each window is solved and vocoded alone,
+    and libraries may take no algorithm whose sums have no order."""
     attention: Literal["block", "plain"] = "block"
     """Block-local attention, or the plain masked one (slow; to compare with); of the plain path only."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
     """Longest stream, which also bounds what Triton can hold for a slow reader."""
     threads: Annotated[int, Field(ge=0)] = 0
+
+    @property
+    def most_together(self) -> int:
+        """Windows of one batch at most."""
+        return 1 if self.deterministic else self.max_batch
 
     @model_validator(mode="after")
     def _plan_is_listed(self) -> Token2WavSettings:

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import ErrorCode, InternalError, OmniError, StageName, from_code
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Value = Tensor | bytes
 AudioFormat = Literal["f32", "pcm16", "wav"]
@@ -53,6 +53,15 @@ class SessionKey(msgspec.Struct, frozen=True):
         return f"s{self.slot}g{self.generation}"
 
 
+class MediaTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """How many tokens of a prompt stand for media; the marks around them are text."""
+
+    audio: int = 0
+    """Of sounds, those of videos that are heard included."""
+    image: int = 0
+    video: int = 0
+
+
 class Session(msgspec.Struct, frozen=True, kw_only=True):
     """What the later stages must know of a request; travels once, with `OPEN`."""
 
@@ -66,6 +75,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     talker: Sampling
     token2wav: StreamOptions = StreamOptions()
     prompt_tokens: int
+    media_tokens: MediaTokens = MediaTokens()
+    """Of the `prompt_tokens`."""
     max_rows: int
     """Upper bound of the rows of this session: prompt and longest reply."""
     accepted_ns: int

@@ -33,9 +33,13 @@ class ServedModel:
     parts: tuple[str, ...]
     """The models an ensemble is made of."""
     voices: tuple[str, ...] | None
-    """Speakers; None where the server does not tell them."""
+    """Speakers, the default one first; None where the server does not tell them, as all that follows."""
     limits: Mapping[str, Any] | None
-    """Limits of a request, by the names of the settings; None where the server does not tell them."""
+    """Limits of a request, by the names of the settings."""
+    sample_rate: int | None
+    """Of the speech, in hertz."""
+    checkpoint: str | None
+    """What is served, by the name of its folder or its Hugging Face id."""
 
 
 def served_model(entry: Mapping[str, Any], config: Mapping[str, Any] | None) -> ServedModel:
@@ -44,6 +48,7 @@ def served_model(entry: Mapping[str, Any], config: Mapping[str, Any] | None) -> 
     policy = known.get("model_transaction_policy") or {}
     steps = (known.get("ensemble_scheduling") or {}).get("step") or []
     voices, limits = _parameter(known, "voices"), _parameter(known, "limits")
+    sample_rate, checkpoint = _parameter(known, "sample_rate"), _parameter(known, "checkpoint")
     return ServedModel(
         name=str(entry.get("name", "")),
         version=str(entry.get("version", "")),
@@ -53,6 +58,8 @@ def served_model(entry: Mapping[str, Any], config: Mapping[str, Any] | None) -> 
         parts=tuple(str(step["model_name"]) for step in steps),
         voices=tuple(map(str, voices)) if isinstance(voices, list) else None,
         limits=limits if isinstance(limits, dict) else None,
+        sample_rate=sample_rate if isinstance(sample_rate, int) else None,
+        checkpoint=checkpoint if isinstance(checkpoint, str) else None,
     )
 
 

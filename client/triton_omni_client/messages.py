@@ -250,6 +250,8 @@ class Info:
     stop_string: str | None = None
     """Which of the thinker's stop strings ended the reply."""
     prompt_tokens: int | None = None
+    prompt_tokens_details: Mapping[str, int] = field(default_factory=dict)
+    """`text_tokens`, `audio_tokens`, `image_tokens` and `video_tokens` of the prompt; the sum is `prompt_tokens`."""
     reply_tokens: int | None = None
     codes: int | None = None
     samples: int | None = None
@@ -277,11 +279,13 @@ class Info:
         usage = _mapping(raw.get("usage", {}), "info.usage")
         reasons = _mapping(raw.get("finish_reason", {}), "info.finish_reason")
         stages = _mapping(raw.get("stage_ms", {}), "info.stage_ms")
+        details = _mapping(usage.get("prompt_tokens_details", {}), "info.usage.prompt_tokens_details")
         return cls(
             finish_reason={stage: _optional(reasons, stage, str) for stage in reasons},
             stage_ms={stage: _times(value, f"info.stage_ms.{stage}") for stage, value in stages.items()},
             stop_string=_optional(raw, "stop_string", str),
             seed=_optional(raw, "seed", int),
+            prompt_tokens_details={kind: _optional(details, kind, int) for kind in details},
             raw=raw,
             **{name: _optional(usage, name, int) for name in ("prompt_tokens", "reply_tokens", "codes", "samples")},
             **{name: _optional(raw, name, float) for name in ("time_to_first_text_ms", "time_to_first_audio_ms")},

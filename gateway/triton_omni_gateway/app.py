@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -94,19 +94,22 @@ def _add_model_routes(app: FastAPI) -> None:
 def _add_list_routes(app: FastAPI, settings: GatewaySettings) -> None:
     created = int(time.time())
 
-    def model(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": created, "owned_by": "triton-omni"}
+    async def told(request: Request, names: Iterable[str]) -> list[dict[str, Any]]:
+        voices = await _gateway(request).voices()
+        known = {} if voices is None else {"voices": voices}
+        facts = {"object": "model", "created": created, "owned_by": "triton-omni", **known}
+        return [{"id": name, **facts} for name in names]
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The names that `model` may have."""
-        return {"object": "list", "data": [model(name) for name in settings.models]}
+    async def models(request: Request) -> dict[str, Any]:
+        """The names that `model` may have, with the voices that each speaks in."""
+        return {"object": "list", "data": await told(request, settings.models)}
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
+    async def one_model(request: Request, name: str) -> dict[str, Any]:
         """One of them."""
         check_model(name, settings.models)
-        return model(name)
+        return (await told(request, [name]))[0]
 
 
 def _add_operator_routes(app: FastAPI, metrics: Metrics) -> None:

@@ -167,6 +167,7 @@ def usage(info: Info | None) -> Json:
     audio = (info and info.codes) or 0
     return {
         "prompt_tokens": prompt,
+        "prompt_tokens_details": {"cached_tokens": 0, **(info.prompt_tokens_details if info else {})},
         "completion_tokens": text + audio,
         "total_tokens": prompt + text + audio,
         "completion_tokens_details": {"text_tokens": text, "audio_tokens": audio, "reasoning_tokens": 0},

@@ -26,6 +26,7 @@ from triton_omni_client import (
     Request,
     TextDelta,
 )
+from triton_omni_client.messages import MODEL
 
 from .connection import FlowingResponse, read_body, until_gone
 from .errors import CutOff, from_client
@@ -73,6 +74,15 @@ class Gateway:
     async def ready(self) -> bool:
         """Whether the Triton server takes requests."""
         return await self._client.ready(timeout=2.0)
+
+    async def voices(self) -> list[str] | None:
+        """What a request's `voice` may be, the default one first; None where the server does not tell."""
+        try:
+            models = await self._client.models(timeout=2.0)
+        except OmniClientError:
+            return None
+        told = next((model.voices for model in models if model.name == MODEL), None)
+        return None if told is None else list(told)
 
     async def chat(self, http: HttpRequest) -> Response:
         """`POST /v1/chat/completions`."""

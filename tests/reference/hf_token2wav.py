@@ -14,13 +14,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniConfig
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniToken2WavModel,
+    RungeKutta4ODESolver,
+)
 
 from triton_omni.engine import AudioOutput
+from triton_omni.settings import StreamingPlan
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.noise import standard_normal
+from triton_omni.token2wav.ode import Solver
 
 PREFIX = "token2wav."
+HOP = 240
+"""Samples a mel frame."""
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where engines under test run: on a GPU where there is one. HF's reference stays on the CPU."""
@@ -117,3 +124,51 @@ def noise_of(seed: int, first_frame: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "randn", randn)
         yield
+
+
+@contextlib.contextmanager
+def solved_by(solver: Solver) -> Iterator[None]:
+    """HF's samplers step as `solver` does; their own is `rk4`, and they have no other."""
+
+    def euler(_: object, function: Any, start: Tensor, step: Tensor, __: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        return function(start, value) * step, None
+
+    with pytest.MonkeyPatch.context() as patch:
+        if solver == "euler":
+            patch.setattr(RungeKutta4ODESolver, "_compute_step", euler)
+        yield
+
+
+def streamed_waveform(
+    hf: HfToken2Wav, codes: Tensor, plan: StreamingPlan, voice: str, seed: int, **options: float
+) -> list[Tensor]:
+    """Chunks by HF's modules, straight from the plan's definition: frames of earlier windows stay as they were made.
+
+    A window but the first is solved by HF behind one block more, of which it sees what the window before has left.
+    """
+    block, total = 12, len(codes)
+    ahead, context = plan.look_ahead_blocks * block, plan.vocoder_context_frames
+    lag = max(0, context - 2 * ahead)
+    kept = torch.empty(0, 80)
+    rows: PastRows = {}
+    chunks: list[Tensor] = []
+    start = given = 0
+    for index in itertools.count():
+        size = plan.chunk_blocks[min(index, len(plan.chunk_blocks) - 1)]
+        end = start + size * block
+        final = total < end + max(ahead, 1)
+        end, solved_end = (total, total) if final else (end, end + ahead)
+        before = block if index else 0
+        with hf.past(rows, is_left=index > 0, kept_blocks=size if index else size - 1):
+            window, first_frame = codes[start - before : solved_end], 2 * (start - before)
+            mel = hf.mel(window, voice, seed, first_frame=first_frame, **options)[2 * before :]
+        heard = torch.cat([kept, mel])
+        kept = heard[: 2 * end]
+        give = 2 * end - (0 if final else lag)
+        left = max(0, given - context)
+        samples = hf.vocoder(heard[left : give + context].T[None]).reshape(-1)
+        chunks.append(samples[(given - left) * HOP : (give - left) * HOP])
+        start, given = end, give
+        if final:
+            return chunks
+    raise AssertionError("unreachable")

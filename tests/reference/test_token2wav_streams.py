@@ -3,26 +3,27 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
-from hf_token2wav import DEVICE, HfToken2Wav, PastRows
+from hf_token2wav import DEVICE, HfToken2Wav, solved_by, streamed_waveform
 from torch import Tensor
 
 from triton_omni.engine import AudioOutput, StreamOptions
 from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
 from triton_omni.token2wav.attention import AttentionKind
 from triton_omni.token2wav.engine import Token2WavEngine
+from triton_omni.token2wav.ode import Solver
 
 VOICE = "Chelsie"
 LARGEST_CODE = 193
-HOP = 240
 FAST = DiffusionSettings(num_steps=3)
 STREAMED = StreamOptions(mode="streaming")
 OFFLINE = StreamOptions(mode="offline")
+MODES: tuple[Literal["offline", "streaming"], ...] = ("offline", "streaming")
 
 
 @pytest.fixture(scope="module")
@@ -82,37 +83,28 @@ def test_offline_waveform_with_default_solver_equals_hf_defaults(tiny_checkpoint
     torch.testing.assert_close(ours, hf.waveform(codes, VOICE, 5), atol=1e-4, rtol=0)
 
 
-def hf_streamed(hf: HfToken2Wav, codes: Tensor, plan: StreamingPlan, seed: int) -> list[Tensor]:
-    """Chunks by HF's modules, straight from the plan's definition: frames of earlier windows stay as they were made.
+CHOSEN = [
+    ("euler", 5, 1.0),
+    ("rk4", 4, 2.0),
+    ("rk4", 3, 0.0),
+]
+"""Solver, steps and guidance of a request, none of them the deployment's."""
 
-    A window but the first is solved by HF behind one block more, of which it sees what the window before has left.
-    """
-    block, total = 12, len(codes)
-    ahead, context = plan.look_ahead_blocks * block, plan.vocoder_context_frames
-    lag = max(0, context - 2 * ahead)
-    kept = torch.empty(0, 80)
-    rows: PastRows = {}
-    chunks: list[Tensor] = []
-    start = given = 0
-    for index in itertools.count():
-        size = plan.chunk_blocks[min(index, len(plan.chunk_blocks) - 1)]
-        end = start + size * block
-        final = total < end + max(ahead, 1)
-        end, solved_end = (total, total) if final else (end, end + ahead)
-        before = block if index else 0
-        with hf.past(rows, is_left=index > 0, kept_blocks=size if index else size - 1):
-            window, first_frame = codes[start - before : solved_end], 2 * (start - before)
-            mel = hf.mel(window, VOICE, seed, first_frame=first_frame, num_steps=FAST.num_steps)[2 * before :]
-        heard = torch.cat([kept, mel])
-        kept = heard[: 2 * end]
-        give = 2 * end - (0 if final else lag)
-        left = max(0, given - context)
-        samples = hf.vocoder(heard[left : give + context].T[None]).reshape(-1)
-        chunks.append(samples[(given - left) * HOP : (give - left) * HOP])
-        start, given = end, give
-        if final:
-            return chunks
-    raise AssertionError("unreachable")
+
+@pytest.mark.parametrize(("solver", "num_steps", "guidance_scale"), CHOSEN)
+def test_what_a_request_chooses_is_what_hf_s_sampler_does_with_it(
+    engine: Token2WavEngine, hf: HfToken2Wav, solver: Solver, num_steps: int, guidance_scale: float
+) -> None:
+    codes = some_codes(90)
+    chosen: dict[str, Any] = {"num_steps": num_steps, "guidance_scale": guidance_scale}
+    options = {mode: StreamOptions(mode=mode, solver=solver, **chosen) for mode in MODES}
+    ours = {mode: torch.cat(speak(engine, codes, options=options[mode])) for mode in MODES}
+    with solved_by(solver):
+        offline = hf.waveform(codes, VOICE, 5, **chosen)
+        streamed = torch.cat(streamed_waveform(hf, codes, StreamingPlan(), VOICE, 5, **chosen))
+    torch.testing.assert_close(ours["offline"], offline, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours["streaming"], streamed, atol=1e-4, rtol=0)
+    assert (ours["offline"] - hf.waveform(codes, VOICE, 5, num_steps=FAST.num_steps)).abs().max() > 1e-2
 
 
 PLANS = {
@@ -132,7 +124,7 @@ def test_streamed_chunks_equal_hf_modules_window_by_window(
     settings = Token2WavSettings(dtype="float32", diffusion=FAST, plan=name, plans=PLANS)
     codes = some_codes(count)
     ours = speak(Token2WavEngine(tiny_checkpoint, settings, DEVICE), codes)
-    theirs = hf_streamed(hf, codes, PLANS[name], 5)
+    theirs = streamed_waveform(hf, codes, PLANS[name], VOICE, 5, num_steps=FAST.num_steps)
     assert [len(chunk) for chunk in ours] == [len(chunk) for chunk in theirs]
     assert sum(map(len, ours)) == count * 480
     for mine, reference in zip(ours, theirs, strict=True):
@@ -161,6 +153,24 @@ def test_waveform_does_not_depend_on_when_codes_come(engine: Token2WavEngine, bu
     got = fed_in(engine, codes, bursts, wait=wait)
     assert [len(chunk) for chunk in got] == [len(chunk) for chunk in expected]
     torch.testing.assert_close(torch.cat(got), torch.cat(expected), atol=1e-5, rtol=0)
+
+
+def test_deterministic_sound_is_the_same_to_the_bit_alone_and_in_any_company(tiny_checkpoint: Path) -> None:
+    settings = Token2WavSettings(dtype="float32", diffusion=FAST, deterministic=True)
+    engine = Token2WavEngine(tiny_checkpoint, settings, DEVICE)
+    codes = some_codes(100, seed=9)
+    alone = torch.cat(speak(engine, codes))
+    assert torch.equal(torch.cat(speak(engine, codes)), alone)
+    assert torch.equal(torch.cat(fed_in(engine, codes, [7] * 14 + [2], wait=False)), alone)
+    for place in (0, 3, 7):
+        others = [some_codes(count, seed=count) for count in (90, 3, 12, 25, 37, 61, 100)]
+        replies = [*others[:place], codes, *others[place:]]
+        for number, reply in enumerate(replies):
+            engine.open(f"s{number}", VOICE, 5 if number == place else number, OFFLINE if number == 5 else STREAMED)
+            engine.feed(f"s{number}", reply)
+            engine.end(f"s{number}")
+        mine = [output.samples for output in drain(engine) if output.key == f"s{place}"]
+        assert torch.equal(torch.cat(mine), alone)
 
 
 @pytest.mark.parametrize("attention", ["block", "plain"])

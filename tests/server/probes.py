@@ -140,7 +140,8 @@ def _probe_thinker(recorder: Recorder) -> None:
 
         def add(self, key: str, placed: Any, sampling: Any, *, want_rows: bool, priority: int = 0) -> None:
             super().add(key, placed, sampling, want_rows=want_rows, priority=priority)
-            recorder.write("added", key, prompt=list(placed.prompt_token_ids))
+            prompt, positions = list(placed.prompt_token_ids), placed.positions.tolist()
+            recorder.write("added", key, prompt=prompt, positions=positions)
             self.begin(key, sampling.seed)
 
         def step(self) -> list[Any]:

@@ -217,6 +217,11 @@ class Records:
         """Prompt ids as the thinker's engine took them."""
         return tuple(self.of(request_id, "thinker", "added")[0]["prompt"])
 
+    def positions(self, request_id: str) -> list[list[int]]:
+        """M-RoPE positions of the prompt, three rows of one a prompt id."""
+        found: list[list[int]] = self.of(request_id, "thinker", "added")[0]["positions"]
+        return found
+
     def tokens(self, request_id: str) -> tuple[int, ...]:
         """Reply ids that the thinker's engine gave."""
         return tuple(token for event in self.of(request_id, "thinker", "tokens") for token in event["ids"])

@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+import torch
 
+from reference.hf_token2wav import HfToken2Wav, solved_by, streamed_waveform
 from server.serving import Served
-from triton_omni_client import BadRequest, Info, Reply, ThinkerOptions
+from triton_omni.settings import StreamingPlan
+from triton_omni_client import BadRequest, Info, Reply, Request, ThinkerOptions, Token2WavOptions
 
 SAME = 1e-5
 """A waveform may differ by this when it is solved again."""
 GREEDY: dict[str, Any] = {"text": "hello", "seed": 71, "talker": {"temperature": 0}}
+SPOKEN: dict[str, Any] = {**GREEDY, "voice": "Ethan"}
+LIKE_HF = 1e-4
 SCHEMA = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 2}
 
 
@@ -50,6 +56,44 @@ def test_a_reply_is_json_of_its_schema(server: Served) -> None:
     jsonschema.validate(json.loads(reply.text), SCHEMA)
     assert told(reply).finish_reason["thinker"] == "stop"
     assert len(reply.audio)
+
+
+def test_what_is_chosen_of_the_solver_is_what_hf_s_sampler_does_with_it(server: Served, tiny_checkpoint: Path) -> None:
+    chosen: dict[str, Any] = {"num_steps": 5, "guidance_scale": 1.0}
+    asked: dict[str, Token2WavOptions] = {
+        mode: {"mode": mode, "solver": "euler", **chosen} for mode in ("offline", "streaming")
+    }
+    ours = {mode: server.ask(f"control: {mode}", **SPOKEN, token2wav=asked[mode]).audio for mode in asked}
+    plain = server.ask("control: shipped", **SPOKEN)
+    codes, hf = torch.tensor(server.records.codes("control: shipped")), HfToken2Wav(tiny_checkpoint)
+    assert server.records.codes("control: offline") == server.records.codes("control: streaming") == tuple(codes)
+    with solved_by("euler"):
+        offline = hf.waveform(codes, "Ethan", SPOKEN["seed"], **chosen)
+        streamed = torch.cat(streamed_waveform(hf, codes, StreamingPlan(), "Ethan", SPOKEN["seed"], **chosen))
+    np.testing.assert_allclose(ours["offline"], offline.numpy(), rtol=0, atol=LIKE_HF)
+    np.testing.assert_allclose(ours["streaming"], streamed.numpy(), rtol=0, atol=LIKE_HF)
+    assert np.abs(ours["streaming"] - plain.audio).max() > 100 * LIKE_HF
+
+
+def test_info_of_every_way_to_ask_tells_the_same(server: Served) -> None:
+    request = Request(text="hello", seed=71, talker={"temperature": 0}, thinker={"max_tokens": 9})
+    streamed, unary = told(server.client.stream(request).collect()), told(server.http.unary(request))
+    for info in (streamed, unary):
+        assert info.finish_reason == {"thinker": "length", "talker": "stop", "token2wav": "stop"}
+        assert (info.reply_tokens, info.seed, info.raw["sample_rate"]) == (9, 71, 24000)
+        assert info.samples == 480 * (info.codes or 0) > 0
+        assert info.prompt_tokens == info.prompt_tokens_details["text_tokens"] > 9
+        assert info.stop_string is None
+    assert unary.raw["usage"] == streamed.raw["usage"]
+
+
+def test_info_of_a_reply_without_speech_tells_of_the_thinker_alone(server: Served) -> None:
+    info = told(server.ask("control: silent", "hello", modalities=["text"]))
+    assert info.finish_reason == {"thinker": "stop", "talker": None, "token2wav": None}
+    assert (info.codes, info.samples, info.time_to_first_audio_ms) == (0, 0, None)
+    assert info.time_to_first_text_ms is not None
+    # Greedy text needs no seed, and one is drawn and told all the same.
+    assert info.seed is not None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from triton_omni.checkpoint.config import CheckpointError, OmniConfig, load_config
 from triton_omni.checkpoint.speakers import Speakers, load_speakers
+from triton_omni.checkpoint.voice_names import voice_names
 from triton_omni.errors import BadRequest
 
 
@@ -107,3 +109,41 @@ def test_code_in_the_file_is_not_run(tmp_path: Path, config: OmniConfig, monkeyp
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_speakers(tmp_path, config)
     assert not Path("planted").exists()
+
+
+@pytest.mark.parametrize("names", [["Zoe", "Adam"], ["Zoe", "Chelsie", "Adam"]])
+def test_names_read_without_torch_are_the_speakers_with_the_default_first(
+    tmp_path: Path, config: OmniConfig, names: list[str]
+) -> None:
+    found = load_speakers(save(tmp_path, {name: entry() for name in names}), config)
+    assert voice_names(tmp_path)[0] == found.default.name
+    assert sorted(voice_names(tmp_path)) == sorted(found.names)
+
+
+@pytest.mark.parametrize("value", [{}, [entry()], torch.zeros(1)])
+def test_names_of_what_is_no_dictionary_are_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"spk_dict\.pt: expected a dictionary of speakers"):
+        voice_names(save(tmp_path, value))
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04"])
+def test_names_of_what_is_no_archive_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "spk_dict.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"spk_dict\.pt: cannot be read"):
+        voice_names(tmp_path)
+
+
+class Harmful:
+    """Would make a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_reading_names_calls_nothing_of_the_file(tmp_path: Path) -> None:
+    save(tmp_path, {"Zoe": Harmful(tmp_path / "harm")})
+    assert voice_names(tmp_path) == ("Zoe",)
+    assert not (tmp_path / "harm").exists()

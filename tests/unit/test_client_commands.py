@@ -225,15 +225,22 @@ def test_models_lists_what_the_server_serves(server: FakeTriton) -> None:
         "thinker": "1 ready a stage",
         "token2wav": "1 ready a stage",
         "broken": "not ready",
-        "voices:": "this server does not tell them",
-        "limits:": "this server does not tell them",
+        "checkpoint:": "this server does not tell",
+        "sample": "rate: this server does not tell",
+        "voices:": "this server does not tell",
+        "limits:": "this server does not tell",
     }
 
 
-def test_models_tells_voices_and_limits_where_the_server_does(server: FakeTriton) -> None:
-    tell(server.configs["qwen2_5_omni"], voices=["Ethan", "Chelsie"], limits={"max_media_items": 16})
+def test_models_tells_what_the_server_tells_of_itself(server: FakeTriton) -> None:
+    told = {"voices": ["Ethan", "Chelsie"], "sample_rate": 24000, "checkpoint": "Qwen/Omni [7B]"}
+    tell(server.configs["qwen2_5_omni"], limits={"max_media_items": 16}, **told)
+    tell(server.configs["qwen2_5_omni_unary"], **told)
     result = run("models", url=server.url)
-    assert "voices: Chelsie, Ethan\nlimits:\n  qwen2_5_omni.max_media_items 16\n" in result.stdout
+    assert result.stdout.endswith(
+        "checkpoint: Qwen/Omni [7B]\nsample rate: 24000 Hz\nvoices: Ethan, Chelsie\n"
+        "limits:\n  qwen2_5_omni.max_media_items 16\n"
+    )
     found = [json.loads(line) for line in run("models", "--json", url=server.url).stdout.splitlines()]
     assert [model["name"] for model in found][:2] == ["qwen2_5_omni", "qwen2_5_omni_unary"]
     assert found[0] == {
@@ -245,8 +252,11 @@ def test_models_tells_voices_and_limits_where_the_server_does(server: FakeTriton
         "parts": ["thinker", "talker", "token2wav"],
         "voices": ["Ethan", "Chelsie"],
         "limits": {"max_media_items": 16},
+        "sample_rate": 24000,
+        "checkpoint": "Qwen/Omni [7B]",
     }
-    assert (found[1]["streams"], found[1]["voices"], found[1]["limits"]) == (False, None, None)
+    assert (found[1]["streams"], found[1]["voices"], found[1]["limits"]) == (False, ["Ethan", "Chelsie"], None)
+    assert (found[2]["voices"], found[2]["sample_rate"], found[2]["checkpoint"]) == (None, None, None)
 
 
 async def test_every_client_tells_the_same_models(server: FakeTriton) -> None:
@@ -281,10 +291,10 @@ async def test_models_of_nobody_are_a_connection_error() -> None:
 
 def test_a_parameter_that_is_no_json_is_not_told(server: FakeTriton) -> None:
     server.configs["qwen2_5_omni"].parameters["voices"].string_value = "Ethan, Chelsie"
-    tell(server.configs["qwen2_5_omni"], limits=[1])
+    tell(server.configs["qwen2_5_omni"], limits=[1], sample_rate="24000", checkpoint=7)
     with OmniClient(server.url) as client:
         model = client.models()[0]
-    assert (model.voices, model.limits) == (None, None)
+    assert (model.voices, model.limits, model.sample_rate, model.checkpoint) == (None, None, None, None)
 
 
 def test_an_answer_that_is_no_json_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

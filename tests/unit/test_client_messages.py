@@ -195,6 +195,8 @@ def test_encoded_chunks_join_to_the_exact_waveform(audio_format: Any) -> None:
         _bytes("info", b'{"seed": "many"}'),
         _bytes("info", b'{"seed": 1.5}'),
         _bytes("info", b'{"usage": {"codes": true}}'),
+        _bytes("info", b'{"usage": {"prompt_tokens_details": 3}}'),
+        _bytes("info", b'{"usage": {"prompt_tokens_details": {"audio_tokens": 1.5}}}'),
         _bytes("info", b'{"stage_ms": {"talker": 3}}'),
         _bytes("info", b'{"finish_reason": {"thinker": 1}}'),
         _bytes("info", b'{"stop_string": ["a"]}'),
@@ -210,6 +212,7 @@ def test_info_is_read_by_name() -> None:
     info = Info.from_json(json.dumps(INFO))
     assert info.finish_reason == {"thinker": "stop", "talker": "length", "token2wav": None}
     assert (info.prompt_tokens, info.reply_tokens, info.codes, info.samples, info.seed) == (9, 3, 2, 960, 7)
+    assert info.prompt_tokens_details == {"text_tokens": 4, "audio_tokens": 0, "image_tokens": 5, "video_tokens": 0}
     assert (info.time_to_first_text_ms, info.time_to_first_audio_ms) == (1.5, 4)
     assert info.stage_ms == INFO["stage_ms"]
 

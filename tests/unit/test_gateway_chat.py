@@ -58,6 +58,9 @@ def test_usage_counts_codes_as_audio_tokens(gateway: RunningGateway) -> None:
     usage = gateway.chat().usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (9, 5, 14)
     assert usage.completion_tokens_details.audio_tokens == 2
+    parts = {"text_tokens": 4, "audio_tokens": 0, "image_tokens": 5, "video_tokens": 0}
+    details = usage.prompt_tokens_details.model_dump()
+    assert {name: details[name] for name in (*parts, "cached_tokens")} == parts | {"cached_tokens": 0}
 
 
 @pytest.mark.parametrize(("thinker", "talker", "reason"), [("stop", "stop", "stop"), ("length", "stop", "length")])

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from client_fakes import FakeTriton, chunk, final, serve_grpc
+from client_fakes import FakeTriton, chunk, final, serve_grpc, tell
 from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
 from triton_omni_gateway import gate
 from triton_omni_gateway.keys import ApiKeys
@@ -81,6 +81,19 @@ def test_models_are_listed_and_found_by_name(triton: FakeTriton) -> None:
         with pytest.raises(openai.NotFoundError):
             gateway.openai.models.retrieve("other")
         assert gateway.chat(model="org/omni-7b").model == "org/omni-7b"
+
+
+def test_models_tell_their_voices_where_the_server_does(triton: FakeTriton, gateway: RunningGateway) -> None:
+    assert "voices" not in gateway.http.get(f"/v1/models/{MODEL}").json()
+    tell(triton.configs[MODEL], voices=["Ethan", "Chelsie"])
+    assert gateway.http.get(f"/v1/models/{MODEL}").json()["voices"] == ["Ethan", "Chelsie"]
+    listed = gateway.openai.models.list().data[0]
+    assert (listed.id, listed.model_extra) == (MODEL, {"voices": ["Ethan", "Chelsie"]})
+
+
+def test_models_of_a_server_that_is_gone_are_listed_without_voices() -> None:
+    with run_gateway("127.0.0.1:1") as gateway:
+        assert set(gateway.http.get("/v1/models").json()["data"][0]) == {"id", "object", "created", "owned_by"}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/audio/speech"])

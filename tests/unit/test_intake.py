@@ -16,6 +16,7 @@ from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.request import RawRequest
 from triton_omni.settings import EngineSettings, RequestLimits, ThinkerSettings
 from triton_omni.thinker.intake import RequestIntake
+from triton_omni.wire import MediaTokens
 
 
 @dataclass
@@ -73,6 +74,16 @@ def test_a_plain_request_gets_the_deployments_defaults(make, checkpoint):
     assert prepared.sampling == Sampling(max_tokens=50, seed=session.seed)
     assert session.talker == Sampling(0.9, 0.8, 40, 0.0, 1.05, config.talker.sampling.max_new_tokens, session.seed)
     assert session.token2wav == StreamOptions()
+
+
+def test_tokens_of_media_are_counted_by_kind(make, monkeypatch):
+    intake, engine = make()
+    ids = {kind: getattr(intake._renderer.ids, kind) for kind in ("audio", "image", "video")}
+    placed = ThinkerPlaced(
+        (ids["video"], 5, ids["audio"], ids["image"], ids["audio"], 6), torch.zeros(3, 6).long(), None
+    )
+    monkeypatch.setattr(engine, "prepare", lambda *_, **__: placed)
+    assert intake.prepare(raw(), 0).session.media_tokens == MediaTokens(audio=2, image=1, video=1)
 
 
 def test_what_a_request_asks_for_reaches_every_stage(make):

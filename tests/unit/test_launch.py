@@ -116,6 +116,38 @@ def test_a_folder_without_settings_is_refused(tmp_path, complete):
         complete(Config(), tmp_path)
 
 
+# What vLLM reads when it is imported.
+
+
+@pytest.fixture
+def no_checkpoint(monkeypatch):
+    """A stage stops when it has read its settings."""
+    monkeypatch.setattr(launch, "_prepare_process", lambda: None)
+    monkeypatch.delenv("OMNI_MODEL", raising=False)
+    # Set first, so that it is put back afterwards.
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+
+
+@pytest.mark.usefixtures("no_checkpoint")
+@pytest.mark.parametrize(
+    ("text", "gpus", "chosen"),
+    [
+        ("", 1, None),
+        ("engine: {deterministic: true}", 1, "1"),
+        ("engine: {deterministic: true}", 0, None),
+        ("{device: cpu, engine: {deterministic: true}}", 1, None),
+    ],
+)
+def test_batch_invariance_is_a_gpu_s_and_only_where_it_is_asked_for(folder, machine, text, gpus, chosen):
+    machine(gpus)
+    for start in (launch.start_thinker, launch.start_talker):
+        os.environ.pop("VLLM_BATCH_INVARIANT", None)
+        with pytest.raises(SettingsError, match="OMNI_MODEL is not set"):
+            start(None, {}, folder(text))
+        assert os.environ.get("VLLM_BATCH_INVARIANT") == chosen
+
+
 # The checkpoint.
 
 

@@ -21,7 +21,7 @@ from triton_omni.settings import TalkerSettings, ThinkerSettings
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import TextRelay, Token2WavStage
-from triton_omni.wire import Kind, SessionKey, TalkerMessage, ThinkerMessage
+from triton_omni.wire import Kind, MediaTokens, SessionKey, TalkerMessage, ThinkerMessage
 
 CPU = torch.device("cpu")
 WAIT_S = 5.0
@@ -163,6 +163,7 @@ def test_info_tells_reasons_counts_seed_and_times():
         assert info["finish_reason"] == {"thinker": "stop", "talker": "stop", "token2wav": "stop"}
         assert info["usage"] == {
             "prompt_tokens": 5,
+            "prompt_tokens_details": {"text_tokens": 5, "audio_tokens": 0, "image_tokens": 0, "video_tokens": 0},
             "reply_tokens": 10,
             "codes": 9,
             "samples": 18,
@@ -172,6 +173,13 @@ def test_info_tells_reasons_counts_seed_and_times():
         assert info["seed"] == 7
         assert 0 < info["time_to_first_text_ms"] <= info["stage_ms"]["token2wav"]["done"]
         assert 0 < info["time_to_first_audio_ms"] <= info["stage_ms"]["token2wav"]["done"]
+
+
+def test_info_tells_what_the_prompt_is_made_of():
+    media = MediaTokens(audio=1, image=2, video=3)
+    with pipeline(intake=FakeIntake(session={"media_tokens": media})) as p:
+        usage = json.loads(finished(p.ask("1234567")).info)["usage"]
+    assert usage["prompt_tokens_details"] == {"text_tokens": 1, "audio_tokens": 1, "image_tokens": 2, "video_tokens": 3}
 
 
 def test_info_tells_which_stop_string_ended_the_reply():

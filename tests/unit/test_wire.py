@@ -14,6 +14,7 @@ from triton_omni.wire import (
     Answer,
     Failure,
     Kind,
+    MediaTokens,
     Session,
     SessionKey,
     TalkerMessage,
@@ -33,6 +34,7 @@ SESSION = Session(
     talker=Sampling(temperature=0.9, top_p=0.8, top_k=40, repetition_penalty=1.05, max_tokens=77, seed=5),
     token2wav=StreamOptions(solver="euler", num_steps=4, guidance_scale=0.25, mode="offline"),
     prompt_tokens=12,
+    media_tokens=MediaTokens(audio=3, image=4, video=1),
     max_rows=34,
     accepted_ns=123456789012345678,
 )
@@ -140,7 +142,9 @@ def with_meta(**changes):
 def test_another_protocol_version_is_refused(first, found):
     tensors = with_meta()
     meta = first and first + tensors["META"][1:]
-    with pytest.raises(InternalError, match=f"message of protocol version {found}, this stage speaks 3"):
+    with pytest.raises(
+        InternalError, match=f"message of protocol version {found}, this stage speaks {PROTOCOL_VERSION}"
+    ):
         TalkerMessage.from_tensors({**tensors, "META": meta})
 
 

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from triton_omni.checkpoint.config import OmniConfig
 from triton_omni.checkpoint.reading import CheckpointError
+from triton_omni.checkpoint.voice_names import DEFAULT_VOICE, SPEAKER_FILE
 from triton_omni.errors import BadRequest
-
-DEFAULT_VOICE = "Chelsie"
-"""HF `generate`'s default speaker; a checkpoint without it defaults to its first voice."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def load_speakers(path: Path, config: OmniConfig) -> Speakers:
     Raises:
         CheckpointError: the file cannot be read, is empty, or an entry has a missing, misshapen or non-finite value.
     """
-    file = path / "spk_dict.pt"
+    file = path / SPEAKER_FILE
     try:
         raw: Any = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from triton_omni.serving.unary import UnaryModel
 
 CHECKPOINT_VARIABLE = "OMNI_MODEL"
+INVARIANCE_VARIABLE = "VLLM_BATCH_INVARIANT"
 SWITCH_INTERVAL_S = 0.0001
 """How long a thread may keep Python's global lock while another one waits; Python's own is 5 ms. The loop gives the
 lock up at every call of torch, hundreds of times a step, and beside threads with messages waits so long for it each
@@ -69,6 +70,7 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
     """
     _prepare_process()
     settings = _settings(folder, ThinkerSettings)
+    _choose_invariance(settings)
     checkpoint = checkpoint_folder()
     from triton_omni.checkpoint.config import load_config
     from triton_omni.checkpoint.speakers import load_speakers
@@ -98,6 +100,7 @@ def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdap
     """Load the talker; raises as `start_thinker` does."""
     _prepare_process()
     settings = _settings(folder, TalkerSettings)
+    _choose_invariance(settings)
     checkpoint = checkpoint_folder()
     from triton_omni.checkpoint.config import load_config
     from triton_omni.checkpoint.speakers import load_speakers
@@ -221,6 +224,12 @@ def _torch_device(device: Device, args: dict[str, str]) -> torch.device:
     chosen = torch.device("cuda", int(args["model_instance_device_id"]))
     torch.cuda.set_device(chosen)
     return chosen
+
+
+def _choose_invariance(settings: ThinkerSettings | TalkerSettings) -> None:
+    """Before vLLM is imported, which reads the variable then. Its kernels for it are a GPU's."""
+    if settings.engine.deterministic and resolve_device(settings.device) == "cuda":
+        os.environ[INVARIANCE_VARIABLE] = "1"
 
 
 def _limit_threads(threads: int) -> None:

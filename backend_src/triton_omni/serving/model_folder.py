@@ -18,6 +18,8 @@ from triton_omni.checkpoint.reading import INDEX_FILE, SINGLE_FILE, CheckpointEr
 
 RANDOM = "random:"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FOLDER = "models--"
+"""Begins the folder of a fetched model, whose snapshots are named by a hash: `models--OWNER--NAME/snapshots/HASH`."""
 # Weights in safetensors only; spk_dict.pt holds the speakers and has no other form.
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "spk_dict.pt"]
 _OTHER_FILES = ("preprocessor_config.json", "spk_dict.pt", "tokenizer.json")
@@ -65,6 +67,13 @@ def _random(size: str) -> Path:
         return ensure_checkpoint(known[0], progress=lambda line: print(line, file=sys.stderr, flush=True))
     except OSError as error:
         raise ModelFolderError(f"{RANDOM}{size} cannot be made: {error}") from error
+
+
+def checkpoint_name(folder: Path) -> str:
+    """What a checkpoint's folder is called, its path left out; the hub id of one that was fetched."""
+    if folder.parent.name == "snapshots" and folder.parents[1].name.startswith(_HUB_FOLDER):
+        return folder.parents[1].name.removeprefix(_HUB_FOLDER).replace("--", "/", 1)
+    return folder.name
 
 
 def check_files(folder: Path) -> None:

@@ -12,15 +12,14 @@ import contextlib
 import http.client
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import NoReturn
 
 from triton_omni.serving.leftovers import end_group, has_followers, remove_shared_memory
@@ -36,7 +35,9 @@ from triton_omni.serving.machine import (
 from triton_omni.serving.memory_pool import memory_pool_bytes
 from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.serving.mps import mps_daemon
+from triton_omni.serving.served_repository import served_repository
 from triton_omni.serving.server_log import ServerLog
+from triton_omni.serving.signals import exit_at_once, on_signals
 
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
 _KILL_AFTER_S = 5.0
@@ -121,7 +122,8 @@ class Supervisor:
         """Start the process and return at once.
 
         Raises:
-            ServerError: already started, no tritonserver, no checkpoint, a port is taken, or MPS cannot be had.
+            ServerError: already started, no tritonserver, no checkpoint, a `stage.yaml` that cannot be used, a port is
+                taken, or MPS cannot be had.
         """
         if self._process is not None:
             raise ServerError(f"the server is already started (process {self._process.pid})")
@@ -138,7 +140,8 @@ class Supervisor:
         with contextlib.ExitStack() as outliving:
             if self.config.mps:
                 environment |= outliving.enter_context(mps_daemon(os.environ))
-            self._process = self._launch(self._command(install, model), environment)
+            repository = outliving.enter_context(served_repository(self.config.model_repository, model))
+            self._process = self._launch(self._command(install, repository, model), environment)
             self._outliving = outliving.pop_all()
         self.log.follow(self._process)
 
@@ -229,11 +232,11 @@ class Supervisor:
             start_new_session=True,
         )
 
-    def _command(self, install: TritonInstall, model: Path) -> list[str]:
+    def _command(self, install: TritonInstall, repository: Path, model: Path) -> list[str]:
         host = self.config.host
         command = [
             str(install.binary),
-            f"--model-repository={self.config.model_repository.resolve()}",
+            f"--model-repository={repository.resolve()}",
             "--model-control-mode=none",
             "--strict-readiness=true",
             f"--exit-timeout-secs={self.config.exit_timeout_s}",
@@ -343,26 +346,6 @@ def _port(text: str) -> int:
     return int(text)
 
 
-@contextlib.contextmanager
-def _on_signals(act: Callable[[int], None]) -> Iterator[None]:
-    def handle(number: int, _frame: FrameType | None) -> None:
-        act(number)
-
-    # A hang-up that is ignored (nohup) stays so.
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
-    earlier = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
-
-
-def _exit_at_once(number: int) -> None:
-    os._exit(128 + number)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal or the server's own end.
 
@@ -373,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     received: list[int] = []
     try:
         # Fetching a checkpoint may take long, and nothing is started yet that has to be stopped.
-        with _on_signals(_exit_at_once):
+        with on_signals(exit_at_once):
             model = model_folder(config.model)
             check_files(model)
             _serve(replace(config, model=str(model)), received)
@@ -391,7 +374,7 @@ def _serve(config: ServerConfig, received: list[int]) -> None:
         received.append(number)
         server.request_stop()
 
-    with _on_signals(stop), server:
+    with on_signals(stop), server:
         print(f"READY http={server.http_url} grpc={server.grpc_url} metrics={server.metrics_url}", flush=True)
         server.run()
 

@@ -21,7 +21,7 @@ from triton_omni.settings import ThinkerSettings
 from triton_omni.strict_json import compact_json
 from triton_omni.thinker.prompt import PromptRenderer, build_prompt
 from triton_omni.thinker.stage import Prepared
-from triton_omni.wire import Session
+from triton_omni.wire import MediaTokens, Session
 
 DRAWN_SEED_BITS: Final = 53
 """A drawn seed is reported in JSON, whose readers hold larger integers as inexact doubles."""
@@ -42,6 +42,7 @@ class RequestIntake:
         self._settings = settings
         seconds = min(settings.limits.max_audio_seconds, config.max_audio_seconds)
         self._limits = settings.limits.model_copy(update={"max_audio_seconds": seconds})
+        self._thinker = config.thinker
         self._speakers = speakers
         self._engine = engine
         self._renderer = PromptRenderer(AutoTokenizer.from_pretrained(checkpoint))
@@ -86,9 +87,18 @@ class RequestIntake:
             priority=request.priority,
             talker=request.talker.to_sampling(seed, self._defaults.max_codes),
             prompt_tokens=prompt_tokens,
+            media_tokens=self._media_tokens(placed.prompt_token_ids),
             max_rows=prompt_tokens + sampling.max_tokens,
             accepted_ns=accepted_ns,
             # Only the unary model gives a token.
             token2wav=request.token2wav.to_stream_options(),
         )
         return Prepared(placed, sampling, session, request.timeout_s)
+
+    def _media_tokens(self, ids: tuple[int, ...]) -> MediaTokens:
+        thinker = self._thinker
+        return MediaTokens(
+            audio=ids.count(thinker.audio_token_id),
+            image=ids.count(thinker.image_token_id),
+            video=ids.count(thinker.video_token_id),
+        )

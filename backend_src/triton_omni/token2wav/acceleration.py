@@ -95,7 +95,7 @@ def vocoder_shapes(settings: Token2WavSettings, networks: Networks) -> list[tupl
     shapes = set()
     for chunk in chunks:
         if chunk is not None:
-            most = min(settings.max_batch, max(1, settings.max_batch_frames // len(chunk.solved)))
+            most = min(settings.most_together, max(1, settings.max_batch_frames // len(chunk.solved)))
             powers = range(min(most, LARGEST_VOCODER_BATCH).bit_length())
             shapes |= {(2**power, len(chunk.vocoder)) for power in powers}
     return sorted(shapes)

@@ -228,7 +228,7 @@ class Token2WavEngine:
             fits = frames + len(item.chunk.solved) <= self._settings.max_batch_frames
             if horizon is not None and item.deadline_ns > horizon:
                 break
-            if alike and fits and len(batch) < self._settings.max_batch:
+            if alike and fits and len(batch) < self._settings.most_together:
                 batch.append(item)
                 frames += len(item.chunk.solved)
         return batch

@@ -43,9 +43,17 @@ class _Recorded:
 
 
 def _choosing_algorithms() -> AbstractContextManager[None]:
-    """Have cuDNN try its best few algorithms of each convolution, at shapes that are recorded and nowhere else."""
+    """Have cuDNN try its best few algorithms of each convolution, at shapes that are recorded and nowhere else.
+
+    Where sums must be ordered it does not try: the fastest of two may be another one at the next start.
+    """
+    ordered = torch.backends.cudnn.deterministic
     flags: AbstractContextManager[None] = torch.backends.cudnn.flags(
-        enabled=True, benchmark=True, benchmark_limit=TRIED_ALGORITHMS, allow_tf32=False
+        enabled=True,
+        benchmark=not ordered,
+        benchmark_limit=TRIED_ALGORITHMS,
+        deterministic=ordered,
+        allow_tf32=False,
     )
     return flags
 

@@ -13,7 +13,7 @@ from triton_omni.checkpoint.config import CheckpointError, load_config
 from triton_omni.checkpoint.facts import DitConfig
 from triton_omni.checkpoint.speakers import Speaker, load_speakers
 from triton_omni.checkpoint.weights import load_module
-from triton_omni.precision import use_full_float32
+from triton_omni.precision import use_full_float32, use_ordered_sums
 from triton_omni.settings import SettingsError, Token2WavSettings
 from triton_omni.token2wav.attention import ATTENTION
 from triton_omni.token2wav.bigvgan import BigVGAN
@@ -45,6 +45,8 @@ def load_networks(checkpoint: Path, settings: Token2WavSettings, device: torch.d
     config = load_config(checkpoint)
     _check_length(settings, config.dit)
     use_full_float32(device)
+    if settings.deterministic:
+        use_ordered_sums(device)
     with torch.device(device):
         dit = DiT(config.dit, ATTENTION[settings.attention])
         vocoder = BigVGAN(config.bigvgan)

@@ -239,7 +239,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             },
             "stop_string": thinker.stop_string if thinker else None,
             "usage": {
-                "prompt_tokens": session.session.prompt_tokens,
+                **_prompt_usage(session.session),
                 "reply_tokens": thinker.reply_tokens if thinker else 0,
                 "codes": talker.codes if talker else 0,
                 "samples": session.samples,
@@ -314,6 +314,17 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     @staticmethod
     def _age(session: _Open) -> int:
         return time.monotonic_ns() - session.session.accepted_ns
+
+
+def _prompt_usage(request: Session) -> dict[str, Any]:
+    media = request.media_tokens
+    details = {
+        "text_tokens": request.prompt_tokens - media.audio - media.image - media.video,
+        "audio_tokens": media.audio,
+        "image_tokens": media.image,
+        "video_tokens": media.video,
+    }
+    return {"prompt_tokens": request.prompt_tokens, "prompt_tokens_details": details}
 
 
 def _milliseconds(nanoseconds: int) -> float | None:

@@ -19,7 +19,7 @@ EXAMPLES = examples("models", "models --url http://localhost:8000 --json")
 
 
 def models(*, timeout: Timeout = None, as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
-    """List what the server serves: models, and voices and limits where it tells them."""
+    """List what the server serves: models, and where it tells them checkpoint, sample rate, voices and limits."""
     with errors(url, as_json=as_json):
         found = client_of(url, "").models(READY_TIMEOUT if timeout is None else timeout)
     if as_json:
@@ -35,10 +35,14 @@ def _print(found: list[ServedModel]) -> None:
     for model in found:
         table.add_row(model.name, model.version, "ready" if model.ready else "not ready", _answers(model))
     out.print(table)
-    voices = sorted({voice for model in found for voice in model.voices or ()})
-    out.print("voices:", ", ".join(voices) or "this server does not tell them")
+    checkpoints = dict.fromkeys(model.checkpoint for model in found if model.checkpoint is not None)
+    rates = dict.fromkeys(f"{model.sample_rate} Hz" for model in found if model.sample_rate is not None)
+    voices = dict.fromkeys(voice for model in found for voice in model.voices or ())
+    for name, values in {"checkpoint": checkpoints, "sample rate": rates, "voices": voices}.items():
+        told = ", ".join(values) or "this server does not tell"
+        out.print(f"{name}: {told}", highlight=False, markup=False)
     limits = {f"{model.name}.{name}": value for model in found for name, value in (model.limits or {}).items()}
-    out.print("limits:" if limits else "limits: this server does not tell them")
+    out.print("limits:" if limits else "limits: this server does not tell")
     for name, value in limits.items():
         out.print(f"  {name} {value}", highlight=False)
 

@@ -10,7 +10,7 @@ import triton_python_backend_utils as pb_utils
 
 from triton_omni.serving import launch
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent
 
 
 class TritonPythonModel:

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model repository that tritonserver is given: the project's own, whose public models say what they serve.
+
+Triton hands a model's configuration to every client that asks, over HTTP and gRPC. What depends on the checkpoint and
+on the stages' settings cannot stand in a file of the repository, so it is written into a copy of the public models'
+`config.pbtxt` at each start; all else of the copy is links to the original. Each parameter's text is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.text_encoding import CEscape  # type: ignore[import-untyped]
+
+from triton_omni.checkpoint.config import OmniConfig, load_config
+from triton_omni.checkpoint.reading import CheckpointError
+from triton_omni.checkpoint.voice_names import voice_names
+from triton_omni.serving.machine import ServerError
+from triton_omni.serving.model_folder import checkpoint_name
+from triton_omni.settings import (
+    SettingsError,
+    SettingsT,
+    TalkerSettings,
+    ThinkerSettings,
+    Token2WavSettings,
+    UnarySettings,
+    load_settings,
+)
+
+STREAMING_MODEL = "qwen2_5_omni"
+UNARY_MODEL = "qwen2_5_omni_unary"
+CONFIG_FILE = "config.pbtxt"
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """Of all stages of one repository."""
+
+    thinker: ThinkerSettings
+    talker: TalkerSettings
+    token2wav: Token2WavSettings
+
+
+@contextmanager
+def served_repository(repository: Path, checkpoint: Path) -> Iterator[Path]:
+    """A model repository like `repository` in a folder of its own, which is removed at the end.
+
+    Its public models' configurations have the parameters `voices`, `limits`, `sample_rate` and `checkpoint`. A
+    repository without the public models is given back as it is.
+
+    Raises:
+        ServerError: a `stage.yaml` or the checkpoint's configuration cannot be used, or the folder cannot be written.
+    """
+    public = [name for name in (STREAMING_MODEL, UNARY_MODEL) if (repository / name / CONFIG_FILE).is_file()]
+    if not public:
+        yield repository
+        return
+    try:
+        facts = {name: served_facts(repository, checkpoint, name) for name in public}
+    except (SettingsError, CheckpointError) as error:
+        raise ServerError(str(error)) from error
+    with tempfile.TemporaryDirectory(prefix="triton_omni_") as folder:
+        _compose(repository.resolve(), Path(folder), facts)
+        yield Path(folder)
+
+
+def served_facts(repository: Path, checkpoint: Path, model: str) -> dict[str, Any]:
+    """What a public model of `repository` tells: parameters of its configuration by name.
+
+    Raises:
+        SettingsError: a `stage.yaml` cannot be used.
+        CheckpointError: the checkpoint's configuration cannot be.
+    """
+    config = load_config(checkpoint)
+    stages = StageSettings(
+        _settings(repository, "thinker", ThinkerSettings),
+        _settings(repository, "talker", TalkerSettings),
+        _settings(repository, "token2wav", Token2WavSettings),
+    )
+    limits = effective_limits(stages, config)
+    if model == UNARY_MODEL:
+        limits["max_sessions"] = min(
+            limits["max_sessions"], _settings(repository, UNARY_MODEL, UnarySettings).max_requests
+        )
+    facts = {"limits": limits, "sample_rate": config.codec.sample_rate, "checkpoint": checkpoint_name(checkpoint)}
+    try:
+        return {"voices": list(voice_names(checkpoint)), **facts}
+    except CheckpointError:
+        # The stages, which need more of that file than its names, say what is wrong with it.
+        return facts
+
+
+def effective_limits(stages: StageSettings, config: OmniConfig) -> dict[str, Any]:
+    """Limits of a request, by the names of the settings: the lowest where several stages have a say.
+
+    Besides those of `RequestLimits`: `max_prompt_tokens` (media included), `max_reply_tokens`, `max_codes` (of speech,
+    50 a second) and `max_sessions` (requests at once). A reply may use what its prompt leaves of
+    `engine.max_model_len`, so none has both at their most; where the talker bounds the prompt, one that is not spoken
+    may have a longer one.
+    """
+    thinker, talker, token2wav = stages.thinker, stages.talker, stages.token2wav
+    tokens = thinker.engine.max_model_len - 1
+    limits = thinker.limits.model_dump(mode="json")
+    limits["max_audio_seconds"] = min(thinker.limits.max_audio_seconds, config.max_audio_seconds)
+    return limits | {
+        # The talker's sequence has two rows behind the prompt's, and a code.
+        "max_prompt_tokens": min(tokens, talker.engine.max_model_len - 3),
+        "max_reply_tokens": min(thinker.max_new_tokens, tokens),
+        "max_codes": min(talker.max_codes, token2wav.max_codes, config.talker.sampling.max_new_tokens),
+        "max_sessions": min(thinker.max_sessions, talker.max_sessions, token2wav.max_streams),
+    }
+
+
+def _settings(repository: Path, model: str, kind: type[SettingsT]) -> SettingsT:
+    return load_settings(repository / model / "1" / "stage.yaml", kind)
+
+
+def _compose(repository: Path, target: Path, facts: Mapping[str, Mapping[str, Any]]) -> None:
+    try:
+        for source in repository.iterdir():
+            if source.name in facts:
+                _add_public(source, target / source.name, facts[source.name])
+            else:
+                (target / source.name).symlink_to(source)
+    except OSError as error:
+        raise ServerError(f"the model repository cannot be laid out in {target}: {error.strerror}") from error
+
+
+def _add_public(source: Path, target: Path, facts: Mapping[str, Any]) -> None:
+    target.mkdir()
+    for part in source.iterdir():
+        if part.name != CONFIG_FILE:
+            (target / part.name).symlink_to(part)
+    config = (source / CONFIG_FILE).read_text(encoding="utf-8")
+    (target / CONFIG_FILE).write_text(f"{config}\n{_parameters(facts)}", encoding="utf-8")
+
+
+def _parameters(facts: Mapping[str, Any]) -> str:
+    """As entries of a `config.pbtxt`."""
+    escaped = {name: CEscape(json.dumps(value), as_utf8=False) for name, value in facts.items()}
+    return "".join(
+        f'parameters {{ key: "{name}" value {{ string_value: "{text}" }} }}\n' for name, text in escaped.items()
+    )

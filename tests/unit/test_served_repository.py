@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the public models' configurations tell of checkpoint and settings, and the repository that tells it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from triton_omni.serving.machine import ServerError
+from triton_omni.serving.model_folder import checkpoint_name
+from triton_omni.serving.served_repository import STREAMING_MODEL, UNARY_MODEL, served_facts, served_repository
+from triton_omni.settings import RequestLimits
+
+PROJECT = Path(__file__).parents[2] / "model_repository"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A copy of the project's model repository."""
+    return Path(shutil.copytree(PROJECT, tmp_path / "repository"))
+
+
+def change(repository: Path, model: str, settings: Mapping[str, Any]) -> None:
+    """Add settings at the top of a model's `stage.yaml`."""
+    path = repository / model / "1" / "stage.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | dict(settings)))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def config_of(folder: Path) -> Any:
+    return text_format.Parse((folder / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+
+
+def test_public_models_tell_and_all_else_is_the_original(repository: Path, tiny_checkpoint: Path) -> None:
+    change(repository, UNARY_MODEL, {"max_requests": 7})
+    with served_repository(repository, tiny_checkpoint) as served:
+        assert names(served) == names(repository)
+        assert (served / "thinker").resolve() == repository / "thinker"
+        for model in (STREAMING_MODEL, UNARY_MODEL):
+            assert (served / model / "1").resolve() == repository / model / "1"
+            config, original = config_of(served / model), config_of(repository / model)
+            told = {name: json.loads(value.string_value) for name, value in config.parameters.items()}
+            assert told == served_facts(repository, tiny_checkpoint, model)
+            assert told["voices"] == ["Chelsie", "Ethan"]
+            assert told["sample_rate"] == 24000
+            assert told["checkpoint"] == tiny_checkpoint.name
+            assert told["limits"]["max_sessions"] == (7 if model == UNARY_MODEL else 64)
+            config.parameters.clear()
+            assert config == original
+    assert not served.exists()
+    assert repository.exists()
+
+
+def test_limits_are_the_lowest_of_all_that_have_a_say(repository: Path, tiny_checkpoint: Path) -> None:
+    def limits() -> dict[str, Any]:
+        return dict(served_facts(repository, tiny_checkpoint, STREAMING_MODEL)["limits"])
+
+    shipped = limits()
+    # The checkpoint's feature extractor takes no more than this.
+    assert shipped["max_audio_seconds"] == 30 < RequestLimits().max_audio_seconds
+    assert set(RequestLimits.model_fields) < set(shipped)
+    assert {key: shipped[key] for key in ("max_prompt_tokens", "max_reply_tokens", "max_codes", "max_sessions")} == {
+        "max_prompt_tokens": 4095,
+        "max_reply_tokens": 1024,
+        "max_codes": 4096,
+        "max_sessions": 64,
+    }
+    change(repository, "thinker", {"limits": {"max_audio_seconds": 2}, "max_new_tokens": 5000, "max_sessions": 9})
+    change(repository, "talker", {"engine": {"max_model_len": 2000}, "max_codes": 800, "max_sessions": 8})
+    assert limits()["max_audio_seconds"] == 2
+    assert limits()["max_prompt_tokens"] == 1997
+    assert limits()["max_reply_tokens"] == 4095
+    assert (limits()["max_codes"], limits()["max_sessions"]) == (800, 8)
+    change(repository, "token2wav", {"max_codes": 700, "max_streams": 7})
+    assert (limits()["max_codes"], limits()["max_sessions"]) == (700, 7)
+
+
+def test_a_repository_of_other_models_is_served_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with served_repository(tmp_path, tmp_path / "nowhere") as served:
+        assert served == tmp_path
+
+
+def test_settings_that_cannot_be_used_are_told_by_name(repository: Path, tiny_checkpoint: Path) -> None:
+    change(repository, "talker", {"max_code": 5})
+    with (
+        pytest.raises(ServerError, match=r"talker/1/stage\.yaml: max_code: unknown key"),
+        served_repository(repository, tiny_checkpoint),
+    ):
+        pass
+
+
+def test_a_checkpoint_that_cannot_be_used_is_told_by_name(repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match=r"config\.json"), served_repository(repository, tmp_path):
+        pass
+
+
+def test_voices_that_cannot_be_read_are_not_told(repository: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = Path(
+        shutil.copytree(tiny_checkpoint, tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors", "*.pt"))
+    )
+    assert set(served_facts(repository, checkpoint, STREAMING_MODEL)) == {"limits", "sample_rate", "checkpoint"}
+
+
+def test_a_folder_that_cannot_be_written_is_told(
+    repository: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "symlink_to", full)
+    with (
+        pytest.raises(ServerError, match=r"cannot be laid out in .*: No space left on device"),
+        served_repository(repository, tiny_checkpoint),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("/models/Qwen2.5-Omni-7B", "Qwen2.5-Omni-7B"),
+        ("/hub/models--Qwen--Qwen2.5-Omni-3B/snapshots/0a1b", "Qwen/Qwen2.5-Omni-3B"),
+        ("/work/snapshots/0a1b", "0a1b"),
+    ],
+)
+def test_a_checkpoint_is_told_by_its_name_and_not_by_its_path(folder: str, name: str) -> None:
+    assert checkpoint_name(Path(folder)) == name
+
+
+def test_telling_costs_no_import_of_torch() -> None:
+    code = "import sys, triton_omni.serving.supervisor; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
