@@ -21,6 +21,7 @@ from .errors import ClientGone, GatewayError, from_client
 from .gate import Gate, error_response
 from .keys import ApiKeys
 from .metrics import Metrics
+from .page import add_page
 from .schemas import ChatRequest, SpeechRequest
 from .service import Gateway
 from .settings import GatewaySettings
@@ -64,6 +65,7 @@ def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAP
     _add_model_routes(app)
     _add_list_routes(app, settings)
     _add_operator_routes(app, metrics)
+    add_page(app)
     _add_errors(app)
     paths = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
     app.add_middleware(Gate, settings=settings, keys=keys or ApiKeys(), metrics=metrics, endpoints=paths)
@@ -95,7 +97,7 @@ def _add_list_routes(app: FastAPI, settings: GatewaySettings) -> None:
     created = int(time.time())
 
     def model(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": created, "owned_by": "triton-omni"}
+        return {"id": name, "object": "model", "created": created, "owned_by": "triton-omni", "voices": settings.voices}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

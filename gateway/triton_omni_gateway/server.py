@@ -120,6 +120,8 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     parser.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="for it to be ready (default 30)")
     named = "name of the model; may be repeated (default: qwen2_5_omni)"
     parser.add_argument("--model-name", action="append", metavar="NAME", help=named)
+    offered = "a speaker that /v1/models and the page offer; may be repeated (default: Chelsie, Ethan)"
+    parser.add_argument("--voice", action="append", metavar="NAME", help=offered)
     keyed = f"file of API keys, one a line; also by {VARIABLE}, separated by commas (default: none, everybody may call)"
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help=keyed)
     parser.add_argument("--max-requests", type=int, default=default.max_requests, metavar="N", help="at once")
@@ -133,6 +135,7 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     settings = GatewaySettings(
         triton_url=given.url,
         models=tuple(given.model_name or default.models),
+        voices=tuple(given.voice or default.voices),
         max_requests=given.max_requests,
         max_body_bytes=given.max_body_mib * MIB,
         speech_prompt=given.speech_prompt,

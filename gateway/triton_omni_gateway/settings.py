@@ -26,6 +26,8 @@ class GatewaySettings:
     """`HOST:PORT` of the Triton server's gRPC endpoint."""
     models: tuple[str, ...] = ("qwen2_5_omni",)
     """Names that a request's `model` may have; all mean the one model behind."""
+    voices: tuple[str, ...] = ("Chelsie", "Ethan")
+    """Speakers to offer beside each model: those of Qwen2.5-Omni's checkpoints; the server has the last word."""
     max_requests: int = 256
     """Requests under way at once, bodies being read included; the next one is refused with 429."""
     max_body_bytes: int = 128 * MIB
