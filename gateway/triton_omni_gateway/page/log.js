@@ -3,17 +3,22 @@
 
 import { element, preview } from "./dom.js";
 
-/** Distance to the end, in pixels, within which the log follows what is added. */
-const FOLLOWS_PX = 80;
+/** Distance to the end, in pixels, within which the log stays at its end. */
+const FOLLOWS_PX = 40;
 
 export class Log {
   #list;
   #welcome;
+  #isAtEnd = true;
+  #top = 0;
 
   /** @param {HTMLElement} list */
   constructor(list) {
     this.#list = list;
     this.#welcome = /** @type {HTMLElement} */ (list.firstElementChild);
+    list.addEventListener("scroll", () => this.#noteScroll());
+    list.addEventListener("load", () => this.#follow(), { capture: true }); // of an image, which had no height before
+    new ResizeObserver(() => this.#follow()).observe(list);
   }
 
   /**
@@ -57,13 +62,23 @@ export class Log {
   /** @param {Element} message */
   #add(message) {
     this.#list.append(message);
-    this.#list.scrollTop = this.#list.scrollHeight;
+    this.#isAtEnd = true;
+    this.#follow();
+  }
+
+  /** Only whoever scrolls up leaves the end: the log's own height changes too, as the parts around it do. */
+  #noteScroll() {
+    const { scrollHeight, scrollTop, clientHeight } = this.#list;
+    const isNear = scrollHeight - scrollTop - clientHeight < FOLLOWS_PX;
+    if (isNear || scrollTop < this.#top) {
+      this.#isAtEnd = isNear;
+    }
+    this.#top = scrollTop;
   }
 
   #follow() {
-    const { scrollHeight, scrollTop, clientHeight } = this.#list;
-    if (scrollHeight - scrollTop - clientHeight < FOLLOWS_PX) {
-      this.#list.scrollTop = scrollHeight;
+    if (this.#isAtEnd) {
+      this.#list.scrollTop = this.#list.scrollHeight;
     }
   }
 }
@@ -104,7 +119,7 @@ export class ReplyView {
     this.show({ ...account, text: kept, heard: kept });
     this.root.ariaBusy = "false";
     this.#note.hidden = !isStopped && kept !== "";
-    this.#note.textContent = noteOf(kept, isStopped);
+    this.#note.textContent = isStopped ? stopNote(account.heardSeconds) : "The reply is empty.";
     this.#grew();
   }
 
@@ -128,15 +143,11 @@ export class ReplyView {
   }
 }
 
-/**
- * @param {string} kept
- * @param {boolean} isStopped
- */
-function noteOf(kept, isStopped) {
-  if (!isStopped) {
-    return "The reply is empty.";
-  }
-  return kept ? "Stopped here: this is what was heard, and what is kept." : "Stopped before anything was heard.";
+/** @param {number | null} heard seconds; null where nothing was spoken */
+function stopNote(heard) {
+  return heard === null
+    ? "Stopped. What you see is kept."
+    : `Stopped after ${seconds(heard)} of speech. What you heard is kept.`;
 }
 
 /**

@@ -13,6 +13,7 @@ const TELL_MS = 100;
  * @typedef {object} Account
  * @property {string} text all that came
  * @property {string} heard its beginning that was heard; all of it where nothing is spoken
+ * @property {number | null} heardSeconds of its speech; null where nothing is spoken
  * @property {number | null} firstText seconds to the first text
  * @property {number | null} firstAudio seconds to the first sound
  * @property {number} spoken seconds of speech that came
@@ -48,9 +49,10 @@ export class Reply {
     return {
       text: this.#text,
       heard: this.#heard,
+      heardSeconds: this.#heardSeconds,
       firstText: this.#firstText,
       firstAudio: this.#firstAudio,
-      spoken: this.#playback?.seconds ?? 0,
+      spoken: this.#spoken,
       gaps: this.#playback?.gaps ?? 0,
     };
   }
@@ -61,11 +63,16 @@ export class Reply {
   }
 
   get #heard() {
-    if (!this.#playback) {
-      return this.#text;
-    }
-    const { seconds, heard } = this.#playback;
-    return heardText(this.#text, this.#stoppedAt ?? heard, this.#isComplete ? seconds : null);
+    const heard = this.#heardSeconds;
+    return heard === null ? this.#text : heardText(this.#text, heard, this.#isComplete ? this.#spoken : null);
+  }
+
+  get #heardSeconds() {
+    return this.#playback && (this.#stoppedAt ?? this.#playback.heard);
+  }
+
+  get #spoken() {
+    return this.#playback?.seconds ?? 0;
   }
 
   /**
