@@ -12,7 +12,7 @@ const UNITS_A_SECOND = 15;
 const WIDE_UNITS = 3;
 /** East Asian wide and full-width characters (Unicode's W and F), emoji among them. */
 const WIDE = new RegExp(
-  "[\\u1100-\\u115f\\u2329\\u232a\\u2e80-\\u303e\\u3041-\\u4dbf\\u4e00-\\ua4cf\\ua960-\\ua97c\\uac00-\\ud7a3" +
+  "[\\u1100-\\u115f\\u2329\\u232a\\u2e80-\\u303e\\u3041-\\u3247\\u3250-\\u4dbf\\u4e00-\\ua4cf\\ua960-\\ua97c\\uac00-\\ud7a3" +
     "\\uf900-\\ufaff\\ufe10-\\ufe19\\ufe30-\\ufe6b\\uff01-\\uff60\\uffe0-\\uffe6" +
     "\\u{16fe0}-\\u{1b2fb}\\u{1f200}-\\u{1f265}\\u{20000}-\\u{3fffd}]" +
     "|(?![\\u{1f1e6}-\\u{1f1ff}])\\p{Emoji_Presentation}",
