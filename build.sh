@@ -478,7 +478,8 @@ run_checks() {
         "$VENV/bin/mypy" --strict "$model"
     done
     PATH=$VENV/bin:$PATH "$PAGE_TOOLS/node_modules/.bin/tsc" --project gateway
-    (cd gateway && PATH=$VENV/bin:$PATH "$PAGE_TOOLS/node_modules/.bin/biome" check --error-on-warnings)
+    PATH=$VENV/bin:$PATH "$PAGE_TOOLS/node_modules/.bin/biome" check --error-on-warnings --config-path=gateway/page.biome.json \
+        gateway/triton_omni_gateway/page gateway/page.biome.json gateway/tsconfig.json gateway/package.json tests/page
     "$VENV/bin/shellcheck" build.sh scripts/*.sh examples/*.sh .ci/run
     "$VENV/bin/hadolint" Dockerfile
 }

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ window.played = [];
 const start = AudioBufferSourceNode.prototype.start;
 AudioBufferSourceNode.prototype.start = function (when, ...rest) {
   if (this.context instanceof AudioContext) {
-    window.played.push({ first: Math.round(when * this.context.sampleRate), samples: [...this.buffer.getChannelData(0)] });
+    const first = Math.round(when * this.context.sampleRate);
+    window.played.push({ first, samples: [...this.buffer.getChannelData(0)] });
   }
   return start.call(this, when, ...rest);
 };
@@ -51,20 +53,27 @@ def _chromium(folder: Path) -> tuple[str, dict[str, str]]:
 
 
 @contextmanager
-def run_browser(folder: Path, microphone: Path | None = None) -> Iterator[Any]:
-    """A browser whose microphone plays beeps, or once the WAV file `microphone`; what it writes is in `folder`."""
-    program, environment = _chromium(folder)
+def run_browser(folder: Path) -> Iterator[Any]:
+    """A browser whose microphone plays beeps; what it writes is in `folder`. One at a time in this process."""
+    _chromium(folder)
     from playwright.sync_api import sync_playwright
 
+    with sync_playwright() as playwright, launch(playwright.chromium, folder) as launched:
+        yield launched
+
+
+@contextmanager
+def launch(kind: Any, folder: Path, microphone: Path | None = None) -> Iterator[Any]:
+    """Another browser of this `browser_type`, whose microphone plays the WAV file `microphone` once."""
+    program, environment = _chromium(folder)
     options = ["--no-sandbox", "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
     if microphone is not None:
         options.append(f"--use-file-for-fake-audio-capture={microphone}%noloop")
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=program, args=options, env={**os.environ, **environment})
-        try:
-            yield launched
-        finally:
-            launched.close()
+    launched = kind.launch(executable_path=program, args=options, env={**os.environ, **environment})
+    try:
+        yield launched
+    finally:
+        launched.close()
 
 
 @dataclass
@@ -95,8 +104,12 @@ class Visit:
         last = self.page.locator(".reply").last
         return dict(zip(last.locator("dt").all_text_contents(), last.locator("dd").all_text_contents(), strict=True))
 
-    def played(self) -> list[tuple[int, list[float]]]:
-        """What was scheduled to play: the first sample's place and the samples, chunk by chunk."""
+    def played(self, chunks: int = 0) -> list[tuple[int, list[float]]]:
+        """What was scheduled to play, once it is so many chunks: the first sample's place and the samples of each."""
+        deadline = time.monotonic() + 20
+        while self.page.evaluate("window.played.length") < chunks:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         return [(found["first"], found["samples"]) for found in self.page.evaluate("window.played")]
 
 

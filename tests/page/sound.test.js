@@ -23,7 +23,10 @@ test("a WAV file has the header of its samples, which are clipped", () => {
   assert.equal(file.length, 44 + 12);
   assert.equal(file.toString("latin1", 0, 4) + file.toString("latin1", 8, 16), "RIFFWAVEfmt ");
   assert.deepEqual([file.readUInt32LE(4), file.readUInt32LE(24), file.readUInt32LE(28)], [48, 16000, 32000]);
-  assert.deepEqual([20, 22, 32, 34].map((at) => file.readUInt16LE(at)), [1, 1, 2, 16]);
+  assert.deepEqual(
+    [20, 22, 32, 34].map((at) => file.readUInt16LE(at)),
+    [1, 1, 2, 16],
+  );
   assert.deepEqual([file.toString("latin1", 36, 40), file.readUInt32LE(40)], ["data", 12]);
   assert.deepEqual(
     [0, 1, 2, 3, 4, 5].map((at) => file.readInt16LE(44 + 2 * at)),

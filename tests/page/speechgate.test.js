@@ -19,18 +19,51 @@ function changes(sounds) {
 }
 
 test("speech opens the gate at once, and a second of quiet closes it", () => {
-  assert.deepEqual(changes([[0.001, 2], [0.1, 1.5], [0.001, 2]]), [["begin", 2.12], ["end", 4.4]]);
+  assert.deepEqual(
+    changes([
+      [0.001, 2],
+      [0.1, 1.5],
+      [0.001, 2],
+    ]),
+    [
+      ["begin", 2.12],
+      ["end", 4.4],
+    ],
+  );
 });
 
 test("a pause between words does not close it", () => {
-  assert.deepEqual(changes([[0.1, 1], [0.001, 0.6], [0.1, 1], [0.001, 0.5]]), [["begin", 0.12]]);
+  assert.deepEqual(
+    changes([
+      [0.1, 1],
+      [0.001, 0.6],
+      [0.1, 1],
+      [0.001, 0.5],
+    ]),
+    [["begin", 0.12]],
+  );
 });
 
 test("a knock is not speech, nor is a quiet room", () => {
-  assert.deepEqual(changes([[0.002, 1], [0.5, 0.08], [0.002, 1], [0.01, 5]]), []);
+  assert.deepEqual(
+    changes([
+      [0.002, 1],
+      [0.5, 0.08],
+      [0.002, 1],
+      [0.01, 5],
+    ]),
+    [],
+  );
 });
 
 test("a loud room is learnt, and speech is louder", () => {
-  const room = changes([[0.05, 30], [0.4, 1], [0.05, 2]]).filter(([, at]) => Number(at) > 29);
-  assert.deepEqual(room.map(([change]) => change), ["begin", "end"]);
+  const room = changes([
+    [0.05, 30],
+    [0.4, 1],
+    [0.05, 2],
+  ]).filter(([, at]) => Number(at) > 29);
+  assert.deepEqual(
+    room.map(([change]) => change),
+    ["begin", "end"],
+  );
 });
