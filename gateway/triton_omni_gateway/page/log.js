@@ -9,7 +9,7 @@ const FOLLOWS_PX = 40;
 export class Log {
   #list;
   #welcome;
-  #isAtEnd = true;
+  #isAtEnd = false;
   #top = 0;
 
   /** @param {HTMLElement} list */
@@ -49,6 +49,7 @@ export class Log {
     }
     this.#list.replaceChildren(this.#welcome);
     this.#welcome.hidden = false;
+    this.#isAtEnd = false;
   }
 
   /** Take messages away, as if they had not been. @param {Element[]} messages */
@@ -119,7 +120,7 @@ export class ReplyView {
     this.show({ ...account, text: kept, heard: kept });
     this.root.ariaBusy = "false";
     this.#note.hidden = !isStopped && kept !== "";
-    this.#note.textContent = isStopped ? stopNote(account.heardSeconds) : "The reply is empty.";
+    this.#note.textContent = isStopped ? stopNote(kept, account.heardSeconds) : "The reply is empty.";
     this.#grew();
   }
 
@@ -143,11 +144,17 @@ export class ReplyView {
   }
 }
 
-/** @param {number | null} heard seconds; null where nothing was spoken */
-function stopNote(heard) {
-  return heard === null
-    ? "Stopped. What you see is kept."
-    : `Stopped after ${seconds(heard)} of speech. What you heard is kept.`;
+/**
+ * @param {string} kept
+ * @param {number | null} heard seconds; null where nothing was spoken
+ */
+function stopNote(kept, heard) {
+  if (heard === null) {
+    return kept ? "Stopped. What you see is kept." : "Stopped before anything came.";
+  }
+  return kept
+    ? `Stopped after ${seconds(heard)} of speech. What you heard is kept.`
+    : "Stopped before a word was heard.";
 }
 
 /**
