@@ -339,6 +339,8 @@ command_setup() {
 
 # --- tools of the page's checks and tests -----------------------------------------------------------------------------
 
+with_node() { PATH=$VENV/bin:$PATH "$@"; }
+
 page_tools_stamp() { cat "$ROOT"/gateway/package-lock.json "$ROOT"/requirements/page.lock | sha256sum; }
 
 # A package of npm brings Chromium and its libraries compressed, and unpacks them where TMPDIR says.
@@ -348,9 +350,8 @@ fetch_page_tools() (
     cp "$ROOT"/gateway/package.json "$ROOT"/gateway/package-lock.json "$PAGE_TOOLS"
     "$VENV/bin/uv" pip install --python "$VENV/bin/python" -r "$ROOT/requirements/page.lock" || exit
     cd "$PAGE_TOOLS" || exit
-    export PATH=$VENV/bin:$PATH TMPDIR=$PAGE_TOOLS
-    npm ci --ignore-scripts --no-audit --no-fund || exit
-    node --input-type=module --eval '
+    with_node npm ci --ignore-scripts --no-audit --no-fund || exit
+    with_node env TMPDIR="$PAGE_TOOLS" node --input-type=module --eval '
         import chromium, { inflate } from "@sparticuz/chromium";
         await chromium.executablePath();
         await inflate("node_modules/@sparticuz/chromium/bin/al2023.tar.br");' || exit
@@ -477,8 +478,8 @@ run_checks() {
         [[ -f $model ]] || continue
         "$VENV/bin/mypy" --strict "$model"
     done
-    PATH=$VENV/bin:$PATH "$PAGE_TOOLS/node_modules/.bin/tsc" --project gateway
-    PATH=$VENV/bin:$PATH "$PAGE_TOOLS/node_modules/.bin/biome" check --error-on-warnings --config-path=gateway/page.biome.json \
+    with_node "$PAGE_TOOLS/node_modules/.bin/tsc" --project gateway
+    with_node "$PAGE_TOOLS/node_modules/.bin/biome" check --error-on-warnings --config-path=gateway/page.biome.json \
         gateway/triton_omni_gateway/page gateway/page.biome.json gateway/tsconfig.json gateway/package.json tests/page
     "$VENV/bin/shellcheck" build.sh scripts/*.sh examples/*.sh .ci/run
     "$VENV/bin/hadolint" Dockerfile

@@ -16,12 +16,12 @@ from starlette.exceptions import HTTPException
 
 from triton_omni_client import NO_RETRY, AsyncOmniClient, OmniClientError
 
+from .browser_page import add_page
 from .connection import CLIENT_GONE
 from .errors import ClientGone, GatewayError, from_client
 from .gate import Gate, error_response
 from .keys import ApiKeys
 from .metrics import Metrics
-from .page import add_page
 from .schemas import ChatRequest, SpeechRequest
 from .service import Gateway
 from .settings import GatewaySettings

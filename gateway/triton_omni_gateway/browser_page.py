@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from os import PathLike, stat_result
 from pathlib import Path
 
-from fastapi import FastAPI
-from starlette.responses import FileResponse, Response
+from fastapi import FastAPI, Request
+from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -54,10 +54,11 @@ class PageFiles(StaticFiles):
 
 def add_page(app: FastAPI) -> None:
     """Serve the page at `/`, and what it is made of at `/page/`."""
+    files = PageFiles(directory=FOLDER)
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def page() -> Response:
+    async def page(request: Request) -> Response:
         """The page."""
-        return FileResponse(FOLDER / "index.html", headers=HEADERS)
+        return await files.get_response("index.html", request.scope)
 
-    app.mount(MOUNT, PageFiles(directory=FOLDER))
+    app.mount(MOUNT, files)
