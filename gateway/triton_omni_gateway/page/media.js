@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+/** Files to parts of a message. What may be in them is the server's to say; a file of no known kind is refused here. */
+
+/**
+ * @typedef {"image" | "audio" | "video"} Kind
+ * @typedef {{kind: Kind, name: string, url: string, part: import("./conversation.js").Part}} Medium `url` is an object
+ *   URL for its preview, to be revoked by whoever drops the medium
+ */
+
+/** Formats that `input_audio` names, by media type; others go as they are, for the server to judge. */
+const AUDIO_FORMATS = new Map([
+  ["audio/wav", "wav"],
+  ["audio/x-wav", "wav"],
+  ["audio/wave", "wav"],
+  ["audio/vnd.wave", "wav"],
+  ["audio/mpeg", "mp3"],
+  ["audio/mp3", "mp3"],
+  ["audio/flac", "flac"],
+  ["audio/x-flac", "flac"],
+  ["audio/ogg", "ogg"],
+]);
+
+/**
+ * What a file shows or plays; null for anything else.
+ * @param {string} type its media type
+ * @returns {Kind | null}
+ */
+export function kindOf(type) {
+  const [kind] = type.split("/");
+  return kind === "image" || kind === "audio" || kind === "video" ? kind : null;
+}
+
+/**
+ * @param {File} file
+ * @returns {Promise<Medium>}
+ * @throws {Error} the file cannot be read, or is neither an image nor a sound nor a video
+ */
+export async function mediumOf(file) {
+  const kind = kindOf(file.type);
+  if (!kind) {
+    throw new Error(`${file.name} is neither an image nor a sound nor a video.`);
+  }
+  const part = partOf(kind, file.type, await dataUri(file));
+  return { kind, name: file.name, url: URL.createObjectURL(file), part };
+}
+
+/**
+ * @param {Kind} kind
+ * @param {string} type its media type
+ * @param {string} url a data URI of its bytes
+ * @returns {import("./conversation.js").Part}
+ */
+export function partOf(kind, type, url) {
+  const format = AUDIO_FORMATS.get(type.split(";")[0]);
+  if (kind === "image") {
+    return { type: "image_url", image_url: { url } };
+  }
+  if (kind === "video") {
+    return { type: "video_url", video_url: { url } };
+  }
+  return format
+    ? { type: "input_audio", input_audio: { data: url.slice(url.indexOf(",") + 1), format } }
+    : { type: "audio_url", audio_url: { url } };
+}
+
+/**
+ * @param {File} file
+ * @returns {Promise<string>}
+ */
+function dataUri(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(/** @type {string} */ (reader.result));
+    reader.onerror = () => reject(new Error(`${file.name} cannot be read.`));
+    reader.readAsDataURL(file);
+  });
+}

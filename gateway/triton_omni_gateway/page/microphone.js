@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+/** The microphone: samples while it is open, and a WAV file of what was recorded. */
+
+import { QUESTION_RATE, wavFile } from "./sound.js";
+
+/** Kept from before a recording begins, in seconds: speech is noticed a little after it has begun. */
+const BEFORE_S = 0.4;
+
+export class Microphone {
+  /** @type {{stream: MediaStream, context: AudioContext} | null} */
+  #open = null;
+  /** @type {Promise<void> | null} */
+  #opening = null;
+  /** @type {Float32Array[]} */
+  #pieces = [];
+  #isRecording = false;
+  #onPiece;
+
+  /** @param {(piece: Float32Array, seconds: number) => void} onPiece told of every piece while it is open */
+  constructor(onPiece) {
+    this.#onPiece = onPiece;
+  }
+
+  /** Whether this page may ask for a microphone: browsers allow it over HTTPS and on this very machine. */
+  static get isAllowed() {
+    return window.isSecureContext && "mediaDevices" in navigator;
+  }
+
+  /** @throws {Error} there is none, or the user does not want it */
+  async open() {
+    this.#opening ??= this.#start().catch((error) => {
+      this.#opening = null;
+      throw new Error(`The microphone cannot be used: ${error.message || error.name}.`);
+    });
+    await this.#opening;
+  }
+
+  /** Let the microphone go, and the browser's sign of it. */
+  close() {
+    for (const track of this.#open?.stream.getTracks() ?? []) {
+      track.stop();
+    }
+    this.#open?.context.close();
+    this.#open = null;
+    this.#opening = null;
+    this.#pieces = [];
+    this.#isRecording = false;
+  }
+
+  /** Begin a recording, with the moment before. */
+  record() {
+    this.#isRecording = true;
+  }
+
+  /**
+   * End the recording.
+   * @returns {Promise<File | null>} null where nothing was recorded
+   */
+  async take() {
+    const pieces = this.#pieces;
+    const rate = this.#open?.context.sampleRate ?? 0;
+    this.#pieces = [];
+    this.#isRecording = false;
+    if (pieces.length === 0) {
+      return null;
+    }
+    const samples = await resampled(pieces, rate);
+    return new File([wavFile(samples, QUESTION_RATE)], "speech.wav", { type: "audio/wav" });
+  }
+
+  async #start() {
+    const audio = { channelCount: 1, echoCancellation: true, noiseSuppression: true, autoGainControl: true };
+    const stream = await navigator.mediaDevices.getUserMedia({ audio });
+    const context = new AudioContext();
+    await Promise.all([context.audioWorklet.addModule(new URL("tap.js", import.meta.url)), context.resume()]);
+    const tap = new AudioWorkletNode(context, "tap", {
+      numberOfOutputs: 0,
+      channelCount: 1,
+      channelCountMode: "explicit",
+    });
+    tap.port.onmessage = ({ data }) => this.#take(data, context.sampleRate);
+    context.createMediaStreamSource(stream).connect(tap);
+    this.#open = { stream, context };
+  }
+
+  /**
+   * @param {Float32Array} piece
+   * @param {number} rate
+   */
+  #take(piece, rate) {
+    this.#pieces.push(piece);
+    if (!this.#isRecording) {
+      this.#pieces = this.#pieces.slice(-Math.ceil((BEFORE_S * rate) / piece.length));
+    }
+    this.#onPiece(piece, piece.length / rate);
+  }
+}
+
+/**
+ * @param {Float32Array[]} pieces
+ * @param {number} rate their samples a second
+ * @returns {Promise<Float32Array>} at the rate of questions
+ */
+async function resampled(pieces, rate) {
+  const length = pieces.reduce((sum, piece) => sum + piece.length, 0);
+  const context = new OfflineAudioContext(1, Math.ceil((length * QUESTION_RATE) / rate), QUESTION_RATE);
+  const buffer = context.createBuffer(1, length, rate);
+  let at = 0;
+  for (const piece of pieces) {
+    buffer.getChannelData(0).set(piece, at);
+    at += piece.length;
+  }
+  const source = new AudioBufferSourceNode(context, { buffer });
+  source.connect(context.destination);
+  source.start();
+  return (await context.startRendering()).getChannelData(0);
+}

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A headless Chromium for the tests of the gateway's page, and a page in it that is watched.
+
+`./build.sh test` fetches the browser; `CHROMIUM` names another one, or `none`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ROOT / ".cache" / "page-tools"
+AXE = TOOLS / "node_modules" / "axe-core" / "axe.min.js"
+VARIABLE = "CHROMIUM"
+_REFUSED = "Failed to load resource: the server responded with a status of"
+"""The browser's own remark on every answer of 4xx or 5xx."""
+_SPEAKERS = """
+window.played = [];
+const start = AudioBufferSourceNode.prototype.start;
+AudioBufferSourceNode.prototype.start = function (when, ...rest) {
+  if (this.context instanceof AudioContext) {
+    const first = Math.round(when * this.context.sampleRate);
+    window.played.push({ first, samples: [...this.buffer.getChannelData(0)] });
+  }
+  return start.call(this, when, ...rest);
+};
+"""
+"""Notes what is scheduled to play, and when, in samples."""
+_FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">
+<fontconfig><dir>{tools}/fonts</dir><cachedir>{tools}/fonts-cache</cachedir></fontconfig>"""
+
+
+def _chromium(folder: Path) -> tuple[str, dict[str, str]]:
+    """The browser's program and its environment; skips the test where there is none."""
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen and chosen != "none":
+        return chosen, {}
+    program = TOOLS / "chromium"
+    if chosen == "none" or not program.exists():
+        pytest.skip(f"no browser: ./build.sh test fetches one, {VARIABLE}=PROGRAM names one (now {chosen!r})")
+    fonts = folder / "fonts.conf"
+    fonts.write_text(_FONTS.format(tools=TOOLS))
+    # The same letters wherever the tests run, and the libraries that a machine without a desktop lacks.
+    return str(program), {"FONTCONFIG_FILE": str(fonts), "LD_LIBRARY_PATH": str(TOOLS / "al2023" / "lib")}
+
+
+@contextmanager
+def run_browser(folder: Path) -> Iterator[Any]:
+    """A browser whose microphone plays beeps; what it writes is in `folder`. One at a time in this process."""
+    _chromium(folder)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright, launch(playwright.chromium, folder) as launched:
+        yield launched
+
+
+@contextmanager
+def launch(kind: Any, folder: Path, microphone: Path | None = None) -> Iterator[Any]:
+    """Another browser of this `browser_type`, whose microphone plays the WAV file `microphone` once."""
+    program, environment = _chromium(folder)
+    options = ["--no-sandbox", "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
+    if microphone is not None:
+        options.append(f"--use-file-for-fake-audio-capture={microphone}%noloop")
+    launched = kind.launch(executable_path=program, args=options, env={**os.environ, **environment})
+    try:
+        yield launched
+    finally:
+        launched.close()
+
+
+@dataclass
+class Visit:
+    """The gateway's page as a person has it open; every problem that the browser tells is noted."""
+
+    page: Any
+    base: str
+    problems: list[str] = field(default_factory=list)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    """Bodies of the chat completions that the page asked for."""
+
+    def state(self, name: str, seconds: float = 20) -> None:
+        """Wait until the page is in this state."""
+        self.page.wait_for_selector(f'#state[data-state="{name}"]', timeout=seconds * 1000)
+
+    def write(self, text: str) -> None:
+        """Write a message and send it."""
+        self.page.fill("#text", text)
+        self.page.keyboard.press("Enter")
+
+    def text(self, selector: str) -> str:
+        """The text of the last element of this selector."""
+        return str(self.page.locator(selector).last.text_content())
+
+    def times(self) -> dict[str, str]:
+        """Names and values under the last reply."""
+        last = self.page.locator(".reply").last
+        return dict(zip(last.locator("dt").all_text_contents(), last.locator("dd").all_text_contents(), strict=True))
+
+    def played(self, chunks: int = 0) -> list[tuple[int, list[float]]]:
+        """What was scheduled to play, once it is so many chunks: the first sample's place and the samples of each."""
+        deadline = time.monotonic() + 20
+        while self.page.evaluate("window.played.length") < chunks:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return [(found["first"], found["samples"]) for found in self.page.evaluate("window.played")]
+
+
+@contextmanager
+def visit(browser: Any, base: str, extra: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Visit]:
+    """The page of the gateway at `base`, in a browser session of its own.
+
+    Fails at the end where the page logged an error or asked any other host for something.
+
+    Args:
+        browser: from `run_browser`.
+        base: the gateway's address.
+        extra: put into every chat completion that the page asks for, as a seed.
+        options: of the browser session, as its width or its colours.
+    """
+    with browser.new_context(**{"viewport": {"width": 1000, "height": 720}, **options}) as context:
+        found = Visit(context.new_page(), base)
+        _watch(found, dict(extra or {}))
+        found.page.goto(f"{base}/")
+        yield found
+        assert found.problems == []
+
+
+def _watch(found: Visit, extra: dict[str, Any]) -> None:
+    def console(message: Any) -> None:
+        if message.type in ("error", "warning") and not message.text.startswith(_REFUSED):
+            found.problems.append(message.text)
+
+    def request(sent: Any) -> None:
+        if not sent.url.startswith((f"{found.base}/", f"blob:{found.base}/")):
+            found.problems.append(f"asked for {sent.url:.80}")
+
+    def chat(route: Any) -> None:
+        found.asked.append(route.request.post_data_json)
+        route.continue_(post_data={**found.asked[-1], **extra})
+
+    found.page.on("console", console)
+    found.page.on("pageerror", lambda error: found.problems.append(str(error)))
+    found.page.on("request", request)
+    found.page.route("**/v1/chat/completions", chat)
+    found.page.add_init_script(_SPEAKERS)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway's page in a browser, with a real server behind it."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from browser import Visit, run_browser, visit
+from gateway_fakes import RunningGateway, run_gateway
+from media_samples import image_file
+from server.probes import SLOW_TALKER
+from server.serving import STAGES, Served, wait_for
+from triton_omni_client import Reply
+from triton_omni_client.heard import heard_text
+
+TALKER = {"temperature": 0, "min_tokens": 150}
+GREEDY = {"seed": 71, "talker": TALKER}
+PCM16_STEP = 1 / 32767
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with run_browser(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def shared_gateway(shared_server: Served) -> Iterator[RunningGateway]:
+    with run_gateway(shared_server.supervisor.grpc_url) as running:
+        yield running
+
+
+@pytest.fixture
+def gateway(server: Served, shared_gateway: RunningGateway) -> RunningGateway:
+    """The gateway before a server that is idle again after the test."""
+    return shared_gateway
+
+
+@pytest.fixture(scope="module")
+def direct(shared_server: Served) -> Reply:
+    """What the project's own client gets."""
+    return shared_server.ask("page", "hello", seed=71, voice="Ethan", talker=TALKER)
+
+
+def test_what_is_read_and_heard_is_the_server_s(browser: Any, gateway: RunningGateway, direct: Reply) -> None:
+    with visit(browser, gateway.base, GREEDY) as at:
+        at.state("ready")
+        at.page.select_option("#voice", "Ethan")
+        at.write("hello")
+        at.state("speaking")
+        at.state("ready", seconds=60)
+        assert at.asked[0]["audio"] == {"format": "pcm16", "voice": "Ethan"}
+        assert at.text(".reply .said") == direct.text
+        assert 0 < float(at.times()["First text"].split()[0]) < 30
+        assert 0 < float(at.times()["First audio"].split()[0]) < 30
+        played = at.played()
+        gaps = [following - first - len(samples) for (first, samples), (following, _) in pairwise(played)]
+        # A slow machine may run dry; what the page tells of it is so, and nothing ever overlaps.
+        assert gaps
+        assert min(gaps) >= 0
+        assert sum(gap > 0 for gap in gaps) == int(at.times().get("Gaps", 0))
+        sound = np.concatenate([samples for _, samples in played])
+        np.testing.assert_allclose(sound, direct.audio, rtol=0, atol=2 * PCM16_STEP)
+
+
+def test_a_stop_reaches_every_stage_and_what_was_heard_is_kept(
+    browser: Any, server: Served, gateway: RunningGateway
+) -> None:
+    whole = server.ask("whole", "hello", seed=SLOW_TALKER, modalities=["text"])
+    with visit(browser, gateway.base, {"seed": SLOW_TALKER}) as at:
+        at.state("ready")
+        with at.page.expect_response("**/v1/chat/completions") as answered:
+            at.write("hello")
+        request_id = answered.value.headers["x-request-id"]
+        at.state("speaking")
+        time.sleep(0.5)
+        at.page.click("#stop")
+        at.state("stopped")
+        wait_for(lambda: any(server.records.of(request_id, stage, "noticed") for stage in STAGES), 5, server.held)
+        for stage in STAGES:
+            wait_for(lambda stage=stage: server.records.of(request_id, stage, "aborted"), 5, server.held)
+        server.wait_until_idle()
+        kept = at.text(".reply .said")
+        assert len(kept) < len(whole.text)
+        if kept:
+            heard = float(at.text(".reply .note").split()[2])
+            assert kept in {heard_text(whole.text, seconds) for seconds in (heard - 0.005, heard, heard + 0.005)}
+        at.write("Go on")
+        at.page.locator(".reply").nth(1).wait_for()
+        said = [message["content"] for message in at.asked[1]["messages"] if message["role"] == "assistant"]
+        assert said == ([kept] if kept else [])
+        at.page.keyboard.press("Escape")
+        at.state("stopped")
+
+
+def test_speaking_cuts_in_on_the_server_and_is_answered(browser: Any, server: Served, gateway: RunningGateway) -> None:
+    with visit(browser, gateway.base, {"seed": SLOW_TALKER}) as at:
+        at.state("ready")
+        at.write("hello")
+        at.state("speaking")
+        talk = at.page.get_by_role("button", name="Talk")
+        talk.click()
+        at.state("listening")
+        server.wait_until_idle()
+        time.sleep(0.5)
+        talk.click()
+        at.state("speaking")
+        (spoken,) = at.asked[1]["messages"][-1]["content"]
+        assert base64.b64decode(spoken["input_audio"]["data"])[:4] == b"RIFF"
+        at.page.keyboard.press("Escape")
+        at.state("stopped")
+
+
+def test_an_image_is_understood_and_one_over_the_limit_refused(
+    browser: Any, server: Served, gateway: RunningGateway
+) -> None:
+    small, large = image_file("png"), b"\x89PNG" + bytes(1 << 20)
+    with visit(browser, gateway.base, GREEDY) as at:
+        at.state("ready")
+        at.page.uncheck("#speak")
+        _attach(at, "large.png", large)
+        at.write("What is this?")
+        at.page.get_by_role("alert").get_by_text(f"the limit is {1 << 20} bytes").wait_for()
+        at.page.get_by_role("button", name="Remove large.png").click()
+        _attach(at, "small.png", small)
+        at.page.get_by_role("button", name="Try again").click()
+        at.state("ready")
+        (asked,) = at.asked[-1]["messages"]
+        shown = at.text(".reply .said")
+    url = f"data:image/png;base64,{base64.b64encode(small).decode()}"
+    assert asked["content"] == [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "What is this?"},
+    ]
+    assert shown == gateway.chat(messages=[asked], seed=71).choices[0].message.content
+
+
+def _attach(at: Visit, name: str, data: bytes) -> None:
+    at.page.set_input_files("#files", [{"name": name, "mimeType": "image/png", "buffer": data}])
+    at.page.locator("#attachments li").wait_for()
