@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from client_fakes import FakeTriton, serve_grpc
-from gateway_fakes import MODEL, RunningGateway, run_gateway
+from gateway_fakes import RunningGateway, run_gateway
 from triton_omni_gateway.browser_page import FOLDER, HEADERS
 from triton_omni_gateway.keys import ApiKeys
 
