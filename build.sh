@@ -78,6 +78,7 @@ Environment:
   OMNI_PLATFORM   cpu or gpu (default: gpu where an NVIDIA GPU is found)
   CHROMIUM        the browser that tests the page, or none for no such tests (default: one is fetched from npm)
   OMNI_MPS        1 = servers run under CUDA MPS, as by serve --mps (default: 0)
+  OMNI_GPUS       the GPU of each stage, as by serve --gpus (default: all on GPU 0)
   PYTHON          the Python 3.11 or 3.12 to build .venv with (default: the first found on PATH)
 TEXT
 }
@@ -105,10 +106,12 @@ TEXT
 help_serve() {
     cat <<'TEXT'
 Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N] [--log-verbose N] [--mps]
+                        [--gpus STAGE=N,...]
 
 Serves until Ctrl-C or SIGTERM. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded.
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
 With --mps the stages run on a GPU at once instead of by turns, under a CUDA MPS daemon that lives as long as the server.
+With --gpus a stage runs on another GPU than 0: thinker=0,talker=0,token2wav=1, for instance.
 The server has no authentication: keep it on loopback, or behind something that has.
 TEXT
 }

@@ -18,6 +18,7 @@ from tritonclient.grpc import model_config_pb2
 
 from triton_omni.serving.machine import ServerError
 from triton_omni.serving.model_folder import checkpoint_name
+from triton_omni.serving.placement import STAGES
 from triton_omni.serving.served_repository import STREAMING_MODEL, UNARY_MODEL, served_facts, served_repository
 from triton_omni.settings import RequestLimits
 
@@ -48,7 +49,10 @@ def test_public_models_tell_and_all_else_is_the_original(repository: Path, tiny_
     change(repository, UNARY_MODEL, {"max_requests": 7})
     with served_repository(repository, tiny_checkpoint) as served:
         assert names(served) == names(repository)
-        assert (served / "thinker").resolve() == repository / "thinker"
+        for stage in STAGES:
+            assert (served / stage / "1").resolve() == repository / stage / "1"
+            (group,) = config_of(served / stage).instance_group
+            assert (group.count, group.kind) == (1, model_config_pb2.ModelInstanceGroup.KIND_CPU)
         for model in (STREAMING_MODEL, UNARY_MODEL):
             assert (served / model / "1").resolve() == repository / model / "1"
             config, original = config_of(served / model), config_of(repository / model)
@@ -59,6 +63,7 @@ def test_public_models_tell_and_all_else_is_the_original(repository: Path, tiny_
             assert told["checkpoint"] == tiny_checkpoint.name
             assert told["limits"]["max_sessions"] == (7 if model == UNARY_MODEL else 64)
             config.parameters.clear()
+            config.ClearField("instance_group")
             assert config == original
     assert not served.exists()
     assert repository.exists()
@@ -144,3 +149,28 @@ def test_a_checkpoint_is_told_by_its_name_and_not_by_its_path(folder: str, name:
 def test_telling_costs_no_import_of_torch() -> None:
     code = "import sys, triton_omni.serving.supervisor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_each_stage_is_one_instance_on_its_own_gpu(repository: Path, tiny_checkpoint: Path) -> None:
+    change(repository, "talker", {"device": "cpu"})
+    kinds = model_config_pb2.ModelInstanceGroup
+    with served_repository(repository, tiny_checkpoint, {"thinker": 0, "talker": 1, "token2wav": 2}) as served:
+        groups = {
+            model: [(group.count, group.kind, list(group.gpus)) for group in config_of(served / model).instance_group]
+            for model in (*STAGES, UNARY_MODEL, STREAMING_MODEL)
+        }
+    assert groups == {
+        "thinker": [(1, kinds.KIND_GPU, [0])],
+        "talker": [(1, kinds.KIND_CPU, [])],
+        "token2wav": [(1, kinds.KIND_GPU, [2])],
+        UNARY_MODEL: [(1, kinds.KIND_CPU, [])],
+        STREAMING_MODEL: [],
+    }
+
+
+def test_instances_that_an_operator_has_chosen_stay(repository: Path, tiny_checkpoint: Path) -> None:
+    config = repository / "token2wav" / "config.pbtxt"
+    config.write_text(config.read_text() + "\ninstance_group [ { kind: KIND_GPU gpus: [ 3 ] } ]\n")
+    with served_repository(repository, tiny_checkpoint, dict.fromkeys(STAGES, 0)) as served:
+        (group,) = config_of(served / "token2wav").instance_group
+    assert list(group.gpus) == [3]

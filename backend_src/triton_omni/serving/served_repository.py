@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model repository that tritonserver is given: the project's own, whose public models say what they serve.
+"""The model repository that tritonserver is given: the project's own, with what depends on this start.
 
 Triton hands a model's configuration to every client that asks, over HTTP and gRPC. What depends on the checkpoint and
 on the stages' settings cannot stand in a file of the repository, so it is written into a copy of the public models'
-`config.pbtxt` at each start; all else of the copy is links to the original. Each parameter's text is JSON.
+`config.pbtxt` at each start (each parameter's text is JSON), and into the stages' the GPU that each is on. All else of
+the copy is links to the original.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from triton_omni.checkpoint.reading import CheckpointError
 from triton_omni.checkpoint.voice_names import voice_names
 from triton_omni.serving.machine import ServerError
 from triton_omni.serving.model_folder import checkpoint_name
+from triton_omni.serving.placement import instance_group
 from triton_omni.settings import (
     SettingsError,
     SettingsT,
@@ -36,6 +39,7 @@ from triton_omni.settings import (
 STREAMING_MODEL = "qwen2_5_omni"
 UNARY_MODEL = "qwen2_5_omni_unary"
 CONFIG_FILE = "config.pbtxt"
+_INSTANCES = re.compile(r"^\s*instance_group\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,17 @@ class StageSettings:
 
 
 @contextmanager
-def served_repository(repository: Path, checkpoint: Path) -> Iterator[Path]:
+def served_repository(repository: Path, checkpoint: Path, placement: Mapping[str, int] | None = None) -> Iterator[Path]:
     """A model repository like `repository` in a folder of its own, which is removed at the end.
 
     Its public models' configurations have the parameters `voices`, `limits`, `sample_rate` and `checkpoint`. A
     repository without the public models is given back as it is.
+
+    Args:
+        repository: the original.
+        checkpoint: the checkpoint's folder.
+        placement: number of each stage's GPU; None = there is no GPU. A stage whose settings say `device: cpu` is on
+            none, and one whose `config.pbtxt` has an `instance_group` keeps it.
 
     Raises:
         ServerError: a `stage.yaml` or the checkpoint's configuration cannot be used, or the folder cannot be written.
@@ -62,11 +72,13 @@ def served_repository(repository: Path, checkpoint: Path) -> Iterator[Path]:
         yield repository
         return
     try:
-        facts = {name: served_facts(repository, checkpoint, name) for name in public}
+        added = {name: _parameters(served_facts(repository, checkpoint, name)) for name in public}
+        for name, group in _instances(repository, placement or {}).items():
+            added[name] = added.get(name, "") + group
     except (SettingsError, CheckpointError) as error:
         raise ServerError(str(error)) from error
     with tempfile.TemporaryDirectory(prefix="triton_omni_") as folder:
-        _compose(repository.resolve(), Path(folder), facts)
+        _compose(repository.resolve(), Path(folder), added)
         yield Path(folder)
 
 
@@ -121,24 +133,42 @@ def _settings(repository: Path, model: str, kind: type[SettingsT]) -> SettingsT:
     return load_settings(repository / model / "1" / "stage.yaml", kind)
 
 
-def _compose(repository: Path, target: Path, facts: Mapping[str, Mapping[str, Any]]) -> None:
+def _instances(repository: Path, placement: Mapping[str, int]) -> dict[str, str]:
+    """What the configuration of each Python model says of its instances, where the original says nothing."""
+    devices = {
+        "thinker": _settings(repository, "thinker", ThinkerSettings).device,
+        "talker": _settings(repository, "talker", TalkerSettings).device,
+        "token2wav": _settings(repository, "token2wav", Token2WavSettings).device,
+        UNARY_MODEL: "cpu",
+    }
+    return {
+        model: instance_group(None if device == "cpu" else placement.get(model))
+        for model, device in devices.items()
+        if (repository / model / CONFIG_FILE).is_file() and not _INSTANCES.search(_config(repository / model))
+    }
+
+
+def _config(model: Path) -> str:
+    return (model / CONFIG_FILE).read_text(encoding="utf-8")
+
+
+def _compose(repository: Path, target: Path, added: Mapping[str, str]) -> None:
     try:
         for source in repository.iterdir():
-            if source.name in facts:
-                _add_public(source, target / source.name, facts[source.name])
+            if source.name in added:
+                _add_model(source, target / source.name, added[source.name])
             else:
                 (target / source.name).symlink_to(source)
     except OSError as error:
         raise ServerError(f"the model repository cannot be laid out in {target}: {error.strerror}") from error
 
 
-def _add_public(source: Path, target: Path, facts: Mapping[str, Any]) -> None:
+def _add_model(source: Path, target: Path, added: str) -> None:
     target.mkdir()
     for part in source.iterdir():
         if part.name != CONFIG_FILE:
             (target / part.name).symlink_to(part)
-    config = (source / CONFIG_FILE).read_text(encoding="utf-8")
-    (target / CONFIG_FILE).write_text(f"{config}\n{_parameters(facts)}", encoding="utf-8")
+    (target / CONFIG_FILE).write_text(f"{_config(source)}\n{added}", encoding="utf-8")
 
 
 def _parameters(facts: Mapping[str, Any]) -> str:

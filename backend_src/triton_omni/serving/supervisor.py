@@ -35,6 +35,7 @@ from triton_omni.serving.machine import (
 from triton_omni.serving.memory_pool import memory_pool_bytes
 from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.serving.mps import mps_daemon
+from triton_omni.serving.placement import check_placement, parse_placement
 from triton_omni.serving.served_repository import served_repository
 from triton_omni.serving.server_log import ServerLog
 from triton_omni.serving.signals import exit_at_once, on_signals
@@ -69,6 +70,8 @@ class ServerConfig:
     """What a stopping server waits for requests in flight, in seconds."""
     mps: bool = False
     """Whether the server and its stages share the GPUs under a CUDA MPS daemon of their own."""
+    placement: Mapping[str, int] = field(default_factory=lambda: parse_placement(""))
+    """Number of each stage's GPU."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the server and its stages."""
 
@@ -122,8 +125,8 @@ class Supervisor:
         """Start the process and return at once.
 
         Raises:
-            ServerError: already started, no tritonserver, no checkpoint, a `stage.yaml` that cannot be used, a port is
-                taken, or MPS cannot be had.
+            ServerError: already started, no tritonserver, no checkpoint, a `stage.yaml` that cannot be used, a stage
+                on a GPU that is not there, a port is taken, or MPS cannot be had.
         """
         if self._process is not None:
             raise ServerError(f"the server is already started (process {self._process.pid})")
@@ -134,13 +137,16 @@ class Supervisor:
             model = model_folder(self.config.model)
         except ModelFolderError as error:
             raise ServerError(str(error)) from error
+        gpus = visible_gpus(os.environ)
+        check_placement(self.config.placement, gpus)
         wanted = {"http": self.config.http_port, "grpc": self.config.grpc_port, "metrics": self.config.metrics_port}
         self._ports = choose_ports(self.config.host, wanted)
         environment = {**stub_environment(os.environ, install, model), **self.config.environment}
         with contextlib.ExitStack() as outliving:
             if self.config.mps:
                 environment |= outliving.enter_context(mps_daemon(os.environ))
-            repository = outliving.enter_context(served_repository(self.config.model_repository, model))
+            placement = self.config.placement if gpus else None
+            repository = outliving.enter_context(served_repository(self.config.model_repository, model, placement))
             self._process = self._launch(self._command(install, repository, model), environment)
             self._outliving = outliving.pop_all()
         self.log.follow(self._process)
@@ -322,7 +328,17 @@ def _parse(arguments: Sequence[str] | None) -> ServerConfig:
         default=by_variable == "1",
         help="run the stages on a GPU at once, under a CUDA MPS daemon of the server's own (default: OMNI_MPS, or not)",
     )
+    parser.add_argument(
+        "--gpus",
+        default=os.environ.get("OMNI_GPUS", ""),
+        metavar="STAGE=N,...",
+        help="the GPU of each stage, thinker=0,token2wav=1 for instance (default: OMNI_GPUS, or all on GPU 0)",
+    )
     given = parser.parse_args(arguments)
+    try:
+        placement = parse_placement(given.gpus)
+    except ValueError as error:
+        parser.error(f"--gpus (or OMNI_GPUS): {error}")
     if by_variable not in ("0", "1"):
         parser.error(f"OMNI_MPS must be 0 or 1, not '{by_variable}'")
     return ServerConfig(
@@ -337,6 +353,7 @@ def _parse(arguments: Sequence[str] | None) -> ServerConfig:
         ready_timeout_s=given.ready_timeout,
         exit_timeout_s=given.exit_timeout,
         mps=given.mps,
+        placement=placement,
     )
 
 
