@@ -14,7 +14,7 @@ GATEWAY = ROOT / "gateway" / "triton_omni_gateway"
 
 # Each module may import modules of lower layers and of its own group.
 LAYERS = [
-    {"contracts": {"errors", "settings", "engine", "device", "streams", "precision", "spans"}},
+    {"contracts": {"errors", "settings", "engine", "device", "streams", "precision", "spans", "split_kernels"}},
     {
         "protocol": {
             "wire",
@@ -157,8 +157,8 @@ def test_the_gateway_is_the_client_and_a_web_server_alone():
 def test_token2wav_is_torch_and_numpy_alone():
     # pydantic: its ValidationError is what settings raise.
     allowed = {"torch", "numpy", "pydantic", "triton_omni", *sys.stdlib_module_names}
-    ours = {"settings", "engine", "errors", "precision", "spans", "streams", "checkpoint", "token2wav"}
-    kernels = {"triton_omni.token2wav.kernels", "triton_omni.token2wav.attention_kernels"}
+    ours = {"settings", "engine", "errors", "precision", "spans", "streams", "split_kernels", "checkpoint", "token2wav"}
+    kernels = {"triton_omni.token2wav.kernels", "triton_omni.token2wav.attention_kernels", "triton_omni.split_kernels"}
     decode = {
         f"triton_omni.vllm_hooks.{step}_kernels" for step in ("decode_attention", "decode_product", "talker_step")
     }

@@ -14,13 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from triton_omni.split_kernels import split_product
 from triton_omni.token2wav.attention_kernels import block_attention, leave_past
 from triton_omni.token2wav.batching import BlockLayout, Neighbours
 from triton_omni.token2wav.dit import FINAL_PARTS, LAYER_PARTS, NORM_EPS, DiT, Layer
-from triton_omni.token2wav.kernels import residual_norm
+from triton_omni.token2wav.kernels import Parts, residual_norm
 from triton_omni.token2wav.ode import Velocity
 from triton_omni.token2wav.past import Past
 from triton_omni.token2wav.rotary import ROTARY_HEADS, Rotary
+
+FEW_ROWS = 256
+"""Of a product that leaves most multiprocessors without a tile: one or two windows under guidance."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,12 @@ class _Projection:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return torch.addmm(self.bias, rows, self.weight)
+
+    def parts(self, rows: Tensor) -> Tensor | Parts:
+        """The same for `residual_norm`, which adds the parts of a product of few rows up."""
+        if len(rows) > FEW_ROWS:
+            return self(rows)
+        return Parts(split_product(rows, self.weight.t()), self.bias)
 
     def gelu(self, rows: Tensor) -> Tensor:
         """The same under a GELU of the tanh form; on a GPU within the product's epilogue."""
@@ -96,7 +106,8 @@ class FusedDiT:
         hidden = (halves + projected).flatten(0, 2)
         angles = (rotary.cos.flatten(0, 2), rotary.sin.flatten(0, 2))
         norms = modulation[number, :-FINAL_PARTS].view(-1, LAYER_PARTS, modulation.shape[2])
-        branch, gate = None, norms[0, 2]
+        branch: Tensor | Parts | None = None
+        gate = norms[0, 2]
         for place, (layer, parts) in enumerate(zip(self._layers, norms, strict=True)):
             shift, scale, attention_gate, ff_shift, ff_scale, ff_gate = parts.unbind(0)
             normed = self._residual_norm(hidden, branch, gate, shift, scale)
@@ -106,14 +117,14 @@ class FusedDiT:
             )
             if layer_past is not None:
                 leave_past(qkv, layer_past, heads=self._heads)
-            normed = self._residual_norm(hidden, layer.out(mixed), attention_gate, ff_shift, ff_scale)
-            branch, gate = layer.leave(layer.enter.gelu(normed)), ff_gate
+            normed = self._residual_norm(hidden, layer.out.parts(mixed), attention_gate, ff_shift, ff_scale)
+            branch, gate = layer.leave.parts(layer.enter.gelu(normed)), ff_gate
         scale, shift = modulation[number, -FINAL_PARTS:].unbind(0)
         velocity = self._leave(self._residual_norm(hidden, branch, gate, shift, scale))
         return velocity.float().view(*condition.shape[:2], -1)
 
     def _residual_norm(
-        self, hidden: Tensor, branch: Tensor | None, gate: Tensor, shift: Tensor, scale: Tensor
+        self, hidden: Tensor, branch: Tensor | Parts | None, gate: Tensor, shift: Tensor, scale: Tensor
     ) -> Tensor:
         return residual_norm(hidden, branch, gate, shift, scale, eps=NORM_EPS, dtype=self._dtype)
 

@@ -25,14 +25,32 @@ SMALLEST_TILE = 16
 
 @triton.jit
 def _residual_norm(
-    hidden, branch, gate, shift, scale, normed, eps, WIDTH: tl.constexpr, HAS_BRANCH: tl.constexpr, TILE: tl.constexpr
+    hidden,
+    branch,
+    bias,
+    gate,
+    shift,
+    scale,
+    normed,
+    eps,
+    part_stride,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     columns = tl.arange(0, TILE)
     inside = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
     row = tl.load(hidden + places, mask=inside, other=0.0)
-    if HAS_BRANCH:
-        row += tl.load(gate + columns, mask=inside, other=0.0) * tl.load(branch + places, mask=inside, other=0.0)
+    if PARTS:
+        added = tl.load(branch + places, mask=inside, other=0.0).to(tl.float32)
+        # Unrolled, so that all parts are on their way at once.
+        for part in tl.static_range(1, PARTS):
+            added += tl.load(branch + part * part_stride + places, mask=inside, other=0.0)
+        if HAS_BIAS:
+            added += tl.load(bias + columns, mask=inside, other=0.0)
+        row += tl.load(gate + columns, mask=inside, other=0.0) * added
         tl.store(hidden + places, row, mask=inside)
     centred = tl.where(inside, row - tl.sum(row, 0) / WIDTH, 0.0)
     deviation = tl.sqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
@@ -41,14 +59,31 @@ def _residual_norm(
     tl.store(normed + places, output.to(normed.dtype.element_ty), mask=inside)
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a layer adds, not yet summed up (`split_product`)."""
+
+    parts: Tensor
+    """[S, R, H] fp32."""
+    bias: Tensor
+    """[H]."""
+
+
 def residual_norm(
-    hidden: Tensor, branch: Tensor | None, gate: Tensor, shift: Tensor, scale: Tensor, *, eps: float, dtype: torch.dtype
+    hidden: Tensor,
+    branch: Tensor | Parts | None,
+    gate: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    *,
+    eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """`hidden += gate * branch` in place, then the adaptive norm of it (`dit.modulate`).
 
     Args:
         hidden: [R, H] fp32, the residual stream.
-        branch: [R, H] what a layer adds; None for nothing.
+        branch: [R, H] what a layer adds, or its parts; None for nothing.
         gate, shift, scale: [H] fp32.
         eps: of the norm.
         dtype: of the result.
@@ -58,16 +93,21 @@ def residual_norm(
     """
     rows, width = hidden.shape
     normed = torch.empty(rows, width, dtype=dtype, device=hidden.device)
+    parts = branch.parts if isinstance(branch, Parts) else branch
+    count = 0 if parts is None else len(parts) if parts.ndim == 3 else 1
     _residual_norm[(rows,)](
         hidden,
-        hidden if branch is None else branch,
+        hidden if parts is None else parts,
+        branch.bias if isinstance(branch, Parts) else gate,
         gate,
         shift,
         scale,
         normed,
         eps,
+        rows * width,
         WIDTH=width,
-        HAS_BRANCH=branch is not None,
+        PARTS=count,
+        HAS_BIAS=isinstance(branch, Parts),
         TILE=triton.next_power_of_2(width),
         num_warps=4,
     )

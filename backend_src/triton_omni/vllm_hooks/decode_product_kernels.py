@@ -13,67 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_omni.split_kernels import padded_rows
+
 MOST_ROWS = 64
 """Tokens of a step for which these products are made; for more, a library's are as fast."""
-_SMALLEST_TILE = 16
 _COLUMNS = 32
 _STRIDE = 128
-"""Columns of a product, and its depth at a time, of one program: 8 KB of weights."""
-_MOST_PARTS = 16
-_ENOUGH_PROGRAMS = 264
-"""Two a multiprocessor of the largest GPUs."""
-
-
-@triton.jit
-def _split_product(
-    rows,
-    weights,
-    parts,
-    count,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SHARE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STRIDE: tl.constexpr,
-):
-    part, row, column = tl.program_id(1), tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    wanted, inside = (row < count)[:, None], (column < WIDTH)[None, :]
-    left, right = rows + row[:, None] * DEPTH, weights + column.to(tl.int64)[None, :] * DEPTH
-    summed = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for at in range(part * SHARE, tl.minimum((part + 1) * SHARE, DEPTH), STRIDE):
-        depth = at + tl.arange(0, STRIDE)
-        known = depth < DEPTH
-        ours = tl.load(left + depth[None, :], mask=wanted & known[None, :], other=0.0)
-        theirs = tl.load(right + depth[:, None], mask=inside & known[:, None], other=0.0)
-        summed += tl.dot(ours, theirs, input_precision="ieee")
-    tl.store(parts + (part * count + row[:, None]) * WIDTH + column[None, :], summed, mask=wanted & inside)
-
-
-def split_product(rows: Tensor, weights: Tensor) -> Tensor:
-    """Parts [S, M, N] fp32 whose sum is `rows` [M, K] times the transpose of `weights` [N, K], for `add_norm`.
-
-    The depth is shared out, so that every multiprocessor reads weights although N is small (split-K).
-    """
-    (count, depth), width = rows.shape, len(weights)
-    columns = triton.cdiv(width, _COLUMNS)
-    share = triton.cdiv(triton.cdiv(depth, _STRIDE), min(_MOST_PARTS, triton.cdiv(_ENOUGH_PROGRAMS, columns))) * _STRIDE
-    output = torch.empty(triton.cdiv(depth, share), count, width, dtype=torch.float32, device=rows.device)
-    _split_product[(columns, len(output))](
-        rows,
-        weights,
-        output,
-        count,
-        WIDTH=width,
-        DEPTH=depth,
-        SHARE=share,
-        ROWS=_padded(count),
-        COLUMNS=_COLUMNS,
-        STRIDE=_STRIDE,
-        num_warps=4,
-        num_stages=4,
-    )
-    return output
+"""Columns of a program, and its depth at a time: 16 KB of weights."""
 
 
 @triton.jit
@@ -122,7 +68,7 @@ def gated_product(rows: Tensor, weights: Tensor) -> Tensor:
         count,
         WIDTH=width,
         DEPTH=depth,
-        ROWS=_padded(count),
+        ROWS=padded_rows(count),
         COLUMNS=_COLUMNS,
         STRIDE=_STRIDE,
         num_warps=4,
@@ -151,7 +97,7 @@ def _add_norm(
 
 
 def add_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add the sum of `parts` [S, M, N] fp32 to `residual` [M, N] in place, and return its RMS norm [M, N].
+    """Add the sum of `parts` [S, M, N] fp32 (`split_product`) to `residual` [M, N] in place; returns its RMS norm [M, N].
 
     Args:
         weight: [N] of the norm.
@@ -172,7 +118,3 @@ def add_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         num_warps=8,
     )
     return normed
-
-
-def _padded(count: int) -> int:
-    return max(_SMALLEST_TILE, 1 << (count - 1).bit_length())

@@ -102,7 +102,8 @@ class FusedLayer:
 
     def __call__(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Parts of the hidden states, and the residual [N, hidden], updated in place."""
-        from triton_omni.vllm_hooks.decode_product_kernels import MOST_ROWS, gated_product, split_product
+        from triton_omni.split_kernels import split_product
+        from triton_omni.vllm_hooks.decode_product_kernels import MOST_ROWS, gated_product
 
         if not self._switch.on or positions.shape[-1] > MOST_ROWS:
             plain: tuple[Tensor, Tensor] = self._plain(positions, hidden_states, residual)
