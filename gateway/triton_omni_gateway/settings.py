@@ -28,6 +28,8 @@ class GatewaySettings:
     """Names that a request's `model` may have; all mean the one model behind."""
     voices: tuple[str, ...] = ("Chelsie", "Ethan")
     """Speakers to offer beside each model: those of Qwen2.5-Omni's checkpoints; the server has the last word."""
+    min_priority: int = 0
+    """The lowest, so most urgent, `priority` that a caller may ask for; by default nobody gets in front of others."""
     max_requests: int = 256
     """Requests under way at once, bodies being read included; the next one is refused with 429."""
     max_body_bytes: int = 128 * MIB

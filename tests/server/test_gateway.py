@@ -114,6 +114,7 @@ def test_media_in_a_conversation_are_understood(server: Served, gateway: Running
     [
         ({**SPOKEN, "audio": {"voice": "alloy"}}, "voice", "Chelsie, Ethan"),
         ({"temperature": 3}, "temperature", "temperature"),
+        ({"extra_body": {"timeout": 1e300}}, "timeout", "3600"),
         ({"messages": [*HELLO, {"role": "system", "content": "x"}]}, "messages[1].role", "first message"),
         (
             {
