@@ -41,7 +41,7 @@ def check_priority(asked: int | None, least: int) -> None:
         GatewayError: 400, with the lowest number there is.
     """
     if asked is not None and asked < least:
-        said = f"Invalid value for 'priority': {asked} is under {least}, the lowest that callers of this gateway may give."
+        said = f"Invalid value for 'priority': {asked} is under {least}, the lowest that this gateway allows."
         raise bad_request(said, param="priority", code="invalid_value")
 
 

@@ -114,7 +114,6 @@ def test_media_in_a_conversation_are_understood(server: Served, gateway: Running
     [
         ({**SPOKEN, "audio": {"voice": "alloy"}}, "voice", "Chelsie, Ethan"),
         ({"temperature": 3}, "temperature", "temperature"),
-        ({"extra_body": {"timeout": 1e300}}, "timeout", "3600"),
         ({"messages": [*HELLO, {"role": "system", "content": "x"}]}, "messages[1].role", "first message"),
         (
             {
@@ -133,6 +132,11 @@ def test_a_refusal_of_the_server_is_a_bad_request(
     with pytest.raises(openai.BadRequestError, match=what) as caught:
         gateway.chat(**{"messages": HELLO, **options})
     assert caught.value.param == param
+
+
+def test_a_timeout_longer_than_any_clock_is_over_the_server_s_limit(gateway: RunningGateway) -> None:
+    answer = gateway.post({"model": MODEL, "messages": HELLO, "timeout": 1e300})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "timeout")
 
 
 def test_no_free_session_is_a_rate_limit_with_a_time_to_retry(server: Served, gateway: RunningGateway) -> None:
