@@ -419,7 +419,7 @@ def test_the_page_is_accessible(
         at.state("speaking")
         speaking = audit(at)
         triton.script = refusal
-        at.page.set_input_files("#files", [file("b.wav", "audio/wav", audio_file("wav"))])
+        at.page.set_input_files("#files", [file(f"{'long' * 20}.wav", "audio/wav", audio_file("wav"))])
         at.page.wait_for_selector("#attachments li")
         at.write("And this?")
         at.state("error")
