@@ -307,7 +307,7 @@ def test_a_gateway_that_is_gone_is_told(browser: Any, triton: FakeTriton) -> Non
 
 def test_the_text_of_a_reply_is_never_html(triton: FakeTriton, at: Visit) -> None:
     evil = '<img src=x onerror="window.broken = 1"><script>window.broken = 1</script>'
-    triton.script = story(SPEECH[:4800], text=evil)
+    triton.script = story(SPEECH[:RATE], text=evil)
     at.write(evil)
     at.state("speaking")
     at.state("ready")
@@ -387,7 +387,7 @@ def test_pressing_the_microphone_cuts_the_reply_off_and_escape_drops_the_recordi
 def test_hands_free_speech_cuts_in_and_is_sent_when_it_ends(
     browser: Any, triton: FakeTriton, gateway: RunningGateway, tmp_path: Path
 ) -> None:
-    quiet, loud = np.zeros(3 * 16000, np.float32), tone(1.5, 16000)
+    quiet, loud = np.zeros(5 * 16000, np.float32), tone(1.5, 16000)
     spoken = tmp_path / "spoken.wav"
     soundfile.write(spoken, np.concatenate([quiet, loud, quiet]), 16000, subtype="PCM_16")
     triton.script = story(np.tile(SPEECH, 5))
