@@ -358,6 +358,7 @@ fetch_page_tools() (
         import chromium, { inflate } from "@sparticuz/chromium";
         await chromium.executablePath();
         await inflate("node_modules/@sparticuz/chromium/bin/al2023.tar.br");' || exit
+    rm -rf node_modules/@sparticuz
     page_tools_stamp >stamp
 )
 
@@ -365,6 +366,7 @@ make_page_tools() {
     exec 9>"$CACHE/setup.lock"
     flock 9
     if [[ "$(cat "$PAGE_TOOLS/stamp" 2>/dev/null)" != "$(page_tools_stamp)" ]]; then
+        need_disk 1
         use_pip_settings
         step "tools that check and test the page" fetch_page_tools
     fi

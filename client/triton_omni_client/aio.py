@@ -23,7 +23,7 @@ from .client import DEFAULT_TIMEOUT, DEFAULT_URL, POLL_SECONDS, READY_TIMEOUT, C
 from .deltas import AsyncDeltaIterator
 from .errors import Cancelled, OmniClientError, Overloaded
 from .messages import MODEL, Delta, Media, Request
-from .protocol import MAX_MESSAGE_BYTES, StreamReader, channel_options, from_grpc, to_grpc
+from .protocol import LONGEST_WAIT_S, MAX_MESSAGE_BYTES, StreamReader, channel_options, from_grpc, to_grpc
 from .reply import Reply, ReplyBuilder, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
 
@@ -165,7 +165,7 @@ class AsyncOmniClient:
         return AsyncStream(partial(self._call, message), request, timeout, self._retry)
 
     def _call(self, message: Any, timeout: float) -> Any:
-        return self._stub.ModelStreamInfer(iter([message]), timeout=timeout)
+        return self._stub.ModelStreamInfer(iter([message]), timeout=min(timeout, LONGEST_WAIT_S))
 
     async def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:
         """Ask and wait for the whole reply; cancelling the task cancels the request. Arguments of `OmniClient.say`.

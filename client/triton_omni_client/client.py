@@ -21,7 +21,7 @@ from .catalog import KNOWN, ServedModel, config_of, index_of, served_model
 from .deltas import DeltaIterator
 from .errors import OmniClientError, Overloaded
 from .messages import MODEL, Delta, Media, Request
-from .protocol import MAX_MESSAGE_BYTES, StreamReader, channel_options, from_grpc, to_grpc
+from .protocol import LONGEST_WAIT_S, MAX_MESSAGE_BYTES, StreamReader, channel_options, from_grpc, to_grpc
 from .reply import Reply, ReplyBuilder, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
 
@@ -179,7 +179,7 @@ class OmniClient:
         return Stream(partial(self._call, message), request, timeout, self._retry)
 
     def _call(self, message: Any, timeout: float) -> Any:
-        return self._stub.ModelStreamInfer(iter([message]), timeout=timeout)
+        return self._stub.ModelStreamInfer(iter([message]), timeout=min(timeout, LONGEST_WAIT_S))
 
     def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:
         """Ask and wait for the whole reply.

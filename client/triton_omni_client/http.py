@@ -19,7 +19,7 @@ from .catalog import KNOWN, ServedModel, served_model
 from .client import DEFAULT_TIMEOUT, READY_TIMEOUT, wait_until
 from .errors import BadRequest, ConnectionFailed, Internal, Timeout
 from .messages import UNARY_MODEL, Delta, Media, Request
-from .protocol import from_http, to_http
+from .protocol import LONGEST_WAIT_S, from_http, to_http
 from .reply import Reply, ReplyBuilder
 from .retry import DEFAULT_RETRY, Retry
 
@@ -127,7 +127,7 @@ class HttpClient:
     ) -> _Answer:
         headers, body = message
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._url.hostname or "", self._url.port, timeout=timeout)
+        connection = kind(self._url.hostname or "", self._url.port, timeout=min(timeout, LONGEST_WAIT_S))
         try:
             sized = headers | {"Content-Length": str(len(body))}
             connection.request(method, self._url.path.rstrip("/") + path, _pieces(body, on_sent), sized)

@@ -30,6 +30,9 @@ from .messages import OUTPUTS, Delta, OutputDecoder, Request, Tensor
 MAX_MESSAGE_BYTES = 1 << 30
 """Largest gRPC message sent or taken: 1 GiB, room for the media a request may bring (gRPC's own: 4 MiB)."""
 
+LONGEST_WAIT_S = 1e8
+"""Of any call, three years: gRPC and sockets count nanoseconds in 64 bits and take a far longer time for a past one."""
+
 HEADER_LENGTH = "Inference-Header-Content-Length"
 """HTTP header that says where the JSON of a body ends and the raw tensors begin."""
 

@@ -30,13 +30,16 @@ class ApiKeys:
         return bool(self._digests)
 
     def admit(self, authorization: str) -> bool:
-        """Whether this value of the header `Authorization` lets its sender in."""
+        """Whether this value of the header `Authorization`, its bytes read as Latin-1, lets its sender in."""
         if not self._digests:
             return True
-        if not authorization.lower().startswith(_SCHEME):
+        if authorization[: len(_SCHEME)].lower() != _SCHEME:
             return False
-        given = _digest(authorization[len(_SCHEME) :].strip())
-        return any([hmac.compare_digest(given, digest) for digest in self._digests])  # noqa: C419 - all, in any case
+        key = authorization[len(_SCHEME) :].strip(" \t")
+        # No standard says how a header holds other letters than ASCII's: some senders encode in UTF-8, some in Latin-1.
+        given = (hashlib.sha256(key.encode("latin-1", "replace")).digest(), _digest(key))
+        matches = [hmac.compare_digest(one, digest) for one in given for digest in self._digests]
+        return any(matches)
 
 
 def _digest(key: str) -> bytes:

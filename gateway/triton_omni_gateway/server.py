@@ -122,6 +122,8 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     parser.add_argument("--model-name", action="append", metavar="NAME", help=named)
     keyed = f"file of API keys, one a line; also by {VARIABLE}, separated by commas (default: none, everybody may call)"
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help=keyed)
+    urgent = "the most urgent priority that callers may ask for (default 0: of nobody before others; -100: any)"
+    parser.add_argument("--min-priority", type=int, default=default.min_priority, metavar="N", help=urgent)
     parser.add_argument("--max-requests", type=int, default=default.max_requests, metavar="N", help="at once")
     parser.add_argument("--max-body-mib", type=int, default=default.max_body_bytes // MIB, metavar="N")
     spoken = f"what makes the model read aloud; {TEXT_MARK} is the text's place"
@@ -133,6 +135,7 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     settings = GatewaySettings(
         triton_url=given.url,
         models=tuple(given.model_name or default.models),
+        min_priority=given.min_priority,
         max_requests=given.max_requests,
         max_body_bytes=given.max_body_mib * MIB,
         speech_prompt=given.speech_prompt,

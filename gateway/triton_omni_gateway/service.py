@@ -6,6 +6,7 @@ A caller that leaves is noticed at once, also while nothing is sent, and its req
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,9 +37,11 @@ from .schemas import ChatRequest, SpeechRequest, parse
 from .settings import GatewaySettings
 from .sound import SoundEncoder
 from .transcripts import Transcripts
-from .translate import chat_format, chat_request, check_model, speech_format, speech_request
+from .translate import chat_format, chat_request, check_model, check_priority, speech_format, speech_request
 
 EVENTS = "text/event-stream"
+_PARSED_AT_ONCE = 1 << 18
+"""Bytes of a body that is parsed in a millisecond or so; a larger one must not hold up everybody's speech."""
 _MEDIA_TYPES = {"wav": "audio/wav", "pcm16": "audio/pcm"}
 logger = logging.getLogger("uvicorn.error")
 
@@ -88,6 +91,7 @@ class Gateway:
         """`POST /v1/chat/completions`."""
         chat = await self._read(http, ChatRequest)
         check_model(chat.model, self._settings.models)
+        check_priority(chat.priority, self._settings.min_priority)
         spoken = self._spoken(chat) if chat.wants_audio else None
         request = chat_request(chat, self._transcripts.find, http.state.request_id)
         head = Head(http.state.request_id.replace("req_", "chatcmpl-"), chat.model)
@@ -113,7 +117,10 @@ class Gateway:
 
     async def _read(self, http: HttpRequest, schema: type[Schema]) -> Schema:
         settings = self._settings
-        return parse(schema, await read_body(http, settings.max_body_bytes, settings.body_timeout_s))
+        body = await read_body(http, settings.max_body_bytes, settings.body_timeout_s)
+        if len(body) <= _PARSED_AT_ONCE:
+            return parse(schema, body)
+        return await asyncio.to_thread(parse, schema, body)
 
     def _spoken(self, chat: ChatRequest) -> Spoken:
         sound_format = chat_format(chat.audio, stream=bool(chat.stream))

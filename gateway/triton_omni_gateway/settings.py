@@ -26,6 +26,8 @@ class GatewaySettings:
     """`HOST:PORT` of the Triton server's gRPC endpoint."""
     models: tuple[str, ...] = ("qwen2_5_omni",)
     """Names that a request's `model` may have; all mean the one model behind."""
+    min_priority: int = 0
+    """The lowest, so most urgent, `priority` that a caller may ask for; by default nobody gets in front of others."""
     max_requests: int = 256
     """Requests under way at once, bodies being read included; the next one is refused with 429."""
     max_body_bytes: int = 128 * MIB

@@ -41,10 +41,11 @@ class Transcripts:
     def find(self, audio_id: str) -> str | None:
         """What was said under this id; None = never, or too long ago."""
         self._forget_old()
-        found = self._texts.get(audio_id)
-        return None if found is None else found[1]
+        expires_at, text = self._texts.get(audio_id, (0, ""))
+        return text if expires_at > self._clock() else None
 
     def _forget_old(self) -> None:
+        """Make room. Replies are in the order of their ends, so an expired one may stay for a while behind others."""
         now = self._clock()
         while self._texts and (len(self._texts) > self._limit or next(iter(self._texts.values()))[0] <= now):
             self._texts.popitem(last=False)

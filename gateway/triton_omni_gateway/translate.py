@@ -34,6 +34,17 @@ def check_model(name: str, served: tuple[str, ...]) -> None:
         raise GatewayError(404, said, code="model_not_found", param="model")
 
 
+def check_priority(asked: int | None, least: int) -> None:
+    """Refuse a place in front of others that this gateway does not give.
+
+    Raises:
+        GatewayError: 400, with the lowest number there is.
+    """
+    if asked is not None and asked < least:
+        said = f"Invalid value for 'priority': {asked} is under {least}, the lowest that this gateway allows."
+        raise bad_request(said, param="priority", code="invalid_value")
+
+
 def chat_request(chat: ChatRequest, find: FindTranscript, request_id: str) -> Request:
     """What the server is asked.
 

@@ -134,6 +134,11 @@ def test_a_refusal_of_the_server_is_a_bad_request(
     assert caught.value.param == param
 
 
+def test_a_timeout_longer_than_any_clock_is_over_the_server_s_limit(gateway: RunningGateway) -> None:
+    answer = gateway.post({"model": MODEL, "messages": HELLO, "timeout": 1e300})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "timeout")
+
+
 def test_no_free_session_is_a_rate_limit_with_a_time_to_retry(server: Served, gateway: RunningGateway) -> None:
     busy = [server.client.stream(Request(text="hello", seed=CRAWLING_THINKER)) for _ in range(8)]
     wait_for(lambda: server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'] == 8, 5, server.held)

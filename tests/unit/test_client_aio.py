@@ -150,6 +150,10 @@ async def test_cancelling_the_task_cancels_on_the_server(server: FakeTriton, cli
     assert await _seen(server)
 
 
+async def test_a_timeout_longer_than_any_clock_is_waited_for(client: AsyncOmniClient) -> None:
+    assert (await client.say("hi", timeout=1e300)).text == "Hello, sea."
+
+
 async def test_asyncio_s_own_timeout_works_around_a_stream(server: FakeTriton, client: AsyncOmniClient) -> None:
     server.script = server.endless
     with pytest.raises(TimeoutError):

@@ -126,6 +126,10 @@ def test_the_timeout_of_the_request_counts(server: FakeHttp, client: HttpClient)
         client.say("hi", timeout=0.2)
 
 
+def test_a_timeout_longer_than_any_clock_is_waited_for(client: HttpClient) -> None:
+    assert client.say("hi", timeout=1e300).text == "Hello, sea."
+
+
 def test_an_unreachable_server_is_a_connection_error() -> None:
     with pytest.raises(ConnectionFailed, match=r"127\.0\.0\.1:1"):
         HttpClient("http://127.0.0.1:1").say("hi")

@@ -245,6 +245,11 @@ def test_the_request_s_timeout_is_sent_and_kept_here(server: FakeTriton, client:
     assert server.cancelled.wait(5)
 
 
+@pytest.mark.parametrize("timeout", [1e10, 1e300])
+def test_a_timeout_longer_than_any_clock_is_waited_for(client: OmniClient, timeout: float) -> None:
+    assert client.say("hi", timeout=timeout).text == "Hello, sea."
+
+
 def test_the_client_s_own_timeout_bounds_a_request_without_one(server: FakeTriton) -> None:
     server.script = server.endless
     with OmniClient(server.url, timeout=0.3) as impatient, pytest.raises(Timeout):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -21,6 +22,7 @@ import pytest
 from client_fakes import INFO, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc
 from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
 from triton_omni_client.audio import WavDecoder, pcm16_from_waveform, wav_header
+from triton_omni_gateway import schemas, service
 
 SPOKEN = np.repeat(np.array([0.25, -0.5], np.float32), 480)
 AUDIO = {"modalities": ["text", "audio"], "audio": {"voice": "Chelsie", "format": "pcm16"}}
@@ -52,6 +54,36 @@ def test_a_whole_text_reply(triton: FakeTriton, gateway: RunningGateway) -> None
     assert reply.model_extra["info"] == INFO
     assert messages_of(triton) == USER
     assert parameters_of(triton.requests[0]) == {"modalities": ["text"], "seed": 7}
+
+
+@pytest.mark.parametrize(("padding", "apart"), [(100, False), (1 << 20, True)])
+def test_a_large_body_is_parsed_apart_from_the_loop(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch, padding: int, apart: bool
+) -> None:
+    has_loop: list[bool] = []
+
+    def parse(schema: Any, body: bytes) -> Any:
+        has_loop.append(asyncio._get_running_loop() is not None)
+        return schemas.parse(schema, body)
+
+    monkeypatch.setattr(service, "parse", parse)
+    assert gateway.chat(extra_body={"user": "x" * padding}).choices
+    assert has_loop == [not apart]
+
+
+@pytest.mark.parametrize(("least", "asked", "status"), [(0, 0, 200), (0, 100, 200), (0, -1, 400), (-100, -100, 200)])
+def test_nobody_gets_in_front_of_others_unless_the_gateway_allows_it(
+    triton: FakeTriton, least: int, asked: int, status: int
+) -> None:
+    with run_gateway(triton.url, min_priority=least) as gateway:
+        answer = gateway.post({"model": MODEL, "messages": USER, "priority": asked})
+        assert answer.status_code == status
+        if status == 200:
+            assert parameters_of(triton.requests[0])["priority"] == asked
+        else:
+            assert answer.json()["error"]["param"] == "priority"
+            assert "-1 is under 0" in answer.json()["error"]["message"]
+            assert triton.requests == []
 
 
 def test_usage_counts_codes_as_audio_tokens(gateway: RunningGateway) -> None:

@@ -40,10 +40,13 @@ def test_options_become_settings(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# ours\n\n  one  \ntwo\n")
     options = "--port 0 --url triton:9001 --model-name a --model-name b --max-requests 3 --max-body-mib 2 --grace 4"
+    options += " --voice Ada --voice Bo --min-priority -100"
     command = parse_command([*options.split(), "--speech-prompt", "Say {input}", "--api-keys", str(keys)])
     assert command.settings == GatewaySettings(
         triton_url="triton:9001",
         models=("a", "b"),
+        voices=("Ada", "Bo"),
+        min_priority=-100,
         max_requests=3,
         max_body_bytes=2 << 20,
         speech_prompt="Say {input}",
@@ -57,6 +60,14 @@ def test_keys_come_from_the_environment_too() -> None:
     assert keys.admit("bearer two")
     assert not keys.admit("two")
     assert not keys.admit("Bearer one, two")
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "ключ", "señà", "鍵"])
+def test_a_key_of_any_letters_lets_in_however_its_sender_encodes_it(key: str) -> None:
+    keys = read_keys({"OMNI_API_KEYS": key})
+    assert keys.admit(f"Bearer {key.encode().decode('latin-1')}")
+    assert keys.admit(f"Bearer {key}")
+    assert not keys.admit(f"Bearer {key.encode().decode('latin-1')}x")
 
 
 def test_without_keys_everybody_is_let_in() -> None:

@@ -239,3 +239,15 @@ def test_transcripts_are_forgotten_in_time_and_beyond_their_number() -> None:
     assert [kept.find(audio_id) for audio_id, _ in ids] == [None, "1", "2"]
     now[0] = 110.0
     assert [kept.find(audio_id) for audio_id, _ in ids] == [None, None, None]
+
+
+def test_a_reply_that_took_long_is_forgotten_when_it_said_so() -> None:
+    now = [100.0]
+    kept = Transcripts(limit=9, seconds=10, clock=lambda: now[0])
+    slow, expires_at = kept.new_id()
+    now[0] = 105.0
+    kept.keep(*kept.new_id(), "ended sooner")
+    kept.keep(slow, expires_at, "began sooner")
+    assert kept.find(slow) == "began sooner"
+    now[0] = 110.0
+    assert kept.find(slow) is None

@@ -76,13 +76,21 @@ export class Api {
    */
   async #fetch(path, init) {
     const key = this.#key();
-    const headers = { ...init.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+    const headers = { ...init.headers, ...(key ? { Authorization: `Bearer ${utf8(key)}` } : {}) };
     const answer = await fetch(new URL(path, document.baseURI), { ...init, headers }).catch(unreachable);
     if (!answer.ok) {
       throw new ApiError(await refusalOf(answer), answer.status);
     }
     return answer;
   }
+}
+
+/**
+ * The bytes of a text as a header may hold them: one character a byte.
+ * @param {string} text
+ */
+function utf8(text) {
+  return String.fromCharCode(...new TextEncoder().encode(text));
 }
 
 /**

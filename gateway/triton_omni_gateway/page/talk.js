@@ -34,6 +34,7 @@ export class Talk {
     }
     this.#button.addEventListener("pointerdown", (event) => this.#press(event));
     this.#button.addEventListener("pointerup", () => this.#release());
+    this.#button.addEventListener("pointercancel", () => this.#release());
     this.#button.addEventListener("contextmenu", (event) => event.preventDefault());
     this.#button.addEventListener("click", (event) => {
       // A pointer's click was told by its press and release; this one is of a keyboard or a screen reader.
