@@ -97,7 +97,7 @@ def _add_norm(
 
 
 def add_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add the sum of `parts` [S, M, N] fp32 (`split_product`) to `residual` [M, N] in place; returns its RMS norm [M, N].
+    """Add the sum of `parts` [S, M, N] fp32 (`split_product`) to `residual` [M, N] in place; gives its RMS norm [M, N].
 
     Args:
         weight: [N] of the norm.
