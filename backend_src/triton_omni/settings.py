@@ -183,6 +183,9 @@ class Token2WavSettings(_Frozen):
     PyTorch's own kernels one by one, equal to HF within rounding."""
     cuda_graphs: bool = True
     """Launch recorded passes at once instead of kernel by kernel (half precision only)."""
+    split_products: bool = False
+    """Share out the depth of the DiT's narrow products among more programs where a batch has few rows (half precision
+    only): for one window or two."""
     mode: Literal["streaming", "offline"] = "streaming"
     plan: str = "balanced"
     """Name of the entry of `plans` that streams use."""

@@ -40,12 +40,11 @@ def test_options_become_settings(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# ours\n\n  one  \ntwo\n")
     options = "--port 0 --url triton:9001 --model-name a --model-name b --max-requests 3 --max-body-mib 2 --grace 4"
-    options += " --voice Ada --voice Bo --min-priority -100"
+    options += " --min-priority -100"
     command = parse_command([*options.split(), "--speech-prompt", "Say {input}", "--api-keys", str(keys)])
     assert command.settings == GatewaySettings(
         triton_url="triton:9001",
         models=("a", "b"),
-        voices=("Ada", "Bo"),
         min_priority=-100,
         max_requests=3,
         max_body_bytes=2 << 20,

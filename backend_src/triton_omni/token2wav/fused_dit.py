@@ -44,10 +44,8 @@ class _Projection:
     def __call__(self, rows: Tensor) -> Tensor:
         return torch.addmm(self.bias, rows, self.weight)
 
-    def parts(self, rows: Tensor) -> Tensor | Parts:
-        """The same for `residual_norm`, which adds the parts of a product of few rows up."""
-        if len(rows) > FEW_ROWS:
-            return self(rows)
+    def parts(self, rows: Tensor) -> Parts:
+        """The same for `residual_norm`, which adds the parts up."""
         return Parts(split_product(rows, self.weight.t()), self.bias)
 
     def gelu(self, rows: Tensor) -> Tensor:
@@ -72,11 +70,13 @@ class FusedDiT:
     Args:
         dit: its weights are copied.
         dtype: of the matrix products.
+        split: whether the depth of narrow products of few rows is shared out.
     """
 
-    def __init__(self, dit: DiT, dtype: torch.dtype) -> None:
+    def __init__(self, dit: DiT, dtype: torch.dtype, *, split: bool = False) -> None:
         self._dit = dit
         self._dtype = dtype
+        self._split_rows = FEW_ROWS if split else 0
         self._heads = dit.config.num_heads
         self._layers = [self._fuse(cast(Layer, layer)) for layer in dit.transformer_blocks]
         self._leave = _Projection.of(dit.proj_out, dtype=dtype)
@@ -117,11 +117,14 @@ class FusedDiT:
             )
             if layer_past is not None:
                 leave_past(qkv, layer_past, heads=self._heads)
-            normed = self._residual_norm(hidden, layer.out.parts(mixed), attention_gate, ff_shift, ff_scale)
-            branch, gate = layer.leave.parts(layer.enter.gelu(normed)), ff_gate
+            normed = self._residual_norm(hidden, self._narrow(layer.out, mixed), attention_gate, ff_shift, ff_scale)
+            branch, gate = self._narrow(layer.leave, layer.enter.gelu(normed)), ff_gate
         scale, shift = modulation[number, -FINAL_PARTS:].unbind(0)
         velocity = self._leave(self._residual_norm(hidden, branch, gate, shift, scale))
         return velocity.float().view(*condition.shape[:2], -1)
+
+    def _narrow(self, projection: _Projection, rows: Tensor) -> Tensor | Parts:
+        return projection.parts(rows) if len(rows) <= self._split_rows else projection(rows)
 
     def _residual_norm(
         self, hidden: Tensor, branch: Tensor | Parts | None, gate: Tensor, shift: Tensor, scale: Tensor
