@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles every kernel for a Hopper GPU at the published sizes, on a machine that need not have one.
+
+To be run as a program, in a process where the Triton language compiles (`TRITON_INTERPRET` unset). Prints a line a
+kernel: its name and the bytes of shared memory that a program takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from triton_omni.split_kernels import split_product
+from triton_omni.token2wav.attention_kernels import block_attention, leave_past
+from triton_omni.token2wav.batching import Neighbours
+from triton_omni.token2wav.kernels import (
+    Parts,
+    SnakeFilters,
+    anti_aliased_snake,
+    fused_standard_normal,
+    residual_norm,
+)
+from triton_omni.token2wav.past import LayerPast
+from triton_omni.token2wav.rotary import Rotary
+from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Rotation, decode_attention
+from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product
+from triton_omni.vllm_hooks.talker_step_kernels import Columns, Layout, Memory, Rules, begin, draw
+
+HALF, FLOAT = torch.float16, torch.float32
+ATTENTIONS = [(28, 4, 128), (16, 2, 128), (12, 4, 128), (14, 2, 64)]
+"""Heads, key heads and head width of the thinkers and talkers."""
+LAYERS = [(3584, 18944), (2048, 11008), (896, 18944), (896, 4864)]
+"""Their hidden and inner widths."""
+
+
+class Ahead:
+    """Stands where the driver of a GPU would, and says which GPU to compile for."""
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        """None that anything is launched on."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """A Hopper GPU."""
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_only() -> None:
+    """Have launches compile, say so, and launch nothing."""
+    triton.runtime.driver.set_active(Ahead())
+    launch = JITFunction.run
+
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        kernel = launch(self, *args, **{**options, "warmup": True})
+        print(self.fn.__name__, kernel.metadata.shared, flush=True)
+        return kernel
+
+    JITFunction.run = run
+
+
+def zeros(*sizes: int, dtype: torch.dtype = HALF) -> Tensor:
+    return torch.zeros(*sizes, dtype=dtype)
+
+
+def decode_steps(count: int) -> None:
+    """Of all published sizes."""
+    for heads, key_heads, width in ATTENTIONS:
+        blocks = zeros(4, key_heads, 16, 2 * width)
+        cache = Cache(blocks, zeros(count, 8, dtype=torch.int32), zeros(count, dtype=torch.int32))
+        rotation = Rotation(zeros(3, count, dtype=torch.int64), zeros(64, width), (16, width // 2 - 40, 24))
+        projected = zeros(count, (heads + 2 * key_heads) * width)
+        decode_attention(projected, rotation, cache, zeros(256, dtype=torch.int32), heads=heads, scale=0.1)
+    for hidden, inner in LAYERS:
+        rows, residual = zeros(count, hidden), zeros(count, hidden)
+        gated = gated_product(rows, zeros(2 * inner, hidden))
+        add_norm(split_product(gated, zeros(hidden, inner)), residual, zeros(hidden), 1e-6)
+
+
+def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65) -> None:
+    """Both ends of a step."""
+    columns = Columns(0, 1, 2, 3, 4, 5, 6)
+    index = zeros(count, 7, dtype=torch.int64)
+    drawn = zeros(count, dtype=torch.int32)
+    positions, places = zeros(3, count, dtype=torch.int64), zeros(count, dtype=torch.int64)
+    memory = Memory(
+        zeros(64, width), zeros(slots, vocabulary, dtype=torch.bool), zeros(slots, dtype=torch.int32), drawn
+    )
+    begin(Layout(index, drawn.clone(), positions, places), memory, zeros(vocabulary, width), columns, 8296)
+    some = zeros(vocabulary, dtype=torch.bool)
+    rules = Rules(some, some, zeros(slots, dtype=FLOAT), zeros(5, slots, dtype=FLOAT))
+    draw(zeros(count, vocabulary), index, memory, rules, columns, 8296)
+
+
+def token2wav(blocks: int, width: int = 1024, heads: int = 16) -> None:
+    """A DiT's layer, the vocoder's filter and the noise."""
+    rows, head = blocks * 24, width // heads
+    hidden, part = zeros(rows, width, dtype=FLOAT), zeros(width, dtype=FLOAT)
+    for branch in (
+        None,
+        zeros(rows, width),
+        Parts(split_product(zeros(rows, width), zeros(width, width)), zeros(width)),
+    ):
+        residual_norm(hidden, branch, part, part, part, eps=1e-6, dtype=HALF)
+    number = zeros(blocks, dtype=torch.int32)
+    angles = zeros(rows, head // 2, dtype=FLOAT)
+    before = Rotary(zeros(1, 24, 1, head // 2, dtype=FLOAT), zeros(1, 24, 1, head // 2, dtype=FLOAT))
+    past = LayerPast(zeros(3, 24, 2 * width), zeros(1, dtype=torch.int32)[0], number, number, before)
+    qkv = zeros(rows, 3 * width)
+    for reach in ((0, 0), (1, 0), (0, 1)):
+        neighbours = Neighbours(number, number, number)
+        found = past if reach[0] else None
+        block_attention(qkv, (angles, angles), neighbours, reach, found, heads=heads, rotary_heads=1)
+    leave_past(qkv, past, heads=heads)
+    fused_standard_normal([(1, 0, rows)], 80, torch.device("cpu"))
+    for channels in (1536, 768, 48, 24):
+        taps = torch.ones(12) / 12
+        snake = SnakeFilters.of(taps, taps, zeros(channels, dtype=FLOAT), zeros(channels, dtype=FLOAT), HALF)
+        bias, frames = zeros(channels, dtype=FLOAT), zeros(1, 100, channels)
+        anti_aliased_snake(frames, None, bias, snake, dtype=HALF)
+        anti_aliased_snake(frames, frames, bias, snake, dtype=HALF, total=zeros(1, 100, channels, dtype=FLOAT))
+
+
+def main() -> None:
+    """Every kernel."""
+    compile_only()
+    for count in (1, 32, 64):
+        decode_steps(count)
+    talker_steps(3, 3584)
+    talker_steps(3, 2048)
+    token2wav(4)
+
+
+if __name__ == "__main__":
+    main()

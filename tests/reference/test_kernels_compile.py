@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel compiles for a Hopper GPU, also where there is none to run it on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SHARED_BYTES = 227 << 10
+"""What a program of a Hopper GPU can have."""
+
+
+def test_kernels_compile_for_a_hopper_gpu_and_fit_in_it(tmp_path: Path) -> None:
+    sources = sorted((ROOT / "backend_src" / "triton_omni").rglob("*kernels.py"))
+    launched = {name for path in sources for name in re.findall(r"^    (_\w+)\[", path.read_text(), re.MULTILINE)}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    ended = subprocess.run(
+        [sys.executable, ROOT / "tests" / "compile_ahead.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    compiled = [line.split() for line in ended.stdout.splitlines()]
+    assert {name for name, _ in compiled} == launched
+    assert max(int(shared) for _, shared in compiled) <= SHARED_BYTES
