@@ -65,9 +65,9 @@ class EngineSettings(_Frozen):
     def _one_way_to_run(self) -> EngineSettings:
         if self.torch_compile and self.enforce_eager:
             raise ValueError("torch_compile true and enforce_eager true exclude each other: set one of them to false")
-        if self.fused_decode and (self.torch_compile or self.enforce_eager):
-            other = "torch_compile" if self.torch_compile else "enforce_eager"
-            raise ValueError(f"fused_decode true and {other} true exclude each other: set one of them to false")
+        for other in ("torch_compile", "enforce_eager", "deterministic"):
+            if self.fused_decode and getattr(self, other):
+                raise ValueError(f"fused_decode true and {other} true exclude each other: set one of them to false")
         return self
 
     @model_validator(mode="after")

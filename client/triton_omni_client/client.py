@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from .messages import MODEL, Delta, Media, Request
 from .protocol import LONGEST_WAIT_S, MAX_MESSAGE_BYTES, StreamReader, channel_options, from_grpc, to_grpc
 from .reply import Reply, ReplyBuilder, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
+from .shared_media import SharedMedia
 
 DEFAULT_URL = "localhost:8001"
 DEFAULT_TIMEOUT = 150.0
@@ -45,8 +47,17 @@ class Stream(DeltaIterator):
     as `retry` says, but never once a response has come. `close` may be called from any thread.
     """
 
-    def __init__(self, connect: Connect, request: Request, timeout: float, retry: Retry = NO_RETRY) -> None:
+    def __init__(
+        self,
+        connect: Connect,
+        request: Request,
+        timeout: float,
+        retry: Retry = NO_RETRY,
+        shared: SharedMedia | None = None,
+    ) -> None:
         self._connect = connect
+        # Called once, when the request has ended; or when nobody holds this stream any more, or at the process's end.
+        self._release = (lambda: None) if shared is None else weakref.finalize(self, shared.release)
         self._deadline = time.monotonic() + timeout
         self._call: Any = connect(timeout)
         self._reader = StreamReader(request)
@@ -103,6 +114,7 @@ class Stream(DeltaIterator):
             self._answered = True
         elif not self._gone.is_set():
             self._end()
+            self._release()
             self._reader.end()
 
     def _end(self) -> None:
@@ -115,6 +127,7 @@ class Stream(DeltaIterator):
             self._end()
             if self._call is not None:
                 self._call.cancel()
+            self._release()
 
     def timings(self) -> Timings:
         """Times as the client saw them, of the deltas taken so far; waits for room included."""
@@ -145,6 +158,8 @@ class OmniClient:
         max_message_bytes: largest gRPC message sent or taken.
         credentials: TLS credentials of `grpc.ssl_channel_credentials`; None is plain text.
         retry: how a refusal for want of room is waited out; `NO_RETRY` raises it at once.
+        shared_memory: whether media travel in system shared memory, for a server on this machine that sees its
+            `/dev/shm`; released with each request, however it ends.
     """
 
     def __init__(
@@ -156,9 +171,12 @@ class OmniClient:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         credentials: grpc.ChannelCredentials | None = None,
         retry: Retry = DEFAULT_RETRY,
+        shared_memory: bool = False,
     ) -> None:
         options = channel_options(max_message_bytes)
         self._model = model
+        self._shared_memory = shared_memory
+        self._sharing: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._timeout = timeout
         self._retry = retry
         self._channel = (
@@ -173,10 +191,19 @@ class OmniClient:
 
         Raises:
             BadRequest: the request cannot be expressed.
+            OmniClientError: its media were to be shared, and the server does not take shared memory.
         """
-        message = to_grpc(request, self._model)
+        shared = self._share(request)
+        message = to_grpc(request, self._model, {} if shared is None else {"media": shared})
         timeout = self._timeout if request.timeout is None else request.timeout
-        return Stream(partial(self._call, message), request, timeout, self._retry)
+        stream = Stream(partial(self._call, message), request, timeout, self._retry, shared)
+        if shared is not None:
+            self._sharing.add(stream)
+        return stream
+
+    def _share(self, request: Request) -> SharedMedia | None:
+        media = [tensor for tensor in request.to_tensors() if tensor.name == "media"] if self._shared_memory else []
+        return SharedMedia(self._stub, media[0]) if media else None
 
     def _call(self, message: Any, timeout: float) -> Any:
         return self._stub.ModelStreamInfer(iter([message]), timeout=min(timeout, LONGEST_WAIT_S))
@@ -230,6 +257,8 @@ class OmniClient:
 
     def close(self) -> None:
         """Close the connection; requests still running are cancelled."""
+        for stream in list(self._sharing):
+            stream.close()  # while the server can still be told to let go of its memory
         self._channel.close()
 
     def __enter__(self) -> Self:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2  # type: ignore[import-untyped]
@@ -75,18 +75,33 @@ def from_grpc(error: grpc.RpcError) -> OmniClientError:
     return from_text(error.details() or error.code().name, otherwise=_GRPC_ERRORS.get(error.code(), Internal))
 
 
-def to_grpc(request: Request, model: str) -> Any:
+class SharedRegion(Protocol):
+    """Registered shared memory that holds a tensor's bytes."""
+
+    name: str
+    size: int
+
+
+def to_grpc(request: Request, model: str, shared: Mapping[str, SharedRegion] | None = None) -> Any:
     """The `ModelInferRequest` of a stream of one request.
+
+    Args:
+        request: what to ask.
+        model: whom.
+        shared: tensors, by name, whose bytes the server reads from shared memory instead of the message.
 
     The empty final response is asked for: without it, a stream whose last response was sent before
     the final flag was known has no end that a client could see.
     """
-    tensors = request.to_tensors()
     message = service_pb2.ModelInferRequest(model_name=model, id=request.request_id)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
-    for tensor in tensors:
-        message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-    message.raw_input_contents.extend(tensor.data for tensor in tensors)
+    for tensor in request.to_tensors():
+        added = message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        if shared and (region := shared.get(tensor.name)) is not None:
+            added.parameters["shared_memory_region"].string_param = region.name
+            added.parameters["shared_memory_byte_size"].int64_param = region.size
+        else:
+            message.raw_input_contents.append(tensor.data)
     return message
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from triton_omni.serving.launch import INVARIANCE_VARIABLE
 from triton_omni.settings import EngineSettings, SettingsError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -197,3 +198,9 @@ def test_fp8_is_of_the_decoder_s_layers_alone(engine_args: Any, layer: str, quan
     config.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"], "qkv_proj": projections}
     chosen = config.resolve_quant_method_cls(LinearBase, layer)
     assert (chosen is not None) == quantised
+
+
+def test_vllm_knows_the_variable_of_its_batch_invariant_kernels() -> None:
+    from vllm import envs
+
+    assert INVARIANCE_VARIABLE in envs.environment_variables

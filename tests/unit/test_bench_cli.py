@@ -178,10 +178,6 @@ def test_a_system_prompt_takes_the_place_of_the_servers(server: FakeEnsemble, tm
         {"role": "user", "content": PROMPTS[0]},
     ]
     assert _report(tmp_path / "r.json")["workload"]["system"] == ""
-    refused = _bench(
-        server.url, tmp_path / "r.json", "--system", "", "--write-perf-analyzer-input", str(tmp_path / "i")
-    )
-    assert (refused.exit_code, "system prompt" in refused.stderr) == (1, True)
 
 
 def test_errors_are_counted_and_do_not_fail_the_run(server: FakeEnsemble, tmp_path: Path) -> None:

@@ -134,9 +134,19 @@ def test_perf_analyzer_is_given_the_same_requests() -> None:
         assert json.loads(parameters) == {"seed": 3 + index, "talker": {"max_tokens": 50}}
 
 
-def test_perf_analyzer_is_given_no_media() -> None:
-    with pytest.raises(BadRequest, match="media"):
-        perf_analyzer_input(Workload(media=[Media("image", b"png")]), 1)
+def test_perf_analyzer_is_given_media_as_data_uris_with_their_number() -> None:
+    workload = Workload(system="Be brief.", media=[Media("image", b"\x89png"), Media("audio", b"RIFF")])
+    (entry,) = json.loads(perf_analyzer_input(workload, 1))["data"]
+    assert entry.keys() == {"messages", "media", "sampling_parameters"}
+    system, user = json.loads(entry["messages"][0])
+    assert system == {"role": "system", "content": "Be brief."}
+    assert [part["type"] for part in user["content"]] == ["image", "audio", "text"]
+    assert entry["media"]["shape"] == [2]
+    found = [
+        base64.b64decode(uri.removeprefix("data:application/octet-stream;base64,"), validate=True)
+        for uri in entry["media"]["content"]
+    ]
+    assert found == [b"\x89png", b"RIFF"]
 
 
 def test_prompts_are_the_lines_of_a_file(tmp_path: Path) -> None:

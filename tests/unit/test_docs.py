@@ -12,6 +12,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from server.calling import ALL_WAYS, MODALITIES
 from triton_omni import errors, request, settings
 from triton_omni.settings import TalkerSettings, ThinkerSettings, Token2WavSettings, UnarySettings
 from triton_omni_gateway import errors as gateway_errors
@@ -195,6 +196,21 @@ def test_upgrade_note_names_every_private_method_relied_on() -> None:
     methods = ast.literal_eval(values["_RUNNER_METHODS"])
     note = (ROOT / "docs" / "upgrade.md").read_text(encoding="utf-8")
     assert [name for name in methods if not re.search(rf"`(GPUModelRunner\.)?{name}`", note)] == []
+
+
+def test_calling_table_has_a_case_of_a_test_in_every_cell() -> None:
+    text = (ROOT / "docs" / "calling.md").read_text(encoding="utf-8")
+    found = table(text, "modality | " + " | ".join(MODALITIES))
+    assert found == {way: [f"`{way}-{modality}`" for modality in MODALITIES] for way in ALL_WAYS}
+    assert list(table(text, "way")) == list(ALL_WAYS)
+
+
+def test_calling_names_tests_that_there_are() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "calling.md").read_text(encoding="utf-8"))
+    assert len(named) > 20
+    for path, name in named:
+        tests = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+        assert name in {node.name for node in tests if isinstance(node, ast.FunctionDef)}, f"{path}::{name}"
 
 
 def test_documents_speak_of_the_block_the_code_uses() -> None:

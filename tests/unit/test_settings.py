@@ -126,6 +126,12 @@ def test_compiled_and_eager_at_once_is_refused(load):
         load("engine: {torch_compile: true, enforce_eager: true}")
 
 
+@pytest.mark.parametrize("other", ["torch_compile", "enforce_eager", "deterministic"])
+def test_fused_decode_steps_are_of_one_way_to_run_alone(load, other):
+    with pytest.raises(SettingsError, match=f"fused_decode true and {other} true exclude each other"):
+        load(f"engine: {{fused_decode: true, {other}: true}}")
+
+
 def test_a_batch_larger_than_a_step_is_refused(load):
     with pytest.raises(SettingsError, match="max_num_batched_tokens 64 is below max_num_seqs 65"):
         load("engine: {max_num_batched_tokens: 64, max_num_seqs: 65}")

@@ -6,6 +6,7 @@ Also writes the same requests as input data of NVIDIA's perf_analyzer.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from triton_omni_client.errors import BadRequest
 from triton_omni_client.messages import AudioFormat, Media, Modality, Request
 
 BUILT_IN = "built-in"
+_DATA_URI = "data:application/octet-stream;base64,"
 
 PROMPTS = (
     "Tell me a story about the sea and the people who live beside it.",
@@ -93,14 +95,19 @@ def of_length(prompt: str, words: int) -> str:
 def perf_analyzer_input(workload: Workload, requests: int) -> str:
     """The first `requests` requests as the JSON of perf_analyzer's `--input-data`, which it sends round robin.
 
-    Raises:
-        BadRequest: the workload has media or a system prompt; only text prompts are written.
+    Media are data URIs, of which the server makes files again: JSON holds no bytes.
     """
-    if workload.media or workload.system is not None:
-        raise BadRequest("input data of perf_analyzer is written for text alone; leave media and system prompt out")
-    data = []
-    for index in range(requests):
-        request = workload.request(index)
-        parameters = json.dumps(request.sampling_parameters())
-        data.append({"text_input": [request.text], "sampling_parameters": [parameters]})
-    return json.dumps({"data": data}, indent=1) + "\n"
+    return json.dumps({"data": [_as_input(workload.request(index)) for index in range(requests)]}, indent=1) + "\n"
+
+
+def _as_input(request: Request) -> dict[str, Any]:
+    """Input tensors by name: their elements, with the shape where the model leaves it open."""
+    inputs: dict[str, Any] = {"sampling_parameters": [json.dumps(request.sampling_parameters())]}
+    if request.text is not None:
+        inputs["text_input"] = [request.text]
+    if request.messages is not None:
+        inputs["messages"] = [json.dumps(list(request.messages), ensure_ascii=False)]
+    if request.media:
+        uris = [_DATA_URI + base64.b64encode(data).decode() for data in request.media]
+        inputs["media"] = {"content": uris, "shape": [len(uris)]}
+    return inputs
