@@ -62,6 +62,20 @@ def talker_vllm(plan: Plan) -> Items:
     return measure(plain_talker(plan, device(), codes), "talker_step", plan, TALKER_MODES)
 
 
+def media(plan: Plan) -> Items:
+    """Our thinker's first token behind prompts with media."""
+    from .media import OwnFirstTokens, measure_media
+
+    return measure_media(OwnFirstTokens(plan, device()), plan)
+
+
+def media_vllm(plan: Plan) -> Items:
+    """Plain vLLM's."""
+    from .media import PlainFirstTokens, measure_media
+
+    return measure_media(PlainFirstTokens(plan, device()), plan)
+
+
 def token2wav_windows(plan: Plan) -> Items:
     """Our streaming windows."""
     from .speech import windows
@@ -102,6 +116,8 @@ MEASUREMENTS: Mapping[str, Callable[[Plan], Items]] = {
     "thinker-vllm": thinker_vllm,
     "talker": talker,
     "talker-vllm": talker_vllm,
+    "media": media,
+    "media-vllm": media_vllm,
     "token2wav-windows": token2wav_windows,
     "token2wav-offline": token2wav_offline,
     "token2wav-offline-hf": token2wav_offline_hf,

@@ -65,6 +65,7 @@ class Comparison:
 COMPARISONS = (
     Comparison("thinker_step", OURS, "vllm", "ours / reference"),
     Comparison("talker_step", OURS, "vllm", "ours / reference"),
+    Comparison("first_token", OURS, "vllm", "ours / reference"),
     Comparison("token2wav_offline", OURS, "hf", "reference / ours"),
 )
 

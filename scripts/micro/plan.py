@@ -29,6 +29,8 @@ class Plan:
     """Streams whose windows are solved together."""
     offline_seconds: tuple[float, ...] = (10.0, 30.0)
     """Lengths of replies made in one piece."""
+    media_seconds: float = 10.0
+    """Of the sound and the video in a prompt."""
     prompt_tokens: int = 100
     steps: int = 100
     """Decode steps that are timed."""

@@ -18,7 +18,7 @@ from .figures import OURS, ratios
 from .plan import Plan
 
 SCHEMA, SCHEMA_VERSION = "triton-omni-micro", 1
-PAIRS = (("thinker", "thinker-vllm"), ("talker", "talker-vllm"))
+PAIRS = (("thinker", "thinker-vllm"), ("talker", "talker-vllm"), ("media", "media-vllm"))
 """Measurements that are comparable only if their engines' facts are equal."""
 
 

@@ -129,12 +129,19 @@ def plain_thinker(plan: Plan, device: torch.device, ordinary_ids: int) -> PlainD
 
     Its logits, KV cache and graphs are those of ours; what ours adds is the rows, their check for NaN, and seeds.
     """
+    return PlainDecoder(
+        plain_thinker_arguments(plan, engine_settings(plan), device), plan, ordinary_ids, detokenize=True
+    )
+
+
+def plain_thinker_arguments(plan: Plan, engine: EngineSettings, device: torch.device) -> EngineArgs:
+    """Those of our thinker, but for what makes it ours."""
     ModelRegistry.register_model(_THINKER, Qwen2_5OmniThinkerForConditionalGeneration)
-    settings = ThinkerSettings(engine=engine_settings(plan), quantization=plan.quantization)
+    settings = ThinkerSettings(engine=engine, quantization=plan.quantization)
     dtype = resolve_dtype(settings.dtype, device)
     media = settings.limits.max_media_items
     apply_thread_share(settings.engine)
-    arguments = build_engine_args(
+    return build_engine_args(
         Path(plan.model),
         settings.engine,
         device,
@@ -147,7 +154,6 @@ def plain_thinker(plan: Plan, device: torch.device, ordinary_ids: int) -> PlainD
         mm_processor_cache_gb=0,
         skip_mm_profiling=True,
     )
-    return PlainDecoder(arguments, plan, ordinary_ids, detokenize=True)
 
 
 def plain_talker(plan: Plan, device: torch.device, codes: int) -> PlainDecoder:

@@ -41,6 +41,18 @@ def test_our_steps_and_plain_vllms_are_comparable(micro, plan, stage):
     assert all(figure["count"] == 4 and figure["min"] > 0 for figure in report["figures"])
 
 
+def test_first_tokens_behind_media_are_compared_with_plain_vllms(micro, plan):
+    measurements, plan = micro("child").MEASUREMENTS, dataclasses.replace(plan, media_seconds=1.0)
+    run = micro("report").Run(plan, ["micro"])
+    for name in ("media", "media-vllm"):
+        for item in measurements[name](plan):
+            run.take(name, (item if "ready" in item else {"figure": item}) | {"took_s": 1.0})
+    assert run.differences() == {}
+    found = {ratio["parameters"]["prompt"]: ratio["ratio"] for ratio in run.report()["ratios"]}
+    assert list(found) == ["text", "image 1024 x 768", "1 s of sound", "1 s of video 640 x 364"]
+    assert all(ratio > 0 for ratio in found.values())
+
+
 def test_windows_are_timed_in_halves_and_whole(micro, plan):
     ready, *figures = micro("child").token2wav_windows(plan)
     assert "ready" in ready
