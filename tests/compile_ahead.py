@@ -60,7 +60,9 @@ def compile_only() -> None:
     launch = JITFunction.run
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
-        kernel = launch(self, *args, **{**options, "warmup": True})
+        # As on the GPU that is compiled for, whatever device the tensors are on.
+        early = {"EARLY": True, "launch_pdl": True} if "EARLY" in options else {}
+        kernel = launch(self, *args, **{**options, **early, "warmup": True})
         print(self.fn.__name__, kernel.metadata.shared, flush=True)
         return kernel
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_omni.split_kernels import early_launch, wait_for_inputs
 from triton_omni.token2wav.batching import Neighbours
 from triton_omni.token2wav.kernels import SMALLEST_TILE
 from triton_omni.token2wav.past import LayerPast
@@ -91,7 +92,9 @@ def _block_attention(
     TILE: tl.constexpr,
     BACK: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     block, head = tl.program_id(0), tl.program_id(1)
     inner: tl.constexpr = HEADS * HEAD_DIM
     places = tl.arange(0, TILE)
@@ -139,6 +142,7 @@ def block_attention(
     *,
     heads: int,
     rotary_heads: int,
+    early: bool = False,
 ) -> Tensor:
     """Rotary embedding and attention of every block over the blocks it can see (`attention.block_attention`).
 
@@ -149,6 +153,7 @@ def block_attention(
         reach: (look-back, look-ahead) in blocks, each 0 or 1.
         past: what a layer that looks back finds before blocks that have no previous one, in the dtype of `qkv`.
         heads: of them the first `rotary_heads` are rotated.
+        early: see `early_launch`.
 
     Returns:
         [R, heads x head_dim] in the dtype of `qkv`.
@@ -180,6 +185,7 @@ def block_attention(
         BACK=reach[0],
         AHEAD=reach[1],
         num_warps=2,
+        **early_launch(qkv.device, wanted=early),
     )
     return mixed
 
@@ -195,7 +201,9 @@ def _leave_past(
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     block, head = tl.program_id(0), tl.program_id(1)
     inner: tl.constexpr = HEADS * HEAD_DIM
     page = tl.load(left + block)
@@ -209,13 +217,14 @@ def _leave_past(
         tl.store(target + inner, tl.load(source + inner, mask=inside), mask=inside)
 
 
-def leave_past(qkv: Tensor, past: LayerPast, *, heads: int) -> None:
+def leave_past(qkv: Tensor, past: LayerPast, *, heads: int, early: bool = False) -> None:
     """Write the keys and values of the blocks that are left to later windows (`past.LayerPast.leave`).
 
     Args:
         qkv: [R, 3 x heads x head_dim], see `block_attention`, which must have been launched before.
         past: pages in the dtype of `qkv`.
         heads: of the attention.
+        early: see `early_launch`.
     """
     rows, width = qkv.shape
     blocks = len(past.left)
@@ -231,4 +240,5 @@ def leave_past(qkv: Tensor, past: LayerPast, *, heads: int) -> None:
         BLOCK=block_size,
         TILE=triton.next_power_of_2(block_size),
         num_warps=2,
+        **early_launch(qkv.device, wanted=early),
     )

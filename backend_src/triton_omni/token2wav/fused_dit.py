@@ -70,13 +70,13 @@ class FusedDiT:
     Args:
         dit: its weights are copied.
         dtype: of the matrix products.
-        split: whether the depth of narrow products of few rows is shared out.
+        split: whether the depth of narrow products of few rows is shared out, and kernels are launched early.
     """
 
     def __init__(self, dit: DiT, dtype: torch.dtype, *, split: bool = False) -> None:
         self._dit = dit
         self._dtype = dtype
-        self._split_rows = FEW_ROWS if split else 0
+        self._split_rows, self._early = FEW_ROWS if split else 0, split
         self._heads = dit.config.num_heads
         self._layers = [self._fuse(cast(Layer, layer)) for layer in dit.transformer_blocks]
         self._leave = _Projection.of(dit.proj_out, dtype=dtype)
@@ -113,10 +113,17 @@ class FusedDiT:
             normed = self._residual_norm(hidden, branch, gate, shift, scale)
             qkv, layer_past = layer.qkv(normed), past.at(number, place)
             mixed = block_attention(
-                qkv, angles, neighbours, layer.reach, layer_past, heads=self._heads, rotary_heads=ROTARY_HEADS
+                qkv,
+                angles,
+                neighbours,
+                layer.reach,
+                layer_past,
+                heads=self._heads,
+                rotary_heads=ROTARY_HEADS,
+                early=self._early,
             )
             if layer_past is not None:
-                leave_past(qkv, layer_past, heads=self._heads)
+                leave_past(qkv, layer_past, heads=self._heads, early=self._early)
             normed = self._residual_norm(hidden, self._narrow(layer.out, mixed), attention_gate, ff_shift, ff_scale)
             branch, gate = self._narrow(layer.leave, layer.enter.gelu(normed)), ff_gate
         scale, shift = modulation[number, -FINAL_PARTS:].unbind(0)
@@ -129,7 +136,7 @@ class FusedDiT:
     def _residual_norm(
         self, hidden: Tensor, branch: Tensor | Parts | None, gate: Tensor, shift: Tensor, scale: Tensor
     ) -> Tensor:
-        return residual_norm(hidden, branch, gate, shift, scale, eps=NORM_EPS, dtype=self._dtype)
+        return residual_norm(hidden, branch, gate, shift, scale, eps=NORM_EPS, dtype=self._dtype, early=self._early)
 
     def _fuse(self, layer: Layer) -> _FusedLayer:
         attention, forward = layer.attn, layer.ff.ff

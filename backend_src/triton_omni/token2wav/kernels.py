@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from triton_omni.split_kernels import early_launch, wait_for_inputs
 from triton_omni.token2wav.noise import counters
 from triton_omni.token2wav.transfer import to_device
 
@@ -38,7 +39,9 @@ def _residual_norm(
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     columns = tl.arange(0, TILE)
     inside = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
@@ -78,6 +81,7 @@ def residual_norm(
     *,
     eps: float,
     dtype: torch.dtype,
+    early: bool = False,
 ) -> Tensor:
     """`hidden += gate * branch` in place, then the adaptive norm of it (`dit.modulate`).
 
@@ -87,6 +91,7 @@ def residual_norm(
         gate, shift, scale: [H] fp32.
         eps: of the norm.
         dtype: of the result.
+        early: see `early_launch`.
 
     Returns:
         [R, H] in `dtype`.
@@ -110,6 +115,7 @@ def residual_norm(
         HAS_BIAS=isinstance(branch, Parts),
         TILE=triton.next_power_of_2(width),
         num_warps=4,
+        **early_launch(hidden.device, wanted=early),
     )
     return normed
 

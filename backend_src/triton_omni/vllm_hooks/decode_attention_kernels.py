@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_omni.split_kernels import early_launch, wait_for_inputs
+
 SMALLEST_TILE = 16
 """Tensor cores multiply no smaller tiles."""
 KEYS = 64
@@ -151,7 +153,9 @@ def _decode_attention(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     pair, split = tl.program_id(0), tl.program_id(1)
     sequence, head = pair // KEY_HEADS, pair % KEY_HEADS
     SHARED: tl.constexpr = HEADS // KEY_HEADS
@@ -177,9 +181,19 @@ def _decode_attention(
     query_1, query_2 = _rotated(row + head * SHARED * WIDTH, cosine[None, :], sine[None, :], rows, queries, HALF)
 
     past, own, blocks_of = length - 1, cache + head * head_stride, table + sequence * table_stride
-    first_tile, last_tile = split * share, tl.minimum((split + 1) * share, tiles)
     best, total, summed = _over_cache(
-        query_1, query_2, own, blocks_of, first_tile, last_tile, past, scale, block_stride, place_stride, BLOCK, TILE
+        query_1,
+        query_2,
+        own,
+        blocks_of,
+        split * share,
+        tl.minimum((split + 1) * share, tiles),
+        past,
+        scale,
+        block_stride,
+        place_stride,
+        BLOCK,
+        TILE,
     )
     if split == used - 1:
         # The step's own token: its key and value come from the projection, and stay in the cache.
@@ -279,5 +293,6 @@ def decode_attention(
         SPLITS=shares,
         num_warps=4,
         num_stages=2,
+        **early_launch(projected.device),
     )
     return output

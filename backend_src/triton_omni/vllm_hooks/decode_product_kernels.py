@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.split_kernels import padded_rows
+from triton_omni.split_kernels import early_launch, padded_rows, wait_for_inputs
 
 MOST_ROWS = 64
 """Tokens of a step for which these products are made; for more, a library's are as fast."""
@@ -33,7 +33,9 @@ def _gated_product(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STRIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     row, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wanted, inside = (row < count)[:, None], (column < WIDTH)[None, :]
     left, right = rows + row[:, None] * DEPTH, weights + column.to(tl.int64)[None, :] * DEPTH
@@ -73,14 +75,25 @@ def gated_product(rows: Tensor, weights: Tensor) -> Tensor:
         STRIDE=_STRIDE,
         num_warps=4,
         num_stages=4,
+        **early_launch(rows.device),
     )
     return output
 
 
 @triton.jit
 def _add_norm(
-    parts, residual, weight, normed, eps, part_stride, WIDTH: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr
+    parts,
+    residual,
+    weight,
+    normed,
+    eps,
+    part_stride,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     columns = tl.arange(0, TILE)
     inside = columns < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + columns
@@ -116,5 +129,6 @@ def add_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         PARTS=len(parts),
         TILE=triton.next_power_of_2(width),
         num_warps=8,
+        **early_launch(residual.device),
     )
     return normed

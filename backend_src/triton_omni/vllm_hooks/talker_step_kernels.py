@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_omni.split_kernels import early_launch, wait_for_inputs
+
 
 class Columns(NamedTuple):
     """Where a step's index has what; see `talker_step.Column`."""
@@ -76,7 +78,9 @@ def _begin(
     WIDTH: tl.constexpr,
     VOCABULARY: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     token = tl.program_id(0)
     told = index + token * index_stride
     code = tl.load(ids + token)
@@ -134,6 +138,7 @@ def begin(layout: Layout, memory: Memory, table: Tensor, columns: Columns, mask_
         VOCABULARY=memory.seen.shape[1],
         TILE=triton.next_power_of_2(width),
         num_warps=8,
+        **early_launch(inputs.device),
     )
     return inputs
 
@@ -202,7 +207,9 @@ def _draw(
     UNIFORM: tl.constexpr,
     VOCABULARY: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     token, ids = tl.program_id(0), tl.arange(0, TILE)
     inside = ids < VOCABULARY
     told = index + token * index_stride
@@ -273,4 +280,5 @@ def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, columns: C
         VOCABULARY=vocabulary,
         TILE=triton.next_power_of_2(vocabulary),
         num_warps=16,
+        **early_launch(logits.device),
     )
