@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway_fakes import RunningGateway, run_gateway
 from reference.hf import HfReference
 from server.serving import Served, serve
 
@@ -27,6 +28,19 @@ def server(shared_server: Served) -> Iterator[Served]:
     """The shared server, idle again after the test."""
     yield shared_server
     shared_server.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def shared_gateway(shared_server: Served) -> Iterator[RunningGateway]:
+    """An OpenAI gateway before the shared server."""
+    with run_gateway(shared_server.supervisor.grpc_url) as running:
+        yield running
+
+
+@pytest.fixture
+def gateway(server: Served, shared_gateway: RunningGateway) -> RunningGateway:
+    """The gateway before a server that is idle again after the test."""
+    return shared_gateway
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import base64
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 
-from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
+from gateway_fakes import MODEL, USER, RunningGateway
 from media_samples import audio_file, image_file
 from server.probes import CRAWLING_THINKER, SLOW_TALKER
 from server.serving import STAGES, Served, wait_for
@@ -37,18 +36,6 @@ add_cli_args(parser)
 main(parser.parse_args())
 """
 """`vllm bench serve`; its command line needs a package's metadata that the CPU build has under another name."""
-
-
-@pytest.fixture(scope="module")
-def shared_gateway(shared_server: Served) -> Iterator[RunningGateway]:
-    with run_gateway(shared_server.supervisor.grpc_url) as running:
-        yield running
-
-
-@pytest.fixture
-def gateway(server: Served, shared_gateway: RunningGateway) -> RunningGateway:
-    """The gateway before a server that is idle again after the test."""
-    return shared_gateway
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from browser import Visit, run_browser, visit
-from gateway_fakes import RunningGateway, run_gateway
+from gateway_fakes import RunningGateway
 from media_samples import image_file
 from server.probes import SLOW_TALKER
 from server.serving import STAGES, Served, wait_for
@@ -29,18 +29,6 @@ PCM16_STEP = 1 / 32767
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with run_browser(tmp_path_factory.mktemp("browser")) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def shared_gateway(shared_server: Served) -> Iterator[RunningGateway]:
-    with run_gateway(shared_server.supervisor.grpc_url) as running:
-        yield running
-
-
-@pytest.fixture
-def gateway(server: Served, shared_gateway: RunningGateway) -> RunningGateway:
-    """The gateway before a server that is idle again after the test."""
-    return shared_gateway
 
 
 @pytest.fixture(scope="module")
