@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni import ledger
+from triton_omni import ledger_layout
 from triton_omni.serving import leftovers
 from triton_omni.serving.machine import ServerError, ServerNotReady, choose_ports, find_triton, visible_gpus
 from triton_omni.serving.memory_pool import memory_pool_bytes, pool_bytes
 from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.serving.model_folder import main as print_model_folder
-from triton_omni.serving.supervisor import ServerConfig, Supervisor, main
+from triton_omni.serving.server_options import ServerConfig
+from triton_omni.serving.supervisor import Supervisor, main
 from triton_omni.settings import TalkerSettings, ThinkerSettings
 
 # Answers the readiness path as tritonserver does; what it should do otherwise is told by its environment.
@@ -221,12 +222,12 @@ def test_the_shared_memory_of_a_server_goes_with_it(
     shared = tmp_path / "shm"
     shared.mkdir()
     monkeypatch.setattr(leftovers, "_SHARED_MEMORY", shared)
-    monkeypatch.setattr(ledger, "_SHARED_MEMORY", shared)
+    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", shared)
     with Supervisor(config(repository)) as server:
         said = json.loads((tmp_path / "server.log").read_text())
         prefix = said["flags"]["backend-config"].removeprefix("python,shm-region-prefix-name=")
         others = {"triton_omni_another_servers", "triton_python_backend_shm_region_1"}
-        for name in (f"{prefix}1", f"{prefix}2", ledger.server_name(server.pid), *others):
+        for name in (f"{prefix}1", f"{prefix}2", ledger_layout.server_name(server.pid), *others):
             (shared / name).touch()
         os.kill(server.pid, signal.SIGKILL)
         server.stop()

@@ -254,7 +254,8 @@ def _facts(
 
 
 def _ledger(stage: StageName, facts: StageFacts) -> SessionLedger:
-    from triton_omni.ledger import SessionLedger, remove_stale, server_name
+    from triton_omni.ledger import SessionLedger
+    from triton_omni.ledger_layout import remove_stale, server_name
 
     remove_stale()
     # Every stub is a child of tritonserver, whose process names the table.

@@ -13,6 +13,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from triton_omni.ledger_layout import remove_stale
+
 _SHARED_MEMORY = Path("/dev/shm")
 _KILLED_WITHIN_S = 10.0
 _POLL_S = 0.01
@@ -52,8 +54,4 @@ def remove_shared_memory(prefix: str) -> None:
     """Remove the shared memory of ended servers: Triton's regions of this prefix, and ledgers."""
     for region in _SHARED_MEMORY.glob(f"{prefix}*"):
         region.unlink(missing_ok=True)
-    if any(_SHARED_MEMORY.glob("triton-omni-*")):
-        # Brings torch, which whoever runs a server does without as long as the stages tidy up by themselves.
-        from triton_omni.ledger import remove_stale
-
-        remove_stale()
+    remove_stale()

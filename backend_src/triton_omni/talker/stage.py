@@ -199,16 +199,25 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._relay_failure(session, Failure.of(error, "talker"))
         self._ledger.mark_failed(session.key)
 
+    def _answer_error(self, session: _Open, error: OmniError) -> None:
+        if self._drop(session):
+            session.outlet.fail(error, functools.partial(self._mark_closed, session.key, session.sequence))
+
     def _relay_failure(self, session: _Open, failure: Failure) -> None:
         message = TalkerMessage(key=session.key, kind=Kind.ERROR, sequence=session.sequence, failure=failure)
         self._send(session, message)
         self._close(session)
 
     def _close(self, session: _Open) -> None:
+        if self._drop(session):
+            session.outlet.finish(then=functools.partial(self._mark_closed, session.key, session.sequence))
+
+    def _drop(self, session: _Open) -> bool:
+        """Forget the session; False if it was forgotten before."""
         if self._open.pop(session.key.name, None) is None:
-            return
+            return False
         self._abort(session)
-        session.outlet.finish(then=functools.partial(self._mark_closed, session.key, session.sequence))
+        return True
 
 
 def _to_message(session: _Open, parcel: Parcel) -> TalkerMessage:

@@ -27,7 +27,7 @@ from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.outbox import Outbox, Pace, Parcel
 from triton_omni.request import RawRequest
 from triton_omni.settings import ThinkerSettings
-from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error
+from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, lost_error, revival_refusal
 from triton_omni.streams import leave_default_stream
 from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
@@ -132,6 +132,10 @@ class ThinkerStage:
         if key is None:
             outlet.fail(self._no_slot())
             return
+        if lost := self._ledger.lost_stages(key):
+            self._slots.release(key)
+            outlet.fail(revival_refusal(lost[0]))
+            return
         outlet.bind(key.slot)
         deadline_ns = accepted_ns + int(self._settings.timeout_s * 1e9)
         outbox = Outbox(self._settings.rows_per_message)
@@ -221,6 +225,7 @@ class ThinkerStage:
         # What it held is lost with it, and nobody asks it again.
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._end_all(InternalError(self._broken, stage="thinker"))
+        self._ledger.say_broken()
 
     def _begin(self, session: _Open) -> None:
         self._open[session.key.name] = session
@@ -293,11 +298,14 @@ class ThinkerStage:
 
     def _look_after(self, session: _Open, now: int) -> float:
         """One session's poll; returns the seconds until it should be looked at again."""
-        if session.refusal is not None:
+        lost = self._ledger.lost_stages(session.key)
+        if lost and (session.refusal is not None or not session.ended_ns):
+            self._end_lost(session, lost[0])
+        elif session.refusal is not None:
             return self._try_refuse(session, session.refusal, now)
-        if session.ended_ns:
+        elif session.ended_ns:
             return self._try_release(session, now)
-        if self._ledger.is_over(session.key):
+        elif self._ledger.is_over(session.key):
             self._end(session)
         elif now >= session.deadline_ns:
             seconds = (session.deadline_ns - session.accepted_ns) / 1e9
@@ -333,6 +341,13 @@ class ThinkerStage:
             session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
         return SOON_S
 
+    def _end_lost(self, session: _Open, stage: StageName) -> None:
+        """Answer the error of a dead stage at once: its requests stay open for ever, so there is no better moment."""
+        logger.info("request %s: lost with %s", session.label, stage)
+        error, session.refusal = session.refusal or lost_error(stage), None
+        self._drop(session)
+        session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
+
     def _end(self, session: _Open) -> None:
         self._drop(session)
         session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key, session.sent))
@@ -345,7 +360,8 @@ class ThinkerStage:
 
     def _try_release(self, session: _Open, now: int) -> float:
         stages: tuple[StageName, ...] = ("thinker",)
-        if session.session is not None:
+        # Behind a stage that died, others may never have heard of the session.
+        if session.session is not None and not self._ledger.lost_stages(session.key):
             stages = ("thinker", "talker", "token2wav")
         silent = [stage for stage in stages if not self._ledger.closed(session.key, stage)]
         if silent and now - session.ended_ns < FORGET_AFTER_S * 1e9:

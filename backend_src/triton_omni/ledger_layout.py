@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where what stands in the session ledger's table, which file it is, and whose; for stages and for the supervisor.
+
+Layout (unsigned 64-bit words): the header, a block a stage, then one record a slot. Every word has one writing
+process. It imports nothing heavy: the supervisor reads the table without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+from array import array
+from pathlib import Path
+from typing import Final
+
+from triton_omni.errors import StageName
+
+CAPACITY: Final = 1024
+"""Records in the table; a deployment's `max_sessions` uses the first of them."""
+
+MAGIC: Final = 0x6F6D6E692D6C6467  # "omni-ldg"
+STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
+WORD: Final = 8
+_HEADER_WORDS: Final = 8
+STAGE_WORDS: Final = 16
+RECORD_WORDS: Final = 24
+TABLE_WORDS: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS + CAPACITY * RECORD_WORDS
+_SHARED_MEMORY: Final = Path("/dev/shm")
+
+# Words of the header; the supervisor alone writes which epoch of a stage was lost, a word a stage from LOST on.
+MAGIC_WORD, VERSION_WORD, LOST = range(3)
+# Words of a stage's block.
+EPOCH, PID, BEAT, FINGERPRINT, DTYPE, HIDDEN, DEVICE, CLAIMED, BROKEN = range(9)
+# Words of a record: four of the thinker's, then six of each stage.
+GENERATION, NONCE_HIGH, NONCE_LOW, EPOCHS = range(4)
+CLOSED, CONSUMED, RETURNED, CANCELLED, FAILED, WANTED = range(6)
+FIRST_STAGE_WORD: Final = 4
+SESSION_WORDS: Final = 6
+
+COUNT_BITS: Final = 32
+COUNT_MASK: Final = (1 << COUNT_BITS) - 1
+EPOCH_BITS: Final = 16
+"""Bits of each stage's epoch in a record's EPOCHS."""
+
+# Where a stage's block begins in the table, its word among LOST, and its words in a record.
+BLOCKS: Final = {stage: _HEADER_WORDS + number * STAGE_WORDS for number, stage in enumerate(STAGES)}
+LOSSES: Final = {stage: LOST + number for number, stage in enumerate(STAGES)}
+FIELDS: Final = {stage: FIRST_STAGE_WORD + number * SESSION_WORDS for number, stage in enumerate(STAGES)}
+FIRST_RECORD: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS
+
+
+class LedgerError(RuntimeError):
+    """The table cannot be used: another protocol, or stages that do not fit together."""
+
+
+def record(slot: int) -> int:
+    """Where a slot's record begins."""
+    return FIRST_RECORD + slot * RECORD_WORDS
+
+
+def pack_epochs(words: memoryview) -> int:
+    """The present epochs of all stages in one word."""
+    packed = 0
+    for number, block in enumerate(BLOCKS.values()):
+        packed |= (words[block + EPOCH] & ((1 << EPOCH_BITS) - 1)) << number * EPOCH_BITS
+    return packed
+
+
+def lost_of(words: memoryview, epochs: int) -> list[StageName]:
+    """Which stages died in or after these epochs (`pack_epochs`)."""
+    mask = (1 << EPOCH_BITS) - 1
+    return [
+        stage
+        for number, stage in enumerate(STAGES)
+        if (lost := words[LOST + number]) and lost >= epochs >> number * EPOCH_BITS & mask
+    ]
+
+
+def server_name(server_pid: int) -> str:
+    """A name that two servers never share, on one host or in containers with a shared /dev/shm.
+
+    Made of the user, the process-id namespace, the server's process id and its start time.
+    """
+    namespace = Path(f"/proc/{server_pid}/ns/pid").readlink().name.strip("pid:[]")
+    # Field 22 of /proc/PID/stat; the command name before it may hold spaces, so count from its closing bracket.
+    start = Path(f"/proc/{server_pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"triton-omni-{os.getuid()}-{namespace}-{server_pid}-{start}"
+
+
+def table_path(name: str) -> Path:
+    """The file of the table of this name."""
+    return _SHARED_MEMORY / name
+
+
+def map_table(path: Path) -> mmap.mmap:
+    """The table's memory.
+
+    Raises:
+        LedgerError: the file is no table of this layout.
+        FileNotFoundError: there is none.
+    """
+    with path.open("r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != TABLE_WORDS * WORD:
+            raise LedgerError(f"{path} has {size} bytes, a ledger has {TABLE_WORDS * WORD}: remove it")
+        return mmap.mmap(file.fileno(), size)
+
+
+def create_table(path: Path, protocol_version: int) -> None:
+    """Make the table if it is not there.
+
+    Written whole under a name of its own and then linked, so that of several loads at once exactly one wins and
+    nobody ever sees a half-made table.
+    """
+    if path.exists():
+        return
+    table = array("Q", bytes(TABLE_WORDS * WORD))
+    table[MAGIC_WORD], table[VERSION_WORD] = MAGIC, protocol_version
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(table.tobytes())
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+
+
+def remove_stale() -> list[str]:
+    """Remove this user's tables whose server is gone (a killed server cannot); return their names."""
+    namespace = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
+    removed = []
+    for path in _SHARED_MEMORY.glob(f"triton-omni-{os.getuid()}-{namespace}-*-*"):
+        # A table that a live server's stage is just making has its server's name in front (`create_table`).
+        table = path.name.partition(".")[0]
+        pid = table.split("-")[4]
+        with contextlib.suppress(OSError):
+            if not (pid.isdigit() and Path(f"/proc/{pid}").exists() and table == server_name(int(pid))):
+                path.unlink()
+                removed.append(path.name)
+    return removed
