@@ -66,7 +66,8 @@ class Supervisor:
         self._stopped = False
         self._stop_requested = threading.Event()
         self._ports = {"http": 0, "grpc": 0, "metrics": 0}
-        self._regions = f"triton_omni_{secrets.token_hex(8)}_"
+        self.regions = f"triton_omni_{secrets.token_hex(8)}_"
+        """With what the names of Triton's regions of shared memory begin."""
         self._outliving = contextlib.ExitStack()
         self._control: ModelControl | None = None
         self._board: StageBoard | None = None
@@ -254,7 +255,7 @@ class Supervisor:
             f"--metrics-address={host}",
             f"--metrics-port={self._ports['metrics']}",
             f"--log-verbose={self.config.log_verbose}",
-            f"--backend-config=python,shm-region-prefix-name={self._regions}",
+            f"--backend-config=python,shm-region-prefix-name={self.regions}",
         ]
         if install.backend_directory is not None:
             command.append(f"--backend-directory={install.backend_directory}")
@@ -301,7 +302,7 @@ class Supervisor:
             if self._reviver is not None:
                 self._reviver.join(_KILL_AFTER_S)
             self._outliving.close()
-            remove_shared_memory(self._regions)
+            remove_shared_memory(self.regions)
             self.log.close()
 
 

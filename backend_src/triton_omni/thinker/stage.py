@@ -18,7 +18,6 @@ from typing import Protocol
 
 import msgspec
 import torch
-from torch import Tensor
 
 from triton_omni.engine import EngineStats, Sampling, ThinkerEngine, ThinkerOutput, ThinkerPlaced
 from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
@@ -29,6 +28,7 @@ from triton_omni.request import RawRequest
 from triton_omni.settings import ThinkerSettings
 from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, lost_error, revival_refusal
 from triton_omni.streams import leave_default_stream
+from triton_omni.thinker.positions import extend_positions
 from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
 RETRY_AFTER_MS = 250
@@ -139,7 +139,9 @@ class ThinkerStage:
         outlet.bind(key.slot)
         deadline_ns = accepted_ns + int(self._settings.timeout_s * 1e9)
         outbox = Outbox(self._settings.rows_per_message)
-        session = _Open(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox, left_ns=accepted_ns)
+        session = _Open(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox)
+        # The talker holds it until `OPEN`: should this process end, the client can be answered from there.
+        self._send(session, ThinkerMessage(key=key, kind=Kind.HEARTBEAT))
         self._post(functools.partial(self._begin, session))
         self._pool.submit(self._prepare, session, raw)
 
@@ -149,6 +151,7 @@ class ThinkerStage:
         # Not waiting for what is being prepared: its answer was sent, and what it posts is of no consequence.
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._loop.stop():
+            self._refuse_all()
             self._engine.close()
 
     def stats(self) -> StageStats:
@@ -325,6 +328,8 @@ class ThinkerStage:
         if session.session is None:
             self._drop(session)
             session.refusal = error
+            # The talker then gives the heartbeat back that it holds.
+            self._ledger.mark_failed(session.key)
             self._try_refuse(session, error, session.ended_ns)
             return
         failure = Failure.of(error, "thinker")
@@ -347,6 +352,12 @@ class ThinkerStage:
         error, session.refusal = session.refusal or lost_error(stage), None
         self._drop(session)
         session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
+
+    def _refuse_all(self) -> None:
+        """Answer what still waits for the talker; behind the loop's end nobody else does."""
+        for session in self._open.values():
+            if session.refusal is not None:
+                session.outlet.fail(session.refusal)
 
     def _end(self, session: _Open) -> None:
         self._drop(session)
@@ -375,15 +386,6 @@ class ThinkerStage:
     def _end_all(self, error: OmniError) -> None:
         for session in list(self._open.values()):
             self._fail(session, error)
-
-
-def extend_positions(positions: Tensor, count: int) -> Tensor:
-    """M-RoPE positions [3, P] continued by `count` text tokens: [3, P + count].
-
-    Text after any prompt continues from the largest position on all three axes, as in HF's `get_rope_index`.
-    """
-    after = int(positions.max()) + 1 if positions.numel() else 0
-    return torch.cat([positions, torch.arange(after, after + count).expand(3, count)], dim=1)
 
 
 def _to_message(session: _Open, parcel: Parcel) -> ThinkerMessage:
