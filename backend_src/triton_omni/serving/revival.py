@@ -123,6 +123,11 @@ class StageReviver:
         self.losses = 0
         """How often a stage's process died; each leaves requests in Triton that never end."""
 
+    @property
+    def is_reviving(self) -> bool:
+        """Whether a stage is being started again now."""
+        return any(watched.is_reviving for watched in self._watched.values())
+
     def start(self) -> None:
         """Begin to watch the stages that are loaded."""
         for stage in STAGES:

@@ -206,10 +206,13 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _is_held_up_by_the_dead(self) -> bool:
-        """Whether Triton only waits for what a stage that died has held: that never ends, and no session is open."""
+        """Whether Triton, without an open session, only waits for a stage: for what a dead one has held, which never
+        ends, or until one is loaded.
+        """
         if self._reviver is None or self._board is None:
             return False
-        return self._reviver.losses > 0 and not self._board.open_sessions()
+        waits = self._reviver.losses > 0 or self._reviver.is_reviving
+        return waits and not self._board.open_sessions()
 
     def __enter__(self) -> Supervisor:
         self.start()
