@@ -11,7 +11,6 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -142,12 +141,12 @@ class ThinkerStage:
         session = _Open(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox)
         # The talker holds it until `OPEN`: should this process end, the client can be answered from there.
         self._send(session, ThinkerMessage(key=key, kind=Kind.HEARTBEAT))
-        self._post(functools.partial(self._begin, session))
+        self._loop.post(functools.partial(self._begin, session))
         self._pool.submit(self._prepare, session, raw)
 
     def close(self) -> None:
         """End every session with an error, then stop the engine."""
-        self._post(lambda: self._end_all(InternalError("the server is shutting down")))
+        self._loop.post(lambda: self._end_all(InternalError("the server is shutting down")))
         # Not waiting for what is being prepared: its answer was sent, and what it posts is of no consequence.
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._loop.stop():
@@ -176,9 +175,6 @@ class ThinkerStage:
         limit = self._settings.max_sessions
         return Overloaded(f"all {limit} sessions are in use", stage="thinker", retry_after_ms=RETRY_AFTER_MS)
 
-    def _post(self, command: Callable[[], None]) -> None:
-        self._loop.post(command)
-
     # On the pool's threads.
 
     def _prepare(self, session: _Open, raw: RawRequest) -> None:
@@ -189,13 +185,13 @@ class ThinkerStage:
             prepared = self._intake.prepare(raw, session.accepted_ns)
         except OmniError as error:
             error.stage = error.stage or "thinker"
-            self._post(functools.partial(self._fail, session, error))
+            self._loop.post(functools.partial(self._fail, session, error))
         except Exception:
             logger.exception("request %s: preparing it failed", session.label)
             fault = InternalError("preparing the request failed", stage="thinker")
-            self._post(functools.partial(self._fail, session, fault))
+            self._loop.post(functools.partial(self._fail, session, fault))
         else:
-            self._post(functools.partial(self._admit, session, prepared))
+            self._loop.post(functools.partial(self._admit, session, prepared))
 
     # On the loop's thread.
 
@@ -342,22 +338,24 @@ class ThinkerStage:
         """Answer the error once no heartbeat is open or on its way: the error would leak the client's request."""
         returned = self._ledger.returned(session.key, "talker") == session.sent
         if returned or now - session.ended_ns > FORGET_AFTER_S * 1e9:
-            session.refusal = None
-            session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
+            self._answer_error(session, error)
         return SOON_S
+
+    def _answer_error(self, session: _Open, error: OmniError) -> None:
+        session.refusal = None
+        session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
 
     def _end_lost(self, session: _Open, stage: StageName) -> None:
         """Answer the error of a dead stage at once: its requests stay open for ever, so there is no better moment."""
         logger.info("request %s: lost with %s", session.label, stage)
-        error, session.refusal = session.refusal or lost_error(stage), None
         self._drop(session)
-        session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
+        self._answer_error(session, session.refusal or lost_error(stage))
 
     def _refuse_all(self) -> None:
         """Answer what still waits for the talker; behind the loop's end nobody else does."""
         for session in self._open.values():
             if session.refusal is not None:
-                session.outlet.fail(session.refusal)
+                self._answer_error(session, session.refusal)
 
     def _end(self, session: _Open) -> None:
         self._drop(session)
