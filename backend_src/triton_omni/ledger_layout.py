@@ -83,10 +83,15 @@ def server_name(server_pid: int) -> str:
 
     Made of the user, the process-id namespace, the server's process id and its start time.
     """
-    namespace = Path(f"/proc/{server_pid}/ns/pid").readlink().name.strip("pid:[]")
+    namespace = process_namespace(server_pid)
     # Field 22 of /proc/PID/stat; the command name before it may hold spaces, so count from its closing bracket.
     start = Path(f"/proc/{server_pid}/stat").read_text().rpartition(")")[2].split()[19]
     return f"triton-omni-{os.getuid()}-{namespace}-{server_pid}-{start}"
+
+
+def process_namespace(pid: int | None = None) -> str:
+    """Number of the namespace in which a process, by default this one, has its id."""
+    return Path(f"/proc/{pid or 'self'}/ns/pid").readlink().name.strip("pid:[]")
 
 
 def table_path(name: str) -> Path:
@@ -130,7 +135,7 @@ def create_table(path: Path, protocol_version: int) -> None:
 
 def remove_stale() -> list[str]:
     """Remove this user's tables whose server is gone (a killed server cannot); return their names."""
-    namespace = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
+    namespace = process_namespace()
     removed = []
     for path in _SHARED_MEMORY.glob(f"triton-omni-{os.getuid()}-{namespace}-*-*"):
         # A table that a live server's stage is just making has its server's name in front (`create_table`).

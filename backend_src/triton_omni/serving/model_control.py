@@ -76,7 +76,6 @@ class ModelControl:
 
 def _reason(body: bytes) -> str:
     text = body.decode(errors="replace")
-    try:
-        return str(json.loads(text)["error"]).splitlines()[0]
-    except (ValueError, KeyError, TypeError, IndexError):
-        return text or "no reason was given"
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        text = str(json.loads(text)["error"])
+    return next((line for line in text.splitlines() if line), "no reason was given")

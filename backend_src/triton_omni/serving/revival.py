@@ -193,8 +193,8 @@ class StageReviver:
         self._end(stage, watched)
         while not self._stopping.wait(self._wait_s(watched)):
             if len(watched.starts) >= self._policy.attempts:
-                times = f"{self._policy.attempts} times in {self._policy.window_s:g} s"
-                self.failure = f"{stage} was started again {times} and does not stay: {cause}"
+                starts = f"starts in {self._policy.window_s:g} s: {self._policy.attempts}"
+                self.failure = f"{stage} does not stay ({starts}): {cause}"
                 return
             watched.starts.append(time.monotonic())
             try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import secrets
 import subprocess
 import sys
 import threading
@@ -21,7 +20,13 @@ from pathlib import Path
 from types import TracebackType
 
 from triton_omni.ledger_layout import server_name
-from triton_omni.serving.leftovers import end_group, has_followers, remove_shared_memory
+from triton_omni.serving.leftovers import (
+    end_group,
+    has_followers,
+    new_region_prefix,
+    remove_shared_memory,
+    remove_stale_regions,
+)
 from triton_omni.serving.machine import (
     ServerError,
     ServerNotReady,
@@ -66,7 +71,7 @@ class Supervisor:
         self._stopped = False
         self._stop_requested = threading.Event()
         self._ports = {"http": 0, "grpc": 0, "metrics": 0}
-        self.regions = f"triton_omni_{secrets.token_hex(8)}_"
+        self.regions = new_region_prefix()
         """With what the names of Triton's regions of shared memory begin."""
         self._outliving = contextlib.ExitStack()
         self._control: ModelControl | None = None
@@ -119,6 +124,7 @@ class Supervisor:
         check_placement(self.config.placement, gpus)
         wanted = {"http": self.config.http_port, "grpc": self.config.grpc_port, "metrics": self.config.metrics_port}
         self._ports = choose_ports(self.config.host, wanted)
+        remove_stale_regions()
         environment = {**stub_environment(os.environ, install, model), **self.config.environment}
         with contextlib.ExitStack() as outliving:
             if self.config.mps:
