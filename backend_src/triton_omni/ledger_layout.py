@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import secrets
+import time
 from array import array
 from pathlib import Path
 from typing import Final
@@ -28,9 +29,11 @@ STAGE_WORDS: Final = 16
 RECORD_WORDS: Final = 24
 TABLE_WORDS: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS + CAPACITY * RECORD_WORDS
 _SHARED_MEMORY: Final = Path("/dev/shm")
+_HELD_POLL_S: Final = 0.02
 
-# Words of the header; the supervisor alone writes which epoch of a stage was lost, a word a stage from LOST on.
-MAGIC_WORD, VERSION_WORD, LOST = range(3)
+# Words of the header. The supervisor alone writes those from LOST and from HELD on, a word a stage each: which epoch of
+# it was lost, and whether its new process is to wait before it loads anything.
+MAGIC_WORD, VERSION_WORD, LOST, _, _, HELD = range(6)
 # Words of a stage's block.
 EPOCH, PID, BEAT, FINGERPRINT, DTYPE, HIDDEN, DEVICE, CLAIMED, BROKEN = range(9)
 # Words of a record: four of the thinker's, then six of each stage.
@@ -44,9 +47,10 @@ COUNT_MASK: Final = (1 << COUNT_BITS) - 1
 EPOCH_BITS: Final = 16
 """Bits of each stage's epoch in a record's EPOCHS."""
 
-# Where a stage's block begins in the table, its word among LOST, and its words in a record.
+# Where a stage's block begins in the table, its words among LOST and HELD, and its words in a record.
 BLOCKS: Final = {stage: _HEADER_WORDS + number * STAGE_WORDS for number, stage in enumerate(STAGES)}
 LOSSES: Final = {stage: LOST + number for number, stage in enumerate(STAGES)}
+HOLDS: Final = {stage: HELD + number for number, stage in enumerate(STAGES)}
 FIELDS: Final = {stage: FIRST_STAGE_WORD + number * SESSION_WORDS for number, stage in enumerate(STAGES)}
 FIRST_RECORD: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS
 
@@ -111,6 +115,17 @@ def map_table(path: Path) -> mmap.mmap:
         if size != TABLE_WORDS * WORD:
             raise LedgerError(f"{path} has {size} bytes, a ledger has {TABLE_WORDS * WORD}: remove it")
         return mmap.mmap(file.fileno(), size)
+
+
+def wait_while_held(name: str, stage: StageName, seconds: float) -> None:
+    """Until the supervisor lets the new process of `stage` load, for `seconds` at most: the old one still has memory,
+    or too many have died. At a server's first start nobody holds it.
+    """
+    path, deadline = table_path(name), time.monotonic() + seconds
+    if path.exists():
+        with contextlib.closing(map_table(path)) as table, memoryview(table) as plain, plain.cast("Q") as words:
+            while words[HOLDS[stage]] and time.monotonic() < deadline:
+                time.sleep(_HELD_POLL_S)
 
 
 def create_table(path: Path, protocol_version: int) -> None:

@@ -3,6 +3,7 @@
 
 import contextlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,6 +11,7 @@ from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine
 from session_rig import WAIT_S, finished, pipeline, wait_for
 from triton_omni.errors import InternalError, Overloaded
 from triton_omni.ledger import StageFacts
+from triton_omni.ledger_layout import wait_while_held
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni.settings import ThinkerSettings
 from triton_omni.stage import REVIVED_AFTER_MS
@@ -172,3 +174,16 @@ def test_the_board_follows_the_table():
         assert board.silent_for("thinker") >= 0.1
     with pytest.raises(FileNotFoundError):
         StageBoard("triton-omni-of-nobody")
+
+
+def test_a_new_process_waits_while_it_is_held():
+    with watched() as (p, board), ThreadPoolExecutor(3) as pool:
+        name = p.ledgers[0].path.name
+        board.hold("talker", True)
+        held = pool.submit(wait_while_held, name, "talker", WAIT_S)
+        for stage, seconds in (("thinker", WAIT_S), ("talker", 0.05)):
+            pool.submit(wait_while_held, name, stage, seconds).result(SOON_S)
+        assert not held.done()
+        board.hold("talker", False)
+        held.result(SOON_S)
+    wait_while_held("triton-omni-of-nobody", "talker", WAIT_S)

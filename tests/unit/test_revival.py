@@ -40,6 +40,8 @@ class Server:
     """Whether a stage that lives ends when it is unloaded."""
     loading: threading.Event = field(default_factory=threading.Event)
     may_load: threading.Event = field(default_factory=threading.Event)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    held: dict[str, bool] = field(default_factory=dict)
     forgotten: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def run(self, stage: str) -> None:
@@ -63,6 +65,9 @@ class Server:
     def mark_lost(self, stage: StageName) -> None:
         self.calls.append(("lost", stage))
 
+    def hold(self, stage: StageName, held: bool) -> None:
+        self.held[stage] = held
+
     def unload(self, model: str) -> None:
         self.calls.append(("unload", model))
         if self.leaves:
@@ -71,7 +76,11 @@ class Server:
     def load(self, model: str) -> None:
         self.calls.append(("load", model))
         self.loading.set()
-        if not self.may_load.wait(WAIT_S):
+        deadline = time.monotonic() + WAIT_S
+        while (self.held[model] or not self.may_load.is_set()) and not self.stopping.is_set():
+            assert time.monotonic() < deadline, "a stage was held for ever"
+            time.sleep(0.002)
+        if self.stopping.is_set():
             raise ModelControlError("the server is gone")
         if self.refusals:
             raise ModelControlError(self.refusals.pop(0))
@@ -104,6 +113,7 @@ def watching(server: Server, policy: RevivalPolicy = QUICK) -> Iterator[StageRev
         yield reviver
     finally:
         reviver.close()
+        server.stopping.set()
         reviver.join(WAIT_S)
 
 
@@ -112,6 +122,18 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def test_the_new_process_loads_nothing_before_the_old_one_has_ended(server: Server) -> None:
+    server.leaves, old = False, server.processes["talker"]
+    with watching(server) as reviver:
+        server.broken.add("talker")
+        wait_for(lambda: server.loads() == 1)
+        time.sleep(0.1)
+        assert server.held["talker"]
+        old.terminate()
+        wait_for(lambda: not reviver.is_reviving)
+        assert not server.held["talker"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -151,7 +173,7 @@ def test_a_stage_whose_engine_failed_and_that_does_not_leave_is_ended_by_force(
     with watching(server) as reviver:
         server.broken.add("talker")
         wait_for(lambda: server.loads() == 1 and not reviver.is_reviving)
-        assert server.calls == [("unload", "talker"), ("lost", "talker"), ("load", "talker")]
+        assert sorted(server.calls) == [("load", "talker"), ("lost", "talker"), ("unload", "talker")]
     assert old.poll() == -signal.SIGKILL
 
 
@@ -231,12 +253,14 @@ def test_a_close_ends_a_wait_before_the_next_start(server: Server) -> None:
     server.refusals = ["no"]
     with watching(server, RevivalPolicy(first_wait_s=WAIT_S)) as reviver:
         server.kill("talker")
-        wait_for(lambda: server.loads() == 1)
+        wait_for(lambda: server.loads() == 2)
         begin = time.monotonic()
         reviver.close()
+        server.stopping.set()
         reviver.join(WAIT_S)
         assert time.monotonic() - begin < WAIT_S / 2
         assert not reviver.is_reviving
+        assert server.held["talker"]
 
 
 def test_a_server_without_stages_is_not_watched() -> None:

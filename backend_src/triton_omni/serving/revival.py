@@ -60,6 +60,9 @@ class Board(Protocol):
     def mark_lost(self, stage: StageName) -> None:
         """Tell the other stages that it died."""
 
+    def hold(self, stage: StageName, held: bool) -> None:
+        """Whether its next process waits before it loads anything."""
+
 
 class Control(Protocol):
     """Loads and unloads models, see `model_control.py`; both raise `ModelControlError`."""
@@ -188,34 +191,50 @@ class StageReviver:
     # On a thread a stage.
 
     def _revive(self, stage: StageName, watched: _Watched, cause: str) -> None:
+        # Loading begins at once, since Triton calls a server ready that has a model unloaded; the new process waits.
+        self._board.hold(stage, True)
         with contextlib.suppress(ModelControlError):  # a model that is out of service already
             self._control.unload(stage)
-        self._end(stage, watched)
-        while not self._stopping.wait(self._wait_s(watched)):
-            if len(watched.starts) >= self._policy.attempts:
+        while not self._stopping.is_set():
+            if self._is_exhausted(watched):
                 starts = f"starts in {self._policy.window_s:g} s: {self._policy.attempts}"
                 self.failure = f"{stage} does not stay ({starts}): {cause}"
                 return
-            watched.starts.append(time.monotonic())
-            try:
-                self._control.load(stage)
-            except ModelControlError as error:
-                cause = f"it could not be loaded: {error}"
-                _say(f"{stage}: {cause}")
-                continue
-            self._follow(stage)
-            _say(f"{stage}: started again")
-            return
+            opening = threading.Thread(target=self._open, args=(stage, watched), name=f"hold-{stage}", daemon=True)
+            opening.start()
+            error = self._load(stage)
+            opening.join()
+            if error is None:
+                self._follow(stage)
+                _say(f"{stage}: started again")
+                return
+            cause = f"it could not be loaded: {error}"
+            _say(f"{stage}: {cause}")
+            self._board.hold(stage, True)
 
-    def _wait_s(self, watched: _Watched) -> float:
+    def _load(self, stage: StageName) -> ModelControlError | None:
+        try:
+            self._control.load(stage)
+        except ModelControlError as error:
+            return error
+        return None
+
+    def _open(self, stage: StageName, watched: _Watched) -> None:
+        """Let the new process load when the old one has ended, which holds memory, and the wait is over."""
+        wait_s = self._policy.wait_s(len(watched.starts))
+        watched.starts.append(time.monotonic())
+        self._end(stage, watched)
+        if not self._stopping.wait(wait_s):
+            self._board.hold(stage, False)
+
+    def _is_exhausted(self, watched: _Watched) -> bool:
         now = time.monotonic()
         while watched.starts and now - watched.starts[0] > self._policy.window_s:
             watched.starts.popleft()
-        exhausted = len(watched.starts) >= self._policy.attempts
-        return 0.0 if exhausted else self._policy.wait_s(len(watched.starts))
+        return len(watched.starts) >= self._policy.attempts
 
     def _end(self, stage: StageName, watched: _Watched) -> None:
-        """Until the old process has ended: it holds memory that the new one needs."""
+        """Until the old process has ended, by itself or by force."""
         if watched.process is None:
             return
         if not watched.process.ends_within(_LEAVES_WITHIN_S):

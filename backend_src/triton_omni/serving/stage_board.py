@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor's view of the session ledger: which process serves each stage, how it does, and that it has died.
 
-It reads what the stages write, writes one word a stage of its own, and starts and ends nothing.
+It reads what the stages write, writes two words a stage of its own, and starts and ends nothing.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class StageBoard:
     def mark_lost(self, stage: StageName) -> None:
         """`stage` has died: the others end what they share with it, and begin nothing until it is loaded again."""
         self._words[layout.LOSSES[stage]] = self.epoch(stage)
+
+    def hold(self, stage: StageName, held: bool) -> None:
+        """Whether the next process of `stage` waits before it loads anything (`ledger_layout.wait_while_held`)."""
+        self._words[layout.HOLDS[stage]] = held
 
     def open_sessions(self) -> int:
         """Sessions that the thinker has not ended, those of dead stages left out."""
