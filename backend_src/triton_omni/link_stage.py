@@ -8,6 +8,7 @@ as soon as the engine was told to copy its tensors. It knows no engine's kind, n
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,14 +20,18 @@ import torch
 from triton_omni.engine import EngineStats
 from triton_omni.errors import InternalError, OmniError, StageName
 from triton_omni.hops import HopTimes, Until
-from triton_omni.ledger import CAPACITY, SessionLedger
+from triton_omni.ledger import SessionLedger
+from triton_omni.ledger_layout import CAPACITY
 from triton_omni.loop import IDLE_POLL_S, StageLoop
-from triton_omni.stage import CLAIMED_POLL_S, Outlet, StageStats, as_omni_error
+from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, lost_error
 from triton_omni.streams import leave_default_stream, record_event
 from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage, Value
 
 CANCEL_INTERVAL_NS: Final = 50_000_000
 """How often Triton is asked at most whether a session's client is gone."""
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -148,7 +153,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._ledger.beat()
         if self._broken is None:
             self._engine_stats = self._link_engine.stats()
-        delay = min((self._look_after(session) for session in list(self._open.values())), default=IDLE_POLL_S)
+        delay = min((self._attend(session) for session in list(self._open.values())), default=IDLE_POLL_S)
         # Read once a turn: a claim that began behind the poll would have the loop sleep as if it were idle.
         self._claimed = self._ledger.device_claimed()
         return CLAIMED_POLL_S if self._claimed else delay
@@ -159,6 +164,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         # What it held is lost with it, and nobody asks it again.
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._fail_all(InternalError(self._broken, stage=self._name))
+        self._ledger.say_broken()
 
     @abstractmethod
     def step(self) -> None:
@@ -188,6 +194,10 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def _fail(self, session: SessionT, error: OmniError) -> None:
         """Give the session up with this error."""
 
+    @abstractmethod
+    def _answer_error(self, session: SessionT, error: OmniError) -> None:
+        """End the session's `OPEN` request with this error at once, and drop the session."""
+
     def _held(self) -> int:
         """Rows or codes that wait to leave."""
         return 0
@@ -195,10 +205,25 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def _end_all(self) -> None:
         """Whatever the loop has left to do for open sessions once it has stopped."""
 
+    def _attend(self, session: SessionT) -> float:
+        """End a session that lost a stage, else look after it.
+
+        The dead stage's requests stay open for ever, so nothing is gained by waiting for others before the error; each
+        stage that is left answers it, since any of them may hold the only request that reaches the client.
+        """
+        lost = self._ledger.lost_stages(session.key)
+        if not lost:
+            return self._look_after(session)
+        logger.info("request %s: lost with %s", session.session.request_id, lost[0])
+        self._answer_error(session, lost_error(lost[0]))
+        return SOON_S
+
     def _receive(self, message: MessageT, outlet: Outlet, arrived_ns: int) -> None:
         session = self._open.get(message.key.name)
         if not self._ledger.is_current(message.key):
             outlet.finish()
+        elif lost := self._ledger.lost_stages(message.key):
+            outlet.fail(lost_error(lost[0]), functools.partial(self._ledger.count_returned, message.key))
         elif message.kind == Kind.OPEN and session is None and message.session is not None:
             self._enter(message, message.session, outlet)
         elif session is None or message.kind in (Kind.HEARTBEAT, Kind.OPEN):

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 import torch
 
-from triton_omni.errors import InternalError, OmniError
+from triton_omni.errors import InternalError, OmniError, Overloaded, StageName
 from triton_omni.wire import Value
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,9 @@ CLAIMED_POLL_S: Final = 0.001
 
 SOON_S: Final = 0.002
 """How soon to look again when a session waits for another stage."""
+
+REVIVED_AFTER_MS: Final = 5000
+"""When to ask again after a stage has died: soon enough for the smaller stages, and the others are asked once more."""
 
 
 class Outlet(Protocol):
@@ -84,3 +87,14 @@ def as_omni_error(error: Exception, label: str) -> OmniError:
         return error
     logger.error("request %s: handling a message failed", label, exc_info=error)
     return InternalError(f"handling a message failed: {type(error).__name__}")
+
+
+def lost_error(stage: StageName) -> InternalError:
+    """What a session ends with when the process of `stage` died during it."""
+    cause = f"the process of {stage} ended unexpectedly and with it this reply; it is being started again"
+    return InternalError(cause, stage=stage, retry_after_ms=REVIVED_AFTER_MS)
+
+
+def revival_refusal(stage: StageName) -> Overloaded:
+    """What a request is refused with while `stage` is not there."""
+    return Overloaded(f"{stage} is being started again", stage=stage, retry_after_ms=REVIVED_AFTER_MS)

@@ -39,7 +39,7 @@ class Disturbance:
 SLOW_THINKER, SLOW_TALKER, SLOW_TOKEN2WAV = 910_001, 910_002, 910_003
 CRAWLING_THINKER = 910_004
 FAILING_THINKER, FAILING_TALKER, FAILING_TOKEN2WAV = 920_001, 920_002, 920_003
-BREAKING_TALKER = 930_002
+BREAKING_TALKER, BREAKING_TOKEN2WAV = 930_002, 930_003
 
 DISTURBANCES = {
     SLOW_THINKER: Disturbance("thinker", step_s=0.04),
@@ -50,6 +50,7 @@ DISTURBANCES = {
     FAILING_TALKER: Disturbance("talker", fails_after=5),
     FAILING_TOKEN2WAV: Disturbance("token2wav", fails_after=0),
     BREAKING_TALKER: Disturbance("talker", breaks_after=5),
+    BREAKING_TOKEN2WAV: Disturbance("token2wav", breaks_after=0),
 }
 
 

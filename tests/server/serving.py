@@ -21,7 +21,8 @@ from typing import Any
 import yaml
 
 from server.probes import RECORDS_VARIABLE
-from triton_omni.serving.supervisor import ServerConfig, Supervisor
+from triton_omni.serving.server_options import ServerConfig
+from triton_omni.serving.supervisor import Supervisor
 from triton_omni_client import NO_RETRY, HttpClient, OmniClient, Reply, Request
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from server.probes import BREAKING_TALKER, FAILING_TALKER, FAILING_THINKER, FAILING_TOKEN2WAV, SLOW_THINKER
 from server.serving import Served, serve, wait_for
-from triton_omni_client import HttpClient, Internal, OmniClientError, Request
+from triton_omni_client import Internal, OmniClientError, Request
 from triton_omni_client.messages import UNARY_MODEL
 from triton_omni_client.protocol import to_grpc
 
@@ -56,23 +56,19 @@ def test_failed_sequence_fails_a_unary_request_with_triton_s_code(server: Served
     assert f"injected: not finite [omni:internal;stage={stage}]" in text
 
 
-def test_dead_engine_fails_what_is_open_and_what_comes_later_and_the_server_still_stops(
+def test_dead_engine_fails_what_is_open_and_the_server_stops_while_it_is_started_again(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     with serve(tmp_path, tiny_checkpoint) as server:
         running = server.client.stream(Request(text="hello", seed=SLOW_THINKER, request_id="open"))
         next(running)
-        for failing in (
-            lambda: server.ask("breaking", "hello", seed=BREAKING_TALKER),
-            running.collect,
-            lambda: server.ask("later", "hello", seed=1),
-            lambda: HttpClient(f"http://{server.supervisor.http_url}").say("hello", seed=1),
-        ):
+        for failing in (lambda: server.ask("breaking", "hello", seed=BREAKING_TALKER), running.collect):
             with pytest.raises(Internal) as caught:
                 failing()
             assert_names_the_dead_engine(caught.value)
-        wait_for(lambda: not server.held(), 5, server.held)
-        assert server.stop() < STOP_S
+        wait_for(lambda: not server.client.ready(), 5, server.log)
+        wait_for(lambda: server.log().count("loading: talker:1") == 2, 10, server.log)
+        assert server.supervisor.stop() < STOP_S
 
 
 def assert_names_the_dead_engine(error: OmniClientError) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni import ledger
+from triton_omni import ledger_layout
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,5 +16,5 @@ def tables_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder that takes the place of /dev/shm."""
     folder = tmp_path_factory.mktemp("shm")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ledger, "_SHARED_MEMORY", folder)
+        patch.setattr(ledger_layout, "_SHARED_MEMORY", folder)
         yield folder

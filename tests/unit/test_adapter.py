@@ -84,6 +84,14 @@ def answered(request):
     return request.sender
 
 
+def sent_by(request):
+    """The thinker's messages so far, one at least."""
+    while not request.sender.outputs():
+        assert not request.sender.done.wait(0.002)
+    responses = [Request(response.output_tensors()) for response in request.sender.responses]
+    return [ThinkerMessage.from_tensors(read_tensors(response, LinkCounter())) for response in responses]
+
+
 def ask(text):
     return Request([text_tensor("text_input", text)])
 
@@ -265,20 +273,18 @@ def test_a_clients_request_opens_a_session_and_sends_its_messages(name):
     adapter = thinker(name)
     request = ask("hello")
     adapter.execute([request])
-    while not request.sender.outputs():
-        assert not request.sender.done.wait(0.002)
-    first = ThinkerMessage.from_tensors(
-        read_tensors(Request(request.sender.responses[0].output_tensors()), LinkCounter())
-    )
-    assert first.kind in (Kind.OPEN, Kind.HEARTBEAT)
+    assert sent_by(request)[0].kind == Kind.HEARTBEAT
     adapter.close()
     assert answered(request).error is None
 
 
-def test_a_refused_request_tells_its_client_why(open_stage):
-    adapter = open_stage("thinker")
+def test_a_refused_request_tells_its_client_why(open_stage, name):
+    adapter, talker = open_stage("thinker"), SessionLedger(name, "talker")
     request = ask("bad")
     adapter.execute([request])
+    for heartbeat in sent_by(request):
+        talker.count_returned(heartbeat.key)
+    talker.close()
     assert answered(request).error.message() == "text_input: is bad [omni:bad_request;stage=thinker]"
 
 
@@ -340,6 +346,8 @@ def test_triton_is_asked_for_a_cancel_once_an_interval_and_session(open_stage, t
         for key in keys:
             requests.append(Request(write_tensors(PbUtils(), link_tensors(kind, key))))
             adapter.execute(requests[-1:])
+    for key in keys:  # the talker holds the last heartbeat of a session
+        thinker_ledger.mark_closed(key)
     asked = [answered(request).cancel_queries for request in requests]
     assert asked == [1, 1, 0, 0, 0, 0, 1, 1]
 

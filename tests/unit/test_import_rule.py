@@ -19,6 +19,7 @@ LAYERS = [
         "protocol": {
             "wire",
             "ledger",
+            "ledger_layout",
             "precedence",
             "hops",
             "loop",

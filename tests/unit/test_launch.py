@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from fake_pb_utils import PbUtils, Request, TritonError, text_tensor
-from triton_omni import ledger as ledger_module
+from triton_omni import ledger_layout
 from triton_omni.checkpoint.config import CheckpointError, fingerprint
-from triton_omni.ledger import LedgerError, SessionLedger, StageFacts, server_name
+from triton_omni.ledger import SessionLedger, StageFacts
+from triton_omni.ledger_layout import LedgerError, server_name
 from triton_omni.serving import launch
 from triton_omni.serving.launch import (
     checkpoint_folder,
@@ -69,7 +70,7 @@ def shared_memory(tmp_path, monkeypatch):
     """Tables in a folder of the test, in place of /dev/shm; the server is this process's parent."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(ledger_module, "_SHARED_MEMORY", folder)
+    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", folder)
     return folder
 
 

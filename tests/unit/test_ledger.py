@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triton_omni import ledger as ledger_module
-from triton_omni.ledger import CAPACITY, LedgerError, SessionLedger, Slots, StageFacts, remove_stale, server_name
+from triton_omni import ledger_layout as layout
+from triton_omni.ledger import SessionLedger, Slots, StageFacts
+from triton_omni.ledger_layout import CAPACITY, LedgerError, remove_stale, server_name
 from triton_omni.wire import SessionKey
 
 STAGES = ("thinker", "talker", "token2wav")
@@ -182,7 +183,7 @@ def test_a_slot_never_used_holds_no_session(talker):
 
 
 def test_generations_wrap_around_and_skip_zero(thinker, talker):
-    thinker._words[ledger_module._record(2) + ledger_module._GENERATION] = 2**32 - 2
+    thinker._words[layout.record(2) + layout.GENERATION] = 2**32 - 2
     last = thinker.publish(2)
     assert last.generation == 2**32 - 1
     talker.count_consumed(last, 2**32 - 1)
@@ -279,7 +280,7 @@ def test_eight_processes_that_create_at_once_make_one_whole_table(name, tables_f
     for worker in workers:
         worker.join()
     assert len(set(found)) == 1
-    assert found[0][1] == ledger_module._MAGIC
+    assert found[0][1] == layout.MAGIC
     assert [path.name for path in tables_folder.glob(f"{name}*")] == [name]
 
 
@@ -321,7 +322,7 @@ def test_a_stage_that_does_not_care_agrees_with_all(attach):
 
 def test_a_stage_may_come_back_with_another_checkpoint_when_the_others_are_gone(attach):
     first = attach("thinker", StageFacts(1, 1, 8))
-    first._words[ledger_module._BLOCKS["thinker"] + ledger_module._PID] = 0
+    first._words[layout.BLOCKS["thinker"] + layout.PID] = 0
     attach("talker", StageFacts(2, 1, 8))
 
 
@@ -351,8 +352,8 @@ def test_stages_that_disagree_and_load_at_once_are_not_both_let_in(name, tables_
 
 
 def test_a_table_of_another_version_is_refused(name, tables_folder):
-    words = np.zeros(ledger_module._TABLE_WORDS, dtype=np.uint64)
-    words[0], words[1] = ledger_module._MAGIC, 99
+    words = np.zeros(layout.TABLE_WORDS, dtype=np.uint64)
+    words[0], words[1] = layout.MAGIC, 99
     (tables_folder / name).write_bytes(words.tobytes())
     with pytest.raises(LedgerError, match="protocol version 99"):
         SessionLedger(name, "thinker")
@@ -451,7 +452,7 @@ def wait_for_command(pid, name):
 
 
 def test_tables_of_dead_servers_are_removed_and_others_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger_module, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(layout, "_SHARED_MEMORY", tmp_path)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         alive, dead = server_name(os.getpid()), server_name(other.pid)
         other.communicate(b"\n")

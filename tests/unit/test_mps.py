@@ -18,7 +18,8 @@ import pytest
 from triton_omni.serving import mps
 from triton_omni.serving.machine import ServerError, visible_gpus
 from triton_omni.serving.mps import mps_daemon
-from triton_omni.serving.supervisor import ServerConfig, Supervisor, main
+from triton_omni.serving.server_options import ServerConfig
+from triton_omni.serving.supervisor import Supervisor, main
 
 # Speaks as nvidia-cuda-mps-control does: `-f` is the daemon, without arguments it hands one command to the daemon of
 # its CUDA_MPS_PIPE_DIRECTORY. What happened is appended to the file in MPS_RECORD.

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.serving import supervisor
 from triton_omni.serving.machine import ServerError
 from triton_omni.serving.placement import check_placement, parse_placement
+from triton_omni.serving.server_options import ServerConfig, parse_options
+from triton_omni.serving.supervisor import Supervisor
 
 
 @pytest.mark.parametrize(
@@ -50,10 +51,10 @@ def test_the_command_line_says_it_and_a_variable_does(
 ) -> None:
     monkeypatch.setitem(os.environ, "OMNI_GPUS", "talker=1")
     given = ["--model-repository", "model_repository"]
-    assert supervisor._parse(given).placement == {"thinker": 0, "talker": 1, "token2wav": 0}
-    assert supervisor._parse([*given, "--gpus", "thinker=3"]).placement == {"thinker": 3, "talker": 0, "token2wav": 0}
+    assert parse_options(given).placement == {"thinker": 0, "talker": 1, "token2wav": 0}
+    assert parse_options([*given, "--gpus", "thinker=3"]).placement == {"thinker": 3, "talker": 0, "token2wav": 0}
     with pytest.raises(SystemExit) as ended:
-        supervisor._parse([*given, "--gpus", "0,1"])
+        parse_options([*given, "--gpus", "0,1"])
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
         "error: --gpus (or OMNI_GPUS): '0' is not STAGE=N; the stages are thinker, talker, token2wav\n"
@@ -61,8 +62,8 @@ def test_the_command_line_says_it_and_a_variable_does(
 
 
 def test_a_server_with_a_stage_on_a_gpu_that_is_not_there_does_not_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    config = supervisor.ServerConfig(
+    config = ServerConfig(
         Path("model_repository"), model=str(tiny_checkpoint), placement=parse_placement("token2wav=99")
     )
     with pytest.raises(ServerError, match="token2wav was placed on GPU 99"):
-        supervisor.Supervisor(config).start()
+        Supervisor(config).start()

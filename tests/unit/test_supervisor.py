@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -16,13 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni import ledger
+from triton_omni import ledger_layout
 from triton_omni.serving import leftovers
 from triton_omni.serving.machine import ServerError, ServerNotReady, choose_ports, find_triton, visible_gpus
 from triton_omni.serving.memory_pool import memory_pool_bytes, pool_bytes
 from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.serving.model_folder import main as print_model_folder
-from triton_omni.serving.supervisor import ServerConfig, Supervisor, main
+from triton_omni.serving.revival import RevivalPolicy
+from triton_omni.serving.server_options import ServerConfig
+from triton_omni.serving.supervisor import Supervisor, main
 from triton_omni.settings import TalkerSettings, ThinkerSettings
 
 # Answers the readiness path as tritonserver does; what it should do otherwise is told by its environment.
@@ -221,16 +225,76 @@ def test_the_shared_memory_of_a_server_goes_with_it(
     shared = tmp_path / "shm"
     shared.mkdir()
     monkeypatch.setattr(leftovers, "_SHARED_MEMORY", shared)
-    monkeypatch.setattr(ledger, "_SHARED_MEMORY", shared)
+    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", shared)
     with Supervisor(config(repository)) as server:
         said = json.loads((tmp_path / "server.log").read_text())
         prefix = said["flags"]["backend-config"].removeprefix("python,shm-region-prefix-name=")
         others = {"triton_omni_another_servers", "triton_python_backend_shm_region_1"}
-        for name in (f"{prefix}1", f"{prefix}2", ledger.server_name(server.pid), *others):
+        for name in (f"{prefix}1", f"{prefix}2", ledger_layout.server_name(server.pid), *others):
             (shared / name).touch()
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
     assert {file.name for file in shared.iterdir()} == others
+
+
+def test_the_regions_of_servers_that_were_killed_with_their_supervisors_go_at_the_next_start(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(leftovers, "_SHARED_MEMORY", shared)
+    stale, mapped, young = (leftovers.new_region_prefix() + "1" for _ in range(3))
+    foreign = stale.replace(f"_{ledger_layout.process_namespace()}_", "_1_")
+    for name in (stale, mapped, young, foreign, "something_else"):
+        (shared / name).write_bytes(bytes(4096))
+        if name != young:
+            os.utime(shared / name, (0, 0))
+    with (shared / mapped).open("r+b") as file, mmap.mmap(file.fileno(), 4096), Supervisor(config(repository)):
+        assert {file.name for file in shared.iterdir()} == {mapped, young, foreign, "something_else"}
+
+
+@pytest.fixture
+def mortal(repository: Path) -> Iterator[tuple[Supervisor, subprocess.Popen[bytes]]]:
+    """A server that refuses to load anything, and the one stage that it has, which can be killed."""
+    environment = {"BEHAVIOUR": "deaf"}
+    server = Supervisor(config(repository, environment=environment, revival=RevivalPolicy(attempts=1)))
+    server.start()
+    table = ledger_layout.table_path(ledger_layout.server_name(server.pid))
+    ledger_layout.create_table(table, 1)
+    with subprocess.Popen(["sleep", "60"]) as stage:
+        words = memoryview(ledger_layout.map_table(table)).cast("Q")
+        block = ledger_layout.BLOCKS["talker"]
+        words[block + ledger_layout.EPOCH], words[block + ledger_layout.PID] = 1, stage.pid
+        words[block + ledger_layout.BEAT] = time.monotonic_ns()
+        server.wait_ready()
+        yield server, stage
+        server.stop()
+        stage.kill()
+    assert not table.exists()
+
+
+def test_a_stage_that_does_not_stay_ends_the_server_with_one_sentence(
+    mortal: tuple[Supervisor, subprocess.Popen[bytes]],
+) -> None:
+    server, stage = mortal
+    stage.kill()
+    with pytest.raises(
+        ServerError, match=r"talker does not stay \(starts in 600 s: 1\): .*could not be loaded"
+    ) as caught:
+        server.run()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_waits_for_what_a_dead_stage_held_is_not_waited_for(
+    mortal: tuple[Supervisor, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton_omni.serving.supervisor._ALONE_S", 0.3)
+    monkeypatch.setattr("triton_omni.serving.supervisor.has_followers", lambda process: True)
+    server, killed = mortal
+    killed.kill()
+    with contextlib.suppress(ServerError):
+        server.run()
+    assert server.stop() < 5
 
 
 @pytest.mark.parametrize("service", ["http", "grpc", "metrics"])

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT_VARIABLE = "OMNI_MODEL"
 INVARIANCE_VARIABLE = "VLLM_BATCH_INVARIANT"
+HELD_AT_MOST_S = 300.0
+"""A stage that is held back, and whose supervisor is gone, loads after so long."""
 SWITCH_INTERVAL_S = 0.0001
 """How long a thread may keep Python's global lock while another one waits; Python's own is 5 ms. The loop gives the
 lock up at every call of torch, hundreds of times a step, and beside threads with messages waits so long for it each
@@ -69,6 +71,7 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
         SettingsError, CheckpointError, LedgerError: a sentence that says what is wrong.
     """
     _prepare_process()
+    _await_turn("thinker")
     settings = _settings(folder, ThinkerSettings)
     _choose_invariance(settings)
     checkpoint = checkpoint_folder()
@@ -99,6 +102,7 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
 def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdapter:
     """Load the talker; raises as `start_thinker` does."""
     _prepare_process()
+    _await_turn("talker")
     settings = _settings(folder, TalkerSettings)
     _choose_invariance(settings)
     checkpoint = checkpoint_folder()
@@ -122,6 +126,7 @@ def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdap
 def start_token2wav(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdapter:
     """Load token2wav; raises as `start_thinker` does."""
     _prepare_process()
+    _await_turn("token2wav")
     settings = _settings(folder, Token2WavSettings)
     checkpoint = checkpoint_folder()
     from triton_omni.checkpoint.config import load_config
@@ -193,6 +198,12 @@ def _prepare_process() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
+def _await_turn(stage: StageName) -> None:
+    from triton_omni.ledger_layout import server_name, wait_while_held
+
+    wait_while_held(server_name(os.getppid()), stage, HELD_AT_MOST_S)
+
+
 def _quiet_libraries() -> None:
     """Keep out of the log what libraries warn of at every start and nobody can act on."""
     logging.getLogger("transformers.configuration_utils").addFilter(_is_no_thinker_id)
@@ -254,7 +265,8 @@ def _facts(
 
 
 def _ledger(stage: StageName, facts: StageFacts) -> SessionLedger:
-    from triton_omni.ledger import SessionLedger, remove_stale, server_name
+    from triton_omni.ledger import SessionLedger
+    from triton_omni.ledger_layout import remove_stale, server_name
 
     remove_stale()
     # Every stub is a child of tritonserver, whose process names the table.

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import time
 from pathlib import Path
 
+from triton_omni.ledger_layout import process_namespace, remove_stale
+
 _SHARED_MEMORY = Path("/dev/shm")
 _KILLED_WITHIN_S = 10.0
 _POLL_S = 0.01
+_REGIONS = "triton_omni_"
+_MAPPED_WITHIN_S = 60.0
+"""A region that no process has mapped by then belongs to none: between making and mapping it lie milliseconds."""
 
 
 def end_group(leader: subprocess.Popen[bytes]) -> None:
@@ -48,12 +54,44 @@ def _running(group: int) -> set[int]:
     return found
 
 
+def new_region_prefix() -> str:
+    """With what the names of one server's regions of shared memory begin, and no other's."""
+    return f"{_own_regions()}{secrets.token_hex(8)}_"
+
+
+def _own_regions() -> str:
+    return f"{_REGIONS}{os.getuid()}_{process_namespace()}_"
+
+
+def remove_stale_regions() -> list[str]:
+    """Remove the regions that servers of this user left here when they were killed with their supervisors.
+
+    Those of other process-id namespaces are left alone: whether their processes live cannot be seen from here.
+
+    Returns:
+        The names of the removed.
+    """
+    oldest = time.time() - _MAPPED_WITHIN_S
+    found = [region for region in _SHARED_MEMORY.glob(f"{_own_regions()}*") if region.stat().st_mtime < oldest]
+    mapped = _mapped_regions() if found else set()
+    stale = [region for region in found if region.name not in mapped]
+    for region in stale:
+        region.unlink(missing_ok=True)
+    return [region.name for region in stale]
+
+
+def _mapped_regions() -> set[str]:
+    """Names of the regions that any process has mapped."""
+    mapped: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            lines = maps.read_text(errors="replace").splitlines()
+            mapped.update(line.rpartition("/")[2] for line in lines if f"/{_REGIONS}" in line)
+    return mapped
+
+
 def remove_shared_memory(prefix: str) -> None:
     """Remove the shared memory of ended servers: Triton's regions of this prefix, and ledgers."""
     for region in _SHARED_MEMORY.glob(f"{prefix}*"):
         region.unlink(missing_ok=True)
-    if any(_SHARED_MEMORY.glob("triton-omni-*")):
-        # Brings torch, which whoever runs a server does without as long as the stages tidy up by themselves.
-        from triton_omni.ledger import remove_stale
-
-        remove_stale()
+    remove_stale()

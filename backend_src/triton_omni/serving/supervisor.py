@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts tritonserver on a model repository, waits until it is ready, and stops it cleanly.
+"""Starts tritonserver on a model repository, waits until it is ready, keeps its stages alive, and stops it cleanly.
 
 `build.sh serve`, the container and the server tests run servers through this; it knows nothing of requests.
 Command line: `python -m triton_omni.serving.supervisor --model-repository FOLDER --http-port 8000`.
@@ -7,22 +7,26 @@ Command line: `python -m triton_omni.serving.supervisor --model-repository FOLDE
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import os
-import secrets
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
 
-from triton_omni.serving.leftovers import end_group, has_followers, remove_shared_memory
+from triton_omni.ledger_layout import server_name
+from triton_omni.serving.leftovers import (
+    end_group,
+    has_followers,
+    new_region_prefix,
+    remove_shared_memory,
+    remove_stale_regions,
+)
 from triton_omni.serving.machine import (
     ServerError,
     ServerNotReady,
@@ -33,47 +37,22 @@ from triton_omni.serving.machine import (
     visible_gpus,
 )
 from triton_omni.serving.memory_pool import memory_pool_bytes
+from triton_omni.serving.model_control import ModelControl
 from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.serving.mps import mps_daemon
-from triton_omni.serving.placement import check_placement, parse_placement
+from triton_omni.serving.placement import check_placement
+from triton_omni.serving.revival import StageReviver
 from triton_omni.serving.served_repository import served_repository
 from triton_omni.serving.server_log import ServerLog
+from triton_omni.serving.server_options import ServerConfig, parse_options
 from triton_omni.serving.signals import exit_at_once, on_signals
+from triton_omni.serving.stage_board import StageBoard
 
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
 _KILL_AFTER_S = 5.0
 _ALONE_S = 2.0
 """How long a server that was told to stop may go on without a stage."""
 _POLL_S = 0.1
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """How one server runs."""
-
-    model_repository: Path
-    model: str | None = None
-    """Checkpoint folder or hub id; None = the tiny synthetic checkpoint."""
-    host: str = "127.0.0.1"
-    """Address that the three services bind."""
-    http_port: int = 0
-    """0 = a free port, here and below."""
-    grpc_port: int = 0
-    metrics_port: int = 0
-    log_path: Path | None = None
-    """Where the server's output goes; None = this process's standard error."""
-    log_verbose: int = 0
-    """Triton's own verbosity."""
-    ready_timeout_s: float = 900.0
-    """First start on a GPU included: kernels are compiled and weights are read."""
-    exit_timeout_s: int = 30
-    """What a stopping server waits for requests in flight, in seconds."""
-    mps: bool = False
-    """Whether the server and its stages share the GPUs under a CUDA MPS daemon of their own."""
-    placement: Mapping[str, int] = field(default_factory=lambda: parse_placement(""))
-    """Number of each stage's GPU."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the environment of the server and its stages."""
 
 
 class Supervisor:
@@ -92,8 +71,12 @@ class Supervisor:
         self._stopped = False
         self._stop_requested = threading.Event()
         self._ports = {"http": 0, "grpc": 0, "metrics": 0}
-        self._regions = f"triton_omni_{secrets.token_hex(8)}_"
+        self.regions = new_region_prefix()
+        """With what the names of Triton's regions of shared memory begin."""
         self._outliving = contextlib.ExitStack()
+        self._control: ModelControl | None = None
+        self._board: StageBoard | None = None
+        self._reviver: StageReviver | None = None
 
     @property
     def http_url(self) -> str:
@@ -141,13 +124,16 @@ class Supervisor:
         check_placement(self.config.placement, gpus)
         wanted = {"http": self.config.http_port, "grpc": self.config.grpc_port, "metrics": self.config.metrics_port}
         self._ports = choose_ports(self.config.host, wanted)
+        remove_stale_regions()
         environment = {**stub_environment(os.environ, install, model), **self.config.environment}
         with contextlib.ExitStack() as outliving:
             if self.config.mps:
                 environment |= outliving.enter_context(mps_daemon(os.environ))
             placement = self.config.placement if gpus else None
             repository = outliving.enter_context(served_repository(self.config.model_repository, model, placement))
-            self._process = self._launch(self._command(install, repository, model), environment)
+            control = ModelControl(self._own_host, self._ports["http"], self.config.ready_timeout_s)
+            self._process = self._launch(self._command(install, repository, model, control), environment)
+            self._control = control
             self._outliving = outliving.pop_all()
         self.log.follow(self._process)
 
@@ -167,16 +153,27 @@ class Supervisor:
             if time.monotonic() > deadline:
                 raise ServerNotReady(f"the server was not ready after {self.config.ready_timeout_s:g} s{self.log.hint}")
             time.sleep(_POLL_S)
+        self._watch_stages()
+
+    def _watch_stages(self) -> None:
+        if self._reviver is None and self._control is not None:
+            # A server without stages has no table, and one that ended meanwhile is told by `run`.
+            with contextlib.suppress(FileNotFoundError):
+                self._board = StageBoard(server_name(self.pid))
+                self._reviver = StageReviver(self._board, self._control, self.config.revival)
+                self._reviver.start()
 
     def run(self) -> None:
         """Block until `request_stop` is called.
 
         Raises:
-            ServerError: the server ended by itself; the message has its reason.
+            ServerError: the server ended by itself, or a stage died too often; the message has the reason.
         """
         while not self._stop_requested.wait(_POLL_S):
             if self.exit_code is not None:
                 raise ServerError(self._why_it_ended())
+            if self._reviver is not None and self._reviver.failure is not None:
+                raise ServerError(f"{self._reviver.failure}{self.log.hint}")
 
     def request_stop(self) -> None:
         """Make `run` and `wait_ready` return; safe in a signal handler."""
@@ -191,6 +188,8 @@ class Supervisor:
         if process is None:
             return 0.0
         if not self._stopped:
+            if self._reviver is not None:
+                self._reviver.close()
             if process.poll() is None:
                 process.terminate()
             self._await_end(process)
@@ -205,12 +204,21 @@ class Supervisor:
         """
         begin = last_stage = time.monotonic()
         while process.poll() is None and time.monotonic() - begin < self.config.exit_timeout_s + _KILL_AFTER_S:
-            if has_followers(process):
+            if has_followers(process) and not self._is_held_up_by_the_dead():
                 last_stage = time.monotonic()
             elif time.monotonic() - last_stage > _ALONE_S:
-                print("every stage has ended; clients that hold a stream open are cut off", file=sys.stderr, flush=True)
+                print("nothing is left to do; clients that hold a stream open are cut off", file=sys.stderr, flush=True)
                 return
             time.sleep(_POLL_S)
+
+    def _is_held_up_by_the_dead(self) -> bool:
+        """Whether Triton, without an open session, only waits for a stage: for what a dead one has held, which never
+        ends, or until one is loaded.
+        """
+        if self._reviver is None or self._board is None:
+            return False
+        waits = self._reviver.losses > 0 or self._reviver.is_reviving
+        return waits and not self._board.open_sessions()
 
     def __enter__(self) -> Supervisor:
         self.start()
@@ -238,12 +246,12 @@ class Supervisor:
             start_new_session=True,
         )
 
-    def _command(self, install: TritonInstall, repository: Path, model: Path) -> list[str]:
+    def _command(self, install: TritonInstall, repository: Path, model: Path, control: ModelControl) -> list[str]:
         host = self.config.host
         command = [
             str(install.binary),
             f"--model-repository={repository.resolve()}",
-            "--model-control-mode=none",
+            *control.flags,
             "--strict-readiness=true",
             f"--exit-timeout-secs={self.config.exit_timeout_s}",
             "--allow-http=true",
@@ -256,7 +264,7 @@ class Supervisor:
             f"--metrics-address={host}",
             f"--metrics-port={self._ports['metrics']}",
             f"--log-verbose={self.config.log_verbose}",
-            f"--backend-config=python,shm-region-prefix-name={self._regions}",
+            f"--backend-config=python,shm-region-prefix-name={self.regions}",
         ]
         if install.backend_directory is not None:
             command.append(f"--backend-directory={install.backend_directory}")
@@ -276,9 +284,13 @@ class Supervisor:
         # Metrics too: the server opens that port last, and ends if another program has taken it.
         return self._answers("http", "/v2/health/ready") and self._answers("metrics", "/metrics")
 
+    @property
+    def _own_host(self) -> str:
+        """Where the server is reached from here."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.host, self.config.host)
+
     def _answers(self, service: str, path: str) -> bool:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.host, self.config.host)
-        connection = http.client.HTTPConnection(host, self._ports[service], timeout=2.0)
+        connection = http.client.HTTPConnection(self._own_host, self._ports[service], timeout=2.0)
         # Until the server listens, connecting fails; while models load, it listens and says no.
         with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
             connection.request("GET", path)
@@ -293,74 +305,18 @@ class Supervisor:
         # Once: the number of a group that is gone may be another's later.
         if not self._stopped:
             self._stopped = True
+            if self._reviver is not None:
+                self._reviver.close()
             end_group(process)
+            if self._reviver is not None:
+                self._reviver.join(_KILL_AFTER_S)
             self._outliving.close()
-            remove_shared_memory(self._regions)
+            remove_shared_memory(self.regions)
             self.log.close()
 
 
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, as every other refusal; `--help` tells the options."""
-        self.exit(2, f"error: {message}\n")
-
-
-def _parse(arguments: Sequence[str] | None) -> ServerConfig:
-    parser = _Parser(prog="triton_omni.serving.supervisor", description="Serve a model repository.")
-    parser.add_argument("--model-repository", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--model", default=os.environ.get("OMNI_MODEL"), help="folder or hub id (default: OMNI_MODEL)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
-    parser.add_argument("--http-port", type=_port, default=8000, metavar="N", help="default 8000; 0 = a free port")
-    parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N", help="default 8001; 0 = a free port")
-    parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N", help="default 8002; 0 = a free port")
-    parser.add_argument("--log-file", type=Path, metavar="FILE", help="the server's log (default: standard error)")
-    parser.add_argument("--log-verbose", type=int, default=0, metavar="N")
-    parser.add_argument("--ready-timeout", type=float, default=900.0, metavar="SECONDS")
-    parser.add_argument("--exit-timeout", type=int, default=30, metavar="SECONDS")
-    by_variable = os.environ.get("OMNI_MPS") or "0"
-    parser.add_argument(
-        "--mps",
-        action=argparse.BooleanOptionalAction,
-        default=by_variable == "1",
-        help="run the stages on a GPU at once, under a CUDA MPS daemon of the server's own (default: OMNI_MPS, or not)",
-    )
-    parser.add_argument(
-        "--gpus",
-        default=os.environ.get("OMNI_GPUS", ""),
-        metavar="STAGE=N,...",
-        help="the GPU of each stage, thinker=0,token2wav=1 for instance (default: OMNI_GPUS, or all on GPU 0)",
-    )
-    given = parser.parse_args(arguments)
-    try:
-        placement = parse_placement(given.gpus)
-    except ValueError as error:
-        parser.error(f"--gpus (or OMNI_GPUS): {error}")
-    if by_variable not in ("0", "1"):
-        parser.error(f"OMNI_MPS must be 0 or 1, not '{by_variable}'")
-    return ServerConfig(
-        model_repository=given.model_repository,
-        model=given.model,
-        host=given.host,
-        http_port=given.http_port,
-        grpc_port=given.grpc_port,
-        metrics_port=given.metrics_port,
-        log_path=given.log_file,
-        log_verbose=given.log_verbose,
-        ready_timeout_s=given.ready_timeout,
-        exit_timeout_s=given.exit_timeout,
-        mps=given.mps,
-        placement=placement,
-    )
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not in 0..65535")
-    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -369,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: after a signal 128 + its number, as a shell has it (Ctrl-C 130, SIGTERM 143); otherwise 1.
     """
-    config = _parse(arguments)
+    config = parse_options(arguments)
     received: list[int] = []
     try:
         # Fetching a checkpoint may take long, and nothing is started yet that has to be stopped.

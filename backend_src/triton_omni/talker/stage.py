@@ -23,11 +23,12 @@ from triton_omni.link_stage import LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
 from triton_omni.outbox import Outbox, Pace, Parcel
 from triton_omni.settings import TalkerSettings
-from triton_omni.stage import SOON_S, Outlet
+from triton_omni.stage import SOON_S, Outlet, lost_error
 from triton_omni.wire import (
     Failure,
     Kind,
     Session,
+    SessionKey,
     TalkerMessage,
     TalkerReport,
     ThinkerMessage,
@@ -72,11 +73,16 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._engine = engine
         self._text_bos_id = text_bos_id
         self._pace = Pace()
+        # Of sessions that are not open yet, the last heartbeat's request.
+        self._unopened: dict[str, tuple[SessionKey, Outlet]] = {}
 
     def poll(self) -> float:
         """Pace the text by how many sessions still have some; look after every session."""
         self._pace.sessions = sum(session.thinker is None for session in self._open.values())
-        return super().poll()
+        delay = super().poll()
+        for name, (key, outlet) in list(self._unopened.items()):
+            self._attend_unopened(name, key, outlet)
+        return min(delay, SOON_S) if self._unopened else delay
 
     def step(self) -> None:
         """One engine step over every session whose next row is there."""
@@ -90,6 +96,32 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _held(self) -> int:
         return sum(session.outbox.held for session in list(self._open.values()))
+
+    def _receive(self, message: ThinkerMessage, outlet: Outlet, arrived_ns: int) -> None:
+        """Hold each session's last heartbeat until the session opens; a thinker that dies before leaves no other
+        request of the client's that could be answered.
+        """
+        key = message.key
+        if (held := self._unopened.pop(key.name, None)) is not None:
+            self._give_back(*held)
+        if message.kind == Kind.HEARTBEAT and key.name not in self._open and self._ledger.is_current(key):
+            self._unopened[key.name] = (key, outlet)
+        else:
+            super()._receive(message, outlet, arrived_ns)
+
+    def _attend_unopened(self, name: str, key: SessionKey, outlet: Outlet) -> None:
+        lost = self._ledger.lost_stages(key)
+        if not (lost or self._ledger.is_over(key) or self._ledger.closed(key, "thinker")):
+            return
+        del self._unopened[name]
+        if lost:
+            outlet.fail(lost_error(lost[0]), functools.partial(self._ledger.count_returned, key))
+        else:
+            self._give_back(key, outlet)
+
+    def _end_all(self) -> None:
+        for key, outlet in self._unopened.values():
+            self._give_back(key, outlet)
 
     def _begin(self, message: ThinkerMessage, request: Session, outlet: Outlet) -> _Open:
         outbox = Outbox(self._settings.max_codes)
@@ -199,16 +231,25 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._relay_failure(session, Failure.of(error, "talker"))
         self._ledger.mark_failed(session.key)
 
+    def _answer_error(self, session: _Open, error: OmniError) -> None:
+        if self._drop(session):
+            session.outlet.fail(error, functools.partial(self._mark_closed, session.key, session.sequence))
+
     def _relay_failure(self, session: _Open, failure: Failure) -> None:
         message = TalkerMessage(key=session.key, kind=Kind.ERROR, sequence=session.sequence, failure=failure)
         self._send(session, message)
         self._close(session)
 
     def _close(self, session: _Open) -> None:
+        if self._drop(session):
+            session.outlet.finish(then=functools.partial(self._mark_closed, session.key, session.sequence))
+
+    def _drop(self, session: _Open) -> bool:
+        """Forget the session; False if it was forgotten before."""
         if self._open.pop(session.key.name, None) is None:
-            return
+            return False
         self._abort(session)
-        session.outlet.finish(then=functools.partial(self._mark_closed, session.key, session.sequence))
+        return True
 
 
 def _to_message(session: _Open, parcel: Parcel) -> TalkerMessage:

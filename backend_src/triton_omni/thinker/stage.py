@@ -11,14 +11,12 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
 import torch
-from torch import Tensor
 
 from triton_omni.engine import EngineStats, Sampling, ThinkerEngine, ThinkerOutput, ThinkerPlaced
 from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
@@ -27,8 +25,9 @@ from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.outbox import Outbox, Pace, Parcel
 from triton_omni.request import RawRequest
 from triton_omni.settings import ThinkerSettings
-from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error
+from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, lost_error, revival_refusal
 from triton_omni.streams import leave_default_stream
+from triton_omni.thinker.positions import extend_positions
 from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
 RETRY_AFTER_MS = 250
@@ -132,19 +131,26 @@ class ThinkerStage:
         if key is None:
             outlet.fail(self._no_slot())
             return
+        if lost := self._ledger.lost_stages(key):
+            self._slots.release(key)
+            outlet.fail(revival_refusal(lost[0]))
+            return
         outlet.bind(key.slot)
         deadline_ns = accepted_ns + int(self._settings.timeout_s * 1e9)
         outbox = Outbox(self._settings.rows_per_message)
-        session = _Open(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox, left_ns=accepted_ns)
-        self._post(functools.partial(self._begin, session))
+        session = _Open(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox)
+        # The talker holds it until `OPEN`: should this process end, the client can be answered from there.
+        self._send(session, ThinkerMessage(key=key, kind=Kind.HEARTBEAT))
+        self._loop.post(functools.partial(self._begin, session))
         self._pool.submit(self._prepare, session, raw)
 
     def close(self) -> None:
         """End every session with an error, then stop the engine."""
-        self._post(lambda: self._end_all(InternalError("the server is shutting down")))
+        self._loop.post(lambda: self._end_all(InternalError("the server is shutting down")))
         # Not waiting for what is being prepared: its answer was sent, and what it posts is of no consequence.
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._loop.stop():
+            self._refuse_all()
             self._engine.close()
 
     def stats(self) -> StageStats:
@@ -169,9 +175,6 @@ class ThinkerStage:
         limit = self._settings.max_sessions
         return Overloaded(f"all {limit} sessions are in use", stage="thinker", retry_after_ms=RETRY_AFTER_MS)
 
-    def _post(self, command: Callable[[], None]) -> None:
-        self._loop.post(command)
-
     # On the pool's threads.
 
     def _prepare(self, session: _Open, raw: RawRequest) -> None:
@@ -182,13 +185,13 @@ class ThinkerStage:
             prepared = self._intake.prepare(raw, session.accepted_ns)
         except OmniError as error:
             error.stage = error.stage or "thinker"
-            self._post(functools.partial(self._fail, session, error))
+            self._loop.post(functools.partial(self._fail, session, error))
         except Exception:
             logger.exception("request %s: preparing it failed", session.label)
             fault = InternalError("preparing the request failed", stage="thinker")
-            self._post(functools.partial(self._fail, session, fault))
+            self._loop.post(functools.partial(self._fail, session, fault))
         else:
-            self._post(functools.partial(self._admit, session, prepared))
+            self._loop.post(functools.partial(self._admit, session, prepared))
 
     # On the loop's thread.
 
@@ -221,6 +224,7 @@ class ThinkerStage:
         # What it held is lost with it, and nobody asks it again.
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._end_all(InternalError(self._broken, stage="thinker"))
+        self._ledger.say_broken()
 
     def _begin(self, session: _Open) -> None:
         self._open[session.key.name] = session
@@ -293,11 +297,14 @@ class ThinkerStage:
 
     def _look_after(self, session: _Open, now: int) -> float:
         """One session's poll; returns the seconds until it should be looked at again."""
-        if session.refusal is not None:
+        lost = self._ledger.lost_stages(session.key)
+        if lost and (session.refusal is not None or not session.ended_ns):
+            self._end_lost(session, lost[0])
+        elif session.refusal is not None:
             return self._try_refuse(session, session.refusal, now)
-        if session.ended_ns:
+        elif session.ended_ns:
             return self._try_release(session, now)
-        if self._ledger.is_over(session.key):
+        elif self._ledger.is_over(session.key):
             self._end(session)
         elif now >= session.deadline_ns:
             seconds = (session.deadline_ns - session.accepted_ns) / 1e9
@@ -317,6 +324,8 @@ class ThinkerStage:
         if session.session is None:
             self._drop(session)
             session.refusal = error
+            # The talker then gives the heartbeat back that it holds.
+            self._ledger.mark_failed(session.key)
             self._try_refuse(session, error, session.ended_ns)
             return
         failure = Failure.of(error, "thinker")
@@ -329,9 +338,24 @@ class ThinkerStage:
         """Answer the error once no heartbeat is open or on its way: the error would leak the client's request."""
         returned = self._ledger.returned(session.key, "talker") == session.sent
         if returned or now - session.ended_ns > FORGET_AFTER_S * 1e9:
-            session.refusal = None
-            session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
+            self._answer_error(session, error)
         return SOON_S
+
+    def _answer_error(self, session: _Open, error: OmniError) -> None:
+        session.refusal = None
+        session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
+
+    def _end_lost(self, session: _Open, stage: StageName) -> None:
+        """Answer the error of a dead stage at once: its requests stay open for ever, so there is no better moment."""
+        logger.info("request %s: lost with %s", session.label, stage)
+        self._drop(session)
+        self._answer_error(session, session.refusal or lost_error(stage))
+
+    def _refuse_all(self) -> None:
+        """Answer what still waits for the talker; behind the loop's end nobody else does."""
+        for session in self._open.values():
+            if session.refusal is not None:
+                self._answer_error(session, session.refusal)
 
     def _end(self, session: _Open) -> None:
         self._drop(session)
@@ -345,7 +369,8 @@ class ThinkerStage:
 
     def _try_release(self, session: _Open, now: int) -> float:
         stages: tuple[StageName, ...] = ("thinker",)
-        if session.session is not None:
+        # Behind a stage that died, others may never have heard of the session.
+        if session.session is not None and not self._ledger.lost_stages(session.key):
             stages = ("thinker", "talker", "token2wav")
         silent = [stage for stage in stages if not self._ledger.closed(session.key, stage)]
         if silent and now - session.ended_ns < FORGET_AFTER_S * 1e9:
@@ -359,15 +384,6 @@ class ThinkerStage:
     def _end_all(self, error: OmniError) -> None:
         for session in list(self._open.values()):
             self._fail(session, error)
-
-
-def extend_positions(positions: Tensor, count: int) -> Tensor:
-    """M-RoPE positions [3, P] continued by `count` text tokens: [3, P + count].
-
-    Text after any prompt continues from the largest position on all three axes, as in HF's `get_rope_index`.
-    """
-    after = int(positions.max()) + 1 if positions.numel() else 0
-    return torch.cat([positions, torch.arange(after, after + count).expand(3, count)], dim=1)
 
 
 def _to_message(session: _Open, parcel: Parcel) -> ThinkerMessage:

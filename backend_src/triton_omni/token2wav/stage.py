@@ -156,7 +156,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _end_all(self) -> None:
         for session in list(self._open.values()):
-            self._answer_error(session)
+            self._answer_held_error(session)
 
     def _begin(self, message: TalkerMessage, request: Session, outlet: Outlet) -> _Open:
         relay = self._relays.setdefault(message.key.name, TextRelay(outlet))
@@ -284,7 +284,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _try_answer_error(self, session: _Open) -> float:
         if self._others_ended(session.key) or self._waited_enough(session, session.error_ns):
-            self._answer_error(session)
+            self._answer_held_error(session)
         return SOON_S
 
     def _waited_enough(self, session: _Open, since_ns: int) -> bool:
@@ -300,9 +300,12 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         to_here = self._ledger.in_transit(key, "talker", "token2wav")
         return to_talker == 0 and to_here == 1
 
-    def _answer_error(self, session: _Open) -> None:
+    def _answer_held_error(self, session: _Open) -> None:
+        unexplained = InternalError("the session ended without an answer", stage="token2wav")
+        self._answer_error(session, session.error or unexplained)
+
+    def _answer_error(self, session: _Open, error: OmniError) -> None:
         self._drop(session)
-        error = session.error or InternalError("the session ended without an answer", stage="token2wav")
         session.outlet.fail(error, functools.partial(self._mark_closed, session.key))
 
     def _drop(self, session: _Open) -> None:

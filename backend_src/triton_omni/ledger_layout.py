@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where what stands in the session ledger's table, which file it is, and whose; for stages and for the supervisor.
+
+Layout (unsigned 64-bit words): the header, a block a stage, then one record a slot. Every word has one writing
+process. It imports nothing heavy: the supervisor reads the table without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import time
+from array import array
+from pathlib import Path
+from typing import Final
+
+from triton_omni.errors import StageName
+
+CAPACITY: Final = 1024
+"""Records in the table; a deployment's `max_sessions` uses the first of them."""
+
+MAGIC: Final = 0x6F6D6E692D6C6467  # "omni-ldg"
+STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
+WORD: Final = 8
+_HEADER_WORDS: Final = 8
+STAGE_WORDS: Final = 16
+RECORD_WORDS: Final = 24
+TABLE_WORDS: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS + CAPACITY * RECORD_WORDS
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_HELD_POLL_S: Final = 0.02
+
+# Words of the header. The supervisor alone writes those from LOST and from HELD on, a word a stage each: which epoch of
+# it was lost, and whether its new process is to wait before it loads anything.
+MAGIC_WORD, VERSION_WORD, LOST, _, _, HELD = range(6)
+# Words of a stage's block.
+EPOCH, PID, BEAT, FINGERPRINT, DTYPE, HIDDEN, DEVICE, CLAIMED, BROKEN = range(9)
+# Words of a record: four of the thinker's, then six of each stage.
+GENERATION, NONCE_HIGH, NONCE_LOW, EPOCHS = range(4)
+CLOSED, CONSUMED, RETURNED, CANCELLED, FAILED, WANTED = range(6)
+FIRST_STAGE_WORD: Final = 4
+SESSION_WORDS: Final = 6
+
+COUNT_BITS: Final = 32
+COUNT_MASK: Final = (1 << COUNT_BITS) - 1
+EPOCH_BITS: Final = 16
+"""Bits of each stage's epoch in a record's EPOCHS."""
+
+# Where a stage's block begins in the table, its words among LOST and HELD, and its words in a record.
+BLOCKS: Final = {stage: _HEADER_WORDS + number * STAGE_WORDS for number, stage in enumerate(STAGES)}
+LOSSES: Final = {stage: LOST + number for number, stage in enumerate(STAGES)}
+HOLDS: Final = {stage: HELD + number for number, stage in enumerate(STAGES)}
+FIELDS: Final = {stage: FIRST_STAGE_WORD + number * SESSION_WORDS for number, stage in enumerate(STAGES)}
+FIRST_RECORD: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS
+
+
+class LedgerError(RuntimeError):
+    """The table cannot be used: another protocol, or stages that do not fit together."""
+
+
+def record(slot: int) -> int:
+    """Where a slot's record begins."""
+    return FIRST_RECORD + slot * RECORD_WORDS
+
+
+def pack_epochs(words: memoryview) -> int:
+    """The present epochs of all stages in one word."""
+    packed = 0
+    for number, block in enumerate(BLOCKS.values()):
+        packed |= (words[block + EPOCH] & ((1 << EPOCH_BITS) - 1)) << number * EPOCH_BITS
+    return packed
+
+
+def lost_of(words: memoryview, epochs: int) -> list[StageName]:
+    """Which stages died in or after these epochs (`pack_epochs`)."""
+    mask = (1 << EPOCH_BITS) - 1
+    return [
+        stage
+        for number, stage in enumerate(STAGES)
+        if (lost := words[LOST + number]) and lost >= epochs >> number * EPOCH_BITS & mask
+    ]
+
+
+def server_name(server_pid: int) -> str:
+    """A name that two servers never share, on one host or in containers with a shared /dev/shm.
+
+    Made of the user, the process-id namespace, the server's process id and its start time.
+    """
+    namespace = process_namespace(server_pid)
+    # Field 22 of /proc/PID/stat; the command name before it may hold spaces, so count from its closing bracket.
+    start = Path(f"/proc/{server_pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"triton-omni-{os.getuid()}-{namespace}-{server_pid}-{start}"
+
+
+def process_namespace(pid: int | None = None) -> str:
+    """Number of the namespace in which a process, by default this one, has its id."""
+    return Path(f"/proc/{pid or 'self'}/ns/pid").readlink().name.strip("pid:[]")
+
+
+def table_path(name: str) -> Path:
+    """The file of the table of this name."""
+    return _SHARED_MEMORY / name
+
+
+def map_table(path: Path) -> mmap.mmap:
+    """The table's memory.
+
+    Raises:
+        LedgerError: the file is no table of this layout.
+        FileNotFoundError: there is none.
+    """
+    with path.open("r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != TABLE_WORDS * WORD:
+            raise LedgerError(f"{path} has {size} bytes, a ledger has {TABLE_WORDS * WORD}: remove it")
+        return mmap.mmap(file.fileno(), size)
+
+
+def wait_while_held(name: str, stage: StageName, seconds: float) -> None:
+    """Until the supervisor lets the new process of `stage` load, for `seconds` at most: the old one still has memory,
+    or too many have died. At a server's first start nobody holds it.
+    """
+    path, deadline = table_path(name), time.monotonic() + seconds
+    if path.exists():
+        with contextlib.closing(map_table(path)) as table, memoryview(table) as plain, plain.cast("Q") as words:
+            while words[HOLDS[stage]] and time.monotonic() < deadline:
+                time.sleep(_HELD_POLL_S)
+
+
+def create_table(path: Path, protocol_version: int) -> None:
+    """Make the table if it is not there.
+
+    Written whole under a name of its own and then linked, so that of several loads at once exactly one wins and
+    nobody ever sees a half-made table.
+    """
+    if path.exists():
+        return
+    table = array("Q", bytes(TABLE_WORDS * WORD))
+    table[MAGIC_WORD], table[VERSION_WORD] = MAGIC, protocol_version
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(table.tobytes())
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+
+
+def remove_stale() -> list[str]:
+    """Remove this user's tables whose server is gone (a killed server cannot); return their names."""
+    namespace = process_namespace()
+    removed = []
+    for path in _SHARED_MEMORY.glob(f"triton-omni-{os.getuid()}-{namespace}-*-*"):
+        # A table that a live server's stage is just making has its server's name in front (`create_table`).
+        table = path.name.partition(".")[0]
+        pid = table.split("-")[4]
+        with contextlib.suppress(OSError):
+            if not (pid.isdigit() and Path(f"/proc/{pid}").exists() and table == server_name(int(pid))):
+                path.unlink()
+                removed.append(path.name)
+    return removed

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches a server's stages and starts one that died again: Triton itself does neither, nor does it say so.
+
+A stage has died when its process ended, when its engine failed in a process that lives, or when its loop has not
+turned for long; the last is ended by force. The others are told through the ledger, so that they end what they share
+with it. Unloading it makes the server say that it is not ready, until it is loaded again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from triton_omni.errors import StageName
+from triton_omni.ledger_layout import STAGES
+from triton_omni.serving.model_control import ModelControlError
+
+_POLL_S = 0.1
+_LEAVES_WITHIN_S = 10.0
+"""A stage whose engine failed ends its requests and its process within this, or by force."""
+
+
+@dataclass(frozen=True)
+class RevivalPolicy:
+    """How patiently a stage is started again."""
+
+    attempts: int = 5
+    """Starts of one stage within `window_s`; when the next would be due, the server is given up."""
+    window_s: float = 600.0
+    first_wait_s: float = 1.0
+    """Before the second start within `window_s`; doubles with each further one. The first is made at once."""
+    stalled_after_s: float = 300.0
+    """A stage whose loop has not turned for so long is ended. An engine's first steps may compile for minutes."""
+
+    def wait_s(self, earlier: int) -> float:
+        """What to wait for before a start that has `earlier` ones within the window, in seconds."""
+        return self.first_wait_s * 2 ** (earlier - 1) if earlier else 0.0
+
+
+class Board(Protocol):
+    """What is known of the stages' processes, see `stage_board.py`."""
+
+    def pid(self, stage: StageName) -> int:
+        """The process that serves `stage`, or last did."""
+
+    def silent_for(self, stage: StageName) -> float:
+        """Seconds since its loop last turned."""
+
+    def is_broken(self, stage: StageName) -> bool:
+        """Whether its engine has failed."""
+
+    def mark_lost(self, stage: StageName) -> None:
+        """Tell the other stages that it died."""
+
+    def hold(self, stage: StageName, held: bool) -> None:
+        """Whether its next process waits before it loads anything."""
+
+
+class Control(Protocol):
+    """Loads and unloads models, see `model_control.py`; both raise `ModelControlError`."""
+
+    def unload(self, model: str) -> None:
+        """Take `model` out of service."""
+
+    def load(self, model: str) -> None:
+        """Put `model` into service."""
+
+
+class Process:
+    """A process that is not ours to wait for; its number cannot come to mean another one while this is open.
+
+    Raises:
+        ProcessLookupError: it has ended and was collected.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._handle = os.pidfd_open(pid)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait until it has ended, for `seconds` at most; whether it has."""
+        return bool(select.select([self._handle], [], [], seconds)[0])
+
+    def kill(self) -> None:
+        """End it by force."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Give the handle back."""
+        os.close(self._handle)
+
+
+@dataclass
+class _Watched:
+    """One stage; touched by one thread at a time: the watching one, or the one that starts it again."""
+
+    process: Process | None = None
+    starts: deque[float] = field(default_factory=deque)
+    revival: threading.Thread | None = None
+
+    @property
+    def is_reviving(self) -> bool:
+        return self.revival is not None and self.revival.is_alive()
+
+
+class StageReviver:
+    """Watches all stages on a thread of its own, from `start` to `close`, and starts each again on another."""
+
+    def __init__(self, board: Board, control: Control, policy: RevivalPolicy | None = None) -> None:
+        self._board = board
+        self._control = control
+        self._policy = policy or RevivalPolicy()
+        self._watched: dict[StageName, _Watched] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stage-watch", daemon=True)
+        self.failure: str | None = None
+        """Why the server is given up, in one sentence; None = it is not."""
+        self.losses = 0
+        """How often a stage's process died; each leaves requests in Triton that never end."""
+
+    @property
+    def is_reviving(self) -> bool:
+        """Whether a stage is being started again now."""
+        return any(watched.is_reviving for watched in self._watched.values())
+
+    def start(self) -> None:
+        """Begin to watch the stages that are loaded."""
+        for stage in STAGES:
+            if self._board.pid(stage):
+                self._watched[stage] = _Watched()
+                self._follow(stage)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Start no stage any more, from here on; a load that is under way ends with the server."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of a load that was under way; to be called when the server has ended."""
+        for watched in self._watched.values():
+            if watched.revival is not None:
+                watched.revival.join(timeout_s)
+            if watched.process is not None and not watched.is_reviving:
+                watched.process.close()
+                watched.process = None
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_POLL_S) and self.failure is None:
+            for stage, watched in self._watched.items():
+                if not watched.is_reviving and (cause := self._cause_of_death(stage, watched)) is not None:
+                    self._begin_revival(stage, watched, cause)
+
+    def _cause_of_death(self, stage: StageName, watched: _Watched) -> str | None:
+        if watched.process is None or watched.process.ends_within(0):
+            return "its process ended"
+        if self._board.is_broken(stage):
+            return "its engine failed"
+        if self._board.silent_for(stage) > self._policy.stalled_after_s:
+            watched.process.kill()
+            watched.process.ends_within(_LEAVES_WITHIN_S)
+            return f"it did nothing for {self._policy.stalled_after_s:g} s and was ended"
+        return None
+
+    def _begin_revival(self, stage: StageName, watched: _Watched, cause: str) -> None:
+        _say(f"{stage}: {cause}")
+        if not self._lives(watched):
+            self._lose(stage)
+        watched.revival = threading.Thread(
+            target=self._revive, args=(stage, watched, cause), name=f"revive-{stage}", daemon=True
+        )
+        watched.revival.start()
+
+    @staticmethod
+    def _lives(watched: _Watched) -> bool:
+        return watched.process is not None and not watched.process.ends_within(0)
+
+    def _lose(self, stage: StageName) -> None:
+        self._board.mark_lost(stage)
+        self.losses += 1
+
+    # On a thread a stage.
+
+    def _revive(self, stage: StageName, watched: _Watched, cause: str) -> None:
+        # Loading begins at once, since Triton calls a server ready that has a model unloaded; the new process waits.
+        self._board.hold(stage, True)
+        with contextlib.suppress(ModelControlError):  # a model that is out of service already
+            self._control.unload(stage)
+        while not self._stopping.is_set():
+            if self._is_exhausted(watched):
+                starts = f"starts in {self._policy.window_s:g} s: {self._policy.attempts}"
+                self.failure = f"{stage} does not stay ({starts}): {cause}"
+                return
+            opening = threading.Thread(target=self._open, args=(stage, watched), name=f"hold-{stage}", daemon=True)
+            opening.start()
+            error = self._load(stage)
+            opening.join()
+            if error is None:
+                self._follow(stage)
+                _say(f"{stage}: started again")
+                return
+            cause = f"it could not be loaded: {error}"
+            _say(f"{stage}: {cause}")
+            self._board.hold(stage, True)
+
+    def _load(self, stage: StageName) -> ModelControlError | None:
+        try:
+            self._control.load(stage)
+        except ModelControlError as error:
+            return error
+        return None
+
+    def _open(self, stage: StageName, watched: _Watched) -> None:
+        """Let the new process load when the old one has ended, which holds memory, and the wait is over."""
+        wait_s = self._policy.wait_s(len(watched.starts))
+        watched.starts.append(time.monotonic())
+        self._end(stage, watched)
+        if not self._stopping.wait(wait_s):
+            self._board.hold(stage, False)
+
+    def _is_exhausted(self, watched: _Watched) -> bool:
+        now = time.monotonic()
+        while watched.starts and now - watched.starts[0] > self._policy.window_s:
+            watched.starts.popleft()
+        return len(watched.starts) >= self._policy.attempts
+
+    def _end(self, stage: StageName, watched: _Watched) -> None:
+        """Until the old process has ended, by itself or by force."""
+        if watched.process is None:
+            return
+        if not watched.process.ends_within(_LEAVES_WITHIN_S):
+            watched.process.kill()
+            watched.process.ends_within(_LEAVES_WITHIN_S)
+            self._lose(stage)
+        watched.process.close()
+        watched.process = None
+
+    def _follow(self, stage: StageName) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._watched[stage].process = Process(self._board.pid(stage))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

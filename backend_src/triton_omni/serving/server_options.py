@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one server runs, and the supervisor command's options for it. It starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from triton_omni.serving.placement import parse_placement
+from triton_omni.serving.revival import RevivalPolicy
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How one server runs."""
+
+    model_repository: Path
+    model: str | None = None
+    """Checkpoint folder or hub id; None = the tiny synthetic checkpoint."""
+    host: str = "127.0.0.1"
+    """Address that the three services bind."""
+    http_port: int = 0
+    """0 = a free port, here and below."""
+    grpc_port: int = 0
+    metrics_port: int = 0
+    log_path: Path | None = None
+    """Where the server's output goes; None = this process's standard error."""
+    log_verbose: int = 0
+    """Triton's own verbosity."""
+    ready_timeout_s: float = 900.0
+    """First start on a GPU included: kernels are compiled and weights are read."""
+    exit_timeout_s: int = 30
+    """What a stopping server waits for requests in flight, in seconds."""
+    mps: bool = False
+    """Whether the server and its stages share the GPUs under a CUDA MPS daemon of their own."""
+    placement: Mapping[str, int] = field(default_factory=lambda: parse_placement(""))
+    """Number of each stage's GPU."""
+    revival: RevivalPolicy = field(default_factory=RevivalPolicy)
+    """How a stage that died is started again."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of the server and its stages."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as every other refusal; `--help` tells the options."""
+        self.exit(2, f"error: {message}\n")
+
+
+def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
+    """The command's options; a refusal ends the process with one line. The environment gives some defaults."""
+    parser = _Parser(prog="triton_omni.serving.supervisor", description="Serve a model repository.")
+    parser.add_argument("--model-repository", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--model", default=os.environ.get("OMNI_MODEL"), help="folder or hub id (default: OMNI_MODEL)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
+    parser.add_argument("--http-port", type=_port, default=8000, metavar="N", help="default 8000; 0 = a free port")
+    parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N", help="default 8001; 0 = a free port")
+    parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N", help="default 8002; 0 = a free port")
+    parser.add_argument("--log-file", type=Path, metavar="FILE", help="the server's log (default: standard error)")
+    parser.add_argument("--log-verbose", type=int, default=0, metavar="N")
+    parser.add_argument("--ready-timeout", type=float, default=900.0, metavar="SECONDS")
+    parser.add_argument("--exit-timeout", type=int, default=30, metavar="SECONDS")
+    by_variable = os.environ.get("OMNI_MPS") or "0"
+    parser.add_argument(
+        "--mps",
+        action=argparse.BooleanOptionalAction,
+        default=by_variable == "1",
+        help="run the stages on a GPU at once, under a CUDA MPS daemon of the server's own (default: OMNI_MPS, or not)",
+    )
+    parser.add_argument(
+        "--gpus",
+        default=os.environ.get("OMNI_GPUS", ""),
+        metavar="STAGE=N,...",
+        help="the GPU of each stage, thinker=0,token2wav=1 for instance (default: OMNI_GPUS, or all on GPU 0)",
+    )
+    given = parser.parse_args(arguments)
+    try:
+        placement = parse_placement(given.gpus)
+    except ValueError as error:
+        parser.error(f"--gpus (or OMNI_GPUS): {error}")
+    if by_variable not in ("0", "1"):
+        parser.error(f"OMNI_MPS must be 0 or 1, not '{by_variable}'")
+    return ServerConfig(
+        model_repository=given.model_repository,
+        model=given.model,
+        host=given.host,
+        http_port=given.http_port,
+        grpc_port=given.grpc_port,
+        metrics_port=given.metrics_port,
+        log_path=given.log_file,
+        log_verbose=given.log_verbose,
+        ready_timeout_s=given.ready_timeout,
+        exit_timeout_s=given.exit_timeout,
+        mps=given.mps,
+        placement=placement,
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not in 0..65535")
+    return int(text)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor's view of the session ledger: which process serves each stage, how it does, and that it has died.
+
+It reads what the stages write, writes two words a stage of its own, and starts and ends nothing.
+"""
+
+from __future__ import annotations
+
+import time
+
+from triton_omni import ledger_layout as layout
+from triton_omni.errors import StageName
+
+
+class StageBoard:
+    """The table of one server.
+
+    Args:
+        name: of the table (`ledger_layout.server_name`).
+
+    Raises:
+        FileNotFoundError: no stage of that server was ever loaded.
+        LedgerError: the file is no table of this layout.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._map = layout.map_table(layout.table_path(name))
+        self._words = memoryview(self._map).cast("Q")
+
+    def close(self) -> None:
+        """Unmap the table."""
+        self._words.release()
+        self._map.close()
+
+    def pid(self, stage: StageName) -> int:
+        """The process that serves `stage`, or last did; 0 = none, or it has left in order."""
+        return self._words[layout.BLOCKS[stage] + layout.PID]
+
+    def epoch(self, stage: StageName) -> int:
+        """How often `stage` was loaded."""
+        return self._words[layout.BLOCKS[stage] + layout.EPOCH]
+
+    def silent_for(self, stage: StageName) -> float:
+        """Seconds since its loop last turned."""
+        return (time.monotonic_ns() - self._words[layout.BLOCKS[stage] + layout.BEAT]) / 1e9
+
+    def is_broken(self, stage: StageName) -> bool:
+        """Whether its engine has failed since it was loaded."""
+        own = layout.BLOCKS[stage]
+        return 0 < self._words[own + layout.EPOCH] == self._words[own + layout.BROKEN]
+
+    def mark_lost(self, stage: StageName) -> None:
+        """`stage` has died: the others end what they share with it, and begin nothing until it is loaded again."""
+        self._words[layout.LOSSES[stage]] = self.epoch(stage)
+
+    def hold(self, stage: StageName, held: bool) -> None:
+        """Whether the next process of `stage` waits before it loads anything (`ledger_layout.wait_while_held`)."""
+        self._words[layout.HOLDS[stage]] = held
+
+    def open_sessions(self) -> int:
+        """Sessions that the thinker has not ended, those of dead stages left out."""
+        return sum(self._is_open(slot) for slot in range(layout.CAPACITY))
+
+    def _is_open(self, slot: int) -> bool:
+        words, at = self._words, layout.record(slot)
+        generation = words[at + layout.GENERATION]
+        ended = words[at + layout.FIELDS["thinker"] + layout.CLOSED] >> layout.COUNT_BITS == generation
+        return bool(generation) and not ended and not layout.lost_of(words, words[at + layout.EPOCHS])

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage's process is killed while replies are written: clients hear of it, the stage comes back, nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reference.hf import HfReference
+from server.asking import BATCH_TOLERANCE
+from server.parity import GREEDY, SYSTEM, check_reply, hf_reply
+from server.probes import BREAKING_TOKEN2WAV
+from server.serving import STAGES, TINY, Served, serve, wait_for
+from triton_omni.errors import StageName
+from triton_omni.ledger_layout import server_name
+from triton_omni.serving.stage_board import StageBoard
+from triton_omni_client import Internal, Overloaded, Reply, Request
+
+STREAMS = 16
+BEFORE = "before"
+TOLD_WITHIN_S = 2.0
+BACK_WITHIN_S = 60.0
+STOP_S = 10.0
+LONG = {"thinker": {"min_tokens": 200, "max_tokens": 200}}
+"""A reply that is still written when the stage is killed."""
+SETTINGS = {**TINY, **{stage: {**TINY[stage], "max_sessions": STREAMS} for stage in ("thinker", "talker")}}
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Crashing:
+    """A server whose stages are killed, and what is known of them."""
+
+    server: Served
+    board: StageBoard
+    before: Reply
+    """To the request `BEFORE`, when nothing had died."""
+
+    def ready(self) -> bool:
+        """What a probe is told that knows Triton's standard endpoint alone."""
+        url = f"http://{self.server.supervisor.http_url}/v2/health/ready"
+        with contextlib.suppress(urllib.error.HTTPError):
+            return bool(urllib.request.urlopen(url, timeout=5).status == 200)
+        return False
+
+
+@pytest.fixture(scope="module")
+def crashing(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashing]:
+    """One server for all crashes; its stop shows that none of them is in its way."""
+    with serve(tmp_path_factory.mktemp("crashes"), tiny_checkpoint, SETTINGS) as server:
+        supervisor = server.supervisor
+        table, regions = SHARED_MEMORY / server_name(supervisor.pid), supervisor.regions
+        board = StageBoard(table.name)
+        yield Crashing(server, board, ask(server, BEFORE))
+        board.close()
+        assert supervisor.stop() < STOP_S
+        assert not table.exists()
+        assert list(SHARED_MEMORY.glob(f"{regions}*")) == []
+
+
+def test_before_anything_dies_the_reply_is_hf_s(crashing: Crashing, hf: HfReference) -> None:
+    request = Request(text="hello", voice="Ethan", seed=7, request_id="beside HF", **GREEDY)
+    expected = hf_reply(hf, hf.prepare([SYSTEM, {"role": "user", "content": "hello"}]), "Ethan")
+    reply = ask(crashing.server, "beside HF")
+    check_reply(crashing.server, hf, request, reply, expected)
+    assert_equals(crashing.server, reply, "beside HF", crashing.before)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(crashing: Crashing, stage: StageName) -> None:
+    server, board = crashing.server, crashing.board
+    epoch = board.epoch(stage)
+    with ThreadPoolExecutor(STREAMS) as pool:
+        streams = [pool.submit(until_the_end, server, f"{stage} {number}", number) for number in range(STREAMS)]
+        wait_for(lambda: board.open_sessions() == STREAMS, 10, board.open_sessions)
+        wait_for(lambda: server.metrics('omni_sessions{stage="token2wav"}').popitem()[1] == STREAMS, 10, server.held)
+        killed_at = time.monotonic()
+        os.kill(board.pid(stage), signal.SIGKILL)
+        assert_told(streams, stage, killed_at)
+    wait_for(lambda: not crashing.ready(), TOLD_WITHIN_S, crashing.ready)
+    assert not server.client.ready()
+    with pytest.raises((Internal, Overloaded)):
+        server.ask(f"{stage}: while it is not there", "hello")
+    wait_for(crashing.ready, BACK_WITHIN_S, crashing.ready)
+    assert server.client.ready()
+    assert board.epoch(stage) == epoch + 1
+    assert board.open_sessions() == 0
+    assert_equals(server, ask(server, f"after {stage}"), f"after {stage}", crashing.before)
+    wait_for(lambda: omni_figures(server) == {}, 5, lambda: omni_figures(server))
+
+
+def test_a_stage_whose_engine_failed_ends_its_streams_and_comes_back(crashing: Crashing) -> None:
+    server, board = crashing.server, crashing.board
+    old, epoch = board.pid("token2wav"), board.epoch("token2wav")
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(server.ask, "beside a failing engine", "hello", seed=1, **LONG)
+        wait_for(lambda: board.open_sessions() == 1, 10, board.open_sessions)
+        for failing in (lambda: server.ask("failing engine", "hello", seed=BREAKING_TOKEN2WAV), beside.result):
+            with pytest.raises(Internal, match="the engine of token2wav failed: RuntimeError") as caught:
+                failing()
+            assert caught.value.stage == "token2wav"
+    wait_for(lambda: not crashing.ready(), TOLD_WITHIN_S, crashing.ready)
+    wait_for(crashing.ready, BACK_WITHIN_S, crashing.ready)
+    assert board.epoch("token2wav") == epoch + 1
+    assert board.pid("token2wav") != old
+    assert_equals(server, ask(server, "after a failed engine"), "after a failed engine", crashing.before)
+
+
+def ask(server: Served, request_id: str) -> Reply:
+    """A reply that is always the same."""
+    return server.ask(request_id, "hello", voice="Ethan", seed=7, **GREEDY)
+
+
+def assert_equals(server: Served, reply: Reply, request_id: str, expected: Reply) -> None:
+    """The same tokens, codes and sound as the reply to `BEFORE`."""
+    assert server.records.tokens(request_id) == server.records.tokens(BEFORE)
+    assert server.records.codes(request_id) == server.records.codes(BEFORE)
+    assert reply.text == expected.text
+    assert len(reply.audio) > 0
+    np.testing.assert_allclose(reply.audio, expected.audio, rtol=0, atol=BATCH_TOLERANCE)
+
+
+def until_the_end(server: Served, request_id: str, seed: int) -> float:
+    """The moment at which a stream ended that got a whole reply; raises its error with that moment as its cause."""
+    try:
+        server.ask(request_id, "hello", seed=seed, **LONG)
+    except Internal as error:
+        raise error from Ended(time.monotonic())
+    return time.monotonic()
+
+
+class Ended(Exception):
+    """When a stream ended."""
+
+    def __init__(self, at: float) -> None:
+        super().__init__(at)
+        self.at = at
+
+
+def assert_told(streams: list[Future[float]], stage: StageName, killed_at: float) -> None:
+    """Every stream fails soon, and its error names the stage and says that it comes back."""
+    for stream in streams:
+        error = stream.exception(timeout=30)
+        assert isinstance(error, Internal)
+        assert (error.stage, bool(error.retry_after_ms)) == (stage, True)
+        assert f"the process of {stage} ended unexpectedly" in error.message
+        assert isinstance(error.__cause__, Ended)
+        assert error.__cause__.at - killed_at < TOLD_WITHIN_S
+
+
+def omni_figures(server: Served) -> dict[str, float]:
+    """What the stages hold; requests that a dead stage held are Triton's for ever, and not among it."""
+    return {name: value for name, value in server.held().items() if name.startswith("omni_")}

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three real stages with their threads and a ledger in one process, engines and the ensemble replaced by doubles."""
+
+import contextlib
+import secrets
+import time
+from dataclasses import dataclass
+
+import torch
+
+from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
+from triton_omni.ledger import SessionLedger, StageFacts
+from triton_omni.request import RawRequest
+from triton_omni.settings import TalkerSettings, ThinkerSettings
+from triton_omni.talker.stage import TalkerStage
+from triton_omni.thinker.stage import ThinkerStage
+from triton_omni.token2wav.stage import Token2WavStage
+
+CPU = torch.device("cpu")
+WAIT_S = 5.0
+
+
+@dataclass
+class Pipeline:
+    """Three stages in one process."""
+
+    thinker: ThinkerStage
+    talker: TalkerStage
+    token2wav: Token2WavStage
+    engines: tuple
+    ledgers: tuple
+
+    def ask(self, text="a prompt", transit_s=0.0, **raw):
+        ensemble = FakeEnsemble(self.thinker, self.talker, self.token2wav, transit_s)
+        ensemble.submit(RawRequest(text_input=text.encode(), request_id="r1", **raw))
+        return ensemble
+
+    def is_empty(self):
+        stages = (self.thinker, self.talker, self.token2wav)
+        return all(s.stats().sessions == 0 for s in stages) and not any(e.open_keys for e in self.engines)
+
+    def wait_until_empty(self, seconds=WAIT_S):
+        wait_for(self.is_empty, seconds, "something was left behind")
+
+
+def wait_for(condition, seconds=WAIT_S, message="condition not met"):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, message
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def pipeline(*, intake=None, thinker=None, talker=None, waveform=None, settings=None, talker_settings=None):
+    name = f"triton-omni-test-{secrets.token_hex(6)}"
+    ledgers = tuple(SessionLedger(name, stage, StageFacts(1)) for stage in ("thinker", "talker", "token2wav"))
+    thinker, talker, waveform = (
+        thinker or FakeThinkerEngine(),
+        talker or FakeTalkerEngine(),
+        waveform or FakeWaveformEngine(),
+    )
+    settings = settings or ThinkerSettings(max_sessions=8)
+    stages = (
+        ThinkerStage(
+            settings,
+            thinker,
+            intake or FakeIntake(),
+            ledgers[0],
+            device=CPU,
+            hidden_size=HIDDEN,
+            dtype=torch.float32,
+        ),
+        TalkerStage(talker_settings or TalkerSettings(), talker, ledgers[1], device=CPU, text_bos_id=lambda voice: 3),
+        Token2WavStage(waveform, ledgers[2], device=CPU, sample_rate=24000),
+    )
+    for stage in stages:
+        stage.start()
+    try:
+        yield Pipeline(*stages, (thinker, talker, waveform), ledgers)
+    finally:
+        for stage in stages:
+            stage.close()
+        for ledger in ledgers:
+            ledger.close()
+
+
+def finished(ensemble):
+    assert ensemble.reply.done.wait(WAIT_S), "the request did not end"
+    assert not ensemble.leaked, "an error was answered while another request of the ensemble was open or on its way"
+    assert all(outlet.finals == 1 for outlet in ensemble.outlets)
+    return ensemble.reply

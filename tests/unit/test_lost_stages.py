@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is left of a session whose stage died: the other stages answer its client, keep nothing, and go on."""
+
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine
+from session_rig import WAIT_S, finished, pipeline, wait_for
+from triton_omni.errors import InternalError, Overloaded
+from triton_omni.ledger import StageFacts
+from triton_omni.ledger_layout import wait_while_held
+from triton_omni.serving.stage_board import StageBoard
+from triton_omni.settings import ThinkerSettings
+from triton_omni.stage import REVIVED_AFTER_MS
+
+STAGES = ("thinker", "talker", "token2wav")
+SOON_S = 1.0
+
+
+@contextlib.contextmanager
+def watched(**options):
+    """A pipeline and the supervisor's view of it."""
+    with pipeline(**options) as p:
+        board = StageBoard(p.ledgers[0].path.name)
+        yield p, board
+        board.close()
+
+
+def kill(p, board, stage):
+    """The stage does nothing more, and the others are told."""
+    getattr(p, stage)._loop.stop()
+    board.mark_lost(stage)
+
+
+def others(stage):
+    return [other for other in STAGES if other != stage]
+
+
+def endless():
+    engine = FakeThinkerEngine(length=1_000_000)
+    engine.step_s = 0.002
+    return engine
+
+
+def assert_told(ensemble, stage):
+    wait_for(lambda: ensemble.reply.error is not None, SOON_S, "the client was told nothing")
+    error = ensemble.reply.error
+    assert isinstance(error, InternalError)
+    assert (error.stage, error.retry_after_ms) == (stage, REVIVED_AFTER_MS)
+    assert error.message.startswith(f"the process of {stage} ended unexpectedly")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_reply_is_failed_by_the_stages_that_are_left_and_kept_by_none(stage):
+    with watched(thinker=endless()) as (p, board):
+        ensembles = [p.ask("12345") for _ in range(3)]
+        wait_for(lambda: all(len(ensemble.reply.responses) > 3 for ensemble in ensembles))
+        assert board.open_sessions() == 3
+        kill(p, board, stage)
+        for ensemble in ensembles:
+            assert_told(ensemble, stage)
+        left = others(stage)
+        wait_for(lambda: not any(getattr(p, other).stats().sessions for other in left), SOON_S)
+        assert not any(p.engines[STAGES.index(other)].open_keys for other in left)
+        assert board.open_sessions() == 0
+
+
+def test_a_request_that_is_being_prepared_when_the_thinker_dies_is_failed_by_the_talker():
+    with watched(intake=FakeIntake(delay_s=WAIT_S)) as (p, board):
+        ensemble = p.ask("12345")
+        wait_for(lambda: p.talker._unopened)
+        kill(p, board, "thinker")
+        assert_told(ensemble, "thinker")
+        assert not p.talker._unopened
+
+
+@pytest.mark.parametrize("stage", ["talker", "token2wav"])
+def test_a_request_that_is_being_prepared_when_another_stage_dies_is_failed_by_the_thinker(stage):
+    with watched(intake=FakeIntake(delay_s=0.3)) as (p, board):
+        ensemble = p.ask("12345")
+        kill(p, board, stage)
+        assert_told(ensemble, stage)
+        wait_for(lambda: p.thinker.stats().sessions == 0)
+
+
+def test_the_talker_holds_one_heartbeat_of_a_request_until_it_opens():
+    with watched(intake=FakeIntake(delay_s=0.5), settings=ThinkerSettings(heartbeat_ms=20)) as (p, _):
+        ensemble = p.ask("12345")
+        wait_for(lambda: len(ensemble.to_talker) > 5)
+        held = [outlet for outlet in ensemble.outlets[1:] if not outlet.finals]
+        assert len(held) <= 2, "the last one, and perhaps one that has just arrived"
+        finished(ensemble)
+        assert not p.talker._unopened
+
+
+def test_a_refusal_of_a_stage_that_died_meanwhile_is_told_all_the_same():
+    """The talker gives the heartbeat back no more for which a refusal waits."""
+    with watched() as (p, board):
+        p.talker._loop.stop()
+        ensemble = p.ask("bad")
+        time.sleep(0.05)
+        assert ensemble.reply.error is None
+        board.mark_lost("talker")
+        wait_for(lambda: ensemble.reply.error is not None, SOON_S)
+        assert ensemble.reply.error.message == "text_input: is bad"
+
+
+def test_while_a_stage_is_missing_requests_are_refused_and_served_when_it_is_back():
+    with watched() as (p, board):
+        board.mark_lost("token2wav")
+        error = finished(p.ask("12345")).error
+        assert isinstance(error, Overloaded)
+        assert (error.stage, error.retry_after_ms) == ("token2wav", REVIVED_AFTER_MS)
+        assert p.thinker.stats().sessions == 0
+        p.ledgers[2]._register(StageFacts(1))
+        assert finished(p.ask("12345")).error is None
+
+
+def test_a_message_of_a_lost_session_that_comes_late_is_failed():
+    with watched(thinker=endless()) as (p, board):
+        ensemble = p.ask("12345", transit_s=0.3)
+        board.mark_lost("thinker")
+        assert_told(ensemble, "thinker")
+        assert p.talker.stats().sessions == 0
+
+
+def test_a_session_of_the_thinker_started_again_is_another_one_in_the_same_slot():
+    with watched(thinker=endless()) as (p, board):
+        ensemble = p.ask("12345")
+        wait_for(lambda: len(ensemble.reply.responses) > 3)
+        board.mark_lost("thinker")
+        assert_told(ensemble, "thinker")
+        p.ledgers[0]._register(StageFacts(1))
+        key = p.ledgers[0].publish(0)
+        assert key.generation == 2
+        assert p.ledgers[1].lost_stages(key) == []
+        assert board.open_sessions() == 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_whose_engine_failed_says_so_once_its_sessions_know(stage):
+    with watched(waveform=FakeWaveformEngine(), thinker=endless()) as (p, board):
+        ensemble = p.ask("12345")
+        wait_for(lambda: len(ensemble.reply.responses) > 3)
+        assert not any(board.is_broken(any_stage) for any_stage in STAGES)
+        p.engines[STAGES.index(stage)].broken = RuntimeError("lost")
+        assert f"the engine of {stage} failed" in finished(ensemble).error.message
+        wait_for(lambda: board.is_broken(stage))
+        assert not any(board.is_broken(other) for other in others(stage))
+        p.ledgers[STAGES.index(stage)]._register(StageFacts(1))
+        assert not board.is_broken(stage)
+
+
+def test_a_stop_answers_a_refusal_that_still_waits_for_the_talker():
+    with watched() as (p, _):
+        p.talker._loop.stop()
+        ensemble = p.ask("bad")
+        time.sleep(0.05)
+        assert ensemble.reply.error is None
+        p.thinker.close()
+        assert ensemble.reply.error.message == "text_input: is bad"
+
+
+def test_the_board_follows_the_table():
+    with watched() as (p, board):
+        assert [board.epoch(stage) for stage in STAGES] == [1, 1, 1]
+        assert len({board.pid(stage) for stage in STAGES}) == 1
+        assert board.silent_for("talker") < WAIT_S
+        p.thinker._loop.stop()
+        time.sleep(0.1)
+        assert board.silent_for("thinker") >= 0.1
+    with pytest.raises(FileNotFoundError):
+        StageBoard("triton-omni-of-nobody")
+
+
+def test_a_new_process_waits_while_it_is_held():
+    with watched() as (p, board), ThreadPoolExecutor(3) as pool:
+        name = p.ledgers[0].path.name
+        board.hold("talker", True)
+        held = pool.submit(wait_while_held, name, "talker", WAIT_S)
+        for stage, seconds in (("thinker", WAIT_S), ("talker", 0.05)):
+            pool.submit(wait_while_held, name, stage, seconds).result(SOON_S)
+        assert not held.done()
+        board.hold("talker", False)
+        held.result(SOON_S)
+    wait_while_held("triton-omni-of-nobody", "talker", WAIT_S)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage's death is seen, told and undone, with a fake ledger and a fake Triton around processes that really end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from triton_omni.errors import StageName
+from triton_omni.ledger_layout import STAGES
+from triton_omni.serving import revival
+from triton_omni.serving.model_control import ModelControlError
+from triton_omni.serving.revival import RevivalPolicy, StageReviver
+
+WAIT_S = 10.0
+QUICK = RevivalPolicy(first_wait_s=0.0)
+
+
+@dataclass
+class Server:
+    """Stages that are `sleep`s, the ledger's words about them, and Triton's two calls."""
+
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+    silent: dict[str, float] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
+    """Why the next loads fail."""
+    dying: bool = False
+    """Whether a stage dies as soon as it was loaded."""
+    leaves: bool = True
+    """Whether a stage that lives ends when it is unloaded."""
+    loading: threading.Event = field(default_factory=threading.Event)
+    may_load: threading.Event = field(default_factory=threading.Event)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    held: dict[str, bool] = field(default_factory=dict)
+    forgotten: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def run(self, stage: str) -> None:
+        self.processes[stage] = subprocess.Popen(["sleep", "60"])
+        self.broken.discard(stage)
+
+    def kill(self, stage: str) -> None:
+        self.processes[stage].kill()
+
+    # What the reviver sees.
+
+    def pid(self, stage: StageName) -> int:
+        return self.processes[stage].pid if stage in self.processes else 0
+
+    def silent_for(self, stage: StageName) -> float:
+        return self.silent.pop(stage, 0.0)
+
+    def is_broken(self, stage: StageName) -> bool:
+        return stage in self.broken
+
+    def mark_lost(self, stage: StageName) -> None:
+        self.calls.append(("lost", stage))
+
+    def hold(self, stage: StageName, held: bool) -> None:
+        self.held[stage] = held
+
+    def unload(self, model: str) -> None:
+        self.calls.append(("unload", model))
+        if self.leaves:
+            self.processes[model].terminate()
+
+    def load(self, model: str) -> None:
+        self.calls.append(("load", model))
+        self.loading.set()
+        deadline = time.monotonic() + WAIT_S
+        while (self.held[model] or not self.may_load.is_set()) and not self.stopping.is_set():
+            assert time.monotonic() < deadline, "a stage was held for ever"
+            time.sleep(0.002)
+        if self.stopping.is_set():
+            raise ModelControlError("the server is gone")
+        if self.refusals:
+            raise ModelControlError(self.refusals.pop(0))
+        self.forgotten.append(self.processes[model])
+        self.run(model)
+        if self.dying:
+            self.kill(model)
+
+    def loads(self) -> int:
+        return sum(call == "load" for call, _ in self.calls)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    server.may_load.set()
+    for stage in STAGES:
+        server.run(stage)
+    yield server
+    for process in [*server.processes.values(), *server.forgotten]:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def watching(server: Server, policy: RevivalPolicy = QUICK) -> Iterator[StageReviver]:
+    reviver = StageReviver(server, server, policy)
+    reviver.start()
+    try:
+        yield reviver
+    finally:
+        reviver.close()
+        server.stopping.set()
+        reviver.join(WAIT_S)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_the_new_process_loads_nothing_before_the_old_one_has_ended(server: Server) -> None:
+    server.leaves, old = False, server.processes["talker"]
+    with watching(server) as reviver:
+        server.broken.add("talker")
+        wait_for(lambda: server.loads() == 1)
+        time.sleep(0.1)
+        assert server.held["talker"]
+        old.terminate()
+        wait_for(lambda: not reviver.is_reviving)
+        assert not server.held["talker"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_stage_is_told_at_once_and_started_again(server: Server, stage: StageName) -> None:
+    with watching(server) as reviver:
+        for deaths in (1, 2):
+            server.calls.clear()
+            server.kill(stage)
+            wait_for(lambda: bool(server.calls) and not reviver.is_reviving)
+            assert server.calls == [("lost", stage), ("unload", stage), ("load", stage)]
+            assert reviver.losses == deaths
+    assert reviver.failure is None
+
+
+def test_stages_that_live_are_left_alone(server: Server) -> None:
+    with watching(server) as reviver:
+        time.sleep(3 * revival._POLL_S)
+        assert not reviver.is_reviving
+    assert server.calls == []
+
+
+def test_a_stage_whose_engine_failed_leaves_in_order_and_nothing_is_lost_of_it(server: Server) -> None:
+    old = server.processes["talker"]
+    with watching(server) as reviver:
+        server.broken.add("talker")
+        wait_for(lambda: server.loads() == 1 and not reviver.is_reviving)
+        assert server.calls == [("unload", "talker"), ("load", "talker")]
+        assert reviver.losses == 0
+    assert old.poll() == -signal.SIGTERM
+
+
+def test_a_stage_whose_engine_failed_and_that_does_not_leave_is_ended_by_force(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revival, "_LEAVES_WITHIN_S", 0.2)
+    server.leaves, old = False, server.processes["talker"]
+    with watching(server) as reviver:
+        server.broken.add("talker")
+        wait_for(lambda: server.loads() == 1 and not reviver.is_reviving)
+        assert sorted(server.calls) == [("load", "talker"), ("lost", "talker"), ("unload", "talker")]
+    assert old.poll() == -signal.SIGKILL
+
+
+def test_a_stage_that_hangs_is_ended_and_started_again(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    old = server.processes["thinker"]
+    os.kill(old.pid, signal.SIGSTOP)
+    with watching(server, RevivalPolicy(first_wait_s=0.0, stalled_after_s=30.0)) as reviver:
+        server.silent["thinker"] = 31.0
+        wait_for(lambda: server.loads() == 1 and not reviver.is_reviving)
+        assert server.calls == [("lost", "thinker"), ("unload", "thinker"), ("load", "thinker")]
+    assert old.poll() == -signal.SIGKILL
+    assert "thinker: it did nothing for 30 s and was ended\n" in capfd.readouterr().err
+
+
+def test_two_stages_that_die_are_started_side_by_side(server: Server) -> None:
+    server.may_load.clear()
+    with watching(server) as reviver:
+        server.kill("thinker")
+        wait_for(server.loading.is_set)
+        server.kill("token2wav")
+        wait_for(lambda: server.loads() == 2)
+        server.may_load.set()
+        wait_for(lambda: not reviver.is_reviving)
+        assert reviver.losses == 2
+        assert {stage for call, stage in server.calls if call == "load"} == {"thinker", "token2wav"}
+
+
+def test_a_load_that_fails_is_tried_again(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    server.refusals = ["out of memory"]
+    with watching(server) as reviver:
+        server.kill("talker")
+        wait_for(lambda: server.loads() == 2 and not reviver.is_reviving)
+        assert reviver.failure is None
+    assert "talker: it could not be loaded: out of memory\n" in capfd.readouterr().err
+
+
+def test_a_stage_that_cannot_be_loaded_is_given_up_in_one_sentence(server: Server) -> None:
+    server.refusals = ["out of memory"] * 9
+    with watching(server, RevivalPolicy(attempts=3, window_s=60.0, first_wait_s=0.0)) as reviver:
+        server.kill("talker")
+        wait_for(lambda: reviver.failure is not None)
+        assert server.loads() == 3
+    assert reviver.failure == "talker does not stay (starts in 60 s: 3): it could not be loaded: out of memory"
+
+
+def test_a_stage_that_dies_again_and_again_is_given_up(server: Server) -> None:
+    server.dying = True
+    with watching(server, RevivalPolicy(attempts=2, window_s=60.0, first_wait_s=0.0)) as reviver:
+        server.kill("token2wav")
+        wait_for(lambda: reviver.failure is not None)
+        assert server.loads() == 2
+    assert reviver.failure == "token2wav does not stay (starts in 60 s: 2): its process ended"
+
+
+def test_starts_long_ago_do_not_count(server: Server) -> None:
+    with watching(server, RevivalPolicy(attempts=1, window_s=0.0, first_wait_s=0.0)) as reviver:
+        for loads in (1, 2, 3):
+            server.kill("talker")
+            wait_for(lambda loads=loads: server.loads() == loads and not reviver.is_reviving)  # type: ignore[misc]
+        assert reviver.failure is None
+
+
+def test_the_first_start_is_made_at_once_and_waits_double() -> None:
+    assert [RevivalPolicy().wait_s(earlier) for earlier in range(5)] == [0.0, 1.0, 2.0, 4.0, 8.0]
+
+
+def test_what_ends_after_the_close_is_left_dead(server: Server) -> None:
+    with watching(server) as reviver:
+        reviver.close()
+        for stage in STAGES:
+            server.kill(stage)
+        time.sleep(2 * revival._POLL_S)
+    assert server.calls == []
+
+
+def test_a_close_ends_a_wait_before_the_next_start(server: Server) -> None:
+    server.refusals = ["no"]
+    with watching(server, RevivalPolicy(first_wait_s=WAIT_S)) as reviver:
+        server.kill("talker")
+        wait_for(lambda: server.loads() == 2)
+        begin = time.monotonic()
+        reviver.close()
+        server.stopping.set()
+        reviver.join(WAIT_S)
+        assert time.monotonic() - begin < WAIT_S / 2
+        assert not reviver.is_reviving
+        assert server.held["talker"]
+
+
+def test_a_server_without_stages_is_not_watched() -> None:
+    server = Server()
+    with watching(server):
+        time.sleep(2 * revival._POLL_S)
+    assert server.calls == []
