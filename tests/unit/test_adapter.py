@@ -270,11 +270,13 @@ def link_tensors(kind, key):
 
 
 def test_a_clients_request_opens_a_session_and_sends_its_messages(name):
-    adapter = thinker(name)
+    adapter, talker = thinker(name), SessionLedger(name, "talker")
     request = ask("hello")
     adapter.execute([request])
     assert sent_by(request)[0].kind == Kind.HEARTBEAT
     adapter.close()
+    talker.close()
+    # The talker holds the heartbeat's request, and an error would leak it.
     assert answered(request).error is None
 
 
