@@ -142,7 +142,7 @@ def test_a_killed_stage_is_told_at_once_and_started_again(server: Server, stage:
         for deaths in (1, 2):
             server.calls.clear()
             server.kill(stage)
-            wait_for(lambda: bool(server.calls) and not reviver.is_reviving)
+            wait_for(lambda: server.loads() == 1 and not reviver.is_reviving)
             assert server.calls == [("lost", stage), ("unload", stage), ("load", stage)]
             assert reviver.losses == deaths
     assert reviver.failure is None
