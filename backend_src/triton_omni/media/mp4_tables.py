@@ -35,7 +35,7 @@ def check_tables(data: bytes, limits: RequestLimits) -> None:
     """
     samples = edits = 0
     for start, end in _tables_outside_media(data):
-        name, body = data[start : start + 4], data[start + 4 : min(end, start + 16)]
+        name, body = data[start : start + 4], data[start + 4 : min(end, start + 16)].ljust(12, b"\xff")
         if name == b"cmov":
             raise BadRequest("its header is compressed (cmov), which is not supported")
         if name == b"elst":
