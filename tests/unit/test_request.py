@@ -529,7 +529,7 @@ def test_a_schema_s_own_key_is_escaped_in_the_message():
     ],
 )
 def test_a_message_about_a_data_uri_has_its_header_and_nothing_of_the_medium(part):
-    with pytest.raises(BadRequest, match="(?i)got 'data:") as caught:
+    with pytest.raises(BadRequest, match=r"(?i)got 'data:") as caught:
         with_messages(user([part]))
     assert "c2VjcmV0" not in caught.value.message
 
