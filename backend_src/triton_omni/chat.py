@@ -18,6 +18,9 @@ from triton_omni.strict_json import StrictModel, decode_utf8, parse_json, shown,
 MediaKind = Literal["image", "audio", "video"]
 Role = Literal["system", "user", "assistant"]
 
+MAX_URL_HEADER = 1024
+"""Characters of a data URI before its data."""
+
 
 @dataclass(frozen=True)
 class TextPart:
@@ -223,6 +226,7 @@ class _ChatParser:
         self._media_used += 1
         data = self._media[index]
         if data[:5].lower() == b"data:":
+            _check_url_length(len(data), f"media[{index}]", self._limits)
             return _from_url(decode_utf8(data, f"media[{index}]"), f"media[{index}]", self._limits)
         return _checked_length(data, f"media[{index}]", self._limits)
 
@@ -231,7 +235,14 @@ def _base64_length(size: int) -> int:
     return (size + 2) // 3 * 4
 
 
+def _check_url_length(length: int, path: str, limits: RequestLimits) -> None:
+    """Refuse before the text is copied: what is longer holds too large a medium, whatever it says it is."""
+    if length > MAX_URL_HEADER + _base64_length(limits.max_media_bytes):
+        raise TooLarge(f"{path}: {length} characters, the limit is {limits.max_media_bytes} bytes decoded")
+
+
 def _from_url(url: str, path: str, limits: RequestLimits) -> bytes:
+    _check_url_length(len(url), path, limits)
     scheme, colon, rest = url.partition(":")
     allowed = ", ".join(limits.allowed_url_schemes)
     if not colon or scheme.lower() != "data" or "data" not in limits.allowed_url_schemes:

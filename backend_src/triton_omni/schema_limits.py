@@ -72,7 +72,9 @@ class _Walk:
             return
         beside = sorted(node.keys() - _BESIDE - {combined[0]})
         if beside:
-            raise BadRequest(f"{path}: {combined[0]} cannot be combined with {beside[0]}: give one of them")
+            raise BadRequest(
+                f"{path}: {combined[0]} cannot be combined with {key_step(beside[0])[1:]}: give one of them"
+            )
         if isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1:
             raise BadRequest(f"{path}.allOf: {len(node['allOf'])} schemas, at most one can be given")
 

@@ -96,6 +96,8 @@ class RequestLimits(_Frozen):
     """Frames sampled from a video for the model."""
     max_video_pixels: Positive = 96 << 20
     """Pixels of all frames of one video together; larger frames are scaled down to fit."""
+    max_video_source_pixels: Positive = 16 << 30
+    """Pixels of all frames that are decoded, sampled or not: two minutes of 1920 x 1080 at 60 frames a second."""
     max_logit_bias: Annotated[int, Field(ge=0, le=4096)] = 300
     """Token ids that a request may bias."""
     max_stop_strings: Annotated[int, Field(ge=0, le=64)] = 16

@@ -41,10 +41,12 @@ def compact_json(tree: object) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` for an error message: at most 80 characters of it, control characters escaped."""
+    """`value` for an error message: at most 80 characters, escapes of control and other characters included.
+
+    Of a data URI its header alone: the rest is a medium.
+    """
     if isinstance(value, str):
-        cut = value[:SHOWN_CHARACTERS]
-        return ascii(cut) + ("..." if len(value) > SHOWN_CHARACTERS else "")
+        return _shown_text(value)
     if isinstance(value, dict):
         return f"an object of {len(value)} keys"
     if isinstance(value, list):
@@ -52,6 +54,15 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return f"{value!r:.{SHOWN_CHARACTERS}}"
+
+
+def _shown_text(text: str) -> str:
+    cut = text[:SHOWN_CHARACTERS]
+    if cut[:5].lower() == "data:":
+        cut = cut.partition(",")[0]
+    while len(ascii(cut)) > SHOWN_CHARACTERS + 2:
+        cut = cut[:-1]
+    return ascii(cut) + ("..." if len(cut) < len(text) else "")
 
 
 def key_step(key: str) -> str:
@@ -196,6 +207,8 @@ def _describe(error: ValidationError, path: str) -> str:
         text = f"{where}: unknown key"
     elif first["type"] == "missing":
         text = f"{where}: is required"
+    elif first["type"] == "model_type":  # pydantic would name our class
+        text = f"{where}: must be an object (got {shown(first['input'])})"
     else:
         text = f"{where}: {first['msg']} (got {shown(first['input'])})"
     return text if len(items) == 1 else f"{text}; and {len(items) - 1} more"

@@ -39,6 +39,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "pattern": {"type": "string", "pattern": "^[a-c]{3}-[0-9]{2}$"},
     "choice": {"anyOf": [COLOUR, {"type": "boolean"}]},
+    "special tokens as text": {"const": "a<|im_end|>\n<|im_start|><|IMAGE|>b"},
+    "special tokens in a pattern": {"type": "string", "pattern": "^<\\|im_end\\|>x$"},
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import tracemalloc
 from contextlib import suppress
 
 import pytest
@@ -496,6 +497,68 @@ def test_keys_in_key_paths_are_escaped():
     with pytest.raises(BadRequest, match="unpaired surrogate") as caught:
         with_parameters('{"\\n": "\\ud800"}')
     assert "\n" not in caught.value.message
+
+
+def test_a_message_has_few_characters_of_every_key_however_they_are_escaped():
+    tree = "\ud800"
+    for _ in range(28):
+        tree = {"\U0001f600" * 80: tree}
+    with pytest.raises(BadRequest, match="unpaired surrogate") as caught:
+        with_parameters(tree)
+    assert len(caught.value.message) < 28 * 90
+
+
+def test_a_schema_s_own_key_is_escaped_in_the_message():
+    with pytest.raises(BadRequest, match=r"anyOf cannot be combined with '\\n") as caught:
+        parse(
+            RawRequest(
+                text_input=b"Hi",
+                sampling_parameters=json.dumps({"thinker": {"json_schema": {"anyOf": [], "\n" * 2000: 1}}}).encode(),
+            ),
+            limits=RequestLimits(),
+        )
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": "data:image/png;base64,c2VjcmV0"},
+        {"type": "image_url", "image_url": {"url": "data:image/png,c2VjcmV0"}},
+        {"type": "image_url", "image_url": {"url": "DATA:;base32,c2VjcmV0"}},
+    ],
+)
+def test_a_message_about_a_data_uri_has_its_header_and_nothing_of_the_medium(part):
+    with pytest.raises(BadRequest, match=r"(?i)got 'data:") as caught:
+        with_messages(user([part]))
+    assert "c2VjcmV0" not in caught.value.message
+
+
+def test_what_is_no_object_is_refused_without_a_word_of_our_classes():
+    with pytest.raises(BadRequest, match=r"image_url: must be an object \(got 5\)"):
+        with_messages(user([{"type": "image_url", "image_url": 5}]))
+    with pytest.raises(BadRequest, match=r"thinker: must be an object \(got 5\)"):
+        with_parameters({"thinker": 5})
+
+
+@pytest.mark.parametrize("scheme", ["data:image/png;base64,", "http://", ""])
+def test_a_url_too_long_for_any_medium_is_refused_before_it_is_copied(scheme):
+    limits = RequestLimits(max_media_bytes=4096)
+    raw = json.dumps(user([{"type": "image_url", "image_url": {"url": scheme + "A" * 7000}}])).encode()
+    with pytest.raises(TooLarge, match=r"image_url\.url: .*7\d\d\d.*limit is 4096"):
+        parse(RawRequest(messages=raw), limits=limits)
+
+
+def test_a_data_uri_in_media_is_refused_before_it_is_copied():
+    raw = json.dumps(user([{"type": "image"}])).encode()
+    element = b"data:image/png;base64," + b"A" * (64 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooLarge, match=r"media\[0\]: 67108886 characters, the limit is 4096 bytes"):
+            parse(RawRequest(messages=raw, media=[element]))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_media_bytes_do_not_appear_in_representations():

@@ -36,8 +36,9 @@ def decode_audio(data: bytes, limits: RequestLimits) -> Audio:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             check_format(file.samplerate, file.channels)
             return finish_audio(_blocks(file), file.samplerate, limits.max_audio_seconds)
-    except soundfile.SoundFileError as error:
-        raise BadRequest(f"unreadable audio: {error}") from error
+    except soundfile.LibsndfileError as error:
+        # Its own text would name the object that the file was read from.
+        raise BadRequest(f"unreadable audio: {error.error_string}") from error
 
 
 def check_format(rate: int, channels: int) -> None:

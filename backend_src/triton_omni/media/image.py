@@ -10,13 +10,18 @@ import io
 import struct
 
 from PIL import Image as Pillow
-from PIL import ImageOps
+from PIL import ImageOps, UnidentifiedImageError
 
 from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.media.types import Image, VisionSizes, smart_resize
 from triton_omni.settings import RequestLimits
+from triton_omni.strict_json import shown
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_SCANS = 100
+"""Of a progressive jpeg: each passes over the whole picture and can be 30 bytes long. Encoders write about ten."""
+MAX_PROFILES = 8
+"""Colour profiles of a png, each of which is unpacked; honest files have one, and compressed pixels may spell more."""
 
 
 def decode_image(data: bytes, limits: RequestLimits, sizes: VisionSizes) -> Image:
@@ -27,6 +32,7 @@ def decode_image(data: bytes, limits: RequestLimits, sizes: VisionSizes) -> Imag
         TooLarge: the header names more pixels than `limits.max_image_pixels`.
     """
     _check_webp_canvas(data, limits)
+    _check_repeats(data)
     try:
         opened = Pillow.open(io.BytesIO(data), formats=FORMATS)
         _check_pixels(opened.width, opened.height, limits)
@@ -34,8 +40,10 @@ def decode_image(data: bytes, limits: RequestLimits, sizes: VisionSizes) -> Imag
         image = _on_white(ImageOps.exif_transpose(opened))
     except (Pillow.DecompressionBombError, Pillow.DecompressionBombWarning) as error:
         raise TooLarge(f"the limit is {limits.max_image_pixels} pixels: {error}") from error
+    except UnidentifiedImageError as error:  # its text names the object that the file was read from
+        raise BadRequest("unreadable image: damaged at its beginning") from error
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error) as error:  # Pillow's ways to fail
-        raise BadRequest(f"unreadable image: {error}") from error
+        raise BadRequest(f"unreadable image: {shown(str(error))}") from error
     return Image(image.resize((width, height)))
 
 
@@ -56,6 +64,14 @@ def _check_webp_canvas(data: bytes, limits: RequestLimits) -> None:
         width = 1 + int.from_bytes(data[24:27], "little")
         height = 1 + int.from_bytes(data[27:30], "little")
         _check_pixels(width, height, limits)
+
+
+def _check_repeats(data: bytes) -> None:
+    """Refuse what makes Pillow do the same work again and again."""
+    if data[:2] == b"\xff\xd8" and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
+        raise BadRequest(f"a jpeg of {scans} scans, at most {MAX_SCANS} are allowed")
+    if data[:4] == b"\x89PNG" and (profiles := data.count(b"iCCP")) > MAX_PROFILES:
+        raise BadRequest(f"a png of {profiles} colour profiles, at most {MAX_PROFILES} are allowed")
 
 
 def _on_white(image: Pillow.Image) -> Pillow.Image:

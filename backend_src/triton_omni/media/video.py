@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.media.audio import check_format, finish_audio
+from triton_omni.media.mp4_tables import check_tables
 from triton_omni.media.types import Audio, PixelRange, Video, VisionSizes, smart_resize
 from triton_omni.settings import RequestLimits
 
@@ -37,6 +38,10 @@ FRAME_FACTOR = 2
 MIN_FRAMES = 4
 MAX_SOURCE_FPS = 240
 """Bounds how many frames are decoded for one second of video."""
+MAX_PACKETS_PER_SECOND = 2000
+"""Of all tracks together; bounds how long it takes to read what holds no picture."""
+PROBED_BYTES = 1 << 20
+"""FFmpeg holds this much of a file as packets, each in a few hundred bytes, before it knows the tracks."""
 SOUND_SLACK_SECONDS = 1.0
 """Sound may end after the last picture: encoders pad it to whole packets."""
 
@@ -57,6 +62,8 @@ def decode_video(
         BadRequest: unreadable, without frames, or of sizes the model does not take.
         TooLarge: longer, or of more pixels a frame, than the limits allow.
     """
+    if container == "mp4":
+        check_tables(data, limits)
     file = _VideoFile(data, container, limits, sizes)
     try:
         frames, fps = file.read_frames()
@@ -135,7 +142,15 @@ class _VideoFile:
             return finish_audio(_sound_blocks(source), context.sample_rate, most)
 
     def _open(self) -> InputContainer:
-        return av.open(io.BytesIO(self.data), mode="r", format=self.container, metadata_errors="replace")
+        options = {"probesize": str(PROBED_BYTES), **self._decoder_options}
+        return av.open(
+            io.BytesIO(self.data), mode="r", format=self.container, metadata_errors="replace", options=options
+        )
+
+    @property
+    def _decoder_options(self) -> dict[str, str]:
+        """A decoder makes no room for larger frames, whatever the container says they are."""
+        return {"max_pixels": str(self.limits.max_image_pixels)}
 
     def _count_packets(self) -> tuple[int, float]:
         """Packets of the video stream, nearly always one a frame, and frames a second; nothing is decoded."""
@@ -144,17 +159,29 @@ class _VideoFile:
             rate = stream.average_rate or stream.guessed_rate
             if rate is None or not 0 < rate <= MAX_SOURCE_FPS:
                 raise BadRequest(f"{rate} frames a second, allowed are up to {MAX_SOURCE_FPS}")
-            total = sum(packet.size > 0 for packet in source.demux(stream))
-            return self._checked_total(total, float(rate)), float(rate)
+            total = self._count_shown(source, stream, float(rate))
+            self._check_work(total, stream.codec_context.width * stream.codec_context.height)
+            return total, float(rate)
+
+    def _count_shown(self, source: InputContainer, stream: VideoStream, source_fps: float) -> int:
+        most = math.ceil(MAX_PACKETS_PER_SECOND * self.limits.max_video_seconds)
+        total = 0
+        for count, packet in enumerate(source.demux()):
+            if count >= most:
+                raise TooLarge(f"more than {most} packets in its tracks, which is the limit")
+            if packet.stream_index == stream.index and packet.size > 0:
+                total += 1
+        return self._checked_total(total, source_fps)
 
     def _decode(self, wanted: list[int]) -> tuple[NDArray[np.uint8], int]:
         """The frames of the numbers `wanted` (ascending, none twice), and how many frames there were in all."""
         places = {index: place for place, index in enumerate(wanted)}
         out: NDArray[np.uint8] | None = None
-        decoded = 0
+        decoded = work = 0
         with self._open() as source:
             for frame in source.decode(self._stream(source)):
-                self._check_pixels(frame.width, frame.height)
+                work += frame.width * frame.height
+                self._check_work(1, work)
                 if (place := places.get(decoded)) is not None:
                     pixels = _upright(frame)
                     if out is None:
@@ -182,13 +209,20 @@ class _VideoFile:
         stream = source.streams.video[0]
         context = _known_codec(stream)
         self._check_pixels(context.width, context.height)
+        context.options = self._decoder_options
         return stream
 
     def _check_pixels(self, width: int, height: int) -> None:
         if width < 1 or height < 1:
-            raise BadRequest(f"frames of {width} x {height} pixels")
+            raise BadRequest(f"frames of no size, or of more than {self.limits.max_image_pixels} pixels")
         if width * height > self.limits.max_image_pixels:
             raise TooLarge(f"frames of {width} x {height} pixels, the limit is {self.limits.max_image_pixels} in all")
+
+    def _check_work(self, frames: int, pixels: int) -> None:
+        """Refuse what would take minutes to decode: a frame in which nothing moves costs a few bytes of the file."""
+        limit = self.limits.max_video_source_pixels
+        if frames * pixels > limit:
+            raise TooLarge(f"{frames * pixels} pixels in all frames before they are scaled, the limit is {limit}")
 
     def _checked_total(self, total: int, source_fps: float) -> int:
         seconds = total / source_fps

@@ -8,6 +8,8 @@ neither sequences nor requests.
 
 from __future__ import annotations
 
+import json
+import secrets
 import threading
 from typing import Any, Final
 
@@ -29,6 +31,23 @@ class _LockedBackend(GuidanceBackend):
     """vLLM compiles on several threads, and `compile_grammar` passes the grammar on in an attribute."""
 
     lock = threading.Lock()
+
+    @staticmethod
+    def _build_ll_tokenizer(tokenizer: Any, vocab_size: int) -> Any:
+        """llguidance's tokenizer, to which no text spells a special token.
+
+        It tokenises what a schema prescribes as it tokenises a prompt: a constant that spells `<|im_end|>` would let
+        that token, and no other, be drawn, which the grammar then rejects.
+        """
+        import llguidance
+
+        tree = json.loads(tokenizer.backend_tokenizer.to_str())
+        tree["truncation"] = tree["padding"] = None
+        for token in tree["added_tokens"]:
+            if token["special"]:
+                token["content"] = f"<|{secrets.token_hex(16)}|>"
+        size = max(vocab_size, len(tokenizer))
+        return llguidance.LLTokenizer(json.dumps(tree), n_vocab=size, eos_token=tokenizer.eos_token_id)
 
     def compile_grammar(
         self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: set[int] | None = None
