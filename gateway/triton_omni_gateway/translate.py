@@ -30,7 +30,7 @@ def check_model(name: str, served: tuple[str, ...]) -> None:
         GatewayError: 404, with the names there are.
     """
     if name not in served:
-        said = f"The model '{name:.80}' does not exist; this gateway serves: {', '.join(served)}."
+        said = f"The model {name[:80]!a} does not exist; this gateway serves: {', '.join(served)}."
         raise GatewayError(404, said, code="model_not_found", param="model")
 
 
@@ -81,7 +81,7 @@ def _modalities(chat: ChatRequest) -> tuple[Modality, ...]:
     asked = chat.modalities or ["text"]
     for modality in asked:
         if modality not in known:
-            said = f"Invalid value for 'modalities': '{modality:.80}' is none of {', '.join(known)}."
+            said = f"Invalid value for 'modalities': {modality[:80]!a} is none of {', '.join(known)}."
             raise bad_request(said, param="modalities", code="invalid_value")
     if chat.audio is not None and not chat.wants_audio:
         raise bad_request("'audio' is given, but 'modalities' does not hold \"audio\".", param="audio")
@@ -160,7 +160,7 @@ def speech_format(asked: str | None) -> SoundFormat:
 
 
 def _no_format(param: str, asked: str, known: tuple[str, ...]) -> GatewayError:
-    said = f"Invalid value for '{param}': '{asked:.80}' is not offered; the formats are {', '.join(known)}."
+    said = f"Invalid value for '{param}': {asked[:80]!a} is not offered; the formats are {', '.join(known)}."
     return bad_request(said, param=param, code="unsupported_format")
 
 

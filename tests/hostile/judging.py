@@ -44,7 +44,7 @@ def judge(call: Callable[[], ResultT], bounds: Bounds, *, named: str, secret: st
         named: regular expression of how a refusal must begin.
         secret: must not be in a refusal, where it is not empty.
     """
-    result, seconds, mebibytes = _measured(call)
+    result, seconds, mebibytes = measured(call)
     assert seconds < bounds.seconds, f"took {seconds:.2f} s: {result!r:.300}"
     assert mebibytes < bounds.mebibytes, f"took {mebibytes:.0f} MiB: {result!r:.300}"
     if isinstance(result, OmniError):
@@ -63,7 +63,8 @@ def check_refusal(error: OmniError, named: str, secret: str = "") -> None:
     assert not secret or secret not in message, message
 
 
-def _measured(call: Callable[[], ResultT]) -> tuple[ResultT | OmniError, float, float]:
+def measured(call: Callable[[], ResultT]) -> tuple[ResultT | OmniError, float, float]:
+    """What `call` came to, the processor's seconds, and by how many MiB memory was over what it was before."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _resident("VmRSS")
     begin = time.process_time()

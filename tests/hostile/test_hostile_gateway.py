@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hostile bodies of OpenAI's API: a request to the server, or a refusal of the gateway's that names the key."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from hostile.judging import Bounds, measured
+from hostile.sizes import cases
+from hostile.strategies import ANY_JSON, DOCUMENT_NOISE, MESSAGES, NUMBERS, TEXT, as_json, damaged
+from triton_omni_client import OmniClientError
+from triton_omni_client.protocol import to_grpc
+from triton_omni_gateway.errors import GatewayError, from_client
+from triton_omni_gateway.schemas import ChatRequest, SpeechRequest, parse
+from triton_omni_gateway.translate import chat_format, chat_request, check_model, speech_request
+
+BOUNDS = Bounds(seconds=1.0, mebibytes=16.0)
+VALID = as_json(
+    {
+        "model": "m",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "Chelsie", "format": "wav"},
+        "stop": ["a"],
+        "logit_bias": {"5": 1},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
+        "talker": {"top_k": 5},
+    }
+)
+BODIES = st.one_of(
+    damaged(VALID, DOCUMENT_NOISE),
+    DOCUMENT_NOISE,
+    st.builds(
+        lambda messages, more: as_json({"model": "m", "messages": messages, **more}),
+        MESSAGES,
+        st.dictionaries(
+            st.sampled_from(
+                ["temperature", "seed", "stop", "audio", "n", "tools", "talker", "response_format", "timeout", "x"]
+            )
+            | TEXT.filter(lambda key: key not in ("model", "messages")),
+            ANY_JSON | NUMBERS,
+            max_size=3,
+        ),
+    ),
+)
+
+
+def check(body: bytes, call: Any) -> None:
+    def whole() -> Any:
+        try:
+            return to_grpc(call(body), "m")
+        except OmniClientError as error:  # of a number that is not finite; the application answers so
+            return from_client(error)
+        except GatewayError as error:
+            return error
+
+    found, seconds, mebibytes = measured(whole)
+    assert seconds < BOUNDS.seconds
+    assert mebibytes < BOUNDS.mebibytes
+    event(type(found).__name__)
+    if isinstance(found, GatewayError):
+        assert 400 <= found.status < 500
+        assert found.message.isprintable(), ascii(found.message)
+        assert len(found.message) < 1000
+
+
+@cases(seeded=500, long=12_000)
+@given(BODIES)
+def test_any_chat(body: bytes) -> None:
+    check(body, lambda data: chat_request(parse(ChatRequest, data), lambda _: None, "id"))
+
+
+@cases(seeded=200, long=4_000)
+@given(
+    DOCUMENT_NOISE
+    | st.builds(
+        lambda text, more: as_json({"model": "m", "input": text, **more}),
+        TEXT,
+        st.fixed_dictionaries({}, optional={"speed": NUMBERS, "instructions": TEXT, "voice": ANY_JSON}),
+    )
+)
+def test_any_speech(body: bytes) -> None:
+    check(body, lambda data: speech_request(parse(SpeechRequest, data), "Read: {input}", "id"))
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 10**6, b'{"a":' * 10**6, b'{"messages":' + b"[" * 10**6], ids=["arrays", "objects", "inside"]
+)
+def test_a_million_brackets_are_refused(body: bytes) -> None:
+    with pytest.raises(GatewayError, match="recursion limit"):
+        parse(ChatRequest, body)
+
+
+@pytest.mark.parametrize("change", [{"model": "\n\x1b"}, {"modalities": ["\n\x1b"]}, {"audio": {"format": "\n\x1b"}}])
+def test_control_characters_are_escaped_in_a_refusal(change: dict[str, Any]) -> None:
+    def call(body: bytes) -> Any:
+        chat = parse(ChatRequest, body)
+        check_model(chat.model, ("m",))
+        chat_format(chat.audio, stream=False)
+        return chat_request(chat, lambda _: None, "id")
+
+    found = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **change}
+    with pytest.raises(GatewayError) as caught:
+        call(as_json(found))
+    assert r"'\n\x1b'" in caught.value.message
+
+
+def test_what_nests_within_a_part_goes_no_further_than_the_server_s_limit() -> None:
+    tree: Any = "x"
+    for _ in range(150):
+        tree = {"a": tree}
+    asked = chat_request(
+        parse(
+            ChatRequest,
+            json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], "talker": tree}).encode(),
+        ),
+        lambda _: None,
+        "id",
+    )
+    assert to_grpc(asked, "m").raw_input_contents
