@@ -18,7 +18,7 @@ def main(sound: str, output: str = "answer.wav", url: str = "localhost:8001") ->
     with OmniClient(url) as client:
         said = client.say("Write down what is said, word by word.", [question], modalities=["text"], thinker=limits)
         print("said:", said.text)
-        answer = client.say(media=[question], voice="Chelsie", thinker=limits)
+        answer = client.say(media=[question], voice="Chelsie", seed=7, thinker=limits)
     answer.save_wav(output)
     print(f"answer: {answer.text} ({answer.timings.audio:.1f} s in {output})")
 

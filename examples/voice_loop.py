@@ -16,7 +16,7 @@ from triton_omni_client.audio import WavWriter
 
 async def main(url: str, *sounds: str) -> None:
     """Where you talk over an answer, `chat.stop(heard=seconds)` keeps of it what you have heard."""
-    chat = Conversation(voice="Chelsie", thinker={"max_tokens": 60})
+    chat = Conversation(voice="Chelsie", seed=2, thinker={"max_tokens": 60})
     async with AsyncOmniClient(url) as client:
         for sound in map(Path, sounds):
             answer = sound.with_name(f"{sound.stem}.answer.wav")

@@ -130,14 +130,12 @@ def test_chat_reads_a_conversation_from_stdin(run: Run, folder: Path) -> None:
     assert not any(turn["stopped"] for turn in (first, second, third))
 
 
-def test_models_are_those_of_the_repository(server: Served, run: Run) -> None:
+def test_models_are_the_public_ones(server: Served, run: Run) -> None:
+    """The server keeps its index, in which the stages stand too, to its supervisor."""
     found = [json.loads(line) for line in run(*command("models", "--json")).splitlines()]
     assert {model["name"]: (model["ready"], model["public"], model["streams"]) for model in found} == {
         "qwen2_5_omni": (True, True, True),
         "qwen2_5_omni_unary": (True, True, False),
-        "thinker": (True, False, True),
-        "talker": (True, False, True),
-        "token2wav": (True, False, True),
     }
     over_http = [json.loads(line) for line in run(*command("models", "--json", "--url", "HTTP")).splitlines()]
     assert sorted(over_http, key=lambda model: model["name"]) == sorted(found, key=lambda model: model["name"])
