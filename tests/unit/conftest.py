@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the ledgers of unit tests out of /dev/shm: a run that is killed leaves nothing on the machine."""
+"""Keeps the ledgers of unit tests out of /dev/shm, since a run that is killed leaves nothing on the machine, and what a
+stage sets for its process to its own test."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,3 +20,11 @@ def tables_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledger_layout, "_SHARED_MEMORY", folder)
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def _switch_interval() -> Iterator[None]:
+    """Threads that begin at the stages' short interval get in each other's way where coverage traces them."""
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
