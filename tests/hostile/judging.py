@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import gc
 import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from triton_omni.errors import BadRequest, OmniError, TooLarge
 
@@ -22,9 +21,6 @@ MAX_MESSAGE = 3000
 """32 keys of a path, each of 80 characters at most, and what is said of the last."""
 
 ResultT = TypeVar("ResultT")
-
-_opened: list[str] = []
-_watching = False
 
 
 @dataclass(frozen=True)
@@ -83,25 +79,3 @@ def _resident(name: str) -> float:
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
-
-
-def opened_by(call: Callable[[], object]) -> list[str]:
-    """Every file and connection that Python opens during `call`, which may be refused."""
-    global _watching  # noqa: PLW0603 - an audit hook cannot be taken away again
-    _opened.clear()
-    _watching = True
-    try:
-        call()
-    except OmniError:
-        pass
-    finally:
-        _watching = False
-    return list(_opened)
-
-
-def _hook(event: str, args: tuple[Any, ...]) -> None:
-    if _watching and (event == "open" or event.startswith(("socket.", "urllib.", "subprocess.", "os.system"))):
-        _opened.append(f"{event} {args[0]!r}")
-
-
-sys.addaudithook(_hook)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from hostile.judging import Bounds, judge, opened_by
+from hostile.judging import Bounds, judge
 from hostile.sizes import cases
 from hostile.strategies import (
     ANY_JSON,
@@ -28,6 +29,7 @@ from hostile.strategies import (
     as_json,
     damaged,
 )
+from hostile.watching import Watch, watch
 from triton_omni.chat import Message, TextPart
 from triton_omni.errors import OmniError, TooLarge
 from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request
@@ -111,14 +113,21 @@ def test_any_bytes_as_text_and_as_parameters(text: bytes, parameters: bytes) -> 
     parse(RawRequest(text_input=text, sampling_parameters=parameters))
 
 
+@pytest.fixture(scope="module")
+def opened_by() -> Iterator[Watch]:
+    """Tells what a call opens."""
+    with watch() as opened:
+        yield opened
+
+
 @cases(seeded=300, long=10_000)
-@given(URLS, st.sampled_from(["image_url", "audio_url", "video_url"]), st.booleans())
-def test_no_url_is_ever_fetched_or_opened(url: str, kind: str, as_element: bool) -> None:
+@given(url=URLS, kind=st.sampled_from(["image_url", "audio_url", "video_url"]), as_element=st.booleans())
+def test_no_url_is_ever_fetched_or_opened(opened_by: Watch, url: str, kind: str, as_element: bool) -> None:
     part = {"type": kind.removesuffix("_url")} if as_element else {"type": kind, kind: {"url": url}}
     raw = RawRequest(
         messages=as_json([{"role": "user", "content": [part]}]), media=[url.encode()] if as_element else []
     )
-    assert opened_by(lambda: parse_request(raw, LIMITS, DEFAULTS)) == []
+    assert opened_by(functools.partial(parse_request, raw, LIMITS, DEFAULTS)) == []
     found = parse(raw)
     if isinstance(found, OmniRequest) and not as_element:
         assert url.lower().startswith("data:")
@@ -135,8 +144,8 @@ def test_a_refusal_has_nothing_of_the_medium(scheme: str, medium: bytes, junk: s
         parse(RawRequest(messages=as_json([{"role": "user", "content": [asked]}])), secret=secret[4:])
 
 
-def test_what_is_opened_would_be_noticed() -> None:
-    assert opened_by(lambda: Path("/dev/null").read_bytes()) == ["open '/dev/null'"]
+def test_what_is_opened_would_be_noticed(opened_by: Watch) -> None:
+    assert opened_by(functools.partial(Path.read_bytes, Path("/dev/null"))) == ["open '/dev/null'"]
 
 
 HUGE = 100 << 20

@@ -24,7 +24,7 @@ def tables_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _switch_interval() -> Iterator[None]:
-    """Threads that begin at the stages' short interval get in each other's way where coverage traces them."""
+    """A stage sets its process a shorter one: what runs after its test keeps Python's own."""
     before = sys.getswitchinterval()
     yield
     sys.setswitchinterval(before)
