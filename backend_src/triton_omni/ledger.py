@@ -75,11 +75,11 @@ class SessionLedger:
 
     def epoch(self, stage: StageName) -> int:
         """How often `stage` was loaded by this server; 0 = never."""
-        return self._words[layout.BLOCKS[stage] + layout.EPOCH]
+        return layout.epoch(self._words, stage)
 
     def silent_for(self, stage: StageName) -> float:
         """Seconds since the last heartbeat of `stage`."""
-        return (time.monotonic_ns() - self._words[layout.BLOCKS[stage] + layout.BEAT]) / 1e9
+        return layout.silent_for(self._words, stage)
 
     def say_broken(self) -> None:
         """This stage's engine has failed: it serves nothing more, and asks to be started again."""

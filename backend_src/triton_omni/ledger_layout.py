@@ -64,6 +64,16 @@ def record(slot: int) -> int:
     return FIRST_RECORD + slot * RECORD_WORDS
 
 
+def epoch(words: memoryview, stage: StageName) -> int:
+    """How often `stage` was loaded by this server; 0 = never."""
+    return words[BLOCKS[stage] + EPOCH]
+
+
+def silent_for(words: memoryview, stage: StageName) -> float:
+    """Seconds since the last heartbeat of `stage`."""
+    return (time.monotonic_ns() - words[BLOCKS[stage] + BEAT]) / 1e9
+
+
 def pack_epochs(words: memoryview) -> int:
     """The present epochs of all stages in one word."""
     packed = 0

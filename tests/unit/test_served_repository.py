@@ -16,9 +16,9 @@ import yaml
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from triton_omni.ledger_layout import STAGES
 from triton_omni.serving.machine import ServerError
 from triton_omni.serving.model_folder import checkpoint_name
-from triton_omni.serving.placement import STAGES
 from triton_omni.serving.served_repository import STREAMING_MODEL, UNARY_MODEL, served_facts, served_repository
 from triton_omni.settings import RequestLimits
 

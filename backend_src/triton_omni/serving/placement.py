@@ -7,11 +7,9 @@ Left alone, Triton starts an instance of every Python model on every GPU that it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
+from triton_omni.ledger_layout import STAGES
 from triton_omni.serving.machine import ServerError
-
-STAGES: Final = ("thinker", "talker", "token2wav")
 
 
 def parse_placement(text: str) -> dict[str, int]:
@@ -20,7 +18,7 @@ def parse_placement(text: str) -> dict[str, int]:
     Raises:
         ValueError: naming what is wrong.
     """
-    placement = dict.fromkeys(STAGES, 0)
+    placement: dict[str, int] = dict.fromkeys(STAGES, 0)
     named = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         stage, _, number = part.partition("=")

@@ -6,8 +6,6 @@ It reads what the stages write, writes two words a stage of its own, and starts 
 
 from __future__ import annotations
 
-import time
-
 from triton_omni import ledger_layout as layout
 from triton_omni.errors import StageName
 
@@ -38,16 +36,15 @@ class StageBoard:
 
     def epoch(self, stage: StageName) -> int:
         """How often `stage` was loaded."""
-        return self._words[layout.BLOCKS[stage] + layout.EPOCH]
+        return layout.epoch(self._words, stage)
 
     def silent_for(self, stage: StageName) -> float:
         """Seconds since its loop last turned."""
-        return (time.monotonic_ns() - self._words[layout.BLOCKS[stage] + layout.BEAT]) / 1e9
+        return layout.silent_for(self._words, stage)
 
     def is_broken(self, stage: StageName) -> bool:
         """Whether its engine has failed since it was loaded."""
-        own = layout.BLOCKS[stage]
-        return 0 < self._words[own + layout.EPOCH] == self._words[own + layout.BROKEN]
+        return 0 < self.epoch(stage) == self._words[layout.BLOCKS[stage] + layout.BROKEN]
 
     def mark_lost(self, stage: StageName) -> None:
         """`stage` has died: the others end what they share with it, and begin nothing until it is loaded again."""

@@ -80,8 +80,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         """Pace the text by how many sessions still have some; look after every session."""
         self._pace.sessions = sum(session.thinker is None for session in self._open.values())
         delay = super().poll()
-        for name, (key, outlet) in list(self._unopened.items()):
-            self._attend_unopened(name, key, outlet)
+        for key, outlet in list(self._unopened.values()):
+            self._attend_unopened(key, outlet)
         return min(delay, SOON_S) if self._unopened else delay
 
     def step(self) -> None:
@@ -109,11 +109,11 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         else:
             super()._receive(message, outlet, arrived_ns)
 
-    def _attend_unopened(self, name: str, key: SessionKey, outlet: Outlet) -> None:
+    def _attend_unopened(self, key: SessionKey, outlet: Outlet) -> None:
         lost = self._ledger.lost_stages(key)
         if not (lost or self._ledger.is_over(key) or self._ledger.closed(key, "thinker")):
             return
-        del self._unopened[name]
+        del self._unopened[key.name]
         if lost:
             outlet.fail(lost_error(lost[0]), functools.partial(self._ledger.count_returned, key))
         else:
