@@ -29,7 +29,8 @@ from triton_omni.token2wav.past import LayerPast
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Rotation, decode_attention
 from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product
-from triton_omni.vllm_hooks.talker_step_kernels import Columns, Layout, Memory, Rules, begin, draw
+from triton_omni.vllm_hooks.talker_columns import Column
+from triton_omni.vllm_hooks.talker_step_kernels import Layout, Memory, Rules, begin, draw
 
 HALF, FLOAT = torch.float16, torch.float32
 ATTENTIONS = [(28, 4, 128), (16, 2, 128), (12, 4, 128), (14, 2, 64)]
@@ -89,17 +90,16 @@ def decode_steps(count: int) -> None:
 
 def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65) -> None:
     """Both ends of a step."""
-    columns = Columns(0, 1, 2, 3, 4, 5, 6)
-    index = zeros(count, 7, dtype=torch.int64)
+    index = zeros(count, len(Column), dtype=torch.int64)
     drawn = zeros(count, dtype=torch.int32)
     positions, places = zeros(3, count, dtype=torch.int64), zeros(count, dtype=torch.int64)
     memory = Memory(
         zeros(64, width), zeros(slots, vocabulary, dtype=torch.bool), zeros(slots, dtype=torch.int32), drawn
     )
-    begin(Layout(index, drawn.clone(), positions, places), memory, zeros(vocabulary, width), columns, 8296)
+    begin(Layout(index, drawn.clone(), positions, places), memory, zeros(vocabulary, width), 8296)
     some = zeros(vocabulary, dtype=torch.bool)
     rules = Rules(some, some, zeros(slots, dtype=FLOAT), zeros(5, slots, dtype=FLOAT))
-    draw(zeros(count, vocabulary), index, memory, rules, columns, 8296)
+    draw(zeros(count, vocabulary), index, memory, rules, 8296)
 
 
 def token2wav(blocks: int, width: int = 1024, heads: int = 16) -> None:

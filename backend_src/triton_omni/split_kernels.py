@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-SMALLEST_TILE = 16
+_SMALLEST_TILE = 16
 """Tensor cores multiply no smaller tiles."""
 _MOST_ROWS = 64
 """Of a program."""
@@ -107,4 +107,4 @@ def split_product(rows: Tensor, weights: Tensor) -> Tensor:
 
 def padded_rows(count: int) -> int:
     """The smallest tile that holds so many rows."""
-    return max(SMALLEST_TILE, 1 << (count - 1).bit_length())
+    return max(_SMALLEST_TILE, 1 << (count - 1).bit_length())

@@ -180,7 +180,7 @@ def test_add_norm_adds_in_place_and_norms(width: int) -> None:
 
 
 def test_a_layer_computes_a_recorded_step_by_the_kernel_and_others_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton_omni.vllm_hooks import fused_decode
+    from triton_omni.vllm_hooks import fused_layers
 
     step = Step([40, 3])
     outer = torch.randn(step.heads * step.width, 8, generator=torch.Generator().manual_seed(2)).to(DEVICE)
@@ -196,9 +196,9 @@ def test_a_layer_computes_a_recorded_step_by_the_kernel_and_others_plainly(monke
     )
     lengths = torch.tensor(step.lengths, dtype=torch.int32, device=DEVICE)
     known = SimpleNamespace(attn_metadata={"a": SimpleNamespace(block_table=step.table, seq_lens=lengths)})
-    monkeypatch.setattr(fused_decode, "get_forward_context", lambda: known)
-    switch = fused_decode.Switch(arrivals())
-    attention = fused_decode.FusedAttention(layer, switch)
+    monkeypatch.setattr(fused_layers, "get_forward_context", lambda: known)
+    switch = fused_layers.Switch(arrivals())
+    attention = fused_layers.FusedAttention(layer, switch)
     assert attention(positions=step.positions, hidden_states=step.projected) is step.projected
     expected = step.expected()[0] @ outer
     switch.on = True
@@ -221,7 +221,7 @@ class Norm:
 
 
 def test_layers_and_the_norm_behind_them_give_what_plain_ones_give() -> None:
-    from triton_omni.vllm_hooks.fused_decode import FusedLayer, FusedNorm, Switch
+    from triton_omni.vllm_hooks.fused_layers import FusedLayer, FusedNorm, Switch
 
     hidden, inner, count = 96, 160, 3
 

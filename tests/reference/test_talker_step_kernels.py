@@ -29,8 +29,9 @@ SETTINGS = [
 def make_step(fused: bool) -> Any:
     """A step with sequences in the middle of their replies, always the same."""
     from triton_omni.vllm_hooks.fused_talker_step import FusedTalkerStep
+    from triton_omni.vllm_hooks.talker_columns import Column
     from triton_omni.vllm_hooks.talker_rows import TalkerRows
-    from triton_omni.vllm_hooks.talker_step import Column, TalkerStep
+    from triton_omni.vllm_hooks.talker_step import TalkerStep
 
     random = torch.Generator().manual_seed(0)
     tail = torch.randn(2, WIDTH, generator=random).to(DEVICE)
@@ -119,7 +120,7 @@ def test_a_sequence_with_what_is_not_finite_draws_the_mask_id_alone() -> None:
 
 def test_ids_as_likely_as_the_last_kept_are_all_kept() -> None:
     """A sort keeps some of them by their place; half-precision logits are often equal."""
-    from triton_omni.vllm_hooks.talker_step import Column
+    from triton_omni.vllm_hooks.talker_columns import Column
 
     step = make_step(fused=True)
     slot, seen = int(step.index[1, Column.SLOT]), set()

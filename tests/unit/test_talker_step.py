@@ -10,8 +10,9 @@ import torch
 
 from triton_omni.engine import TalkerPrompt
 from triton_omni.talker.conditioning import CodecIds
+from triton_omni.vllm_hooks.talker_columns import Column
 from triton_omni.vllm_hooks.talker_rows import TalkerRows
-from triton_omni.vllm_hooks.talker_step import Column, TalkerStep
+from triton_omni.vllm_hooks.talker_step import TalkerStep
 
 IDS = CodecIds(mask=12, pad=10, bos=13, eos=11)
 VOCABULARY, SPEAKABLE, WIDTH, SEQUENCES = 16, 8, 4, 3

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.split_kernels import early_launch, wait_for_inputs
+from triton_omni.split_kernels import early_launch, padded_rows, wait_for_inputs
 from triton_omni.token2wav.batching import Neighbours
-from triton_omni.token2wav.kernels import SMALLEST_TILE
 from triton_omni.token2wav.past import LayerPast
 
 
@@ -181,7 +180,7 @@ def block_attention(
         HEAD_DIM=head_dim,
         ROTARY_HEADS=rotary_heads,
         BLOCK=block_size,
-        TILE=max(SMALLEST_TILE, triton.next_power_of_2(block_size)),
+        TILE=padded_rows(block_size),
         BACK=reach[0],
         AHEAD=reach[1],
         num_warps=2,

@@ -16,12 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from triton_omni.split_kernels import early_launch, wait_for_inputs
+from triton_omni.split_kernels import early_launch, padded_rows, wait_for_inputs
 from triton_omni.token2wav.noise import counters
 from triton_omni.token2wav.transfer import to_device
-
-SMALLEST_TILE = 16
-"""Tensor cores multiply no smaller tiles."""
 
 
 @triton.jit
@@ -270,7 +267,7 @@ def anti_aliased_snake(
     """
     batch, length, width = first.shape
     output = torch.empty(batch, length, width, dtype=dtype, device=first.device)
-    tile = min(32, max(SMALLEST_TILE, triton.next_power_of_2(width)))
+    tile = min(32, padded_rows(width))
     _anti_aliased_snake[triton.cdiv(length, _KEPT), triton.cdiv(width, tile), batch](
         first,
         first if second is None else second,

@@ -15,10 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.split_kernels import early_launch, wait_for_inputs
+from triton_omni.split_kernels import early_launch, padded_rows, wait_for_inputs
 
-SMALLEST_TILE = 16
-"""Tensor cores multiply no smaller tiles."""
 KEYS = 64
 """Cached keys that a program of attention takes at a time."""
 MOST_SPLITS = 16
@@ -111,6 +109,25 @@ def _over_cache(
 
 
 @triton.jit
+def _with_own_token(best, total, summed, query_1, query_2, keys, values, kept, cosine, sine, scale):
+    """Join the step's own token, whose key and value come from the projection, and keep both in the cache."""
+    GROUP: tl.constexpr = query_1.shape[0]
+    HALF: tl.constexpr = query_1.shape[1]
+    lanes, dims = tl.arange(0, HALF), tl.arange(0, 2 * HALF)
+    first, second = tl.load(keys + lanes).to(tl.float32), tl.load(keys + HALF + lanes).to(tl.float32)
+    key_1 = (first * cosine - second * sine).to(keys.dtype.element_ty)
+    key_2 = (second * cosine + first * sine).to(keys.dtype.element_ty)
+    value = tl.load(values + dims)
+    tl.store(kept + lanes, key_1)
+    tl.store(kept + HALF + lanes, key_2)
+    tl.store(kept + 2 * HALF + dims, value)
+    score = tl.sum(query_1.to(tl.float32) * key_1.to(tl.float32)[None, :], 1)
+    score = (score + tl.sum(query_2.to(tl.float32) * key_2.to(tl.float32)[None, :], 1)) * scale
+    weight = tl.full([GROUP], 1.0, tl.float32)
+    return _merge(best, total, summed, score, weight, value.to(tl.float32)[None, :])
+
+
+@triton.jit
 def _all_parts(parts, used, PART: tl.constexpr, WIDTH: tl.constexpr):
     """Put together what programs on other multiprocessors left, past this one's own cache (.cg)."""
     GROUP: tl.constexpr = parts.shape[0]
@@ -196,21 +213,11 @@ def _decode_attention(
         TILE,
     )
     if split == used - 1:
-        # The step's own token: its key and value come from the projection, and stay in the cache.
-        unrotated = row + (HEADS + head) * WIDTH + lanes
-        first, second = tl.load(unrotated).to(tl.float32), tl.load(unrotated + HALF).to(tl.float32)
-        new_1 = (first * cosine - second * sine).to(projected.dtype.element_ty)
-        new_2 = (second * cosine + first * sine).to(projected.dtype.element_ty)
-        new_value = tl.load(row + (HEADS + KEY_HEADS + head) * WIDTH + dims)
-        new_block = tl.load(blocks_of + past // BLOCK).to(tl.int64)
-        place = own + new_block * block_stride + (past % BLOCK) * place_stride
-        tl.store(place + lanes, new_1)
-        tl.store(place + HALF + lanes, new_2)
-        tl.store(place + WIDTH + dims, new_value)
-        score = tl.sum(query_1.to(tl.float32) * new_1.to(tl.float32)[None, :], 1)
-        score = (score + tl.sum(query_2.to(tl.float32) * new_2.to(tl.float32)[None, :], 1)) * scale
-        best, total, summed = _merge(
-            best, total, summed, score, tl.full([GROUP], 1.0, tl.float32), new_value.to(tl.float32)[None, :]
+        keys = row + (HEADS + head) * WIDTH
+        values = row + (HEADS + KEY_HEADS + head) * WIDTH
+        kept = own + tl.load(blocks_of + past // BLOCK).to(tl.int64) * block_stride + (past % BLOCK) * place_stride
+        best, total, summed = _with_own_token(
+            best, total, summed, query_1, query_2, keys, values, kept, cosine, sine, scale
         )
 
     if used == 1:
@@ -259,7 +266,7 @@ def decode_attention(
     """
     count, (_, key_heads, block, double) = len(projected), cache.blocks.shape
     half, pairs = double // 4, count * key_heads
-    group = max(SMALLEST_TILE, triton.next_power_of_2(heads // key_heads))
+    group = padded_rows(heads // key_heads)
     shares = splits(pairs)
     partials = torch.empty(pairs * shares * group * (double // 2 + 2), dtype=torch.float32, device=projected.device)
     output = torch.empty(count, heads * double // 2, dtype=projected.dtype, device=projected.device)

@@ -7,18 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from triton_omni.vllm_hooks.talker_step import Column, TalkerStep
-from triton_omni.vllm_hooks.talker_step_kernels import Columns, Layout, Memory, Rules, begin, draw
-
-_COLUMNS = Columns(
-    row=Column.ROW,
-    slot=Column.SLOT,
-    place=Column.PLACE,
-    uniform=Column.UNIFORM,
-    follows=Column.FOLLOWS,
-    axis=Column.AXIS,
-    cache=Column.CACHE,
-)
+from triton_omni.vllm_hooks.talker_step import TalkerStep
+from triton_omni.vllm_hooks.talker_step_kernels import Layout, Memory, Rules, begin, draw
 
 
 class FusedTalkerStep(TalkerStep):
@@ -32,8 +22,8 @@ class FusedTalkerStep(TalkerStep):
     def begin_decode(self, ids: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         """As the plain step's."""
         layout = Layout(self.index, ids, positions, self.cache_slots)
-        return begin(layout, self._memory, table, _COLUMNS, self.mask_id)
+        return begin(layout, self._memory, table, self.mask_id)
 
     def finish_decode(self, logits: Tensor) -> None:
         """As the plain step's, but that ids as likely as the last that top-k or top-p keeps are all kept."""
-        draw(logits, self.index, self._memory, self._rules, _COLUMNS, self.mask_id)
+        draw(logits, self.index, self._memory, self._rules, self.mask_id)

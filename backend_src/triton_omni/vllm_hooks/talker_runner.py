@@ -20,7 +20,6 @@ from triton_omni.vllm_hooks.compat import (
     BatchDescriptor,
     CachedRequestState,
     CompilationMode,
-    GPUModelRunner,
     SamplerOutput,
     SchedulerOutput,
     VllmConfig,
@@ -29,16 +28,13 @@ from triton_omni.vllm_hooks.fused_decode import FusedDecodeMixin
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
 from triton_omni.vllm_hooks.steady_decode import SteadyDecodeMixin
+from triton_omni.vllm_hooks.talker_columns import Column
 from triton_omni.vllm_hooks.talker_network import TalkerForCausalLM
 from triton_omni.vllm_hooks.talker_rows import SampledStep, Sequence
-from triton_omni.vllm_hooks.talker_step import Column, TalkerStep, make_step
+from triton_omni.vllm_hooks.talker_step import TalkerStep, make_step
 
 if TYPE_CHECKING:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-    _Runner = GPUModelRunner
-else:
-    _Runner = object
 
 
 SESSIONS: Final = "max_sessions"

@@ -7,7 +7,6 @@ It knows neither vLLM nor how a step is scheduled.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -15,28 +14,10 @@ from torch import Tensor
 
 from triton_omni.checkpoint.config import OmniConfig, load_config
 from triton_omni.talker.conditioning import CodecIds, prompt_ids
+from triton_omni.vllm_hooks.talker_columns import Column
 from triton_omni.vllm_hooks.talker_draw import SlotDraws
 from triton_omni.vllm_hooks.talker_rows import TalkerRows
 from triton_omni.vllm_hooks.text_rows import TextRows
-
-
-class Column(IntEnum):
-    """What a step is told of each of its tokens; one int64 each, so that all of it is one copy to the device."""
-
-    ROW = 0
-    """Its row in the pool."""
-    SLOT = 1
-    """The slot of its sequence."""
-    PLACE = 2
-    """Its position in its sequence."""
-    UNIFORM = 3
-    """Bits of the float64 by which the id behind it is drawn."""
-    FOLLOWS = 4
-    """1 where it is what the last decode step drew in the same row; the step then lays it out by the next two."""
-    AXIS = 5
-    """Its position on the axes of M-RoPE, which are one behind the prompt."""
-    CACHE = 6
-    """Its slot in the key-value cache."""
 
 
 class TalkerStep:

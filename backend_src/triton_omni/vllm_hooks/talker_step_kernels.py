@@ -15,25 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_omni.split_kernels import early_launch, wait_for_inputs
-
-
-class Columns(NamedTuple):
-    """Where a step's index has what; see `talker_step.Column`."""
-
-    row: int
-    slot: int
-    place: int
-    uniform: int
-    follows: int
-    axis: int
-    cache: int
+from triton_omni.vllm_hooks.talker_columns import Column
 
 
 class Layout(NamedTuple):
     """What a step is told, and where it leaves what it lays out."""
 
     told: Tensor
-    """int64 [N, columns]."""
+    """int64 [N, len(Column)]."""
     ids: Tensor
     """int32 [N], read, and overwritten where a token follows."""
     positions: Tensor
@@ -107,11 +96,11 @@ def _begin(
     tl.store(inputs + token * WIDTH + columns, total.to(inputs.dtype.element_ty), mask=inside)
 
 
-def begin(layout: Layout, memory: Memory, table: Tensor, columns: Columns, mask_id: int) -> Tensor:
+def begin(layout: Layout, memory: Memory, table: Tensor, mask_id: int) -> Tensor:
     """`TalkerStep.begin_decode`: inputs [N, H] of a decode step's tokens, each laid out if it follows.
 
     Args:
-        layout, memory, columns: of the step.
+        layout, memory: of the step.
         table: [V, H], embeddings of codec ids.
         mask_id: the id whose embedding is not added.
     """
@@ -129,11 +118,11 @@ def begin(layout: Layout, memory: Memory, table: Tensor, columns: Columns, mask_
         layout.told.stride(0),
         layout.positions.stride(0),
         mask_id,
-        ROW=columns.row,
-        SLOT=columns.slot,
-        FOLLOWS=columns.follows,
-        AXIS=columns.axis,
-        CACHE=columns.cache,
+        ROW=Column.ROW.value,
+        SLOT=Column.SLOT.value,
+        FOLLOWS=Column.FOLLOWS.value,
+        AXIS=Column.AXIS.value,
+        CACHE=Column.CACHE.value,
         WIDTH=width,
         VOCABULARY=memory.seen.shape[1],
         TILE=triton.next_power_of_2(width),
@@ -252,7 +241,7 @@ def _draw(
     tl.store(drawn + token, tl.where(sound, chosen, mask_id).to(tl.int32))
 
 
-def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, columns: Columns, mask_id: int) -> None:
+def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, mask_id: int) -> None:
     """`TalkerStep.finish_decode`: draw from `logits` [N, V] into `memory.drawn`.
 
     In the order of HF's and vLLM's steps: penalty, forbidden ids, least length, temperature, min-p, top-k, top-p; then
@@ -274,9 +263,9 @@ def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, columns: C
         index.stride(0),
         slots,
         mask_id,
-        SLOT=columns.slot,
-        PLACE=columns.place,
-        UNIFORM=columns.uniform,
+        SLOT=Column.SLOT.value,
+        PLACE=Column.PLACE.value,
+        UNIFORM=Column.UNIFORM.value,
         VOCABULARY=vocabulary,
         TILE=triton.next_power_of_2(vocabulary),
         num_warps=16,

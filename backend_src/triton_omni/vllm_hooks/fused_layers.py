@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How decoder layers compute a recorded step of one token a sequence: four kernels and a product in place of twelve.
+
+The layers are vLLM's, and keep their weights and their cache; other steps are computed by their own `forward`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triton_omni.split_kernels import split_product
+from triton_omni.vllm_hooks.compat import UnquantizedLinearMethod, get_forward_context
+from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Rotation, decode_attention
+from triton_omni.vllm_hooks.decode_product_kernels import MOST_ROWS, add_norm, gated_product
+from triton_omni.vllm_hooks.fused_decode import decoder_of
+
+
+class Switch:
+    """Whether the step that is launched is one of one token a sequence, to be recorded.
+
+    Args:
+        arrivals: see `decode_attention`; of all layers, which run one after another.
+    """
+
+    def __init__(self, arrivals: Tensor) -> None:
+        self.on = False
+        self.arrivals = arrivals
+
+
+class FusedAttention:
+    """Stands in for the `forward` of a layer's attention."""
+
+    def __init__(self, attention: Any, switch: Switch) -> None:
+        self._attention, self._switch, self._plain = attention, switch, attention.forward
+
+    def __call__(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """[N, hidden] of positions [3, N] and hidden states [N, hidden]."""
+        if not self._switch.on:
+            plain: Tensor = self._plain(positions=positions, hidden_states=hidden_states)
+            return plain
+        output: Tensor = self._attention.o_proj(self.heads(positions, hidden_states))[0]
+        return output
+
+    def heads(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """What the heads see [N, heads x head_dim], not yet projected."""
+        layer, cached = self._attention, self._attention.attn
+        steps: Any = get_forward_context().attn_metadata
+        step = steps[cached.layer_name]
+        projected, _ = layer.qkv_proj(hidden_states)
+        return decode_attention(
+            projected,
+            self._rotation(positions, projected),
+            Cache(cached.kv_cache, step.block_table, step.seq_lens),
+            self._switch.arrivals,
+            heads=layer.num_heads,
+            scale=layer.scaling,
+        )
+
+    def _rotation(self, positions: Tensor, projected: Tensor) -> Rotation:
+        rotary = self._attention.rotary_emb
+        time, height, width = rotary.mrope_section
+        return Rotation(positions, rotary._match_cos_sin_cache_dtype(projected), (time, height, width))
+
+
+class FusedLayer:
+    """Stands in for the `forward` of a decoder layer, its attention being fused.
+
+    Between such layers the hidden states travel as the parts of a sum [S, N, hidden], which the next norm adds up.
+    """
+
+    def __init__(self, layer: Any, attention: FusedAttention, switch: Switch) -> None:
+        self._layer, self._attention, self._switch, self._plain = layer, attention, switch, layer.forward
+
+    def __call__(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Parts of the hidden states, and the residual [N, hidden], updated in place."""
+        if not self._switch.on or positions.shape[-1] > MOST_ROWS:
+            plain: tuple[Tensor, Tensor] = self._plain(positions, hidden_states, residual)
+            return plain
+        layer = self._layer
+        if residual is None:
+            hidden_states, residual = layer.input_layernorm(hidden_states), hidden_states
+        else:
+            hidden_states = _add_norm(hidden_states, residual, layer.input_layernorm)
+        seen = self._attention.heads(positions, hidden_states)
+        hidden_states = _add_norm(
+            split_product(seen, layer.self_attn.o_proj.weight), residual, layer.post_attention_layernorm
+        )
+        gated = gated_product(hidden_states, layer.mlp.gate_up_proj.weight)
+        return split_product(gated, layer.mlp.down_proj.weight), residual
+
+
+class FusedNorm:
+    """Stands in for the `forward` of the norm behind the layers."""
+
+    def __init__(self, norm: Any) -> None:
+        self._norm, self._plain = norm, norm.forward
+
+    def __call__(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
+        """As the plain norm, of hidden states in parts too."""
+        if residual is None or hidden_states.ndim == residual.ndim:
+            return self._plain(hidden_states, residual)
+        return _add_norm(hidden_states, residual, self._norm), residual
+
+
+def _add_norm(parts: Tensor, residual: Tensor, norm: Any) -> Tensor:
+    return add_norm(parts, residual, norm.weight, norm.variance_epsilon)
+
+
+def fuse(network: nn.Module, max_sequences: int) -> Switch:
+    """Let each decoder layer of a network be computed in either way; the switch that is returned says in which.
+
+    Where a layer's matrices are quantised, only its attention has another way.
+    """
+    decoder, layers = decoder_of(network)
+    most = max_sequences * max(layer.self_attn.num_kv_heads for layer in layers)
+    switch = Switch(torch.zeros(most, dtype=torch.int32, device=next(network.parameters()).device))
+    plain_products = _products_are_plain(layers)
+    for layer in layers:
+        attention = layer.self_attn.forward = FusedAttention(layer.self_attn, switch)
+        if plain_products:
+            layer.forward = FusedLayer(layer, attention, switch)
+    decoder.norm.forward = FusedNorm(decoder.norm)
+    return switch
+
+
+def _products_are_plain(layers: list[Any]) -> bool:
+    """Whether the matrices that the kernels multiply by are as the checkpoint has them, without bias."""
+    matrices = [
+        matrix for layer in layers for matrix in (layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+    ]
+    return all(isinstance(matrix.quant_method, UnquantizedLinearMethod) and matrix.bias is None for matrix in matrices)

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How what a talker step is told of its tokens is laid out; for the step and for the kernels that stand in for it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Column(IntEnum):
+    """What a step is told of each of its tokens; one int64 each, so that all of it is one copy to the device."""
+
+    ROW = 0
+    """Its row in the pool."""
+    SLOT = 1
+    """The slot of its sequence."""
+    PLACE = 2
+    """Its position in its sequence."""
+    UNIFORM = 3
+    """Bits of the float64 by which the id behind it is drawn."""
+    FOLLOWS = 4
+    """1 where it is what the last decode step drew in the same row; the step then lays it out by the next two."""
+    AXIS = 5
+    """Its position on the axes of M-RoPE, which are one behind the prompt."""
+    CACHE = 6
+    """Its slot in the key-value cache."""
