@@ -7,6 +7,7 @@ files comes before and is the same for both.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,7 +26,8 @@ from triton_omni.thinker.prompt import PromptRenderer, to_vllm_data
 from triton_omni.vllm_hooks.compat import LLMEngine, RequestOutputKind, SamplingParams
 from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
 
-from .figures import OURS, milliseconds
+from .figures import milliseconds
+from .own_decoders import OwnEngine
 from .plan import Plan
 from .vllm_decoders import engine_facts, plain_thinker_arguments
 
@@ -53,14 +55,12 @@ class FirstTokens(Protocol):
         """Release the device."""
 
 
-class OwnFirstTokens:
+class OwnFirstTokens(OwnEngine[ThinkerVllmEngine]):
     """Our engine, with the rows that speech is made of."""
-
-    by = OURS
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         settings = ThinkerSettings(engine=_engine(plan), quantization=plan.quantization)
-        self._engine = ThinkerVllmEngine(Path(plan.model), settings, device)
+        super().__init__(ThinkerVllmEngine(Path(plan.model), settings, device))
 
     def first_token(self, prompt: ThinkerPrompt, number: int) -> None:
         """Prepare, add, and step until it is there."""
@@ -68,14 +68,6 @@ class OwnFirstTokens:
         self._engine.add(str(number), placed, Sampling(max_tokens=1), want_rows=True)
         while self._engine.has_work():
             self._engine.step()
-
-    def facts(self) -> Mapping[str, Any]:
-        """See `engine_facts`."""
-        return engine_facts(self._engine._llm)
-
-    def close(self) -> None:
-        """Release the device."""
-        self._engine.close()
 
 
 class PlainFirstTokens:
@@ -113,7 +105,7 @@ def measure_media(engine: FirstTokens, plan: Plan) -> Iterator[Mapping[str, Any]
     """The engine's facts, then a figure of every prompt; the engine is closed at the end."""
     try:
         yield {"ready": engine.facts()}
-        numbers = iter(range(1 << 30))
+        numbers = itertools.count()
         for name, prompt in prompts(plan).items():
             for _ in range(plan.warm_up_repeats):
                 engine.first_token(prompt, next(numbers))

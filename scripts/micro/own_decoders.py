@@ -47,16 +47,31 @@ def engine_settings(plan: Plan) -> EngineSettings:
     return EngineSettings(**shared_settings(plan).model_dump() | {"fused_decode": plan.fused_decode})
 
 
-EngineT = TypeVar("EngineT", ThinkerVllmEngine, TalkerVllmEngine)
+EngineT = TypeVar("EngineT", bound=ThinkerVllmEngine | TalkerVllmEngine)
 
 
-class _OwnDecoder(Generic[EngineT]):
-    """What both of our engines have in common."""
+class OwnEngine(Generic[EngineT]):
+    """What measurements of our engines have in common."""
 
     by = OURS
 
     def __init__(self, engine: EngineT) -> None:
         self._engine: EngineT = engine
+
+    def facts(self) -> dict[str, Any]:
+        """See `engine_facts`."""
+        return engine_facts(self._engine._llm)
+
+    def close(self) -> None:
+        """Release the device."""
+        self._engine.close()
+
+
+class _OwnDecoder(OwnEngine[EngineT]):
+    """Sequences that decode, in either engine."""
+
+    def __init__(self, engine: EngineT) -> None:
+        super().__init__(engine)
         self._keys: list[str] = []
 
     def clear(self) -> None:
@@ -66,14 +81,6 @@ class _OwnDecoder(Generic[EngineT]):
         self._keys = []
         while self._engine.has_work():
             self._engine.step()
-
-    def facts(self) -> dict[str, Any]:
-        """See `engine_facts`."""
-        return engine_facts(self._engine._llm)
-
-    def close(self) -> None:
-        """Release the device."""
-        self._engine.close()
 
 
 class ThinkerDecoder(_OwnDecoder[ThinkerVllmEngine]):

@@ -10,18 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-SPECIALS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_bos|>",
-    "<|vision_eos|>",
-    "<|audio_bos|>",
-    "<|audio_eos|>",
-    "<|IMAGE|>",
-    "<|AUDIO|>",
-    "<|VIDEO|>",
-)
+from special_tokens import SPECIALS
 
 NUMBERS = st.one_of(
     st.sampled_from([0, -0.0, -1, 1e308, -1e308, 1e-320, 2**31, 2**63, -(2**63) - 1, 10**4000, True, 0.1 + 0.2]),

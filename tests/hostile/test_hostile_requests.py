@@ -23,13 +23,13 @@ from hostile.strategies import (
     MESSAGES,
     PARAMETERS,
     SCHEMAS,
-    SPECIALS,
     TEXT,
     URLS,
     as_json,
     damaged,
 )
 from hostile.watching import Watch, watch
+from special_tokens import SPECIALS
 from triton_omni.chat import Message, TextPart
 from triton_omni.errors import OmniError, TooLarge
 from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request

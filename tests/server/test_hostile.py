@@ -19,7 +19,6 @@ from tritonclient.grpc import service_pb2_grpc
 
 from gateway_fakes import run_gateway
 from hostile import files
-from hostile.strategies import SPECIALS
 from media_samples import audio_file, image_file
 from server.serving import Served, serve, wait_for
 from server.test_contract import (
@@ -32,6 +31,7 @@ from server.test_contract import (
     with_parameters,
     with_url,
 )
+from special_tokens import SPECIALS
 from triton_omni_client import Request
 from triton_omni_client.messages import MODEL, UNARY_MODEL
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image as Pillow
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from special_tokens import SPECIALS
 from triton_omni.chat import MediaPart, Message, TextPart
 from triton_omni.errors import BadRequest, InternalError
 from triton_omni.media import Audio, Image, Video
@@ -29,18 +30,6 @@ from triton_omni.thinker.prompt import (
 # The pre-tokeniser of Qwen2 (transformers' tokenization_qwen2): newlines merge with each other and with punctuation.
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPECIALS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_bos|>",
-    "<|vision_eos|>",
-    "<|audio_bos|>",
-    "<|audio_eos|>",
-    "<|IMAGE|>",
-    "<|AUDIO|>",
-    "<|VIDEO|>",
 )
 CORPUS = [
     "user\n\n\nHello there, how are you?\n\n",

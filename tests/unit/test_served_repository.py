@@ -16,10 +16,17 @@ import yaml
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from triton_omni.checkpoint.config import load_config
 from triton_omni.ledger_layout import STAGES
 from triton_omni.serving.machine import ServerError
 from triton_omni.serving.model_folder import checkpoint_name
-from triton_omni.serving.served_repository import STREAMING_MODEL, UNARY_MODEL, served_facts, served_repository
+from triton_omni.serving.served_repository import (
+    STREAMING_MODEL,
+    UNARY_MODEL,
+    served_facts,
+    served_repository,
+    stage_settings,
+)
 from triton_omni.settings import RequestLimits
 
 PROJECT = Path(__file__).parents[2] / "model_repository"
@@ -45,6 +52,10 @@ def config_of(folder: Path) -> Any:
     return text_format.Parse((folder / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
 
 
+def facts_of(repository: Path, checkpoint: Path, model: str) -> dict[str, Any]:
+    return served_facts(stage_settings(repository), load_config(checkpoint), checkpoint, model)
+
+
 def test_public_models_tell_and_all_else_is_the_original(repository: Path, tiny_checkpoint: Path) -> None:
     change(repository, UNARY_MODEL, {"max_requests": 7})
     with served_repository(repository, tiny_checkpoint) as served:
@@ -57,7 +68,7 @@ def test_public_models_tell_and_all_else_is_the_original(repository: Path, tiny_
             assert (served / model / "1").resolve() == repository / model / "1"
             config, original = config_of(served / model), config_of(repository / model)
             told = {name: json.loads(value.string_value) for name, value in config.parameters.items()}
-            assert told == served_facts(repository, tiny_checkpoint, model)
+            assert told == facts_of(repository, tiny_checkpoint, model)
             assert told["voices"] == ["Chelsie", "Ethan"]
             assert told["sample_rate"] == 24000
             assert told["checkpoint"] == tiny_checkpoint.name
@@ -71,7 +82,7 @@ def test_public_models_tell_and_all_else_is_the_original(repository: Path, tiny_
 
 def test_limits_are_the_lowest_of_all_that_have_a_say(repository: Path, tiny_checkpoint: Path) -> None:
     def limits() -> dict[str, Any]:
-        return dict(served_facts(repository, tiny_checkpoint, STREAMING_MODEL)["limits"])
+        return dict(facts_of(repository, tiny_checkpoint, STREAMING_MODEL)["limits"])
 
     shipped = limits()
     # The checkpoint's feature extractor takes no more than this.
@@ -117,7 +128,7 @@ def test_voices_that_cannot_be_read_are_not_told(repository: Path, tiny_checkpoi
     checkpoint = Path(
         shutil.copytree(tiny_checkpoint, tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors", "*.pt"))
     )
-    assert set(served_facts(repository, checkpoint, STREAMING_MODEL)) == {"limits", "sample_rate", "checkpoint"}
+    assert set(facts_of(repository, checkpoint, STREAMING_MODEL)) == {"limits", "sample_rate", "checkpoint"}
 
 
 def test_a_folder_that_cannot_be_written_is_told(

@@ -44,11 +44,12 @@ _INSTANCES = re.compile(r"^\s*instance_group\b", re.MULTILINE)
 
 @dataclass(frozen=True)
 class StageSettings:
-    """Of all stages of one repository."""
+    """Of all stages of one repository, and of its unary model where it has one."""
 
     thinker: ThinkerSettings
     talker: TalkerSettings
     token2wav: Token2WavSettings
+    unary: UnarySettings | None
 
 
 @contextmanager
@@ -72,8 +73,9 @@ def served_repository(repository: Path, checkpoint: Path, placement: Mapping[str
         yield repository
         return
     try:
-        added = {name: _parameters(served_facts(repository, checkpoint, name)) for name in public}
-        for name, group in _instances(repository, placement or {}).items():
+        stages, config = stage_settings(repository), load_config(checkpoint)
+        added = {name: _parameters(served_facts(stages, config, checkpoint, name)) for name in public}
+        for name, group in _instances(repository, stages, placement or {}).items():
             added[name] = added.get(name, "") + group
     except (SettingsError, CheckpointError) as error:
         raise ServerError(str(error)) from error
@@ -82,24 +84,25 @@ def served_repository(repository: Path, checkpoint: Path, placement: Mapping[str
         yield Path(folder)
 
 
-def served_facts(repository: Path, checkpoint: Path, model: str) -> dict[str, Any]:
-    """What a public model of `repository` tells: parameters of its configuration by name.
+def stage_settings(repository: Path) -> StageSettings:
+    """The settings of all models of a repository.
 
     Raises:
         SettingsError: a `stage.yaml` cannot be used.
-        CheckpointError: the checkpoint's configuration cannot be.
     """
-    config = load_config(checkpoint)
-    stages = StageSettings(
+    return StageSettings(
         _settings(repository, "thinker", ThinkerSettings),
         _settings(repository, "talker", TalkerSettings),
         _settings(repository, "token2wav", Token2WavSettings),
+        _settings(repository, UNARY_MODEL, UnarySettings) if (repository / UNARY_MODEL).is_dir() else None,
     )
+
+
+def served_facts(stages: StageSettings, config: OmniConfig, checkpoint: Path, model: str) -> dict[str, Any]:
+    """What a public model tells: parameters of its configuration by name. `config` is that of `checkpoint`."""
     limits = effective_limits(stages, config)
-    if model == UNARY_MODEL:
-        limits["max_sessions"] = min(
-            limits["max_sessions"], _settings(repository, UNARY_MODEL, UnarySettings).max_requests
-        )
+    if model == UNARY_MODEL and stages.unary is not None:
+        limits["max_sessions"] = min(limits["max_sessions"], stages.unary.max_requests)
     facts = {"limits": limits, "sample_rate": config.codec.sample_rate, "checkpoint": checkpoint_name(checkpoint)}
     try:
         return {"voices": list(voice_names(checkpoint)), **facts}
@@ -133,12 +136,12 @@ def _settings(repository: Path, model: str, kind: type[SettingsT]) -> SettingsT:
     return load_settings(repository / model / "1" / "stage.yaml", kind)
 
 
-def _instances(repository: Path, placement: Mapping[str, int]) -> dict[str, str]:
+def _instances(repository: Path, stages: StageSettings, placement: Mapping[str, int]) -> dict[str, str]:
     """What the configuration of each Python model says of its instances, where the original says nothing."""
     devices = {
-        "thinker": _settings(repository, "thinker", ThinkerSettings).device,
-        "talker": _settings(repository, "talker", TalkerSettings).device,
-        "token2wav": _settings(repository, "token2wav", Token2WavSettings).device,
+        "thinker": stages.thinker.device,
+        "talker": stages.talker.device,
+        "token2wav": stages.token2wav.device,
         UNARY_MODEL: "cpu",
     }
     return {
