@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -19,11 +19,12 @@ import torch
 
 from triton_omni.engine import EngineStats
 from triton_omni.errors import InternalError, OmniError, StageName
+from triton_omni.figures import POWERS, Figure, Histogram, LeakWatch
 from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import SessionLedger
 from triton_omni.ledger_layout import CAPACITY
 from triton_omni.loop import IDLE_POLL_S, StageLoop
-from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, lost_error
+from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, lost_error, memory_figures
 from triton_omni.streams import leave_default_stream, record_event
 from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage, Value
 
@@ -86,6 +87,8 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._claimed = False
         # By slot, when Triton was last asked for a cancel; of Triton's thread.
         self._asked_ns = [0] * CAPACITY
+        self._batches = Histogram(POWERS)
+        self._leaks = LeakWatch()
         self.hops: dict[Until, HopTimes] = {"arrived": HopTimes(), "taken": HopTimes()}
         """Of every message that a session takes in its order."""
 
@@ -122,6 +125,18 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         return StageStats(
             len(self._open), engine.running, engine.waiting, engine.kv_blocks_used, engine.rows_used, self._held()
         )
+
+    def figures(self) -> Iterator[Figure]:
+        """Figures by the names of their metrics, see `stage.Stage`."""
+        yield Figure("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
+        yield Figure("omni_leaked_sessions", self._leaks.count(self._overstayed()))
+        yield from self._batches.figures("omni_batch_size")
+        yield from memory_figures(self._device)
+
+    def _overstayed(self) -> list[str]:
+        """Sessions held here that are over for the thinker."""
+        ledger, held = self._ledger, [session.key for session in list(self._open.values())]
+        return [key.name for key in held if not ledger.is_current(key) or ledger.closed(key, "thinker")]
 
     @property
     def healthy(self) -> bool:

@@ -21,6 +21,8 @@ LAYERS = [
             "ledger",
             "ledger_layout",
             "precedence",
+            "figures",
+            "tally",
             "hops",
             "loop",
             "stage",

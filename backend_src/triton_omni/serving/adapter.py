@@ -60,7 +60,7 @@ class StageAdapter:
         self._ledger = ledger
         self._submit = submit
         self._threads = tuple(SendingThread(f"{name}-{number}") for number in range(SENDING_THREADS))
-        self._metrics = StageMetrics(pb_utils, name, stage.stats, counter, hops)
+        self._metrics = StageMetrics(pb_utils, name, stage, counter, hops, starts=ledger.epoch(name))
         stage.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -96,7 +96,12 @@ def adapt_thinker(pb_utils: Any, stage: ThinkerStage, ledger: SessionLedger) -> 
     """The thinker takes clients' requests."""
 
     def submit(request: Any, outlet: Outlet) -> None:
-        stage.submit(read_client_request(request), outlet)
+        try:
+            raw = read_client_request(request)
+        except Exception as error:
+            stage.accounts.count_unread(error)
+            raise
+        stage.submit(raw, outlet)
 
     return StageAdapter(pb_utils, "thinker", stage, submit, counter=LinkCounter(), ledger=ledger)
 

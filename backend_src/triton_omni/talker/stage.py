@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -18,12 +18,14 @@ import torch
 
 from triton_omni.engine import Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
 from triton_omni.errors import InternalError, OmniError, TooLarge
+from triton_omni.figures import Figure
 from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
 from triton_omni.outbox import Outbox, Pace, Parcel
 from triton_omni.settings import TalkerSettings
 from triton_omni.stage import SOON_S, Outlet, lost_error
+from triton_omni.tally import Ending
 from triton_omni.wire import (
     Failure,
     Kind,
@@ -73,6 +75,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._engine = engine
         self._text_bos_id = text_bos_id
         self._pace = Pace()
+        self._codes = 0
         # Of sessions that are not open yet, the last heartbeat's request.
         self._unopened: dict[str, tuple[SessionKey, Outlet]] = {}
 
@@ -86,10 +89,21 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def step(self) -> None:
         """One engine step over every session whose next row is there."""
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        if outputs:
+            self._batches.add(len(outputs))
+        for output in outputs:
             session = self._open.get(output.key)
             if session is not None:
                 self._take(session, output)
+
+    def figures(self) -> Iterator[Figure]:
+        """Figures by the names of their metrics, see `stage.Stage`."""
+        yield from super().figures()
+        open_now, ledger = list(self._open.values()), self._ledger
+        under_way = sum(one.outbox.messages - ledger.consumed(one.key, "token2wav") for one in open_now)
+        yield Figure("omni_credits_used", max(0, under_way))
+        yield Figure("omni_codes_total", self._codes)
 
     def _parse(self, tensors: Mapping[str, Value]) -> ThinkerMessage:
         return ThinkerMessage.from_tensors(tensors)
@@ -190,6 +204,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             return
         if output.codes is not None and len(output.codes):
             session.codes += len(output.codes)
+            self._codes += len(output.codes)
             session.first_code_ns = session.first_code_ns or time.monotonic_ns()
             session.outbox.put(output.codes, output.codes_ready)
         if output.finish_reason is not None:
@@ -233,6 +248,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _answer_error(self, session: _Open, error: OmniError) -> None:
         if self._drop(session):
+            self._ledger.say_ending(session.key, Ending.of(error, "talker"))
             session.outlet.fail(error, functools.partial(self._mark_closed, session.key, session.sequence))
 
     def _relay_failure(self, session: _Open, failure: Failure) -> None:

@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,11 +23,13 @@ from torch import Tensor
 
 from triton_omni.engine import AudioOutput, StreamOptions
 from triton_omni.errors import InternalError, OmniError
+from triton_omni.figures import SECONDS, Figure, Histogram
 from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import LinkEngine, LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
 from triton_omni.precedence import DeviceClaim
 from triton_omni.stage import SOON_S, Outlet
+from triton_omni.tally import Ending
 from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
 from triton_omni.wire import Answer, Kind, Session, SessionKey, TalkerMessage, Value
 
@@ -70,6 +72,8 @@ class _Open(LinkSession):
     samples: int = 0
     chunks: int = 0
     first_audio_ns: int = 0
+    """Since the request was accepted, as the next one."""
+    last_audio_ns: int = 0
     clamped_codes: int = 0
     audio_done: bool = False
     ending: TalkerMessage | None = None
@@ -125,6 +129,16 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         self._sample_rate = sample_rate
         self._claim = DeviceClaim()
         self._relays: dict[str, TextRelay] = {}
+        self._samples = 0
+        self._times = {
+            name: Histogram(SECONDS)
+            for name in (
+                "omni_first_text_seconds",
+                "omni_first_audio_seconds",
+                "omni_chunk_gap_seconds",
+                "omni_reply_seconds",
+            )
+        }
 
     def poll(self) -> float:
         """Claim the device where somebody waits for sound; look after every session."""
@@ -134,10 +148,20 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def step(self) -> None:
         """One step of the engine; answer with the samples that it gave."""
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        if outputs:
+            self._batches.add(len(outputs))
+        for output in outputs:
             session = self._open.get(output.key)
             if session is not None and session.error is None:
                 self._take(session, output)
+
+    def figures(self) -> Iterator[Figure]:
+        """Figures by the names of their metrics, see `stage.Stage`."""
+        yield from super().figures()
+        yield Figure("omni_audio_seconds_total", self._samples / self._sample_rate)
+        for name, times in self._times.items():
+            yield from times.figures(name)
 
     def _parse(self, tensors: Mapping[str, Value]) -> TalkerMessage:
         return TalkerMessage.from_tensors(tensors)
@@ -199,13 +223,23 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._fail(session, InternalError(output.error, stage="token2wav"))
             return
         if len(output.samples):
-            session.first_audio_ns = session.first_audio_ns or self._age(session)
+            self._observe_chunk(session)
             session.samples += len(output.samples)
+            self._samples += len(output.samples)
             session.outlet.send(self._encode(session, output.samples).to_tensors())
             session.chunks += 1
         session.clamped_codes = output.clamped_codes
         session.audio_done = output.final
         self._finish_if_done(session)
+
+    def _observe_chunk(self, session: _Open) -> None:
+        age_ns = self._age(session)
+        if session.first_audio_ns:
+            self._times["omni_chunk_gap_seconds"].add((age_ns - session.last_audio_ns) / 1e9)
+        else:
+            session.first_audio_ns = age_ns
+            self._times["omni_first_audio_seconds"].add(age_ns / 1e9)
+        session.last_audio_ns = age_ns
 
     def _encode(self, session: _Open, samples: Tensor) -> Answer:
         if session.session.audio_format == "f32":
@@ -219,7 +253,9 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         if session.session.audio_format == "wav" and session.session.want_audio and not session.chunks:
             session.outlet.send(self._encode(session, torch.empty(0)).to_tensors())
         session.outlet.send(Answer(info=json.dumps(self._info(session, session.ending))).to_tensors())
+        self._times["omni_reply_seconds"].add(self._age(session) / 1e9)
         self._drop(session)
+        self._ledger.say_ending(session.key, Ending())
         session.outlet.finish(then=functools.partial(self._mark_closed, session.key))
 
     def _info(self, session: _Open, ending: TalkerMessage) -> dict[str, Any]:
@@ -306,12 +342,16 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _answer_error(self, session: _Open, error: OmniError) -> None:
         self._drop(session)
+        self._ledger.say_ending(session.key, Ending.of(error, "token2wav"))
         session.outlet.fail(error, functools.partial(self._mark_closed, session.key))
 
     def _drop(self, session: _Open) -> None:
-        self._open.pop(session.key.name, None)
+        held = self._open.pop(session.key.name, None)
         self._relays.pop(session.key.name, None)
         session.relay.close()
+        if held is not None and session.relay.first_ns:
+            waited_ns = session.relay.first_ns - session.session.accepted_ns
+            self._times["omni_first_text_seconds"].add(waited_ns / 1e9)
         self._abort(session)
 
     @staticmethod
