@@ -106,8 +106,8 @@ TEXT
 
 help_serve() {
     cat <<'TEXT'
-Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N] [--log-verbose N] [--mps]
-                        [--gpus STAGE=N,...]
+Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N] [--log-verbose N]
+                        [--log-format plain|json] [--mps] [--gpus STAGE=N,...]
 
 Serves until Ctrl-C or SIGTERM. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded.
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.

@@ -19,6 +19,7 @@ import torch
 
 from triton_omni.engine import EngineStats
 from triton_omni.errors import InternalError, OmniError, StageName
+from triton_omni.events import log_event
 from triton_omni.figures import POWERS, Figure, Histogram, LeakWatch
 from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import SessionLedger
@@ -229,7 +230,6 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         lost = self._ledger.lost_stages(session.key)
         if not lost:
             return self._look_after(session)
-        logger.info("request %s: lost with %s", session.session.request_id, lost[0])
         self._answer_error(session, lost_error(lost[0]))
         return SOON_S
 
@@ -301,6 +301,12 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         """The session's `OPEN` request has ended, too, after `sent` messages."""
         self._ledger.count_returned(key)
         self._ledger.mark_closed(key, sent)
+
+    def _log(self, session: SessionT, event: str, **fields: str | float | None) -> None:
+        """A record of the log about the session, with its age."""
+        age_ns = time.monotonic_ns() - session.session.accepted_ns
+        names = {"request": session.session.request_id, "session": session.key.name}
+        log_event(logger, event, stage=self._name, **names, **fields, seconds=age_ns / 1e9)
 
     def _abort(self, session: SessionT) -> None:
         if self._broken is None:

@@ -14,7 +14,19 @@ GATEWAY = ROOT / "gateway" / "triton_omni_gateway"
 
 # Each module may import modules of lower layers and of its own group.
 LAYERS = [
-    {"contracts": {"errors", "settings", "engine", "device", "streams", "precision", "spans", "split_kernels"}},
+    {
+        "contracts": {
+            "errors",
+            "events",
+            "settings",
+            "engine",
+            "device",
+            "streams",
+            "precision",
+            "spans",
+            "split_kernels",
+        }
+    },
     {
         "protocol": {
             "wire",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from triton_omni.device import resolve_device, resolve_dtype_name
 from triton_omni.errors import StageName
 from triton_omni.serving.endpoint import command_line, own_grpc_url
+from triton_omni.serving.log_format import configure_logging
 from triton_omni.settings import (
     Device,
     SettingsError,
@@ -189,11 +190,7 @@ def checkpoint_folder() -> Path:
 def _prepare_process() -> None:
     # Triton's stub starts its interpreter in the C locale, in which torch's and vLLM's sources cannot be read.
     locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
-    logging.basicConfig(
-        level=os.environ.get("OMNI_LOG_LEVEL", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-    )
+    configure_logging()
     _quiet_libraries()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 

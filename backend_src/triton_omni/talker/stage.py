@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import msgspec
 import torch
 
 from triton_omni.engine import Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
-from triton_omni.errors import InternalError, OmniError, TooLarge
+from triton_omni.errors import ErrorCode, InternalError, OmniError, TooLarge
 from triton_omni.figures import Figure
 from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import LinkSession, LinkStage
@@ -25,7 +24,7 @@ from triton_omni.loop import IDLE_POLL_S
 from triton_omni.outbox import Outbox, Pace, Parcel
 from triton_omni.settings import TalkerSettings
 from triton_omni.stage import SOON_S, Outlet, lost_error
-from triton_omni.tally import Ending
+from triton_omni.tally import OUTCOMES, Ending
 from triton_omni.wire import (
     Failure,
     Kind,
@@ -37,8 +36,6 @@ from triton_omni.wire import (
     ThinkerReport,
     Value,
 )
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -242,30 +239,37 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         return SOON_S if session.outbox.waiting or session.thinker is not None else IDLE_POLL_S
 
     def _fail(self, session: _Open, error: OmniError) -> None:
-        logger.info("request %s: failed in the talker: %s", session.session.request_id, error.code)
         self._relay_failure(session, Failure.of(error, "talker"))
         self._ledger.mark_failed(session.key)
 
     def _answer_error(self, session: _Open, error: OmniError) -> None:
-        if self._drop(session):
+        if self._drop(session, error.code):
             self._ledger.say_ending(session.key, Ending.of(error, "talker"))
             session.outlet.fail(error, functools.partial(self._mark_closed, session.key, session.sequence))
 
     def _relay_failure(self, session: _Open, failure: Failure) -> None:
         message = TalkerMessage(key=session.key, kind=Kind.ERROR, sequence=session.sequence, failure=failure)
         self._send(session, message)
-        self._close(session)
+        self._close(session, failure.code)
 
-    def _close(self, session: _Open) -> None:
-        if self._drop(session):
+    def _close(self, session: _Open, code: ErrorCode | None = None) -> None:
+        if self._drop(session, code):
             session.outlet.finish(then=functools.partial(self._mark_closed, session.key, session.sequence))
 
-    def _drop(self, session: _Open) -> bool:
-        """Forget the session; False if it was forgotten before."""
+    def _drop(self, session: _Open, code: ErrorCode | None) -> bool:
+        """Forget the session, which ends with an error of this code, if any; False if it was forgotten before."""
         if self._open.pop(session.key.name, None) is None:
             return False
         self._abort(session)
+        code = code or self._code_of_end(session.key)
+        self._log(session, OUTCOMES[code] if code else "finished", code=code, codes=session.codes)
         return True
+
+    def _code_of_end(self, key: SessionKey) -> ErrorCode | None:
+        """Of the error by which others ended the session; None = it was answered whole."""
+        if (ending := self._ledger.ending(key, "token2wav")) is not None:
+            return ending.code
+        return "cancelled" if self._ledger.cancelled(key) else "internal"
 
 
 def _to_message(session: _Open, parcel: Parcel) -> TalkerMessage:

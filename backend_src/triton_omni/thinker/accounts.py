@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from triton_omni.errors import OmniError
+from triton_omni.errors import InternalError, OmniError
+from triton_omni.events import log_event
 from triton_omni.figures import POWERS, Figure, Histogram, LeakWatch
 from triton_omni.ledger import SessionLedger
 from triton_omni.tally import Ending, RequestTally
@@ -17,6 +19,8 @@ from triton_omni.thinker.open_session import OpenSession
 STATES: Final = ("preparing", "writing", "speaking", "closing")
 
 _UNEXPLAINED: Final = Ending("internal")
+
+logger = logging.getLogger(__name__)
 
 
 class ThinkerAccounts:
@@ -38,16 +42,33 @@ class ThinkerAccounts:
     def count_unread(self, error: Exception) -> None:
         """Count a request that ended with this error because it could not even be read."""
         self.tally.receive()
-        self.tally.end(Ending.of(error, "thinker") if isinstance(error, OmniError) else _UNEXPLAINED)
+        self.refuse(error if isinstance(error, OmniError) else InternalError("unreadable"))
 
-    def close(self, session: OpenSession) -> Ending:
+    def refuse(self, error: OmniError, request_id: str | None = None) -> None:
+        """Count a received request that got no session."""
+        ending = Ending.of(error, "thinker")
+        self.tally.end(ending)
+        log_event(logger, ending.outcome, stage="thinker", request=request_id, code=ending.code)
+
+    def close(self, session: OpenSession) -> None:
         """Count a session that no stage holds any more: by the stage that answered it, else by what ended it here."""
         ledger, key = self._ledger, session.key
         ending = ledger.ending(key, "token2wav") or ledger.ending(key, "talker") or session.ending
         if ending is None:
             ending = Ending("cancelled") if ledger.cancelled(key) else _UNEXPLAINED
         self.tally.end(ending)
-        return ending
+        log_event(
+            logger,
+            ending.outcome,
+            stage="thinker",
+            request=session.label,
+            session=key.name,
+            code=ending.code,
+            by=ending.stage if ending.code else None,
+            prompt_tokens=session.session.prompt_tokens if session.session else None,
+            reply_tokens=session.reply_tokens,
+            seconds=(session.ended_ns - session.accepted_ns) / 1e9,
+        )
 
     def figures(self, open_now: Sequence[OpenSession], taken: set[int]) -> Iterator[Figure]:
         """Figures by the names of their metrics.

@@ -21,6 +21,7 @@ import torch
 
 from triton_omni.engine import EngineStats, Sampling, ThinkerEngine, ThinkerOutput, ThinkerPlaced
 from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
+from triton_omni.events import log_event
 from triton_omni.figures import Figure
 from triton_omni.ledger import SessionLedger, Slots
 from triton_omni.loop import IDLE_POLL_S, StageLoop
@@ -122,18 +123,19 @@ class ThinkerStage:
         raw = replace(raw, request_id=raw.request_id or secrets.token_hex(8))
         key = self._slots.allocate()
         if key is None:
-            self._refuse(outlet, self._no_slot())
+            self._refuse(outlet, self._no_slot(), raw.request_id)
             return
         if lost := self._ledger.lost_stages(key):
             self._ledger.mark_closed(key)
             self._slots.release(key)
-            self._refuse(outlet, revival_refusal(lost[0]))
+            self._refuse(outlet, revival_refusal(lost[0]), raw.request_id)
             return
         outlet.bind(key.slot)
         deadline_ns = accepted_ns + int(self._settings.timeout_s * 1e9)
         self._ledger.set_deadline(key, deadline_ns)
         outbox = Outbox(self._settings.rows_per_message)
         session = OpenSession(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox)
+        log_event(logger, "accepted", stage="thinker", request=raw.request_id, session=key.name)
         # The talker holds it until `OPEN`: should this process end, the client can be answered from there.
         self._send(session, ThinkerMessage(key=key, kind=Kind.HEARTBEAT))
         self._loop.post(functools.partial(self._begin, session))
@@ -168,9 +170,9 @@ class ThinkerStage:
         """Whether the engine still runs."""
         return self._broken is None and self._loop.alive
 
-    def _refuse(self, outlet: Outlet, error: OmniError) -> None:
+    def _refuse(self, outlet: Outlet, error: OmniError, request_id: str) -> None:
         """Answer a request that gets no session."""
-        self.accounts.tally.end(Ending.of(error, "thinker"))
+        self.accounts.refuse(error, request_id)
         outlet.fail(error)
 
     def _no_slot(self) -> OmniError:
@@ -328,7 +330,6 @@ class ThinkerStage:
         """End with an error: directly while no later stage holds the session, else in-band through token2wav."""
         if session.ended_ns:
             return
-        logger.info("request %s: failed in the thinker: %s", session.label, error.code)
         session.ending = Ending.of(error, "thinker")
         if session.session is None:
             self._drop(session)
@@ -356,7 +357,6 @@ class ThinkerStage:
 
     def _end_lost(self, session: OpenSession, stage: StageName) -> None:
         """Answer the error of a dead stage at once: its requests stay open for ever, so there is no better moment."""
-        logger.info("request %s: lost with %s", session.label, stage)
         self._drop(session)
         error = session.refusal or lost_error(stage)
         session.ending = Ending.of(error, "thinker")

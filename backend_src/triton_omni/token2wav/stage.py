@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -37,8 +36,6 @@ UPSTREAM_STOP_S = 2.0
 """How long an error waits for thinker and talker to send their finals."""
 LONGEST_STEP_S = 30.0
 """The same while one of them is in an engine step, between two of which alone it can end a session."""
-
-logger = logging.getLogger(__name__)
 
 
 class WaveformEngine(LinkEngine, Protocol):
@@ -239,6 +236,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         else:
             session.first_audio_ns = age_ns
             self._times["omni_first_audio_seconds"].add(age_ns / 1e9)
+            self._log(session, "first_audio")
         session.last_audio_ns = age_ns
 
     def _encode(self, session: _Open, samples: Tensor) -> Answer:
@@ -256,6 +254,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         self._times["omni_reply_seconds"].add(self._age(session) / 1e9)
         self._drop(session)
         self._ledger.say_ending(session.key, Ending())
+        self._log_end(session, Ending())
         session.outlet.finish(then=functools.partial(self._mark_closed, session.key))
 
     def _info(self, session: _Open, ending: TalkerMessage) -> dict[str, Any]:
@@ -293,6 +292,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             return self._try_answer_error(session)
         if not self._ledger.is_current(session.key) or self._ledger.cancelled(session.key):
             self._drop(session)
+            self._log_end(session, Ending("cancelled"))
             session.outlet.finish(then=functools.partial(self._mark_closed, session.key))
         elif self._ledger.closed(session.key, "thinker"):
             self._await_failure(session)
@@ -307,7 +307,6 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _fail(self, session: _Open, error: OmniError) -> None:
         if session.error is not None:
             return
-        logger.info("request %s: failed in token2wav: %s", session.session.request_id, error.code)
         error.stage = error.stage or "token2wav"
         self._ledger.mark_failed(session.key)
         self._hold_error(session, error)
@@ -342,8 +341,14 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _answer_error(self, session: _Open, error: OmniError) -> None:
         self._drop(session)
-        self._ledger.say_ending(session.key, Ending.of(error, "token2wav"))
+        ending = Ending.of(error, "token2wav")
+        self._ledger.say_ending(session.key, ending)
+        self._log_end(session, ending)
         session.outlet.fail(error, functools.partial(self._mark_closed, session.key))
+
+    def _log_end(self, session: _Open, ending: Ending) -> None:
+        made_s, by = session.samples / self._sample_rate, ending.stage if ending.code else None
+        self._log(session, ending.outcome, code=ending.code, by=by, audio_s=made_s, chunks=session.chunks)
 
     def _drop(self, session: _Open) -> None:
         held = self._open.pop(session.key.name, None)
