@@ -18,7 +18,7 @@ from typing import Final, Generic, Protocol, TypeVar
 import torch
 
 from triton_omni.engine import EngineStats
-from triton_omni.errors import InternalError, OmniError, StageName
+from triton_omni.errors import ErrorCode, InternalError, OmniError, StageName
 from triton_omni.events import log_event
 from triton_omni.figures import POWERS, Figure, Histogram, LeakWatch
 from triton_omni.hops import HopTimes, Until
@@ -27,6 +27,8 @@ from triton_omni.ledger_layout import CAPACITY
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, lost_error, memory_figures
 from triton_omni.streams import leave_default_stream, record_event
+from triton_omni.tally import OUTCOMES
+from triton_omni.tracing import NO_SPAN, Span, Tracer
 from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage, Value
 
 CANCEL_INTERVAL_NS: Final = 50_000_000
@@ -45,6 +47,7 @@ class LinkSession:
     session: Session
     expected: int = 1
     consumed: int = 0
+    span: Span = NO_SPAN
 
 
 class LinkEngine(Protocol):
@@ -74,10 +77,14 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         name: of this stage.
         engine: stepped by this stage's loop alone.
         device: where the engine copies what it is fed.
+        tracer: of the stage's spans.
     """
 
-    def __init__(self, name: StageName, engine: LinkEngine, ledger: SessionLedger, device: torch.device) -> None:
+    def __init__(
+        self, name: StageName, engine: LinkEngine, ledger: SessionLedger, device: torch.device, tracer: Tracer
+    ) -> None:
         self._name = name
+        self._tracer = tracer
         self._link_engine = engine
         self._ledger = ledger
         self._device = device
@@ -253,6 +260,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     def _enter(self, message: MessageT, request: Session, outlet: Outlet) -> None:
         session = self._open[message.key.name] = self._begin(message, request, outlet)
+        session.span = self._tracer.begin(request.traceparent, time.monotonic_ns())
         if self._broken is not None:
             self._fail(session, InternalError(self._broken, stage=self._name))
             return
@@ -307,6 +315,13 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         age_ns = time.monotonic_ns() - session.session.accepted_ns
         names = {"request": session.session.request_id, "session": session.key.name}
         log_event(logger, event, stage=self._name, **names, **fields, seconds=age_ns / 1e9)
+
+    def _tell_end(self, session: SessionT, code: ErrorCode | None, **figures: str | float | None) -> None:
+        """The session's last record, and the end of its span: it was answered whole, or ended by an error."""
+        outcome = OUTCOMES[code] if code else "finished"
+        self._log(session, outcome, code=code, **figures)
+        names = {"request": session.session.request_id, "session": session.key.name}
+        session.span.end(code, outcome=outcome, **names, **figures)
 
     def _abort(self, session: SessionT) -> None:
         if self._broken is None:

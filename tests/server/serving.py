@@ -90,7 +90,13 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def server_config(folder: Path, checkpoint: Path, settings: Settings = TINY, **options: Any) -> ServerConfig:
+def server_config(
+    folder: Path,
+    checkpoint: Path,
+    settings: Settings = TINY,
+    environment: Mapping[str, str] | None = None,
+    **options: Any,
+) -> ServerConfig:
     """How a test's server runs; everything it writes is in `folder`."""
     records = folder / "records"
     records.mkdir()
@@ -99,15 +105,17 @@ def server_config(folder: Path, checkpoint: Path, settings: Settings = TINY, **o
         model=str(checkpoint),
         log_path=folder / "server.log",
         ready_timeout_s=180,
-        environment={"OMP_NUM_THREADS": "1", RECORDS_VARIABLE: str(records)},
+        environment={"OMP_NUM_THREADS": "1", RECORDS_VARIABLE: str(records), **(environment or {})},
         **options,
     )
 
 
 @contextmanager
-def serve(folder: Path, checkpoint: Path, settings: Settings = TINY) -> Iterator[Served]:
-    """A running server."""
-    with Supervisor(server_config(folder, checkpoint, settings)) as supervisor:
+def serve(
+    folder: Path, checkpoint: Path, settings: Settings = TINY, environment: Mapping[str, str] | None = None
+) -> Iterator[Served]:
+    """A running server, with this added to its environment."""
+    with Supervisor(server_config(folder, checkpoint, settings, environment)) as supervisor:
         served = Served(supervisor, folder / "records", checkpoint)
         with served.client:
             yield served

@@ -25,6 +25,7 @@ LAYERS = [
             "precision",
             "spans",
             "split_kernels",
+            "tracing",
         }
     },
     {

@@ -24,7 +24,8 @@ from triton_omni.loop import IDLE_POLL_S
 from triton_omni.outbox import Outbox, Pace, Parcel
 from triton_omni.settings import TalkerSettings
 from triton_omni.stage import SOON_S, Outlet, lost_error
-from triton_omni.tally import OUTCOMES, Ending
+from triton_omni.tally import Ending
+from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import (
     Failure,
     Kind,
@@ -66,8 +67,9 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         *,
         device: torch.device,
         text_bos_id: Callable[[str], int],
+        tracer: Tracer = NO_TRACER,
     ) -> None:
-        super().__init__("talker", engine, ledger, device)
+        super().__init__("talker", engine, ledger, device, tracer)
         self._settings = settings
         self._engine = engine
         self._text_bos_id = text_bos_id
@@ -262,7 +264,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             return False
         self._abort(session)
         code = code or self._code_of_end(session.key)
-        self._log(session, OUTCOMES[code] if code else "finished", code=code, codes=session.codes)
+        self._tell_end(session, code, codes=session.codes)
         return True
 
     def _code_of_end(self, key: SessionKey) -> ErrorCode | None:

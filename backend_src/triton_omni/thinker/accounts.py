@@ -13,8 +13,10 @@ from triton_omni.errors import InternalError, OmniError
 from triton_omni.events import log_event
 from triton_omni.figures import POWERS, Figure, Histogram, LeakWatch
 from triton_omni.ledger import SessionLedger
+from triton_omni.request import RawRequest
 from triton_omni.tally import Ending, RequestTally
 from triton_omni.thinker.open_session import OpenSession
+from triton_omni.tracing import NO_SPAN, Span, Tracer
 
 STATES: Final = ("preparing", "writing", "speaking", "closing")
 
@@ -28,10 +30,12 @@ class ThinkerAccounts:
 
     Args:
         ledger: in which the other stages say how they ended a request.
+        tracer: of the thinker's spans.
     """
 
-    def __init__(self, ledger: SessionLedger) -> None:
+    def __init__(self, ledger: SessionLedger, tracer: Tracer) -> None:
         self._ledger = ledger
+        self._tracer = tracer
         self.tally = RequestTally()
         """Of all requests to the server."""
         self.prompt_tokens = 0
@@ -42,13 +46,17 @@ class ThinkerAccounts:
     def count_unread(self, error: Exception) -> None:
         """Count a request that ended with this error because it could not even be read."""
         self.tally.receive()
-        self.refuse(error if isinstance(error, OmniError) else InternalError("unreadable"))
+        self._end(Ending.of(error if isinstance(error, OmniError) else InternalError("unreadable"), "thinker"), NO_SPAN)
 
-    def refuse(self, error: OmniError, request_id: str | None = None) -> None:
-        """Count a received request that got no session."""
-        ending = Ending.of(error, "thinker")
-        self.tally.end(ending)
-        log_event(logger, ending.outcome, stage="thinker", request=request_id, code=ending.code)
+    def begin(self, raw: RawRequest, accepted_ns: int) -> Span:
+        """Count a request, and begin its span."""
+        self.tally.receive()
+        return self._tracer.begin(raw.traceparent, accepted_ns)
+
+    def refuse(self, error: OmniError, raw: RawRequest, span: Span) -> OmniError:
+        """Count a received request that gets no session, and what it is answered with instead."""
+        self._end(Ending.of(error, "thinker"), span, request=raw.request_id)
+        return error
 
     def close(self, session: OpenSession) -> None:
         """Count a session that no stage holds any more: by the stage that answered it, else by what ended it here."""
@@ -56,19 +64,21 @@ class ThinkerAccounts:
         ending = ledger.ending(key, "token2wav") or ledger.ending(key, "talker") or session.ending
         if ending is None:
             ending = Ending("cancelled") if ledger.cancelled(key) else _UNEXPLAINED
-        self.tally.end(ending)
-        log_event(
-            logger,
-            ending.outcome,
-            stage="thinker",
+        self._end(
+            ending,
+            session.span,
             request=session.label,
             session=key.name,
-            code=ending.code,
-            by=ending.stage if ending.code else None,
             prompt_tokens=session.session.prompt_tokens if session.session else None,
             reply_tokens=session.reply_tokens,
             seconds=(session.ended_ns - session.accepted_ns) / 1e9,
         )
+
+    def _end(self, ending: Ending, span: Span, **fields: str | float | None) -> None:
+        fields |= {"code": ending.code, "by": ending.stage if ending.code else None}
+        self.tally.end(ending)
+        log_event(logger, ending.outcome, stage="thinker", **fields)
+        span.end(ending.code, outcome=ending.outcome, **fields)
 
     def figures(self, open_now: Sequence[OpenSession], taken: set[int]) -> Iterator[Figure]:
         """Figures by the names of their metrics.

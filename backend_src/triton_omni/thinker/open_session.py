@@ -9,6 +9,7 @@ from triton_omni.errors import OmniError
 from triton_omni.outbox import Outbox, Parcel
 from triton_omni.stage import Outlet
 from triton_omni.tally import Ending
+from triton_omni.tracing import NO_SPAN, Span
 from triton_omni.wire import Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
 
@@ -35,6 +36,7 @@ class OpenSession:
     ending: Ending | None = None
     """By which error this stage ended it."""
     ended_ns: int = 0
+    span: Span = NO_SPAN
 
     @property
     def state(self) -> str:

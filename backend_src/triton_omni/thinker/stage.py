@@ -43,6 +43,7 @@ from triton_omni.tally import Ending
 from triton_omni.thinker.accounts import ThinkerAccounts
 from triton_omni.thinker.open_session import OpenSession
 from triton_omni.thinker.positions import extend_positions
+from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import Failure, Kind, Session, ThinkerMessage, ThinkerReport
 
 RETRY_AFTER_MS = 250
@@ -79,6 +80,7 @@ class ThinkerStage:
         intake: turns a raw request into a prepared one.
         device: of the engine.
         hidden_size: H of the rows; dtype: of the links, the same in the talker.
+        tracer: of the stage's spans.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class ThinkerStage:
         device: torch.device,
         hidden_size: int,
         dtype: torch.dtype,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._settings = settings
         self._engine = engine
@@ -106,7 +109,7 @@ class ThinkerStage:
         self._broken: str | None = None
         self._claimed = False
         self._pace = Pace()
-        self.accounts = ThinkerAccounts(ledger)
+        self.accounts = ThinkerAccounts(ledger, tracer)
 
     # Called from any thread.
 
@@ -118,23 +121,23 @@ class ThinkerStage:
     def submit(self, raw: RawRequest, outlet: Outlet) -> None:
         """Take a request; it is answered through `outlet`, always, and always with exactly one final."""
         accepted_ns = time.monotonic_ns()
-        self.accounts.tally.receive()
         # A name for logs and `info`, where the client gave none.
         raw = replace(raw, request_id=raw.request_id or secrets.token_hex(8))
+        span = self.accounts.begin(raw, accepted_ns)
         key = self._slots.allocate()
         if key is None:
-            self._refuse(outlet, self._no_slot(), raw.request_id)
+            outlet.fail(self.accounts.refuse(self._no_slot(), raw, span))
             return
         if lost := self._ledger.lost_stages(key):
             self._ledger.mark_closed(key)
             self._slots.release(key)
-            self._refuse(outlet, revival_refusal(lost[0]), raw.request_id)
+            outlet.fail(self.accounts.refuse(revival_refusal(lost[0]), raw, span))
             return
         outlet.bind(key.slot)
         deadline_ns = accepted_ns + int(self._settings.timeout_s * 1e9)
         self._ledger.set_deadline(key, deadline_ns)
         outbox = Outbox(self._settings.rows_per_message)
-        session = OpenSession(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox)
+        session = OpenSession(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox, span=span)
         log_event(logger, "accepted", stage="thinker", request=raw.request_id, session=key.name)
         # The talker holds it until `OPEN`: should this process end, the client can be answered from there.
         self._send(session, ThinkerMessage(key=key, kind=Kind.HEARTBEAT))
@@ -169,11 +172,6 @@ class ThinkerStage:
     def healthy(self) -> bool:
         """Whether the engine still runs."""
         return self._broken is None and self._loop.alive
-
-    def _refuse(self, outlet: Outlet, error: OmniError, request_id: str) -> None:
-        """Answer a request that gets no session."""
-        self.accounts.refuse(error, request_id)
-        outlet.fail(error)
 
     def _no_slot(self) -> OmniError:
         limit = self._settings.max_sessions
@@ -256,13 +254,13 @@ class ThinkerStage:
             refusal.stage = refusal.stage or "thinker"
             self._fail(session, refusal)
             return
-        session.session = prepared.session
+        session.session = msgspec.structs.replace(prepared.session, traceparent=session.span.traceparent)
         self.accounts.prompt_tokens += prepared.session.prompt_tokens
         if not prepared.session.want_audio:
             session.outbox.finish_tensors()
         positions = extend_positions(prepared.placed.positions, 2)
         self._send(
-            session, ThinkerMessage(key=session.key, kind=Kind.OPEN, session=prepared.session, positions=positions)
+            session, ThinkerMessage(key=session.key, kind=Kind.OPEN, session=session.session, positions=positions)
         )
 
     def _take(self, session: OpenSession, output: ThinkerOutput) -> None:

@@ -30,6 +30,7 @@ from triton_omni.precedence import DeviceClaim
 from triton_omni.stage import SOON_S, Outlet
 from triton_omni.tally import Ending
 from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
+from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import Answer, Kind, Session, SessionKey, TalkerMessage, Value
 
 UPSTREAM_STOP_S = 2.0
@@ -119,9 +120,15 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     """
 
     def __init__(
-        self, engine: WaveformEngine, ledger: SessionLedger, *, device: torch.device, sample_rate: int
+        self,
+        engine: WaveformEngine,
+        ledger: SessionLedger,
+        *,
+        device: torch.device,
+        sample_rate: int,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
-        super().__init__("token2wav", engine, ledger, device)
+        super().__init__("token2wav", engine, ledger, device, tracer)
         self._engine = engine
         self._sample_rate = sample_rate
         self._claim = DeviceClaim()
@@ -237,6 +244,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             session.first_audio_ns = age_ns
             self._times["omni_first_audio_seconds"].add(age_ns / 1e9)
             self._log(session, "first_audio")
+            session.span.event("first_audio")
         session.last_audio_ns = age_ns
 
     def _encode(self, session: _Open, samples: Tensor) -> Answer:
@@ -348,7 +356,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _log_end(self, session: _Open, ending: Ending) -> None:
         made_s, by = session.samples / self._sample_rate, ending.stage if ending.code else None
-        self._log(session, ending.outcome, code=ending.code, by=by, audio_s=made_s, chunks=session.chunks)
+        self._tell_end(session, ending.code, by=by, audio_s=made_s, chunks=session.chunks)
 
     def _drop(self, session: _Open) -> None:
         held = self._open.pop(session.key.name, None)
