@@ -47,6 +47,11 @@ class Ending:
         """Which of the five it is."""
         return "finished" if self.code is None else OUTCOMES[self.code]
 
+    @property
+    def by(self) -> StageName | None:
+        """The stage that refused it or failed; None = it was answered, or its client went away."""
+        return None if self.code in (None, "cancelled") else self.stage
+
     def to_number(self) -> int:
         """As a positive number below 2**16, for the ledger."""
         code = 0 if self.code is None else 1 + _CODES.index(self.code)

@@ -49,7 +49,12 @@ def test_what_is_received_is_what_has_ended_and_what_is_open(endings, still_open
 )
 def test_an_error_ends_a_request_in_its_own_way_at_the_stage_that_it_names(error, outcome, stage):
     ending = Ending.of(error, "talker")
-    assert (ending.outcome, ending.stage) == (outcome, stage)
+    assert (ending.outcome, ending.stage, ending.by) == (outcome, stage, stage)
+
+
+@pytest.mark.parametrize("code", [None, "cancelled"])
+def test_no_stage_is_blamed_for_an_answer_or_for_a_client_that_left(code):
+    assert Ending(code, "token2wav").by is None
 
 
 def test_a_leak_is_what_was_there_at_every_look_for_long():

@@ -75,7 +75,7 @@ class ThinkerAccounts:
         )
 
     def _end(self, ending: Ending, span: Span, **fields: str | float | None) -> None:
-        fields |= {"code": ending.code, "by": ending.stage if ending.code else None}
+        fields |= {"code": ending.code, "by": ending.by}
         self.tally.end(ending)
         log_event(logger, ending.outcome, stage="thinker", **fields)
         span.end(ending.code, outcome=ending.outcome, **fields)

@@ -355,8 +355,8 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         session.outlet.fail(error, functools.partial(self._mark_closed, session.key))
 
     def _log_end(self, session: _Open, ending: Ending) -> None:
-        made_s, by = session.samples / self._sample_rate, ending.stage if ending.code else None
-        self._tell_end(session, ending.code, by=by, audio_s=made_s, chunks=session.chunks)
+        made_s = session.samples / self._sample_rate
+        self._tell_end(session, ending.code, by=ending.by, audio_s=made_s, chunks=session.chunks)
 
     def _drop(self, session: _Open) -> None:
         held = self._open.pop(session.key.name, None)
