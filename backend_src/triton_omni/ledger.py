@@ -141,11 +141,11 @@ class SessionLedger:
         """This stage gave the session up."""
         self._write(key, layout.FAILED, key.generation)
 
-    def say_ending(self, key: SessionKey, ending: Ending) -> None:
+    def say_outcome(self, key: SessionKey, ending: Ending) -> None:
         """This stage ends the client's request so; to be said before the stage closes the session."""
         self._write(key, layout.OUTCOME, _counted(key, ending.to_number()))
 
-    def ending(self, key: SessionKey, stage: StageName) -> Ending | None:
+    def outcome(self, key: SessionKey, stage: StageName) -> Ending | None:
         """How `stage` ended the client's request; None = it did not."""
         number = self._count(key, stage, layout.OUTCOME)
         return Ending.from_number(number) if number else None
@@ -284,8 +284,8 @@ class Slots:
         with self._lock:
             return len(self._free)
 
-    def taken(self) -> set[int]:
-        """Slots that cannot be."""
+    def taken_slots(self) -> set[int]:
+        """Numbers of the slots that cannot be."""
         with self._lock:
             return self._all - set(self._free)
 

@@ -158,8 +158,8 @@ def test_who_answered_says_how_it_ended_and_an_earlier_session_of_the_slot_says_
     with pipeline() as p:
         thinker, _talker, token2wav = p.ledgers
         key = thinker.publish(3)
-        assert thinker.ending(key, "token2wav") is None
-        token2wav.say_ending(key, Ending("timeout", "thinker"))
-        assert thinker.ending(key, "token2wav") == Ending("timeout", "thinker")
-        assert thinker.ending(thinker.publish(3), "token2wav") is None
+        assert thinker.outcome(key, "token2wav") is None
+        token2wav.say_outcome(key, Ending("timeout", "thinker"))
+        assert thinker.outcome(key, "token2wav") == Ending("timeout", "thinker")
+        assert thinker.outcome(thinker.publish(3), "token2wav") is None
         thinker.set_deadline(key, time.monotonic_ns())

@@ -54,7 +54,11 @@ def _told(value: int | None) -> str:
 
 def _sessions(sample: Sample) -> str:
     limit, taken = sample.figure("sessions_limit", "thinker"), sample.held("sessions", "thinker")
-    free = "free slots unknown before the first request" if limit is None else f"{limit - taken} of {limit} slots free"
+    free = (
+        "free slots unknown before the first request"
+        if limit is None
+        else f"{max(0, limit - taken)} of {limit} slots free"
+    )
     if sample.ledger is None:
         return free
     oldest = max((session.age_s for session in sample.ledger.sessions), default=None)

@@ -246,7 +246,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _answer_error(self, session: _Open, error: OmniError) -> None:
         if self._drop(session, error.code):
-            self._ledger.say_ending(session.key, Ending.of(error, "talker"))
+            self._ledger.say_outcome(session.key, Ending.of(error, "talker"))
             session.outlet.fail(error, functools.partial(self._mark_closed, session.key, session.sequence))
 
     def _relay_failure(self, session: _Open, failure: Failure) -> None:
@@ -269,7 +269,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _code_of_end(self, key: SessionKey) -> ErrorCode | None:
         """Of the error by which others ended the session; None = it was answered whole."""
-        if (ending := self._ledger.ending(key, "token2wav")) is not None:
+        if (ending := self._ledger.outcome(key, "token2wav")) is not None:
             return ending.code
         return "cancelled" if self._ledger.cancelled(key) else "internal"
 

@@ -61,7 +61,7 @@ class ThinkerAccounts:
     def close(self, session: OpenSession) -> None:
         """Count a session that no stage holds any more: by the stage that answered it, else by what ended it here."""
         ledger, key = self._ledger, session.key
-        ending = ledger.ending(key, "token2wav") or ledger.ending(key, "talker") or session.ending
+        ending = ledger.outcome(key, "token2wav") or ledger.outcome(key, "talker") or session.ending
         if ending is None:
             ending = Ending("cancelled") if ledger.cancelled(key) else _UNEXPLAINED
         self._end(

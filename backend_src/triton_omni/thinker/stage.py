@@ -165,7 +165,7 @@ class ThinkerStage:
         open_now = list(self._open.values())
         yield Figure("omni_sessions_limit", self._settings.max_sessions)
         yield Figure("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
-        yield from self.accounts.figures(open_now, self._slots.taken())
+        yield from self.accounts.figures(open_now, self._slots.taken_slots())
         yield from memory_figures(self._device)
 
     @property
@@ -350,15 +350,13 @@ class ThinkerStage:
         return SOON_S
 
     def _answer_error(self, session: OpenSession, error: OmniError) -> None:
-        session.refusal = None
+        session.refusal, session.ending = None, Ending.of(error, "thinker")
         session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
 
     def _end_lost(self, session: OpenSession, stage: StageName) -> None:
         """Answer the error of a dead stage at once: its requests stay open for ever, so there is no better moment."""
         self._drop(session)
-        error = session.refusal or lost_error(stage)
-        session.ending = Ending.of(error, "thinker")
-        self._answer_error(session, error)
+        self._answer_error(session, session.refusal or lost_error(stage))
 
     def _refuse_all(self) -> None:
         """Answer what still waits for the talker; behind the loop's end nobody else does."""

@@ -261,7 +261,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         session.outlet.send(Answer(info=json.dumps(self._info(session, session.ending))).to_tensors())
         self._times["omni_reply_seconds"].add(self._age(session) / 1e9)
         self._drop(session)
-        self._ledger.say_ending(session.key, Ending())
+        self._ledger.say_outcome(session.key, Ending())
         self._log_end(session, Ending())
         session.outlet.finish(then=functools.partial(self._mark_closed, session.key))
 
@@ -350,7 +350,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _answer_error(self, session: _Open, error: OmniError) -> None:
         self._drop(session)
         ending = Ending.of(error, "token2wav")
-        self._ledger.say_ending(session.key, ending)
+        self._ledger.say_outcome(session.key, ending)
         self._log_end(session, ending)
         session.outlet.fail(error, functools.partial(self._mark_closed, session.key))
 
