@@ -66,6 +66,7 @@ Usage: ./build.sh COMMAND [options]      (./build.sh COMMAND --help tells more)
   demo [TEXT]     serve, ask TEXT, stream the reply's text, write its speech to reply.wav, stop the server
   serve           serve until Ctrl-C; prints one READY line with the addresses
   gateway         serve OpenAI's HTTP API until Ctrl-C, with a server of its own or in front of one
+  doctor          examine running servers: ledger, stages, metrics, shared memory; exit code 1 = something is wrong
   bench [OPTIONS] measure a server as a listener would: time to first audio, underruns, real-time factor
   test [ARGS]     all checks and tests with coverage; with ARGS: `pytest ARGS` alone
   check           formatting, lint and types
@@ -105,8 +106,8 @@ TEXT
 
 help_serve() {
     cat <<'TEXT'
-Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N] [--log-verbose N] [--mps]
-                        [--gpus STAGE=N,...]
+Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N] [--log-verbose N]
+                        [--log-format plain|json] [--mps] [--gpus STAGE=N,...]
 
 Serves until Ctrl-C or SIGTERM. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded.
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
@@ -126,6 +127,18 @@ Prints `READY openai=… grpc=…` once; the first address is the base URL for O
 Defaults: --host 127.0.0.1 --port 8080. Port 0 takes a free one.
 Callers need an API key where keys are set: --api-keys FILE (one a line) or OMNI_API_KEYS (separated by commas).
 All options: .venv/bin/triton-omni-gateway --help; what it takes and answers: gateway/README.md
+TEXT
+}
+
+help_doctor() {
+    cat <<'TEXT'
+Usage: ./build.sh doctor [--server PID] [--metrics-url URL] [--persist SECONDS]
+
+Examines the servers that run here as this user, also under load, and only reads: whether each stage holds what the
+session ledger says, its process lives and its loop turns, no session is over its deadline, shared memory is somebody's,
+and the server is ready. What is wrong for 10 s (--persist) is told, a sentence each; what only moves does not stay.
+With --server only the tritonserver of this process id; with --metrics-url alone one elsewhere, by its metrics.
+Exit code: 0 = sound, 1 = something is wrong, or no server runs here.
 TEXT
 }
 
@@ -406,6 +419,11 @@ start_server() { # start_server COMMAND
     wait_for_ready "$output"
 }
 
+command_doctor() {
+    run_setup
+    child "$VENV/bin/python" -m triton_omni.serving.doctor "$@"
+}
+
 command_demo() {
     (($# <= 1)) || fail "demo takes one TEXT; put it in quotes"
     run_setup
@@ -519,7 +537,7 @@ main() {
     end_on_signals
     case $command in
         '' | -h | --help | help) help_main ;;
-        setup | demo | serve | gateway | bench | test | check | clean)
+        setup | demo | serve | gateway | doctor | bench | test | check | clean)
             shift
             if [[ ${1:-} == -h || ${1:-} == --help ]]; then "help_$command"; else "command_$command" "$@"; fi
             ;;

@@ -158,7 +158,7 @@ def _link_bytes(metrics_url: str) -> dict[str, float]:
 
     with urlopen(f"http://{metrics_url}/metrics") as response:
         lines = response.read().decode().splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("omni_link_bytes{"))
+    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("omni_link_bytes_total{"))
     return {name: float(value) for name, value in pairs}
 
 

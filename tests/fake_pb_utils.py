@@ -130,7 +130,7 @@ class Request:
 
 
 class MetricFamily:
-    GAUGE = "gauge"
+    GAUGE, COUNTER = "gauge", "counter"
 
     def __init__(self, name, description, kind):
         self.name, self.description, self.kind = name, description, kind
@@ -150,6 +150,12 @@ class Metric:
         if self.fault is not None:
             raise self.fault
         self.values.append(value)
+
+    def increment(self, value):
+        if self.fault is not None:
+            raise self.fault
+        assert value > 0, "a counter never goes back"
+        self.values.append((self.values[-1] if self.values else 0) + value)
 
 
 def text_tensor(name, *values):

@@ -15,8 +15,10 @@ from triton_omni.settings import TalkerSettings, ThinkerSettings
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
+from triton_omni.tracing import NO_TRACER
 
 CPU = torch.device("cpu")
+NO_TRACERS = (NO_TRACER,) * 3
 WAIT_S = 5.0
 
 
@@ -51,7 +53,9 @@ def wait_for(condition, seconds=WAIT_S, message="condition not met"):
 
 
 @contextlib.contextmanager
-def pipeline(*, intake=None, thinker=None, talker=None, waveform=None, settings=None, talker_settings=None):
+def pipeline(
+    *, intake=None, thinker=None, talker=None, waveform=None, settings=None, talker_settings=None, tracers=NO_TRACERS
+):
     name = f"triton-omni-test-{secrets.token_hex(6)}"
     ledgers = tuple(SessionLedger(name, stage, StageFacts(1)) for stage in ("thinker", "talker", "token2wav"))
     thinker, talker, waveform = (
@@ -69,9 +73,17 @@ def pipeline(*, intake=None, thinker=None, talker=None, waveform=None, settings=
             device=CPU,
             hidden_size=HIDDEN,
             dtype=torch.float32,
+            tracer=tracers[0],
         ),
-        TalkerStage(talker_settings or TalkerSettings(), talker, ledgers[1], device=CPU, text_bos_id=lambda voice: 3),
-        Token2WavStage(waveform, ledgers[2], device=CPU, sample_rate=24000),
+        TalkerStage(
+            talker_settings or TalkerSettings(),
+            talker,
+            ledgers[1],
+            device=CPU,
+            text_bos_id=lambda voice: 3,
+            tracer=tracers[1],
+        ),
+        Token2WavStage(waveform, ledgers[2], device=CPU, sample_rate=24000, tracer=tracers[2]),
     )
     for stage in stages:
         stage.start()

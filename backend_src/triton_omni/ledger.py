@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from triton_omni import ledger_layout as layout
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import CAPACITY, STAGES, LedgerError
+from triton_omni.tally import Ending
 from triton_omni.wire import PROTOCOL_VERSION, SessionKey
 
 
@@ -109,8 +110,13 @@ class SessionLedger:
         nonce = secrets.randbits(128)
         words[at + layout.NONCE_HIGH], words[at + layout.NONCE_LOW] = nonce >> 64, nonce & (2**64 - 1)
         words[at + layout.EPOCHS] = layout.pack_epochs(words)
+        words[at + layout.OPENED], words[at + layout.DEADLINE] = time.monotonic_ns(), 0
         words[at + layout.GENERATION] = generation
         return SessionKey(slot, generation, f"{nonce:032x}")
+
+    def set_deadline(self, key: SessionKey, deadline_ns: int) -> None:
+        """Thinker only: when the session is to be over at the latest, by the monotonic clock; for those who look on."""
+        self._words[layout.record(key.slot) + layout.DEADLINE] = deadline_ns
 
     def is_current(self, key: SessionKey) -> bool:
         """Whether `key` names the session that its slot holds now."""
@@ -134,6 +140,15 @@ class SessionLedger:
     def mark_failed(self, key: SessionKey) -> None:
         """This stage gave the session up."""
         self._write(key, layout.FAILED, key.generation)
+
+    def say_outcome(self, key: SessionKey, ending: Ending) -> None:
+        """This stage ends the client's request so; to be said before the stage closes the session."""
+        self._write(key, layout.OUTCOME, _counted(key, ending.to_number()))
+
+    def outcome(self, key: SessionKey, stage: StageName) -> Ending | None:
+        """How `stage` ended the client's request; None = it did not."""
+        number = self._count(key, stage, layout.OUTCOME)
+        return Ending.from_number(number) if number else None
 
     def count_consumed(self, key: SessionKey, messages: int) -> None:
         """This stage has copied `messages` data messages of the session so far."""
@@ -251,6 +266,7 @@ class Slots:
         self._ledger = ledger
         self._lock = threading.Lock()
         self._free = list(range(max_sessions))[::-1]
+        self._all = set(self._free)
 
     def allocate(self) -> SessionKey | None:
         """Begin a session, or None when all slots are taken."""
@@ -267,6 +283,11 @@ class Slots:
         """Slots that can be allocated now."""
         with self._lock:
             return len(self._free)
+
+    def taken_slots(self) -> set[int]:
+        """Numbers of the slots that cannot be."""
+        with self._lock:
+            return self._all - set(self._free)
 
 
 def _counted(key: SessionKey, count: int) -> int:

@@ -26,7 +26,7 @@ STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
 WORD: Final = 8
 _HEADER_WORDS: Final = 8
 STAGE_WORDS: Final = 16
-RECORD_WORDS: Final = 24
+RECORD_WORDS: Final = 32
 TABLE_WORDS: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS + CAPACITY * RECORD_WORDS
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _HELD_POLL_S: Final = 0.02
@@ -36,11 +36,11 @@ _HELD_POLL_S: Final = 0.02
 MAGIC_WORD, VERSION_WORD, LOST, _, _, HELD = range(6)
 # Words of a stage's block.
 EPOCH, PID, BEAT, FINGERPRINT, DTYPE, HIDDEN, DEVICE, CLAIMED, BROKEN = range(9)
-# Words of a record: four of the thinker's, then six of each stage.
-GENERATION, NONCE_HIGH, NONCE_LOW, EPOCHS = range(4)
-CLOSED, CONSUMED, RETURNED, CANCELLED, FAILED, WANTED = range(6)
-FIRST_STAGE_WORD: Final = 4
-SESSION_WORDS: Final = 6
+# Words of a record: six of the thinker's, then seven of each stage.
+GENERATION, NONCE_HIGH, NONCE_LOW, EPOCHS, OPENED, DEADLINE = range(6)
+CLOSED, CONSUMED, RETURNED, CANCELLED, FAILED, WANTED, OUTCOME = range(7)
+FIRST_STAGE_WORD: Final = 6
+SESSION_WORDS: Final = 7
 
 COUNT_BITS: Final = 32
 COUNT_MASK: Final = (1 << COUNT_BITS) - 1
@@ -90,6 +90,12 @@ def lost_of(words: memoryview, epochs: int) -> list[StageName]:
         for number, stage in enumerate(STAGES)
         if (lost := words[LOST + number]) and lost >= epochs >> number * EPOCH_BITS & mask
     ]
+
+
+def is_open(words: memoryview, at: int) -> bool:
+    """Whether the record at `at` holds a session that the thinker has not ended."""
+    generation = words[at + GENERATION]
+    return bool(generation) and words[at + FIELDS["thinker"] + CLOSED] >> COUNT_BITS != generation
 
 
 def server_name(server_pid: int) -> str:
@@ -160,14 +166,28 @@ def create_table(path: Path, protocol_version: int) -> None:
 
 def remove_stale() -> list[str]:
     """Remove this user's tables whose server is gone (a killed server cannot); return their names."""
-    namespace = process_namespace()
     removed = []
-    for path in _SHARED_MEMORY.glob(f"triton-omni-{os.getuid()}-{namespace}-*-*"):
-        # A table that a live server's stage is just making has its server's name in front (`create_table`).
-        table = path.name.partition(".")[0]
-        pid = table.split("-")[4]
+    for path in own_tables():
         with contextlib.suppress(OSError):
-            if not (pid.isdigit() and Path(f"/proc/{pid}").exists() and table == server_name(int(pid))):
+            if server_of(path) is None:
                 path.unlink()
                 removed.append(path.name)
     return removed
+
+
+def own_tables() -> list[Path]:
+    """This user's tables of this process-id namespace, those whose server is gone among them."""
+    return sorted(_SHARED_MEMORY.glob(f"triton-omni-{os.getuid()}-{process_namespace()}-*-*"))
+
+
+def server_of(path: Path) -> int | None:
+    """Process id of the running server whose table this is; None = it is gone.
+
+    Raises:
+        OSError: it ended this moment.
+    """
+    # A table that a live server's stage is just making has its server's name in front (`create_table`).
+    table = path.name.partition(".")[0]
+    pid = table.split("-")[4]
+    lives = pid.isdigit() and Path(f"/proc/{pid}").exists() and table == server_name(int(pid))
+    return int(pid) if lives else None

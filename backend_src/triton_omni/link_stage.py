@@ -11,20 +11,24 @@ import functools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 import torch
 
 from triton_omni.engine import EngineStats
-from triton_omni.errors import InternalError, OmniError, StageName
+from triton_omni.errors import ErrorCode, InternalError, OmniError, StageName
+from triton_omni.events import log_event
+from triton_omni.figures import POWERS, Figure, Histogram, LeakWatch
 from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import SessionLedger
 from triton_omni.ledger_layout import CAPACITY
 from triton_omni.loop import IDLE_POLL_S, StageLoop
-from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, lost_error
+from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, lost_error, memory_figures
 from triton_omni.streams import leave_default_stream, record_event
+from triton_omni.tally import OUTCOMES
+from triton_omni.tracing import NO_SPAN, Span, Tracer
 from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage, Value
 
 CANCEL_INTERVAL_NS: Final = 50_000_000
@@ -43,6 +47,7 @@ class LinkSession:
     session: Session
     expected: int = 1
     consumed: int = 0
+    span: Span = NO_SPAN
 
 
 class LinkEngine(Protocol):
@@ -72,10 +77,14 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         name: of this stage.
         engine: stepped by this stage's loop alone.
         device: where the engine copies what it is fed.
+        tracer: of the stage's spans.
     """
 
-    def __init__(self, name: StageName, engine: LinkEngine, ledger: SessionLedger, device: torch.device) -> None:
+    def __init__(
+        self, name: StageName, engine: LinkEngine, ledger: SessionLedger, device: torch.device, tracer: Tracer
+    ) -> None:
         self._name = name
+        self._tracer = tracer
         self._link_engine = engine
         self._ledger = ledger
         self._device = device
@@ -86,6 +95,8 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._claimed = False
         # By slot, when Triton was last asked for a cancel; of Triton's thread.
         self._asked_ns = [0] * CAPACITY
+        self._batches = Histogram(POWERS)
+        self._leaks = LeakWatch()
         self.hops: dict[Until, HopTimes] = {"arrived": HopTimes(), "taken": HopTimes()}
         """Of every message that a session takes in its order."""
 
@@ -122,6 +133,18 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         return StageStats(
             len(self._open), engine.running, engine.waiting, engine.kv_blocks_used, engine.rows_used, self._held()
         )
+
+    def figures(self) -> Iterator[Figure]:
+        """Figures by the names of their metrics, see `stage.Stage`."""
+        yield Figure("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
+        yield Figure("omni_leaked_sessions", self._leaks.count(self._overstayed()))
+        yield from self._batches.figures("omni_batch_size")
+        yield from memory_figures(self._device)
+
+    def _overstayed(self) -> list[str]:
+        """Sessions held here that are over for the thinker."""
+        ledger, held = self._ledger, [session.key for session in list(self._open.values())]
+        return [key.name for key in held if not ledger.is_current(key) or ledger.closed(key, "thinker")]
 
     @property
     def healthy(self) -> bool:
@@ -214,7 +237,6 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         lost = self._ledger.lost_stages(session.key)
         if not lost:
             return self._look_after(session)
-        logger.info("request %s: lost with %s", session.session.request_id, lost[0])
         self._answer_error(session, lost_error(lost[0]))
         return SOON_S
 
@@ -238,6 +260,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     def _enter(self, message: MessageT, request: Session, outlet: Outlet) -> None:
         session = self._open[message.key.name] = self._begin(message, request, outlet)
+        session.span = self._tracer.begin(request.traceparent, time.monotonic_ns())
         if self._broken is not None:
             self._fail(session, InternalError(self._broken, stage=self._name))
             return
@@ -286,6 +309,19 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         """The session's `OPEN` request has ended, too, after `sent` messages."""
         self._ledger.count_returned(key)
         self._ledger.mark_closed(key, sent)
+
+    def _log(self, session: SessionT, event: str, **fields: str | float | None) -> None:
+        """A record of the log about the session, with its age."""
+        age_ns = time.monotonic_ns() - session.session.accepted_ns
+        names = {"request": session.session.request_id, "session": session.key.name}
+        log_event(logger, event, stage=self._name, **names, **fields, seconds=age_ns / 1e9)
+
+    def _tell_end(self, session: SessionT, code: ErrorCode | None, **figures: str | float | None) -> None:
+        """The session's last record, and the end of its span: it was answered whole, or ended by an error."""
+        outcome = OUTCOMES[code] if code else "finished"
+        self._log(session, outcome, code=code, **figures)
+        names = {"request": session.session.request_id, "session": session.key.name}
+        session.span.end(code, outcome=outcome, **names, **figures)
 
     def _abort(self, session: SessionT) -> None:
         if self._broken is None:

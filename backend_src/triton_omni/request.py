@@ -130,6 +130,8 @@ class RawRequest:
     media: Sequence[bytes] = ()
     sampling_parameters: bytes | None = None
     request_id: str = ""
+    traceparent: str = ""
+    """W3C's, unchecked; empty where nobody traces requests."""
 
 
 @dataclass(frozen=True)

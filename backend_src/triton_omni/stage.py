@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import resource
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 import torch
 
 from triton_omni.errors import InternalError, OmniError, Overloaded, StageName
+from triton_omni.figures import Figure
 from triton_omni.wire import Value
 
 logger = logging.getLogger(__name__)
@@ -23,6 +26,9 @@ SOON_S: Final = 0.002
 
 REVIVED_AFTER_MS: Final = 5000
 """When to ask again after a stage has died: soon enough for the smaller stages, and the others are asked once more."""
+
+
+_OWN_MEMORY: Final = Path("/proc/self/statm")
 
 
 class Outlet(Protocol):
@@ -76,9 +82,21 @@ class Stage(Protocol):
     def stats(self) -> StageStats:
         """Figures of the last poll."""
 
+    def figures(self) -> Iterator[Figure]:
+        """All other figures, by the names of their metrics; called by one thread."""
+
     @property
     def healthy(self) -> bool:
         """Whether the engine still runs."""
+
+
+def memory_figures(device: torch.device) -> Iterator[Figure]:
+    """Main memory of this process, and what torch has of `device` where it is a GPU, in bytes."""
+    pages = int(_OWN_MEMORY.read_text().split()[1])
+    yield Figure("omni_resident_memory_bytes", pages * resource.getpagesize())
+    if device.type == "cuda":
+        yield Figure("omni_device_memory_bytes", torch.cuda.memory_allocated(device), {"kind": "allocated"})
+        yield Figure("omni_device_memory_bytes", torch.cuda.memory_reserved(device), {"kind": "reserved"})
 
 
 def as_omni_error(error: Exception, label: str) -> OmniError:

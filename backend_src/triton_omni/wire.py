@@ -23,7 +23,7 @@ from torch import Tensor
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import ErrorCode, InternalError, OmniError, StageName, from_code
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Value = Tensor | bytes
 AudioFormat = Literal["f32", "pcm16", "wav"]
@@ -81,6 +81,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     """Upper bound of the rows of this session: prompt and longest reply."""
     accepted_ns: int
     """System-wide monotonic clock when the request was accepted, nanoseconds."""
+    traceparent: str = ""
+    """W3C's, of the thinker's part in the request; empty = nobody traces it."""
 
 
 class ThinkerReport(msgspec.Struct, frozen=True, kw_only=True):

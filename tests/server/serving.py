@@ -21,12 +21,15 @@ from typing import Any
 import yaml
 
 from server.probes import RECORDS_VARIABLE
+from triton_omni.serving.metric_families import FAMILIES
 from triton_omni.serving.server_options import ServerConfig
 from triton_omni.serving.supervisor import Supervisor
 from triton_omni_client import NO_RETRY, HttpClient, OmniClient, Reply, Request
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("thinker", "talker", "token2wav")
+HELD = {"nv_inference_pending_request_count", *(family.name for family in FAMILIES if family.holds)}
+"""Metrics that are 0 when no request is open."""
 
 Settings = Mapping[str, Mapping[str, Any]]
 
@@ -87,7 +90,13 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def server_config(folder: Path, checkpoint: Path, settings: Settings = TINY, **options: Any) -> ServerConfig:
+def server_config(
+    folder: Path,
+    checkpoint: Path,
+    settings: Settings = TINY,
+    environment: Mapping[str, str] | None = None,
+    **options: Any,
+) -> ServerConfig:
     """How a test's server runs; everything it writes is in `folder`."""
     records = folder / "records"
     records.mkdir()
@@ -96,15 +105,17 @@ def server_config(folder: Path, checkpoint: Path, settings: Settings = TINY, **o
         model=str(checkpoint),
         log_path=folder / "server.log",
         ready_timeout_s=180,
-        environment={"OMP_NUM_THREADS": "1", RECORDS_VARIABLE: str(records)},
+        environment={"OMP_NUM_THREADS": "1", RECORDS_VARIABLE: str(records), **(environment or {})},
         **options,
     )
 
 
 @contextmanager
-def serve(folder: Path, checkpoint: Path, settings: Settings = TINY) -> Iterator[Served]:
-    """A running server."""
-    with Supervisor(server_config(folder, checkpoint, settings)) as supervisor:
+def serve(
+    folder: Path, checkpoint: Path, settings: Settings = TINY, environment: Mapping[str, str] | None = None
+) -> Iterator[Served]:
+    """A running server, with this added to its environment."""
+    with Supervisor(server_config(folder, checkpoint, settings, environment)) as supervisor:
         served = Served(supervisor, folder / "records", checkpoint)
         with served.client:
             yield served
@@ -164,12 +175,11 @@ class Served:
     def held(self) -> dict[str, float]:
         """What the stages and Triton itself hold now: every figure that is not 0."""
         found = self.metrics("omni_") | self.metrics("nv_inference_pending_request_count")
-        counted = ("omni_link_bytes", "omni_hop_seconds")
-        return {name: value for name, value in found.items() if value and not name.startswith(counted)}
+        return {name: value for name, value in found.items() if value and name.partition("{")[0] in HELD}
 
     def link_bytes(self) -> dict[str, float]:
         """Bytes of rows and codes that passed on the links, by metric."""
-        found = self.metrics("omni_link_bytes")
+        found = self.metrics("omni_link_bytes_total")
         return {name: value for name, value in found.items() if re.search('tensor="(ROWS|CODES)"', name)}
 
     def wait_until_idle(self, seconds: float = 5.0) -> None:

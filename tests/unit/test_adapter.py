@@ -47,6 +47,9 @@ class RecordingStage:
     def stats(self):
         return StageStats(0, 0, 0, 0, 0, 0)
 
+    def figures(self):
+        return iter(())
+
 
 def submit(request, outlet):
     found = read_client_request(request)
@@ -63,6 +66,9 @@ class Ledger:
 
     def __init__(self, calls):
         self._calls = calls
+
+    def epoch(self, stage):
+        return 1
 
     def close(self):
         self._calls.append("ledger closed")

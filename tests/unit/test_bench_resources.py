@@ -23,7 +23,7 @@ nv_gpu_utilization{gpu_uuid="GPU-1"} 0.25
 nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 1048576.000000
 nv_inference_count{model="talker",version="1"} 12
 omni_sessions{stage="talker"} 3
-omni_link_bytes{stage="talker",tensor="rows",device="cpu"} 9
+omni_link_bytes_total{stage="talker",tensor="rows",device="cpu"} 9
 omni_waiting{stage="thinker"} 0
 omni_running{stage="thinker"} nonsense
 process_start 1

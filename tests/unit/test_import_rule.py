@@ -14,13 +14,28 @@ GATEWAY = ROOT / "gateway" / "triton_omni_gateway"
 
 # Each module may import modules of lower layers and of its own group.
 LAYERS = [
-    {"contracts": {"errors", "settings", "engine", "device", "streams", "precision", "spans", "split_kernels"}},
+    {
+        "contracts": {
+            "errors",
+            "events",
+            "settings",
+            "engine",
+            "device",
+            "streams",
+            "precision",
+            "spans",
+            "split_kernels",
+            "tracing",
+        }
+    },
     {
         "protocol": {
             "wire",
             "ledger",
             "ledger_layout",
             "precedence",
+            "figures",
+            "tally",
             "hops",
             "loop",
             "stage",

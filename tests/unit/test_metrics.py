@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from fake_pb_utils import PbUtils
+from triton_omni.figures import Figure
 from triton_omni.hops import HopTimes
 from triton_omni.serving import metrics
+from triton_omni.serving.metric_families import FAMILIES
 from triton_omni.serving.metrics import StageMetrics
 from triton_omni.serving.tensors import LinkCounter
 from triton_omni.stage import StageStats
@@ -17,19 +19,23 @@ WAIT_S = 5.0
 
 
 class Stats:
-    """Figures that a test sets."""
+    """A stage with figures that a test sets."""
 
     def __init__(self):
-        self.now, self.calls = StageStats(0, 0, 0, 0, 0, 0), 0
+        self.now, self.more, self.calls = StageStats(0, 0, 0, 0, 0, 0), [], 0
 
-    def __call__(self):
+    def stats(self):
         self.calls += 1
         return self.now
+
+    def figures(self):
+        yield from self.more
 
 
 @pytest.fixture
 def stats(monkeypatch):
     monkeypatch.setattr(metrics, "INTERVAL_S", 0.005)
+    monkeypatch.setattr(metrics, "SLOW_ROUNDS", 2)
     return Stats()
 
 
@@ -60,6 +66,12 @@ def gauge(pb_utils, name):
     return metric
 
 
+def last(pb_utils):
+    """The last value of every series that has labels of its stage alone."""
+    alone = {f.name: f.metrics[0] for f in pb_utils.families if f.metrics}
+    return {name: metric.values[-1] for name, metric in alone.items() if metric.labels == {"stage": "talker"}}
+
+
 def wait_for(condition):
     end = time.monotonic() + WAIT_S
     while not condition():
@@ -75,18 +87,51 @@ def rounds(stats, count=3):
 def test_every_figure_has_a_gauge_with_the_stages_label(published, pb_utils, stats):
     stats.now = StageStats(sessions=1, running=2, waiting=3, kv_blocks_used=4, rows_used=5, outbox=6)
     rounds(stats)
-    found = {f.name: f.metrics[0].values[-1] for f in pb_utils.families if f.metrics}
-    assert found == {
+    assert last(pb_utils) == {
         "omni_sessions": 1,
         "omni_running": 2,
         "omni_waiting": 3,
         "omni_kv_blocks_used": 4,
         "omni_rows_used": 5,
         "omni_outbox": 6,
+        "omni_stage_starts": 1,
     }
-    assert all(f.metrics[0].labels == {"stage": "talker"} for f in pb_utils.families if f.metrics)
-    assert {f.kind for f in pb_utils.families} == {"gauge"}
     assert published
+
+
+def test_every_family_is_made_once_with_its_kind(published, pb_utils):
+    assert published
+    made = {f.name: f.kind for f in pb_utils.families}
+    assert len(made) == len(pb_utils.families)
+    assert {name for name, kind in made.items() if kind == "counter"} == {
+        family.name for family in FAMILIES if family.kind == "counter"
+    }
+    assert made.keys() == {name for family in FAMILIES for name in family.series}
+
+
+def test_a_family_s_name_tells_its_kind():
+    for family in FAMILIES:
+        assert family.name.endswith("_total") == (family.kind == "counter"), family.name
+        assert family.kind != "histogram" or family.name.endswith(("_seconds", "_size")), family.name
+
+
+def test_a_counter_is_told_what_was_added_and_begins_at_nothing(published, pb_utils, stats):
+    assert published
+    for value in (0, 3, 3, 8):
+        stats.more = [Figure("omni_codes_total", value)]
+        rounds(stats, 5)
+    assert gauge(pb_utils, "omni_codes_total").values == [3, 8]
+
+
+def test_labels_are_added_to_the_stage_s_and_may_name_another(published, pb_utils, stats):
+    assert published
+    stats.more = [
+        Figure("omni_errors_total", 1, {"stage": "token2wav", "code": "internal"}),
+        Figure("omni_errors_total", 2, {"stage": "thinker", "code": "internal"}),
+    ]
+    rounds(stats, 5)
+    found = {m.labels["stage"]: (m.labels["code"], m.values) for m in family(pb_utils, "omni_errors_total").metrics}
+    assert found == {"token2wav": ("internal", [1]), "thinker": ("internal", [2])}
 
 
 def test_nothing_is_set_before_the_start_and_starting_again_is_harmless(pb_utils, stats, counter):
@@ -118,10 +163,10 @@ def test_received_bytes_are_told_by_tensor_and_device(published, pb_utils, stats
     assert published
     counter.add("ROWS", torch.ones(4))
     counter.add("ROWS", torch.ones(4, device="meta"))
-    rounds(stats)
+    rounds(stats, 5)
     counter.add("ROWS", torch.ones(1))
-    rounds(stats)
-    links = {m.labels["device"]: (m.labels, m.values) for m in family(pb_utils, "omni_link_bytes").metrics}
+    rounds(stats, 5)
+    links = {m.labels["device"]: (m.labels, m.values) for m in family(pb_utils, "omni_link_bytes_total").metrics}
     assert links["cpu"] == ({"stage": "talker", "tensor": "ROWS", "device": "cpu"}, [16, 20])
     assert links["meta"][1] == [16]
 
@@ -145,7 +190,7 @@ def test_hop_times_are_a_cumulative_histogram(pb_utils, stats, counter):
     assert gauge(pb_utils, "omni_hop_seconds_count").values == [5]
     assert gauge(pb_utils, "omni_hop_seconds_sum").values == [pytest.approx(7.00225)]
     metrics.close()
-    assert metrics._labelled == {}
+    assert metrics._metrics == {}
 
 
 def test_after_close_nothing_is_set_and_no_metric_is_held(published, pb_utils, stats):
@@ -156,7 +201,7 @@ def test_after_close_nothing_is_set_and_no_metric_is_held(published, pb_utils, s
     time.sleep(0.03)
     assert stats.calls == calls
     assert gauge(pb_utils, "omni_sessions").values == [0]
-    assert [published._gauges, published._labelled, published._families, published._published] == [{}] * 4
+    assert [published._metrics, published._families, published._published] == [{}] * 3
 
 
 def test_a_server_that_takes_no_metric_ends_the_publishing_and_nothing_else(published, pb_utils, stats, caplog):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from triton_omni.stage import Outlet, Stage
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
+from triton_omni.tracing import NO_TRACER, Tracer
 
 SENDING_THREADS = 4
 """A send takes a few tenths of a millisecond, most of it in Triton's process; sessions are spread over the threads."""
@@ -41,6 +43,7 @@ class StageAdapter:
         submit: reads a Triton request and gives it to the stage.
         ledger: the stage's, closed after its last answer.
         hops: how long the stage's messages took, where another stage sends it some.
+        tracer: the stage's, closed last.
     """
 
     def __init__(
@@ -53,14 +56,16 @@ class StageAdapter:
         counter: LinkCounter,
         ledger: SessionLedger,
         hops: Mapping[Until, HopTimes] | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._pb_utils = pb_utils
         self._name = name
         self._stage = stage
         self._ledger = ledger
+        self._tracer = tracer
         self._submit = submit
         self._threads = tuple(SendingThread(f"{name}-{number}") for number in range(SENDING_THREADS))
-        self._metrics = StageMetrics(pb_utils, name, stage.stats, counter, hops)
+        self._metrics = StageMetrics(pb_utils, name, stage, counter, hops, starts=ledger.epoch(name))
         stage.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -74,6 +79,7 @@ class StageAdapter:
         # From the last to the first, each also when one before it fails: what is due must leave, and the ledger is
         # written to until it has left.
         with contextlib.ExitStack() as ending:
+            ending.callback(self._tracer.close)
             ending.callback(self._ledger.close)
             ending.callback(self._metrics.close)
             for thread in self._threads:
@@ -92,27 +98,36 @@ class StageAdapter:
             outlet.fail(InternalError("the request could not be read", stage=self._name))
 
 
-def adapt_thinker(pb_utils: Any, stage: ThinkerStage, ledger: SessionLedger) -> StageAdapter:
+def adapt_thinker(
+    pb_utils: Any, stage: ThinkerStage, ledger: SessionLedger, tracer: Tracer = NO_TRACER
+) -> StageAdapter:
     """The thinker takes clients' requests."""
 
     def submit(request: Any, outlet: Outlet) -> None:
-        stage.submit(read_client_request(request), outlet)
+        try:
+            raw = read_client_request(request, traced=tracer.is_on)
+        except Exception as error:
+            stage.accounts.count_unread(error)
+            raise
+        stage.submit(raw, outlet)
 
-    return StageAdapter(pb_utils, "thinker", stage, submit, counter=LinkCounter(), ledger=ledger)
+    return StageAdapter(pb_utils, "thinker", stage, submit, counter=LinkCounter(), ledger=ledger, tracer=tracer)
 
 
-def adapt_talker(pb_utils: Any, stage: TalkerStage, ledger: SessionLedger) -> StageAdapter:
+def adapt_talker(pb_utils: Any, stage: TalkerStage, ledger: SessionLedger, tracer: Tracer = NO_TRACER) -> StageAdapter:
     """The talker takes the thinker's messages."""
-    return _adapt_link(pb_utils, "talker", stage, ledger)
+    return _adapt_link(pb_utils, "talker", stage, ledger, tracer)
 
 
-def adapt_token2wav(pb_utils: Any, stage: Token2WavStage, ledger: SessionLedger) -> StageAdapter:
+def adapt_token2wav(
+    pb_utils: Any, stage: Token2WavStage, ledger: SessionLedger, tracer: Tracer = NO_TRACER
+) -> StageAdapter:
     """token2wav takes the talker's messages."""
-    return _adapt_link(pb_utils, "token2wav", stage, ledger)
+    return _adapt_link(pb_utils, "token2wav", stage, ledger, tracer)
 
 
 def _adapt_link(
-    pb_utils: Any, name: StageName, stage: TalkerStage | Token2WavStage, ledger: SessionLedger
+    pb_utils: Any, name: StageName, stage: TalkerStage | Token2WavStage, ledger: SessionLedger, tracer: Tracer
 ) -> StageAdapter:
     counter = LinkCounter()
 
@@ -125,11 +140,11 @@ def _adapt_link(
             logger.exception("%s: a message could not be read", name)
             outlet.finish()
 
-    return StageAdapter(pb_utils, name, stage, submit, counter=counter, ledger=ledger, hops=stage.hops)
+    return StageAdapter(pb_utils, name, stage, submit, counter=counter, ledger=ledger, hops=stage.hops, tracer=tracer)
 
 
-def read_client_request(request: Any) -> RawRequest:
-    """The four public inputs of a Triton request, still unchecked.
+def read_client_request(request: Any, *, traced: bool = False) -> RawRequest:
+    """The four public inputs of a Triton request, still unchecked, and its parameter `traceparent` where it is traced.
 
     Raises:
         BadRequest: an input of another number of elements, or an id that is not UTF-8, which Triton's HTTP frontend
@@ -146,7 +161,17 @@ def read_client_request(request: Any) -> RawRequest:
         media=tuple(given["media"] or ()),
         sampling_parameters=_one(given["sampling_parameters"], "sampling_parameters"),
         request_id=request_id,
+        traceparent=_traceparent(request) if traced else "",
     )
+
+
+def _traceparent(request: Any) -> str:
+    """W3C's header, which gRPC and HTTP clients give as a parameter of the request."""
+    try:
+        given = json.loads(request.parameters() or "{}").get("traceparent")
+    except ValueError:
+        return ""
+    return given if isinstance(given, str) else ""
 
 
 def _one(values: list[bytes] | None, name: str) -> bytes | None:

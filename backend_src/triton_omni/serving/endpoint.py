@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where this server's own gRPC endpoint listens, read off tritonserver's command line: Triton tells no model."""
+"""Where a tritonserver listens, read off its command line: Triton tells no model, and nobody beside it."""
 
 from __future__ import annotations
 
@@ -34,5 +34,27 @@ def own_grpc_url(arguments: Sequence[str]) -> str:
         raise SettingsError("the unary model streams from this server's gRPC endpoint, which --allow-grpc switches off")
     if given.grpc_use_ssl.lower() not in _FALSE:
         raise SettingsError("the unary model streams from this server's gRPC endpoint, which --grpc-use-ssl encrypts")
-    host = "127.0.0.1" if given.grpc_address in _ANY_ADDRESS else given.grpc_address
-    return f"{host}:{given.grpc_port}"
+    return _reached_at(given.grpc_address, given.grpc_port)
+
+
+def http_addresses(arguments: Sequence[str]) -> tuple[str, str]:
+    """`HOST:PORT` at which HTTP and metrics of a tritonserver of these arguments can be reached on its own machine;
+    empty where they are switched off.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for service, port in (("http", "8000"), ("metrics", "8002")):
+        parser.add_argument(f"--{service}-port", default=port)
+        parser.add_argument(f"--{service}-address")
+        parser.add_argument(f"--allow-{service}", default="true")
+    given, _ = parser.parse_known_args(arguments)
+    http_address = given.http_address or "0.0.0.0"
+    http = _reached_at(http_address, given.http_port)
+    # Without an address of their own, metrics are where HTTP is.
+    metrics = _reached_at(given.metrics_address or http_address, given.metrics_port)
+    is_off = [text.lower() in _FALSE for text in (given.allow_http, given.allow_metrics)]
+    return "" if is_off[0] else http, "" if is_off[1] else metrics
+
+
+def _reached_at(address: str, port: str) -> str:
+    host = "127.0.0.1" if address in _ANY_ADDRESS else address
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

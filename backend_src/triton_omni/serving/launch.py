@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from triton_omni.device import resolve_device, resolve_dtype_name
 from triton_omni.errors import StageName
 from triton_omni.serving.endpoint import command_line, own_grpc_url
+from triton_omni.serving.log_format import configure_logging
+from triton_omni.serving.traces import make_tracer
 from triton_omni.settings import (
     Device,
     SettingsError,
@@ -85,6 +87,7 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
     config = load_config(checkpoint)
     device = _torch_device(settings.device, args)
     engine = ThinkerVllmEngine(checkpoint, settings, device)
+    tracer = make_tracer("thinker")
     ledger = _ledger("thinker", _facts(checkpoint, device, settings, config.thinker.decoder.hidden_size))
     intake = RequestIntake(checkpoint, config, load_speakers(checkpoint, config), settings, engine)
     stage = ThinkerStage(
@@ -95,8 +98,9 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
         device=device,
         hidden_size=config.thinker.decoder.hidden_size,
         dtype=engine.dtype,
+        tracer=tracer,
     )
-    return adapt_thinker(pb_utils, stage, ledger)
+    return adapt_thinker(pb_utils, stage, ledger, tracer)
 
 
 def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdapter:
@@ -116,11 +120,17 @@ def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdap
     speakers = load_speakers(checkpoint, config)
     device = _torch_device(settings.device, args)
     engine = TalkerVllmEngine(checkpoint, settings, device)
+    tracer = make_tracer("talker")
     ledger = _ledger("talker", _facts(checkpoint, device, settings, config.talker.embedding_size))
     stage = TalkerStage(
-        settings, engine, ledger, device=device, text_bos_id=lambda voice: speakers.get(voice).text_bos_id
+        settings,
+        engine,
+        ledger,
+        device=device,
+        text_bos_id=lambda voice: speakers.get(voice).text_bos_id,
+        tracer=tracer,
     )
-    return adapt_talker(pb_utils, stage, ledger)
+    return adapt_talker(pb_utils, stage, ledger, tracer)
 
 
 def start_token2wav(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdapter:
@@ -137,10 +147,11 @@ def start_token2wav(pb_utils: Any, args: dict[str, str], folder: Path) -> StageA
     device = _torch_device(settings.device, args)
     _limit_threads(settings.threads)
     engine = Token2WavEngine(checkpoint, settings, device)
+    tracer = make_tracer("token2wav")
     ledger = _ledger("token2wav", _facts(checkpoint, device))
     sample_rate = load_config(checkpoint).codec.sample_rate
-    stage = Token2WavStage(engine, ledger, device=device, sample_rate=sample_rate)
-    return adapt_token2wav(pb_utils, stage, ledger)
+    stage = Token2WavStage(engine, ledger, device=device, sample_rate=sample_rate, tracer=tracer)
+    return adapt_token2wav(pb_utils, stage, ledger, tracer)
 
 
 def start_unary(pb_utils: Any, args: dict[str, str], folder: Path) -> UnaryModel:
@@ -189,11 +200,7 @@ def checkpoint_folder() -> Path:
 def _prepare_process() -> None:
     # Triton's stub starts its interpreter in the C locale, in which torch's and vLLM's sources cannot be read.
     locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
-    logging.basicConfig(
-        level=os.environ.get("OMNI_LOG_LEVEL", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-    )
+    configure_logging()
     _quiet_libraries()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 

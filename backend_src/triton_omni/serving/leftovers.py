@@ -66,18 +66,24 @@ def _own_regions() -> str:
 def remove_stale_regions() -> list[str]:
     """Remove the regions that servers of this user left here when they were killed with their supervisors.
 
-    Those of other process-id namespaces are left alone: whether their processes live cannot be seen from here.
-
     Returns:
         The names of the removed.
+    """
+    stale = stale_regions()
+    for region in stale:
+        region.unlink(missing_ok=True)
+    return [region.name for region in stale]
+
+
+def stale_regions() -> list[Path]:
+    """Regions of servers of this user that no process has mapped.
+
+    Those of other process-id namespaces are left out: whether their processes live cannot be seen from here.
     """
     oldest = time.time() - _MAPPED_WITHIN_S
     found = [region for region in _SHARED_MEMORY.glob(f"{_own_regions()}*") if region.stat().st_mtime < oldest]
     mapped = _mapped_regions() if found else set()
-    stale = [region for region in found if region.name not in mapped]
-    for region in stale:
-        region.unlink(missing_ok=True)
-    return [region.name for region in stale]
+    return [region for region in found if region.name not in mapped]
 
 
 def _mapped_regions() -> set[str]:

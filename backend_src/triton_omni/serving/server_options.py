@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from triton_omni.serving.log_format import FORMAT_VARIABLE, FORMATS
 from triton_omni.serving.placement import parse_placement
 from triton_omni.serving.revival import RevivalPolicy
 
@@ -62,6 +63,9 @@ def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
     parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N", help="default 8002; 0 = a free port")
     parser.add_argument("--log-file", type=Path, metavar="FILE", help="the server's log (default: standard error)")
     parser.add_argument("--log-verbose", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--log-format", choices=FORMATS, help="of the stages' records (default: OMNI_LOG_FORMAT, or plain)"
+    )
     parser.add_argument("--ready-timeout", type=float, default=900.0, metavar="SECONDS")
     parser.add_argument("--exit-timeout", type=int, default=30, metavar="SECONDS")
     by_variable = os.environ.get("OMNI_MPS") or "0"
@@ -97,6 +101,7 @@ def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
         exit_timeout_s=given.exit_timeout,
         mps=given.mps,
         placement=placement,
+        environment={FORMAT_VARIABLE: given.log_format} if given.log_format else {},
     )
 
 

@@ -60,6 +60,4 @@ class StageBoard:
 
     def _is_open(self, slot: int) -> bool:
         words, at = self._words, layout.record(slot)
-        generation = words[at + layout.GENERATION]
-        ended = words[at + layout.FIELDS["thinker"] + layout.CLOSED] >> layout.COUNT_BITS == generation
-        return bool(generation) and not ended and not layout.lost_of(words, words[at + layout.EPOCHS])
+        return layout.is_open(words, at) and not layout.lost_of(words, words[at + layout.EPOCHS])

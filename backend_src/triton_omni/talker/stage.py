@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from triton_omni.engine import Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
-from triton_omni.errors import InternalError, OmniError, TooLarge
+from triton_omni.errors import ErrorCode, InternalError, OmniError, TooLarge
+from triton_omni.figures import Figure
 from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
 from triton_omni.outbox import Outbox, Pace, Parcel
 from triton_omni.settings import TalkerSettings
 from triton_omni.stage import SOON_S, Outlet, lost_error
+from triton_omni.tally import Ending
+from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import (
     Failure,
     Kind,
@@ -35,8 +37,6 @@ from triton_omni.wire import (
     ThinkerReport,
     Value,
 )
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -67,12 +67,14 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         *,
         device: torch.device,
         text_bos_id: Callable[[str], int],
+        tracer: Tracer = NO_TRACER,
     ) -> None:
-        super().__init__("talker", engine, ledger, device)
+        super().__init__("talker", engine, ledger, device, tracer)
         self._settings = settings
         self._engine = engine
         self._text_bos_id = text_bos_id
         self._pace = Pace()
+        self._codes = 0
         # Of sessions that are not open yet, the last heartbeat's request.
         self._unopened: dict[str, tuple[SessionKey, Outlet]] = {}
 
@@ -86,10 +88,21 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def step(self) -> None:
         """One engine step over every session whose next row is there."""
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        if outputs:
+            self._batches.add(len(outputs))
+        for output in outputs:
             session = self._open.get(output.key)
             if session is not None:
                 self._take(session, output)
+
+    def figures(self) -> Iterator[Figure]:
+        """Figures by the names of their metrics, see `stage.Stage`."""
+        yield from super().figures()
+        open_now, ledger = list(self._open.values()), self._ledger
+        under_way = sum(one.outbox.messages - ledger.consumed(one.key, "token2wav") for one in open_now)
+        yield Figure("omni_credits_used", max(0, under_way))
+        yield Figure("omni_codes_total", self._codes)
 
     def _parse(self, tensors: Mapping[str, Value]) -> ThinkerMessage:
         return ThinkerMessage.from_tensors(tensors)
@@ -190,6 +203,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             return
         if output.codes is not None and len(output.codes):
             session.codes += len(output.codes)
+            self._codes += len(output.codes)
             session.first_code_ns = session.first_code_ns or time.monotonic_ns()
             session.outbox.put(output.codes, output.codes_ready)
         if output.finish_reason is not None:
@@ -227,29 +241,37 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         return SOON_S if session.outbox.waiting or session.thinker is not None else IDLE_POLL_S
 
     def _fail(self, session: _Open, error: OmniError) -> None:
-        logger.info("request %s: failed in the talker: %s", session.session.request_id, error.code)
         self._relay_failure(session, Failure.of(error, "talker"))
         self._ledger.mark_failed(session.key)
 
     def _answer_error(self, session: _Open, error: OmniError) -> None:
-        if self._drop(session):
+        if self._drop(session, error.code):
+            self._ledger.say_outcome(session.key, Ending.of(error, "talker"))
             session.outlet.fail(error, functools.partial(self._mark_closed, session.key, session.sequence))
 
     def _relay_failure(self, session: _Open, failure: Failure) -> None:
         message = TalkerMessage(key=session.key, kind=Kind.ERROR, sequence=session.sequence, failure=failure)
         self._send(session, message)
-        self._close(session)
+        self._close(session, failure.code)
 
-    def _close(self, session: _Open) -> None:
-        if self._drop(session):
+    def _close(self, session: _Open, code: ErrorCode | None = None) -> None:
+        if self._drop(session, code):
             session.outlet.finish(then=functools.partial(self._mark_closed, session.key, session.sequence))
 
-    def _drop(self, session: _Open) -> bool:
-        """Forget the session; False if it was forgotten before."""
+    def _drop(self, session: _Open, code: ErrorCode | None) -> bool:
+        """Forget the session, which ends with an error of this code, if any; False if it was forgotten before."""
         if self._open.pop(session.key.name, None) is None:
             return False
         self._abort(session)
+        code = code or self._code_of_end(session.key)
+        self._tell_end(session, code, codes=session.codes)
         return True
+
+    def _code_of_end(self, key: SessionKey) -> ErrorCode | None:
+        """Of the error by which others ended the session; None = it was answered whole."""
+        if (ending := self._ledger.outcome(key, "token2wav")) is not None:
+            return ending.code
+        return "cancelled" if self._ledger.cancelled(key) else "internal"
 
 
 def _to_message(session: _Open, parcel: Parcel) -> TalkerMessage:

@@ -11,6 +11,7 @@ import functools
 import logging
 import secrets
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -20,15 +21,30 @@ import torch
 
 from triton_omni.engine import EngineStats, Sampling, ThinkerEngine, ThinkerOutput, ThinkerPlaced
 from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
+from triton_omni.events import log_event
+from triton_omni.figures import Figure
 from triton_omni.ledger import SessionLedger, Slots
 from triton_omni.loop import IDLE_POLL_S, StageLoop
-from triton_omni.outbox import Outbox, Pace, Parcel
+from triton_omni.outbox import Outbox, Pace
 from triton_omni.request import RawRequest
 from triton_omni.settings import ThinkerSettings
-from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, lost_error, revival_refusal
+from triton_omni.stage import (
+    CLAIMED_POLL_S,
+    SOON_S,
+    Outlet,
+    StageStats,
+    as_omni_error,
+    lost_error,
+    memory_figures,
+    revival_refusal,
+)
 from triton_omni.streams import leave_default_stream
+from triton_omni.tally import Ending
+from triton_omni.thinker.accounts import ThinkerAccounts
+from triton_omni.thinker.open_session import OpenSession
 from triton_omni.thinker.positions import extend_positions
-from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
+from triton_omni.tracing import NO_TRACER, Tracer
+from triton_omni.wire import Failure, Kind, Session, ThinkerMessage, ThinkerReport
 
 RETRY_AFTER_MS = 250
 UNPACED_TOKENS = 2
@@ -56,29 +72,6 @@ class Intake(Protocol):
         """Check, decode and tokenise. Raises `OmniError`."""
 
 
-@dataclass
-class _Open:
-    """State of one session; changed by the loop's thread only."""
-
-    key: SessionKey
-    outlet: Outlet
-    label: str
-    accepted_ns: int
-    deadline_ns: int
-    outbox: Outbox
-    session: Session | None = None
-    """What the later stages were told; None before `OPEN`."""
-    refusal: OmniError | None = None
-    """Why it ended before `OPEN`; the client's answer waits until the talker has given back every heartbeat."""
-    sequence: int = 0
-    sent: int = 0
-    left_ns: int = 0
-    reply_tokens: int = 0
-    first_token_ns: int = 0
-    report: ThinkerReport | None = None
-    ended_ns: int = 0
-
-
 class ThinkerStage:
     """Owns the thinker's engine and the life of every session.
 
@@ -87,6 +80,7 @@ class ThinkerStage:
         intake: turns a raw request into a prepared one.
         device: of the engine.
         hidden_size: H of the rows; dtype: of the links, the same in the talker.
+        tracer: of the stage's spans.
     """
 
     def __init__(
@@ -99,6 +93,7 @@ class ThinkerStage:
         device: torch.device,
         hidden_size: int,
         dtype: torch.dtype,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._settings = settings
         self._engine = engine
@@ -107,13 +102,14 @@ class ThinkerStage:
         self._slots = Slots(ledger, settings.max_sessions)
         self._device = device
         self._hidden_size, self._dtype = hidden_size, dtype
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenSession] = {}
         self._pool = ThreadPoolExecutor(settings.preprocess_threads, thread_name_prefix="omni-intake")
         self._loop = StageLoop("omni-thinker", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
         self._claimed = False
         self._pace = Pace()
+        self.accounts = ThinkerAccounts(ledger, tracer)
 
     # Called from any thread.
 
@@ -127,18 +123,22 @@ class ThinkerStage:
         accepted_ns = time.monotonic_ns()
         # A name for logs and `info`, where the client gave none.
         raw = replace(raw, request_id=raw.request_id or secrets.token_hex(8))
+        span = self.accounts.begin(raw, accepted_ns)
         key = self._slots.allocate()
         if key is None:
-            outlet.fail(self._no_slot())
+            outlet.fail(self.accounts.refuse(self._no_slot(), raw, span))
             return
         if lost := self._ledger.lost_stages(key):
+            self._ledger.mark_closed(key)
             self._slots.release(key)
-            outlet.fail(revival_refusal(lost[0]))
+            outlet.fail(self.accounts.refuse(revival_refusal(lost[0]), raw, span))
             return
         outlet.bind(key.slot)
         deadline_ns = accepted_ns + int(self._settings.timeout_s * 1e9)
+        self._ledger.set_deadline(key, deadline_ns)
         outbox = Outbox(self._settings.rows_per_message)
-        session = _Open(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox)
+        session = OpenSession(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox, span=span)
+        log_event(logger, "accepted", stage="thinker", request=raw.request_id, session=key.name)
         # The talker holds it until `OPEN`: should this process end, the client can be answered from there.
         self._send(session, ThinkerMessage(key=key, kind=Kind.HEARTBEAT))
         self._loop.post(functools.partial(self._begin, session))
@@ -157,14 +157,16 @@ class ThinkerStage:
         """Figures of this moment; sessions counts slots in use, also those whose later stages still work."""
         engine = self._engine_stats
         held = sum(session.outbox.held for session in list(self._open.values()))
-        return StageStats(
-            self._settings.max_sessions - self._slots.free,
-            engine.running,
-            engine.waiting,
-            engine.kv_blocks_used,
-            engine.rows_used,
-            held,
-        )
+        taken = self._settings.max_sessions - self._slots.free
+        return StageStats(taken, engine.running, engine.waiting, engine.kv_blocks_used, engine.rows_used, held)
+
+    def figures(self) -> Iterator[Figure]:
+        """Figures by the names of their metrics, see `stage.Stage`."""
+        open_now = list(self._open.values())
+        yield Figure("omni_sessions_limit", self._settings.max_sessions)
+        yield Figure("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
+        yield from self.accounts.figures(open_now, self._slots.taken_slots())
+        yield from memory_figures(self._device)
 
     @property
     def healthy(self) -> bool:
@@ -177,7 +179,7 @@ class ThinkerStage:
 
     # On the pool's threads.
 
-    def _prepare(self, session: _Open, raw: RawRequest) -> None:
+    def _prepare(self, session: OpenSession, raw: RawRequest) -> None:
         if session.ended_ns:
             # Its slot is free again: what is cancelled while it waits must not hold up the others here.
             return
@@ -201,7 +203,10 @@ class ThinkerStage:
 
     def step(self) -> None:
         """One engine step; what it gave leaves as soon as its outbox lets it."""
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        if outputs:
+            self.accounts.batches.add(len(outputs))
+        for output in outputs:
             session = self._open.get(output.key)
             if session is not None and not session.ended_ns:
                 self._take(session, output)
@@ -226,15 +231,16 @@ class ThinkerStage:
         self._end_all(InternalError(self._broken, stage="thinker"))
         self._ledger.say_broken()
 
-    def _begin(self, session: _Open) -> None:
+    def _begin(self, session: OpenSession) -> None:
         self._open[session.key.name] = session
         if self._broken is not None:
             self._fail(session, InternalError(self._broken, stage="thinker"))
 
-    def _admit(self, session: _Open, prepared: Prepared) -> None:
+    def _admit(self, session: OpenSession, prepared: Prepared) -> None:
         if session.ended_ns:
             return
         session.deadline_ns = session.accepted_ns + int(prepared.timeout_s * 1e9)
+        self._ledger.set_deadline(session.key, session.deadline_ns)
         try:
             self._engine.add(
                 session.key.name,
@@ -248,19 +254,21 @@ class ThinkerStage:
             refusal.stage = refusal.stage or "thinker"
             self._fail(session, refusal)
             return
-        session.session = prepared.session
+        session.session = msgspec.structs.replace(prepared.session, traceparent=session.span.traceparent)
+        self.accounts.prompt_tokens += prepared.session.prompt_tokens
         if not prepared.session.want_audio:
             session.outbox.finish_tensors()
         positions = extend_positions(prepared.placed.positions, 2)
         self._send(
-            session, ThinkerMessage(key=session.key, kind=Kind.OPEN, session=prepared.session, positions=positions)
+            session, ThinkerMessage(key=session.key, kind=Kind.OPEN, session=session.session, positions=positions)
         )
 
-    def _take(self, session: _Open, output: ThinkerOutput) -> None:
+    def _take(self, session: OpenSession, output: ThinkerOutput) -> None:
         if output.error is not None:
             self._fail(session, InternalError(output.error, stage="thinker"))
             return
         session.reply_tokens += len(output.token_ids)
+        self.accounts.reply_tokens += len(output.token_ids)
         if output.token_ids and not session.first_token_ns:
             session.first_token_ns = time.monotonic_ns()
         session.outbox.put_text(output.text)
@@ -270,7 +278,7 @@ class ThinkerStage:
             self._finish_reply(session, output.finish_reason, output.stop_string)
         self._flush(session)
 
-    def _finish_reply(self, session: _Open, reason: str, stop_string: str | None) -> None:
+    def _finish_reply(self, session: OpenSession, reason: str, stop_string: str | None) -> None:
         session.outbox.finish_tensors()
         session.outbox.finish_text()
         session.report = ThinkerReport(
@@ -282,20 +290,20 @@ class ThinkerStage:
             finished_ns=time.monotonic_ns() - session.accepted_ns,
         )
 
-    def _flush(self, session: _Open) -> None:
+    def _flush(self, session: OpenSession) -> None:
         outbox, ledger = session.outbox, self._ledger
         pace = self._pace if session.reply_tokens > UNPACED_TOKENS else None
         while parcel := outbox.take(ledger.consumed(session.key, "talker"), pace=pace):
-            self._send(session, _to_message(session, parcel), parcel.ready)
+            self._send(session, session.to_message(parcel), parcel.ready)
 
-    def _send(self, session: _Open, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:
+    def _send(self, session: OpenSession, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.left_ns = time.monotonic_ns()
         session.sequence += message.kind != Kind.HEARTBEAT
         session.sent += 1
         stamped = msgspec.structs.replace(message, sent_ns=session.left_ns)
         session.outlet.send(stamped.to_tensors(self._hidden_size, self._dtype), ready)
 
-    def _look_after(self, session: _Open, now: int) -> float:
+    def _look_after(self, session: OpenSession, now: int) -> float:
         """One session's poll; returns the seconds until it should be looked at again."""
         lost = self._ledger.lost_stages(session.key)
         if lost and (session.refusal is not None or not session.ended_ns):
@@ -316,11 +324,11 @@ class ThinkerStage:
             return SOON_S if session.outbox.waiting or session.report is not None else IDLE_POLL_S
         return SOON_S
 
-    def _fail(self, session: _Open, error: OmniError) -> None:
+    def _fail(self, session: OpenSession, error: OmniError) -> None:
         """End with an error: directly while no later stage holds the session, else in-band through token2wav."""
         if session.ended_ns:
             return
-        logger.info("request %s: failed in the thinker: %s", session.label, error.code)
+        session.ending = Ending.of(error, "thinker")
         if session.session is None:
             self._drop(session)
             session.refusal = error
@@ -334,20 +342,19 @@ class ThinkerStage:
         self._send(session, message)
         self._end(session)
 
-    def _try_refuse(self, session: _Open, error: OmniError, now: int) -> float:
+    def _try_refuse(self, session: OpenSession, error: OmniError, now: int) -> float:
         """Answer the error once no heartbeat is open or on its way: the error would leak the client's request."""
         returned = self._ledger.returned(session.key, "talker") == session.sent
         if returned or now - session.ended_ns > FORGET_AFTER_S * 1e9:
             self._answer_error(session, error)
         return SOON_S
 
-    def _answer_error(self, session: _Open, error: OmniError) -> None:
-        session.refusal = None
+    def _answer_error(self, session: OpenSession, error: OmniError) -> None:
+        session.refusal, session.ending = None, Ending.of(error, "thinker")
         session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
 
-    def _end_lost(self, session: _Open, stage: StageName) -> None:
+    def _end_lost(self, session: OpenSession, stage: StageName) -> None:
         """Answer the error of a dead stage at once: its requests stay open for ever, so there is no better moment."""
-        logger.info("request %s: lost with %s", session.label, stage)
         self._drop(session)
         self._answer_error(session, session.refusal or lost_error(stage))
 
@@ -357,17 +364,17 @@ class ThinkerStage:
             if session.refusal is not None:
                 self._answer_error(session, session.refusal)
 
-    def _end(self, session: _Open) -> None:
+    def _end(self, session: OpenSession) -> None:
         self._drop(session)
         session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key, session.sent))
 
-    def _drop(self, session: _Open) -> None:
+    def _drop(self, session: OpenSession) -> None:
         session.ended_ns = time.monotonic_ns()
         if self._broken is None:
             self._engine.abort(session.key.name)
         session.outbox = Outbox(self._settings.rows_per_message)
 
-    def _try_release(self, session: _Open, now: int) -> float:
+    def _try_release(self, session: OpenSession, now: int) -> float:
         stages: tuple[StageName, ...] = ("thinker",)
         # Behind a stage that died, others may never have heard of the session.
         if session.session is not None and not self._ledger.lost_stages(session.key):
@@ -378,21 +385,10 @@ class ThinkerStage:
         if silent:
             logger.warning("request %s: %s did not close the session; its slot is reused", session.label, silent)
         del self._open[session.key.name]
+        self.accounts.close(session)
         self._slots.release(session.key)
         return IDLE_POLL_S
 
     def _end_all(self, error: OmniError) -> None:
         for session in list(self._open.values()):
             self._fail(session, error)
-
-
-def _to_message(session: _Open, parcel: Parcel) -> ThinkerMessage:
-    return ThinkerMessage(
-        key=session.key,
-        kind=Kind.DATA if parcel.tensor is not None else Kind.TEXT,
-        sequence=session.sequence,
-        text=parcel.text,
-        rows=parcel.tensor,
-        last=parcel.last,
-        report=session.report if parcel.last else None,
-    )

@@ -177,6 +177,7 @@ class Token2WavEngine:
             waiting=sum(stream.due() is not None for stream in self._streams.values()),
             kv_blocks_used=self._sampler.past.used,
             rows_used=sum(stream.tail.shape[0] for stream in self._streams.values()),
+            kv_blocks_limit=self._sampler.past.capacity,
         )
 
     def close(self) -> None:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,20 +22,21 @@ from torch import Tensor
 
 from triton_omni.engine import AudioOutput, StreamOptions
 from triton_omni.errors import InternalError, OmniError
+from triton_omni.figures import SECONDS, Figure, Histogram
 from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import LinkEngine, LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
 from triton_omni.precedence import DeviceClaim
 from triton_omni.stage import SOON_S, Outlet
+from triton_omni.tally import Ending
 from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
+from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import Answer, Kind, Session, SessionKey, TalkerMessage, Value
 
 UPSTREAM_STOP_S = 2.0
 """How long an error waits for thinker and talker to send their finals."""
 LONGEST_STEP_S = 30.0
 """The same while one of them is in an engine step, between two of which alone it can end a session."""
-
-logger = logging.getLogger(__name__)
 
 
 class WaveformEngine(LinkEngine, Protocol):
@@ -70,6 +70,8 @@ class _Open(LinkSession):
     samples: int = 0
     chunks: int = 0
     first_audio_ns: int = 0
+    """Since the request was accepted, as the next one."""
+    last_audio_ns: int = 0
     clamped_codes: int = 0
     audio_done: bool = False
     ending: TalkerMessage | None = None
@@ -118,13 +120,29 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     """
 
     def __init__(
-        self, engine: WaveformEngine, ledger: SessionLedger, *, device: torch.device, sample_rate: int
+        self,
+        engine: WaveformEngine,
+        ledger: SessionLedger,
+        *,
+        device: torch.device,
+        sample_rate: int,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
-        super().__init__("token2wav", engine, ledger, device)
+        super().__init__("token2wav", engine, ledger, device, tracer)
         self._engine = engine
         self._sample_rate = sample_rate
         self._claim = DeviceClaim()
         self._relays: dict[str, TextRelay] = {}
+        self._samples = 0
+        self._times = {
+            name: Histogram(SECONDS)
+            for name in (
+                "omni_first_text_seconds",
+                "omni_first_audio_seconds",
+                "omni_chunk_gap_seconds",
+                "omni_reply_seconds",
+            )
+        }
 
     def poll(self) -> float:
         """Claim the device where somebody waits for sound; look after every session."""
@@ -134,10 +152,20 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def step(self) -> None:
         """One step of the engine; answer with the samples that it gave."""
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        if outputs:
+            self._batches.add(len(outputs))
+        for output in outputs:
             session = self._open.get(output.key)
             if session is not None and session.error is None:
                 self._take(session, output)
+
+    def figures(self) -> Iterator[Figure]:
+        """Figures by the names of their metrics, see `stage.Stage`."""
+        yield from super().figures()
+        yield Figure("omni_audio_seconds_total", self._samples / self._sample_rate)
+        for name, times in self._times.items():
+            yield from times.figures(name)
 
     def _parse(self, tensors: Mapping[str, Value]) -> TalkerMessage:
         return TalkerMessage.from_tensors(tensors)
@@ -199,13 +227,25 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._fail(session, InternalError(output.error, stage="token2wav"))
             return
         if len(output.samples):
-            session.first_audio_ns = session.first_audio_ns or self._age(session)
+            self._observe_chunk(session)
             session.samples += len(output.samples)
+            self._samples += len(output.samples)
             session.outlet.send(self._encode(session, output.samples).to_tensors())
             session.chunks += 1
         session.clamped_codes = output.clamped_codes
         session.audio_done = output.final
         self._finish_if_done(session)
+
+    def _observe_chunk(self, session: _Open) -> None:
+        age_ns = self._age(session)
+        if session.first_audio_ns:
+            self._times["omni_chunk_gap_seconds"].add((age_ns - session.last_audio_ns) / 1e9)
+        else:
+            session.first_audio_ns = age_ns
+            self._times["omni_first_audio_seconds"].add(age_ns / 1e9)
+            self._log(session, "first_audio")
+            session.span.event("first_audio")
+        session.last_audio_ns = age_ns
 
     def _encode(self, session: _Open, samples: Tensor) -> Answer:
         if session.session.audio_format == "f32":
@@ -219,7 +259,10 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         if session.session.audio_format == "wav" and session.session.want_audio and not session.chunks:
             session.outlet.send(self._encode(session, torch.empty(0)).to_tensors())
         session.outlet.send(Answer(info=json.dumps(self._info(session, session.ending))).to_tensors())
+        self._times["omni_reply_seconds"].add(self._age(session) / 1e9)
         self._drop(session)
+        self._ledger.say_outcome(session.key, Ending())
+        self._log_end(session, Ending())
         session.outlet.finish(then=functools.partial(self._mark_closed, session.key))
 
     def _info(self, session: _Open, ending: TalkerMessage) -> dict[str, Any]:
@@ -257,6 +300,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             return self._try_answer_error(session)
         if not self._ledger.is_current(session.key) or self._ledger.cancelled(session.key):
             self._drop(session)
+            self._log_end(session, Ending("cancelled"))
             session.outlet.finish(then=functools.partial(self._mark_closed, session.key))
         elif self._ledger.closed(session.key, "thinker"):
             self._await_failure(session)
@@ -271,7 +315,6 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _fail(self, session: _Open, error: OmniError) -> None:
         if session.error is not None:
             return
-        logger.info("request %s: failed in token2wav: %s", session.session.request_id, error.code)
         error.stage = error.stage or "token2wav"
         self._ledger.mark_failed(session.key)
         self._hold_error(session, error)
@@ -306,12 +349,22 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _answer_error(self, session: _Open, error: OmniError) -> None:
         self._drop(session)
+        ending = Ending.of(error, "token2wav")
+        self._ledger.say_outcome(session.key, ending)
+        self._log_end(session, ending)
         session.outlet.fail(error, functools.partial(self._mark_closed, session.key))
 
+    def _log_end(self, session: _Open, ending: Ending) -> None:
+        made_s = session.samples / self._sample_rate
+        self._tell_end(session, ending.code, by=ending.by, audio_s=made_s, chunks=session.chunks)
+
     def _drop(self, session: _Open) -> None:
-        self._open.pop(session.key.name, None)
+        held = self._open.pop(session.key.name, None)
         self._relays.pop(session.key.name, None)
         session.relay.close()
+        if held is not None and session.relay.first_ns:
+            waited_ns = session.relay.first_ns - session.session.accepted_ns
+            self._times["omni_first_text_seconds"].add(waited_ns / 1e9)
         self._abort(session)
 
     @staticmethod

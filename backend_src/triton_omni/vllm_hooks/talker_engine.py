@@ -186,6 +186,7 @@ class TalkerVllmEngine:
             waiting=len(self._open) - running,
             # vLLM keeps one block for itself (the null block).
             kv_blocks_used=blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks(),
+            kv_blocks_limit=blocks.num_gpu_blocks - 1,
             rows_used=self._rows.rows_used,
         )
 

@@ -212,8 +212,9 @@ class ThinkerVllmEngine:
         pool = self._core.scheduler.kv_cache_manager.block_pool
         held = sum(sequence.release.held_rows for sequence in self._sequences.values())
         # The null block is never free.
-        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        return EngineStats(running=running, waiting=waiting, kv_blocks_used=used, rows_used=held)
+        limit = pool.num_gpu_blocks - 1
+        used = limit - pool.get_num_free_blocks()
+        return EngineStats(running, waiting, kv_blocks_used=used, rows_used=held, kv_blocks_limit=limit)
 
     def close(self) -> None:
         """Release the device; the engine cannot be used afterwards."""

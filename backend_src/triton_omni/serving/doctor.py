@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Examines running servers: whether what the ledger, the stages and Triton say of them fits together.
+
+`./build.sh doctor` runs this at any time, also under load: it only reads. A mismatch that exists because sessions begin
+and end is gone at the next look; one that stays is told, as one sentence, and makes the exit code 1.
+Command line: `python -m triton_omni.serving.doctor --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from triton_omni.errors import StageName
+from triton_omni.ledger_layout import STAGES, LedgerError, own_tables, server_name, server_of, table_path
+from triton_omni.serving.diagnosis import Finding, Sample, findings
+from triton_omni.serving.doctor_report import print_report
+from triton_omni.serving.endpoint import command_line, http_addresses
+from triton_omni.serving.ledger_view import LedgerView, read_ledger
+from triton_omni.serving.leftovers import stale_regions
+from triton_omni.serving.metrics_page import fetch_page
+
+LOOKS_APART_S = 0.4
+SETTLE_S = 0.05
+SETTLES = 8
+"""Looks at the ledger before the metrics are read, so that a session is seen whose end they do not show yet."""
+PERSIST_S = 10.0
+_ANSWERS_WITHIN_S = 5.0
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where one server is examined."""
+
+    name: str
+    metrics_url: str = ""
+    """Empty = its metrics are switched off."""
+    ledger: Path | None = None
+    """None = it is on another machine or in another container."""
+    http_address: str = ""
+    """`HOST:PORT`; empty = unknown."""
+
+
+def server_of_process(pid: int) -> Server:
+    """The server whose tritonserver has this process id.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    http_address, metrics_address = http_addresses(command_line(pid))
+    metrics_url = f"http://{metrics_address}/metrics" if metrics_address else ""
+    return Server(f"server {pid}", metrics_url, table_path(server_name(pid)), http_address)
+
+
+def running_servers() -> Iterator[Server]:
+    """This user's servers in this process-id namespace, by their ledgers."""
+    for path in own_tables():
+        if "." in path.name:  # a draft, see `create_table`
+            continue
+        with contextlib.suppress(OSError):  # it ended this moment
+            if (pid := server_of(path)) is not None:
+                yield server_of_process(pid)
+
+
+def leftovers() -> Iterator[Finding]:
+    """Shared memory of this user that no running server has."""
+    for path in own_tables():
+        with contextlib.suppress(OSError):
+            if server_of(path) is None:
+                yield f"file/{path.name}", f"{path} is the ledger of a server that is gone; the next start removes it"
+    for region in stale_regions():
+        yield (
+            f"file/{region.name}",
+            f"no process uses {region}, left by a server that is gone; the next start removes it",
+        )
+
+
+def look(server: Server) -> Sample:
+    """One look at a server; it takes about half a second."""
+    faults: list[Finding] = []
+    ledger, may_hold = _look_at_ledger(server, faults)
+    metrics = _ask(lambda: fetch_page(server.metrics_url), "metrics", faults) if server.metrics_url else None
+    if server.http_address:
+        faults += _ask_triton(server.http_address)
+    return Sample(ledger, may_hold, metrics, tuple(faults))
+
+
+def examine(server: Server, persist_s: float = PERSIST_S) -> tuple[Sample, dict[str, str]]:
+    """Look at a server until nothing is wrong, or something has been for `persist_s`.
+
+    Returns:
+        The last look, and what was wrong at every one: sentences by name.
+    """
+    begin = time.monotonic()
+    sample = look(server)
+    wrong = findings(sample)
+    while wrong and time.monotonic() - begin < persist_s:
+        time.sleep(LOOKS_APART_S)
+        sample = look(server)
+        now = findings(sample)
+        wrong = {name: now[name] for name in wrong if name in now}
+    return sample, wrong
+
+
+def _look_at_ledger(server: Server, faults: list[Finding]) -> tuple[LedgerView | None, dict[StageName, frozenset[str]]]:
+    """The ledger, and which sessions each stage may hold by any of several looks at it."""
+    if (path := server.ledger) is None:
+        return None, {}
+    views: list[LedgerView] = []
+    for number in range(SETTLES):
+        time.sleep(SETTLE_S if number else 0)
+        if (view := _ask(lambda: read_ledger(path), "ledger", faults)) is None:
+            return None, {}
+        views.append(view)
+    return views[-1], {stage: frozenset().union(*(view.held_by(stage) for view in views)) for stage in STAGES}
+
+
+def _ask(ask: Callable[[], Any], what: str, faults: list[Finding]) -> Any:
+    try:
+        return ask()
+    except (OSError, ValueError, LedgerError) as error:
+        faults.append((f"server/{what}", f"the {what} cannot be read: {error}"))
+        return None
+
+
+def _ask_triton(address: str) -> Iterator[Finding]:
+    try:
+        status, _ = _get(address, "/v2/health/ready")
+        if status != 200:
+            yield "server/ready", f"the server says that it is not ready (HTTP {status} of {address}/v2/health/ready)"
+        yield from _client_regions(address)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        yield "server/http", f"HTTP at {address} does not answer: {error}"
+
+
+def _client_regions(address: str) -> Iterator[Finding]:
+    """Shared memory that clients registered and removed since: the server keeps it until it is unregistered."""
+    status, body = _get(address, "/v2/systemsharedmemory/status")
+    for region in json.loads(body) if status == 200 else []:
+        file = _SHARED_MEMORY / str(region["key"]).lstrip("/")
+        if not file.exists():
+            yield (
+                f"region/{region['name']}",
+                f"a client registered {region['byte_size']} bytes of shared memory, {region['name']!r:.80}, whose file "
+                "is gone: the server keeps them until they are unregistered",
+            )
+
+
+def _get(address: str, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(address, timeout=_ANSWERS_WITHIN_S)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Examine servers and print what was found.
+
+    Returns:
+        The exit code: 0 = all is sound, 1 = something is wrong, or no server was found.
+    """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    out = Console(soft_wrap=True)
+    wrong: dict[str, str] = {}
+    try:
+        servers = _chosen(given)
+    except OSError:
+        parser.exit(1, f"error: --server: no process {given.server} of this user runs here\n")
+    if not (given.server or given.metrics_url):
+        wrong |= dict(leftovers())
+        if not servers:
+            wrong["none"] = "no server of this user runs here; --metrics-url names one elsewhere"
+    for server in servers:
+        sample, found = examine(server, given.persist)
+        print_report(out, server.name, server.metrics_url, sample)
+        wrong |= {f"{server.name}/{name}": f"{server.name}: {sentence}" for name, sentence in found.items()}
+    for sentence in wrong.values():
+        out.print(f"wrong: {sentence}", style="red", highlight=False, markup=False)
+    if not wrong:
+        out.print("sound")
+    return 1 if wrong else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="doctor", description="Whether running servers are sound: exit code 0 = sound, 1 = something is wrong."
+    )
+    parser.add_argument(
+        "--server", type=int, metavar="PID", help="tritonserver's process id (default: all servers of this user here)"
+    )
+    parser.add_argument(
+        "--metrics-url",
+        default="",
+        metavar="URL",
+        help="where the metrics are, http://HOST:PORT/metrics; without --server nothing else is asked, as of a server "
+        "on another machine",
+    )
+    parser.add_argument(
+        "--persist",
+        type=float,
+        default=PERSIST_S,
+        metavar="SECONDS",
+        help=f"how long something must be wrong to be told (default {PERSIST_S:g}): what only moves does not stay",
+    )
+    return parser
+
+
+def _chosen(given: argparse.Namespace) -> list[Server]:
+    if given.server is not None:
+        server = server_of_process(given.server)
+        return [Server(server.name, given.metrics_url or server.metrics_url, server.ledger, server.http_address)]
+    if given.metrics_url:
+        return [Server(given.metrics_url, given.metrics_url)]
+    return list(running_servers())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the thinker counts for whoever watches the server: it alone sees every request begin and end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from triton_omni.errors import InternalError, OmniError
+from triton_omni.events import log_event
+from triton_omni.figures import POWERS, Figure, Histogram, LeakWatch
+from triton_omni.ledger import SessionLedger
+from triton_omni.request import RawRequest
+from triton_omni.tally import Ending, RequestTally
+from triton_omni.thinker.open_session import OpenSession
+from triton_omni.tracing import NO_SPAN, Span, Tracer
+
+STATES: Final = ("preparing", "writing", "speaking", "closing")
+
+_UNEXPLAINED: Final = Ending("internal")
+
+logger = logging.getLogger(__name__)
+
+
+class ThinkerAccounts:
+    """Kept by the stage; `figures` is called by another thread.
+
+    Args:
+        ledger: in which the other stages say how they ended a request.
+        tracer: of the thinker's spans.
+    """
+
+    def __init__(self, ledger: SessionLedger, tracer: Tracer) -> None:
+        self._ledger = ledger
+        self._tracer = tracer
+        self.tally = RequestTally()
+        """Of all requests to the server."""
+        self.prompt_tokens = 0
+        self.reply_tokens = 0
+        self.batches = Histogram(POWERS)
+        self._leaks = LeakWatch()
+
+    def count_unread(self, error: Exception) -> None:
+        """Count a request that ended with this error because it could not even be read."""
+        self.tally.receive()
+        self._end(Ending.of(error if isinstance(error, OmniError) else InternalError("unreadable"), "thinker"), NO_SPAN)
+
+    def begin(self, raw: RawRequest, accepted_ns: int) -> Span:
+        """Count a request, and begin its span."""
+        self.tally.receive()
+        return self._tracer.begin(raw.traceparent, accepted_ns)
+
+    def refuse(self, error: OmniError, raw: RawRequest, span: Span) -> OmniError:
+        """Count a received request that gets no session, and what it is answered with instead."""
+        self._end(Ending.of(error, "thinker"), span, request=raw.request_id)
+        return error
+
+    def close(self, session: OpenSession) -> None:
+        """Count a session that no stage holds any more: by the stage that answered it, else by what ended it here."""
+        ledger, key = self._ledger, session.key
+        ending = ledger.outcome(key, "token2wav") or ledger.outcome(key, "talker") or session.ending
+        if ending is None:
+            ending = Ending("cancelled") if ledger.cancelled(key) else _UNEXPLAINED
+        self._end(
+            ending,
+            session.span,
+            request=session.label,
+            session=key.name,
+            prompt_tokens=session.session.prompt_tokens if session.session else None,
+            reply_tokens=session.reply_tokens,
+            seconds=(session.ended_ns - session.accepted_ns) / 1e9,
+        )
+
+    def _end(self, ending: Ending, span: Span, **fields: str | float | None) -> None:
+        fields |= {"code": ending.code, "by": ending.by}
+        self.tally.end(ending)
+        log_event(logger, ending.outcome, stage="thinker", **fields)
+        span.end(ending.code, outcome=ending.outcome, **fields)
+
+    def figures(self, open_now: Sequence[OpenSession], taken: set[int]) -> Iterator[Figure]:
+        """Figures by the names of their metrics.
+
+        Args:
+            open_now: the sessions that the stage holds.
+            taken: slots that are not free.
+        """
+        states = Counter(session.state for session in open_now)
+        for state in STATES:
+            yield Figure("omni_sessions_by_state", states[state], {"state": state})
+        consumed = self._ledger.consumed
+        under_way = sum(one.outbox.messages - consumed(one.key, "talker") for one in open_now if not one.ended_ns)
+        yield Figure("omni_credits_used", max(0, under_way))
+        yield Figure("omni_leaked_sessions", self._leaks.count(_overstayed(open_now, taken)))
+        yield Figure("omni_prompt_tokens_total", self.prompt_tokens)
+        yield Figure("omni_reply_tokens_total", self.reply_tokens)
+        yield from self.tally.figures()
+        yield from self.batches.figures("omni_batch_size")
+
+
+def _overstayed(open_now: Sequence[OpenSession], taken: set[int]) -> set[int]:
+    """Slots that are taken without a session, or by one after its deadline."""
+    now = time.monotonic_ns()
+    return taken - {session.key.slot for session in open_now if now < session.deadline_ns}

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the thinker keeps of one session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triton_omni.errors import OmniError
+from triton_omni.outbox import Outbox, Parcel
+from triton_omni.stage import Outlet
+from triton_omni.tally import Ending
+from triton_omni.tracing import NO_SPAN, Span
+from triton_omni.wire import Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
+
+
+@dataclass
+class OpenSession:
+    """State of one session; changed by the loop's thread only."""
+
+    key: SessionKey
+    outlet: Outlet
+    label: str
+    accepted_ns: int
+    deadline_ns: int
+    outbox: Outbox
+    session: Session | None = None
+    """What the later stages were told; None before `OPEN`."""
+    refusal: OmniError | None = None
+    """Why it ended before `OPEN`; the client's answer waits until the talker has given back every heartbeat."""
+    sequence: int = 0
+    sent: int = 0
+    left_ns: int = 0
+    reply_tokens: int = 0
+    first_token_ns: int = 0
+    report: ThinkerReport | None = None
+    ending: Ending | None = None
+    """By which error this stage ended it."""
+    ended_ns: int = 0
+    span: Span = NO_SPAN
+
+    @property
+    def state(self) -> str:
+        """What it waits for: its preparation, its text, the later stages' end, or their leave."""
+        if self.ended_ns:
+            return "closing"
+        if self.session is None:
+            return "preparing"
+        return "writing" if self.report is None else "speaking"
+
+    def to_message(self, parcel: Parcel) -> ThinkerMessage:
+        """The session's next message, with what leaves."""
+        return ThinkerMessage(
+            key=self.key,
+            kind=Kind.DATA if parcel.tensor is not None else Kind.TEXT,
+            sequence=self.sequence,
+            text=parcel.text,
+            rows=parcel.tensor,
+            last=parcel.last,
+            report=self.report if parcel.last else None,
+        )

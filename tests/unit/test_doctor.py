@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor: what is wrong with a server is named, what only moves is not, and it asks what there is to ask."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from triton_omni import ledger_layout as layout
+from triton_omni.ledger import SessionLedger, StageFacts
+from triton_omni.serving import doctor, leftovers
+from triton_omni.serving.diagnosis import OVERDUE_S, Sample, findings
+from triton_omni.serving.doctor import Server, examine
+from triton_omni.serving.endpoint import http_addresses
+from triton_omni.serving.ledger_view import read_ledger
+from triton_omni.serving.metrics_page import MetricsPage
+from triton_omni.serving.stage_board import StageBoard
+
+STAGES = ("thinker", "talker", "token2wav")
+FIGURES = ("sessions", "running", "waiting", "kv_blocks_used", "rows_used", "outbox", "leaked_sessions")
+
+
+class Rig:
+    """A ledger with its three stages in this process, and a page of metrics that a test writes."""
+
+    def __init__(self) -> None:
+        self.name = f"triton-omni-test-{secrets.token_hex(6)}"
+        self.path = layout.table_path(self.name)
+        self.ledgers = {stage: SessionLedger(self.name, stage, StageFacts(1)) for stage in STAGES}
+        self.figures = {stage: {"stage_starts": 1, **dict.fromkeys(FIGURES, 0)} for stage in STAGES}
+        self.figures["thinker"]["sessions_limit"] = 8
+
+    def open(self, slot: int = 0, seconds: float = 60.0):
+        key = self.ledgers["thinker"].publish(slot)
+        self.ledgers["thinker"].set_deadline(key, time.monotonic_ns() + int(seconds * 1e9))
+        return key
+
+    def page(self) -> str:
+        return "".join(
+            f'omni_{name}{{stage="{stage}"}} {value}\n'
+            for stage, figures in self.figures.items()
+            for name, value in figures.items()
+        )
+
+    def sample(self) -> Sample:
+        view = read_ledger(self.path)
+        return Sample(view, {stage: view.held_by(stage) for stage in STAGES}, MetricsPage(self.page()))
+
+    def wrong(self) -> dict[str, str]:
+        return findings(self.sample())
+
+    def close(self) -> None:
+        for ledger in self.ledgers.values():
+            ledger.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "LOOKS_APART_S", 0.01)
+    monkeypatch.setattr(doctor, "SETTLE_S", 0.001)
+
+
+@pytest.fixture
+def answering(rig: Rig) -> Iterator[tuple[Server, dict[str, tuple[int, str]]]]:
+    """A server that answers as Triton does, and what it answers by path."""
+    answers = {"/v2/health/ready": (200, ""), "/v2/systemsharedmemory/status": (200, "[]")}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answers.get(self.path) or (200, rig.page())
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listening.serve_forever, daemon=True)
+    thread.start()
+    address = f"127.0.0.1:{listening.server_address[1]}"
+    yield Server("server", f"http://{address}/metrics", rig.path, address), answers
+    listening.shutdown()
+    listening.server_close()
+    thread.join()
+
+
+def test_a_server_that_does_nothing_is_sound(rig: Rig) -> None:
+    assert rig.wrong() == {}
+
+
+def test_a_server_at_work_is_sound(rig: Rig) -> None:
+    keys = [rig.open(slot) for slot in range(3)]
+    rig.ledgers["talker"].mark_closed(keys[0])
+    rig.figures["thinker"] |= {"sessions": 3, "running": 1, "waiting": 1, "kv_blocks_used": 9, "outbox": 2}
+    rig.figures["talker"] |= {"sessions": 2, "running": 2, "rows_used": 80}
+    rig.figures["token2wav"] |= {"sessions": 3, "running": 3, "waiting": 3, "kv_blocks_used": 72}
+    assert rig.wrong() == {}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_session_that_a_stage_holds_and_nobody_opened_is_named(rig: Rig, stage: str) -> None:
+    key = rig.open()
+    rig.figures["thinker"]["sessions"] = 1
+    rig.figures[stage]["sessions"] = 2
+    assert list(rig.wrong()) == [f"{stage}/excess"]
+    rig.figures[stage]["sessions"] = 1
+    assert rig.wrong() == {}
+    rig.ledgers[stage].mark_closed(key)
+    assert f"{stage}/excess" in rig.wrong()
+    assert "1 leaked" in rig.wrong()[f"{stage}/excess"]
+
+
+def test_a_session_that_the_thinker_has_forgotten_is_named(rig: Rig) -> None:
+    rig.open()
+    assert rig.wrong() == {}, "its figures may be older than the session"
+    view = read_ledger(rig.path)
+    time.sleep(1.01)
+    assert "thinker/unheld" in rig.wrong()
+    assert view.sessions[0].age_s < 1 < read_ledger(rig.path).sessions[0].age_s
+
+
+@pytest.mark.parametrize("figure", ["running", "waiting", "kv_blocks_used", "rows_used", "outbox"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_an_engine_holds_without_a_session_is_named(rig: Rig, stage: str, figure: str) -> None:
+    rig.figures[stage][figure] = 3
+    assert f"{stage}/{figure}" in rig.wrong()
+
+
+def test_more_sequences_than_sessions_are_named(rig: Rig) -> None:
+    rig.open()
+    for stage in STAGES:
+        rig.figures[stage] |= {"sessions": 1, "running": 1, "waiting": 1}
+    assert list(rig.wrong()) == ["thinker/sequences", "talker/sequences"]
+
+
+def test_a_leak_that_a_stage_knows_of_is_named(rig: Rig) -> None:
+    rig.figures["token2wav"]["leaked_sessions"] = 2
+    assert rig.wrong() == {"token2wav/leaked": "token2wav says itself that 2 sessions it holds have long been over"}
+
+
+def test_a_session_after_its_deadline_is_named_with_those_who_hold_it(rig: Rig) -> None:
+    key = rig.open(7, seconds=-OVERDUE_S - 1)
+    rig.figures["thinker"]["sessions"] = 1
+    rig.ledgers["talker"].mark_closed(key)
+    [(name, sentence)] = rig.wrong().items()
+    assert name == f"session/{key.name}"
+    assert sentence == f"session {key.name} is open 11 s after its deadline; not closed by thinker, token2wav"
+
+
+def test_a_stage_s_state_is_told(rig: Rig) -> None:
+    board = StageBoard(rig.name)
+    words, block = board._words, layout.BLOCKS["talker"]
+    pid, beat = words[block + layout.PID], words[block + layout.BEAT]
+    for set_up, name in (
+        (lambda: words.__setitem__(block + layout.BEAT, time.monotonic_ns() - 9_000_000_000), "silent"),
+        (rig.ledgers["talker"].say_broken, "broken"),
+        (lambda: words.__setitem__(block + layout.PID, 2**22 - 7), "gone"),
+        (lambda: words.__setitem__(block + layout.PID, 0), "left"),
+        (lambda: board.mark_lost("talker"), "lost"),
+        (lambda: words.__setitem__(block + layout.EPOCH, 0), "absent"),
+    ):
+        set_up()
+        rig.figures["talker"]["stage_starts"] = words[block + layout.EPOCH]
+        assert list(rig.wrong()) == [f"talker/{name}"]
+        words[block + layout.BEAT] = time.monotonic_ns()
+    words[block + layout.PID], words[block + layout.BEAT], words[block + layout.EPOCH] = pid, beat, 1
+    board.close()
+
+
+def test_figures_of_the_process_before_are_not_believed(rig: Rig) -> None:
+    rig.figures["talker"] |= {"sessions": 5, "rows_used": 9}
+    assert list(rig.wrong()) == ["talker/excess"]
+    again = SessionLedger(rig.name, "talker", StageFacts(1))
+    assert rig.sample().figure("sessions", "talker") is None
+    assert rig.wrong() == {}
+    again.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_stays_is_told_and_what_goes_is_not(
+    answering: tuple[Server, dict[str, tuple[int, str]]], rig: Rig
+) -> None:
+    server, answers = answering
+    begin = time.monotonic()
+    assert examine(server, 5.0)[1] == {}
+    assert time.monotonic() - begin < 2, "a sound server needs no second look"
+    rig.figures["talker"]["sessions"] = 1
+    answers["/v2/health/ready"] = (400, "")
+    calm = threading.Timer(0.15, lambda: answers.__setitem__("/v2/health/ready", (200, "")))
+    calm.start()
+    sample, wrong = examine(server, 0.4)
+    calm.join()
+    assert list(wrong) == ["talker/excess"]
+    assert sample.held("sessions", "talker") == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_a_client_left_registered_and_readiness_are_asked(
+    answering: tuple[Server, dict[str, tuple[int, str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, answers = answering
+    monkeypatch.setattr(doctor, "_SHARED_MEMORY", tmp_path)
+    (tmp_path / "there").touch()
+    regions = [{"name": name, "key": f"/{name}", "offset": 0, "byte_size": 64} for name in ("there", "removed")]
+    answers["/v2/systemsharedmemory/status"] = (200, json.dumps(regions))
+    answers["/v2/health/ready"] = (400, "")
+    assert list(examine(server, 0.0)[1]) == ["server/ready", "region/removed"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_who_does_not_answer_is_named() -> None:
+    nobody = Server("nobody", "http://127.0.0.1:9/metrics", Path("/dev/shm/none"), "127.0.0.1:9")
+    assert list(examine(nobody, 0.0)[1]) == ["server/ledger", "server/metrics", "server/http"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_command_tells_by_its_exit_code(
+    answering: tuple[Server, dict[str, tuple[int, str]]],
+    rig: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server, _ = answering
+    rig.open()
+    rig.figures["thinker"]["sessions"] = 1
+    monkeypatch.setattr(doctor, "running_servers", lambda: iter([server]))
+    monkeypatch.setattr(doctor, "own_tables", lambda: [layout.table_path(f"triton-omni-0-1-{2**22 - 7}-1")])
+    monkeypatch.setattr(doctor, "stale_regions", lambda: [Path("/dev/shm/triton_omni_x")])
+    assert doctor.main([]) == 1
+    told = capsys.readouterr().out
+    assert told.count("wrong: ") == 2
+    assert "the next start removes it" in told
+    monkeypatch.setattr(doctor, "own_tables", list)
+    monkeypatch.setattr(doctor, "stale_regions", list)
+    assert doctor.main([]) == 0
+    told = capsys.readouterr().out
+    assert "1 sessions open, the oldest for 0." in told
+    assert "7 of 8 slots free" in told
+    assert told.endswith("sound\n")
+    assert doctor.main(["--metrics-url", server.metrics_url]) == 0
+    rig.figures["talker"]["rows_used"] = 9
+    assert doctor.main(["--metrics-url", server.metrics_url, "--persist", "0.1"]) == 1
+    assert "talker holds no session, and 9 rows of device memory" in capsys.readouterr().out
+
+
+def test_without_any_server_nothing_is_sound(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "running_servers", lambda: iter(()))
+    monkeypatch.setattr(doctor, "leftovers", lambda: iter(()))
+    assert doctor.main([]) == 1
+    assert "no server of this user runs here" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["--server", str(2**22 - 7)])
+    assert ended.value.code == 1
+
+
+def test_a_server_is_found_by_its_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    with layout.table_path(layout.server_name(os.getpid())).open("w") as file:
+        assert any(server.ledger == Path(file.name) for server in doctor.running_servers())
+        assert not any(file.name in sentence for _, sentence in doctor.leftovers())
+    Path(file.name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "addresses"),
+    [
+        ([], ("127.0.0.1:8000", "127.0.0.1:8002")),
+        (["--http-address=10.0.0.7", "--metrics-port=9"], ("10.0.0.7:8000", "10.0.0.7:9")),
+        (["--http-address", "::", "--metrics-address=::2"], ("127.0.0.1:8000", "[::2]:8002")),
+        (["--allow-http=false", "--allow-metrics=0"], ("", "")),
+    ],
+)
+def test_addresses_are_where_the_arguments_make_it_listen(arguments: list[str], addresses: tuple[str, str]) -> None:
+    assert http_addresses(arguments) == addresses
+
+
+def test_regions_are_stale_that_nobody_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "_SHARED_MEMORY", tmp_path)
+    region = tmp_path / f"{leftovers.new_region_prefix()}x"
+    region.touch()
+    assert leftovers.stale_regions() == [], "it may be about to be mapped"
+    os.utime(region, (0, 0))
+    assert leftovers.stale_regions() == [region]
+    assert leftovers.remove_stale_regions() == [region.name]

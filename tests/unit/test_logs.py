@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of the log: one line each, plain or JSON, of what happens to a request in every stage."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes import FakeIntake
+from session_rig import finished, pipeline
+from triton_omni.events import LONGEST_VALUE, log_event
+from triton_omni.serving.log_format import JsonFormatter, PlainFormatter, configure_logging
+from triton_omni.serving.server_options import parse_options
+from triton_omni.settings import SettingsError
+
+LOGGER = logging.getLogger("triton_omni.test")
+
+
+def record(message="", *args, **options):
+    return LOGGER.makeRecord(LOGGER.name, logging.INFO, "file", 1, message, args, **{"exc_info": None, **options})
+
+
+def events(caplog):
+    """(stage, event, code) of every record about a request, and their fields."""
+    told = [r for r in caplog.records if hasattr(r, "event")]
+    return [(r.fields.get("stage"), r.event, r.fields.get("code")) for r in told], [r.fields for r in told]
+
+
+@pytest.fixture
+def told(caplog):
+    caplog.set_level(logging.INFO, "triton_omni")
+    return caplog
+
+
+def test_a_reply_is_told_by_every_stage_under_its_names(told):
+    with pipeline() as p:
+        finished(p.ask("12345"))
+        p.wait_until_empty()
+    names, fields = events(told)
+    assert names[0] == ("thinker", "accepted", None)
+    assert names.index(("token2wav", "first_audio", None)) < names.index(("token2wav", "finished", None))
+    assert {name for name in names if name[1] == "finished"} == {
+        (stage, "finished", None) for stage in ("thinker", "talker", "token2wav")
+    }
+    assert len(names) == 5
+    assert {(found["request"], found["session"]) for found in fields} == {("r1", "s0g1")}
+    by_stage = {found["stage"]: found for found in fields}
+    assert (by_stage["thinker"]["prompt_tokens"], by_stage["thinker"]["reply_tokens"]) == (5, 10)
+    assert by_stage["talker"]["codes"] > 0
+    assert by_stage["token2wav"]["audio_s"] == pytest.approx(by_stage["talker"]["codes"] * 2 / 24000, abs=1e-4)
+
+
+@pytest.mark.parametrize("engine", range(3))
+def test_a_failure_is_told_by_every_stage_with_its_code(told, engine):
+    with pipeline() as p:
+        p.engines[engine].fail_key = "any"
+        finished(p.ask("12345"))
+        p.wait_until_empty()
+    ended = [name for name in events(told)[0] if name[1] not in ("accepted", "first_audio")]
+    assert sorted(ended) == [(stage, "failed", "internal") for stage in ("talker", "thinker", "token2wav")]
+
+
+def test_a_cancel_is_told_by_every_stage(told):
+    with pipeline() as p:
+        p.engines[0].step_s = 0.05
+        ensemble = p.ask("12345")
+        ensemble.cancelled = True
+        finished(ensemble)
+        p.wait_until_empty()
+    ended = [name for name in events(told)[0] if name[1] not in ("accepted", "first_audio")]
+    assert ended
+    assert {name[1:] for name in ended} == {("cancelled", "cancelled")}
+
+
+def test_a_refusal_and_a_deadline_are_told_with_their_code(told):
+    with pipeline() as p:
+        finished(p.ask("bad"))
+        p.wait_until_empty()
+    with pipeline(intake=FakeIntake(timeout_s=0.1)) as p:
+        p.engines[0].step_s = 0.05
+        finished(p.ask("12345"))
+        p.wait_until_empty()
+    names = events(told)[0]
+    assert ("thinker", "refused", "bad_request") in names
+    assert ("thinker", "timed_out", "timeout") in names
+    assert "is bad" not in told.text
+
+
+@given(st.text())
+def test_a_record_is_one_line_whatever_a_client_calls_its_request(name):
+    told = record("request %s", name)
+    plain = PlainFormatter().format(told)
+    assert len(plain.splitlines()) == 1
+    assert plain.isprintable() or all(ord(letter) > 127 for letter in plain if not letter.isprintable())
+    assert json.loads(JsonFormatter().format(told))["message"] == f"request {name}"
+
+
+def test_an_event_s_fields_are_quoted_where_they_must_be_and_cut(told):
+    log_event(
+        LOGGER, "accepted", request='a "b"\nfinished', session="s0g1", seconds=1.23456789, code=None, long="x" * 999
+    )
+    [found] = told.records
+    assert found.getMessage() == (
+        f'accepted request="a \\"b\\"\\nfinished" session=s0g1 seconds=1.2346 long={"x" * LONGEST_VALUE}'
+    )
+    line = json.loads(JsonFormatter().format(found))
+    assert (line["event"], line["request"], line["seconds"]) == ("accepted", 'a "b"\nfinished', 1.2346)
+    assert line.keys() == {"time", "level", "logger", "message", "event", "request", "session", "seconds", "long"}
+    assert line["time"].endswith("+00:00")
+
+
+def test_an_exception_is_a_field_of_json_and_lines_of_its_own_else():
+    try:
+        int("a cause")
+    except ValueError:
+        told = record("it failed", exc_info=sys.exc_info())
+    line = JsonFormatter().format(told)
+    assert "\n" not in line
+    assert json.loads(line)["exception"].endswith("'a cause'")
+    assert PlainFormatter().format(told).splitlines()[1] == "Traceback (most recent call last):"
+
+
+@pytest.mark.parametrize(("chosen", "is_json"), [("", False), ("plain", False), ("json", True)])
+def test_the_environment_chooses_the_format(chosen, is_json):
+    code = (
+        "import logging\n"
+        "from triton_omni.serving.log_format import configure_logging\n"
+        "configure_logging(); logging.getLogger('x').info('hello')"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], env={"OMNI_LOG_FORMAT": chosen}, capture_output=True, text=True, check=True
+    ).stderr
+    assert told.endswith(" INFO x hello\n") != is_json
+    assert (json.loads(told)["message"] == "hello") if is_json else ("{" not in told)
+
+
+def test_another_format_is_refused_by_name(monkeypatch, capsys):
+    monkeypatch.setenv("OMNI_LOG_FORMAT", "xml")
+    with pytest.raises(SettingsError, match="OMNI_LOG_FORMAT must be plain or json, not 'xml'"):
+        configure_logging()
+    assert parse_options(["--model-repository", "x", "--log-format", "json"]).environment == {"OMNI_LOG_FORMAT": "json"}
+    assert parse_options(["--model-repository", "x"]).environment == {}
+    with pytest.raises(SystemExit):
+        parse_options(["--model-repository", "x", "--log-format", "xml"])
+    assert "invalid choice: 'xml'" in capsys.readouterr().err
