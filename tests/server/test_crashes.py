@@ -92,8 +92,9 @@ def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(crashing: Crash
     assert not server.client.ready()
     with pytest.raises((Internal, Overloaded)):
         server.ask(f"{stage}: while it is not there", "hello")
-    wait_for(crashing.ready, BACK_WITHIN_S, crashing.ready)
-    assert server.client.ready()
+    # Triton puts the ensemble back some moments after its last stage, and calls itself ready in between.
+    wait_for(server.client.ready, BACK_WITHIN_S, crashing.ready)
+    assert crashing.ready()
     assert board.epoch(stage) == epoch + 1
     assert board.open_sessions() == 0
     assert_equals(server, ask(server, f"after {stage}"), f"after {stage}", crashing.before)
@@ -111,7 +112,7 @@ def test_a_stage_whose_engine_failed_ends_its_streams_and_comes_back(crashing: C
                 failing()
             assert caught.value.stage == "token2wav"
     wait_for(lambda: not crashing.ready(), TOLD_WITHIN_S, crashing.ready)
-    wait_for(crashing.ready, BACK_WITHIN_S, crashing.ready)
+    wait_for(server.client.ready, BACK_WITHIN_S, crashing.ready)
     assert board.epoch("token2wav") == epoch + 1
     assert board.pid("token2wav") != old
     assert_equals(server, ask(server, "after a failed engine"), "after a failed engine", crashing.before)
