@@ -127,6 +127,16 @@ class SessionLedger:
         """This stage's last sender of the session is final, `sent` messages left by it, and its state is dropped."""
         self._write(key, layout.CLOSED, _counted(key, sent))
 
+    def mark_answered(self, key: SessionKey) -> None:
+        """token2wav only: all that the client gets is about to leave, and no engine holds anything of the session."""
+        at = layout.record(key.slot)
+        if self._words[at + layout.GENERATION] == key.generation:
+            self._words[at + layout.ANSWERED] = key.generation
+
+    def answered(self, key: SessionKey) -> bool:
+        """Whether token2wav has no more to do for the client than to send what is ready."""
+        return self._words[layout.record(key.slot) + layout.ANSWERED] == key.generation
+
     def mark_cancelled(self, key: SessionKey) -> None:
         """This stage saw that the client is gone."""
         self._write(key, layout.CANCELLED, key.generation)
@@ -245,28 +255,51 @@ class SessionLedger:
 
 
 class Slots:
-    """The thinker's free slots. Thread-safe: requests arrive on Triton's threads, sessions end on the loop's."""
+    """The thinker's slots. Thread-safe: requests arrive on Triton's threads, sessions end on the loop's.
+
+    A slot is taken until every stage has closed its session, which is some moments after the client got its last
+    response and may ask again. So there are twice as many slots as sessions, and only those sessions count that are
+    not answered yet: an answered one holds no place in an engine, and no tensor.
+    """
 
     def __init__(self, ledger: SessionLedger, max_sessions: int) -> None:
         self._ledger = ledger
+        self._limit = max_sessions
         self._lock = threading.Lock()
-        self._free = list(range(max_sessions))[::-1]
+        self._slots = min(2 * max_sessions, CAPACITY)
+        self._free = list(range(self._slots))[::-1]
+        self._serving: dict[int, SessionKey] = {}
 
     def allocate(self) -> SessionKey | None:
-        """Begin a session, or None when all slots are taken."""
+        """Begin a session, or None when as many as may be are being served."""
         with self._lock:
-            return self._ledger.publish(self._free.pop()) if self._free else None
+            if self._is_full() or not self._free:
+                return None
+            key = self._ledger.publish(self._free.pop())
+            self._serving[key.slot] = key
+            return key
+
+    def answer(self, key: SessionKey) -> None:
+        """The client is about to get its last response from the thinker; those of token2wav are in the ledger."""
+        with self._lock:
+            self._serving.pop(key.slot, None)
 
     def release(self, key: SessionKey) -> None:
         """Give the slot back; every stage has closed the session."""
         with self._lock:
+            self._serving.pop(key.slot, None)
             self._free.append(key.slot)
 
+    def _is_full(self) -> bool:
+        if len(self._serving) >= self._limit:
+            self._serving = {slot: key for slot, key in self._serving.items() if not self._ledger.answered(key)}
+        return len(self._serving) >= self._limit
+
     @property
-    def free(self) -> int:
-        """Slots that can be allocated now."""
+    def taken(self) -> int:
+        """Slots whose sessions not every stage has closed."""
         with self._lock:
-            return len(self._free)
+            return self._slots - len(self._free)
 
 
 def _counted(key: SessionKey, count: int) -> int:

@@ -18,8 +18,8 @@ from typing import Final
 
 from triton_omni.errors import StageName
 
-CAPACITY: Final = 1024
-"""Records in the table; a deployment's `max_sessions` uses the first of them."""
+CAPACITY: Final = 2048
+"""Records in the table; a deployment uses the first of them, twice its `max_sessions` (`ledger.Slots`)."""
 
 MAGIC: Final = 0x6F6D6E692D6C6467  # "omni-ldg"
 STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
@@ -36,11 +36,12 @@ _HELD_POLL_S: Final = 0.02
 MAGIC_WORD, VERSION_WORD, LOST, _, _, HELD = range(6)
 # Words of a stage's block.
 EPOCH, PID, BEAT, FINGERPRINT, DTYPE, HIDDEN, DEVICE, CLAIMED, BROKEN = range(9)
-# Words of a record: four of the thinker's, then six of each stage.
+# Words of a record: four of the thinker's, then six of each stage, then one of token2wav's.
 GENERATION, NONCE_HIGH, NONCE_LOW, EPOCHS = range(4)
 CLOSED, CONSUMED, RETURNED, CANCELLED, FAILED, WANTED = range(6)
 FIRST_STAGE_WORD: Final = 4
 SESSION_WORDS: Final = 6
+ANSWERED: Final = FIRST_STAGE_WORD + len(STAGES) * SESSION_WORDS
 
 COUNT_BITS: Final = 32
 COUNT_MASK: Final = (1 << COUNT_BITS) - 1

@@ -413,13 +413,57 @@ def test_slots_are_given_once_and_again_after_release(thinker):
     slots = Slots(thinker, 3)
     keys = [slots.allocate() for _ in range(3)]
     assert {key.slot for key in keys} == {0, 1, 2}
-    assert slots.free == 0
+    assert slots.taken == 3
     assert slots.allocate() is None
     slots.release(keys[1])
     again = slots.allocate()
     assert again.slot == keys[1].slot
     assert again.generation != keys[1].generation
     assert not thinker.is_current(keys[1])
+
+
+def by_token2wav(token2wav, slots, key):
+    token2wav.mark_answered(key)
+
+
+def by_the_thinker(token2wav, slots, key):
+    slots.answer(key)
+
+
+@pytest.mark.parametrize("answer", [by_token2wav, by_the_thinker])
+def test_an_answered_session_keeps_its_slot_and_makes_place_for_another(attach, answer):
+    thinker, token2wav = attach("thinker"), attach("token2wav")
+    slots = Slots(thinker, 2)
+    first, second = slots.allocate(), slots.allocate()
+    answer(token2wav, slots, first)
+    third = slots.allocate()
+    assert len({first.slot, second.slot, third.slot}) == 3
+    assert slots.taken == 3
+    assert slots.allocate() is None, "two are being served"
+    slots.release(first)
+    assert slots.allocate() is None, "its place was given already"
+    assert slots.taken == 2
+    assert not thinker.answered(second)
+
+
+def test_sessions_that_do_not_close_use_up_the_slots_in_the_end(attach):
+    thinker, token2wav = attach("thinker"), attach("token2wav")
+    slots = Slots(thinker, 2)
+    keys = [slots.allocate() for _ in range(2)]
+    for key in keys:
+        token2wav.mark_answered(key)
+    assert [slots.allocate() is None for _ in range(3)] == [False, False, True]
+    assert slots.taken == 4
+
+
+def test_a_late_answer_of_an_earlier_session_counts_for_no_other(attach):
+    thinker, token2wav = attach("thinker"), attach("token2wav")
+    old, new = thinker.publish(3), thinker.publish(3)
+    token2wav.mark_answered(old)
+    assert not thinker.answered(new)
+    token2wav.mark_answered(new)
+    token2wav.mark_answered(old)
+    assert thinker.answered(new)
 
 
 # Names and files.

@@ -158,7 +158,7 @@ class ThinkerStage:
         engine = self._engine_stats
         held = sum(session.outbox.held for session in list(self._open.values()))
         return StageStats(
-            self._settings.max_sessions - self._slots.free,
+            self._slots.taken,
             engine.running,
             engine.waiting,
             engine.kv_blocks_used,
@@ -343,6 +343,7 @@ class ThinkerStage:
 
     def _answer_error(self, session: _Open, error: OmniError) -> None:
         session.refusal = None
+        self._slots.answer(session.key)
         session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
 
     def _end_lost(self, session: _Open, stage: StageName) -> None:

@@ -218,8 +218,11 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             return
         if session.session.audio_format == "wav" and session.session.want_audio and not session.chunks:
             session.outlet.send(self._encode(session, torch.empty(0)).to_tensors())
-        session.outlet.send(Answer(info=json.dumps(self._info(session, session.ending))).to_tensors())
+        info = Answer(info=json.dumps(self._info(session, session.ending)))
         self._drop(session)
+        # The client may ask again as soon as it has the last response.
+        self._ledger.mark_answered(session.key)
+        session.outlet.send(info.to_tensors())
         session.outlet.finish(then=functools.partial(self._mark_closed, session.key))
 
     def _info(self, session: _Open, ending: TalkerMessage) -> dict[str, Any]:
@@ -306,6 +309,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _answer_error(self, session: _Open, error: OmniError) -> None:
         self._drop(session)
+        self._ledger.mark_answered(session.key)
         session.outlet.fail(error, functools.partial(self._mark_closed, session.key))
 
     def _drop(self, session: _Open) -> None:
