@@ -106,12 +106,14 @@ TEXT
 help_serve() {
     cat <<'TEXT'
 Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N] [--log-verbose N] [--mps]
-                        [--gpus STAGE=N,...]
+                        [--gpus STAGE=N,...] [--drain-timeout SECONDS]
 
 Serves until Ctrl-C or SIGTERM. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded.
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
 With --mps the stages run on a GPU at once instead of by turns, under a CUDA MPS daemon that lives as long as the server.
 With --gpus a stage runs on another GPU than 0: thinker=0,talker=0,token2wav=1, for instance.
+Told to stop, it refuses new requests and finishes replies for --drain-timeout seconds at most (default 30); told again, it
+stops at once.
 The server has no authentication: keep it on loopback, or behind something that has.
 TEXT
 }

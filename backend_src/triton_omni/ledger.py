@@ -86,6 +86,16 @@ class SessionLedger:
         own = layout.BLOCKS[self._stage]
         self._words[own + layout.BROKEN] = self._words[own + layout.EPOCH]
 
+    @property
+    def draining(self) -> bool:
+        """Whether the server is about to stop: no session may begin."""
+        return self._words[layout.LEAVING] != 0
+
+    @property
+    def ending(self) -> bool:
+        """Whether it no longer waits for the sessions that are open."""
+        return self._words[layout.LEAVING] == layout.ENDING
+
     # Precedence on a device that stages share.
 
     def claim_device(self, until_ns: int) -> None:

@@ -13,21 +13,30 @@ import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import msgspec
 import torch
 
-from triton_omni.engine import EngineStats, Sampling, ThinkerEngine, ThinkerOutput, ThinkerPlaced
+from triton_omni.engine import EngineStats, ThinkerEngine, ThinkerOutput
 from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
 from triton_omni.ledger import SessionLedger, Slots
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.outbox import Outbox, Pace, Parcel
 from triton_omni.request import RawRequest
 from triton_omni.settings import ThinkerSettings
-from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, lost_error, revival_refusal
+from triton_omni.stage import (
+    CLAIMED_POLL_S,
+    SOON_S,
+    Outlet,
+    StageStats,
+    as_omni_error,
+    leaving_error,
+    lost_error,
+    revival_refusal,
+)
 from triton_omni.streams import leave_default_stream
 from triton_omni.thinker.positions import extend_positions
+from triton_omni.thinker.prepared import Intake, Prepared
 from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
 RETRY_AFTER_MS = 250
@@ -37,23 +46,6 @@ FORGET_AFTER_S = 5.0
 """After this, a slot whose later stages stay silent is used again; its generation keeps late messages out."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A request that was checked, decoded and tokenised."""
-
-    placed: ThinkerPlaced
-    sampling: Sampling
-    session: Session
-    timeout_s: float
-
-
-class Intake(Protocol):
-    """Makes a client's request ready for the engine; called on a pool of threads."""
-
-    def prepare(self, raw: RawRequest, accepted_ns: int) -> Prepared:
-        """Check, decode and tokenise. Raises `OmniError`."""
 
 
 @dataclass
@@ -127,6 +119,9 @@ class ThinkerStage:
         accepted_ns = time.monotonic_ns()
         # A name for logs and `info`, where the client gave none.
         raw = replace(raw, request_id=raw.request_id or secrets.token_hex(8))
+        if self._ledger.draining:
+            outlet.fail(leaving_error())
+            return
         key = self._slots.allocate()
         if key is None:
             outlet.fail(self._no_slot())
@@ -212,6 +207,8 @@ class ThinkerStage:
         if self._broken is None:
             self._engine_stats = self._engine.stats()
         self._pace.sessions = self._engine_stats.running
+        if self._ledger.ending:
+            self._end_all(leaving_error())
         now = time.monotonic_ns()
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
         # Read once a turn: a claim that began behind the poll would have the loop sleep as if it were idle.
