@@ -67,6 +67,7 @@ Usage: ./build.sh COMMAND [options]      (./build.sh COMMAND --help tells more)
   serve           serve until Ctrl-C; prints one READY line with the addresses
   gateway         serve OpenAI's HTTP API until Ctrl-C, with a server of its own or in front of one
   bench [OPTIONS] measure a server as a listener would: time to first audio, underruns, real-time factor
+  soak [OPTIONS]  ask a server thousands of requests of all kinds, disturb it, and say what it did wrong
   test [ARGS]     all checks and tests with coverage; with ARGS: `pytest ARGS` alone
   check           formatting, lint and types
   clean           remove everything this script made
@@ -144,6 +145,20 @@ All options: .venv/bin/triton-omni bench --help; what the figures mean: docs/ben
 
 `./build.sh bench micro [OPTIONS]` times each stage alone, without a server, beside plain vLLM and HF (micro.json);
 its options: ./build.sh bench micro --help
+TEXT
+}
+
+help_soak() {
+    cat <<'TEXT'
+Usage: ./build.sh soak [--requests N] [--minutes M] [--concurrency N] [--kills N] [--seed N] [--out FOLDER] [OPTIONS]
+
+Starts a server and asks it text, images, sounds, videos and chats, spoken or not, by gRPC and HTTP, streamed or whole.
+Some clients go away at any moment, read nothing for seconds, cannot be served in time, or ask nonsense; stages are
+killed. Every request must end exactly once and as it should, equal requests must get equal replies, memory and time to
+first audio must stay, nothing may be left, and the server must stop within 10 s. Writes soak.json, soak.png and the
+server's log to FOLDER (default: soak-out). Exit code 1 tells of a fault. For example
+  ./build.sh soak --requests 20000 --concurrency 12 --kills 6
+All options: .venv/bin/python scripts/soak --help; what they showed: docs/reliability.md
 TEXT
 }
 
@@ -471,6 +486,11 @@ command_bench() {
     "$VENV/bin/triton-omni" bench "$@"
 }
 
+command_soak() {
+    run_setup
+    child "$VENV/bin/python" "$ROOT/scripts/soak" "$@"
+}
+
 # --- check, test, clean -----------------------------------------------------------------------------------------------
 
 run_checks() {
@@ -521,7 +541,7 @@ main() {
     end_on_signals
     case $command in
         '' | -h | --help | help) help_main ;;
-        setup | demo | serve | gateway | bench | test | check | clean)
+        setup | demo | serve | gateway | bench | soak | test | check | clean)
             shift
             if [[ ${1:-} == -h || ${1:-} == --help ]]; then "help_$command"; else "command_$command" "$@"; fi
             ;;
