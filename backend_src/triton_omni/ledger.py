@@ -143,9 +143,13 @@ class SessionLedger:
         if self._words[at + layout.GENERATION] == key.generation:
             self._words[at + layout.ANSWERED] = key.generation
 
-    def answered(self, key: SessionKey) -> bool:
-        """Whether token2wav has no more to do for the client than to send what is ready."""
-        return self._words[layout.record(key.slot) + layout.ANSWERED] == key.generation
+    def is_served(self, key: SessionKey) -> bool:
+        """Whether any engine may still hold something of an open session: token2wav has more to do for its client than
+        to send what is ready, and not every stage has closed it, as they do when its client is gone.
+        """
+        if self._words[layout.record(key.slot) + layout.ANSWERED] == key.generation:
+            return False
+        return not all(self.closed(key, stage) for stage in STAGES)
 
     def mark_cancelled(self, key: SessionKey) -> None:
         """This stage saw that the client is gone."""
@@ -269,7 +273,7 @@ class Slots:
 
     A slot is taken until every stage has closed its session, which is some moments after the client got its last
     response and may ask again. So there are twice as many slots as sessions, and only those sessions count that are
-    not answered yet: an answered one holds no place in an engine, and no tensor.
+    being served: an answered one holds no place in an engine, and no tensor.
     """
 
     def __init__(self, ledger: SessionLedger, max_sessions: int) -> None:
@@ -302,7 +306,7 @@ class Slots:
 
     def _is_full(self) -> bool:
         if len(self._serving) >= self._limit:
-            self._serving = {slot: key for slot, key in self._serving.items() if not self._ledger.answered(key)}
+            self._serving = {slot: key for slot, key in self._serving.items() if self._ledger.is_served(key)}
         return len(self._serving) >= self._limit
 
     @property

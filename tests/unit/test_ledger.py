@@ -443,7 +443,7 @@ def test_an_answered_session_keeps_its_slot_and_makes_place_for_another(attach, 
     slots.release(first)
     assert slots.allocate() is None, "its place was given already"
     assert slots.taken == 2
-    assert not thinker.answered(second)
+    assert thinker.is_served(second)
 
 
 def test_sessions_that_do_not_close_use_up_the_slots_in_the_end(attach):
@@ -460,10 +460,20 @@ def test_a_late_answer_of_an_earlier_session_counts_for_no_other(attach):
     thinker, token2wav = attach("thinker"), attach("token2wav")
     old, new = thinker.publish(3), thinker.publish(3)
     token2wav.mark_answered(old)
-    assert not thinker.answered(new)
+    assert thinker.is_served(new)
     token2wav.mark_answered(new)
     token2wav.mark_answered(old)
-    assert thinker.answered(new)
+    assert not thinker.is_served(new)
+
+
+def test_a_session_that_every_stage_has_closed_makes_place_before_its_slot_is_given_back(attach):
+    ledgers = {stage: attach(stage) for stage in STAGES}
+    slots = Slots(ledgers["thinker"], 1)
+    left = slots.allocate()
+    for stage in STAGES:
+        assert slots.allocate() is None
+        ledgers[stage].mark_closed(left)
+    assert slots.allocate().slot != left.slot
 
 
 # Names and files.
