@@ -68,6 +68,7 @@ Usage: ./build.sh COMMAND [options]      (./build.sh COMMAND --help tells more)
   gateway         serve OpenAI's HTTP API until Ctrl-C, with a server of its own or in front of one
   doctor          examine running servers: ledger, stages, metrics, shared memory; exit code 1 = something is wrong
   bench [OPTIONS] measure a server as a listener would: time to first audio, underruns, real-time factor
+  soak [OPTIONS]  ask a server thousands of requests of all kinds, disturb it, and say what it did wrong
   test [ARGS]     all checks and tests with coverage; with ARGS: `pytest ARGS` alone
   check           formatting, lint and types
   clean           remove everything this script made
@@ -107,12 +108,14 @@ TEXT
 help_serve() {
     cat <<'TEXT'
 Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N] [--log-verbose N]
-                        [--log-format plain|json] [--mps] [--gpus STAGE=N,...]
+                        [--log-format plain|json] [--mps] [--gpus STAGE=N,...] [--drain-timeout SECONDS]
 
 Serves until Ctrl-C or SIGTERM. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded.
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
 With --mps the stages run on a GPU at once instead of by turns, under a CUDA MPS daemon that lives as long as the server.
 With --gpus a stage runs on another GPU than 0: thinker=0,talker=0,token2wav=1, for instance.
+Told to stop, it refuses new requests and finishes replies for --drain-timeout seconds at most (default 30); told again, it
+stops at once.
 The server has no authentication: keep it on loopback, or behind something that has.
 TEXT
 }
@@ -155,6 +158,20 @@ All options: .venv/bin/triton-omni bench --help; what the figures mean: docs/ben
 
 `./build.sh bench micro [OPTIONS]` times each stage alone, without a server, beside plain vLLM and HF (micro.json);
 its options: ./build.sh bench micro --help
+TEXT
+}
+
+help_soak() {
+    cat <<'TEXT'
+Usage: ./build.sh soak [--requests N] [--minutes M] [--concurrency N] [--kills N] [--seed N] [--out FOLDER] [OPTIONS]
+
+Starts a server and asks it text, images, sounds, videos and chats, spoken or not, by gRPC and HTTP, streamed or whole.
+Some clients go away at any moment, read nothing for seconds, cannot be served in time, or ask nonsense; stages are
+killed. Every request must end exactly once and as it should, equal requests must get equal replies, memory and time to
+first audio must stay, nothing may be left, and the server must stop within 10 s. Writes soak.json, soak.png and the
+server's log to FOLDER (default: soak-out). Exit code 1 tells of a fault. For example
+  ./build.sh soak --requests 20000 --concurrency 12 --kills 6
+All options: .venv/bin/python scripts/soak --help; what they showed: docs/reliability.md
 TEXT
 }
 
@@ -487,6 +504,11 @@ command_bench() {
     "$VENV/bin/triton-omni" bench "$@"
 }
 
+command_soak() {
+    run_setup
+    child "$VENV/bin/python" "$ROOT/scripts/soak" "$@"
+}
+
 # --- check, test, clean -----------------------------------------------------------------------------------------------
 
 run_checks() {
@@ -537,7 +559,7 @@ main() {
     end_on_signals
     case $command in
         '' | -h | --help | help) help_main ;;
-        setup | demo | serve | gateway | doctor | bench | test | check | clean)
+        setup | demo | serve | gateway | doctor | bench | soak | test | check | clean)
             shift
             if [[ ${1:-} == -h || ${1:-} == --help ]]; then "help_$command"; else "command_$command" "$@"; fi
             ;;

@@ -28,7 +28,7 @@ from triton_omni.engine import (
 )
 from triton_omni.errors import BadRequest, OmniError
 from triton_omni.request import RawRequest
-from triton_omni.thinker.stage import Prepared
+from triton_omni.thinker.prepared import Prepared
 from triton_omni.wire import Session, Value
 
 HIDDEN = 8

@@ -87,6 +87,16 @@ class SessionLedger:
         own = layout.BLOCKS[self._stage]
         self._words[own + layout.BROKEN] = self._words[own + layout.EPOCH]
 
+    @property
+    def draining(self) -> bool:
+        """Whether the server is about to stop: no session may begin."""
+        return self._words[layout.LEAVING] != 0
+
+    @property
+    def ending(self) -> bool:
+        """Whether it no longer waits for the sessions that are open."""
+        return self._words[layout.LEAVING] == layout.ENDING
+
     # Precedence on a device that stages share.
 
     def claim_device(self, until_ns: int) -> None:
@@ -132,6 +142,14 @@ class SessionLedger:
     def mark_closed(self, key: SessionKey, sent: int = 0) -> None:
         """This stage's last sender of the session is final, `sent` messages left by it, and its state is dropped."""
         self._write(key, layout.CLOSED, _counted(key, sent))
+
+    def is_served(self, key: SessionKey) -> bool:
+        """Whether any engine may still hold something of an open session: token2wav has more to do for its client than
+        to send what is ready, and not every stage has closed it, as they do when its client is gone.
+        """
+        if self.outcome(key, "token2wav") is not None:
+            return False
+        return not all(self.closed(key, stage) for stage in STAGES)
 
     def mark_cancelled(self, key: SessionKey) -> None:
         """This stage saw that the client is gone."""
@@ -260,34 +278,51 @@ class SessionLedger:
 
 
 class Slots:
-    """The thinker's free slots. Thread-safe: requests arrive on Triton's threads, sessions end on the loop's."""
+    """The thinker's slots. Thread-safe: requests arrive on Triton's threads, sessions end on the loop's.
+
+    A slot is taken until every stage has closed its session, which is some moments after the client got its last
+    response and may ask again. So there are twice as many slots as sessions, and only those sessions count that are
+    being served: an answered one holds no place in an engine, and no tensor.
+    """
 
     def __init__(self, ledger: SessionLedger, max_sessions: int) -> None:
         self._ledger = ledger
+        self._limit = max_sessions
         self._lock = threading.Lock()
-        self._free = list(range(max_sessions))[::-1]
-        self._all = set(self._free)
+        self._slots = min(2 * max_sessions, CAPACITY)
+        self._free = list(range(self._slots))[::-1]
+        self._serving: dict[int, SessionKey] = {}
 
     def allocate(self) -> SessionKey | None:
-        """Begin a session, or None when all slots are taken."""
+        """Begin a session, or None when as many as may be are being served."""
         with self._lock:
-            return self._ledger.publish(self._free.pop()) if self._free else None
+            if self._is_full() or not self._free:
+                return None
+            key = self._ledger.publish(self._free.pop())
+            self._serving[key.slot] = key
+            return key
+
+    def answer(self, key: SessionKey) -> None:
+        """The client is about to get its last response from the thinker; those of token2wav are in the ledger."""
+        with self._lock:
+            self._serving.pop(key.slot, None)
 
     def release(self, key: SessionKey) -> None:
         """Give the slot back; every stage has closed the session."""
         with self._lock:
+            self._serving.pop(key.slot, None)
             self._free.append(key.slot)
 
-    @property
-    def free(self) -> int:
-        """Slots that can be allocated now."""
-        with self._lock:
-            return len(self._free)
+    def _is_full(self) -> bool:
+        if len(self._serving) >= self._limit:
+            self._serving = {slot: key for slot, key in self._serving.items() if self._ledger.is_served(key)}
+        return len(self._serving) >= self._limit
 
-    def taken_slots(self) -> set[int]:
-        """Numbers of the slots that cannot be."""
+    @property
+    def taken(self) -> set[int]:
+        """Slots whose sessions not every stage has closed."""
         with self._lock:
-            return self._all - set(self._free)
+            return set(range(self._slots)).difference(self._free)
 
 
 def _counted(key: SessionKey, count: int) -> int:

@@ -18,22 +18,24 @@ from typing import Final
 
 from triton_omni.errors import StageName
 
-CAPACITY: Final = 1024
-"""Records in the table; a deployment's `max_sessions` uses the first of them."""
+CAPACITY: Final = 2048
+"""Records in the table; a deployment uses the first of them, twice its `max_sessions` (`ledger.Slots`)."""
 
 MAGIC: Final = 0x6F6D6E692D6C6467  # "omni-ldg"
 STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
 WORD: Final = 8
-_HEADER_WORDS: Final = 8
+_HEADER_WORDS: Final = 9
 STAGE_WORDS: Final = 16
 RECORD_WORDS: Final = 32
 TABLE_WORDS: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS + CAPACITY * RECORD_WORDS
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _HELD_POLL_S: Final = 0.02
 
-# Words of the header. The supervisor alone writes those from LOST and from HELD on, a word a stage each: which epoch of
-# it was lost, and whether its new process is to wait before it loads anything.
-MAGIC_WORD, VERSION_WORD, LOST, _, _, HELD = range(6)
+# Words of the header. The supervisor alone writes those from LOST on: which epoch of it was lost, a word a stage;
+# whether its new process is to wait before it loads anything, the same; and how the server comes to its end.
+MAGIC_WORD, VERSION_WORD, LOST, _, _, HELD, _, _, LEAVING = range(_HEADER_WORDS)
+DRAINING, ENDING = 1, 2
+"""Values of LEAVING: no session begins any more; those that are open end now. 0 = the server goes on."""
 # Words of a stage's block.
 EPOCH, PID, BEAT, FINGERPRINT, DTYPE, HIDDEN, DEVICE, CLAIMED, BROKEN = range(9)
 # Words of a record: six of the thinker's, then seven of each stage.

@@ -113,6 +113,11 @@ def lost_error(stage: StageName) -> InternalError:
     return InternalError(cause, stage=stage, retry_after_ms=REVIVED_AFTER_MS)
 
 
+def leaving_error() -> Overloaded:
+    """What a request is refused with, and a session ends with, while the server stops."""
+    return Overloaded("the server is shutting down", stage="thinker", retry_after_ms=REVIVED_AFTER_MS)
+
+
 def revival_refusal(stage: StageName) -> Overloaded:
     """What a request is refused with while `stage` is not there."""
     return Overloaded(f"{stage} is being started again", stage=stage, retry_after_ms=REVIVED_AFTER_MS)

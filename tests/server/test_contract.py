@@ -266,3 +266,16 @@ def test_a_client_that_calls_a_later_stage_directly_gets_nowhere(server: Served,
 def hidden_size(server: Served) -> int:
     config = json.loads((server.checkpoint / "config.json").read_text())
     return int(config["thinker_config"]["text_config"]["hidden_size"])
+
+
+@pytest.mark.parametrize("path", ["index", "models/thinker/load", "models/thinker/unload", "models/draining/load"])
+def test_model_control_is_refused_to_whoever_has_not_the_supervisors_key(server: Served, path: str) -> None:
+    status, text = server.post(f"/v2/repository/{path}", "{}")
+    assert status == 403
+    assert "restricted" in text
+    with grpc.insecure_channel(server.supervisor.grpc_url) as channel, pytest.raises(grpc.RpcError) as caught:
+        service_pb2_grpc.GRPCInferenceServiceStub(channel).RepositoryModelUnload(
+            service_pb2.RepositoryModelUnloadRequest(model_name="thinker")
+        )
+    assert "triton-omni-control" in caught.value.details()
+    assert server.client.ready()

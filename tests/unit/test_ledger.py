@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from triton_omni import ledger_layout as layout
 from triton_omni.ledger import SessionLedger, Slots, StageFacts
 from triton_omni.ledger_layout import CAPACITY, LedgerError, remove_stale, server_name
+from triton_omni.tally import Ending
 from triton_omni.wire import SessionKey
 
 STAGES = ("thinker", "talker", "token2wav")
@@ -413,13 +414,67 @@ def test_slots_are_given_once_and_again_after_release(thinker):
     slots = Slots(thinker, 3)
     keys = [slots.allocate() for _ in range(3)]
     assert {key.slot for key in keys} == {0, 1, 2}
-    assert slots.free == 0
+    assert len(slots.taken) == 3
     assert slots.allocate() is None
     slots.release(keys[1])
     again = slots.allocate()
     assert again.slot == keys[1].slot
     assert again.generation != keys[1].generation
     assert not thinker.is_current(keys[1])
+
+
+def by_token2wav(token2wav, slots, key):
+    token2wav.say_outcome(key, Ending())
+
+
+def by_the_thinker(token2wav, slots, key):
+    slots.answer(key)
+
+
+@pytest.mark.parametrize("answer", [by_token2wav, by_the_thinker])
+def test_an_answered_session_keeps_its_slot_and_makes_place_for_another(attach, answer):
+    thinker, token2wav = attach("thinker"), attach("token2wav")
+    slots = Slots(thinker, 2)
+    first, second = slots.allocate(), slots.allocate()
+    answer(token2wav, slots, first)
+    third = slots.allocate()
+    assert len({first.slot, second.slot, third.slot}) == 3
+    assert len(slots.taken) == 3
+    assert slots.allocate() is None, "two are being served"
+    slots.release(first)
+    assert slots.allocate() is None, "its place was given already"
+    assert len(slots.taken) == 2
+    assert thinker.is_served(second)
+
+
+def test_sessions_that_do_not_close_use_up_the_slots_in_the_end(attach):
+    thinker, token2wav = attach("thinker"), attach("token2wav")
+    slots = Slots(thinker, 2)
+    keys = [slots.allocate() for _ in range(2)]
+    for key in keys:
+        token2wav.say_outcome(key, Ending())
+    assert [slots.allocate() is None for _ in range(3)] == [False, False, True]
+    assert len(slots.taken) == 4
+
+
+def test_a_late_answer_of_an_earlier_session_counts_for_no_other(attach):
+    thinker, token2wav = attach("thinker"), attach("token2wav")
+    old, new = thinker.publish(3), thinker.publish(3)
+    token2wav.say_outcome(old, Ending())
+    assert thinker.is_served(new)
+    token2wav.say_outcome(new, Ending())
+    token2wav.say_outcome(old, Ending())
+    assert not thinker.is_served(new)
+
+
+def test_a_session_that_every_stage_has_closed_makes_place_before_its_slot_is_given_back(attach):
+    ledgers = {stage: attach(stage) for stage in STAGES}
+    slots = Slots(ledgers["thinker"], 1)
+    left = slots.allocate()
+    for stage in STAGES:
+        assert slots.allocate() is None
+        ledgers[stage].mark_closed(left)
+    assert slots.allocate().slot != left.slot
 
 
 # Names and files.

@@ -77,10 +77,10 @@ class TritonOutlet:
         if not self._finished:
             self._thread.put(lambda: self._send(tensors, ready))
 
-    def answer(self, tensors: Mapping[str, Value], then: Callable[[], None] | None = None) -> None:
+    def answer(self, tensors: Mapping[str, Value]) -> None:
         """Send one response as the final: all that a request of a model that is not decoupled may get."""
         if self._claim_final():
-            self._thread.put(lambda: self._send_final(self._response(tensors), None, then))
+            self._thread.put(lambda: self._send_final(self._response(tensors), None, None))
 
     def finish(self, ready: torch.cuda.Event | None = None, then: Callable[[], None] | None = None) -> None:
         """Send the empty final."""

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +37,9 @@ class ServerConfig:
     ready_timeout_s: float = 900.0
     """First start on a GPU included: kernels are compiled and weights are read."""
     exit_timeout_s: int = 30
-    """What a stopping server waits for requests in flight, in seconds."""
+    """What Triton is given to stop in, in seconds, once no session is open."""
+    drain_timeout_s: float = 30.0
+    """What a server that was told to stop gives the replies under way, in seconds; 0 = nothing."""
     mps: bool = False
     """Whether the server and its stages share the GPUs under a CUDA MPS daemon of their own."""
     placement: Mapping[str, int] = field(default_factory=lambda: parse_placement(""))
@@ -68,6 +72,13 @@ def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
     )
     parser.add_argument("--ready-timeout", type=float, default=900.0, metavar="SECONDS")
     parser.add_argument("--exit-timeout", type=int, default=30, metavar="SECONDS")
+    parser.add_argument(
+        "--drain-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="what replies under way are given when the server is told to stop (default 30; 0 = nothing)",
+    )
     by_variable = os.environ.get("OMNI_MPS") or "0"
     parser.add_argument(
         "--mps",
@@ -99,10 +110,18 @@ def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
         log_verbose=given.log_verbose,
         ready_timeout_s=given.ready_timeout,
         exit_timeout_s=given.exit_timeout,
+        drain_timeout_s=given.drain_timeout,
         mps=given.mps,
         placement=placement,
         environment={FORMAT_VARIABLE: given.log_format} if given.log_format else {},
     )
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text} is no number of seconds from 0 on")
 
 
 def _port(text: str) -> int:

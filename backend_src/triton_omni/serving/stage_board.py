@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor's view of the session ledger: which process serves each stage, how it does, and that it has died.
 
-It reads what the stages write, writes two words a stage of its own, and starts and ends nothing.
+It reads what the stages write, writes two words a stage and one for all, and starts and ends nothing.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ class StageBoard:
     def hold(self, stage: StageName, held: bool) -> None:
         """Whether the next process of `stage` waits before it loads anything (`ledger_layout.wait_while_held`)."""
         self._words[layout.HOLDS[stage]] = held
+
+    def drain(self) -> None:
+        """No session begins from here on; the thinker refuses whoever asks."""
+        self._words[layout.LEAVING] = layout.DRAINING
+
+    def end_sessions(self) -> None:
+        """Those that are open end with an error, and none begins."""
+        self._words[layout.LEAVING] = layout.ENDING
 
     def open_sessions(self) -> int:
         """Sessions that the thinker has not ended, those of dead stages left out."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from triton_omni.ledger_layout import server_name
+from triton_omni.serving.draining import drain, end_sessions, say_unready
 from triton_omni.serving.leftovers import (
     end_group,
     has_followers,
@@ -52,6 +53,10 @@ from triton_omni.serving.stage_board import StageBoard
 _KILL_AFTER_S = 5.0
 _ALONE_S = 2.0
 """How long a server that was told to stop may go on without a stage."""
+_END_WITHIN_S = 3.0
+"""What stages get to tell the clients of open sessions that the server stops."""
+_SAME_SIGNAL_S = 1.0
+"""Signals so soon after the first are one: Ctrl-C reaches a command from its terminal and once more from its shell."""
 _POLL_S = 0.1
 
 
@@ -70,6 +75,8 @@ class Supervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
         self._stop_requested = threading.Event()
+        self._stop_at_once = threading.Event()
+        self._repository: Path | None = None
         self._ports = {"http": 0, "grpc": 0, "metrics": 0}
         self.regions = new_region_prefix()
         """With what the names of Triton's regions of shared memory begin."""
@@ -133,7 +140,7 @@ class Supervisor:
             repository = outliving.enter_context(served_repository(self.config.model_repository, model, placement))
             control = ModelControl(self._own_host, self._ports["http"], self.config.ready_timeout_s)
             self._process = self._launch(self._command(install, repository, model, control), environment)
-            self._control = control
+            self._control, self._repository = control, repository
             self._outliving = outliving.pop_all()
         self.log.follow(self._process)
 
@@ -175,14 +182,36 @@ class Supervisor:
             if self._reviver is not None and self._reviver.failure is not None:
                 raise ServerError(f"{self._reviver.failure}{self.log.hint}")
 
-    def request_stop(self) -> None:
-        """Make `run` and `wait_ready` return; safe in a signal handler."""
+    def request_stop(self, *, at_once: bool = False) -> None:
+        """Make `run` and `wait_ready` return, and `drain` too if `at_once`; safe in a signal handler."""
         self._stop_requested.set()
+        if at_once:
+            self._stop_at_once.set()
+
+    def drain(self) -> bool:
+        """Take no new request, be not ready, and let open sessions end, for `drain_timeout_s` at most.
+
+        Returns:
+            Whether all have ended; not when `request_stop` was called with `at_once`.
+        """
+        if self._board is None or self._control is None or self._repository is None:
+            return True
+        # A repository that was not laid out for this start is not ours to write to.
+        if self._repository != self.config.model_repository:
+            say_unready(self._control, self._repository)
+        if sessions := self._board.open_sessions():
+            wait = f"{self.config.drain_timeout_s:g} s at most"
+            print(f"stopping: {sessions} replies are under way and get {wait}", file=sys.stderr, flush=True)
+        return drain(self._board, self.config.drain_timeout_s, self._is_given_up)
+
+    def _is_given_up(self) -> bool:
+        return self._stop_at_once.is_set() or self.exit_code is not None
 
     def stop(self) -> float:
         """Stop the server in order, by force only past its exit timeout; return the seconds it took.
 
-        No process and no shared memory of the server is left, however it ended.
+        Open sessions end with an error; see `drain`. No process and no shared memory of the server is left, however it
+        ended.
         """
         process, begin = self._process, time.monotonic()
         if process is None:
@@ -190,6 +219,8 @@ class Supervisor:
         if not self._stopped:
             if self._reviver is not None:
                 self._reviver.close()
+            if self._board is not None:
+                end_sessions(self._board, _END_WITHIN_S, lambda: self.exit_code is not None)
             if process.poll() is None:
                 process.terminate()
             self._await_end(process)
@@ -343,13 +374,18 @@ def _serve(config: ServerConfig, received: list[int]) -> None:
     """Run a server until a signal comes, which is added to `received`."""
     server = Supervisor(config)
 
+    first_at = 0.0
+
     def stop(number: int) -> None:
+        nonlocal first_at
+        first_at = first_at or time.monotonic()
         received.append(number)
-        server.request_stop()
+        server.request_stop(at_once=time.monotonic() - first_at > _SAME_SIGNAL_S)
 
     with on_signals(stop), server:
         print(f"READY http={server.http_url} grpc={server.grpc_url} metrics={server.metrics_url}", flush=True)
         server.run()
+        server.drain()
 
 
 if __name__ == "__main__":

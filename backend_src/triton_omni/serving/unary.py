@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import json
 import logging
 import threading
@@ -142,12 +143,15 @@ class UnaryModel:
     async def _serve(self, message: Any, outlet: TritonOutlet) -> None:
         try:
             collected = await self._unless_cancelled(self._collect(message), outlet)
-            outlet.answer(collected.to_answer().to_tensors(), self._places.release)
+            end = functools.partial(outlet.answer, collected.to_answer().to_tensors())
         except OmniError as error:
-            outlet.fail(error, self._places.release)
+            end = functools.partial(outlet.fail, error)
         except Exception:
             logger.exception("unary request %s failed", message.id)
-            outlet.fail(InternalError("the reply could not be collected", stage="unary"), self._places.release)
+            end = functools.partial(outlet.fail, InternalError("the reply could not be collected", stage="unary"))
+        # The client may ask again as soon as it has the answer.
+        self._places.release()
+        end()
 
     async def _unless_cancelled(self, collecting: Any, outlet: TritonOutlet) -> Collected:
         """The reply, unless the client goes away first: then the stream is cancelled, and the stages see it."""

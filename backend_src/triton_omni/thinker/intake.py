@@ -19,8 +19,8 @@ from triton_omni.media import decode_media
 from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request
 from triton_omni.settings import ThinkerSettings
 from triton_omni.strict_json import compact_json
+from triton_omni.thinker.prepared import Prepared
 from triton_omni.thinker.prompt import PromptRenderer, build_prompt
-from triton_omni.thinker.stage import Prepared
 from triton_omni.wire import MediaTokens, Session
 
 DRAWN_SEED_BITS: Final = 53

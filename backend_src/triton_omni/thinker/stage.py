@@ -13,13 +13,12 @@ import secrets
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import msgspec
 import torch
 
-from triton_omni.engine import EngineStats, Sampling, ThinkerEngine, ThinkerOutput, ThinkerPlaced
+from triton_omni.engine import EngineStats, ThinkerEngine, ThinkerOutput
 from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
 from triton_omni.events import log_event
 from triton_omni.figures import Figure
@@ -34,6 +33,7 @@ from triton_omni.stage import (
     Outlet,
     StageStats,
     as_omni_error,
+    leaving_error,
     lost_error,
     memory_figures,
     revival_refusal,
@@ -43,8 +43,9 @@ from triton_omni.tally import Ending
 from triton_omni.thinker.accounts import ThinkerAccounts
 from triton_omni.thinker.open_session import OpenSession
 from triton_omni.thinker.positions import extend_positions
+from triton_omni.thinker.prepared import Intake, Prepared
 from triton_omni.tracing import NO_TRACER, Tracer
-from triton_omni.wire import Failure, Kind, Session, ThinkerMessage, ThinkerReport
+from triton_omni.wire import Failure, Kind, ThinkerMessage, ThinkerReport
 
 RETRY_AFTER_MS = 250
 UNPACED_TOKENS = 2
@@ -53,23 +54,6 @@ FORGET_AFTER_S = 5.0
 """After this, a slot whose later stages stay silent is used again; its generation keeps late messages out."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A request that was checked, decoded and tokenised."""
-
-    placed: ThinkerPlaced
-    sampling: Sampling
-    session: Session
-    timeout_s: float
-
-
-class Intake(Protocol):
-    """Makes a client's request ready for the engine; called on a pool of threads."""
-
-    def prepare(self, raw: RawRequest, accepted_ns: int) -> Prepared:
-        """Check, decode and tokenise. Raises `OmniError`."""
 
 
 class ThinkerStage:
@@ -124,6 +108,9 @@ class ThinkerStage:
         # A name for logs and `info`, where the client gave none.
         raw = replace(raw, request_id=raw.request_id or secrets.token_hex(8))
         span = self.accounts.begin(raw, accepted_ns)
+        if self._ledger.draining:
+            outlet.fail(self.accounts.refuse(leaving_error(), raw, span))
+            return
         key = self._slots.allocate()
         if key is None:
             outlet.fail(self.accounts.refuse(self._no_slot(), raw, span))
@@ -157,15 +144,16 @@ class ThinkerStage:
         """Figures of this moment; sessions counts slots in use, also those whose later stages still work."""
         engine = self._engine_stats
         held = sum(session.outbox.held for session in list(self._open.values()))
-        taken = self._settings.max_sessions - self._slots.free
-        return StageStats(taken, engine.running, engine.waiting, engine.kv_blocks_used, engine.rows_used, held)
+        return StageStats(
+            len(self._slots.taken), engine.running, engine.waiting, engine.kv_blocks_used, engine.rows_used, held
+        )
 
     def figures(self) -> Iterator[Figure]:
         """Figures by the names of their metrics, see `stage.Stage`."""
         open_now = list(self._open.values())
         yield Figure("omni_sessions_limit", self._settings.max_sessions)
         yield Figure("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
-        yield from self.accounts.figures(open_now, self._slots.taken_slots())
+        yield from self.accounts.figures(open_now, self._slots.taken)
         yield from memory_figures(self._device)
 
     @property
@@ -217,6 +205,8 @@ class ThinkerStage:
         if self._broken is None:
             self._engine_stats = self._engine.stats()
         self._pace.sessions = self._engine_stats.running
+        if self._ledger.ending:
+            self._end_all(leaving_error())
         now = time.monotonic_ns()
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
         # Read once a turn: a claim that began behind the poll would have the loop sleep as if it were idle.
@@ -351,6 +341,7 @@ class ThinkerStage:
 
     def _answer_error(self, session: OpenSession, error: OmniError) -> None:
         session.refusal, session.ending = None, Ending.of(error, "thinker")
+        self._slots.answer(session.key)
         session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
 
     def _end_lost(self, session: OpenSession, stage: StageName) -> None:

@@ -258,11 +258,13 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             return
         if session.session.audio_format == "wav" and session.session.want_audio and not session.chunks:
             session.outlet.send(self._encode(session, torch.empty(0)).to_tensors())
-        session.outlet.send(Answer(info=json.dumps(self._info(session, session.ending))).to_tensors())
+        info = Answer(info=json.dumps(self._info(session, session.ending)))
         self._times["omni_reply_seconds"].add(self._age(session) / 1e9)
         self._drop(session)
+        # Before the last response leaves: its client may ask again as soon as it has it.
         self._ledger.say_outcome(session.key, Ending())
         self._log_end(session, Ending())
+        session.outlet.send(info.to_tensors())
         session.outlet.finish(then=functools.partial(self._mark_closed, session.key))
 
     def _info(self, session: _Open, ending: TalkerMessage) -> dict[str, Any]:

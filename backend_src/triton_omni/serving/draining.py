@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a server comes to its end: it takes nothing new, says that it is not ready, and finishes what it has begun.
+
+Triton alone does none of this: told to stop, it closes its HTTP port at once and refuses the requests that stages make
+of each other, so that every reply under way is lost. So it is told last. It knows no process and no signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from triton_omni.serving.model_control import ModelControlError
+
+UNREADY_MODEL = "draining"
+_POLL_S = 0.05
+_SETTLED_S = 0.2
+"""A session is over when its last response has left its stage; the server then writes it to the client."""
+
+
+class Sessions(Protocol):
+    """What is known of the open sessions, see `stage_board.py`."""
+
+    def drain(self) -> None:
+        """None begins from here on."""
+
+    def end_sessions(self) -> None:
+        """Those that are open end with an error."""
+
+    def open_sessions(self) -> int:
+        """How many are open."""
+
+
+class Loads(Protocol):
+    """Loads models, see `model_control.py`."""
+
+    def load(self, model: str) -> None:
+        """Put `model` into service. Raises `ModelControlError`."""
+
+
+def say_unready(control: Loads, repository: Path) -> None:
+    """Make `/v2/health/ready` false for good while every model goes on serving.
+
+    Triton calls a server ready whose models are loaded or unloaded, and not ready one that has a model that could not
+    be loaded. So it is asked to load one, of a backend that does not exist.
+
+    Args:
+        repository: tritonserver's own, which is written to.
+    """
+    model = repository / UNREADY_MODEL
+    (model / "1").mkdir(parents=True)
+    (model / "config.pbtxt").write_text(f'name: "{UNREADY_MODEL}"\nbackend: "none"\n')
+    with contextlib.suppress(ModelControlError):
+        control.load(UNREADY_MODEL)
+
+
+def drain(sessions: Sessions, seconds: float, given_up: Callable[[], bool]) -> bool:
+    """Begin no session any more and wait until the last one is over.
+
+    Args:
+        seconds: to wait at most.
+        given_up: asked now and then; True ends the wait.
+
+    Returns:
+        Whether all are over.
+    """
+    sessions.drain()
+    return _await_none(sessions, seconds, given_up)
+
+
+def end_sessions(sessions: Sessions, seconds: float, given_up: Callable[[], bool]) -> bool:
+    """End those that are open with an error, and wait until it has been told; as `drain` otherwise."""
+    sessions.end_sessions()
+    return _await_none(sessions, seconds, given_up)
+
+
+def _await_none(sessions: Sessions, seconds: float, given_up: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    none_since: float | None = None
+    while True:
+        now = time.monotonic()
+        if sessions.open_sessions():
+            none_since = None
+        elif now - (none_since := none_since or now) >= _SETTLED_S:
+            return True
+        if given_up() or (now > deadline and none_since is None):
+            return False
+        time.sleep(_POLL_S)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked: the kind of each request, the way it takes, and what becomes of it; all of it drawn from one seed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+from typing import Any, Final, Literal
+
+import av
+import numpy as np
+import soundfile  # type: ignore[import-untyped]
+from PIL import Image
+
+from triton_omni_client import Media, Request
+
+Way = Literal["grpc stream", "http stream", "grpc unary", "http unary"]
+Fate = Literal["whole", "cancelled", "malformed", "slow", "hurried"]
+
+WAYS: Final[tuple[Way, ...]] = ("grpc stream", "http stream", "grpc unary", "http unary")
+CANCELLABLE: Final[tuple[Way, ...]] = ("grpc stream", "http stream", "grpc unary")
+"""Triton tells nobody of a closed connection of a unary HTTP request."""
+_REPLY_TOKENS = (2, 4, 8)
+_CODES = (10, 20, 40)
+_SEEDS = 3
+"""Of a kind; few, so that the same request comes again and its reply can be compared."""
+_QUESTION = "what is this?"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of all requests, how many have each fate; the rest are read to their end."""
+
+    cancelled: float = 0.2
+    malformed: float = 0.05
+    slow: float = 0.03
+    hurried: float = 0.02
+    speech: float = 0.4
+    """Of those that are not malformed."""
+
+    def fate(self, draw: Random) -> Fate:
+        """What becomes of a request."""
+        fates: tuple[Fate, ...] = ("cancelled", "malformed", "slow", "hurried")
+        shares = [self.cancelled, self.malformed, self.slow, self.hurried]
+        return draw.choices((*fates, "whole"), [*shares, max(0.0, 1 - sum(shares))])[0]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One request of the run."""
+
+    number: int
+    kind: str
+    way: Way
+    fate: Fate
+    request: Request = field(repr=False)
+    wait_s: float = 0.0
+    """Until a cancel; of a slow reader, before it reads."""
+
+    @property
+    def reply_key(self) -> str:
+        """Requests of the same key get the same reply."""
+        request = self.request
+        return f"{self.kind} {request.seed} {request.modalities} {dict(request.thinker)} {dict(request.talker)}"
+
+
+def plan(number: int, seed: int, shares: Shares) -> Planned:
+    """The request of this number."""
+    draw = Random(f"{seed}:{number}")
+    fate = shares.fate(draw)
+    way = draw.choice(CANCELLABLE if fate == "cancelled" else ("grpc stream",) if fate == "slow" else WAYS)
+    if fate == "malformed":
+        kind = draw.choice(sorted(MALFORMED))
+        options: dict[str, Any] = dict(MALFORMED[kind]())
+    else:
+        kind = draw.choice(sorted(KINDS))
+        options = {**KINDS[kind](), **_length(draw, speech=fate == "slow" or draw.random() < shares.speech)}
+    if fate == "hurried":
+        options |= {"timeout": draw.choice((0.01, 0.1, 0.3)), "thinker": {"max_tokens": 200, "min_tokens": 200}}
+    wait_s = draw.uniform(0, 0.8) if fate == "cancelled" else draw.uniform(1, 3)
+    request = Request(seed=draw.randrange(_SEEDS), request_id=f"soak {number}", **options)
+    return Planned(number, kind, way, fate, request, wait_s)
+
+
+def _length(draw: Random, *, speech: bool) -> dict[str, Any]:
+    thinker = {"max_tokens": draw.choice(_REPLY_TOKENS)}
+    if not speech:
+        return {"modalities": ["text"], "thinker": thinker}
+    return {"thinker": thinker, "talker": {"temperature": 0, "max_tokens": draw.choice(_CODES)}}
+
+
+def _about(*media: Media) -> dict[str, Any]:
+    asked = Request.ask(_QUESTION, media)
+    return {"messages": asked.messages, "media": asked.media}
+
+
+def _chat() -> dict[str, Any]:
+    said: Sequence[Mapping[str, str]] = (
+        {"role": "system", "content": "You answer in one word."},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "why?"},
+    )
+    return {"messages": said}
+
+
+@cache
+def _picture(width: int = 84) -> bytes:
+    pixels = np.add.outer(np.arange(56), np.arange(width)).astype(np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).convert("RGB").save(out, "PNG")
+    return out.getvalue()
+
+
+@cache
+def _sound() -> bytes:
+    out = io.BytesIO()
+    soundfile.write(out, 0.3 * np.sin(np.arange(8000) / 9).astype(np.float32), 16000, format="WAV")
+    return out.getvalue()
+
+
+@cache
+def _video() -> bytes:
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number in range(8):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 30 * number, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+KINDS: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {
+    "text": lambda: {"text": "hello"},
+    "long text": lambda: {"text": "Tell me about the sea. " * 12},
+    "chat": _chat,
+    "image": lambda: _about(Media("image", _picture())),
+    "sound": lambda: _about(Media("audio", _sound())),
+    "video": lambda: _about(Media("video", _video())),
+    "mixed": lambda: _about(Media("image", _picture()), Media("audio", _sound())),
+}
+MALFORMED: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {
+    "unknown voice": lambda: {"text": "hello", "voice": "nobody"},
+    "broken image": lambda: _about(Media("image", _picture()[:40])),
+    "broken sound": lambda: _about(Media("audio", b"RIFF" + bytes(40))),
+    "broken video": lambda: _about(Media("video", _video()[:200])),
+    "fewer media than parts": lambda: {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    "unknown role": lambda: {"messages": [{"role": "oracle", "content": "hello"}]},
+    "too long": lambda: {"text": "x " * (1 << 20)},
+    "impossible schema": lambda: {"text": "hello", "thinker": {"json_schema": {"type": "bogus"}}},
+}

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a plan against a server that it starts: clients on threads, a watch on memory, now and then a killed stage."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from triton_omni.ledger_layout import STAGES, server_name
+from triton_omni.serving.server_options import ServerConfig
+from triton_omni.serving.stage_board import StageBoard
+from triton_omni.serving.supervisor import Supervisor
+from triton_omni.settings import ThinkerSettings, UnarySettings, load_settings
+from triton_omni_client.messages import UNARY_MODEL
+
+from .asking import Asker, Ended
+from .judging import Kill, Soaked
+from .plan import Shares, plan
+from .watching import MIB, MemoryWatch
+
+_BACK_WITHIN_S = 180.0
+_SETTLE_S = 1.0
+"""After a stage is back, until a request is held to what it would get otherwise."""
+_PAUSE_S = 0.5
+"""What a client waits after a refusal or a failure."""
+_IDLE_WITHIN_S = 15.0
+_TOLD_EVERY_S = 10.0
+_HELD = ("omni_sessions", "omni_running", "omni_waiting", "omni_kv_blocks_used", "omni_rows_used", "omni_outbox")
+"""Metrics of the stages that are 0 when nothing is open."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one run goes."""
+
+    requests: int = 500
+    minutes: float | None = None
+    """No request begins later; None = no matter how long it takes."""
+    concurrency: int = 8
+    shares: Shares = field(default_factory=Shares)
+    kills: int = 0
+    """Stages killed, one after another, in the first third of the requests."""
+    seed: int = 0
+    sample_every_s: float = 1.0
+    growth_allowed_mib: float = 64.0
+
+
+class Run:
+    """One run against one server that is ready."""
+
+    def __init__(self, server: Supervisor, options: Options, say: Callable[[str], None]) -> None:
+        self._server = server
+        self._options = options
+        self._say = say
+        self._board = StageBoard(server_name(server.pid))
+        self._asker = Asker(server.grpc_url, server.http_url)
+        self._watch = MemoryWatch(server.pid, self._asker.now, options.sample_every_s)
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._ended: list[Ended] = []
+        self._kills: list[Kill] = []
+        self._over = threading.Event()
+
+    def drive(self) -> Soaked:
+        """Ask all there is to ask; the server is stopped afterwards."""
+        self._watch.start()
+        helpers = [threading.Thread(target=act, daemon=True) for act in (self._kill_stages, self._tell)]
+        for helper in helpers:
+            helper.start()
+        with ThreadPoolExecutor(self._options.concurrency, thread_name_prefix="soak-client") as pool:
+            for client in [pool.submit(self._client) for _ in range(self._options.concurrency)]:
+                client.result()
+        self._over.set()
+        for helper in helpers:
+            helper.join()
+        seconds = self._asker.now()
+        left = self._left()
+        self._watch.close()
+        self._asker.close()
+        self._board.close()
+        options = self._options
+        return Soaked(
+            requests=len(self._ended) if options.minutes is not None else options.requests,
+            ended=sorted(self._ended, key=lambda ended: ended.began),
+            kills=self._kills,
+            processes=self._watch.processes,
+            left=left,
+            stop_s=self._server.stop(),
+            seconds=seconds,
+            # A cancelled request has its place until the stages have noticed.
+            overload_expected=options.concurrency >= _places(self._server.config.model_repository),
+            growth_allowed=options.growth_allowed_mib * MIB,
+            options=asdict(options),
+        )
+
+    def _client(self) -> None:
+        options = self._options
+        while (number := next(self._numbers)) < options.requests:
+            if options.minutes is not None and self._asker.now() > 60 * options.minutes:
+                return
+            ended = self._asker.ask(plan(number, options.seed, options.shares))
+            with self._lock:
+                self._ended.append(ended)
+            if ended.outcome == "failed" or (ended.outcome == "refused" and ended.planned.fate != "malformed"):
+                time.sleep(_PAUSE_S)
+
+    def _kill_stages(self) -> None:
+        for number in range(self._options.kills):
+            due = self._options.requests * (number + 1) // (3 * self._options.kills + 3)
+            while len(self._ended) < due and not self._over.wait(0.05):
+                pass
+            if self._over.is_set():
+                return
+            self._kill(STAGES[(self._options.seed + number) % len(STAGES)])
+
+    def _kill(self, stage: Any) -> None:
+        killed, epoch = self._asker.now(), self._board.epoch(stage)
+        os.kill(self._board.pid(stage), signal.SIGKILL)
+        deadline = time.monotonic() + _BACK_WITHIN_S
+        while not (self._board.epoch(stage) > epoch and self._is_ready()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        back = self._asker.now()
+        self._say(f"{stage} killed, back after {back - killed:.1f} s")
+        self._kills.append(Kill(stage, killed, back + _SETTLE_S))
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self._server.http_url}/v2/health/ready", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except urllib.error.HTTPError:
+            return False
+
+    def _tell(self) -> None:
+        while not self._over.wait(_TOLD_EVERY_S):
+            ended, seconds = len(self._ended), self._asker.now()
+            self._say(
+                f"{ended} of {self._options.requests} requests in {seconds:.0f} s, {ended / seconds:.1f} a second"
+            )
+
+    def _left(self) -> Mapping[str, float]:
+        """What is held once nothing is asked; what a killed stage held in Triton is left out."""
+        deadline = time.monotonic() + _IDLE_WITHIN_S
+        while (held := self._held()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return held
+
+    def _held(self) -> Mapping[str, float]:
+        with urllib.request.urlopen(f"http://{self._server.metrics_url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        kept = _HELD if self._kills else (*_HELD, "nv_inference_pending_request_count")
+        figures = (line.rsplit(" ", 1) for line in lines if line.startswith(kept))
+        held = {name: float(value) for name, value in figures if float(value)}
+        if sessions := self._board.open_sessions():
+            held["open sessions of the ledger"] = float(sessions)
+        return held
+
+
+def _places(repository: Path) -> int:
+    """How many requests a server takes at once, by the settings of its repository."""
+    thinker = load_settings(repository / "thinker" / "1" / "stage.yaml", ThinkerSettings)
+    unary = load_settings(repository / UNARY_MODEL / "1" / "stage.yaml", UnarySettings)
+    return min(thinker.max_sessions, unary.max_requests)
+
+
+def soak(config: ServerConfig, options: Options, say: Callable[[str], None] | None = None) -> Soaked:
+    """Start a server, drive a run against it, stop it.
+
+    Raises:
+        ServerError: the server does not start.
+    """
+    with Supervisor(config) as server:
+        return Run(server, options, say or _to_stderr).drive()
+
+
+def _to_stderr(text: str) -> None:
+    print(f"soak: {text}", file=sys.stderr, flush=True)

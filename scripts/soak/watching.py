@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of a server's processes over time, and whether it grows: one line fitted to each process's samples."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MIB = 1 << 20
+_PAGE = 4096
+_FEWEST = 10
+"""Samples without which no line is fitted."""
+
+
+@dataclass
+class Watched:
+    """Samples of one process; a stage that is started again is another one."""
+
+    name: str
+    pid: int
+    seconds: list[float] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    """Bytes, shared memory included."""
+    files: list[int] = field(default_factory=list)
+    """Open file descriptors."""
+
+    def since(self, seconds: float) -> Watched:
+        """The samples from then on."""
+        first = next((at for at, then in enumerate(self.seconds) if then >= seconds), len(self.seconds))
+        return Watched(self.name, self.pid, self.seconds[first:], self.resident[first:], self.files[first:])
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A straight line through a process's samples."""
+
+    name: str
+    pid: int
+    span_s: float
+    mean: float
+    """Bytes."""
+    grown: float
+    """Bytes, by the line, from the first sample to the last."""
+    noise: float
+    """Standard deviation of the samples about the line, in bytes."""
+    files: int
+    """How many more files were open at the end."""
+
+    @classmethod
+    def of(cls, watched: Watched) -> Growth | None:
+        """None where there are too few samples for a line."""
+        if len(watched.seconds) < _FEWEST:
+            return None
+        seconds, resident = np.array(watched.seconds), np.array(watched.resident, dtype=float)
+        slope, start = np.polyfit(seconds - seconds[0], resident, 1)
+        span = float(seconds[-1] - seconds[0])
+        noise = float(np.std(resident - (start + slope * (seconds - seconds[0]))))
+        files = watched.files[-1] - watched.files[0]
+        return cls(watched.name, watched.pid, span, float(resident.mean()), float(slope * span), noise, files)
+
+    def exceeds(self, bytes_allowed: float) -> bool:
+        """Whether it grew by more than is allowed and more than its samples scatter."""
+        return self.grown > bytes_allowed + 2 * self.noise
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        sizes = {name: round(getattr(self, name) / MIB, 2) for name in ("mean", "grown", "noise")}
+        return {"process": self.name, "pid": self.pid, "span_s": round(self.span_s, 1), "files": self.files} | {
+            f"{name}_mib": size for name, size in sizes.items()
+        }
+
+
+class MemoryWatch:
+    """Samples on a thread of its own, from `start` to `close`.
+
+    Args:
+        leader: process id of tritonserver, whose group its stages are in.
+        clock: seconds since the run began.
+        every_s: seconds between two samples.
+    """
+
+    def __init__(self, leader: int, clock: Callable[[], float], every_s: float = 1.0) -> None:
+        self._leader = leader
+        self._clock = clock
+        self._every_s = every_s
+        self._processes: dict[int, Watched] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="soak-memory", daemon=True)
+
+    def start(self) -> None:
+        """Begin to sample."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no sample any more."""
+        self._closing.set()
+        self._thread.join()
+
+    @property
+    def processes(self) -> Sequence[Watched]:
+        """All that were seen, in the order of their start."""
+        return list(self._processes.values())
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._every_s):
+            for pid in _members(self._leader):
+                with contextlib.suppress(OSError, IndexError):  # ended meanwhile
+                    self._sample(pid)
+
+    def _sample(self, pid: int) -> None:
+        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+        files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+        if (watched := self._processes.get(pid)) is None:
+            if (name := _name(pid)) is None:
+                return
+            watched = self._processes[pid] = Watched(name, pid)
+        watched.seconds.append(self._clock())
+        watched.resident.append(resident)
+        watched.files.append(files)
+
+
+def _members(group: int) -> list[int]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, member_of = file.read_text().rpartition(")")[2].split()[:3]
+            if int(member_of) == group and state not in "ZX":
+                found.append(int(file.parent.name))
+    return sorted(found)
+
+
+def _name(pid: int) -> str | None:
+    """The stage that a process serves, by its command line; None = it is no process of a server's own."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    program = Path(command[0].decode()).name
+    if program == "tritonserver":
+        return program
+    model = next((Path(part.decode()).parts for part in command if part.endswith(b"model.py")), ())
+    return model[-3] if program.startswith("triton_python") and len(model) > 2 else None
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value; not a number of none."""
+    return float(np.median(values)) if values else math.nan

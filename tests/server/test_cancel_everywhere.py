@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each way to go away at each moment of a reply: the session is free and every engine is rid of it in no time.
+
+A closed connection of a unary HTTP request is the one way that is missing: Triton tells nobody of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway_fakes import RunningGateway
+from server.probes import (
+    CRAWLING_THINKER,
+    DISTURBANCES,
+    SLOW_INTAKE,
+    SLOW_TALKER,
+    SLOW_THINKER,
+    SLOW_TOKEN2WAV,
+)
+from server.serving import STAGES, TINY, Served, wait_for
+from server.test_cancel import LONG_PROMPT, WAYS
+from triton_omni.ledger_layout import server_name
+from triton_omni.serving.stage_board import StageBoard
+from triton_omni_client import Request
+
+PLACES: int = TINY["thinker"]["engine"]["max_num_seqs"]
+SESSIONS: int = TINY["thinker"]["max_sessions"]
+NOTICE_S = 1.0
+"""A heartbeat leaves every 0.1 s and notices; the rest is for a machine with other work to do."""
+FREE_S = 0.3
+"""From a stage's notice until the session is free, beside two steps of the slowest engine."""
+LONG = {"thinker": {"min_tokens": 200, "max_tokens": 200}, "talker": {"temperature": 0}}
+SHORT = {"thinker": {"max_tokens": 40}, "talker": {"temperature": 0, "min_tokens": 500, "max_tokens": 500}}
+
+DEADLINE_S = 1.0
+CLOSED_S = 0.1
+"""What the last stage may close a session after the thinker."""
+
+Way = Callable[[Served, Request], Any]
+FIGURES = os.environ.get("OMNI_TEST_FIGURES")
+"""A file to which the measured times go."""
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """The sessions that began since some moment, and what has become of them."""
+
+    server: Served
+    board: StageBoard
+    since_ns: int
+
+    def events(self, stage: str, event: str) -> list[dict[str, Any]]:
+        found = self.server.records.events(stage)
+        return [one for one in found if one["event"] == event and one["ns"] > self.since_ns]
+
+    def keys(self, stage: str, event: str) -> set[str]:
+        return {found["key"] for found in self.events(stage, event)}
+
+
+def prepared(sessions: Sessions) -> set[str]:
+    """Of those that are being prepared, or wait for that, no engine knows."""
+    return sessions.keys("talker", "message") if sessions.events("thinker", "preparing") else set()
+
+
+def added(sessions: Sessions) -> set[str]:
+    return sessions.keys("thinker", "added")
+
+
+def generating(sessions: Sessions) -> set[str]:
+    return {found["key"] for found in sessions.events("token2wav", "message") if found["codes"]}
+
+
+def after_thinkers_end(sessions: Sessions) -> set[str]:
+    return sessions.keys("thinker", "finished")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When clients go away."""
+
+    seed: int
+    reached: Callable[[Sessions], set[str]]
+    """Keys of sessions that are there."""
+    options: dict[str, Any]
+    text: str = "hello"
+    crowded: bool = False
+    """Whether others have all places of the thinker."""
+    silent: bool = False
+    """Whether nothing is written to the client, which is when Triton sees that an HTTP connection is closed."""
+
+    @property
+    def steps_s(self) -> float:
+        """Two steps of the engine that is slowed down."""
+        found = DISTURBANCES.get(CRAWLING_THINKER if self.crowded else self.seed)
+        return 2 * found.step_s if found else 0.0
+
+
+MOMENTS = {
+    "while media are decoded": Moment(SLOW_INTAKE, prepared, LONG, silent=True),
+    "while it waits for a place": Moment(1, added, LONG, crowded=True, silent=True),
+    "in prefill": Moment(CRAWLING_THINKER, added, LONG, LONG_PROMPT, silent=True),
+    "while generating": Moment(SLOW_THINKER, generating, LONG),
+    "after the thinker's end, in the talker": Moment(SLOW_TALKER, after_thinkers_end, SHORT),
+    "after the thinker's end, in token2wav": Moment(SLOW_TOKEN2WAV, after_thinkers_end, SHORT),
+}
+
+
+@contextmanager
+def gateway_left(server: Served, request: Request, *, gateway: RunningGateway) -> Iterator[Callable[[], None]]:
+    """A caller of the gateway who closes the connection, whatever has come."""
+    said = {"role": "user", "content": request.text}
+    thinker, talker = dict(request.thinker), dict(request.talker)
+    body = {
+        "model": "qwen2_5_omni",
+        "messages": [said],
+        "stream": True,
+        "seed": request.seed,
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "Ethan", "format": "pcm16"},
+        "max_completion_tokens": thinker["max_tokens"],
+        "min_tokens": thinker.get("min_tokens", 0),
+        "talker": talker,
+    }
+    host, _, port = gateway.base.removeprefix("http://").rpartition(":")
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + content)
+        yield connection.close
+
+
+@pytest.fixture
+def ways(gateway: RunningGateway) -> dict[str, Way]:
+    return {**WAYS, "gateway left": functools.partial(gateway_left, gateway=gateway)}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_whoever_goes_away_leaves_nothing_behind(server: Served, ways: dict[str, Way], name: str) -> None:
+    moment = MOMENTS[name]
+    chosen = [way for way in ways.items() if not (moment.silent and way[0] == "HTTP stream closed")]
+    with sessions_beside(server, PLACES if moment.crowded else 0) as (board, crowd):
+        # With the crowd there is room for few at once.
+        for group in batches(chosen, SESSIONS - crowd):
+            time.sleep(CLOSED_S)
+            leave(Sessions(server, board, time.monotonic_ns()), moment, dict(group), crowd)
+
+
+@contextmanager
+def sessions_beside(server: Served, crowd: int) -> Iterator[tuple[StageBoard, int]]:
+    """The board of the sessions while so many others generate."""
+    board, begin_ns = StageBoard(server_name(server.supervisor.pid)), time.monotonic_ns()
+    with ExitStack() as stack:
+        stack.callback(board.close)
+        for _ in range(crowd):
+            stack.enter_context(server.client.stream(Request(text="hello", seed=CRAWLING_THINKER, **LONG)))
+        others = Sessions(server, board, begin_ns)
+        wait_for(lambda: len(others.keys("thinker", "tokens")) == crowd, 10, board.open_sessions)
+        yield board, crowd
+
+
+def batches(items: Sequence[tuple[str, Way]], size: int) -> Iterator[Sequence[tuple[str, Way]]]:
+    return (items[at : at + size] for at in range(0, len(items), size))
+
+
+def leave(sessions: Sessions, moment: Moment, ways: dict[str, Way], crowd: int) -> None:
+    """Ask each way, go away at the moment, and see that all is free in time."""
+    server, board = sessions.server, sessions.board
+    wait_for(lambda: board.open_sessions() == crowd, 10, board.open_sessions)
+    with ExitStack() as stack:
+        leaving = []
+        for way, ask in ways.items():
+            request = Request(
+                text=moment.text, seed=moment.seed, request_id=f"{way} {time.monotonic()}", **moment.options
+            )
+            leaving.append(stack.enter_context(ask(server, request)))
+        wait_for(lambda: board.open_sessions() == crowd + len(ways), 10, board.open_sessions)
+        wait_for(lambda: len(moment.reached(sessions)) >= len(ways), 20, lambda: moment.reached(sessions))
+        left_ns = time.monotonic_ns()
+        for go in leaving:
+            go()
+        wait_for(lambda: board.open_sessions() == crowd, 5, board.open_sessions)
+        free_ns = time.monotonic_ns()
+    keys = moment.reached(sessions)
+    noticed_ns = max(first_of(sessions, "noticed", key) for key in keys)
+    assert noticed_ns - left_ns < NOTICE_S * 1e9
+    assert free_ns - noticed_ns < (FREE_S + moment.steps_s) * 1e9
+    assert_engines_stopped(sessions, keys, noticed_ns + (FREE_S + moment.steps_s) * 1e9)
+    record(moment, left_ns, noticed_ns, free_ns)
+
+
+def first_of(sessions: Sessions, event: str, key: str) -> int:
+    """When any stage first recorded it of a session, on the machine's monotonic clock."""
+    return min(found["ns"] for stage in STAGES for found in sessions.events(stage, event) if found["key"] == key)
+
+
+def assert_engines_stopped(sessions: Sessions, keys: set[str], by_ns: float) -> None:
+    """No engine gave anything of them later, and each that had them dropped them."""
+    for stage in STAGES:
+        dropped = {found["key"]: found["ns"] for found in sessions.events(stage, "aborted")}
+        late = {key: (ns - by_ns) / 1e6 for key, ns in dropped.items() if key in keys and ns > by_ns}
+        assert not late, f"{stage} dropped them so many ms too late: {late}"
+    assert keys <= sessions.keys("thinker", "aborted")
+    given = [found for found in sessions.events("thinker", "tokens") if found["key"] in keys]
+    assert all(found["ns"] < by_ns for found in given)
+
+
+def record(moment: Moment, left_ns: int, noticed_ns: int, free_ns: int) -> None:
+    if FIGURES:
+        figures = {"noticed_ms": (noticed_ns - left_ns) / 1e6, "free_ms": (free_ns - left_ns) / 1e6}
+        with Path(FIGURES).open("a") as file:
+            name = next(name for name, found in MOMENTS.items() if found is moment)
+            file.write(json.dumps({"moment": name, **figures}) + "\n")
+
+
+@pytest.mark.parametrize("name", [name for name, moment in MOMENTS.items() if moment.reached is not prepared])
+def test_a_deadline_ends_a_request_at_each_moment(server: Served, name: str) -> None:
+    moment = MOMENTS[name]
+    sampling = {"seed": moment.seed, "timeout": DEADLINE_S, **moment.options}
+    body = json.dumps({"text_input": moment.text, "sampling_parameters": json.dumps(sampling)})
+    with sessions_beside(server, PLACES if moment.crowded else 0) as (board, crowd):
+        begin = time.monotonic()
+        status, text = server.post("/v2/models/qwen2_5_omni_unary/generate", body)
+        seconds = time.monotonic() - begin
+        assert status == 400
+        assert f"timeout: {DEADLINE_S:g} s have passed [omni:timeout;stage=thinker]" in text
+        assert DEADLINE_S <= seconds < DEADLINE_S + FREE_S + moment.steps_s + NOTICE_S
+        wait_for(lambda: board.open_sessions() == crowd, FREE_S + moment.steps_s, board.open_sessions)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""As many requests as a server takes, and more: who has a place keeps it, who has none hears so at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2_grpc
+
+from server.asking import BATCH_TOLERANCE
+from server.probes import SLOW_THINKER
+from server.serving import STAGES, TINY, Served, wait_for
+from triton_omni.errors import StageName
+from triton_omni.ledger_layout import server_name
+from triton_omni.serving.stage_board import StageBoard
+from triton_omni_client import BadRequest, OmniClient, Overloaded, Reply, Request, Retry
+from triton_omni_client.messages import MODEL
+from triton_omni_client.protocol import StreamReader, to_grpc
+from triton_omni_client.reply import ReplyBuilder
+
+SESSIONS: int = TINY["thinker"]["max_sessions"]
+SHORT = {"modalities": ["text"], "thinker": {"max_tokens": 2}}
+LONG = {"thinker": {"min_tokens": 250, "max_tokens": 250}}
+CODES = 150
+SLOW_READERS = 12
+REPLY_BYTES = CODES * 480 * 16
+"""Of a reply in JSON, where a sample has up to 16 characters instead of the 4 bytes of FP32."""
+MARGIN_BYTES = 32 << 20
+AT_ONCE_S = 1.0
+"""For two refusals, on a machine with other work to do."""
+
+Ask = Callable[[Served, Request], object]
+
+
+def streamed(server: Served, request: Request) -> None:
+    server.client.stream(request).collect()
+
+
+def unary(server: Served, request: Request) -> None:
+    server.http.unary(request)
+
+
+def refused(server: Served, request: Request) -> None:
+    """A request that ends with a refusal of its own, which another may follow as soon as that is told."""
+    with pytest.raises(BadRequest, match="is not one of"):
+        server.client.stream(replace(request, voice="nobody")).collect()
+
+
+@pytest.mark.parametrize("asks", [(streamed,), (unary,), (streamed, refused)])
+def test_a_closed_loop_of_as_many_clients_as_sessions_is_never_refused(server: Served, asks: Sequence[Ask]) -> None:
+    def client(number: int) -> None:
+        for turn in range(25):
+            request = Request(text="hello", seed=number, request_id=f"loop {number} {turn}", **SHORT)
+            asks[turn % len(asks)](server, request)
+
+    with ThreadPoolExecutor(SESSIONS) as pool:
+        for ended in [pool.submit(client, number) for number in range(SESSIONS)]:
+            ended.result()
+
+
+def test_one_request_too_many_is_refused_at_once_with_a_time_to_come_back(server: Served) -> None:
+    crowd = [server.client.stream(Request(text="hello", seed=SLOW_THINKER, **LONG)) for _ in range(SESSIONS)]
+    try:
+        for stream in crowd[:1]:
+            next(stream)
+        begin = time.monotonic()
+        for ask in (streamed, unary):
+            with pytest.raises(Overloaded, match=f"all {SESSIONS} sessions are in use") as refusal:
+                ask(server, Request(text="hello"))
+            assert refusal.value.retry_after_ms
+        assert time.monotonic() - begin < AT_ONCE_S
+    finally:
+        for stream in crowd:
+            stream.close()
+
+
+@contextmanager
+def unread(server: Served, request: Request, *, over_http: bool) -> Iterator[Callable[[], bytes | list[Any]]]:
+    """A request whose client reads nothing, until it is told to read all."""
+    if over_http:
+        with http_unread(server, request) as read:
+            yield read
+        return
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(server.supervisor.grpc_url, options=options) as channel:
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([to_grpc(request, MODEL)]))
+        yield lambda: list(call)
+
+
+@contextmanager
+def http_unread(server: Served, request: Request) -> Iterator[Callable[[], bytes]]:
+    host, _, port = server.supervisor.http_url.rpartition(":")
+    fields = {"text_input": request.text, "sampling_parameters": json.dumps(request.sampling_parameters())}
+    body = json.dumps(fields).encode()
+    head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.0\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(head.encode() + body)
+        yield lambda: b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def test_slow_readers_cost_only_themselves(server: Served) -> None:
+    """They hold no session, no row and no place once the reply is made, and change nobody's reply."""
+    spoken = {"thinker": {"max_tokens": 20}, "talker": {"temperature": 0, "min_tokens": CODES, "max_tokens": CODES}}
+    slow, quick = Request(text="hello", seed=3, **spoken), Request(text="why", seed=4, **spoken)
+    whole, expected = server.client.stream(slow).collect(), server.client.stream(quick).collect()
+    alone_s = max(seconds_of(server, quick) for _ in range(2))
+    server.wait_until_idle()
+    before = resident_bytes(server.supervisor.pid)
+    with ExitStack() as stack:
+        # More than there are sessions, in waves: who was refused would show, since nothing could be read.
+        unread_replies = []
+        for number in range(SLOW_READERS):
+            wait_for(lambda: sessions_of(server) < SESSIONS - 1, 30, lambda: "slow readers hold their sessions")
+            unread_replies.append(stack.enter_context(unread(server, slow, over_http=number % 4 == 0)))
+            time.sleep(0.02)
+        reply = server.client.stream(quick).collect()
+        assert_same(reply, expected)
+        wait_for(lambda: sessions_of(server) == 0, 30, lambda: "slow readers hold their sessions")
+        grown = resident_bytes(server.supervisor.pid) - before
+        assert grown < SLOW_READERS * REPLY_BYTES + MARGIN_BYTES
+        # With nobody's reply read yet, the server is as quick as before.
+        beside_s = min(seconds_of(server, quick) for _ in range(2))
+        assert beside_s < 2 * alone_s + 0.2
+        for number, read in enumerate(unread_replies):
+            assert_whole(read(), whole, over_http=number % 4 == 0)
+
+
+def assert_whole(found: bytes | list[Any], expected: Reply, *, over_http: bool) -> None:
+    if over_http:
+        assert isinstance(found, bytes)
+        events = [json.loads(line[6:]) for line in found.splitlines() if line.startswith(b"data: ")]
+        text = "".join(event["text_output"] for event in events)
+        samples = sum(len(event["audio_output"]) for event in events)
+        assert events[-1]["info"]
+    else:
+        builder, reader = ReplyBuilder(), StreamReader(Request(text="hello"))
+        for response in found:
+            for delta in reader.feed(response):
+                builder.add(delta)
+        text, samples = builder.reply().text, len(builder.reply().audio)
+        assert reader.final
+    assert (text, samples) == (expected.text, len(expected.audio))
+
+
+def seconds_of(server: Served, request: Request) -> float:
+    begin = time.monotonic()
+    server.client.stream(request).collect()
+    return time.monotonic() - begin
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def sessions_of(server: Served) -> int:
+    board = StageBoard(server_name(server.supervisor.pid))
+    try:
+        return board.open_sessions()
+    finally:
+        board.close()
+
+
+def assert_same(reply: Reply, expected: Reply) -> None:
+    assert reply.text == expected.text
+    np.testing.assert_allclose(reply.audio, expected.audio, rtol=0, atol=BATCH_TOLERANCE)
+
+
+@contextmanager
+def slowed(pid: int) -> Iterator[None]:
+    """A process that runs a fifth of the time."""
+    over = threading.Event()
+
+    def alternate() -> None:
+        while not over.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.08)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=alternate)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_slow_stage_slows_the_others_down_and_loses_nothing(server: Served, stage: StageName) -> None:
+    """Long prompts and replies for as many as the server takes, and more that come when there is room."""
+    asked = {
+        f"beside a slow {stage} {number}": Request(
+            text="Tell me about the sea. " * (30 if number % 2 else 1),
+            seed=number % 4,
+            request_id=f"beside a slow {stage} {number}",
+            thinker={"min_tokens": 10, "max_tokens": 10},
+            talker={"temperature": 0, "min_tokens": 24, "max_tokens": 24},
+        )
+        for number in range(SESSIONS + 2)
+    }
+    alone = {
+        name: server.client.stream(replace(request, request_id="")).collect()
+        for name, request in list(asked.items())[:2]
+    }
+    board = StageBoard(server_name(server.supervisor.pid))
+    pid = board.pid(stage)
+    board.close()
+    patience = Retry(attempts=40)
+    with (
+        slowed(pid),
+        OmniClient(server.supervisor.grpc_url, timeout=60, retry=patience) as patient,
+        ThreadPoolExecutor(len(asked)) as pool,
+    ):
+        found = pool.map(lambda request: patient.stream(request).collect(), asked.values())
+        replies = dict(zip(asked, found, strict=True))
+    for name, expected in alone.items():
+        assert_same(replies[name], expected)
+    assert all(len(reply.audio) == 24 * 480 for reply in replies.values())

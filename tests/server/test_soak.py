@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The soak in short: some hundreds of requests of all kinds, more at once than there are sessions, a stage killed."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from server.serving import ROOT, server_config
+
+REQUESTS = 260
+
+
+def test_a_short_soak_finds_nothing(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    running, judging, report = (importlib.import_module(f"soak.{name}") for name in ("running", "judging", "report"))
+    # A server's first minutes fill its caches: what grows for good, the long form shows.
+    options = running.Options(requests=REQUESTS, concurrency=9, kills=1, seed=2, growth_allowed_mib=400)
+    soaked = running.soak(server_config(tmp_path, tiny_checkpoint), options)
+    assert judging.faults(soaked) == []
+    assert sorted(ended.planned.number for ended in soaked.ended) == list(range(REQUESTS))
+    asked = Counter(ended.planned.fate for ended in soaked.ended)
+    assert set(asked) == {"whole", "cancelled", "malformed", "slow", "hurried"}
+    assert {ended.planned.way for ended in soaked.ended} == {"grpc stream", "http stream", "grpc unary", "http unary"}
+    assert soaked.outcomes()["finished"] > REQUESTS / 4
+    assert [kill.stage for kill in soaked.kills] == ["token2wav"]
+    written = report.write(soaked, tmp_path / "out")
+    assert [path.name for path in written] == ["soak.json", "soak.png"]
+    assert all(path.stat().st_size for path in written)

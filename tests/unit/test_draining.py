@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a server comes to its end, with sessions that end when the test says so."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from triton_omni.serving.draining import UNREADY_MODEL, drain, end_sessions, say_unready
+from triton_omni.serving.model_control import ModelControlError
+from triton_omni.serving.server_options import parse_options
+
+
+class Sessions:
+    """As many as each look is to find, the last number for ever."""
+
+    def __init__(self, *open_sessions: int) -> None:
+        self.found = list(open_sessions)
+        self.told: list[str] = []
+
+    def drain(self) -> None:
+        self.told.append("drain")
+
+    def end_sessions(self) -> None:
+        self.told.append("end")
+
+    def open_sessions(self) -> int:
+        return self.found.pop(0) if len(self.found) > 1 else self.found[0]
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.mark.parametrize(("act", "told"), [(drain, "drain"), (end_sessions, "end")])
+def test_the_wait_ends_some_moments_after_the_last_session(act: object, told: str) -> None:
+    sessions, begin = Sessions(2, 1, 0, 1, 0), time.monotonic()
+    assert act(sessions, 60.0, never)  # type: ignore[operator]
+    assert 0.3 < time.monotonic() - begin < 5
+    assert (sessions.found, sessions.told) == ([0], [told])
+
+
+def test_sessions_that_do_not_end_are_not_waited_for_any_longer() -> None:
+    begin = time.monotonic()
+    assert not drain(Sessions(1), 0.3, never)
+    assert 0.3 <= time.monotonic() - begin < 2
+
+
+def test_no_time_at_all_still_lets_what_is_over_leave() -> None:
+    assert drain(Sessions(0), 0.0, never)
+
+
+def test_whoever_gives_up_ends_the_wait() -> None:
+    begin = time.monotonic()
+    assert not drain(Sessions(1), 60.0, lambda: time.monotonic() - begin > 0.2)
+    assert time.monotonic() - begin < 2
+
+
+class Control:
+    """Loads what is in a folder and knows no backend."""
+
+    def __init__(self, repository: Path) -> None:
+        self.repository = repository
+        self.asked: list[tuple[str, str]] = []
+
+    def load(self, model: str) -> None:
+        self.asked.append((model, (self.repository / model / "config.pbtxt").read_text()))
+        raise ModelControlError("unable to find backend library for backend 'none'")
+
+
+def test_a_server_is_made_unready_by_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    control = Control(tmp_path)
+    say_unready(control, tmp_path)
+    assert control.asked == [(UNREADY_MODEL, 'name: "draining"\nbackend: "none"\n')]
+
+
+@pytest.mark.parametrize("given", ["-1", "nan", "inf", "soon"])
+def test_a_drain_timeout_that_is_none_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(["--model-repository", "x", f"--drain-timeout={given}"])
+    told = f"error: argument --drain-timeout: {given} is no number of seconds from 0 on\n"
+    assert capsys.readouterr().err == told
+
+
+def test_a_drain_timeout_is_taken() -> None:
+    assert parse_options(["--model-repository", "x"]).drain_timeout_s == 30
+    assert parse_options(["--model-repository", "x", "--drain-timeout", "0.5"]).drain_timeout_s == 0.5
