@@ -344,14 +344,15 @@ command_setup() {
 
 with_node() { PATH=$VENV/bin:$PATH "$@"; }
 
-page_tools_stamp() { cat "$ROOT"/gateway/package-lock.json "$ROOT"/requirements/page.lock | sha256sum; }
+page_tools_stamp() { cat "$ROOT"/gateway/package-lock.json "$ROOT"/requirements/{page,deploy}.lock | sha256sum; }
 
 # A package of npm brings Chromium and its libraries compressed, and unpacks them where TMPDIR says.
 fetch_page_tools() (
     rm -rf "$PAGE_TOOLS"
     mkdir -p "$PAGE_TOOLS"
     cp "$ROOT"/gateway/package.json "$ROOT"/gateway/package-lock.json "$PAGE_TOOLS"
-    "$VENV/bin/uv" pip install --python "$VENV/bin/python" -r "$ROOT/requirements/page.lock" || exit
+    "$VENV/bin/uv" pip install --python "$VENV/bin/python" -r "$ROOT/requirements/page.lock" \
+        -r "$ROOT/requirements/deploy.lock" || exit
     cd "$PAGE_TOOLS" || exit
     with_node npm ci --ignore-scripts --no-audit --no-fund || exit
     with_node env TMPDIR="$PAGE_TOOLS" node --input-type=module --eval '
@@ -366,9 +367,9 @@ make_page_tools() {
     exec 9>"$CACHE/setup.lock"
     flock 9
     if [[ "$(cat "$PAGE_TOOLS/stamp" 2>/dev/null)" != "$(page_tools_stamp)" ]]; then
-        need_disk 1
+        need_disk 2
         use_pip_settings
-        step "tools that check and test the page" fetch_page_tools
+        step "tools that check and test the page and deploy/" fetch_page_tools
     fi
     exec 9>&-
 }

@@ -35,6 +35,7 @@ STAGES = {
 FOLDERS = [
     "backend_src",
     "client",
+    "deploy",
     "docs",
     "examples",
     "gateway",
