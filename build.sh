@@ -121,7 +121,8 @@ help_gateway() {
 Usage: ./build.sh gateway [--host HOST] [--port N] [--url HOST:PORT] [--api-keys FILE] [OPTIONS]
 
 Serves OpenAI's HTTP API (chat completions, speech, models) until Ctrl-C or SIGTERM. Without --url it starts a server of
-its own on free loopback ports and stops it afterwards; with --url it uses the one whose gRPC endpoint is there.
+its own on free loopback ports and stops it afterwards; with --url it uses the one whose gRPC endpoint is there, and
+with several --url it spreads requests over them.
 Prints `READY openai=… grpc=…` once; the first address is the base URL for OpenAI clients.
 Defaults: --host 127.0.0.1 --port 8080. Port 0 takes a free one.
 Callers need an API key where keys are set: --api-keys FILE (one a line) or OMNI_API_KEYS (separated by commas).

@@ -183,7 +183,7 @@ def test_ports_are_those_of_the_server_the_gateway_and_envoy(
 
 
 def test_the_gateway_asks_envoy_and_wants_keys(command: Command) -> None:
-    service, port = command.settings.triton_url.split(":")
+    service, port = command.settings.triton_urls[0].split(":")
     assert [found["port"] for found in manifest("Service", service)["spec"]["ports"]] == [int(port)]
     assert command.host == "0.0.0.0"
     assert command.keys
