@@ -37,7 +37,7 @@ from triton_omni.serving.machine import (
     visible_gpus,
 )
 from triton_omni.serving.memory_pool import memory_pool_bytes
-from triton_omni.serving.model_control import ModelControl
+from triton_omni.serving.model_control import ModelControl, operator_key
 from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.serving.mps import mps_daemon
 from triton_omni.serving.placement import check_placement
@@ -117,8 +117,9 @@ class Supervisor:
             raise ServerError(f"{self.config.model_repository} is no folder; a model repository is needed")
         install = find_triton()
         try:
+            control_key = operator_key(os.environ)
             model = model_folder(self.config.model)
-        except ModelFolderError as error:
+        except ValueError as error:
             raise ServerError(str(error)) from error
         gpus = visible_gpus(os.environ)
         check_placement(self.config.placement, gpus)
@@ -131,7 +132,7 @@ class Supervisor:
                 environment |= outliving.enter_context(mps_daemon(os.environ))
             placement = self.config.placement if gpus else None
             repository = outliving.enter_context(served_repository(self.config.model_repository, model, placement))
-            control = ModelControl(self._own_host, self._ports["http"], self.config.ready_timeout_s)
+            control = ModelControl(self._own_host, self._ports["http"], self.config.ready_timeout_s, control_key)
             self._process = self._launch(self._command(install, repository, model, control), environment)
             self._control = control
             self._outliving = outliving.pop_all()

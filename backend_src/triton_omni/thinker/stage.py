@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
@@ -22,11 +22,13 @@ from triton_omni.engine import EngineStats, Sampling, ThinkerEngine, ThinkerOutp
 from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
 from triton_omni.ledger import SessionLedger, Slots
 from triton_omni.loop import IDLE_POLL_S, StageLoop
-from triton_omni.outbox import Outbox, Pace, Parcel
+from triton_omni.outbox import Outbox, Pace
 from triton_omni.request import RawRequest
 from triton_omni.settings import ThinkerSettings
 from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, lost_error, revival_refusal
 from triton_omni.streams import leave_default_stream
+from triton_omni.thinker import callers
+from triton_omni.thinker.parcels import to_message
 from triton_omni.thinker.positions import extend_positions
 from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
@@ -77,6 +79,7 @@ class _Open:
     first_token_ns: int = 0
     report: ThinkerReport | None = None
     ended_ns: int = 0
+    caller: callers.Caller = field(default_factory=callers.Caller)
 
 
 class ThinkerStage:
@@ -286,7 +289,7 @@ class ThinkerStage:
         outbox, ledger = session.outbox, self._ledger
         pace = self._pace if session.reply_tokens > UNPACED_TOKENS else None
         while parcel := outbox.take(ledger.consumed(session.key, "talker"), pace=pace):
-            self._send(session, _to_message(session, parcel), parcel.ready)
+            self._send(session, to_message(session.key, session.sequence, parcel, session.report), parcel.ready)
 
     def _send(self, session: _Open, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.left_ns = time.monotonic_ns()
@@ -306,6 +309,11 @@ class ThinkerStage:
             return self._try_release(session, now)
         elif self._ledger.is_over(session.key):
             self._end(session)
+        elif session.caller.is_stranger(self._ledger, session.key, session.sent, now):
+            # At once: there is no ensemble whose request could leak, and no later stage that has to end.
+            self._drop(session)
+            session.session = None
+            self._answer_error(session, callers.refusal(session.label))
         elif now >= session.deadline_ns:
             seconds = (session.deadline_ns - session.accepted_ns) / 1e9
             self._fail(session, DeadlineExceeded(f"timeout: {seconds:g} s have passed", stage="thinker"))
@@ -384,15 +392,3 @@ class ThinkerStage:
     def _end_all(self, error: OmniError) -> None:
         for session in list(self._open.values()):
             self._fail(session, error)
-
-
-def _to_message(session: _Open, parcel: Parcel) -> ThinkerMessage:
-    return ThinkerMessage(
-        key=session.key,
-        kind=Kind.DATA if parcel.tensor is not None else Kind.TEXT,
-        sequence=session.sequence,
-        text=parcel.text,
-        rows=parcel.tensor,
-        last=parcel.last,
-        report=session.report if parcel.last else None,
-    )
