@@ -47,6 +47,7 @@ from triton_omni.serving.server_log import ServerLog
 from triton_omni.serving.server_options import ServerConfig, parse_options
 from triton_omni.serving.signals import exit_at_once, on_signals
 from triton_omni.serving.stage_board import StageBoard
+from triton_omni.serving.start_checks import check_caches, check_shared_memory
 
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
 _KILL_AFTER_S = 5.0
@@ -109,7 +110,8 @@ class Supervisor:
 
         Raises:
             ServerError: already started, no tritonserver, no checkpoint, a `stage.yaml` that cannot be used, a stage
-                on a GPU that is not there, a port is taken, or MPS cannot be had.
+                on a GPU that is not there, a port is taken, MPS cannot be had, there is no room in shared memory, or a
+                cache, the log or the laid out model repository cannot be written.
         """
         if self._process is not None:
             raise ServerError(f"the server is already started (process {self._process.pid})")
@@ -126,6 +128,9 @@ class Supervisor:
         wanted = {"http": self.config.http_port, "grpc": self.config.grpc_port, "metrics": self.config.metrics_port}
         self._ports = choose_ports(self.config.host, wanted)
         remove_stale_regions()
+        check_shared_memory()
+        check_caches(os.environ)
+        self.log.open()
         environment = {**stub_environment(os.environ, install, model), **self.config.environment}
         with contextlib.ExitStack() as outliving:
             if self.config.mps:
