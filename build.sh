@@ -488,7 +488,7 @@ run_checks() {
     with_node "$PAGE_TOOLS/node_modules/.bin/tsc" --project gateway
     with_node "$PAGE_TOOLS/node_modules/.bin/biome" check --error-on-warnings --config-path=gateway/page.biome.json \
         gateway/triton_omni_gateway/page gateway/page.biome.json gateway/tsconfig.json gateway/package.json tests/page
-    "$VENV/bin/shellcheck" build.sh scripts/*.sh examples/*.sh .ci/run
+    "$VENV/bin/shellcheck" build.sh scripts/*.sh examples/*.sh deploy/*.sh .ci/run
     "$VENV/bin/hadolint" Dockerfile
 }
 
