@@ -125,7 +125,8 @@ help_gateway() {
 Usage: ./build.sh gateway [--host HOST] [--port N] [--url HOST:PORT] [--api-keys FILE] [OPTIONS]
 
 Serves OpenAI's HTTP API (chat completions, speech, models) until Ctrl-C or SIGTERM. Without --url it starts a server of
-its own on free loopback ports and stops it afterwards; with --url it uses the one whose gRPC endpoint is there.
+its own on free loopback ports and stops it afterwards; with --url it uses the one whose gRPC endpoint is there, and
+with several --url it spreads requests over them.
 Prints `READY openai=… grpc=…` once; the first address is the base URL for OpenAI clients.
 Defaults: --host 127.0.0.1 --port 8080. Port 0 takes a free one.
 Callers need an API key where keys are set: --api-keys FILE (one a line) or OMNI_API_KEYS (separated by commas).
@@ -374,14 +375,15 @@ command_setup() {
 
 with_node() { PATH=$VENV/bin:$PATH "$@"; }
 
-page_tools_stamp() { cat "$ROOT"/gateway/package-lock.json "$ROOT"/requirements/page.lock | sha256sum; }
+page_tools_stamp() { cat "$ROOT"/gateway/package-lock.json "$ROOT"/requirements/{page,deploy}.lock | sha256sum; }
 
 # A package of npm brings Chromium and its libraries compressed, and unpacks them where TMPDIR says.
 fetch_page_tools() (
     rm -rf "$PAGE_TOOLS"
     mkdir -p "$PAGE_TOOLS"
     cp "$ROOT"/gateway/package.json "$ROOT"/gateway/package-lock.json "$PAGE_TOOLS"
-    "$VENV/bin/uv" pip install --python "$VENV/bin/python" -r "$ROOT/requirements/page.lock" || exit
+    "$VENV/bin/uv" pip install --python "$VENV/bin/python" -r "$ROOT/requirements/page.lock" \
+        -r "$ROOT/requirements/deploy.lock" || exit
     cd "$PAGE_TOOLS" || exit
     with_node npm ci --ignore-scripts --no-audit --no-fund || exit
     with_node env TMPDIR="$PAGE_TOOLS" node --input-type=module --eval '
@@ -396,9 +398,9 @@ make_page_tools() {
     exec 9>"$CACHE/setup.lock"
     flock 9
     if [[ "$(cat "$PAGE_TOOLS/stamp" 2>/dev/null)" != "$(page_tools_stamp)" ]]; then
-        need_disk 1
+        need_disk 2
         use_pip_settings
-        step "tools that check and test the page" fetch_page_tools
+        step "tools that check and test the page and deploy/" fetch_page_tools
     fi
     exec 9>&-
 }
@@ -526,7 +528,7 @@ run_checks() {
     with_node "$PAGE_TOOLS/node_modules/.bin/tsc" --project gateway
     with_node "$PAGE_TOOLS/node_modules/.bin/biome" check --error-on-warnings --config-path=gateway/page.biome.json \
         gateway/triton_omni_gateway/page gateway/page.biome.json gateway/tsconfig.json gateway/package.json tests/page
-    "$VENV/bin/shellcheck" build.sh scripts/*.sh examples/*.sh .ci/run
+    "$VENV/bin/shellcheck" build.sh scripts/*.sh examples/*.sh deploy/*.sh .ci/run
     "$VENV/bin/hadolint" Dockerfile
 }
 

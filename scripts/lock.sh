@@ -36,5 +36,6 @@ for part in cublas cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cu
 compile uv
 compile tritonserver --no-deps
 compile page
+compile deploy --no-deps
 compile cpu --override requirements/overrides.txt --override requirements/overrides-cpu.txt --override "$cuda_parts"
 compile gpu --override requirements/overrides.txt

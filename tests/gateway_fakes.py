@@ -58,11 +58,11 @@ class RunningGateway:
 
 @contextmanager
 def run_gateway(
-    triton_url: str, keys: ApiKeys | None = None, grace_s: int = 1, **settings: Any
+    *triton_urls: str, keys: ApiKeys | None = None, grace_s: int = 1, **settings: Any
 ) -> Iterator[RunningGateway]:
-    """A gateway in front of this Triton server."""
+    """A gateway in front of these Triton servers."""
     command = Command(
-        settings=GatewaySettings(triton_url=triton_url, **settings),
+        settings=GatewaySettings(triton_urls=triton_urls, **settings),
         keys=keys or ApiKeys(),
         host="127.0.0.1",
         port=0,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `triton-omni`: `say`, `ask`, `chat` and `play` talk to the model, `models` and `ready` ask about the
-server, `bench` (in `bench/cli.py`) measures it.
+server, `bench` (in `bench/cli.py`) measures it, `capacity` says what was measured in GPUs and money.
 
 Text goes to stdout, everything about it to stderr. Exit codes: 0 done, 1 refused or failed, 2 wrong
 usage, 130 interrupted (what was received is kept).
@@ -17,6 +17,8 @@ from .bench.cli import bench
 from .client import DEFAULT_URL
 from .commands.ask import EXAMPLES as ASK_EXAMPLES
 from .commands.ask import ask
+from .commands.capacity import EXAMPLES as CAPACITY_EXAMPLES
+from .commands.capacity import report_capacity
 from .commands.chat import EXAMPLES as CHAT_EXAMPLES
 from .commands.chat import chat
 from .commands.models import EXAMPLES as MODELS_EXAMPLES
@@ -99,6 +101,7 @@ app.command(epilog=CHAT_EXAMPLES)(chat)
 app.command(epilog=PLAY_EXAMPLES)(play)
 app.command(epilog=MODELS_EXAMPLES)(models)
 app.command()(bench)
+app.command("capacity", epilog=CAPACITY_EXAMPLES)(report_capacity)
 
 
 def main() -> None:

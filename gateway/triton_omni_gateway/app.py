@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-from triton_omni_client import NO_RETRY, AsyncOmniClient, OmniClientError
+from triton_omni_client import OmniClientError
 
 from .browser_page import add_page
 from .connection import CLIENT_GONE
@@ -22,6 +22,7 @@ from .errors import ClientGone, GatewayError, from_client
 from .gate import Gate, error_response
 from .keys import ApiKeys
 from .metrics import Metrics
+from .pool import ServerPool
 from .schemas import ChatRequest, SpeechRequest
 from .service import Gateway
 from .settings import GatewaySettings
@@ -45,19 +46,20 @@ class GatewayApp(FastAPI):
 
 
 def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAPI:
-    """The gateway of one Triton server; its connection lives from the application's start-up to its shutdown.
+    """The gateway of some Triton servers; its connections live from the application's start-up to its shutdown.
 
     Args:
-        settings: where the server is, and the limits.
+        settings: where the servers are, and the limits.
         keys: who may call `/v1/`; None = everybody.
     """
     metrics = Metrics()
     transcripts = Transcripts(settings.max_transcripts, settings.transcript_seconds)
+    pool = ServerPool(settings.triton_urls, metrics.moved.inc, metrics.servers_ready.set)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with AsyncOmniClient(settings.triton_url, retry=NO_RETRY) as client:
-            app.state.gateway = Gateway(settings, client, transcripts, metrics)
+        async with pool.running():
+            app.state.gateway = Gateway(settings, pool, transcripts, metrics)
             yield
 
     # Its pages of documentation would load scripts from elsewhere.
@@ -123,7 +125,7 @@ def _add_operator_routes(app: FastAPI, metrics: Metrics) -> None:
     @app.get("/health")
     @app.get("/health/ready")
     async def health(request: Request) -> Response:
-        """Whether the Triton server behind takes requests: 200, or 503."""
+        """Whether a Triton server behind takes requests: 200, or 503."""
         if await _gateway(request).ready():
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "the Triton server is not ready"}, 503)

@@ -24,6 +24,14 @@ class Metrics:
         self.in_flight = Gauge(
             "omni_gateway_requests_in_flight", "Requests under way to the model.", registry=self._registry
         )
+        self.servers_ready = Gauge(
+            "omni_gateway_servers_ready", "Triton servers that take requests.", registry=self._registry
+        )
+        self.moved = Counter(
+            "omni_gateway_moved_requests",
+            "Requests that another server was asked for, since the one before did not take them.",
+            registry=self._registry,
+        )
         self._seconds = self._histogram("request", "From a request to the end of its answer.")
         self._first_text = self._histogram("first_text", "From asking the Triton server to its first text.")
         self._first_audio = self._histogram("first_audio", "From asking the Triton server to its first audio.")

@@ -19,10 +19,9 @@ from typing import Any, NoReturn
 import uvicorn
 from uvicorn.config import LOGGING_CONFIG
 
-from triton_omni_client import NO_RETRY, AsyncOmniClient
-
 from .app import create_app
 from .keys import VARIABLE, ApiKeys, read_keys
+from .pool import ServerPool
 from .settings import MIB, TEXT_MARK, GatewaySettings, SettingsError
 
 DEFAULT_PORT = 8080
@@ -78,7 +77,7 @@ def make_server(command: Command, listening: socket.socket) -> GatewayServer:
         server_header=False,
     )
     address = _url(command.host, listening.getsockname()[1])
-    return GatewayServer(config, f"READY openai={address}/v1 grpc={command.settings.triton_url}")
+    return GatewayServer(config, f"READY openai={address}/v1 grpc={','.join(command.settings.triton_urls)}")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -116,7 +115,8 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     parser = _Parser(prog="triton-omni-gateway", description="OpenAI-compatible gateway of a triton-omni server.")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
     parser.add_argument("--port", type=_port, default=DEFAULT_PORT, metavar="N", help="default 8080; 0 = a free port")
-    parser.add_argument("--url", default=default.triton_url, metavar="HOST:PORT", help="Triton's gRPC endpoint")
+    served = f"Triton's gRPC endpoint; may be repeated, to spread requests (default: {default.triton_urls[0]})"
+    parser.add_argument("--url", action="append", metavar="HOST:PORT", help=served)
     parser.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="for it to be ready (default 30)")
     named = "name of the model; may be repeated (default: qwen2_5_omni)"
     parser.add_argument("--model-name", action="append", metavar="NAME", help=named)
@@ -133,7 +133,7 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     parser.add_argument("--check", action="store_true", help="refuse what cannot be served with, then end")
     given = parser.parse_args(arguments)
     settings = GatewaySettings(
-        triton_url=given.url,
+        triton_urls=tuple(given.url or default.triton_urls),
         models=tuple(given.model_name or default.models),
         min_priority=given.min_priority,
         max_requests=given.max_requests,
@@ -160,7 +160,7 @@ async def serve(command: Command) -> None:
     try:
         if command.check:
             return
-        await _wait_for_triton(command.settings.triton_url, command.wait_s)
+        await _wait_for_triton(command.settings.triton_urls, command.wait_s)
         if not command.keys and not _is_loopback(command.host):
             print(f"warning: {command.host} is open to others and no API key is set", file=sys.stderr)
         await make_server(command, listening).serve(sockets=[listening])
@@ -168,13 +168,14 @@ async def serve(command: Command) -> None:
         listening.close()
 
 
-async def _wait_for_triton(url: str, seconds: float) -> None:
-    async with AsyncOmniClient(url, retry=NO_RETRY) as client:
-        if await client.ready():
+async def _wait_for_triton(urls: Sequence[str], seconds: float) -> None:
+    where = " or ".join(urls)
+    async with ServerPool(urls).running() as pool:
+        if await pool.ready():
             return
-        print(f"waiting for the triton-omni server at {url} (at most {seconds:g} s)", file=sys.stderr, flush=True)
-        if not await client.wait_ready(seconds):
-            raise SettingsError(f"no triton-omni server is ready at {url} (waited {seconds:g} s)")
+        print(f"waiting for the triton-omni server at {where} (at most {seconds:g} s)", file=sys.stderr, flush=True)
+        if not await pool.wait_ready(seconds):
+            raise SettingsError(f"no triton-omni server is ready at {where} (waited {seconds:g} s)")
 
 
 def _is_loopback(host: str) -> bool:

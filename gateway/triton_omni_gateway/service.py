@@ -18,8 +18,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from triton_omni_client import (
-    AsyncOmniClient,
-    AsyncStream,
     AudioDelta,
     Delta,
     Info,
@@ -32,6 +30,7 @@ from triton_omni_client.messages import MODEL
 from .connection import FlowingResponse, read_body, until_gone
 from .errors import CutOff, from_client
 from .metrics import Metrics
+from .pool import PooledStream, ServerPool
 from .replies import ChatChunks, Head, Spoken, completion, event, speech_delta, speech_done
 from .schemas import ChatRequest, SpeechRequest, parse
 from .settings import GatewaySettings
@@ -53,7 +52,7 @@ class Opened:
     """A reply that has begun: its first delta, and the stream of the others."""
 
     first: Delta | None
-    stream: AsyncStream
+    stream: PooledStream
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """All deltas in order."""
@@ -66,22 +65,20 @@ class Opened:
 class Gateway:
     """The two ways to ask the model; the methods raise `GatewayError`, `OmniClientError` or `ClientGone`."""
 
-    def __init__(
-        self, settings: GatewaySettings, client: AsyncOmniClient, transcripts: Transcripts, metrics: Metrics
-    ) -> None:
+    def __init__(self, settings: GatewaySettings, pool: ServerPool, transcripts: Transcripts, metrics: Metrics) -> None:
         self._settings = settings
-        self._client = client
+        self._pool = pool
         self._transcripts = transcripts
         self._metrics = metrics
 
     async def ready(self) -> bool:
-        """Whether the Triton server takes requests."""
-        return await self._client.ready(timeout=2.0)
+        """Whether a Triton server takes requests."""
+        return await self._pool.ready()
 
     async def voices(self) -> list[str] | None:
         """What a request's `voice` may be, the default one first; None where the server does not tell."""
         try:
-            models = await self._client.models(timeout=2.0)
+            models = await self._pool.models()
         except OmniClientError:
             return None
         told = next((model.voices for model in models if model.name == MODEL), None)
@@ -128,11 +125,11 @@ class Gateway:
 
     async def _open(self, http: HttpRequest, request: Request, kinds: tuple[type, ...]) -> Opened:
         """Wait for the first delta of these kinds: what is refused is answered by its status and not in a stream."""
-        stream = self._client.stream(request)
+        stream = self._pool.stream(request)
         return Opened(await until_gone(http.receive, _first(stream, kinds)), stream)
 
     async def _whole_chat(self, http: HttpRequest, request: Request, head: Head, spoken: Spoken | None) -> Response:
-        async with self._counted(self._client.stream(request)) as stream:
+        async with self._counted(self._pool.stream(request)) as stream:
             reply = await until_gone(http.receive, stream.collect())
         if spoken is not None:
             self._transcripts.keep(spoken.audio_id, spoken.expires_at, reply.text)
@@ -188,7 +185,7 @@ class Gateway:
             yield rest
 
     @asynccontextmanager
-    async def _counted(self, stream: AsyncStream) -> AsyncIterator[AsyncStream]:
+    async def _counted(self, stream: PooledStream) -> AsyncIterator[PooledStream]:
         """The stream, closed and counted at the end: closing it early cancels its request on the server."""
         try:
             async with stream:
@@ -197,7 +194,7 @@ class Gateway:
             self._metrics.replied(stream.timings())
 
 
-async def _first(stream: AsyncStream, kinds: tuple[type, ...]) -> Delta | None:
+async def _first(stream: PooledStream, kinds: tuple[type, ...]) -> Delta | None:
     """The first delta of these kinds, None where the reply has none; the others before it are dropped."""
     try:
         async for delta in stream:

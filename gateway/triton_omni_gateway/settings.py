@@ -22,8 +22,8 @@ class GatewaySettings:
         SettingsError: a value is impossible.
     """
 
-    triton_url: str = "localhost:8001"
-    """`HOST:PORT` of the Triton server's gRPC endpoint."""
+    triton_urls: tuple[str, ...] = ("localhost:8001",)
+    """`HOST:PORT` of the gRPC endpoint of each Triton server; requests are spread over them."""
     models: tuple[str, ...] = ("qwen2_5_omni",)
     """Names that a request's `model` may have; all mean the one model behind."""
     min_priority: int = 0
@@ -44,9 +44,14 @@ class GatewaySettings:
     """What the model is asked to make it read a text aloud; `{input}` is the text's place."""
 
     def __post_init__(self) -> None:
-        host, _, port = self.triton_url.rpartition(":")
-        if not host or not port.isdecimal() or "://" in self.triton_url:
-            raise SettingsError(f"--url must be the HOST:PORT of Triton's gRPC endpoint (got {self.triton_url!r})")
+        for url in self.triton_urls:
+            host, _, port = url.rpartition(":")
+            if not host or not port.isdecimal() or "://" in url:
+                raise SettingsError(f"--url must be the HOST:PORT of Triton's gRPC endpoint (got {url!r})")
+            if self.triton_urls.count(url) > 1:
+                raise SettingsError(f"--url names {url} more than once")
+        if not self.triton_urls:
+            raise SettingsError("--url names no Triton server")
         if not self.models or not all(self.models):
             raise SettingsError("--model-name must not be empty")
         if TEXT_MARK not in self.speech_prompt:

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from safetensors.torch import load_file, save_file
 
 from server.serving import TINY, serve, server_config
+from triton_omni.checkpoint.weights import weight_map
 from triton_omni.serving.machine import ServerError, ServerNotReady
 from triton_omni.serving.supervisor import Supervisor
 
@@ -30,6 +32,21 @@ def test_checkpoint_without_weights_stops_the_start_by_name(tiny_checkpoint: Pat
     shutil.copytree(tiny_checkpoint, checkpoint, ignore=shutil.ignore_patterns("*.safetensors"))
     with pytest.raises(ServerNotReady, match=r"model \w+ cannot be loaded: .*safetensors") as caught:
         Supervisor(server_config(tmp_path, checkpoint)).__enter__()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_of_another_shape_stops_the_start_by_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """That one is missing or its file cut off is told before the start: `tests/unit/test_start_faults.py`."""
+    checkpoint, name = tmp_path / "checkpoint", "thinker.model.layers.0.self_attn.q_proj.weight"
+    shutil.copytree(tiny_checkpoint, checkpoint)
+    shard = checkpoint / weight_map(checkpoint)[name]
+    tensors = load_file(shard)
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, shard)
+    with pytest.raises(ServerNotReady) as caught:
+        Supervisor(server_config(tmp_path, checkpoint)).__enter__()
+    assert f"model thinker cannot be loaded: Internal: CheckpointError: {shard}: {name} has shape [63, " in str(
+        caught.value
+    )
     assert "\n" not in str(caught.value)
 
 

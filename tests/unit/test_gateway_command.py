@@ -39,11 +39,11 @@ def test_defaults_are_loopback_and_open() -> None:
 def test_options_become_settings(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# ours\n\n  one  \ntwo\n")
-    options = "--port 0 --url triton:9001 --model-name a --model-name b --max-requests 3 --max-body-mib 2 --grace 4"
-    options += " --min-priority -100"
+    options = "--port 0 --url triton:9001 --url other:9001 --model-name a --model-name b --max-requests 3"
+    options += " --max-body-mib 2 --grace 4 --min-priority -100"
     command = parse_command([*options.split(), "--speech-prompt", "Say {input}", "--api-keys", str(keys)])
     assert command.settings == GatewaySettings(
-        triton_url="triton:9001",
+        triton_urls=("triton:9001", "other:9001"),
         models=("a", "b"),
         min_priority=-100,
         max_requests=3,
@@ -88,6 +88,8 @@ def test_an_empty_source_of_keys_does_not_open_the_gateway(text: str, tmp_path: 
     [
         (["--url", "http://localhost:8000"], "HOST:PORT of Triton's gRPC endpoint"),
         (["--url", "localhost"], "HOST:PORT"),
+        (["--url", "a:1", "--url", "b"], "got 'b'"),
+        (["--url", "a:1", "--url", "a:1"], "--url names a:1 more than once"),
         (["--speech-prompt", "Say it"], "has no {input}"),
         (["--model-name", ""], "--model-name"),
         (["--max-requests", "0"], "max_requests must be positive"),

@@ -37,7 +37,7 @@ def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
 
 @pytest.fixture
 def locked(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url, KEYS) as running:
+    with run_gateway(triton.url, keys=KEYS) as running:
         yield running
 
 

@@ -107,7 +107,7 @@ def test_the_page_is_only_read(gateway: RunningGateway, path: str) -> None:
 
 
 def test_the_page_needs_no_key_and_tells_none_of_what_does() -> None:
-    with serve_grpc(FakeTriton()) as triton, run_gateway(triton.url, ApiKeys(["secret"])) as gateway:
+    with serve_grpc(FakeTriton()) as triton, run_gateway(triton.url, keys=ApiKeys(["secret"])) as gateway:
         assert gateway.http.get("/").status_code == 200
         assert gateway.http.get("/page/app.js").status_code == 200
         assert gateway.http.get("/v1/models").status_code == 401

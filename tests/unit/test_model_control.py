@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from triton_omni.serving.model_control import HEADER, ModelControl, ModelControlError
+from triton_omni.serving.model_control import HEADER, KEY_VARIABLE, ModelControl, ModelControlError, operator_key
 
 
 class Triton(http.server.ThreadingHTTPServer):
@@ -52,9 +52,11 @@ def control(triton: Triton) -> ModelControl:
     flags = dict(flag.removeprefix("--").split("=", 1) for flag in made.flags)
     assert flags["model-control-mode"] == "explicit"
     assert flags["load-model"] == "*"
-    assert flags["grpc-restricted-protocol"] == flags["http-restricted-api"]
     apis, _, triton.key = flags["http-restricted-api"].partition(f":{HEADER}=")
-    assert apis == "model-repository"
+    protocols, _, key = flags["grpc-restricted-protocol"].partition(f":{HEADER}=")
+    assert key == triton.key
+    assert protocols == "model-repository,statistics,trace,logging"
+    assert apis == f"{protocols},shared-memory"
     return made
 
 
@@ -92,3 +94,17 @@ def test_a_server_that_is_gone_is_told(triton: Triton, control: ModelControl) ->
     triton.server_close()
     with pytest.raises(ModelControlError, match="ConnectionRefusedError"):
         control.load("talker")
+
+
+def test_an_operator_may_set_the_key() -> None:
+    key = "a-key_of-16-more"
+    made = ModelControl("127.0.0.1", 1, 10.0, operator_key({KEY_VARIABLE: key}))
+    assert [flag.endswith(f":{HEADER}={key}") for flag in made.flags[2:]] == [True, True]
+    assert operator_key({}) is operator_key({KEY_VARIABLE: ""}) is None
+
+
+@pytest.mark.parametrize("key", ["short", "of spaces and more of them", "x" * 129, "ends-the-flag:a=b"])
+def test_a_key_that_is_none_is_refused_and_not_repeated(key: str) -> None:
+    with pytest.raises(ValueError, match=f"{KEY_VARIABLE} must be 16 to 128 letters") as caught:
+        operator_key({KEY_VARIABLE: key})
+    assert key not in str(caught.value)

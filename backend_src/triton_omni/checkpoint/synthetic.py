@@ -88,9 +88,17 @@ def make_checkpoint(
 
 
 def default_checkpoint_path(size: Size = "tiny") -> Path:
-    """Where the checkpoint of this size and this version of the code lies in the repository's cache folder."""
+    """Where the checkpoint of this size and this version of the code lies: in the cache folder of the repository, or of
+    the user where the code is installed without one.
+    """
+    return _cache() / "checkpoints" / f"{size}-{_source_hash()}"
+
+
+def _cache() -> Path:
     root = Path(__file__).resolve().parents[3]
-    return root / ".cache" / "checkpoints" / f"{size}-{_source_hash()}"
+    if (root / "pyproject.toml").is_file():
+        return root / ".cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triton-omni"
 
 
 def ensure_checkpoint(size: Size = "tiny", path: Path | None = None, *, progress: Progress | None = None) -> Path:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from triton_omni.checkpoint.config import load_config
+from triton_omni.checkpoint.headers import check_file, check_weights
 from triton_omni.checkpoint.reading import INDEX_FILE, SINGLE_FILE, CheckpointError, read_json
 
 RANDOM = "random:"
@@ -77,25 +78,32 @@ def checkpoint_name(folder: Path) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """Look whether all files of a checkpoint are there and its `config.json` can be used; no weight is read.
+    """Look whether all files of a checkpoint are there and whole, and its `config.json` can be used; no weight is read.
 
     Raises:
-        ModelFolderError: a file is missing or empty, or the configuration is of another model or cannot be used.
+        ModelFolderError: a file is missing, empty or cut off, a tensor of the index is not in its file, or the
+            configuration is of another model or cannot be used.
     """
-    missing = [name for name in _expected_files(folder) if not _has_content(folder / name)]
-    if missing:
-        more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
-        raise ModelFolderError(f"{folder} is no whole checkpoint: it lacks {', '.join(missing[:_LISTED])}{more}")
-
-
-def _expected_files(folder: Path) -> list[str]:
     try:
         load_config(folder)
-        index = read_json(folder / INDEX_FILE, optional=True)
-        shards = set(index.section("weight_map").values.values()) if index.values else {SINGLE_FILE}
+        weights = _weight_map(folder)
+        shards = sorted(set(weights.values())) if weights else [SINGLE_FILE]
+        missing = [name for name in [*_OTHER_FILES, *shards] if not _has_content(folder / name)]
+        if missing:
+            more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+            raise ModelFolderError(f"{folder} is no whole checkpoint: it lacks {', '.join(missing[:_LISTED])}{more}")
+        if weights:
+            check_weights(folder, weights)
+        else:
+            check_file(folder / SINGLE_FILE)
     except CheckpointError as error:
         raise ModelFolderError(f"{folder} is no checkpoint that can be served: {error}") from error
-    return [*_OTHER_FILES, *sorted(map(str, shards))]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    index = read_json(folder / INDEX_FILE, optional=True)
+    entries = index.section("weight_map").values if index.values else {}
+    return {name: str(file) for name, file in entries.items()}
 
 
 def _has_content(file: Path) -> bool:

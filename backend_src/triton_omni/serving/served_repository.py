@@ -10,6 +10,7 @@ the copy is links to the original.
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -79,9 +80,19 @@ def served_repository(repository: Path, checkpoint: Path, placement: Mapping[str
             added[name] = added.get(name, "") + group
     except (SettingsError, CheckpointError) as error:
         raise ServerError(str(error)) from error
-    with tempfile.TemporaryDirectory(prefix="triton_omni_") as folder:
+    with _folder() as folder:
         _compose(repository.resolve(), Path(folder), added)
         yield Path(folder)
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="triton_omni_")
+    except OSError as error:
+        where = os.environ.get("TMPDIR", "/tmp")
+        raise ServerError(
+            f"the model repository cannot be laid out in {where} ({error.strerror}); see TMPDIR"
+        ) from error
 
 
 def stage_settings(repository: Path) -> StageSettings:

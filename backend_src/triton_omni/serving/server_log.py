@@ -12,9 +12,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO
+
+from triton_omni.serving.machine import ServerError
 
 _KEPT_LINES = 400
 # How far from its end a log is searched for a crash when no model failed to load: what is further up was survived.
@@ -74,36 +76,62 @@ class ServerLog:
         self.path = path
         self._tail: deque[str] = deque(maxlen=_KEPT_LINES)
         self._pump: threading.Thread | None = None
+        self._sink: IO[str] | None = None
+        self._told = False
 
     @property
     def hint(self) -> str:
         """Where to read more, as the end of a sentence."""
         return f" (log: {self.path})" if self.path is not None else ""
 
+    def open(self) -> None:
+        """Make the file; to be called before there is output that would be lost.
+
+        Raises:
+            ServerError: it cannot be made.
+        """
+        if self.path is not None:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._sink = self.path.open("w", encoding="utf-8")
+            except OSError as error:
+                raise ServerError(f"the log {self.path} cannot be written ({error.strerror})") from error
+
     def follow(self, process: subprocess.Popen[bytes]) -> None:
         """Copy the process's standard output from now on, in a thread of its own."""
         if process.stdout is None:
             raise ValueError("the process was started without a pipe for its output")
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self._sink is None:
+            self.open()
         self._pump = threading.Thread(target=self._copy, args=(process.stdout,), name="server-log", daemon=True)
         self._pump.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Wait until all output is copied."""
+        """Wait until all output is copied, if there is any."""
         if self._pump is not None:
             self._pump.join(timeout_s)
+        elif self._sink is not None:
+            self._sink.close()
 
     def reason(self) -> str:
         """Why the server died, in one sentence (`find_reason`)."""
         return find_reason(list(self._tail))
 
     def _copy(self, source: IO[bytes]) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(source)
-            sink = sys.stderr if self.path is None else stack.enter_context(self.path.open("w", encoding="utf-8"))
+        # Closing a file that could not be written tries it once more.
+        with suppress(OSError), source, self._sink or nullcontext(sys.stderr) as sink:
             for raw in source:
                 line = raw.decode("utf-8", errors="replace")
                 self._tail.append(line.rstrip("\n"))
-                sink.write(line)
-                sink.flush()
+                self._write(sink, line)
+
+    def _write(self, sink: IO[str], line: str) -> None:
+        """Output that nobody reads would stop the server at its next line, so a line that cannot be kept is dropped."""
+        try:
+            sink.write(line)
+            sink.flush()
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                what = f"the log {self.path or 'on standard error'} cannot be written ({error.strerror})"
+                print(f"{what}: lines are lost, the server goes on", file=sys.stderr, flush=True)

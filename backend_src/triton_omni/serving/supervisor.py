@@ -38,7 +38,7 @@ from triton_omni.serving.machine import (
     visible_gpus,
 )
 from triton_omni.serving.memory_pool import memory_pool_bytes
-from triton_omni.serving.model_control import ModelControl
+from triton_omni.serving.model_control import ModelControl, operator_key
 from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.serving.mps import mps_daemon
 from triton_omni.serving.placement import check_placement
@@ -48,6 +48,7 @@ from triton_omni.serving.server_log import ServerLog
 from triton_omni.serving.server_options import ServerConfig, parse_options
 from triton_omni.serving.signals import exit_at_once, on_signals
 from triton_omni.serving.stage_board import StageBoard
+from triton_omni.serving.start_checks import check_caches, check_shared_memory
 
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
 _KILL_AFTER_S = 5.0
@@ -116,7 +117,8 @@ class Supervisor:
 
         Raises:
             ServerError: already started, no tritonserver, no checkpoint, a `stage.yaml` that cannot be used, a stage
-                on a GPU that is not there, a port is taken, or MPS cannot be had.
+                on a GPU that is not there, a port is taken, MPS cannot be had, there is no room in shared memory, or a
+                cache, the log or the laid out model repository cannot be written.
         """
         if self._process is not None:
             raise ServerError(f"the server is already started (process {self._process.pid})")
@@ -124,21 +126,26 @@ class Supervisor:
             raise ServerError(f"{self.config.model_repository} is no folder; a model repository is needed")
         install = find_triton()
         try:
+            control_key = operator_key(os.environ)
             model = model_folder(self.config.model)
-        except ModelFolderError as error:
+        except ValueError as error:
             raise ServerError(str(error)) from error
         gpus = visible_gpus(os.environ)
         check_placement(self.config.placement, gpus)
         wanted = {"http": self.config.http_port, "grpc": self.config.grpc_port, "metrics": self.config.metrics_port}
         self._ports = choose_ports(self.config.host, wanted)
         remove_stale_regions()
+        check_shared_memory()
+        check_caches(os.environ)
         environment = {**stub_environment(os.environ, install, model), **self.config.environment}
         with contextlib.ExitStack() as outliving:
+            self.log.open()
+            outliving.callback(self.log.close)
             if self.config.mps:
                 environment |= outliving.enter_context(mps_daemon(os.environ))
             placement = self.config.placement if gpus else None
             repository = outliving.enter_context(served_repository(self.config.model_repository, model, placement))
-            control = ModelControl(self._own_host, self._ports["http"], self.config.ready_timeout_s)
+            control = ModelControl(self._own_host, self._ports["http"], self.config.ready_timeout_s, control_key)
             self._process = self._launch(self._command(install, repository, model, control), environment)
             self._control, self._repository = control, repository
             self._outliving = outliving.pop_all()
@@ -343,7 +350,11 @@ class Supervisor:
                 self._reviver.join(_KILL_AFTER_S)
             self._outliving.close()
             remove_shared_memory(self.regions)
-            self.log.close()
+
+
+def longest_stop_s(config: ServerConfig) -> float:
+    """What a server that was told to stop may take at most, in seconds: whoever ends it by force should wait longer."""
+    return config.drain_timeout_s + _END_WITHIN_S + config.exit_timeout_s + _KILL_AFTER_S
 
 
 def _address(host: str, port: int) -> str:

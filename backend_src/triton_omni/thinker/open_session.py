@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from triton_omni.errors import OmniError
 from triton_omni.outbox import Outbox, Parcel
 from triton_omni.stage import Outlet
 from triton_omni.tally import Ending
+from triton_omni.thinker.callers import Caller
 from triton_omni.tracing import NO_SPAN, Span
 from triton_omni.wire import Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
@@ -37,6 +38,7 @@ class OpenSession:
     """By which error this stage ended it."""
     ended_ns: int = 0
     span: Span = NO_SPAN
+    caller: Caller = field(default_factory=Caller)
 
     @property
     def state(self) -> str:

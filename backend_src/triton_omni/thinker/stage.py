@@ -40,6 +40,7 @@ from triton_omni.stage import (
 )
 from triton_omni.streams import leave_default_stream
 from triton_omni.tally import Ending
+from triton_omni.thinker import callers
 from triton_omni.thinker.accounts import ThinkerAccounts
 from triton_omni.thinker.open_session import OpenSession
 from triton_omni.thinker.positions import extend_positions
@@ -304,6 +305,11 @@ class ThinkerStage:
             return self._try_release(session, now)
         elif self._ledger.is_over(session.key):
             self._end(session)
+        elif session.caller.is_stranger(self._ledger, session.key, session.sent, now):
+            # At once: there is no ensemble whose request could leak, and no later stage that has to end.
+            self._drop(session)
+            session.session = None
+            self._answer_error(session, callers.refusal(session.label))
         elif now >= session.deadline_ns:
             seconds = (session.deadline_ns - session.accepted_ns) / 1e9
             self._fail(session, DeadlineExceeded(f"timeout: {seconds:g} s have passed", stage="thinker"))

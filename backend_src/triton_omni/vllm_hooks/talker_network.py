@@ -7,6 +7,7 @@ It follows HF's `Qwen2_5OmniTalkerForConditionalGeneration`; where the embedding
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,6 +28,7 @@ from triton_omni.vllm_hooks.compat import (
     WeightsMapper,
     support_torch_compile,
 )
+from triton_omni.vllm_hooks.named_weights import Weights, load_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -91,6 +93,7 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
+        self._checkpoint = Path(vllm_config.model_config.model)
         config = vllm_config.model_config.hf_config
         self.model = TalkerModel(vllm_config=vllm_config, prefix=f"{prefix}model")
         self.thinker_to_talker_proj = ReplicatedLinear(config.embedding_size, config.hidden_size, return_bias=False)
@@ -149,7 +152,7 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
         vLLM counts a stacked matrix as loaded when one of its parts came, so the checkpoint's names are counted here.
 
         Raises:
-            CheckpointError: weights are missing.
+            CheckpointError: weights are missing, or one has not the network's shape.
             ValueError: a weight is unexpected.
         """
         missing = self._checkpoint_names()
@@ -159,7 +162,11 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
                 missing.discard(name)
                 yield name, tensor
 
-        loaded: set[str] = AutoWeightsLoader(self).load_weights(counted(), mapper=self.hf_to_vllm_mapper)
+        def load(named: Weights) -> set[str]:
+            found: set[str] = AutoWeightsLoader(self).load_weights(named, mapper=self.hf_to_vllm_mapper)
+            return found
+
+        loaded = load_named(load, counted(), self._checkpoint)
         if missing:
             raise CheckpointError(f"the checkpoint lacks talker weights: {', '.join(sorted(missing))}")
         return loaded

@@ -8,6 +8,7 @@ hold; a registered class object is inspected in this process.
 from __future__ import annotations
 
 from itertools import takewhile
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ from triton_omni.vllm_hooks.compat import (
     Qwen2_5OmniThinkerForConditionalGeneration,
     Qwen2_5OmniThinkerMultiModalProcessor,
     Qwen2_5OmniThinkerProcessingInfo,
+    VllmConfig,
 )
+from triton_omni.vllm_hooks.named_weights import Weights, load_named
 from triton_omni.vllm_hooks.platform import UnsupportedEngineError
 
 THINKER_ARCHITECTURE = "TritonOmniThinker"
@@ -34,6 +37,19 @@ THINKER_ARCHITECTURE = "TritonOmniThinker"
 )
 class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration):
     """Qwen2.5-Omni's thinker: text, image, sound and video in, logits and last hidden states out."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self._checkpoint = Path(vllm_config.model_config.model)
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Load the `thinker.` weights.
+
+        Raises:
+            CheckpointError: one has not the network's shape.
+            ValueError: one is missing or unexpected.
+        """
+        return load_named(super().load_weights, weights, self._checkpoint)
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells who called the thinker: the ensemble, or a client by the stage's own name, which Triton forbids nobody.
+
+In an ensemble all that the thinker sends reaches the talker, which says in the ledger that it has it. Of a client that
+called the thinker itself the talker hears nothing: it gets what the talker should have had, and would hold a session.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from triton_omni.errors import BadRequest
+from triton_omni.ledger import SessionLedger
+from triton_omni.wire import SessionKey
+
+UNHEARD_FOR_S: Final = 5.0
+"""So long a talker whose loop turns has nothing of a session: a message takes milliseconds."""
+_TURNS_S: Final = 1.0
+"""A loop that is silent for longer is in a long step and may have what it has not taken up."""
+
+logger = logging.getLogger(__name__)
+
+
+class Caller:
+    """What is known of the caller of one session; of the thinker's loop alone."""
+
+    def __init__(self) -> None:
+        self._heard = False
+        self._since_ns = 0
+
+    def is_stranger(self, ledger: SessionLedger, key: SessionKey, sent: int, now_ns: int) -> bool:
+        """Whether a client called the thinker itself.
+
+        Args:
+            ledger: of the thinker.
+            key: of the session.
+            sent: messages of it that have left; the talker gives the first one back when it has the second.
+            now_ns: monotonic.
+        """
+        self._heard = self._heard or bool(ledger.returned(key, "talker") or ledger.consumed(key, "talker"))
+        if self._heard:
+            return False
+        if sent < 2 or ledger.silent_for("talker") > _TURNS_S:
+            self._since_ns = 0
+            return False
+        self._since_ns = self._since_ns or now_ns
+        return now_ns - self._since_ns > UNHEARD_FOR_S * 1e9
+
+
+def refusal(label: str) -> BadRequest:
+    """The answer to such a client, whose request has this name in the log."""
+    logger.info("request %s: called the thinker by itself", label)
+    return BadRequest("thinker is a part of the model qwen2_5_omni and answers nobody else: ask that", stage="thinker")
