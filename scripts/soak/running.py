@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ _PAUSE_S = 0.5
 """What a client waits after a refusal or a failure."""
 _IDLE_WITHIN_S = 15.0
 _TOLD_EVERY_S = 10.0
+_BOUNDED_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+"""On a CPU oneDNN keeps code for each of 1024 shapes by default; new ones come for hours: growth, but no leak."""
 _HELD = ("omni_sessions", "omni_running", "omni_waiting", "omni_kv_blocks_used", "omni_rows_used", "omni_outbox")
 """Metrics of the stages that are 0 when nothing is open."""
 
@@ -179,7 +181,7 @@ def soak(config: ServerConfig, options: Options, say: Callable[[str], None] | No
     Raises:
         ServerError: the server does not start.
     """
-    with Supervisor(config) as server:
+    with Supervisor(replace(config, environment={**_BOUNDED_CACHES, **config.environment})) as server:
         return Run(server, options, say or _to_stderr).drive()
 
 

@@ -37,8 +37,8 @@ SHORT = {"modalities": ["text"], "thinker": {"max_tokens": 2}}
 LONG = {"thinker": {"min_tokens": 250, "max_tokens": 250}}
 CODES = 150
 SLOW_READERS = 12
-REPLY_BYTES = CODES * 480 * 16
-"""Of a reply in JSON, where a sample has up to 16 characters instead of the 4 bytes of FP32."""
+REPLY_BYTES = CODES * 480 * 24
+"""Of a reply in JSON, where a sample has up to 24 characters instead of the 4 bytes of FP32."""
 MARGIN_BYTES = 32 << 20
 AT_ONCE_S = 1.0
 """For two refusals, on a machine with other work to do."""
