@@ -132,15 +132,15 @@ class TalkerOutput:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine holds now; every figure but the last is 0 when nothing is open."""
+    """What an engine holds now; 0 when nothing is open."""
 
     running: int
     waiting: int
     kv_blocks_used: int
     rows_used: int
     """Rows of device memory reserved by open sequences (talker) or held back (thinker)."""
-    kv_blocks_limit: int = 0
-    """KV cache blocks that there are; the one figure that is never 0."""
+    kv_blocks_limit: int = field(default=0, compare=False)
+    """KV cache blocks that there are: not held, and so not compared."""
 
 
 class ThinkerEngine(Protocol):

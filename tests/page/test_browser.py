@@ -319,7 +319,7 @@ def test_the_text_of_a_reply_is_never_html(triton: FakeTriton, at: Visit) -> Non
 
 
 def test_a_key_is_asked_for_only_where_it_is_needed(browser: Any, triton: FakeTriton) -> None:
-    with run_gateway(triton.url, ApiKeys(["ключ-schlüssel"])) as gateway, visit(browser, gateway.base) as at:
+    with run_gateway(triton.url, keys=ApiKeys(["ключ-schlüssel"])) as gateway, visit(browser, gateway.base) as at:
         at.state("error")
         at.page.get_by_role("alert").get_by_text("No API key provided").wait_for()
         at.page.get_by_label("This gateway asks for an API key").fill("wrong")
