@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -69,12 +70,13 @@ def tell(soaked: Soaked, out: Path) -> None:
     """Print the tables and the faults, and write the report."""
     for table in tables(soaked):
         console.print(table)
-    start, end = (1000 * seconds for seconds in soaked.first_audio())
     rate = len(soaked.ended) / soaked.seconds
     console.print(
-        f"{len(soaked.ended)} requests in {soaked.seconds:.0f} s, {rate:.1f} a second; stopped in "
-        f"{soaked.stop_s:.1f} s; speech began after {start:.0f} ms at the start, {end:.0f} ms at the end"
+        f"{len(soaked.ended)} requests in {soaked.seconds:.0f} s, {rate:.1f} a second; stopped in {soaked.stop_s:.1f} s"
     )
+    start, end = (1000 * seconds for seconds in soaked.first_audio())
+    if not math.isnan(start + end):
+        console.print(f"speech began after {start:.0f} ms at the start, {end:.0f} ms at the end")
     for fault in faults(soaked):
         console.print(f"fault: {fault}", style="red", markup=False)
     console.print(f"written: {', '.join(str(path) for path in write(soaked, out))}", soft_wrap=True)
