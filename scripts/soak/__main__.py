@@ -23,6 +23,7 @@ from soak.running import Options, soak  # noqa: E402
 from triton_omni.serving.machine import ServerError  # noqa: E402
 from triton_omni.serving.model_folder import model_folder  # noqa: E402
 from triton_omni.serving.server_options import ServerConfig  # noqa: E402
+from triton_omni.serving.signals import on_signals  # noqa: E402
 
 console = Console()
 
@@ -57,13 +58,19 @@ def main(
     options = Options(requests, minutes, concurrency, shares, kills, seed, growth_allowed_mib=growth)
     config = ServerConfig(repository, model=str(model_folder(model)), log_path=out / "server.log")
     try:
-        soaked = soak(config, options)
+        with on_signals(interrupt):
+            soaked = soak(config, options)
     except ServerError as error:
         console.print(f"error: {error}", style="red")
         raise typer.Exit(1) from error
     tell(soaked, out)
     if faults(soaked):
         raise typer.Exit(1)
+
+
+def interrupt(number: int) -> None:
+    """End the run and stop its server; the exit code as a shell has it."""
+    raise SystemExit(128 + number)
 
 
 def tell(soaked: Soaked, out: Path) -> None:
