@@ -216,6 +216,13 @@ class SessionLedger:
             return []
         return layout.lost_of(words, words[layout.record(key.slot) + layout.EPOCHS])
 
+    def awaits_talker(self, key: SessionKey) -> bool:
+        """Whether token2wav has answered all of a session and only the talker's request has not ended. Should that
+        process die now, the thinker alone can still end the client's stream.
+        """
+        settled = self.closed(key, "token2wav") and not self.cancelled(key) and not self.failed(key)
+        return settled and not self.closed(key, "talker")
+
     def is_over(self, key: SessionKey) -> bool:
         """Whether a session that was opened needs nothing more from thinker and talker: its slot holds another one,
         the client is gone, a stage gave it up, or token2wav has answered all. Each session is asked at each poll.

@@ -75,7 +75,7 @@ class PlainTensor:
 class _Metric:
     """Takes metrics and shows them nowhere."""
 
-    GAUGE = "gauge"
+    GAUGE, COUNTER = "gauge", "counter"
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -85,6 +85,9 @@ class _Metric:
 
     def set(self, _: float) -> None:
         """Forget it."""
+
+    def increment(self, _: float) -> None:
+        """The same."""
 
 
 class _Error:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,7 @@ from soak.running import Options, soak  # noqa: E402
 from triton_omni.serving.machine import ServerError  # noqa: E402
 from triton_omni.serving.model_folder import model_folder  # noqa: E402
 from triton_omni.serving.server_options import ServerConfig  # noqa: E402
+from triton_omni.serving.signals import on_signals  # noqa: E402
 
 console = Console()
 
@@ -56,7 +58,8 @@ def main(
     options = Options(requests, minutes, concurrency, shares, kills, seed, growth_allowed_mib=growth)
     config = ServerConfig(repository, model=str(model_folder(model)), log_path=out / "server.log")
     try:
-        soaked = soak(config, options)
+        with on_signals(interrupt):
+            soaked = soak(config, options)
     except ServerError as error:
         console.print(f"error: {error}", style="red")
         raise typer.Exit(1) from error
@@ -65,16 +68,22 @@ def main(
         raise typer.Exit(1)
 
 
+def interrupt(number: int) -> None:
+    """End the run and stop its server; the exit code as a shell has it."""
+    raise SystemExit(128 + number)
+
+
 def tell(soaked: Soaked, out: Path) -> None:
     """Print the tables and the faults, and write the report."""
     for table in tables(soaked):
         console.print(table)
-    start, end = (1000 * seconds for seconds in soaked.first_audio())
     rate = len(soaked.ended) / soaked.seconds
     console.print(
-        f"{len(soaked.ended)} requests in {soaked.seconds:.0f} s, {rate:.1f} a second; stopped in "
-        f"{soaked.stop_s:.1f} s; speech began after {start:.0f} ms at the start, {end:.0f} ms at the end"
+        f"{len(soaked.ended)} requests in {soaked.seconds:.0f} s, {rate:.1f} a second; stopped in {soaked.stop_s:.1f} s"
     )
+    start, end = (1000 * seconds for seconds in soaked.first_audio())
+    if not math.isnan(start + end):
+        console.print(f"speech began after {start:.0f} ms at the start, {end:.0f} ms at the end")
     for fault in faults(soaked):
         console.print(f"fault: {fault}", style="red", markup=False)
     console.print(f"written: {', '.join(str(path) for path in write(soaked, out))}", soft_wrap=True)

@@ -81,9 +81,12 @@ class Run:
         for helper in helpers:
             helper.start()
         with ThreadPoolExecutor(self._options.concurrency, thread_name_prefix="soak-client") as pool:
-            for client in [pool.submit(self._client) for _ in range(self._options.concurrency)]:
-                client.result()
-        self._over.set()
+            clients = [pool.submit(self._client) for _ in range(self._options.concurrency)]
+            try:
+                for client in clients:
+                    client.result()
+            finally:  # also where a signal ends the run
+                self._over.set()
         for helper in helpers:
             helper.join()
         seconds = self._asker.now()
@@ -108,7 +111,7 @@ class Run:
 
     def _client(self) -> None:
         options = self._options
-        while (number := next(self._numbers)) < options.requests:
+        while (number := next(self._numbers)) < options.requests and not self._over.is_set():
             if options.minutes is not None and self._asker.now() > 60 * options.minutes:
                 return
             ended = self._asker.ask(plan(number, options.seed, options.shares))

@@ -86,6 +86,21 @@ def test_a_request_that_is_being_prepared_when_another_stage_dies_is_failed_by_t
         wait_for(lambda: p.thinker.stats().sessions == 0)
 
 
+@pytest.mark.parametrize("stage", ["talker", "token2wav"])
+def test_a_whole_reply_whose_last_request_a_stage_took_with_it_still_ends(stage):
+    """The thinker's request is the last of the session to end, so that somebody is left to end the client's stream."""
+    with watched() as (p, board):
+        ledger = getattr(p, stage)._ledger
+        ledger.mark_closed = lambda key, sent=0: None
+        ensemble = p.ask("12345")
+        wait_for(lambda: ensemble.reply.info, message="the reply is not whole")
+        time.sleep(0.1)
+        assert not ensemble.outlets[0].finals
+        kill(p, board, stage)
+        assert_told(ensemble, stage)
+        wait_for(lambda: p.thinker.stats().sessions == 0)
+
+
 def test_the_talker_holds_one_heartbeat_of_a_request_until_it_opens():
     with watched(intake=FakeIntake(delay_s=0.5), settings=ThinkerSettings(heartbeat_ms=20)) as (p, _):
         ensemble = p.ask("12345")

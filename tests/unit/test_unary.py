@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 from fake_pb_utils import PbUtils, Request, TritonError, text_tensor
-from triton_omni.errors import BadRequest, Overloaded, TooLarge
+from triton_omni.errors import BadRequest, InternalError, Overloaded, TooLarge
 from triton_omni.serving.unary import UnaryModel
 from triton_omni.settings import UnarySettings
 from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
@@ -210,6 +210,13 @@ def test_an_error_of_the_stream_keeps_its_code_which_triton_lost(serve, error, c
     assert sender.outputs() == []
     assert sender.error.code() == code
     assert sender.error.message().endswith(error.to_text())
+
+
+def test_an_error_after_the_last_response_takes_nothing_from_a_whole_reply(serve):
+    lost = refusal(InternalError("the process of talker ended unexpectedly", stage="talker"))
+    model, _ = serve(lambda message: [*responses(Answer(text="Hel"), Answer(info=INFO)), lost])
+    found = reply(ask(model))
+    assert (found["text_output"], found["info"].decode()) == (b"Hel", INFO)
 
 
 def test_a_fault_of_triton_is_internal(serve):

@@ -168,9 +168,11 @@ class UnaryModel:
         stream = self._stub.ModelStreamInfer(_once(message))
         try:
             async for answer in stream:
-                if answer.error_message:
+                # A stage may die between the last response of a whole reply and the stream's end.
+                if answer.error_message and not collected.info:
                     raise errors.parse(answer.error_message)
-                collected.add(answer.infer_response)
+                if not answer.error_message:
+                    collected.add(answer.infer_response)
         except grpc.aio.AioRpcError as error:
             cause = f"{error.code().name}: {error.details()}"
             raise InternalError(f"the stream from {self._grpc_url} broke: {cause}", stage="unary") from error

@@ -303,6 +303,8 @@ class ThinkerStage:
             return self._try_refuse(session, session.refusal, now)
         elif session.ended_ns:
             return self._try_release(session, now)
+        elif self._ledger.awaits_talker(session.key):
+            return SOON_S
         elif self._ledger.is_over(session.key):
             self._end(session)
         elif session.caller.is_stranger(self._ledger, session.key, session.sent, now):
