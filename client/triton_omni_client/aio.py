@@ -26,6 +26,7 @@ from .messages import MODEL, Delta, Media, Request
 from .protocol import LONGEST_WAIT_S, MAX_MESSAGE_BYTES, StreamReader, channel_options, from_grpc, to_grpc
 from .reply import Reply, ReplyBuilder, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
+from .settling import settle_async
 
 
 class AsyncStream(AsyncDeltaIterator):
@@ -91,6 +92,8 @@ class AsyncStream(AsyncDeltaIterator):
             self._fail(Cancelled(await call.details() or "the call was cancelled"))
             response = grpc.aio.EOF
         if response is not grpc.aio.EOF:
+            if response.error_message:
+                await settle_async(call)
             self._pending.extend(self._reader.feed(response))
             self._answered = True
         elif not self._gone.is_set():

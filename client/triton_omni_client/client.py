@@ -25,6 +25,7 @@ from .messages import MODEL, Delta, Media, Request
 from .protocol import LONGEST_WAIT_S, MAX_MESSAGE_BYTES, StreamReader, channel_options, from_grpc, to_grpc
 from .reply import Reply, ReplyBuilder, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
+from .settling import settle
 from .shared_media import SharedMedia
 
 DEFAULT_URL = "localhost:8001"
@@ -110,6 +111,8 @@ class Stream(DeltaIterator):
                 raise from_grpc(error) from error
             response = None
         if response is not None:
+            if response.error_message:
+                settle(call)
             self._pending.extend(self._reader.feed(response))
             self._answered = True
         elif not self._gone.is_set():

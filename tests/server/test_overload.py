@@ -27,7 +27,7 @@ from server.serving import STAGES, TINY, Served, wait_for
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import server_name
 from triton_omni.serving.stage_board import StageBoard
-from triton_omni_client import BadRequest, OmniClient, Overloaded, Reply, Request, Retry
+from triton_omni_client import BadRequest, OmniClient, Overloaded, Reply, Request, Retry, TooLarge
 from triton_omni_client.messages import MODEL
 from triton_omni_client.protocol import StreamReader, to_grpc
 from triton_omni_client.reply import ReplyBuilder
@@ -40,6 +40,7 @@ SLOW_READERS = 12
 REPLY_BYTES = CODES * 480 * 24
 """Of a reply in JSON, where a sample has up to 24 characters instead of the 4 bytes of FP32."""
 MARGIN_BYTES = 32 << 20
+REFUSED, REFUSED_BYTES = 160, 2 << 20
 AT_ONCE_S = 1.0
 """For two refusals, on a machine with other work to do."""
 
@@ -139,6 +140,25 @@ def test_slow_readers_cost_only_themselves(server: Served) -> None:
         assert beside_s < 2 * alone_s + 0.2
         for number, read in enumerate(unread_replies):
             assert_whole(read(), whole, over_http=number % 4 == 0)
+
+
+def test_refused_requests_leave_none_of_their_bytes(server: Served) -> None:
+    """Triton 24.10 keeps a request for ever whose stream is cancelled between its error and its end."""
+
+    def refuse(number: int) -> None:
+        # By the client's own stream, and by that of the unary model.
+        (streamed, unary)[number % 2](server, Request(text="x " * (REFUSED_BYTES // 2)))
+
+    def refuse_all(count: int) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            for ended in [pool.submit(refuse, number) for number in range(count)]:
+                with pytest.raises(TooLarge, match="text_input"):
+                    ended.result()
+
+    refuse_all(24)  # fills the buffers that are used again
+    before = resident_bytes(server.supervisor.pid)
+    refuse_all(REFUSED)
+    assert resident_bytes(server.supervisor.pid) - before < REFUSED * REFUSED_BYTES / 4
 
 
 def assert_whole(found: bytes | list[Any], expected: Reply, *, over_http: bool) -> None:

@@ -137,6 +137,18 @@ def test_an_error_in_the_stream_is_raised_after_the_deltas_before_it(
     assert stream.reply().text == "so far"
 
 
+def test_a_refused_stream_is_left_at_its_end_and_not_before(server: FakeTriton, client: OmniClient) -> None:
+    def script(_request: Any, _context: Any) -> Iterator[Any]:
+        yield failure("no [omni:bad_request]")
+        server.cancelled.wait(0.2)
+
+    server.script = script
+    with pytest.raises(BadRequest):
+        client.say("hi")
+    assert server.finished.wait(5)
+    assert not server.cancelled.is_set()
+
+
 def test_an_error_ends_a_stream_that_the_server_leaves_open(server: FakeTriton, client: OmniClient) -> None:
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         yield failure("broken [omni:internal]")

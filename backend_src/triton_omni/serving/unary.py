@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import functools
 import json
 import logging
@@ -34,6 +35,7 @@ from triton_omni.wire import Answer
 
 ENSEMBLE: Final = "qwen2_5_omni"
 CANCEL_POLL_S: Final = 0.05
+SETTLED_WITHIN_S: Final = 1.0
 RETRY_AFTER_MS: Final = 250
 
 _CHANNEL_OPTIONS: Final = (
@@ -170,6 +172,7 @@ class UnaryModel:
             async for answer in stream:
                 # A stage may die between the last response of a whole reply and the stream's end.
                 if answer.error_message and not collected.info:
+                    await _settle(stream)
                     raise errors.parse(answer.error_message)
                 if not answer.error_message:
                     collected.add(answer.infer_response)
@@ -179,6 +182,14 @@ class UnaryModel:
         finally:
             stream.cancel()
         return collected
+
+
+async def _settle(stream: Any) -> None:
+    """Wait for the end of a stream that brought an error: Triton 24.10 never frees the request of one that is cancelled
+    in the moment before.
+    """
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stream.code(), SETTLED_WITHIN_S)
 
 
 def to_message(request: Any) -> Any:
