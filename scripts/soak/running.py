@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_omni.ledger_layout import STAGES, server_name
+from triton_omni.serving.metric_families import FAMILIES
 from triton_omni.serving.server_options import ServerConfig
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni.serving.supervisor import Supervisor
@@ -38,7 +39,7 @@ _IDLE_WITHIN_S = 15.0
 _TOLD_EVERY_S = 10.0
 _BOUNDED_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 """On a CPU oneDNN keeps code for each of 1024 shapes by default; new ones come for hours: growth, but no leak."""
-_HELD = ("omni_sessions", "omni_running", "omni_waiting", "omni_kv_blocks_used", "omni_rows_used", "omni_outbox")
+_HELD = frozenset(family.name for family in FAMILIES if family.holds)
 """Metrics of the stages that are 0 when nothing is open."""
 
 
@@ -163,8 +164,8 @@ class Run:
     def _held(self) -> Mapping[str, float]:
         with urllib.request.urlopen(f"http://{self._server.metrics_url}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
-        kept = _HELD if self._kills else (*_HELD, "nv_inference_pending_request_count")
-        figures = (line.rsplit(" ", 1) for line in lines if line.startswith(kept))
+        kept = _HELD if self._kills else {*_HELD, "nv_inference_pending_request_count"}
+        figures = (line.rsplit(" ", 1) for line in lines if line.partition("{")[0] in kept)
         held = {name: float(value) for name, value in figures if float(value)}
         if sessions := self._board.open_sessions():
             held["open sessions of the ledger"] = float(sessions)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,3 +24,12 @@ def _reference_in_full_float32() -> None:
 def hf(tiny_checkpoint: Path) -> HfReference:
     """HF's model of the tiny checkpoint, in float32 on the CPU."""
     return HfReference(tiny_checkpoint)
+
+
+@pytest.fixture
+def untraced() -> Iterator[None]:
+    """Keeps coverage out of the interpreter of the Triton language, which runs for twice as long under it."""
+    tracer = sys.gettrace()
+    sys.settrace(None)
+    yield
+    sys.settrace(tracer)

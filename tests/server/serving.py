@@ -28,6 +28,8 @@ from triton_omni_client import NO_RETRY, HttpClient, OmniClient, Reply, Request
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("thinker", "talker", "token2wav")
+UNMEASURED = {"COVERAGE_PROCESS_CONFIG": "", "COVERAGE_PROCESS_START": ""}
+"""Environment of a process that coverage leaves alone."""
 HELD = {"nv_inference_pending_request_count", *(family.name for family in FAMILIES if family.holds)}
 """Metrics that are 0 when no request is open."""
 
@@ -95,9 +97,14 @@ def server_config(
     checkpoint: Path,
     settings: Settings = TINY,
     environment: Mapping[str, str] | None = None,
+    *,
+    measured: bool = False,
     **options: Any,
 ) -> ServerConfig:
-    """How a test's server runs; everything it writes is in `folder`."""
+    """How a test's server runs; everything it writes is in `folder`.
+
+    Coverage is measured in the processes of one server, which starts half as slowly again for it.
+    """
     records = folder / "records"
     records.mkdir()
     return ServerConfig(
@@ -105,17 +112,27 @@ def server_config(
         model=str(checkpoint),
         log_path=folder / "server.log",
         ready_timeout_s=180,
-        environment={"OMP_NUM_THREADS": "1", RECORDS_VARIABLE: str(records), **(environment or {})},
+        environment={
+            "OMP_NUM_THREADS": "1",
+            RECORDS_VARIABLE: str(records),
+            **({} if measured else UNMEASURED),
+            **(environment or {}),
+        },
         **options,
     )
 
 
 @contextmanager
 def serve(
-    folder: Path, checkpoint: Path, settings: Settings = TINY, environment: Mapping[str, str] | None = None
+    folder: Path,
+    checkpoint: Path,
+    settings: Settings = TINY,
+    environment: Mapping[str, str] | None = None,
+    *,
+    measured: bool = False,
 ) -> Iterator[Served]:
     """A running server, with this added to its environment."""
-    with Supervisor(server_config(folder, checkpoint, settings, environment)) as supervisor:
+    with Supervisor(server_config(folder, checkpoint, settings, environment, measured=measured)) as supervisor:
         served = Served(supervisor, folder / "records", checkpoint)
         with served.client:
             yield served
@@ -178,7 +195,8 @@ class Served:
         return {name: value for name, value in found.items() if value and name.partition("{")[0] in HELD}
 
     def link_bytes(self) -> dict[str, float]:
-        """Bytes of rows and codes that passed on the links, by metric."""
+        """Bytes of rows and codes that passed on the links, by metric; published every second."""
+        time.sleep(1.2)
         found = self.metrics("omni_link_bytes_total")
         return {name: value for name, value in found.items() if re.search('tensor="(ROWS|CODES)"', name)}
 

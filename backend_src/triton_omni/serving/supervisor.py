@@ -203,6 +203,8 @@ class Supervisor:
         """
         if self._board is None or self._control is None or self._repository is None:
             return True
+        # First, so that whoever sees that the server is not ready is refused, too.
+        self._board.drain()
         # A repository that was not laid out for this start is not ours to write to.
         if self._repository != self.config.model_repository:
             say_unready(self._control, self._repository)
