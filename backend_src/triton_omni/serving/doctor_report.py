@@ -21,6 +21,8 @@ _FIGURES = {
     "leaked_sessions": "leaked",
 }
 
+_TABLE_WIDTH = 110
+
 
 def print_report(out: Console, name: str, metrics_url: str, sample: Sample) -> None:
     """Print one server's stages, and its sessions in a line."""
@@ -30,7 +32,8 @@ def print_report(out: Console, name: str, metrics_url: str, sample: Sample) -> N
         table.add_column(column, no_wrap=True, justify="left" if column == "stage" else "right")
     for stage in STAGES:
         table.add_row(stage, *_of_ledger(stage, sample), *(_told(sample.figure(figure, stage)) for figure in _FIGURES))
-    out.print(table)
+    # A terminal that is too narrow breaks lines; figures that are cut off would be of no use.
+    out.print(table, width=max(out.width, _TABLE_WIDTH), crop=False)
     out.print(_sessions(sample), highlight=False, markup=False)
 
 
@@ -55,7 +58,7 @@ def _told(value: int | None) -> str:
 def _sessions(sample: Sample) -> str:
     limit, taken = sample.figure("sessions_limit", "thinker"), sample.held("sessions", "thinker")
     free = (
-        "free slots unknown before the first request"
+        "its stages publish their figures from the first request on"
         if limit is None
         else f"{max(0, limit - taken)} of {limit} slots free"
     )
