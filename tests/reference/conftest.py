@@ -26,9 +26,11 @@ def hf(tiny_checkpoint: Path) -> HfReference:
     return HfReference(tiny_checkpoint)
 
 
-@pytest.fixture
-def untraced() -> Iterator[None]:
-    """Keeps coverage out of the interpreter of the Triton language, which runs for twice as long under it."""
+@pytest.fixture(autouse=True)
+def _untraced() -> Iterator[None]:
+    """Keeps coverage out of networks and of the interpreter of the Triton language, which run for up to twice as long
+    under it; it is measured in the processes of a server.
+    """
     tracer = sys.gettrace()
     sys.settrace(None)
     yield

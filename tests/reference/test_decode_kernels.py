@@ -17,8 +17,6 @@ from triton_omni.split_kernels import split_product
 from triton_omni.vllm_hooks.decode_attention_kernels import KEYS, Cache, Rotation, decode_attention, splits
 from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product
 
-pytestmark = pytest.mark.usefixtures("untraced")
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK = 16
 SECTIONS = {32: (4, 6, 6), 64: (16, 16, 0), 128: (16, 24, 24)}

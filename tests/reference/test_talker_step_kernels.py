@@ -12,8 +12,6 @@ from torch import Tensor
 from triton_omni.engine import Sampling, TalkerPrompt
 from triton_omni.talker.conditioning import CodecIds
 
-pytestmark = pytest.mark.usefixtures("untraced")
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IDS = CodecIds(mask=96, pad=97, bos=98, eos=99)
 VOCABULARY, SPEAKABLE, WIDTH, SLOTS, TOKENS = 100, 90, 24, 7, 6

@@ -38,8 +38,6 @@ from triton_omni.token2wav.past import Past, WindowPast
 from triton_omni.token2wav.rotary import Rotary, rotate_
 from triton_omni.token2wav.sampler import FlowOptions, Sampler, StepwiseSolver, Window
 
-pytestmark = pytest.mark.usefixtures("untraced")
-
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 CPU = torch.device("cpu")

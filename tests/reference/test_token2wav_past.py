@@ -26,8 +26,6 @@ from triton_omni.token2wav.sampler import FlowOptions, Sampler, StepwiseSolver
 from triton_omni.token2wav.splicing import Due, splice
 from triton_omni.token2wav.streaming import Stream, StreamRequest
 
-pytestmark = pytest.mark.usefixtures("untraced")
-
 VOICE = "Chelsie"
 SEED = 5
 LARGEST_CODE = 193

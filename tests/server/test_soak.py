@@ -11,7 +11,7 @@ import pytest
 
 from server.serving import ROOT, server_config
 
-REQUESTS = 260
+REQUESTS = 150
 
 
 def test_a_short_soak_finds_nothing(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
