@@ -96,8 +96,12 @@ def lost_of(words: memoryview, epochs: int) -> list[StageName]:
 
 def is_open(words: memoryview, at: int) -> bool:
     """Whether the record at `at` holds a session that the thinker has not ended."""
-    generation = words[at + GENERATION]
-    return bool(generation) and words[at + FIELDS["thinker"] + CLOSED] >> COUNT_BITS != generation
+    return bool(words[at + GENERATION]) and not is_closed(words, at, "thinker")
+
+
+def is_closed(words: memoryview, at: int, stage: StageName) -> bool:
+    """Whether `stage` has finished with the session of the record at `at`."""
+    return words[at + FIELDS[stage] + CLOSED] >> COUNT_BITS == words[at + GENERATION]
 
 
 def server_name(server_pid: int) -> str:

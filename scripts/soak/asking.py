@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import time
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc  # type: ignore[import-untyped]
+from tritonclient.utils import deserialize_bytes_tensor  # type: ignore[import-untyped]
 
 from triton_omni_client import (
     NO_RETRY,
@@ -98,6 +100,10 @@ class Asker:
         """Seconds since this was made."""
         return time.monotonic() - self._began
 
+    def is_ready(self) -> bool:
+        """Whether the server and its model take requests."""
+        return self._client.ready()
+
     def ask(self, planned: Planned) -> Ended:
         """Ask and wait for the end, which is always told."""
         began, heard = self.now(), Heard()
@@ -166,19 +172,12 @@ def _body(planned: Planned) -> bytes:
     request = planned.request
     fields: dict[str, Any] = {"id": request.request_id}
     for tensor in request.to_tensors():
-        elements, at = [], 0
-        while at < len(tensor.data):
-            length = int.from_bytes(tensor.data[at : at + 4], "little")
-            elements.append(tensor.data[at + 4 : at + 4 + length])
-            at += 4 + length
-        values = [_as_text(element) for element in elements]
+        values = [_as_text(element) for element in deserialize_bytes_tensor(tensor.data)]
         fields[tensor.name] = values if tensor.name == "media" else values[0]
     return json.dumps(fields).encode()
 
 
 def _as_text(element: bytes) -> str:
-    import base64
-
     try:
         return element.decode()
     except UnicodeDecodeError:

@@ -74,7 +74,7 @@ class Soaked:
     def first_audio(self) -> tuple[float, float]:
         """Median times to first audio at the start and at the end, in seconds: of a third of the run each."""
         heard = [ended for ended in self.ended if ended.first_audio_s is not None and not self.disturbed(ended)]
-        thirds = [[], [], []]  # type: list[list[float]]
+        thirds: list[list[float]] = [[], [], []]
         for ended in heard:
             thirds[min(2, int(3 * ended.began / self.seconds))].append(ended.first_audio_s or 0.0)
         return median(thirds[0]), median(thirds[2])

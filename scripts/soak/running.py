@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -134,18 +133,11 @@ class Run:
         killed, epoch = self._asker.now(), self._board.epoch(stage)
         os.kill(self._board.pid(stage), signal.SIGKILL)
         deadline = time.monotonic() + _BACK_WITHIN_S
-        while not (self._board.epoch(stage) > epoch and self._is_ready()) and time.monotonic() < deadline:
+        while not (self._board.epoch(stage) > epoch and self._asker.is_ready()) and time.monotonic() < deadline:
             time.sleep(0.1)
         back = self._asker.now()
         self._say(f"{stage} killed, back after {back - killed:.1f} s")
         self._kills.append(Kill(stage, killed, back + _SETTLE_S))
-
-    def _is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"http://{self._server.http_url}/v2/health/ready", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except urllib.error.HTTPError:
-            return False
 
     def _tell(self) -> None:
         while not self._over.wait(_TOLD_EVERY_S):

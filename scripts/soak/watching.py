@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import resource
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from triton_omni.serving.leftovers import members
+
 MIB = 1 << 20
-_PAGE = 4096
 _FEWEST = 10
 """Samples without which no line is fitted."""
 
@@ -110,12 +112,12 @@ class MemoryWatch:
 
     def _run(self) -> None:
         while not self._closing.wait(self._every_s):
-            for pid in _members(self._leader):
+            for pid in sorted(members(self._leader)):
                 with contextlib.suppress(OSError, IndexError):  # ended meanwhile
                     self._sample(pid)
 
     def _sample(self, pid: int) -> None:
-        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
         files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
         if (watched := self._processes.get(pid)) is None:
             if (name := _name(pid)) is None:
@@ -124,16 +126,6 @@ class MemoryWatch:
         watched.seconds.append(self._clock())
         watched.resident.append(resident)
         watched.files.append(files)
-
-
-def _members(group: int) -> list[int]:
-    found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, member_of = file.read_text().rpartition(")")[2].split()[:3]
-            if int(member_of) == group and state not in "ZX":
-                found.append(int(file.parent.name))
-    return sorted(found)
 
 
 def _name(pid: int) -> str | None:

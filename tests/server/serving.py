@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import resource
 import shutil
 import time
 import urllib.request
@@ -151,6 +152,11 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], o
     while not condition():
         assert time.monotonic() < deadline, f"still not so after {seconds:g} s: {what()}"
         time.sleep(0.01)
+
+
+def resident_bytes(pid: int) -> int:
+    """Main memory of a process, shared memory included."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 class Served:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,7 +22,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from server.asking import BATCH_TOLERANCE
 from server.probes import SLOW_THINKER
-from server.serving import STAGES, TINY, Served, wait_for
+from server.serving import STAGES, TINY, Served, resident_bytes, wait_for
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import server_name
 from triton_omni.serving.stage_board import StageBoard
@@ -182,10 +181,6 @@ def seconds_of(server: Served, request: Request) -> float:
     begin = time.monotonic()
     server.client.stream(request).collect()
     return time.monotonic() - begin
-
-
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 def sessions_of(server: Served) -> int:

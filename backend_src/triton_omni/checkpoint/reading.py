@@ -109,3 +109,18 @@ def read_json(path: Path, *, optional: bool = False) -> Section:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(values).__name__}")
     return Section(path.name, values)
+
+
+def read_index(folder: Path) -> dict[str, str] | None:
+    """The file that each tensor is in, by the index; None = there is none.
+
+    Raises:
+        CheckpointError: it cannot be read, or names files outside the folder.
+    """
+    if not (folder / INDEX_FILE).is_file():
+        return None
+    entries = read_json(folder / INDEX_FILE).section("weight_map").values
+    for name, file in entries.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{INDEX_FILE}: {name}: expected the name of a file here, found {file!r:.80}")
+    return dict(entries)

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from triton_omni.checkpoint.reading import INDEX_FILE, SINGLE_FILE, CheckpointError, read_json
+from triton_omni.checkpoint.reading import INDEX_FILE, SINGLE_FILE, CheckpointError, read_index
 
 _LISTED = 5
 """Names that an error message shows of a longer list."""
@@ -63,14 +63,10 @@ def weight_map(checkpoint: Path) -> dict[str, str]:
     Raises:
         CheckpointError: there is neither an index nor a single file, or the index names files outside the folder.
     """
-    if not (checkpoint / INDEX_FILE).is_file():
-        with _open(checkpoint / SINGLE_FILE, torch.device("cpu")) as shard:
-            return dict.fromkeys(shard.keys(), SINGLE_FILE)
-    entries = read_json(checkpoint / INDEX_FILE).section("weight_map").values
-    for name, file in entries.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{INDEX_FILE}: {name}: expected the name of a file here, found {file!r:.80}")
-    return dict(entries)
+    if (indexed := read_index(checkpoint)) is not None:
+        return indexed
+    with _open(checkpoint / SINGLE_FILE, torch.device("cpu")) as shard:
+        return dict.fromkeys(shard.keys(), SINGLE_FILE)
 
 
 def _sources(checkpoint: Path, prefix: str, rename: Callable[[str], str | None] | None) -> dict[str, tuple[str, str]]:

@@ -57,17 +57,21 @@ def say_unready(control: Loads, repository: Path) -> None:
         control.load(UNREADY_MODEL)
 
 
-def drain(sessions: Sessions, seconds: float, given_up: Callable[[], bool]) -> bool:
+def drain(
+    sessions: Sessions, seconds: float, given_up: Callable[[], bool], tell: Callable[[], None] = lambda: None
+) -> bool:
     """Begin no session any more and wait until the last one is over.
 
     Args:
         seconds: to wait at most.
         given_up: asked now and then; True ends the wait.
+        tell: says so to whoever looks; called when it is so, and whoever then asks is refused.
 
     Returns:
         Whether all are over.
     """
     sessions.drain()
+    tell()
     return _await_none(sessions, seconds, given_up)
 
 

@@ -34,7 +34,7 @@ class StageView:
 
 
 @dataclass(frozen=True)
-class OpenSession:
+class SessionView:
     """A session that the thinker has not ended."""
 
     name: str
@@ -51,7 +51,7 @@ class LedgerView:
     """A whole ledger at one moment."""
 
     stages: dict[StageName, StageView]
-    sessions: tuple[OpenSession, ...]
+    sessions: tuple[SessionView, ...]
 
     def held_by(self, stage: StageName) -> frozenset[str]:
         """Names of the open sessions that `stage` has not finished with; it may not have heard of all."""
@@ -90,16 +90,11 @@ def _stage(words: memoryview, stage: StageName) -> StageView:
     )
 
 
-def _session(words: memoryview, at: int, now_ns: int) -> OpenSession:
-    generation, deadline_ns = words[at + layout.GENERATION], words[at + layout.DEADLINE]
-    closed = (
-        stage
-        for stage in layout.STAGES
-        if words[at + layout.FIELDS[stage] + layout.CLOSED] >> layout.COUNT_BITS == generation
-    )
-    return OpenSession(
-        name=f"s{(at - layout.FIRST_RECORD) // layout.RECORD_WORDS}g{generation}",
+def _session(words: memoryview, at: int, now_ns: int) -> SessionView:
+    deadline_ns = words[at + layout.DEADLINE]
+    return SessionView(
+        name=f"s{(at - layout.FIRST_RECORD) // layout.RECORD_WORDS}g{words[at + layout.GENERATION]}",
         age_s=(now_ns - words[at + layout.OPENED]) / 1e9,
         overdue_s=(now_ns - deadline_ns) / 1e9 if deadline_ns else float("-inf"),
-        closed=frozenset(closed),
+        closed=frozenset(stage for stage in layout.STAGES if layout.is_closed(words, at, stage)),
     )

@@ -33,17 +33,17 @@ def end_group(leader: subprocess.Popen[bytes]) -> None:
         os.killpg(leader.pid, signal.SIGKILL)
     leader.wait()
     deadline = time.monotonic() + _KILLED_WITHIN_S
-    while _running(leader.pid) and time.monotonic() < deadline:
+    while members(leader.pid) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
 def has_followers(leader: subprocess.Popen[bytes]) -> bool:
     """Whether another process of the group that `leader` leads runs."""
-    return bool(_running(leader.pid) - {leader.pid})
+    return bool(members(leader.pid) - {leader.pid})
 
 
-def _running(group: int) -> set[int]:
-    """Processes of the group; one that has ended and is not yet collected by its parent does not count."""
+def members(group: int) -> set[int]:
+    """Process ids of a process group; one that has ended and is not yet collected by its parent does not count."""
     found = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # ended meanwhile

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.headers import check_file, check_weights
-from triton_omni.checkpoint.reading import INDEX_FILE, SINGLE_FILE, CheckpointError, read_json
+from triton_omni.checkpoint.reading import SINGLE_FILE, CheckpointError, read_index
 
 RANDOM = "random:"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -86,7 +86,7 @@ def check_files(folder: Path) -> None:
     """
     try:
         load_config(folder)
-        weights = _weight_map(folder)
+        weights = read_index(folder)
         shards = sorted(set(weights.values())) if weights else [SINGLE_FILE]
         missing = [name for name in [*_OTHER_FILES, *shards] if not _has_content(folder / name)]
         if missing:
@@ -98,12 +98,6 @@ def check_files(folder: Path) -> None:
             check_file(folder / SINGLE_FILE)
     except CheckpointError as error:
         raise ModelFolderError(f"{folder} is no checkpoint that can be served: {error}") from error
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    index = read_json(folder / INDEX_FILE, optional=True)
-    entries = index.section("weight_map").values if index.values else {}
-    return {name: str(file) for name, file in entries.items()}
 
 
 def _has_content(file: Path) -> bool:

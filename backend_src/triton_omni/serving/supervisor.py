@@ -8,6 +8,7 @@ Command line: `python -m triton_omni.serving.supervisor --model-repository FOLDE
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import os
 import subprocess
@@ -146,7 +147,7 @@ class Supervisor:
             placement = self.config.placement if gpus else None
             repository = outliving.enter_context(served_repository(self.config.model_repository, model, placement))
             control = ModelControl(self._own_host, self._ports["http"], self.config.ready_timeout_s, control_key)
-            self._process = self._launch(self._command(install, repository, model, control), environment)
+            self._process = self._launch(self._command(install, repository, model, control, gpus), environment)
             self._control, self._repository = control, repository
             self._outliving = outliving.pop_all()
         self.log.follow(self._process)
@@ -203,15 +204,16 @@ class Supervisor:
         """
         if self._board is None or self._control is None or self._repository is None:
             return True
-        # First, so that whoever sees that the server is not ready is refused, too.
-        self._board.drain()
+        tell = functools.partial(self._tell_of_drain, self._board, self._control, self._repository)
+        return drain(self._board, self.config.drain_timeout_s, self._is_given_up, tell)
+
+    def _tell_of_drain(self, board: StageBoard, control: ModelControl, repository: Path) -> None:
         # A repository that was not laid out for this start is not ours to write to.
-        if self._repository != self.config.model_repository:
-            say_unready(self._control, self._repository)
-        if sessions := self._board.open_sessions():
+        if repository != self.config.model_repository:
+            say_unready(control, repository)
+        if sessions := board.open_sessions():
             wait = f"{self.config.drain_timeout_s:g} s at most"
             print(f"stopping: {sessions} replies are under way and get {wait}", file=sys.stderr, flush=True)
-        return drain(self._board, self.config.drain_timeout_s, self._is_given_up)
 
     def _is_given_up(self) -> bool:
         return self._stop_at_once.is_set() or self.exit_code is not None
@@ -286,7 +288,9 @@ class Supervisor:
             start_new_session=True,
         )
 
-    def _command(self, install: TritonInstall, repository: Path, model: Path, control: ModelControl) -> list[str]:
+    def _command(
+        self, install: TritonInstall, repository: Path, model: Path, control: ModelControl, gpus: int
+    ) -> list[str]:
         host = self.config.host
         command = [
             str(install.binary),
@@ -308,7 +312,7 @@ class Supervisor:
         ]
         if install.backend_directory is not None:
             command.append(f"--backend-directory={install.backend_directory}")
-        if gpus := visible_gpus(os.environ):
+        if gpus:
             pool = memory_pool_bytes(self.config.model_repository, model)
             command += [f"--cuda-memory-pool-byte-size={gpu}:{pool}" for gpu in range(gpus)]
         else:  # both would only fail, with a warning
