@@ -20,7 +20,7 @@ import pytest
 from reference.hf import HfReference
 from server.asking import BATCH_TOLERANCE
 from server.parity import GREEDY, SYSTEM, check_reply, hf_reply
-from server.probes import BREAKING_TOKEN2WAV
+from server.probes import BREAKING_TOKEN2WAV, SLOW_THINKER
 from server.serving import STAGES, TINY, Served, serve, wait_for
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import server_name
@@ -82,7 +82,9 @@ def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(crashing: Crash
     server, board = crashing.server, crashing.board
     epoch = board.epoch(stage)
     with ThreadPoolExecutor(STREAMS) as pool:
-        streams = [pool.submit(until_the_end, server, f"{stage} {number}", number) for number in range(STREAMS)]
+        # The first slows the thinker down, so that none has ended before all have begun.
+        seeds = [SLOW_THINKER, *range(1, STREAMS)]
+        streams = [pool.submit(until_the_end, server, f"{stage} {seed}", seed) for seed in seeds]
         wait_for(lambda: board.open_sessions() == STREAMS, 10, board.open_sessions)
         wait_for(lambda: server.metrics('omni_sessions{stage="token2wav"}').popitem()[1] == STREAMS, 10, server.held)
         killed_at = time.monotonic()

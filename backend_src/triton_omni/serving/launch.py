@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT_VARIABLE = "OMNI_MODEL"
 INVARIANCE_VARIABLE = "VLLM_BATCH_INVARIANT"
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 HELD_AT_MOST_S = 300.0
 """A stage that is held back, and whose supervisor is gone, loads after so long."""
 SWITCH_INTERVAL_S = 0.0001
@@ -76,6 +77,7 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
     _await_turn("thinker")
     settings = _settings(folder, ThinkerSettings)
     _choose_invariance(settings)
+    _keep_sockets_in(folder)
     checkpoint = checkpoint_folder()
     from triton_omni.checkpoint.config import load_config
     from triton_omni.checkpoint.speakers import load_speakers
@@ -248,6 +250,13 @@ def _choose_invariance(settings: ThinkerSettings | TalkerSettings) -> None:
     """Before vLLM is imported, which reads the variable then. Its kernels for it are a GPU's."""
     if settings.engine.deterministic and resolve_device(settings.device) == "cuda":
         os.environ[INVARIANCE_VARIABLE] = "1"
+
+
+def _keep_sockets_in(folder: Path) -> None:
+    """The processes of a thinker that is split meet at sockets, of which vLLM removes none; a server that this project
+    starts reads copies of its models' folders, which go with it."""
+    if os.access(folder, os.W_OK):
+        os.environ.setdefault(SOCKETS_VARIABLE, str(folder))
 
 
 def _limit_threads(threads: int) -> None:

@@ -21,6 +21,8 @@ _FORCED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # The mixins extend the V1 runner; the V2 runner has no `_model_forward` to extend.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # A stage's process has threads of Triton's, which a fork would leave behind in the middle of their work.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
 }
@@ -72,6 +74,7 @@ try:
     from vllm import ModelRegistry, SamplingParams
     from vllm.compilation.decorators import support_torch_compile
     from vllm.config import CompilationMode, CUDAGraphMode, StructuredOutputsConfig, VllmConfig
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import VLLMValidationError
     from vllm.forward_context import BatchDescriptor, ForwardContext, get_forward_context, override_forward_context
@@ -96,6 +99,7 @@ try:
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
     from vllm.sequence import IntermediateTensors
+    from vllm.utils.system_utils import get_mp_context
     from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -104,6 +108,8 @@ try:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor.multiproc_executor import UnreadyWorkerProcHandle, WorkerProc
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
     from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
     from vllm.v1.request import Request
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -141,7 +147,9 @@ _OTHER_METHODS = {
     EngineCore: ("step_with_batch_queue",),
     KVCacheManager: ("allocate_slots", "take_new_block_ids"),
     Scheduler: ("_reserve_prefill_lookahead", "schedule", "update_from_output"),
+    UniProcExecutor: ("_distributed_args", "_init_executor", "collective_rpc", "shutdown"),
     Worker: ("_make_model_runner",),
+    WorkerProc: ("wait_for_ready", "worker_main"),
 }
 
 
@@ -184,6 +192,7 @@ __all__ = [
     "LlamaDecoderLayer",
     "LogitsProcessor",
     "MRotaryEmbedding",
+    "MessageQueue",
     "ModelRegistry",
     "ModelRunnerOutput",
     "MultiModalFeatureSpec",
@@ -207,16 +216,20 @@ __all__ = [
     "StructuredOutputsConfig",
     "StructuredOutputsParams",
     "SupportsMRoPE",
+    "UniProcExecutor",
     "UnquantizedLinearMethod",
+    "UnreadyWorkerProcHandle",
     "UnsupportedVllmError",
     "VLLMValidationError",
     "VllmConfig",
     "VocabParallelEmbedding",
     "WeightsMapper",
     "Worker",
+    "WorkerProc",
     "apply_top_k_top_p",
     "current_platform",
     "get_forward_context",
+    "get_mp_context",
     "override_forward_context",
     "serialize_guidance_grammar",
     "support_torch_compile",

@@ -18,6 +18,7 @@ import torch
 from triton_omni.settings import Dtype, EngineSettings, Quantization, SettingsError
 from triton_omni.vllm_hooks.compat import CompilationMode, EngineArgs, current_platform
 from triton_omni.vllm_hooks.fused_decode import FUSED_DECODE
+from triton_omni.vllm_hooks.tensor_parallel import TensorParallelExecutor
 
 GPU_BLOCK_SIZE = 16
 CPU_BLOCK_SIZE = 32
@@ -137,12 +138,33 @@ def build_engine_args(
         enable_chunked_prefill=True,
         enable_prefix_caching=False,
         async_scheduling=on_gpu and settings.async_scheduling,
-        device_ids=[device.index] if device.index else None,
+        **_ranks(settings, device),
         additional_config={FUSED_DECODE: settings.fused_decode and on_gpu, **for_runner},
         **_memory(settings, block_size),
         **_execution(settings, on_gpu),
         **model_arguments,
     )
+
+
+def _ranks(settings: EngineSettings, device: torch.device) -> dict[str, Any]:
+    """The GPUs of the engine: `device`, and as many after it as share its layers.
+
+    Raises:
+        SettingsError: there are not so many.
+    """
+    first, size = device.index or 0, settings.tensor_parallel_size
+    if size == 1:
+        return {"device_ids": [first] if first else None}
+    split = {"tensor_parallel_size": size, "distributed_executor_backend": TensorParallelExecutor}
+    if device.type == "cpu":
+        return split
+    seen = torch.cuda.device_count()
+    if first + size > seen:
+        raise SettingsError(
+            f"engine.tensor_parallel_size: {size} GPUs from number {first} on, but this process sees {seen} "
+            f"(0 to {seen - 1})"
+        )
+    return split | {"device_ids": list(range(first, first + size))}
 
 
 def _memory(settings: EngineSettings, block_size: int) -> dict[str, Any]:

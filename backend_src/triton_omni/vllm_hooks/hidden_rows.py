@@ -160,6 +160,8 @@ class HiddenRowsMixin(_Runner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.row_tap = RowTap()
+        # Every rank has all rows; those of rank 0 are taken.
+        self._gives_rows = not self.parallel_config.rank
 
     def clear_cache_of(self, request_id: str) -> None:
         """Zero the KV cache blocks of a request that failed, or may have, before they are given to another.
@@ -189,10 +191,12 @@ class HiddenRowsMixin(_Runner):
         if inputs_embeds is None:
             raise RuntimeError("the thinker ran on token ids: rows need a multimodal model's input embeddings")
         batch, bounds = self.input_batch, self.query_start_loc.np
-        plan = self.row_tap.plan(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
         # A recorded step may have more rows than tokens. vLLM leaves those as they are, and the network adds its
         # residual stream into them: from step to step they would grow, and what is not finite would stay.
         inputs_embeds[int(bounds[len(batch.req_ids)]) :].zero_()
+        if not self._gives_rows:
+            return super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
+        plan = self.row_tap.plan(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
         taken = plan.take_embeddings(inputs_embeds)
         hidden = super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
         self.row_tap.record(plan, taken, hidden)

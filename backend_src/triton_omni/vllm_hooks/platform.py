@@ -25,15 +25,20 @@ class UnsupportedEngineError(ValueError):
     """The engine's configuration asks for what the custom runners do not do."""
 
 
-def refuse_unsupported(config: VllmConfig) -> None:
+def refuse_unsupported(config: VllmConfig, *, tensor_parallel: bool) -> None:
     """Stop the start where rows or codes would silently be wrong.
 
+    Args:
+        config: the engine's.
+        tensor_parallel: whether the runner can be one of several ranks.
+
     Raises:
-        UnsupportedEngineError: speculative decoding, or a model split over several processes, is configured.
+        UnsupportedEngineError: speculative decoding, or a model split as the runner cannot be, is configured.
     """
     if config.speculative_config is not None:
         raise UnsupportedEngineError("speculative_config: speculative decoding is not supported by the custom runners")
-    for name in ("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"):
+    whole = ["pipeline_parallel_size", "data_parallel_size", *([] if tensor_parallel else ["tensor_parallel_size"])]
+    for name in whole:
         size = getattr(config.parallel_config, name)
         if size != 1:
             raise UnsupportedEngineError(f"{name} is {size}: rows are handed over inside one process, use 1")
@@ -43,9 +48,11 @@ class StageWorker(_PlatformWorker):
     """vLLM's worker with `runner_class` as its model runner."""
 
     runner_class: type[GPUModelRunner]
+    tensor_parallel = False
+    """Whether the runner can be one of several ranks."""
 
     def _make_model_runner(self) -> GPUModelRunner:
-        refuse_unsupported(self.vllm_config)
+        refuse_unsupported(self.vllm_config, tensor_parallel=self.tensor_parallel)
         return self.runner_class(self.vllm_config, self.device)
 
     def init_device(self) -> None:

@@ -17,7 +17,6 @@ from transformers import GenerationConfig
 
 from triton_omni.engine import EngineStats, FinishReason, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
 from triton_omni.errors import BadRequest, TooLarge
-from triton_omni.precision import use_full_float32
 from triton_omni.settings import ThinkerSettings
 from triton_omni.vllm_hooks import thinker_networks
 from triton_omni.vllm_hooks.compat import (
@@ -81,7 +80,7 @@ class ThinkerVllmEngine:
 
     Raises:
         SettingsError: the device or a class name cannot be used.
-        UnsupportedEngineError: the configuration asks for speculative decoding or more than one process.
+        UnsupportedEngineError: the configuration asks for speculative decoding.
     """
 
     def __init__(self, checkpoint: Path, settings: ThinkerSettings, device: torch.device) -> None:
@@ -89,8 +88,6 @@ class ThinkerVllmEngine:
         self.dtype = resolve_dtype(settings.dtype, device)
         self.device = device
         apply_thread_share(settings.engine)
-        if self.dtype == torch.float32:
-            use_full_float32(device)
         media = settings.limits.max_media_items
         arguments = build_engine_args(
             checkpoint,
@@ -126,7 +123,7 @@ class ThinkerVllmEngine:
         self._sequences: dict[str, _Sequence] = {}
         self._keys: dict[str, str] = {}
         # vLLM's null block, which nobody reads: not at the first cancel, which would hold up every stream.
-        self._runner.clear_blocks([0])
+        self._llm.model_executor.collective_rpc("clear_blocks", args=([0],))
         if device.type == "cuda":
             # vLLM warms up on a stream of this thread; another thread's, which may step, would not wait for it.
             torch.cuda.synchronize(device)
@@ -200,7 +197,7 @@ class ThinkerVllmEngine:
         sequence = self._give_up(key)
         if sequence is not None:
             # Whether all that it computed is finite is not known yet: a step may be in flight.
-            self._runner.clear_cache_of(sequence.request_id)
+            self._clear_cache_of(sequence)
 
     def has_work(self) -> bool:
         """Whether `step` could advance a sequence, or has still to tell the device of an ended one."""
@@ -314,7 +311,7 @@ class ThinkerVllmEngine:
         error, stop_string = None, _stop_string(completion)
         if stop_string is not None:
             # Whether what is not given is finite is not known, and a step may be in flight.
-            self._runner.clear_cache_of(sequence.request_id)
+            self._clear_cache_of(sequence)
         if news.finished:
             self._drop(sequence.key)
             if finish is None:
@@ -334,6 +331,9 @@ class ThinkerVllmEngine:
             stop_string=stop_string,
             error=error,
         )
+
+    def _clear_cache_of(self, sequence: _Sequence) -> None:
+        self._llm.model_executor.collective_rpc("clear_cache_of", args=(sequence.request_id,), single_value=True)
 
     def _give_up(self, key: str) -> _Sequence | None:
         sequence = self._drop(key)

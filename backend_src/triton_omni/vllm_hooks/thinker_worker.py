@@ -6,11 +6,19 @@ It puts the mixins together; what they do is in the modules that they are import
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import torch
+
+from triton_omni.precision import use_full_float32
+from triton_omni.vllm_hooks import thinker_networks
+from triton_omni.vllm_hooks.compat import SchedulerOutput
 from triton_omni.vllm_hooks.fused_decode import FusedDecodeMixin
 from triton_omni.vllm_hooks.hidden_rows import HiddenRowsMixin
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
 from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
+from triton_omni.vllm_hooks.tensor_parallel import failing_together
 
 
 class ThinkerRunner(HiddenRowsMixin, CounterNoiseMixin, FusedDecodeMixin, PrefillGraphsMixin, PlatformRunner):
@@ -18,6 +26,37 @@ class ThinkerRunner(HiddenRowsMixin, CounterNoiseMixin, FusedDecodeMixin, Prefil
 
 
 class ThinkerWorker(StageWorker):
-    """Worker of the thinker's engine."""
+    """Worker of the thinker's engine: the only one, or one rank of several."""
 
     runner_class = ThinkerRunner
+    tensor_parallel = True
+
+    def init_device(self) -> None:
+        """Start the device, in a process that knows nothing yet where this is not the first rank."""
+        thinker_networks.register()
+        super().init_device()
+        if self.model_config.dtype == torch.float32:
+            use_full_float32(self.runner.device)
+
+    @property
+    def runner(self) -> ThinkerRunner:
+        """The model runner; there is one once the device is started."""
+        return cast(ThinkerRunner, self.model_runner)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM's step."""
+        with failing_together(self.rank):
+            return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's draws of the step."""
+        with failing_together(self.rank):
+            return super().sample_tokens(grammar_output)
+
+    def clear_cache_of(self, request_id: str) -> None:
+        """See `HiddenRowsMixin.clear_cache_of`."""
+        self.runner.clear_cache_of(request_id)
+
+    def clear_blocks(self, blocks: list[int]) -> None:
+        """See `HiddenRowsMixin.clear_blocks`."""
+        self.runner.clear_blocks(blocks)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thinker whose layers are split over two processes: HF's replies, one stage to whoever looks at it from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from reference.hf import HfReference
+from server.asking import ask_together
+from server.parity import GREEDY, check_reply, hf_reply
+from server.serving import TINY, Served, serve, wait_for
+from server.test_mixed_media import CHATS
+from triton_omni.ledger_layout import server_name
+from triton_omni.serving.stage_board import StageBoard
+from triton_omni_client import Internal
+
+AT_ONCE = ("all kinds between words", "a film that is heard")
+ENGINE = {**TINY["thinker"]["engine"], "tensor_parallel_size": 2}
+TOLD_WITHIN_S, BACK_WITHIN_S, STOP_S = 2.0, 60.0, 10.0
+
+
+@pytest.fixture(scope="module")
+def split(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of its own: at its end nothing may be left of the processes that Triton does not know."""
+    settings = {**TINY, "thinker": {**TINY["thinker"], "engine": ENGINE}}
+    before = set(Path(tempfile.gettempdir()).iterdir())
+    with serve(tmp_path_factory.mktemp("split"), tiny_checkpoint, settings) as server:
+        yield server
+        ranks = other_ranks(server)
+        assert server.stop() < STOP_S
+        wait_for(lambda: not any(map(is_alive, ranks)), 5, lambda: ranks)
+        assert not [path for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket() and path not in before]
+
+
+def thinker(server: Served) -> int:
+    board = StageBoard(server_name(server.supervisor.pid))
+    try:
+        return board.pid("thinker")
+    finally:
+        board.close()
+
+
+def other_ranks(server: Served) -> list[int]:
+    """Processes that the thinker's started to hold the other parts of its layers."""
+    children = Path(f"/proc/{thinker(server)}/task").glob("*/children")
+    started = [int(pid) for file in children for pid in file.read_text().split()]
+    return [pid for pid in started if "Worker_TP" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_replies_are_hf_s(split: Served, hf: HfReference) -> None:
+    assert len(other_ranks(split)) == 1
+    expected = {name: hf_reply(hf, CHATS[name].hf_inputs(hf), "Ethan") for name in AT_ONCE}
+    requests = {
+        name: CHATS[name].request(voice="Ethan", seed=seed, request_id=f"split: {name}", **GREEDY)
+        for seed, name in enumerate(AT_ONCE)
+    }
+    replies = ask_together(split, requests)
+    for name in AT_ONCE:
+        check_reply(split, hf, requests[name], replies[name], expected[name])
+
+
+def test_a_seed_draws_what_it_draws_in_one_process(split: Served, server: Served) -> None:
+    drawn = {"seed": 11, "modalities": ["text"], "thinker": {"temperature": 1.0, "min_tokens": 20, "max_tokens": 20}}
+    split.ask("split: drawn", "hello", **drawn)
+    server.ask("whole: drawn", "hello", **drawn)
+    assert split.records.tokens("split: drawn") == server.records.tokens("whole: drawn")
+
+
+def test_ranks_end_together_and_the_stage_comes_back(split: Served) -> None:
+    stage, ranks = thinker(split), other_ranks(split)
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(split.ask, "cut off", "hello", seed=1, thinker={"min_tokens": 200, "max_tokens": 200})
+        wait_for(lambda: split.metrics('omni_sessions{stage="token2wav"}').popitem()[1] == 1, 10, split.held)
+        os.kill(ranks[0], signal.SIGKILL)
+        with pytest.raises(Internal, match="the process of thinker ended unexpectedly"):
+            stream.result(timeout=TOLD_WITHIN_S)
+    assert not is_alive(stage)
+    wait_for(split.client.ready, BACK_WITHIN_S, split.held)
+    assert split.ask("after a rank's end", "hello", seed=7, **GREEDY).text
+    assert len(other_ranks(split)) == 1
