@@ -111,7 +111,7 @@ class Asker:
         try:
             self._ways[planned.way](planned, heard)
         except OmniClientError as raised:
-            error = raised
+            error = _alone(raised)
         outcome = _outcome(planned, heard, error)
         reply = (heard.text, heard.samples) if outcome == "finished" else None
         return Ended(planned, outcome, began, self.now(), heard.first_audio_s, reply, error)
@@ -198,6 +198,12 @@ def _hear(line: bytes, heard: Heard, begin: float) -> None:
     heard.text += event["text_output"]
     heard.samples += count
     heard.whole = heard.whole or bool(event["info"])
+
+
+def _alone(error: OmniClientError) -> OmniClientError:
+    """Without what led to it: a run keeps its errors, and frames of a traceback keep the bytes of their request."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _outcome(planned: Planned, heard: Heard, error: OmniClientError | None) -> Outcome:

@@ -135,6 +135,12 @@ def _video() -> bytes:
     return out.getvalue()
 
 
+@cache
+def _too_long() -> str:
+    """One for all requests: a run keeps each until its end."""
+    return "x " * (1 << 20)
+
+
 KINDS: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {
     "text": lambda: {"text": "hello"},
     "long text": lambda: {"text": "Tell me about the sea. " * 12},
@@ -151,6 +157,6 @@ MALFORMED: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {
     "broken video": lambda: _about(Media("video", _video()[:200])),
     "fewer media than parts": lambda: {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
     "unknown role": lambda: {"messages": [{"role": "oracle", "content": "hello"}]},
-    "too long": lambda: {"text": "x " * (1 << 20)},
+    "too long": lambda: {"text": _too_long()},
     "impossible schema": lambda: {"text": "hello", "thinker": {"json_schema": {"type": "bogus"}}},
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni_client import BadRequest, Internal, Overloaded
+from triton_omni_client import BadRequest, Internal, OmniClientError, Overloaded
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -81,6 +81,24 @@ def test_shares_of_one_fate_alone(soak):
     plan = soak("plan")
     shares = plan.Shares(cancelled=0, malformed=1, slow=0, hurried=0)
     assert {plan.plan(number, 0, shares).fate for number in range(100)} == {"malformed"}
+
+
+def test_malformed_requests_that_are_kept_share_their_bytes(soak):
+    plan = soak("plan")
+    first, second = (plan.MALFORMED["too long"]() for _ in range(2))
+    assert first["text"] is second["text"]
+
+
+def test_an_error_that_is_kept_keeps_nothing_of_its_request(soak):
+    plan, asking = soak("plan"), soak("asking")
+    asker = asking.Asker("127.0.0.1:1", "127.0.0.1:1")
+    shares = plan.Shares(cancelled=0, malformed=1, slow=0, hurried=0)
+    for way in plan.WAYS:
+        planned = dataclasses.replace(plan.plan(0, 0, shares), way=way)
+        error = asker.ask(planned).error
+        assert isinstance(error, OmniClientError)
+        assert (error.__traceback__, error.__cause__, error.__context__) == (None, None, None)
+    asker.close()
 
 
 def test_a_request_without_an_end_or_with_two_is_a_fault(soak, soaked):
