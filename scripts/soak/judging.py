@@ -52,6 +52,10 @@ class Soaked:
     """What the stages held when nothing was asked any more."""
     stop_s: float
     seconds: float
+    gone: str | None = None
+    """Why the server did not go on to the end of the run; None = it did."""
+    deaths: int = 0
+    """How often a stage's process died, killed or not."""
     overload_expected: bool = False
     """Whether more was asked at once than the server takes."""
     growth_allowed: float = 64.0 * MIB
@@ -123,6 +127,10 @@ def _of_replies(soaked: Soaked) -> Iterator[str]:
 
 
 def _of_the_server(soaked: Soaked) -> Iterator[str]:
+    if soaked.gone is not None:
+        yield f"the server did not live through the run: {soaked.gone}"
+    if soaked.deaths > len(soaked.kills):
+        yield f"stages died {soaked.deaths} times, {len(soaked.kills)} of them killed by the run"
     if soaked.left:
         yield f"something is left: {dict(soaked.left)}"
     if soaked.stop_s >= STOP_S:

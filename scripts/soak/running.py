@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_omni.ledger_layout import STAGES, server_name
+from triton_omni.serving.machine import ServerError
 from triton_omni.serving.metric_families import FAMILIES
 from triton_omni.serving.server_options import ServerConfig
 from triton_omni.serving.stage_board import StageBoard
@@ -36,6 +37,7 @@ _PAUSE_S = 0.5
 """What a client waits after a refusal or a failure."""
 _IDLE_WITHIN_S = 15.0
 _TOLD_EVERY_S = 10.0
+_LOOK_EVERY_S = 1.0
 _BOUNDED_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 """On a CPU oneDNN keeps code for each of 1024 shapes by default; new ones come for hours: growth, but no leak."""
 _HELD = frozenset(family.name for family in FAMILIES if family.holds)
@@ -73,6 +75,7 @@ class Run:
         self._ended: list[Ended] = []
         self._kills: list[Kill] = []
         self._over = threading.Event()
+        self._gone: str | None = None
 
     def drive(self) -> Soaked:
         """Ask all there is to ask; the server is stopped afterwards."""
@@ -90,7 +93,7 @@ class Run:
         for helper in helpers:
             helper.join()
         seconds = self._asker.now()
-        left = self._left()
+        losses, left = self._server.losses, {} if self._gone else self._left()
         self._watch.close()
         self._asker.close()
         self._board.close()
@@ -101,6 +104,8 @@ class Run:
             kills=self._kills,
             processes=self._watch.processes,
             left=left,
+            gone=self._gone,
+            deaths=losses,
             stop_s=self._server.stop(),
             seconds=seconds,
             # A cancelled request has its place until the stages have noticed.
@@ -140,11 +145,22 @@ class Run:
         self._kills.append(Kill(stage, killed, back + _SETTLE_S))
 
     def _tell(self) -> None:
-        while not self._over.wait(_TOLD_EVERY_S):
+        while not self._ends_within(_TOLD_EVERY_S):
             ended, seconds = len(self._ended), self._asker.now()
             self._say(
                 f"{ended} of {self._options.requests} requests in {seconds:.0f} s, {ended / seconds:.1f} a second"
             )
+
+    def _ends_within(self, seconds: float) -> bool:
+        """Whether the run is over within this, also because the server is."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._over.wait(_LOOK_EVERY_S):
+            try:
+                self._server.check()
+            except ServerError as error:
+                self._gone = str(error)
+                self._over.set()
+        return self._over.is_set()
 
     def _left(self) -> Mapping[str, float]:
         """What is held once nothing is asked; what a killed stage held in Triton is left out."""

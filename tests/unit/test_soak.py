@@ -106,6 +106,14 @@ def test_a_request_without_an_end_or_with_two_is_a_fault(soak, soaked):
     assert soak("judging").faults(lost) == ["2 requests did not end exactly once: [0, 5]"]
 
 
+def test_a_server_that_ended_and_a_stage_that_nobody_killed_are_faults(soak, soaked):
+    found = soak("judging").faults(dataclasses.replace(soaked, gone="the server ended with code 134", deaths=1))
+    assert found == [
+        "the server did not live through the run: the server ended with code 134",
+        "stages died 1 times, 0 of them killed by the run",
+    ]
+
+
 def test_a_request_that_was_never_answered_is_a_fault(soak, changed):
     found = soak("judging").faults(changed("hurried", began=0.0, ended=101.0))
     assert [fault.partition(" within")[0] for fault in found] == ["1 requests were not answered"]

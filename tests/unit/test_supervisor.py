@@ -68,7 +68,12 @@ if behaviour == "no metrics":  # ready already, as tritonserver is when it finds
           flush=True)
     os._exit(1)
 threading.Thread(target=listen("metrics").serve_forever, daemon=True).start()
-listen("http").serve_forever()
+http = listen("http")
+def hang_up(*_):
+    http.server_close()
+    time.sleep(600)
+signal.signal(signal.SIGUSR1, hang_up)
+http.serve_forever()
 '''
 
 
@@ -210,6 +215,22 @@ def test_no_stage_is_left_of_a_server_that_was_killed(repository: Path, stage: P
         with pytest.raises(ServerError, match="ended with code 137"):
             server.run()
         assert not is_running(int(stage.read_text()))
+
+
+def test_a_server_that_lives_but_listens_no_more_is_given_up(
+    repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton_omni.serving.supervisor._LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("triton_omni.serving.supervisor._HUNG_UP_S", 0.3)
+    with Supervisor(config(repository, environment={"STAGE": str(stage)})) as server:
+        until = time.monotonic() + 0.6
+        while time.monotonic() < until:
+            server.check()
+        os.kill(server.pid, signal.SIGUSR1)
+        with pytest.raises(ServerError, match="the server's process lives, but has closed its HTTP port"):
+            server.run()
+        server.stop()
+    assert not is_running(int(stage.read_text()))
 
 
 def test_no_stage_is_left_of_a_server_that_never_got_ready(repository: Path, stage: Path) -> None:

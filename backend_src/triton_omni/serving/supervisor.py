@@ -11,6 +11,7 @@ import contextlib
 import functools
 import http.client
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -60,6 +61,8 @@ _END_WITHIN_S = 3.0
 _SAME_SIGNAL_S = 1.0
 """Signals so soon after the first are one: Ctrl-C reaches a command from its terminal and once more from its shell."""
 _POLL_S = 0.1
+_LOOK_EVERY_S = 1.0
+_HUNG_UP_S = 5.0
 
 
 class Supervisor:
@@ -86,6 +89,7 @@ class Supervisor:
         self._control: ModelControl | None = None
         self._board: StageBoard | None = None
         self._reviver: StageReviver | None = None
+        self._last_look = self._last_heard = 0.0
 
     @property
     def http_url(self) -> str:
@@ -177,18 +181,53 @@ class Supervisor:
                 self._board = StageBoard(server_name(self.pid))
                 self._reviver = StageReviver(self._board, self._control, self.config.revival)
                 self._reviver.start()
+        self._last_heard = time.monotonic()
 
     def run(self) -> None:
         """Block until `request_stop` is called.
 
         Raises:
-            ServerError: the server ended by itself, or a stage died too often; the message has the reason.
+            ServerError: the server ended by itself or listens no more, or a stage died too often; the message has the
+                reason.
         """
         while not self._stop_requested.wait(_POLL_S):
-            if self.exit_code is not None:
-                raise ServerError(self._why_it_ended())
-            if self._reviver is not None and self._reviver.failure is not None:
-                raise ServerError(f"{self._reviver.failure}{self.log.hint}")
+            self.check()
+
+    def check(self) -> None:
+        """See whether the server, once ready, goes on.
+
+        Raises:
+            ServerError: as `run`.
+        """
+        if self.exit_code is not None:
+            raise ServerError(self._why_it_ended())
+        if self._reviver is not None and self._reviver.failure is not None:
+            raise ServerError(f"{self._reviver.failure}{self.log.hint}")
+        if self._has_hung_up():
+            raise ServerError(f"the server's process lives, but has closed its HTTP port{self.log.hint}")
+
+    @property
+    def losses(self) -> int:
+        """How often a stage's process died."""
+        return self._reviver.losses if self._reviver is not None else 0
+
+    def _has_hung_up(self) -> bool:
+        """Whether the server has listened to nobody for a while: one that crashed may take minutes to end."""
+        now = time.monotonic()
+        if now - self._last_look >= _LOOK_EVERY_S:
+            self._last_look = now
+            if not self._refuses_connections():
+                self._last_heard = now
+        return now - self._last_heard > _HUNG_UP_S
+
+    def _refuses_connections(self) -> bool:
+        try:
+            socket.create_connection((self._own_host, self._ports["http"]), timeout=2.0).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # it is slow
+            return False
+        return False
 
     def request_stop(self, *, at_once: bool = False) -> None:
         """Make `run` and `wait_ready` return, and `drain` too if `at_once`; safe in a signal handler."""
