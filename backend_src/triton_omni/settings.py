@@ -58,8 +58,6 @@ class EngineSettings(_Frozen):
     deterministic: bool = False
     """Have vLLM compute each sequence as if it were alone (GPU only, see `VLLM_BATCH_INVARIANT`), so that reduced
     precision rounds alike in any batch. On a CPU in float32 tokens do not depend on the batch anyhow."""
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
-    """GPUs that share each layer of the thinker: the one that the stage is placed on, and those after it."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of the engine on a machine without a GPU; 0 = a fair share of the cores."""
 
@@ -70,11 +68,6 @@ class EngineSettings(_Frozen):
         for other in ("torch_compile", "enforce_eager", "deterministic"):
             if self.fused_decode and getattr(self, other):
                 raise ValueError(f"fused_decode true and {other} true exclude each other: set one of them to false")
-        if self.fused_decode and self.tensor_parallel_size > 1:
-            raise ValueError(
-                f"fused_decode true and tensor_parallel_size {self.tensor_parallel_size} exclude each other: "
-                "its kernels know whole layers, set one of them back"
-            )
         return self
 
     @model_validator(mode="after")
@@ -124,6 +117,8 @@ class ThinkerSettings(_Frozen):
     quantization: Quantization = "none"
     """Of the decoder's matrix products: `fp8` halves the bytes that a step reads, at the price of exactness (GPU only,
     half precision). Media encoders and the links stay in `dtype`."""
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
+    """GPUs that share each layer: the one that the stage is placed on, and those after it."""
     engine: EngineSettings = EngineSettings()
     limits: RequestLimits = RequestLimits()
     max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
@@ -135,6 +130,15 @@ class ThinkerSettings(_Frozen):
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
     """Deadline of a request that names none."""
     preprocess_threads: Positive = 4
+
+    @model_validator(mode="after")
+    def _kernels_know_whole_layers(self) -> ThinkerSettings:
+        if self.engine.fused_decode and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"engine.fused_decode true and tensor_parallel_size {self.tensor_parallel_size} exclude each other: "
+                "set one of them back"
+            )
+        return self
 
 
 class TalkerSettings(_Frozen):
@@ -148,15 +152,6 @@ class TalkerSettings(_Frozen):
     """Sequences open at once; those beyond `engine.max_num_seqs` queue, their rows reserved."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
     """Longest spoken reply in codec codes (50 a second)."""
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> TalkerSettings:
-        if self.engine.tensor_parallel_size != 1:
-            raise ValueError(
-                f"engine.tensor_parallel_size {self.engine.tensor_parallel_size}: only the thinker can be shared out "
-                "among GPUs, use 1"
-            )
-        return self
 
 
 class StreamingPlan(_Frozen):

@@ -92,11 +92,10 @@ def test_a_call_goes_by_its_name_so_that_every_rank_can_make_it() -> None:
 def test_there_must_be_as_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from triton_omni.settings import EngineSettings, SettingsError
+    from triton_omni.settings import SettingsError
     from triton_omni.vllm_hooks.engine_args import _ranks
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    split = EngineSettings(tensor_parallel_size=2)
-    assert _ranks(split, torch.device("cuda", 1))["device_ids"] == [1, 2]
+    assert _ranks(2, torch.device("cuda", 1))["device_ids"] == [1, 2]
     with pytest.raises(SettingsError, match=r"2 GPUs from number 2 on, but this process sees 3 \(0 to 2\)"):
-        _ranks(split, torch.device("cuda", 2))
+        _ranks(2, torch.device("cuda", 2))

@@ -459,7 +459,7 @@ def test_what_the_runners_cannot_do_is_refused_by_name(engine: Any, change: dict
         speculative_config=change.get("speculative_config"), parallel_config=SimpleNamespace(**parallel)
     )
     with pytest.raises(UnsupportedEngineError, match=message):
-        refuse_unsupported(config)
+        refuse_unsupported(config, tensor_parallel=False)
 
 
 def test_a_checkpoint_in_which_vllm_and_hf_would_place_videos_differently_is_refused(engine: Any) -> None:

@@ -20,7 +20,7 @@ import pytest
 from reference.hf import HfReference
 from server.asking import BATCH_TOLERANCE
 from server.parity import GREEDY, SYSTEM, check_reply, hf_reply
-from server.probes import BREAKING_TOKEN2WAV, SLOW_THINKER
+from server.probes import BREAKING_TALKER, BREAKING_TOKEN2WAV, SLOW_THINKER
 from server.serving import STAGES, TINY, Served, serve, wait_for
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import server_name
@@ -32,6 +32,7 @@ BEFORE = "before"
 TOLD_WITHIN_S = 2.0
 BACK_WITHIN_S = 60.0
 STOP_S = 10.0
+"""On two cores a server stops in 5 s; one that leaked a request waits 30 s for it."""
 LONG = {"thinker": {"min_tokens": 200, "max_tokens": 200}}
 """A reply that is still written when the stage is killed."""
 SETTINGS = {**TINY, **{stage: {**TINY[stage], "max_sessions": STREAMS} for stage in ("thinker", "talker")}}
@@ -118,6 +119,23 @@ def test_a_stage_whose_engine_failed_ends_its_streams_and_comes_back(crashing: C
     assert board.epoch("token2wav") == epoch + 1
     assert board.pid("token2wav") != old
     assert_equals(server, ask(server, "after a failed engine"), "after a failed engine", crashing.before)
+
+
+def test_a_server_stops_while_a_stage_is_started_again(crashing: Crashing) -> None:
+    """The last test of this module."""
+    server = crashing.server
+    loads = server.log().count("loading: talker:1")
+    running = server.client.stream(Request(text="hello", seed=SLOW_THINKER, request_id="open"))
+    next(running)
+    for failing in (lambda: server.ask("breaking", "hello", seed=BREAKING_TALKER), running.collect):
+        with pytest.raises(Internal) as caught:
+            failing()
+        assert caught.value.stage == "talker"
+        assert "the engine of talker failed: RuntimeError" in caught.value.message
+        assert "the device is lost" not in caught.value.message, "the cause is for the log, not for clients"
+    wait_for(lambda: not server.client.ready(), 5, server.log)
+    wait_for(lambda: server.log().count("loading: talker:1") == loads + 1, 10, server.log)
+    assert server.supervisor.stop() < STOP_S
 
 
 def ask(server: Served, request_id: str) -> Reply:

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import http.client
 import json
+import queue
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 from tritonclient.grpc import service_pb2_grpc
 
 from gateway_fakes import run_gateway
@@ -72,8 +75,27 @@ def hostile(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         found = Hostile(server, server.ask("good", "hello", **GOOD).text)
         pids = processes(server.supervisor.pid)
         yield found
-        assert server.stop() < STOP_S
+        with finished_stream(server):
+            assert server.stop() < STOP_S
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5, lambda: pids)
+
+
+@contextmanager
+def finished_stream(server: Served) -> Iterator[None]:
+    """A client that has its whole reply and holds its stream open; Triton waits for such a one when it is to stop."""
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    text = grpcclient.InferInput("text_input", [1], "BYTES")
+    text.set_data_from_numpy(np.array([b"hello"], dtype=np.object_))
+    client = grpcclient.InferenceServerClient(server.supervisor.grpc_url)
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    client.async_stream_infer(MODEL, [text], enable_empty_final_response=True)
+    final = False
+    while not final:
+        result, error = answers.get(timeout=60)
+        assert error is None
+        final = result.get_response().parameters["triton_final_response"].bool_param
+    yield
+    client.close()
 
 
 def with_text(text: bytes) -> Inputs:

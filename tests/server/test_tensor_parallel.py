@@ -22,19 +22,18 @@ from triton_omni.serving.stage_board import StageBoard
 from triton_omni_client import Internal
 
 AT_ONCE = ("all kinds between words", "a film that is heard")
-ENGINE = {**TINY["thinker"]["engine"], "tensor_parallel_size": 2}
 TOLD_WITHIN_S, BACK_WITHIN_S, STOP_S = 2.0, 60.0, 10.0
 
 
 @pytest.fixture(scope="module")
 def split(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of its own: at its end nothing may be left of the processes that Triton does not know."""
-    settings = {**TINY, "thinker": {**TINY["thinker"], "engine": ENGINE}}
+    settings = {**TINY, "thinker": {**TINY["thinker"], "tensor_parallel_size": 2}}
     before = set(Path(tempfile.gettempdir()).iterdir())
     with serve(tmp_path_factory.mktemp("split"), tiny_checkpoint, settings) as server:
         yield server
         ranks = other_ranks(server)
-        assert server.stop() < STOP_S
+        assert server.supervisor.stop() < STOP_S
         wait_for(lambda: not any(map(is_alive, ranks)), 5, lambda: ranks)
         assert not [path for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket() and path not in before]
 

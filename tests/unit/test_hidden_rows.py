@@ -108,13 +108,20 @@ class PaddedRunner(HiddenRowsMixin, ResidualRunner):
     input_batch: Any = SimpleNamespace(req_ids=["a"], num_computed_tokens_cpu=np.zeros(1, dtype=np.int32))
     query_start_loc: Any = SimpleNamespace(np=np.array([0, 2, 2]))
 
+    def __init__(self, rank: int) -> None:
+        self.parallel_config: Any = SimpleNamespace(rank=rank)
+        super().__init__()
 
-def test_rows_behind_a_steps_tokens_begin_at_zero_in_every_step() -> None:
-    runner, embeds = PaddedRunner(), torch.zeros(4, HIDDEN)
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_behind_a_steps_tokens_begin_at_zero_in_every_step(rank: int) -> None:
+    runner, embeds = PaddedRunner(rank), torch.zeros(4, HIDDEN)
     embeds[3] = float("nan")
     for step in (1, 2):
         runner._model_forward(inputs_embeds=embeds)
         assert embeds[:, 0].tolist() == [step, step, 1, 1]
+        # Nobody takes what another rank would give.
+        assert len(runner.row_tap.steps) == (0 if rank else step)
 
 
 def piece(start: int, stop: int) -> Piece:

@@ -126,6 +126,11 @@ def test_compiled_and_eager_at_once_is_refused(load):
         load("engine: {torch_compile: true, enforce_eager: true}")
 
 
+def test_fused_decode_steps_are_of_a_whole_thinker():
+    with pytest.raises(ValueError, match="fused_decode true and tensor_parallel_size 2 exclude each other"):
+        ThinkerSettings(engine=EngineSettings(fused_decode=True), tensor_parallel_size=2)
+
+
 @pytest.mark.parametrize("other", ["torch_compile", "enforce_eager", "deterministic"])
 def test_fused_decode_steps_are_of_one_way_to_run_alone(load, other):
     with pytest.raises(SettingsError, match=f"fused_decode true and {other} true exclude each other"):

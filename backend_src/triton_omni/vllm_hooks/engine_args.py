@@ -99,6 +99,7 @@ def build_engine_args(
     scheduler_cls: str | None = None,
     hf_overrides: dict[str, Any] | Callable[[Any], Any],
     for_runner: Mapping[str, Any] = MappingProxyType({}),
+    tensor_parallel_size: int = 1,
     **model_arguments: Any,
 ) -> EngineArgs:
     """Arguments of one engine.
@@ -111,10 +112,12 @@ def build_engine_args(
         worker_cls, scheduler_cls: dotted names within `triton_omni.` or `vllm.`.
         hf_overrides: changes to the checkpoint's config, at least `architectures`.
         for_runner: what the stage's own model runner reads in `additional_config`.
+        tensor_parallel_size: GPUs that share each layer: `device`, and those after it.
         model_arguments: further `EngineArgs` that only one of the models needs.
 
     Raises:
-        SettingsError: the device is not this vLLM's, or a class name is outside the allowed packages.
+        SettingsError: the device is not this vLLM's, there are not so many of it, or a class name is outside the
+            allowed packages.
     """
     _check_device(device)
     for name in (worker_cls, scheduler_cls):
@@ -138,7 +141,7 @@ def build_engine_args(
         enable_chunked_prefill=True,
         enable_prefix_caching=False,
         async_scheduling=on_gpu and settings.async_scheduling,
-        **_ranks(settings, device),
+        **_ranks(tensor_parallel_size, device),
         additional_config={FUSED_DECODE: settings.fused_decode and on_gpu, **for_runner},
         **_memory(settings, block_size),
         **_execution(settings, on_gpu),
@@ -146,13 +149,13 @@ def build_engine_args(
     )
 
 
-def _ranks(settings: EngineSettings, device: torch.device) -> dict[str, Any]:
+def _ranks(size: int, device: torch.device) -> dict[str, Any]:
     """The GPUs of the engine: `device`, and as many after it as share its layers.
 
     Raises:
         SettingsError: there are not so many.
     """
-    first, size = device.index or 0, settings.tensor_parallel_size
+    first = device.index or 0
     if size == 1:
         return {"device_ids": [first] if first else None}
     split = {"tensor_parallel_size": size, "distributed_executor_backend": TensorParallelExecutor}
@@ -161,8 +164,7 @@ def _ranks(settings: EngineSettings, device: torch.device) -> dict[str, Any]:
     seen = torch.cuda.device_count()
     if first + size > seen:
         raise SettingsError(
-            f"engine.tensor_parallel_size: {size} GPUs from number {first} on, but this process sees {seen} "
-            f"(0 to {seen - 1})"
+            f"tensor_parallel_size: {size} GPUs from number {first} on, but this process sees {seen} (0 to {seen - 1})"
         )
     return split | {"device_ids": list(range(first, first + size))}
 

@@ -96,6 +96,7 @@ class ThinkerVllmEngine:
             self.dtype,
             worker_cls=_WORKER,
             **quantization_arguments(settings.quantization, device, self.dtype),
+            tensor_parallel_size=settings.tensor_parallel_size,
             hf_overrides={"architectures": [thinker_networks.THINKER_ARCHITECTURE]},
             limit_mm_per_prompt={"image": media, "audio": media, "video": media},
             # `prepare` runs on that many threads: vLLM then keeps a tokenizer for each, and its cache of processed
