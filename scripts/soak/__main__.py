@@ -41,6 +41,11 @@ def main(
     hurried: Share = 0.02,
     speech: Annotated[float, typer.Option(min=0, max=1, help="share of those that are well formed")] = 0.4,
     kills: Annotated[int, typer.Option(min=0, help="stages killed in the first third of the requests")] = 3,
+    length: Annotated[int, typer.Option(min=1, help="replies are so many times as long, cancels so much later")] = 1,
+    exact: Annotated[
+        bool, typer.Option(help="hold equal requests to equal replies (float32 or deterministic)")
+    ] = True,
+    mps: Annotated[bool, typer.Option(help="run the server under a CUDA MPS daemon of its own")] = False,
     growth: Annotated[float, typer.Option(min=0, help="MiB a process may grow by, beside its noise")] = 64,
     seed: Annotated[int, typer.Option(help="of all that is drawn")] = 0,
     out: Annotated[Path, typer.Option(help="folder of soak.json, soak.png and the server's log")] = Path("soak-out"),
@@ -55,8 +60,10 @@ def main(
     shares = Shares(cancelled=cancelled, malformed=malformed, slow=slow, hurried=hurried, speech=speech)
     if cancelled + malformed + slow + hurried > 1:
         raise typer.BadParameter("--cancelled, --malformed, --slow and --hurried are together over 1")
-    options = Options(requests, minutes, concurrency, shares, kills, seed, growth_allowed_mib=growth)
-    config = ServerConfig(repository, model=str(model_folder(model)), log_path=out / "server.log")
+    options = Options(
+        requests, minutes, concurrency, shares, kills, seed, length=length, exact=exact, growth_allowed_mib=growth
+    )
+    config = ServerConfig(repository, model=str(model_folder(model)), log_path=out / "server.log", mps=mps)
     try:
         with on_signals(interrupt):
             soaked = soak(config, options)

@@ -67,8 +67,8 @@ class Planned:
         return f"{self.kind} {request.seed} {request.modalities} {dict(request.thinker)} {dict(request.talker)}"
 
 
-def plan(number: int, seed: int, shares: Shares) -> Planned:
-    """The request of this number."""
+def plan(number: int, seed: int, shares: Shares, length: int = 1) -> Planned:
+    """The request of this number; its reply is `length` times as long as short ones are, and a cancel so much later."""
     draw = Random(f"{seed}:{number}")
     fate = shares.fate(draw)
     way = draw.choice(CANCELLABLE if fate == "cancelled" else ("grpc stream",) if fate == "slow" else WAYS)
@@ -77,19 +77,19 @@ def plan(number: int, seed: int, shares: Shares) -> Planned:
         options: dict[str, Any] = dict(MALFORMED[kind]())
     else:
         kind = draw.choice(sorted(KINDS))
-        options = {**KINDS[kind](), **_length(draw, speech=fate == "slow" or draw.random() < shares.speech)}
+        options = {**KINDS[kind](), **_limits(draw, length, speech=fate == "slow" or draw.random() < shares.speech)}
     if fate == "hurried":
         options |= {"timeout": draw.choice((0.01, 0.1, 0.3)), "thinker": {"max_tokens": 200, "min_tokens": 200}}
-    wait_s = draw.uniform(0, 0.8) if fate == "cancelled" else draw.uniform(1, 3)
+    wait_s = draw.uniform(0, 0.8 * length) if fate == "cancelled" else draw.uniform(1, 3)
     request = Request(seed=draw.randrange(_SEEDS), request_id=f"soak {number}", **options)
     return Planned(number, kind, way, fate, request, wait_s)
 
 
-def _length(draw: Random, *, speech: bool) -> dict[str, Any]:
-    thinker = {"max_tokens": draw.choice(_REPLY_TOKENS)}
+def _limits(draw: Random, length: int, *, speech: bool) -> dict[str, Any]:
+    thinker = {"max_tokens": length * draw.choice(_REPLY_TOKENS)}
     if not speech:
         return {"modalities": ["text"], "thinker": thinker}
-    return {"thinker": thinker, "talker": {"temperature": 0, "max_tokens": draw.choice(_CODES)}}
+    return {"thinker": thinker, "talker": {"temperature": 0, "max_tokens": length * draw.choice(_CODES)}}
 
 
 def _about(*media: Media) -> dict[str, Any]:

@@ -56,6 +56,10 @@ class Options:
     kills: int = 0
     """Stages killed, one after another, in the first third of the requests."""
     seed: int = 0
+    length: int = 1
+    """Replies are so many times as long."""
+    exact: bool = True
+    """Equal requests get equal replies, as in float32 and in deterministic mode."""
     sample_every_s: float = 1.0
     growth_allowed_mib: float = 64.0
 
@@ -110,6 +114,7 @@ class Run:
             seconds=seconds,
             # A cancelled request has its place until the stages have noticed.
             overload_expected=options.concurrency >= _places(self._server.config.model_repository),
+            exact=options.exact,
             growth_allowed=options.growth_allowed_mib * MIB,
             options=asdict(options),
         )
@@ -119,7 +124,7 @@ class Run:
         while (number := next(self._numbers)) < options.requests and not self._over.is_set():
             if options.minutes is not None and self._asker.now() > 60 * options.minutes:
                 return
-            ended = self._asker.ask(plan(number, options.seed, options.shares))
+            ended = self._asker.ask(plan(number, options.seed, options.shares, options.length))
             with self._lock:
                 self._ended.append(ended)
             if ended.outcome == "failed" or (ended.outcome == "refused" and ended.planned.fate != "malformed"):
