@@ -42,9 +42,7 @@ def main(
     speech: Annotated[float, typer.Option(min=0, max=1, help="share of those that are well formed")] = 0.4,
     kills: Annotated[int, typer.Option(min=0, help="stages killed in the first third of the requests")] = 3,
     length: Annotated[int, typer.Option(min=1, help="replies are so many times as long, cancels so much later")] = 1,
-    exact: Annotated[
-        bool, typer.Option(help="hold equal requests to equal replies (float32 or deterministic)")
-    ] = True,
+    exact: Annotated[bool, typer.Option(help="hold equal requests to equal replies (float32 or deterministic)")] = True,
     mps: Annotated[bool, typer.Option(help="run the server under a CUDA MPS daemon of its own")] = False,
     growth: Annotated[float, typer.Option(min=0, help="MiB a process may grow by, beside its noise")] = 64,
     seed: Annotated[int, typer.Option(help="of all that is drawn")] = 0,
