@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import resource
 import shutil
@@ -144,6 +145,13 @@ def in_flight_at_stop(log: str) -> int:
     found = re.search(r"Found (\d+) model versions that have in-flight inferences", log)
     assert found is not None, "the server was never told to stop"
     return int(found[1])
+
+
+def note_figures(**figures: object) -> None:
+    """Append measured figures to the file of JSON lines that `OMNI_TEST_FIGURES` names, if it names one."""
+    if path := os.environ.get("OMNI_TEST_FIGURES"):
+        with Path(path).open("a") as file:
+            file.write(json.dumps(figures) + "\n")
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], object]) -> None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +26,7 @@ from server.probes import (
     SLOW_THINKER,
     SLOW_TOKEN2WAV,
 )
-from server.serving import STAGES, TINY, Served, wait_for
+from server.serving import STAGES, TINY, Served, note_figures, wait_for
 from server.test_cancel import LONG_PROMPT, WAYS
 from triton_omni.ledger_layout import server_name
 from triton_omni.serving.stage_board import StageBoard
@@ -48,8 +46,6 @@ CLOSED_S = 0.1
 """What the last stage may close a session after the thinker."""
 
 Way = Callable[[Served, Request], Any]
-FIGURES = os.environ.get("OMNI_TEST_FIGURES")
-"""A file to which the measured times go."""
 
 
 @dataclass(frozen=True)
@@ -216,11 +212,8 @@ def assert_engines_stopped(sessions: Sessions, keys: set[str], by_ns: float) -> 
 
 
 def record(moment: Moment, left_ns: int, noticed_ns: int, free_ns: int) -> None:
-    if FIGURES:
-        figures = {"noticed_ms": (noticed_ns - left_ns) / 1e6, "free_ms": (free_ns - left_ns) / 1e6}
-        with Path(FIGURES).open("a") as file:
-            name = next(name for name, found in MOMENTS.items() if found is moment)
-            file.write(json.dumps({"moment": name, **figures}) + "\n")
+    name = next(name for name, found in MOMENTS.items() if found is moment)
+    note_figures(moment=name, noticed_ms=(noticed_ns - left_ns) / 1e6, free_ms=(free_ns - left_ns) / 1e6)
 
 
 @pytest.mark.parametrize("name", [name for name, moment in MOMENTS.items() if moment.reached is not prepared])

@@ -21,7 +21,7 @@ from reference.hf import HfReference
 from server.asking import BATCH_TOLERANCE
 from server.parity import GREEDY, SYSTEM, check_reply, hf_reply
 from server.probes import BREAKING_TALKER, BREAKING_TOKEN2WAV, SLOW_THINKER
-from server.serving import STAGES, TINY, Served, serve, wait_for
+from server.serving import STAGES, TINY, Served, note_figures, serve, wait_for
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import server_name
 from triton_omni.serving.stage_board import StageBoard
@@ -98,6 +98,7 @@ def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(crashing: Crash
     # Triton puts the ensemble back some moments after its last stage, and calls itself ready in between.
     wait_for(server.client.ready, BACK_WITHIN_S, crashing.ready)
     assert crashing.ready()
+    note_figures(killed=stage, back_s=time.monotonic() - killed_at)
     assert board.epoch(stage) == epoch + 1
     assert board.open_sessions() == 0
     assert_equals(server, ask(server, f"after {stage}"), f"after {stage}", crashing.before)
@@ -135,7 +136,9 @@ def test_a_server_stops_while_a_stage_is_started_again(crashing: Crashing) -> No
         assert "the device is lost" not in caught.value.message, "the cause is for the log, not for clients"
     wait_for(lambda: not server.client.ready(), 5, server.log)
     wait_for(lambda: server.log().count("loading: talker:1") == loads + 1, 10, server.log)
-    assert server.supervisor.stop() < STOP_S
+    seconds = server.supervisor.stop()
+    note_figures(after="crashes", stop_s=seconds)
+    assert seconds < STOP_S
 
 
 def ask(server: Served, request_id: str) -> Reply:
@@ -171,13 +174,16 @@ class Ended(Exception):
 
 def assert_told(streams: list[Future[float]], stage: StageName, killed_at: float) -> None:
     """Every stream fails soon, and its error names the stage and says that it comes back."""
+    told = []
     for stream in streams:
         error = stream.exception(timeout=30)
         assert isinstance(error, Internal)
         assert (error.stage, bool(error.retry_after_ms)) == (stage, True)
         assert f"the process of {stage} ended unexpectedly" in error.message
         assert isinstance(error.__cause__, Ended)
-        assert error.__cause__.at - killed_at < TOLD_WITHIN_S
+        told.append(error.__cause__.at - killed_at)
+    assert max(told) < TOLD_WITHIN_S
+    note_figures(killed=stage, told_s=[min(told), max(told)])
 
 
 def omni_figures(server: Served) -> dict[str, float]:
