@@ -163,7 +163,8 @@ class FakeIntake:
         self._delay_s = delay_s
         self._session = session
 
-    def prepare(self, raw: RawRequest, accepted_ns: int) -> Prepared:
+    def prepare(self, raw: RawRequest, accepted_ns: int, take_timeout: Callable[[float], None]) -> Prepared:
+        take_timeout(self._session.get("timeout_s", 30.0))
         time.sleep(self._delay_s)
         text = (raw.text_input or b"").decode()
         if text == "bad":
@@ -184,7 +185,7 @@ class FakeIntake:
             }
         )
         placed = ThinkerPlaced(ids, torch.arange(len(ids)).expand(3, -1), text)
-        return Prepared(placed, Sampling(), session, self._session.get("timeout_s", 30.0))
+        return Prepared(placed, Sampling(), session)
 
 
 class _FakeEngine:

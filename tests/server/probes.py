@@ -39,7 +39,7 @@ class Disturbance:
 SLOW_THINKER, SLOW_TALKER, SLOW_TOKEN2WAV = 910_001, 910_002, 910_003
 CRAWLING_THINKER = 910_004
 SLOW_INTAKE = 910_005
-INTAKE_S = 0.6
+INTAKE_S = 2.0
 """What preparing a request of that seed takes longer."""
 FAILING_THINKER, FAILING_TALKER, FAILING_TOKEN2WAV = 920_001, 920_002, 920_003
 BREAKING_TALKER, BREAKING_TOKEN2WAV = 930_002, 930_003
@@ -165,11 +165,14 @@ def _probe_intake(recorder: Recorder) -> None:
     from triton_omni.thinker import intake
 
     class ProbedIntake(intake.RequestIntake):
-        def prepare(self, raw: Any, accepted_ns: int) -> Any:
-            if str(SLOW_INTAKE).encode() in (raw.sampling_parameters or b""):
+        def prepare(self, raw: Any, accepted_ns: int, take_timeout: Any) -> Any:
+            def decode_slowly(timeout_s: float) -> None:
+                take_timeout(timeout_s)
                 recorder.write("preparing", "")
                 time.sleep(INTAKE_S)
-            return super().prepare(raw, accepted_ns)
+
+            slow = str(SLOW_INTAKE).encode() in (raw.sampling_parameters or b"")
+            return super().prepare(raw, accepted_ns, decode_slowly if slow else take_timeout)
 
     intake.RequestIntake = ProbedIntake
 

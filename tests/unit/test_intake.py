@@ -62,12 +62,13 @@ def raw(text="hello", **parameters):
 
 def test_a_plain_request_gets_the_deployments_defaults(make, checkpoint):
     intake, _ = make(timeout_s=33.0, max_new_tokens=50)
-    prepared = intake.prepare(raw(), 123)
+    timeouts = []
+    prepared = intake.prepare(raw(), 123, timeouts.append)
     config, speakers = checkpoint[1:]
     prompt = len(prepared.placed.prompt_token_ids)
     session = prepared.session
     assert prompt > 0
-    assert prepared.timeout_s == 33.0
+    assert timeouts == [33.0]
     assert (session.request_id, session.accepted_ns) == ("r-1", 123)
     assert (session.want_audio, session.audio_format, session.voice) == (True, "f32", speakers.default.name)
     assert (session.prompt_tokens, session.max_rows) == (prompt, prompt + 50)
@@ -88,6 +89,7 @@ def test_tokens_of_media_are_counted_by_kind(make, monkeypatch):
 
 def test_what_a_request_asks_for_reaches_every_stage(make):
     intake, engine = make()
+    timeouts = []
     prepared = intake.prepare(
         raw(
             voice="Ethan",
@@ -99,10 +101,11 @@ def test_what_a_request_asks_for_reaches_every_stage(make):
             token2wav={"solver": "euler", "num_steps": 4},
         ),
         0,
+        timeouts.append,
     )
     session = prepared.session
     assert (session.voice, session.seed, session.audio_format) == ("Ethan", 7, "wav")
-    assert prepared.timeout_s == 2.5
+    assert timeouts == [2.5]
     assert prepared.sampling == Sampling(temperature=0.5, max_tokens=9, seed=7)
     assert (session.talker.top_k, session.talker.max_tokens, session.talker.seed) == (3, 11, 7)
     assert session.token2wav == StreamOptions(solver="euler", num_steps=4)

@@ -575,9 +575,9 @@ def test_request_cancelled_before_its_turn_is_not_prepared():
     prepared = []
 
     class Intake(FakeIntake):
-        def prepare(self, raw, accepted_ns):
+        def prepare(self, raw, accepted_ns, take_timeout):
             prepared.append(raw.text_input)
-            return super().prepare(raw, accepted_ns)
+            return super().prepare(raw, accepted_ns, take_timeout)
 
     settings = ThinkerSettings(max_sessions=8, preprocess_threads=1, heartbeat_ms=10)
     with pipeline(intake=Intake(delay_s=0.2), settings=settings) as p:
@@ -587,6 +587,16 @@ def test_request_cancelled_before_its_turn_is_not_prepared():
         assert finished(first).error is None
         assert finished(p.ask("third")).error is None
         assert prepared == [b"first", b"third"]
+
+
+def test_a_deadline_passes_while_a_request_is_prepared():
+    settings = ThinkerSettings(max_sessions=8, preprocess_threads=1, heartbeat_ms=10)
+    with pipeline(intake=FakeIntake(delay_s=1.0, timeout_s=0.1), settings=settings) as p:
+        begin = time.monotonic()
+        error = finished(p.ask()).error
+        assert time.monotonic() - begin < 0.8
+        assert error.to_text() == "timeout: 0.1 s have passed [omni:timeout;stage=thinker]"
+        p.wait_until_empty()
 
 
 def test_error_that_is_lost_between_stages_still_reaches_the_client(monkeypatch):

@@ -7,6 +7,7 @@ Runs on a pool of threads, so that a long video holds up nobody else. It knows n
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,10 @@ from triton_omni.wire import MediaTokens, Session
 
 DRAWN_SEED_BITS: Final = 53
 """A drawn seed is reported in JSON, whose readers hold larger integers as inexact doubles."""
+
+
+def _ignore(timeout_s: float) -> None:
+    pass
 
 
 class RequestIntake:
@@ -55,14 +60,15 @@ class RequestIntake:
             voices=frozenset(speakers.names),
         )
 
-    def prepare(self, raw: RawRequest, accepted_ns: int) -> Prepared:
-        """Check, decode and tokenise one request.
+    def prepare(self, raw: RawRequest, accepted_ns: int, take_timeout: Callable[[float], None] = _ignore) -> Prepared:
+        """Check, decode and tokenise one request; see `prepared.Intake`.
 
         Raises:
             BadRequest: something is wrong in the request itself.
             TooLarge: a limit of this deployment is exceeded.
         """
         request = parse_request(raw, self._limits, self._defaults)
+        take_timeout(request.timeout_s)
         if (schema := request.thinker.json_schema) is not None:
             self._engine.check_schema(compact_json(schema))
         media = decode_media(request.media, self._limits, with_audio=request.use_audio_in_video)
@@ -93,7 +99,7 @@ class RequestIntake:
             # Only the unary model gives a token.
             token2wav=request.token2wav.to_stream_options(),
         )
-        return Prepared(placed, sampling, session, request.timeout_s)
+        return Prepared(placed, sampling, session)
 
     def _media_tokens(self, ids: tuple[int, ...]) -> MediaTokens:
         thinker = self._thinker

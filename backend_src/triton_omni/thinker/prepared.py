@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,11 +19,11 @@ class Prepared:
     placed: ThinkerPlaced
     sampling: Sampling
     session: Session
-    timeout_s: float
 
 
 class Intake(Protocol):
     """Makes a client's request ready for the engine; called on a pool of threads."""
 
-    def prepare(self, raw: RawRequest, accepted_ns: int) -> Prepared:
-        """Check, decode and tokenise. Raises `OmniError`."""
+    def prepare(self, raw: RawRequest, accepted_ns: int, take_timeout: Callable[[float], None]) -> Prepared:
+        """Check, decode and tokenise. `take_timeout` is told the request's `timeout` in seconds as soon as it is known,
+        before media are decoded. Raises `OmniError`."""

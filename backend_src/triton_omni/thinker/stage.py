@@ -173,7 +173,9 @@ class ThinkerStage:
             # Its slot is free again: what is cancelled while it waits must not hold up the others here.
             return
         try:
-            prepared = self._intake.prepare(raw, session.accepted_ns)
+            prepared = self._intake.prepare(
+                raw, session.accepted_ns, lambda seconds: self._loop.post(lambda: self._set_timeout(session, seconds))
+            )
         except OmniError as error:
             error.stage = error.stage or "thinker"
             self._loop.post(functools.partial(self._fail, session, error))
@@ -227,11 +229,14 @@ class ThinkerStage:
         if self._broken is not None:
             self._fail(session, InternalError(self._broken, stage="thinker"))
 
+    def _set_timeout(self, session: OpenSession, seconds: float) -> None:
+        if not session.ended_ns:
+            session.deadline_ns = session.accepted_ns + int(seconds * 1e9)
+            self._ledger.set_deadline(session.key, session.deadline_ns)
+
     def _admit(self, session: OpenSession, prepared: Prepared) -> None:
         if session.ended_ns:
             return
-        session.deadline_ns = session.accepted_ns + int(prepared.timeout_s * 1e9)
-        self._ledger.set_deadline(session.key, session.deadline_ns)
         try:
             self._engine.add(
                 session.key.name,
