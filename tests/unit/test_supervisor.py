@@ -220,8 +220,8 @@ def test_no_stage_is_left_of_a_server_that_was_killed(repository: Path, stage: P
 def test_a_server_that_lives_but_listens_no_more_is_given_up(
     repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni.serving.supervisor._LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr("triton_omni.serving.supervisor._HUNG_UP_S", 0.3)
+    monkeypatch.setattr("triton_omni.serving.probe._LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("triton_omni.serving.probe._HUNG_UP_S", 0.3)
     with Supervisor(config(repository, environment={"STAGE": str(stage)})) as server:
         until = time.monotonic() + 0.6
         while time.monotonic() < until:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import http.client
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -33,7 +31,6 @@ from triton_omni.serving.leftovers import (
 from triton_omni.serving.machine import (
     ServerError,
     ServerNotReady,
-    TritonInstall,
     choose_ports,
     find_triton,
     stub_environment,
@@ -44,8 +41,10 @@ from triton_omni.serving.model_control import ModelControl, operator_key
 from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.serving.mps import mps_daemon
 from triton_omni.serving.placement import check_placement
+from triton_omni.serving.probe import Probe, own_host
 from triton_omni.serving.revival import StageReviver
 from triton_omni.serving.served_repository import served_repository
+from triton_omni.serving.server_command import server_command
 from triton_omni.serving.server_log import ServerLog
 from triton_omni.serving.server_options import ServerConfig, parse_options
 from triton_omni.serving.signals import exit_at_once, on_signals
@@ -61,8 +60,6 @@ _END_WITHIN_S = 3.0
 _SAME_SIGNAL_S = 1.0
 """Signals so soon after the first are one: Ctrl-C reaches a command from its terminal and once more from its shell."""
 _POLL_S = 0.1
-_LOOK_EVERY_S = 1.0
-_HUNG_UP_S = 5.0
 
 
 class Supervisor:
@@ -89,7 +86,7 @@ class Supervisor:
         self._control: ModelControl | None = None
         self._board: StageBoard | None = None
         self._reviver: StageReviver | None = None
-        self._last_look = self._last_heard = 0.0
+        self._probe: Probe | None = None
 
     @property
     def http_url(self) -> str:
@@ -150,8 +147,20 @@ class Supervisor:
                 environment |= outliving.enter_context(mps_daemon(os.environ))
             placement = self.config.placement if gpus else None
             repository = outliving.enter_context(served_repository(self.config.model_repository, model, placement))
-            control = ModelControl(self._own_host, self._ports["http"], self.config.ready_timeout_s, control_key)
-            self._process = self._launch(self._command(install, repository, model, control, gpus), environment)
+            control = ModelControl(
+                own_host(self.config.host), self._ports["http"], self.config.ready_timeout_s, control_key
+            )
+            pool = memory_pool_bytes(self.config.model_repository, model) if gpus else 0
+            command = server_command(
+                self.config,
+                install,
+                repository,
+                ports=self._ports,
+                control_flags=control.flags,
+                regions=self.regions,
+                pools=[pool] * gpus,
+            )
+            self._process = self._launch(command, environment)
             self._control, self._repository = control, repository
             self._outliving = outliving.pop_all()
         self.log.follow(self._process)
@@ -164,7 +173,8 @@ class Supervisor:
                 or `request_stop` was called.
         """
         deadline = time.monotonic() + self.config.ready_timeout_s
-        while not self._is_ready():
+        probe = self._probe = Probe(self.config.host, self._ports)
+        while not probe.is_ready():
             if self.exit_code is not None:
                 raise ServerNotReady(self._why_it_ended())
             if self._stop_requested.is_set():
@@ -181,7 +191,6 @@ class Supervisor:
                 self._board = StageBoard(server_name(self.pid))
                 self._reviver = StageReviver(self._board, self._control, self.config.revival)
                 self._reviver.start()
-        self._last_heard = time.monotonic()
 
     def run(self) -> None:
         """Block until `request_stop` is called.
@@ -203,31 +212,13 @@ class Supervisor:
             raise ServerError(self._why_it_ended())
         if self._reviver is not None and self._reviver.failure is not None:
             raise ServerError(f"{self._reviver.failure}{self.log.hint}")
-        if self._has_hung_up():
+        if self._probe is not None and self._probe.has_hung_up():
             raise ServerError(f"the server's process lives, but has closed its HTTP port{self.log.hint}")
 
     @property
     def losses(self) -> int:
         """How often a stage's process died."""
         return self._reviver.losses if self._reviver is not None else 0
-
-    def _has_hung_up(self) -> bool:
-        """Whether the server has listened to nobody for a while: one that crashed may take minutes to end."""
-        now = time.monotonic()
-        if now - self._last_look >= _LOOK_EVERY_S:
-            self._last_look = now
-            if not self._refuses_connections():
-                self._last_heard = now
-        return now - self._last_heard > _HUNG_UP_S
-
-    def _refuses_connections(self) -> bool:
-        try:
-            socket.create_connection((self._own_host, self._ports["http"]), timeout=2.0).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:  # it is slow
-            return False
-        return False
 
     def request_stop(self, *, at_once: bool = False) -> None:
         """Make `run` and `wait_ready` return, and `drain` too if `at_once`; safe in a signal handler."""
@@ -327,58 +318,10 @@ class Supervisor:
             start_new_session=True,
         )
 
-    def _command(
-        self, install: TritonInstall, repository: Path, model: Path, control: ModelControl, gpus: int
-    ) -> list[str]:
-        host = self.config.host
-        command = [
-            str(install.binary),
-            f"--model-repository={repository.resolve()}",
-            *control.flags,
-            "--strict-readiness=true",
-            f"--exit-timeout-secs={self.config.exit_timeout_s}",
-            "--allow-http=true",
-            f"--http-address={host}",
-            f"--http-port={self._ports['http']}",
-            "--allow-grpc=true",
-            f"--grpc-address={host}",
-            f"--grpc-port={self._ports['grpc']}",
-            "--allow-metrics=true",
-            f"--metrics-address={host}",
-            f"--metrics-port={self._ports['metrics']}",
-            f"--log-verbose={self.config.log_verbose}",
-            f"--backend-config=python,shm-region-prefix-name={self.regions}",
-        ]
-        if install.backend_directory is not None:
-            command.append(f"--backend-directory={install.backend_directory}")
-        if gpus:
-            pool = memory_pool_bytes(self.config.model_repository, model)
-            command += [f"--cuda-memory-pool-byte-size={gpu}:{pool}" for gpu in range(gpus)]
-        else:  # both would only fail, with a warning
-            command += ["--pinned-memory-pool-byte-size=0", "--allow-gpu-metrics=false"]
-        return command
-
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             raise ServerError("the server is not started")
         return self._process
-
-    def _is_ready(self) -> bool:
-        # Metrics too: the server opens that port last, and ends if another program has taken it.
-        return self._answers("http", "/v2/health/ready") and self._answers("metrics", "/metrics")
-
-    @property
-    def _own_host(self) -> str:
-        """Where the server is reached from here."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.host, self.config.host)
-
-    def _answers(self, service: str, path: str) -> bool:
-        connection = http.client.HTTPConnection(self._own_host, self._ports[service], timeout=2.0)
-        # Until the server listens, connecting fails; while models load, it listens and says no.
-        with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
-            connection.request("GET", path)
-            return connection.getresponse().status == 200
-        return False
 
     def _why_it_ended(self) -> str:
         self._remove_leftovers(self._running())

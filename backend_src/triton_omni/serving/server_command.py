@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of tritonserver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from triton_omni.serving.machine import TritonInstall
+from triton_omni.serving.server_options import ServerConfig
+
+
+def server_command(
+    config: ServerConfig,
+    install: TritonInstall,
+    repository: Path,
+    *,
+    ports: Mapping[str, int],
+    control_flags: Sequence[str],
+    regions: str,
+    pools: Sequence[int],
+) -> list[str]:
+    """Program and arguments.
+
+    Args:
+        config: how the server runs.
+        install: the tritonserver.
+        repository: its models, laid out for this start.
+        ports: of `http`, `grpc` and `metrics`.
+        control_flags: what guards model control, see `ModelControl.flags`.
+        regions: with what the names of its regions of shared memory begin.
+        pools: bytes of each GPU's pool of memory for tensors between models; none = there is no GPU.
+    """
+    command = [
+        str(install.binary),
+        f"--model-repository={repository.resolve()}",
+        *control_flags,
+        "--strict-readiness=true",
+        f"--exit-timeout-secs={config.exit_timeout_s}",
+        "--allow-http=true",
+        f"--http-address={config.host}",
+        f"--http-port={ports['http']}",
+        "--allow-grpc=true",
+        f"--grpc-address={config.host}",
+        f"--grpc-port={ports['grpc']}",
+        "--allow-metrics=true",
+        f"--metrics-address={config.host}",
+        f"--metrics-port={ports['metrics']}",
+        f"--log-verbose={config.log_verbose}",
+        f"--backend-config=python,shm-region-prefix-name={regions}",
+    ]
+    if install.backend_directory is not None:
+        command.append(f"--backend-directory={install.backend_directory}")
+    if pools:
+        command += [f"--cuda-memory-pool-byte-size={gpu}:{pool}" for gpu, pool in enumerate(pools)]
+    else:  # both would only fail, with a warning
+        command += ["--pinned-memory-pool-byte-size=0", "--allow-gpu-metrics=false"]
+    return command
