@@ -147,6 +147,8 @@ class Request:
     """Seconds for the whole request; the server gives up after it, and so does the client."""
     request_id: str = ""
     """A label for logs."""
+    traceparent: str = ""
+    """The caller's span (W3C Trace Context), under which a server that traces puts its own."""
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):

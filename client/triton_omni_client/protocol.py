@@ -36,6 +36,8 @@ LONGEST_WAIT_S = 1e8
 HEADER_LENGTH = "Inference-Header-Content-Length"
 """HTTP header that says where the JSON of a body ends and the raw tensors begin."""
 
+_TRACEPARENT = "traceparent"
+
 _GRPC_ERRORS: dict[grpc.StatusCode, type[OmniClientError]] = {
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.INVALID_ARGUMENT: BadRequest,
@@ -95,6 +97,8 @@ def to_grpc(request: Request, model: str, shared: Mapping[str, SharedRegion] | N
     """
     message = service_pb2.ModelInferRequest(model_name=model, id=request.request_id)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
+    if request.traceparent:
+        message.parameters[_TRACEPARENT].string_param = request.traceparent
     for tensor in request.to_tensors():
         added = message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         if shared and (region := shared.get(tensor.name)) is not None:
@@ -159,6 +163,8 @@ def to_http(request: Request) -> tuple[dict[str, str], bytes]:
     head: dict[str, Any] = {"inputs": inputs, "outputs": outputs}
     if request.request_id:
         head["id"] = request.request_id
+    if request.traceparent:
+        head["parameters"] = {_TRACEPARENT: request.traceparent}
     text = json.dumps(head).encode()
     headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(text))}
     return headers, b"".join([text, *(tensor.data for tensor in tensors)])

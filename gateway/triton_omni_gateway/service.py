@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -39,6 +39,7 @@ from .transcripts import Transcripts
 from .translate import chat_format, chat_request, check_model, check_priority, speech_format, speech_request
 
 EVENTS = "text/event-stream"
+_LONGEST_TRACEPARENT = 64
 _PARSED_AT_ONCE = 1 << 18
 """Bytes of a body that is parsed in a millisecond or so; a larger one must not hold up everybody's speech."""
 _MEDIA_TYPES = {"wav": "audio/wav", "pcm16": "audio/pcm"}
@@ -90,7 +91,7 @@ class Gateway:
         check_model(chat.model, self._settings.models)
         check_priority(chat.priority, self._settings.min_priority)
         spoken = self._spoken(chat) if chat.wants_audio else None
-        request = chat_request(chat, self._transcripts.find, http.state.request_id)
+        request = _traced(chat_request(chat, self._transcripts.find, http.state.request_id), http)
         head = Head(http.state.request_id.replace("req_", "chatcmpl-"), chat.model)
         if not chat.stream:
             return await self._whole_chat(http, request, head, spoken)
@@ -104,7 +105,7 @@ class Gateway:
         speech = await self._read(http, SpeechRequest)
         check_model(speech.model, self._settings.models)
         sound_format = speech_format(speech.response_format)
-        request = speech_request(speech, self._settings.speech_prompt, http.state.request_id)
+        request = _traced(speech_request(speech, self._settings.speech_prompt, http.state.request_id), http)
         opened, encoder = await self._open(http, request, (AudioDelta, Info)), SoundEncoder(sound_format)
         if speech.stream_format == "sse":
             return FlowingResponse(self._speech_events(http, opened, encoder), EVENTS, self._settings.send_timeout_s)
@@ -204,6 +205,11 @@ async def _first(stream: PooledStream, kinds: tuple[type, ...]) -> Delta | None:
         stream.close()
         raise
     return None
+
+
+def _traced(request: Request, http: HttpRequest) -> Request:
+    """The request as a part of its caller's trace, which a header of W3C's names."""
+    return replace(request, traceparent=http.headers.get("traceparent", "")[:_LONGEST_TRACEPARENT])
 
 
 def _failed(http: HttpRequest, error: OmniClientError) -> bytes:

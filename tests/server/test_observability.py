@@ -35,7 +35,11 @@ MARKER = "q7Zmarker"
 SESSIONS = 3
 SETTINGS = {**TINY, "thinker": {**TINY["thinker"], "max_sessions": SESSIONS}}
 PARENT = "b7ad6b7169203331"
-TRACES = {"stream": "0af7651916cd43dd8448eb211c80319c", "unary": "1bf7651916cd43dd8448eb211c80319d"}
+TRACES = {
+    "stream": "0af7651916cd43dd8448eb211c80319c",
+    "unary": "1bf7651916cd43dd8448eb211c80319d",
+    "client": "2cf7651916cd43dd8448eb211c80319e",
+}
 SHORT = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 40}}
 
 
@@ -105,7 +109,7 @@ def ask_whole_replies(server: Served) -> None:
         }
         status, text = server.post(f"/v2/models/{path}", json.dumps(body))
         assert status == 200, text
-    server.ask("grpc", MARKER, seed=1, **SHORT)
+    server.ask("client", MARKER, seed=1, traceparent=f"00-{TRACES['client']}-{PARENT}-01", **SHORT)
 
 
 def ask_wrong_ones(server: Served) -> None:

@@ -42,13 +42,14 @@ def client(server: FakeHttp) -> HttpClient:
 
 
 def test_a_reply_comes_in_one_answer(server: FakeHttp, client: HttpClient) -> None:
-    reply = client.unary(Request(text="hi", request_id="r2"))
+    reply = client.unary(Request(text="hi", request_id="r2", traceparent="00-1-2-01"))
     assert reply.text == "Hello, sea."
     np.testing.assert_array_equal(reply.audio, SAMPLES)
     assert reply.info is not None
     assert reply.info.codes == 2
     assert server.paths == ["/v2/models/qwen2_5_omni_unary/infer"]
     assert server.head["id"] == "r2"
+    assert server.head["parameters"] == {"traceparent": "00-1-2-01"}
     assert {out["name"] for out in server.head["outputs"]} == {"text_output", "audio_output", "audio_base64", "info"}
 
 

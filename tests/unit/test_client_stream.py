@@ -45,6 +45,8 @@ from triton_omni_client import (
     TooLarge,
 )
 
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
 
 @pytest.fixture
 def server() -> Iterator[FakeTriton]:
@@ -96,10 +98,18 @@ def test_say_collects_text_audio_info_and_times(client: OmniClient) -> None:
 
 
 def test_the_request_arrives_as_the_contract_says(server: FakeTriton, client: OmniClient) -> None:
-    client.say("what?", [Media("image", b"\x89PNG\0"), Media("audio", b"")], voice="Ethan", seed=0, request_id="r1")
+    client.say(
+        "what?",
+        [Media("image", b"\x89PNG\0"), Media("audio", b"")],
+        voice="Ethan",
+        seed=0,
+        request_id="r1",
+        traceparent=TRACEPARENT,
+    )
     (request,) = server.requests
     assert (request.model_name, request.id) == ("qwen2_5_omni", "r1")
     assert request.parameters["triton_enable_empty_final_response"].bool_param
+    assert request.parameters["traceparent"].string_param == TRACEPARENT
     assert set(inputs_of(request)) == {"messages", "media", "sampling_parameters"}
     assert inputs_of(request)["media"] == [b"\x89PNG\0", b""]
     assert parameters_of(request) == {"voice": "Ethan", "seed": 0}

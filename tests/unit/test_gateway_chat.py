@@ -24,6 +24,7 @@ from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
 from triton_omni_client.audio import WavDecoder, pcm16_from_waveform, wav_header
 from triton_omni_gateway import schemas, service
 
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SPOKEN = np.repeat(np.array([0.25, -0.5], np.float32), 480)
 AUDIO = {"modalities": ["text", "audio"], "audio": {"voice": "Chelsie", "format": "pcm16"}}
 
@@ -54,6 +55,14 @@ def test_a_whole_text_reply(triton: FakeTriton, gateway: RunningGateway) -> None
     assert reply.model_extra["info"] == INFO
     assert messages_of(triton) == USER
     assert parameters_of(triton.requests[0]) == {"modalities": ["text"], "seed": 7}
+
+
+def test_the_caller_s_trace_is_passed_on(triton: FakeTriton, gateway: RunningGateway) -> None:
+    for header in (TRACEPARENT, "x" * 5000):
+        gateway.chat(extra_headers={"traceparent": header})
+        assert triton.requests[-1].parameters["traceparent"].string_param == header[:64]
+    gateway.chat()
+    assert "traceparent" not in triton.requests[-1].parameters
 
 
 @pytest.mark.parametrize(("padding", "apart"), [(100, False), (1 << 20, True)])
