@@ -166,6 +166,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         yield chunk(text="Hello", audio=np.full(480, 0.25, np.float32))
         self.cancelled.wait(10)
 
+    def unending(self, _request: Any, _context: grpc.ServicerContext) -> Iterator[Response]:
+        """A script that sends a whole reply and never its end, as Triton does when a stage dies in between."""
+        yield from (chunk(text="Hello"), chunk(info=INFO))
+        self.cancelled.wait(10)
+
 
 @contextmanager
 def serve_grpc(fake: FakeTriton, address: str = "127.0.0.1:0", workers: int = 40) -> Iterator[FakeTriton]:

@@ -26,7 +26,7 @@ from .messages import MODEL, Delta, Media, Request
 from .protocol import LONGEST_WAIT_S, MAX_MESSAGE_BYTES, StreamReader, channel_options, from_grpc, to_grpc
 from .reply import Reply, ReplyBuilder, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
-from .settling import settle_async
+from .settling import read_end, settle_async
 
 
 class AsyncStream(AsyncDeltaIterator):
@@ -81,7 +81,7 @@ class AsyncStream(AsyncDeltaIterator):
 
     async def _take_from(self, call: Any) -> None:
         try:
-            response = await call.read()
+            response = await (read_end(call) if self._reader.whole else call.read())
         except grpc.RpcError as error:
             self._fail(from_grpc(error))
             response = grpc.aio.EOF
@@ -102,7 +102,7 @@ class AsyncStream(AsyncDeltaIterator):
 
     def _fail(self, error: OmniClientError) -> None:
         # After our own cancel, or with nothing that could still be missing, it means no harm.
-        if not (self._gone.is_set() or self._reader.final):
+        if not (self._gone.is_set() or self._reader.whole):
             raise error
 
     def _end(self) -> None:

@@ -25,7 +25,7 @@ from .messages import MODEL, Delta, Media, Request
 from .protocol import LONGEST_WAIT_S, MAX_MESSAGE_BYTES, StreamReader, channel_options, from_grpc, to_grpc
 from .reply import Reply, ReplyBuilder, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
-from .settling import settle
+from .settling import cancel_late, settle
 from .shared_media import SharedMedia
 
 DEFAULT_URL = "localhost:8001"
@@ -66,6 +66,7 @@ class Stream(DeltaIterator):
         self._pending: deque[Delta] = deque()
         self._answered = False
         self._gone = threading.Event()
+        self._late: threading.Timer | None = None
         self._retry = retry
 
     def __next__(self) -> Delta:
@@ -107,7 +108,7 @@ class Stream(DeltaIterator):
             response = next(call, None)
         except grpc.RpcError as error:
             # After our own cancel, or with nothing that could still be missing, it means no harm.
-            if not (self._gone.is_set() or self._reader.final):
+            if not (self._gone.is_set() or self._reader.whole):
                 raise from_grpc(error) from error
             response = None
         if response is not None:
@@ -115,6 +116,8 @@ class Stream(DeltaIterator):
                 settle(call)
             self._pending.extend(self._reader.feed(response))
             self._answered = True
+            if self._reader.whole and self._late is None:
+                self._late = cancel_late(call)
         elif not self._gone.is_set():
             self._end()
             self._release()
@@ -122,6 +125,8 @@ class Stream(DeltaIterator):
 
     def _end(self) -> None:
         self._gone.set()
+        if self._late is not None:
+            self._late.cancel()
         self._builder.end()
 
     def close(self) -> None:

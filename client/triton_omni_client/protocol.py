@@ -25,7 +25,7 @@ from .errors import (
     TooLarge,
     from_text,
 )
-from .messages import OUTPUTS, Delta, OutputDecoder, Request, Tensor
+from .messages import OUTPUTS, Delta, Info, OutputDecoder, Request, Tensor
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Largest gRPC message sent or taken: 1 GiB, room for the media a request may bring (gRPC's own: 4 MiB)."""
@@ -116,6 +116,8 @@ class StreamReader:
         self._decoder = OutputDecoder(request.audio_format)
         self.final = False
         """The server has said that nothing follows."""
+        self.whole = False
+        """Nothing can be missing: the reply's `info` has come, or the final response."""
 
     def feed(self, response: Any) -> list[Delta]:
         """The deltas of one `ModelStreamInferResponse`.
@@ -127,16 +129,18 @@ class StreamReader:
             raise from_text(response.error_message)
         inferred = response.infer_response
         if inferred.parameters["triton_final_response"].bool_param:
-            self.final = True
-        return self._decoder.feed(_outputs_of(inferred))
+            self.final = self.whole = True
+        deltas = self._decoder.feed(_outputs_of(inferred))
+        self.whole = self.whole or any(isinstance(delta, Info) for delta in deltas)
+        return deltas
 
     def end(self) -> None:
         """To be called when the call has ended.
 
         Raises:
-            ConnectionFailed: before the request's final response.
+            ConnectionFailed: before the reply was whole.
         """
-        if not self.final:
+        if not self.whole:
             raise ConnectionFailed("the stream ended before the reply was complete")
 
 

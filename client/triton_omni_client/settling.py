@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call is left that was answered with an error: after its end, not in the moment before.
+"""How a call is left whose answer is there: after its end, not in the moment before, and not long after either.
 
 Triton 24.10 never frees a request, nor what it brought, whose gRPC stream is cancelled between its error and its end.
+And it never ends a stream that a process had a part in which died when the reply was whole.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import contextlib
 import threading
 from typing import Any, Final
 
+import grpc  # type: ignore[import-untyped]
+
 SETTLED_WITHIN_S: Final = 1.0
-"""An end that does not come so soon is not waited for."""
+"""After an error, an end that does not come so soon is not waited for."""
+LATE_END_S: Final = 2.0
+"""Nor after a whole reply."""
 
 
 def settle(call: Any) -> None:
@@ -20,6 +25,22 @@ def settle(call: Any) -> None:
     ended = threading.Event()
     if call.add_callback(ended.set):
         ended.wait(SETTLED_WITHIN_S)
+
+
+def cancel_late(call: Any) -> threading.Timer:
+    """Have a call end that is whole, in a while if it does not by itself; to be cancelled when it has."""
+    timer = threading.Timer(LATE_END_S, call.cancel)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+async def read_end(call: Any) -> Any:
+    """What follows a whole reply on a call of `grpc.aio`; `EOF` where nothing does for a while."""
+    try:
+        return await asyncio.wait_for(call.read(), LATE_END_S)
+    except TimeoutError:
+        return grpc.aio.EOF
 
 
 async def settle_async(call: Any) -> None:

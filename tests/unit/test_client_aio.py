@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -224,3 +225,15 @@ async def test_a_secure_channel_is_used_when_credentials_are_given(server: FakeT
             await secure.say("hi")
             pytest.fail("plain text was taken for TLS")
     assert server.requests == []
+
+
+async def test_a_whole_reply_without_an_end_is_waited_for_no_longer(
+    server: FakeTriton, client: AsyncOmniClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton_omni_client.settling.LATE_END_S", 0.2)
+    server.script = server.unending
+    begin = time.monotonic()
+    reply = await client.say("hi")
+    assert 0.2 <= time.monotonic() - begin < 2
+    assert (reply.text, reply.info is None) == ("Hello", False)
+    assert await _seen(server)

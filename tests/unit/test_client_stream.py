@@ -377,3 +377,16 @@ def test_wait_ready_gives_up(client: OmniClient, server: FakeTriton) -> None:
 def test_a_secure_channel_is_used_when_credentials_are_given(server: FakeTriton) -> None:
     with OmniClient(server.url, credentials=grpc.ssl_channel_credentials()) as secure, pytest.raises(ConnectionFailed):
         secure.say("hi")
+
+
+def test_a_whole_reply_without_an_end_is_waited_for_no_longer(
+    server: FakeTriton, client: OmniClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton_omni_client.settling.LATE_END_S", 0.2)
+    server.script = server.unending
+    begin = time.monotonic()
+    reply = client.say("hi")
+    assert 0.2 <= time.monotonic() - begin < 2
+    assert reply.text == "Hello"
+    assert reply.info is not None
+    assert server.cancelled.wait(5)

@@ -148,6 +148,19 @@ def test_a_killed_stage_is_told_at_once_and_started_again(server: Server, stage:
     assert reviver.failure is None
 
 
+def test_a_death_is_told_in_the_moment_in_which_it_happens(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another stage ends before it has heard of it, no one ends for the client."""
+    monkeypatch.setattr("triton_omni.serving.revival._POLL_S", WAIT_S)
+    with watching(server):
+        time.sleep(0.1)
+        begin = time.monotonic()
+        server.kill("talker")
+        wait_for(lambda: ("lost", "talker") in server.calls)
+        assert time.monotonic() - begin < WAIT_S / 4
+        wait_for(lambda: server.loads() == 1)
+        server.kill("thinker")  # so that the watch, which waits for long here, sees that it is over
+
+
 def test_stages_that_live_are_left_alone(server: Server) -> None:
     with watching(server) as reviver:
         time.sleep(3 * revival._POLL_S)

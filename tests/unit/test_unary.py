@@ -212,6 +212,22 @@ def test_an_error_of_the_stream_keeps_its_code_which_triton_lost(serve, error, c
     assert sender.error.message().endswith(error.to_text())
 
 
+def test_a_whole_reply_whose_stream_does_not_end_is_answered(serve, monkeypatch):
+    monkeypatch.setattr("triton_omni.serving.unary.LATE_END_S", 0.2)
+    over = threading.Event()
+
+    def infer(message):
+        yield from responses(Answer(text="hi"), Answer(info=INFO))
+        over.wait(10)
+
+    model, ensemble = serve(infer)
+    begin = time.monotonic()
+    assert reply(ask(model))["text_output"] == b"hi"
+    assert 0.2 <= time.monotonic() - begin < 2
+    over.set()
+    assert len(ensemble.cancelled) == 1
+
+
 def test_an_error_after_the_last_response_takes_nothing_from_a_whole_reply(serve):
     lost = refusal(InternalError("the process of talker ended unexpectedly", stage="talker"))
     model, _ = serve(lambda message: [*responses(Answer(text="Hel"), Answer(info=INFO)), lost])

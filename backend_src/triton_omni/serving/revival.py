@@ -88,6 +88,10 @@ class Process:
         """Wait until it has ended, for `seconds` at most; whether it has."""
         return bool(select.select([self._handle], [], [], seconds)[0])
 
+    def fileno(self) -> int:
+        """What `select` takes; readable once the process has ended."""
+        return self._handle
+
     def kill(self) -> None:
         """End it by force."""
         with contextlib.suppress(ProcessLookupError):
@@ -155,10 +159,16 @@ class StageReviver:
                 watched.process = None
 
     def _run(self) -> None:
-        while not self._stopping.wait(_POLL_S) and self.failure is None:
+        while not self._stopping.is_set() and self.failure is None:
+            self._await_death()
             for stage, watched in self._watched.items():
                 if not watched.is_reviving and (cause := self._cause_of_death(stage, watched)) is not None:
                     self._begin_revival(stage, watched, cause)
+
+    def _await_death(self) -> None:
+        """Until a process has ended that is not being seen to, for a moment at most."""
+        living = [watched.process for watched in self._watched.values() if not watched.is_reviving]
+        select.select([process for process in living if process is not None], [], [], _POLL_S)
 
     def _cause_of_death(self, stage: StageName, watched: _Watched) -> str | None:
         if watched.process is None or watched.process.ends_within(0):

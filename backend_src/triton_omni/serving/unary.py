@@ -36,6 +36,7 @@ from triton_omni.wire import Answer
 ENSEMBLE: Final = "qwen2_5_omni"
 CANCEL_POLL_S: Final = 0.05
 SETTLED_WITHIN_S: Final = 1.0
+LATE_END_S: Final = 2.0
 RETRY_AFTER_MS: Final = 250
 
 _CHANNEL_OPTIONS: Final = (
@@ -169,7 +170,7 @@ class UnaryModel:
         collected = Collected()
         stream = self._stub.ModelStreamInfer(_once(message))
         try:
-            async for answer in stream:
+            while (answer := await _next(stream, collected)) is not grpc.aio.EOF:
                 # A stage may die between the last response of a whole reply and the stream's end.
                 if answer.error_message and not collected.info:
                     await _settle(stream)
@@ -182,6 +183,16 @@ class UnaryModel:
         finally:
             stream.cancel()
         return collected
+
+
+async def _next(stream: Any, collected: Collected) -> Any:
+    """The next answer; behind a whole reply none is waited for long, since who would end the stream may have died."""
+    if not collected.info:
+        return await stream.read()
+    try:
+        return await asyncio.wait_for(stream.read(), LATE_END_S)
+    except TimeoutError:
+        return grpc.aio.EOF
 
 
 async def _settle(stream: Any) -> None:
