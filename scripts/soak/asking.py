@@ -38,6 +38,8 @@ Outcome = Literal["finished", "refused", "cancelled", "timed out", "failed"]
 
 LONGEST_S = 100.0
 """After this a client gives up; the server's own deadline is earlier, so whoever waits so long was lost."""
+_LATE_END_S = 2.0
+"""What is waited for behind a whole reply; see `settling.py` of the client."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,11 @@ class Asker:
                     return
                 for line in answer:
                     _hear(line, heard, begin)
+                    if heard.whole and connection.sock is not None:
+                        connection.sock.settimeout(_LATE_END_S)
             except TimeoutError as error:
-                raise Timeout("no answer") from error
+                if not heard.whole:
+                    raise Timeout("no answer") from error
             except (OSError, http.client.HTTPException, ValueError) as error:
                 raise OmniClientError(f"{type(error).__name__}: {error}") from error
 

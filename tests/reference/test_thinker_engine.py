@@ -7,6 +7,7 @@ here is a test of chunked prefill.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from media_samples import picture, tone
 from reference.hf import HfReference, ThinkerResult
@@ -36,6 +38,8 @@ from reference.thinker_rig import (
     schedule_ahead_on_the_cpu,
     token_ids,
 )
+from triton_omni.checkpoint.reading import CheckpointError
+from triton_omni.checkpoint.weights import weight_map
 from triton_omni.engine import Sampling, ThinkerPrompt
 from triton_omni.errors import BadRequest, TooLarge
 
@@ -460,6 +464,19 @@ def test_what_the_runners_cannot_do_is_refused_by_name(engine: Any, change: dict
     )
     with pytest.raises(UnsupportedEngineError, match=message):
         refuse_unsupported(config, tensor_parallel=False)
+
+
+def test_a_tensor_of_another_shape_is_told_by_name_with_its_file(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """That one is missing or its file cut off is told before the start: `tests/unit/test_start_faults.py`."""
+    checkpoint, name = tmp_path / "checkpoint", "thinker.model.layers.0.self_attn.q_proj.weight"
+    shutil.copytree(tiny_checkpoint, checkpoint)
+    shard = checkpoint / weight_map(checkpoint)[name]
+    tensors = load_file(shard)
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, shard)
+    with pytest.raises(CheckpointError) as caught:
+        make_engine(checkpoint)
+    assert f"{shard}: {name} has shape [63, " in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_checkpoint_in_which_vllm_and_hf_would_place_videos_differently_is_refused(engine: Any) -> None:
