@@ -17,7 +17,10 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 from fake_pb_utils import PbUtils, Request, TritonError, text_tensor
+from triton_omni import ledger_layout
 from triton_omni.errors import BadRequest, InternalError, Overloaded, TooLarge
+from triton_omni.serving import loss_watch
+from triton_omni.serving.stage_board import StageBoard
 from triton_omni.serving.unary import UnaryModel
 from triton_omni.settings import UnarySettings
 from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
@@ -47,13 +50,13 @@ def serve():
     """Start a unary model whose ensemble answers with `infer(message)`."""
     started = []
 
-    def start(infer, max_requests=8):
+    def start(infer, max_requests=8, table=""):
         server, ensemble = grpc.server(ThreadPoolExecutor(20)), Ensemble(infer)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(ensemble, server)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         settings = UnarySettings(max_requests=max_requests)
-        started.append((UnaryModel(PbUtils(), settings, f"127.0.0.1:{port}"), server))
+        started.append((UnaryModel(PbUtils(), settings, f"127.0.0.1:{port}", table), server))
         return started[-1][0], ensemble
 
     yield start
@@ -212,6 +215,33 @@ def test_an_error_of_the_stream_keeps_its_code_which_triton_lost(serve, error, c
     assert sender.error.message().endswith(error.to_text())
 
 
+def test_a_request_that_lost_a_stage_and_is_not_told_is_failed(serve, monkeypatch, tmp_path):
+    monkeypatch.setattr(loss_watch, "TOLD_WITHIN_S", 0.2)
+    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", tmp_path)
+    over = threading.Event()
+
+    def infer(message):
+        yield from responses(Answer(text="hi"))
+        over.wait(10)
+
+    model, ensemble = serve(infer, table="table")
+    untold = ask(model)  # nothing is known of the stages: there is no table yet
+    wait_for(lambda: ensemble.messages)
+    ledger_layout.create_table(ledger_layout.table_path("table"), 1)
+    board = StageBoard("table")
+    board._words[ledger_layout.BLOCKS["talker"] + ledger_layout.EPOCH] = 3
+    request = ask(model)
+    time.sleep(0.3)
+    assert not request.sender.done.is_set()
+    board.mark_lost("talker")
+    assert "the process of talker ended unexpectedly" in answered(request).error.message()
+    assert not untold.sender.done.is_set()
+    wait_for(lambda: len(ensemble.cancelled) == 1)
+    over.set()
+    answered(untold)
+    board.close()
+
+
 def test_a_whole_reply_whose_stream_does_not_end_is_answered(serve, monkeypatch):
     monkeypatch.setattr("triton_omni.serving.unary.LATE_END_S", 0.2)
     over = threading.Event()
@@ -224,8 +254,8 @@ def test_a_whole_reply_whose_stream_does_not_end_is_answered(serve, monkeypatch)
     begin = time.monotonic()
     assert reply(ask(model))["text_output"] == b"hi"
     assert 0.2 <= time.monotonic() - begin < 2
+    wait_for(lambda: len(ensemble.cancelled) == 1)
     over.set()
-    assert len(ensemble.cancelled) == 1
 
 
 def test_an_error_after_the_last_response_takes_nothing_from_a_whole_reply(serve):

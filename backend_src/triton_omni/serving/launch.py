@@ -167,9 +167,10 @@ def start_unary(pb_utils: Any, args: dict[str, str], folder: Path) -> UnaryModel
     settings = _settings(folder, UnarySettings)
     # Every stub is a child of tritonserver.
     grpc_url = settings.grpc_url or own_grpc_url(command_line(os.getppid()))
+    from triton_omni.ledger_layout import server_name
     from triton_omni.serving.unary import UnaryModel
 
-    return UnaryModel(pb_utils, settings, grpc_url)
+    return UnaryModel(pb_utils, settings, grpc_url, server_name(os.getppid()))
 
 
 def end_process() -> None:

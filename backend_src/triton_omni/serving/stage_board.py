@@ -38,6 +38,14 @@ class StageBoard:
         """How often `stage` was loaded."""
         return layout.epoch(self._words, stage)
 
+    def epochs(self) -> int:
+        """The loads of all stages, for `lost_since`."""
+        return layout.pack_epochs(self._words)
+
+    def lost_since(self, epochs: int) -> list[StageName]:
+        """Which stages died in or after these loads."""
+        return layout.lost_of(self._words, epochs)
+
     def silent_for(self, stage: StageName) -> float:
         """Seconds since its loop last turned."""
         return layout.silent_for(self._words, stage)

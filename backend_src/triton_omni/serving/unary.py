@@ -28,7 +28,9 @@ from tritonclient.utils import serialize_byte_tensor  # type: ignore[import-unty
 
 from triton_omni import errors
 from triton_omni.errors import BadRequest, InternalError, OmniError, Overloaded
+from triton_omni.serving.loss_watch import LossWatch
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
+from triton_omni.serving.stage_board import StageBoard
 from triton_omni.settings import UnarySettings
 from triton_omni.token2wav.encoding import WAV_HEADER_BYTES, to_base64, wav_header
 from triton_omni.wire import Answer
@@ -90,12 +92,15 @@ class UnaryModel:
         pb_utils: Triton's `triton_python_backend_utils`.
         settings: how many requests run at once; further ones are refused as overloaded.
         grpc_url: `HOST:PORT` of this server.
+        table: name of its ledger, which is there when a stage was loaded; empty = it has none.
     """
 
-    def __init__(self, pb_utils: Any, settings: UnarySettings, grpc_url: str) -> None:
+    def __init__(self, pb_utils: Any, settings: UnarySettings, grpc_url: str, table: str = "") -> None:
         self._pb_utils = pb_utils
         self._settings = settings
         self._grpc_url = grpc_url
+        self._table = table
+        self._board: StageBoard | None = None
         self._sending = SendingThread("unary")
         self._running: set[asyncio.Task[None]] = set()
         self._places = threading.BoundedSemaphore(settings.max_requests)
@@ -121,6 +126,8 @@ class UnaryModel:
         self._thread.join()
         self._loop.close()
         self._sending.close()
+        if self._board is not None:
+            self._board.close()
 
     def _take(self, request: Any, outlet: TritonOutlet) -> None:
         message = to_message(request)
@@ -157,14 +164,24 @@ class UnaryModel:
         end()
 
     async def _unless_cancelled(self, collecting: Any, outlet: TritonOutlet) -> Collected:
-        """The reply, unless the client goes away first: then the stream is cancelled, and the stages see it."""
+        """The reply, unless the client goes away first, or a stage died and nobody tells: then the stream is cancelled,
+        and the stages see it.
+        """
+        watch = LossWatch(self._find_board())
         task: asyncio.Task[Collected] = self._loop.create_task(collecting)
         while not (await asyncio.wait({task}, timeout=CANCEL_POLL_S))[0]:
-            if outlet.is_cancelled():
+            gone = errors.Cancelled("the request was cancelled", stage="unary") if outlet.is_cancelled() else None
+            if (error := gone or watch.error()) is not None:
                 task.cancel()
                 await asyncio.wait({task})
-                raise errors.Cancelled("the request was cancelled", stage="unary")
+                raise error
         return task.result()
+
+    def _find_board(self) -> StageBoard | None:
+        if self._board is None and self._table:
+            with contextlib.suppress(FileNotFoundError):
+                self._board = StageBoard(self._table)
+        return self._board
 
     async def _collect(self, message: Any) -> Collected:
         collected = Collected()
