@@ -33,7 +33,7 @@ def leading(pids: Any) -> None:
     FORK.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     follower = FORK.Process(target=tensor_parallel._follow, kwargs={"pids": pids}, daemon=True)
     follower.start()
-    engine: Any = SimpleNamespace(_closing=threading.Event())
+    engine: Any = SimpleNamespace(_closing=threading.Event(), _patience_s=0.0)
     tensor_parallel.TensorParallelExecutor._end_with_a_follower(engine, [follower])
 
 
@@ -99,3 +99,16 @@ def test_there_must_be_as_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _ranks(2, torch.device("cuda", 1))["device_ids"] == [1, 2]
     with pytest.raises(SettingsError, match=r"2 GPUs from number 2 on, but this process sees 3 \(0 to 2\)"):
         _ranks(2, torch.device("cuda", 2))
+
+
+def test_who_cannot_load_says_why_before_its_followers_end_it() -> None:
+    from triton_omni.vllm_hooks.tensor_parallel import TensorParallelExecutor
+
+    follower = FORK.Process(target=time.sleep, args=(0,))
+    follower.start()
+    engine: Any = SimpleNamespace(_closing=threading.Event(), _patience_s=SOON_S)
+    threading.Timer(0.2, engine._closing.set).start()
+    begin = time.monotonic()
+    TensorParallelExecutor._end_with_a_follower(engine, [follower])
+    assert time.monotonic() - begin < SOON_S
+    follower.join()

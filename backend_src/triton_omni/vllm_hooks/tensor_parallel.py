@@ -31,6 +31,8 @@ _logger = logging.getLogger(__name__)
 
 _CALL_BYTES = 1 << 20
 """A call of a step is a few KB; a larger one, with media, goes round the ring of shared memory."""
+_LOAD_GRACE_S = 5.0
+"""What rank 0 gets to tell why nothing can be loaded, which ends the followers too."""
 _GRACE_S = 3.0
 """A follower that has not ended by then is killed."""
 
@@ -53,6 +55,7 @@ class TensorParallelExecutor(UniProcExecutor):
         )
         self._meeting, _, _ = super()._distributed_args()
         self._closing = threading.Event()
+        self._patience_s = _LOAD_GRACE_S
         self._context: Any = get_mp_context()  # type: ignore[no-untyped-call]
         # vLLM's workers share it; a process that starts finds it only while it is kept here.
         self._lock = self._context.Lock()
@@ -73,6 +76,7 @@ class TensorParallelExecutor(UniProcExecutor):
             raise
         for queue in (self._calls, *(follower.worker_response_mq for follower in self._followers)):
             queue.wait_until_ready()
+        self._patience_s = 0.0
 
     def _start(self, rank: int) -> Any:
         # An interpreter that is embedded, as in Triton's stub, does not know what program would start it.
@@ -144,7 +148,7 @@ class TensorParallelExecutor(UniProcExecutor):
 
     def _end_with_a_follower(self, processes: list[Any]) -> None:
         multiprocessing.connection.wait([process.sentinel for process in processes])
-        if not self._closing.is_set():
+        if not self._closing.wait(self._patience_s):
             codes = {process.name: process.exitcode for process in processes}
             _logger.critical("a process of a split engine ended, so all of it does (exit codes: %s)", codes)
             os.kill(os.getpid(), signal.SIGKILL)
