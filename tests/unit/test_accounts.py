@@ -86,7 +86,7 @@ def test_a_mix_of_all_endings_is_counted_once_each():
 
 
 def test_a_deadline_that_passes_is_timed_out_in_every_phase():
-    with pipeline(settings=ThinkerSettings(max_sessions=4, timeout_s=0.1), intake=FakeIntake(delay_s=0.3)) as p:
+    with pipeline(settings=ThinkerSettings(max_sessions=4), intake=FakeIntake(delay_s=0.3, timeout_s=0.1)) as p:
         finished(p.ask("12345"))
         assert settled(p) == {"timed_out": 1}
     with pipeline(settings=ThinkerSettings(max_sessions=4), intake=FakeIntake(timeout_s=0.1)) as p:
