@@ -44,7 +44,7 @@ class TensorParallelExecutor(UniProcExecutor):
     the followers with this process, and this process, killed, with any of them.
 
     Raises:
-        Exception: vLLM's, where a follower cannot load.
+        RuntimeError: a follower cannot load.
     """
 
     def _init_executor(self) -> None:
@@ -69,7 +69,7 @@ class TensorParallelExecutor(UniProcExecutor):
         self._followers: list[Any] = starting
         try:
             super()._init_executor()
-            self._followers = WorkerProc.wait_for_ready(starting)
+            self._followers = _await_ready(starting)
         except BaseException:
             self._release_followers()
             self._await_followers()
@@ -152,6 +152,16 @@ class TensorParallelExecutor(UniProcExecutor):
             codes = {process.name: process.exitcode for process in processes}
             _logger.critical("a process of a split engine ended, so all of it does (exit codes: %s)", codes)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _await_ready(starting: list[Any]) -> list[Any]:
+    try:
+        ready: list[Any] = WorkerProc.wait_for_ready(starting)
+    except Exception as error:  # vLLM's, without the cause
+        raise RuntimeError(
+            "another rank of the engine could not be loaded; the log has its error before this"
+        ) from error
+    return ready
 
 
 def _answer(follower: Any) -> Any:
