@@ -13,7 +13,7 @@ import pytest
 from triton_omni import ledger_layout
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def tables_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder that takes the place of /dev/shm."""
     folder = tmp_path_factory.mktemp("shm")
