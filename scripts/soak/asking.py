@@ -31,6 +31,7 @@ from triton_omni_client import (
 from triton_omni_client.errors import from_text
 from triton_omni_client.messages import MODEL, UNARY_MODEL
 from triton_omni_client.protocol import to_grpc
+from triton_omni_client.settling import LATE_END_S
 
 from .plan import Planned, Way
 
@@ -38,8 +39,6 @@ Outcome = Literal["finished", "refused", "cancelled", "timed out", "failed"]
 
 LONGEST_S = 100.0
 """After this a client gives up; the server's own deadline is earlier, so whoever waits so long was lost."""
-_LATE_END_S = 2.0
-"""What is waited for behind a whole reply; see `settling.py` of the client."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class Asker:
                 for line in answer:
                     _hear(line, heard, begin)
                     if heard.whole and connection.sock is not None:
-                        connection.sock.settimeout(_LATE_END_S)
+                        connection.sock.settimeout(LATE_END_S)
             except TimeoutError as error:
                 if not heard.whole:
                     raise Timeout("no answer") from error

@@ -9,11 +9,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from processes import is_running
 
 FORK = multiprocessing.get_context("fork")
 SOON_S = 5.0
@@ -37,13 +38,6 @@ def leading(pids: Any) -> None:
     tensor_parallel.TensorParallelExecutor._end_with_a_follower(engine, [follower])
 
 
-def has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
-        return True
-
-
 @pytest.mark.parametrize("first", ["engine", "follower"])
 def test_each_ends_with_the_other(first: str) -> None:
     import triton_omni.vllm_hooks.tensor_parallel  # noqa: F401, the processes below share it
@@ -56,7 +50,7 @@ def test_each_ends_with_the_other(first: str) -> None:
     os.kill(engine.pid if first == "engine" else follower, signal.SIGKILL)
     engine.join(SOON_S)
     assert engine.exitcode == -signal.SIGKILL
-    wait_for(lambda: has_ended(follower))
+    wait_for(lambda: not is_running(follower))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import is_running
 from reference.hf import HfReference
 from server.asking import ask_together
 from server.parity import GREEDY, check_reply, hf_reply
@@ -36,7 +37,7 @@ def split(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     with serve(tmp_path_factory.mktemp("split"), tiny_checkpoint, settings) as server:
         ranks = other_ranks(server)
         yield server
-        wait_for(lambda: not any(map(is_alive, ranks)), 5, lambda: ranks)
+        wait_for(lambda: not any(map(is_running, ranks)), 5, lambda: ranks)
         assert not [path for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket() and path not in before]
 
 
@@ -53,13 +54,6 @@ def other_ranks(server: Served) -> list[int]:
     children = Path(f"/proc/{thinker(server)}/task").glob("*/children")
     started = [int(pid) for file in children for pid in file.read_text().split()]
     return [pid for pid in started if "Worker_TP" in Path(f"/proc/{pid}/cmdline").read_text()]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def test_replies_are_hf_s(split: Served, hf: HfReference) -> None:
@@ -90,5 +84,5 @@ def test_a_stage_dies_with_a_rank(split: Served) -> None:
         os.kill(ranks[0], signal.SIGKILL)
         with pytest.raises(Internal, match="the process of thinker ended unexpectedly"):
             stream.result(timeout=TOLD_WITHIN_S)
-    assert not is_alive(stage)
+    assert not is_running(stage)
     assert split.supervisor.stop() < STOP_S

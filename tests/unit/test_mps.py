@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import is_running
 from triton_omni.serving import mps
 from triton_omni.serving.machine import ServerError, visible_gpus
 from triton_omni.serving.mps import mps_daemon
@@ -97,13 +98,6 @@ class Record:
 
     def _lines(self) -> list[str]:
         return self.path.read_text().splitlines() if self.path.exists() else []
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

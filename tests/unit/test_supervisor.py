@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import is_running
 from triton_omni import ledger_layout
 from triton_omni.serving import leftovers
 from triton_omni.serving.machine import ServerError, ServerNotReady, choose_ports, find_triton, visible_gpus
@@ -188,13 +189,6 @@ def stage(tmp_path: Path) -> Iterator[Path]:
     yield file
     if file.exists() and is_running(int(file.read_text())):
         os.kill(int(file.read_text()), signal.SIGKILL)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("behaviour", ["serve", "deaf"])

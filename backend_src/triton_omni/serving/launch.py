@@ -77,7 +77,8 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
     _await_turn("thinker")
     settings = _settings(folder, ThinkerSettings)
     _choose_invariance(settings)
-    _keep_sockets_in(folder)
+    if settings.tensor_parallel_size > 1:
+        _keep_sockets_in(folder)
     checkpoint = checkpoint_folder()
     from triton_omni.checkpoint.config import load_config
     from triton_omni.checkpoint.speakers import load_speakers
