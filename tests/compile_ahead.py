@@ -15,11 +15,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from triton_omni.split_kernels import split_product
 from triton_omni.token2wav.attention_kernels import block_attention, leave_past
 from triton_omni.token2wav.batching import Neighbours
 from triton_omni.token2wav.kernels import (
-    Parts,
     SnakeFilters,
     anti_aliased_snake,
     fused_standard_normal,
@@ -28,7 +26,7 @@ from triton_omni.token2wav.kernels import (
 from triton_omni.token2wav.past import LayerPast
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Rotation, decode_attention
-from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product
+from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product, split_product
 from triton_omni.vllm_hooks.talker_columns import Column
 from triton_omni.vllm_hooks.talker_step_kernels import Layout, Memory, Rules, begin, draw
 
@@ -106,11 +104,7 @@ def token2wav(blocks: int, width: int = 1024, heads: int = 16) -> None:
     """A DiT's layer, the vocoder's filter and the noise."""
     rows, head = blocks * 24, width // heads
     hidden, part = zeros(rows, width, dtype=FLOAT), zeros(width, dtype=FLOAT)
-    for branch in (
-        None,
-        zeros(rows, width),
-        Parts(split_product(zeros(rows, width), zeros(width, width)), zeros(width)),
-    ):
+    for branch in (None, zeros(rows, width)):
         residual_norm(hidden, branch, part, part, part, eps=1e-6, dtype=HALF)
     number = zeros(blocks, dtype=torch.int32)
     angles = zeros(rows, head // 2, dtype=FLOAT)

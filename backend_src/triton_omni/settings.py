@@ -196,9 +196,6 @@ class Token2WavSettings(_Frozen):
     PyTorch's own kernels one by one, equal to HF within rounding."""
     cuda_graphs: bool = True
     """Launch recorded passes at once instead of kernel by kernel (half precision only)."""
-    split_products: bool = False
-    """Share out the depth of the DiT's narrow products among more programs where a batch has few rows, one window or
-    two, and lay its kernels out while the one before ends (half precision only)."""
     mode: Literal["streaming", "offline"] = "streaming"
     plan: str = "balanced"
     """Name of the entry of `plans` that streams use."""

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from triton_omni.split_kernels import split_product
 from triton_omni.vllm_hooks.decode_attention_kernels import KEYS, Cache, Rotation, decode_attention, splits
-from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product
+from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product, split_product
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK = 16
@@ -146,9 +145,7 @@ def normal(*sizes: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes))) * scale).to(DEVICE)
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 896, 2000), (3, 96, 128), (33, 64, 100), (64, 160, 1), (96, 64, 300), (65, 40, 8)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1, 896, 2000), (3, 96, 128), (33, 64, 100), (64, 160, 1), (64, 40, 300)], ids=str)
 def test_parts_of_a_product_sum_up_to_it(shape: tuple[int, int, int]) -> None:
     count, width, depth = shape
     rows, weights = normal(count, depth), normal(width, depth)

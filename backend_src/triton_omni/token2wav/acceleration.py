@@ -53,7 +53,7 @@ def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.de
     solver: FlowSolver
     vocoder: Vocoder
     with torch.inference_mode():
-        fused, vocoder = FusedDiT(dit, dtype, split=settings.split_products), FusedVocoder(networks.vocoder, dtype)
+        fused, vocoder = FusedDiT(dit, dtype), FusedVocoder(networks.vocoder, dtype)
         past = past_pool(dit, settings, dtype)
         if settings.cuda_graphs:
             pool, flow = GraphPool(), FlowOptions.of(settings.diffusion)

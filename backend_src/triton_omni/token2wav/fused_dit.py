@@ -14,17 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triton_omni.split_kernels import split_product
 from triton_omni.token2wav.attention_kernels import block_attention, leave_past
 from triton_omni.token2wav.batching import BlockLayout, Neighbours
 from triton_omni.token2wav.dit import FINAL_PARTS, LAYER_PARTS, NORM_EPS, DiT, Layer
-from triton_omni.token2wav.kernels import Parts, residual_norm
+from triton_omni.token2wav.kernels import residual_norm
 from triton_omni.token2wav.ode import Velocity
 from triton_omni.token2wav.past import Past
 from triton_omni.token2wav.rotary import ROTARY_HEADS, Rotary
-
-FEW_ROWS = 256
-"""Of a product that leaves most multiprocessors without a tile: one or two windows under guidance."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +39,6 @@ class _Projection:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return torch.addmm(self.bias, rows, self.weight)
-
-    def parts(self, rows: Tensor) -> Parts:
-        """The same for `residual_norm`, which adds the parts up."""
-        return Parts(split_product(rows, self.weight.t()), self.bias)
 
     def gelu(self, rows: Tensor) -> Tensor:
         """The same under a GELU of the tanh form; on a GPU within the product's epilogue."""
@@ -70,13 +62,11 @@ class FusedDiT:
     Args:
         dit: its weights are copied.
         dtype: of the matrix products.
-        split: whether the depth of narrow products of few rows is shared out, and kernels are launched early.
     """
 
-    def __init__(self, dit: DiT, dtype: torch.dtype, *, split: bool = False) -> None:
+    def __init__(self, dit: DiT, dtype: torch.dtype) -> None:
         self._dit = dit
         self._dtype = dtype
-        self._split_rows, self._early = FEW_ROWS if split else 0, split
         self._heads = dit.config.num_heads
         self._layers = [self._fuse(cast(Layer, layer)) for layer in dit.transformer_blocks]
         self._leave = _Projection.of(dit.proj_out, dtype=dtype)
@@ -106,7 +96,7 @@ class FusedDiT:
         hidden = (halves + projected).flatten(0, 2)
         angles = (rotary.cos.flatten(0, 2), rotary.sin.flatten(0, 2))
         norms = modulation[number, :-FINAL_PARTS].view(-1, LAYER_PARTS, modulation.shape[2])
-        branch: Tensor | Parts | None = None
+        branch: Tensor | None = None
         gate = norms[0, 2]
         for place, (layer, parts) in enumerate(zip(self._layers, norms, strict=True)):
             shift, scale, attention_gate, ff_shift, ff_scale, ff_gate = parts.unbind(0)
@@ -120,23 +110,19 @@ class FusedDiT:
                 layer_past,
                 heads=self._heads,
                 rotary_heads=ROTARY_HEADS,
-                early=self._early,
             )
             if layer_past is not None:
-                leave_past(qkv, layer_past, heads=self._heads, early=self._early)
-            normed = self._residual_norm(hidden, self._narrow(layer.out, mixed), attention_gate, ff_shift, ff_scale)
-            branch, gate = self._narrow(layer.leave, layer.enter.gelu(normed)), ff_gate
+                leave_past(qkv, layer_past, heads=self._heads)
+            normed = self._residual_norm(hidden, layer.out(mixed), attention_gate, ff_shift, ff_scale)
+            branch, gate = layer.leave(layer.enter.gelu(normed)), ff_gate
         scale, shift = modulation[number, -FINAL_PARTS:].unbind(0)
         velocity = self._leave(self._residual_norm(hidden, branch, gate, shift, scale))
         return velocity.float().view(*condition.shape[:2], -1)
 
-    def _narrow(self, projection: _Projection, rows: Tensor) -> Tensor | Parts:
-        return projection.parts(rows) if len(rows) <= self._split_rows else projection(rows)
-
     def _residual_norm(
-        self, hidden: Tensor, branch: Tensor | Parts | None, gate: Tensor, shift: Tensor, scale: Tensor
+        self, hidden: Tensor, branch: Tensor | None, gate: Tensor, shift: Tensor, scale: Tensor
     ) -> Tensor:
-        return residual_norm(hidden, branch, gate, shift, scale, eps=NORM_EPS, dtype=self._dtype, early=self._early)
+        return residual_norm(hidden, branch, gate, shift, scale, eps=NORM_EPS, dtype=self._dtype)
 
     def _fuse(self, layer: Layer) -> _FusedLayer:
         attention, forward = layer.attn, layer.ff.ff

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from triton_omni.split_kernels import early_launch, padded_rows, wait_for_inputs
+from triton_omni.early_kernels import early_launch, padded_rows, wait_for_inputs
 from triton_omni.token2wav.noise import counters
 from triton_omni.token2wav.transfer import to_device
 
@@ -25,16 +25,13 @@ from triton_omni.token2wav.transfer import to_device
 def _residual_norm(
     hidden,
     branch,
-    bias,
     gate,
     shift,
     scale,
     normed,
     eps,
-    part_stride,
     WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_BRANCH: tl.constexpr,
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -43,13 +40,8 @@ def _residual_norm(
     inside = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
     row = tl.load(hidden + places, mask=inside, other=0.0)
-    if PARTS:
+    if HAS_BRANCH:
         added = tl.load(branch + places, mask=inside, other=0.0).to(tl.float32)
-        # Unrolled, so that all parts are on their way at once.
-        for part in tl.static_range(1, PARTS):
-            added += tl.load(branch + part * part_stride + places, mask=inside, other=0.0)
-        if HAS_BIAS:
-            added += tl.load(bias + columns, mask=inside, other=0.0)
         row += tl.load(gate + columns, mask=inside, other=0.0) * added
         tl.store(hidden + places, row, mask=inside)
     centred = tl.where(inside, row - tl.sum(row, 0) / WIDTH, 0.0)
@@ -59,60 +51,43 @@ def _residual_norm(
     tl.store(normed + places, output.to(normed.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a layer adds, not yet summed up (`split_product`)."""
-
-    parts: Tensor
-    """[S, R, H] fp32."""
-    bias: Tensor
-    """[H]."""
-
-
 def residual_norm(
     hidden: Tensor,
-    branch: Tensor | Parts | None,
+    branch: Tensor | None,
     gate: Tensor,
     shift: Tensor,
     scale: Tensor,
     *,
     eps: float,
     dtype: torch.dtype,
-    early: bool = False,
 ) -> Tensor:
     """`hidden += gate * branch` in place, then the adaptive norm of it (`dit.modulate`).
 
     Args:
         hidden: [R, H] fp32, the residual stream.
-        branch: [R, H] what a layer adds, or its parts; None for nothing.
+        branch: [R, H] what a layer adds; None for nothing.
         gate, shift, scale: [H] fp32.
         eps: of the norm.
         dtype: of the result.
-        early: see `early_launch`.
 
     Returns:
         [R, H] in `dtype`.
     """
     rows, width = hidden.shape
     normed = torch.empty(rows, width, dtype=dtype, device=hidden.device)
-    parts = branch.parts if isinstance(branch, Parts) else branch
-    count = 0 if parts is None else len(parts) if parts.ndim == 3 else 1
     _residual_norm[(rows,)](
         hidden,
-        hidden if parts is None else parts,
-        branch.bias if isinstance(branch, Parts) else gate,
+        hidden if branch is None else branch,
         gate,
         shift,
         scale,
         normed,
         eps,
-        rows * width,
         WIDTH=width,
-        PARTS=count,
-        HAS_BIAS=isinstance(branch, Parts),
+        HAS_BRANCH=branch is not None,
         TILE=triton.next_power_of_2(width),
         num_warps=4,
-        **early_launch(hidden.device, wanted=early),
+        **early_launch(hidden.device),
     )
     return normed
 

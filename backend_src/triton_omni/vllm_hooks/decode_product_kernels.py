@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of a decode step with what stands around them, in the Triton language.
 
-For a few tokens a product is bound by reading its weights: all multiprocessors must read all the time, and what comes
-before and behind is to cost no launches of its own. Sums are in float32. It knows tensors, neither vLLM nor the
-networks.
+For a few tokens a product is bound by reading its weights, and by the latency of walking along its depth: all
+multiprocessors must read all the time, and what comes before and behind is to cost no launches of its own. Sums are in
+float32. It knows tensors, neither vLLM nor the networks.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.split_kernels import early_launch, padded_rows, wait_for_inputs
+from triton_omni.early_kernels import early_launch, padded_rows, wait_for_inputs
 
 MOST_ROWS = 64
 """Tokens of a step for which these products are made; for more, a library's are as fast."""
 _COLUMNS = 32
 _STRIDE = 128
 """Columns of a program, and its depth at a time: 16 KB of weights."""
+_MOST_PARTS = 16
+"""Of a product whose depth is shared out."""
+_ENOUGH_PROGRAMS = 264
+"""Two a multiprocessor of the largest GPUs."""
 
 
 @triton.jit
@@ -70,6 +74,64 @@ def gated_product(rows: Tensor, weights: Tensor) -> Tensor:
         count,
         WIDTH=width,
         DEPTH=depth,
+        ROWS=padded_rows(count),
+        COLUMNS=_COLUMNS,
+        STRIDE=_STRIDE,
+        num_warps=4,
+        num_stages=4,
+        **early_launch(rows.device),
+    )
+    return output
+
+
+@triton.jit
+def _split_product(
+    rows,
+    weights,
+    parts,
+    count,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SHARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_inputs(EARLY)
+    part, row = tl.program_id(1), tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    wanted, inside = (row < count)[:, None], (column < WIDTH)[None, :]
+    left, right = rows + row[:, None] * DEPTH, weights + column.to(tl.int64)[None, :] * DEPTH
+    summed = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in range(part * SHARE, tl.minimum((part + 1) * SHARE, DEPTH), STRIDE):
+        depth = at + tl.arange(0, STRIDE)
+        known = depth < DEPTH
+        ours = tl.load(left + depth[None, :], mask=wanted & known[None, :], other=0.0)
+        theirs = tl.load(right + depth[:, None], mask=inside & known[:, None], other=0.0)
+        summed += tl.dot(ours, theirs, input_precision="ieee")
+    tl.store(parts + (part * count + row[:, None]) * WIDTH + column[None, :], summed, mask=wanted & inside)
+
+
+def split_product(rows: Tensor, weights: Tensor) -> Tensor:
+    """Parts [S, M, N] fp32 whose sum is `rows` [M, K] times the transpose of `weights` [N, K]; both contiguous.
+
+    A library gives each program a tile of the output, of which a narrow one has fewer than there are multiprocessors.
+    Here several programs share a tile's depth (split-K), and whoever reads the product adds their parts up.
+    """
+    (count, depth), width = rows.shape, len(weights)
+    columns = triton.cdiv(width, _COLUMNS)
+    wanted = min(_MOST_PARTS, triton.cdiv(_ENOUGH_PROGRAMS, columns))
+    share = triton.cdiv(triton.cdiv(depth, _STRIDE), wanted) * _STRIDE
+    output = torch.empty(triton.cdiv(depth, share), count, width, dtype=torch.float32, device=rows.device)
+    _split_product[(columns, len(output))](
+        rows,
+        weights,
+        output,
+        count,
+        WIDTH=width,
+        DEPTH=depth,
+        SHARE=share,
         ROWS=padded_rows(count),
         COLUMNS=_COLUMNS,
         STRIDE=_STRIDE,

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from triton_omni.split_kernels import split_product
 from triton_omni.vllm_hooks.compat import UnquantizedLinearMethod, get_forward_context
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Rotation, decode_attention
-from triton_omni.vllm_hooks.decode_product_kernels import MOST_ROWS, add_norm, gated_product
+from triton_omni.vllm_hooks.decode_product_kernels import MOST_ROWS, add_norm, gated_product, split_product
 from triton_omni.vllm_hooks.fused_decode import decoder_of
 
 
