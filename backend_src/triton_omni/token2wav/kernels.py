@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from triton_omni.early_kernels import early_launch, padded_rows, wait_for_inputs
+from triton_omni.early_kernels import padded_rows
 from triton_omni.token2wav.noise import counters
 from triton_omni.token2wav.transfer import to_device
 
@@ -33,9 +33,7 @@ def _residual_norm(
     WIDTH: tl.constexpr,
     HAS_BRANCH: tl.constexpr,
     TILE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
     columns = tl.arange(0, TILE)
     inside = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
@@ -87,7 +85,6 @@ def residual_norm(
         HAS_BRANCH=branch is not None,
         TILE=triton.next_power_of_2(width),
         num_warps=4,
-        **early_launch(hidden.device),
     )
     return normed
 
