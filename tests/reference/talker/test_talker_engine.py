@@ -23,8 +23,9 @@ from triton_omni.engine import Sampling
 # vLLM's import walks over every attribute of torch.distributed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
 
-# A GPU adds its kernels' order of summation; ids that are never drawn have logits beyond 100, so it counts by size.
-LOGIT_RELATIVE_TOLERANCE = 0.0 if DEVICE.type == "cpu" else 5e-6
+# A library's order of summation depends on the processor; ids that are never drawn have logits beyond 100, so it counts
+# by size.
+LOGIT_RELATIVE_TOLERANCE = 1e-6 if DEVICE.type == "cpu" else 5e-6
 LONG = Sampling(repetition_penalty=1.05, max_tokens=300)
 
 
