@@ -33,8 +33,8 @@ from .watching import MIB, MemoryWatch
 _BACK_WITHIN_S = 180.0
 _SETTLE_S = 1.0
 """After a stage is back, until a request is held to what it would get otherwise."""
-_PAUSE_S = 0.5
-"""What a client waits after a refusal or a failure."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+"""What a client waits after a refusal or a failure: twice as long after each that follows."""
 _IDLE_WITHIN_S = 15.0
 _TOLD_EVERY_S = 10.0
 _LOOK_EVERY_S = 1.0
@@ -121,6 +121,7 @@ class Run:
 
     def _client(self) -> None:
         options = self._options
+        pause = _PAUSE_S
         while (number := next(self._numbers)) < options.requests and not self._over.is_set():
             if options.minutes is not None and self._asker.now() > 60 * options.minutes:
                 return
@@ -128,7 +129,10 @@ class Run:
             with self._lock:
                 self._ended.append(ended)
             if ended.outcome == "failed" or (ended.outcome == "refused" and ended.planned.fate != "malformed"):
-                time.sleep(_PAUSE_S)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            elif ended.outcome != "refused":
+                pause = _PAUSE_S
 
     def _kill_stages(self) -> None:
         for number in range(self._options.kills):

@@ -34,19 +34,27 @@ class Disturbance:
     """The engine gives this sequence up after so many outputs."""
     breaks_after: int | None = None
     """The engine raises after so many outputs of this sequence."""
+    listens_after: int | None = None
+    """The engine waits after so many outputs of this sequence until token2wav has made samples of it."""
 
 
 SLOW_THINKER, SLOW_TALKER, SLOW_TOKEN2WAV = 910_001, 910_002, 910_003
 CRAWLING_THINKER = 910_004
 SLOW_INTAKE = 910_005
+LISTENING_THINKER = 910_006
 INTAKE_S = 2.0
 """What preparing a request of that seed takes longer."""
+LONG_STEP_S = 0.02
+"""A step that takes longer is recorded."""
+LISTENS_S = 20.0
+"""The longest wait for token2wav's samples."""
 FAILING_THINKER, FAILING_TALKER, FAILING_TOKEN2WAV = 920_001, 920_002, 920_003
 BREAKING_TALKER, BREAKING_TOKEN2WAV = 930_002, 930_003
 
 DISTURBANCES = {
     SLOW_THINKER: Disturbance("thinker", step_s=0.04),
     CRAWLING_THINKER: Disturbance("thinker", step_s=0.15),
+    LISTENING_THINKER: Disturbance("thinker", step_s=0.04, listens_after=40),
     SLOW_TALKER: Disturbance("talker", step_s=0.04),
     SLOW_TOKEN2WAV: Disturbance("token2wav", step_s=0.15),
     FAILING_THINKER: Disturbance("thinker", fails_after=5),
@@ -61,13 +69,20 @@ class Recorder:
     """Appends events to this stage's file; safe from every thread, since a line is one write."""
 
     def __init__(self, stage: StageName) -> None:
-        path = Path(os.environ[RECORDS_VARIABLE]) / f"{stage}.jsonl"
-        self._file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+        self._folder = Path(os.environ[RECORDS_VARIABLE])
+        self._file = os.open(self._folder / f"{stage}.jsonl", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
 
     def write(self, event: str, key: str, **fields: Any) -> None:
         """Write one event with the system-wide monotonic time."""
         line = json.dumps({"event": event, "key": key, "ns": time.monotonic_ns(), **fields})
         os.write(self._file, line.encode() + b"\n")
+
+    def wait_for(self, stage: StageName, event: str, key: str) -> None:
+        """Return once another stage has written such an event, or after `LISTENS_S`."""
+        start = json.dumps({"event": event, "key": key})[:-1]
+        deadline = time.monotonic() + LISTENS_S
+        while start not in (self._folder / f"{stage}.jsonl").read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def install(stage: StageName) -> None:
@@ -106,9 +121,11 @@ class _Disturbed:
 
     def step(self) -> list[Any]:
         # An engine may drop a sequence within the step that ends it.
-        disturbed = dict(self._disturbed())
+        disturbed, began_ns = dict(self._disturbed()), time.monotonic_ns()
         outputs = super().step()
         time.sleep(max((found.step_s for found in disturbed.values()), default=0.0))
+        if time.monotonic_ns() > began_ns + LONG_STEP_S * 1e9:
+            self.recorder.write("long step", "", began_ns=began_ns)
         return [self._disturb(output, disturbed.get(output.key)) for output in outputs]
 
     def abort(self, key: str) -> None:
@@ -128,10 +145,11 @@ class _Disturbed:
             super().abort(output.key)
             empty = {"samples": output.samples[:0]} if hasattr(output, "samples") else {}
             return type(output)(output.key, error="injected: not finite", **empty)
+        if found.listens_after == 0:
+            self.recorder.wait_for("token2wav", "spoken", output.key)
+        left = {name: getattr(found, name) for name in ("fails_after", "breaks_after", "listens_after")}
         self._disturbed()[output.key] = dataclasses.replace(
-            found,
-            fails_after=None if found.fails_after is None else found.fails_after - 1,
-            breaks_after=None if found.breaks_after is None else found.breaks_after - 1,
+            found, **{name: None if count is None else count - 1 for name, count in left.items()}
         )
         return output
 
@@ -207,6 +225,12 @@ def _probe_token2wav(recorder: Recorder) -> None:
         def open(self, key: str, voice: str, seed: int, options: Any) -> None:
             super().open(key, voice, seed, options)
             self.begin(key, seed)
+
+        def step(self) -> list[Any]:
+            outputs = super().step()
+            for output in outputs:
+                recorder.write("spoken", output.key)
+            return outputs
 
     class ProbedToken2WavStage(stage.Token2WavStage):
         def submit(self, tensors: Any, outlet: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from reference.hf import HfReference, Sampling
 from server.asking import BATCH_TOLERANCE, DIFFERENT, SAMPLED, ask, ask_together, request
-from server.probes import SLOW_THINKER
+from server.probes import LISTENING_THINKER
 from server.serving import Served
 from triton_omni_client import AudioDelta, BadRequest, TextDelta
 
@@ -35,7 +35,9 @@ def test_more_sequences_than_fit_the_engines_wait_and_end_right(server: Served) 
 
 
 def test_audio_arrives_before_the_thinker_has_finished(server: Served) -> None:
-    stream = server.client.stream(request("streams", text="hello", seed=SLOW_THINKER))
+    # The thinker waits for token2wav after 40 tokens: without streaming, all its text would come before.
+    thinker = {"min_tokens": 60, "max_tokens": 60}
+    stream = server.client.stream(request("streams", text="hello", seed=LISTENING_THINKER, thinker=thinker))
     kinds = [type(delta) for delta in stream]
     first_audio = kinds.index(AudioDelta)
     last_text = len(kinds) - 1 - kinds[::-1].index(TextDelta)

@@ -25,9 +25,12 @@ def test_a_short_soak_finds_nothing(tiny_checkpoint: Path, tmp_path: Path, monke
     asked = Counter(ended.planned.fate for ended in soaked.ended)
     assert set(asked) == {"whole", "cancelled", "malformed", "slow", "hurried"}
     assert {ended.planned.way for ended in soaked.ended} == {"grpc stream", "http stream", "grpc unary", "http unary"}
-    # Not more: whoever asks while the killed stage is loaded is refused, and a GPU's takes longer to load.
-    assert soaked.outcomes()["finished"] > REQUESTS / 5
-    assert [kill.stage for kill in soaked.kills] == ["token2wav"]
+    (kill,) = soaked.kills
+    assert kill.stage == "token2wav"
+    finished = [ended for ended in soaked.ended if ended.outcome == "finished"]
+    assert min(ended.ended for ended in finished) < kill.killed
+    # Who asks while the killed stage is loaded is refused; that takes a slow machine a good part of the requests.
+    assert sum(ended.began > kill.back for ended in finished) > REQUESTS / 10
     written = report.write(soaked, tmp_path / "out")
     assert [path.name for path in written] == ["soak.json", "soak.png"]
     assert all(path.stat().st_size for path in written)

@@ -24,7 +24,7 @@ LAYERS = [
             "streams",
             "precision",
             "spans",
-            "early_kernels",
+            "tiles",
             "tracing",
         }
     },
@@ -173,10 +173,11 @@ def test_the_gateway_is_the_client_and_a_web_server_alone():
 def test_token2wav_is_torch_and_numpy_alone():
     # pydantic: its ValidationError is what settings raise.
     allowed = {"torch", "numpy", "pydantic", "triton_omni", *sys.stdlib_module_names}
-    ours = {"settings", "engine", "errors", "precision", "spans", "streams", "early_kernels", "checkpoint", "token2wav"}
-    kernels = {"triton_omni.token2wav.kernels", "triton_omni.token2wav.attention_kernels", "triton_omni.early_kernels"}
+    ours = {"settings", "engine", "errors", "precision", "spans", "streams", "tiles", "checkpoint", "token2wav"}
+    kernels = {"triton_omni.token2wav.kernels", "triton_omni.token2wav.attention_kernels"}
     decode = {
-        f"triton_omni.vllm_hooks.{step}_kernels" for step in ("decode_attention", "decode_product", "talker_step")
+        f"triton_omni.vllm_hooks.{kind}_kernels"
+        for kind in ("decode_attention", "decode_product", "early", "talker_step")
     }
     assert importing("triton") == kernels | decode
     for module, path in BACKEND_MODULES.items():

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.early_kernels import padded_rows
+from triton_omni.tiles import padded_rows
 from triton_omni.token2wav.batching import Neighbours
 from triton_omni.token2wav.past import LayerPast
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from triton_omni.early_kernels import padded_rows
+from triton_omni.tiles import padded_rows
 from triton_omni.token2wav.noise import counters
 from triton_omni.token2wav.transfer import to_device
 

@@ -8,22 +8,31 @@ float32. It knows tensors, neither vLLM nor the networks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.early_kernels import early_launch, padded_rows, wait_for_inputs
+from triton_omni.tiles import padded_rows
+from triton_omni.vllm_hooks.early_kernels import early_launch, wait_for_inputs
 
 MOST_ROWS = 64
-"""Tokens of a step for which these products are made; for more, a library's are as fast."""
+"""Tokens of a step for which these products are made; more are faster by a library, a thinker's before that many."""
 _COLUMNS = 32
 _STRIDE = 128
-"""Columns of a program, and its depth at a time: 16 KB of weights."""
+"""Columns of a program, and its depth at a time: 8 KB of each matrix."""
 _MOST_PARTS = 16
 """Of a product whose depth is shared out."""
 _ENOUGH_PROGRAMS = 264
 """Two a multiprocessor of the largest GPUs."""
+
+
+def _tiling(rows: Tensor) -> dict[str, Any]:
+    """How a product of `rows` [M, K] is launched."""
+    tile = {"ROWS": padded_rows(len(rows)), "COLUMNS": _COLUMNS, "STRIDE": _STRIDE}
+    return {**tile, "num_warps": 4, "num_stages": 4, **early_launch(rows.device)}
 
 
 @triton.jit
@@ -74,12 +83,7 @@ def gated_product(rows: Tensor, weights: Tensor) -> Tensor:
         count,
         WIDTH=width,
         DEPTH=depth,
-        ROWS=padded_rows(count),
-        COLUMNS=_COLUMNS,
-        STRIDE=_STRIDE,
-        num_warps=4,
-        num_stages=4,
-        **early_launch(rows.device),
+        **_tiling(rows),
     )
     return output
 
@@ -132,12 +136,7 @@ def split_product(rows: Tensor, weights: Tensor) -> Tensor:
         WIDTH=width,
         DEPTH=depth,
         SHARE=share,
-        ROWS=padded_rows(count),
-        COLUMNS=_COLUMNS,
-        STRIDE=_STRIDE,
-        num_warps=4,
-        num_stages=4,
-        **early_launch(rows.device),
+        **_tiling(rows),
     )
     return output
 

@@ -31,7 +31,12 @@ const composer = new Composer({
   change: showVideoOption,
   refuse: (message) => showError(message),
 });
-const talk = new Talk({ begin: listen, end: hear, fail: (message) => showError(message) });
+const talk = new Talk({
+  begin: makeQuiet,
+  listen: () => showState("listening"),
+  end: hear,
+  fail: (message) => showError(message),
+});
 
 const state = byId("state", HTMLElement);
 const stateText = byId("state-text", HTMLElement);
@@ -188,12 +193,9 @@ async function stop() {
   }
 }
 
-async function listen() {
+async function makeQuiet() {
   player.unlock();
   await stop();
-  if (talk.isRecording) {
-    showState("listening");
-  }
 }
 
 /** @param {File | null} speech */

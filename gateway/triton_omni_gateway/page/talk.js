@@ -11,7 +11,8 @@ const TAP_MS = 400;
 
 /**
  * @typedef {object} Told
- * @property {() => void} begin the user begins to speak
+ * @property {() => Promise<void>} begin the user wants to speak; fulfilled when nobody else does
+ * @property {() => void} listen what the user says is recorded from now on
  * @property {(speech: File | null) => void} end the user has spoken; null where nothing was recorded
  * @property {(message: string) => void} fail there is no microphone to speak into
  */
@@ -82,12 +83,16 @@ export class Talk {
 
   async #begin() {
     this.#mark(true);
-    this.#told.begin();
+    const quiet = this.#told.begin();
     const isOpen = await this.#opens();
-    if (isOpen && this.#isRecording) {
-      this.#microphone.record();
-    } else {
+    if (!isOpen || !this.#isRecording) {
       this.#rest();
+      return;
+    }
+    this.#microphone.record();
+    await quiet;
+    if (this.#isRecording) {
+      this.#told.listen();
     }
   }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels in the Triton language share: an early launch, and the size of a tile."""
+"""The early launch that the kernels of a fused decode step share, in the Triton language."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-_SMALLEST_TILE = 16
-"""Tensor cores multiply no smaller tiles."""
 
 
 @triton.jit
@@ -32,8 +29,3 @@ def early_launch(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
-
-
-def padded_rows(count: int) -> int:
-    """The smallest tile that holds so many rows."""
-    return max(_SMALLEST_TILE, 1 << (count - 1).bit_length())
