@@ -77,6 +77,21 @@ async def test_a_closed_loop_keeps_its_places_filled_and_marks_the_warm_up() -> 
     assert (counts.sent, counts.ends) == (9, run.records)
 
 
+async def test_the_places_of_a_closed_loop_begin_over_the_ramp_up() -> None:
+    gone = asyncio.Event()
+
+    async def reply(number: int) -> AsyncIterator[Delta]:
+        if number == 2:
+            gone.set()
+        await gone.wait()
+        yield TextDelta("Hi")
+
+    run = LoadRun(FakeClient(reply), request, Counts())
+    await run.closed_loop(3, requests=3, warm_up=0, ramp_up_s=0.3)
+    begun = sorted(record.start_s for record in run.records)
+    assert all(start >= due for start, due in zip(begun, (0.0, 0.1, 0.2), strict=True))
+
+
 async def test_requests_of_a_closed_loop_count_from_their_sending() -> None:
     run = LoadRun(FakeClient(), request, Counts())
     await run.closed_loop(1, requests=2, warm_up=0)

@@ -54,6 +54,9 @@ Requests = Annotated[
 WarmUp = Annotated[
     int | None, typer.Option(min=0, help="Requests before, not counted. Default: one a place, or 1 s of a rate.")
 ]
+RampUp = Annotated[
+    float, typer.Option(min=0, help="Seconds over which the places of a closed loop begin. 0: all at once.")
+]
 Prompts = Annotated[Path | None, typer.Option(help="Text file of prompts, one a line. Default: built-in ones.")]
 PromptWords = Annotated[int | None, typer.Option(min=1, help="Cut or repeat each prompt to N words.")]
 PromptTokens = Annotated[
@@ -94,6 +97,7 @@ def bench(
     rate: Rate = "",
     requests: Requests = None,
     warm_up: WarmUp = None,
+    ramp_up: RampUp = 0,
     prompts: Prompts = None,
     prompt_words: PromptWords = None,
     prompt_tokens: PromptTokens = None,
@@ -145,10 +149,11 @@ def bench(
             _write(write_perf_analyzer_input, perf_analyzer_input(workload, requests or PERF_ANALYZER_REQUESTS))
             return
         loads, metrics = _loads(concurrency, rate), metrics_url or default_metrics_url(url)
-        plan = Plan(url, model, metrics, loads, workload, requests, warm_up, wait, prompt_tokens)
+        plan = Plan(url, model, metrics, loads, workload, requests, warm_up, wait, ramp_up, prompt_tokens)
         if check:
             return
-        _measure(plan, Report(_environment(), _described(workload, prompts)), output, plots)
+        asked = _described(workload, prompts) | {"ramp_up_s": ramp_up}
+        _measure(plan, Report(_environment(), asked), output, plots)
 
 
 @contextmanager

@@ -67,24 +67,25 @@ class LoadRun:
         self.records: list[RequestRecord] = []
         """In the order in which the requests ended."""
 
-    async def closed_loop(self, concurrency: int, requests: int, warm_up: int) -> None:
+    async def closed_loop(self, concurrency: int, requests: int, warm_up: int, ramp_up_s: float = 0.0) -> None:
         """Keep `concurrency` requests open: the next is sent when one ends.
 
-        The first `warm_up` requests are marked as such. The measurement does not wait for them, so that requests stay
-        spread over time instead of starting together. After `overloaded` a place waits for as long as the server
-        asked, as a client would.
+        Places send their first request one after another, evenly over `ramp_up_s`. The first `warm_up` requests are
+        marked as such. The measurement does not wait for them, so that requests stay spread over time instead of
+        starting together. After `overloaded` a place waits for as long as the server asked, as a client would.
         """
         numbers = itertools.count()
 
-        async def place() -> None:
+        async def place(begin_s: float) -> None:
+            await asyncio.sleep(begin_s - self._now())
             while (index := next(numbers)) < warm_up + requests:
                 error = await self._measure(index, self._now(), warm_up=index < warm_up)
                 if isinstance(error, Overloaded) and error.retry_after_ms:
                     await asyncio.sleep(error.retry_after_ms / 1000)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(concurrency):
-                group.create_task(place())
+            for number in range(concurrency):
+                group.create_task(place(number * ramp_up_s / concurrency))
 
     async def open_loop(self, arrivals: Iterable[float], requests: int, warm_up: int) -> None:
         """Start a request at each arrival, in seconds after the run's begin, however many are open.
