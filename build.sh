@@ -159,6 +159,9 @@ All options: .venv/bin/triton-omni bench --help; what the figures mean: docs/ben
 
 `./build.sh bench micro [OPTIONS]` times each stage alone, without a server, beside plain vLLM and HF (micro.json);
 its options: ./build.sh bench micro --help
+
+`./build.sh bench compare --variant NAME=JSON ... -- [OPTIONS]` serves one variant of the stages' settings after another
+and loads each alike; its options: ./build.sh bench compare --help
 TEXT
 }
 
@@ -493,8 +496,8 @@ bench_needs_server() {
 
 command_bench() {
     run_setup
-    if [[ ${1:-} == micro ]]; then
-        child "$VENV/bin/python" "$ROOT/scripts/micro" "${@:2}"
+    if [[ ${1:-} == micro || ${1:-} == compare ]]; then
+        child "$VENV/bin/python" "$ROOT/scripts/$1" "${@:2}"
         return
     fi
     if bench_needs_server "$@"; then

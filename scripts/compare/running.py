@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves a variant, loads it with `triton-omni bench`, stops it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from triton_omni.ledger_layout import STAGES
+from triton_omni.serving.server_options import ServerConfig
+from triton_omni.serving.supervisor import Supervisor
+
+from .balancer import on_loopback, run_envoy
+from .variants import Variant
+
+
+class BenchFailed(RuntimeError):
+    """`triton-omni bench` ended with an error; it has told why."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where the servers of a variant are asked."""
+
+    grpc_url: str
+    metrics_url: str
+    """Of the first of them."""
+
+
+def measure(variant: Variant, model: Path, folder: Path, options: Sequence[str], *, mps: bool) -> Path:
+    """Serve a variant and load it; the path of the report.
+
+    Args:
+        variant: what to serve.
+        model: the checkpoint.
+        folder: holds the variant's `repository`, and gets logs, the report and its plots.
+        options: of `triton-omni bench`.
+        mps: whether each server runs under a CUDA MPS daemon of its own.
+
+    Raises:
+        ServerError: a server does not start.
+        BalancerError: several servers, and no Envoy to put before them.
+        BenchFailed: the load could not be measured.
+    """
+    report = folder / "bench.json"
+    with _serve(variant, model, folder, mps=mps) as served:
+        where = ["--url", served.grpc_url, "--metrics-url", served.metrics_url]
+        command = [sys.executable, "-m", "triton_omni_client", "bench", *where, "-o", str(report), *options]
+        if code := subprocess.run(command, check=False).returncode:
+            raise BenchFailed(f"{variant.name}: triton-omni bench ended with {code}")
+    return report
+
+
+@contextmanager
+def _serve(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterator[Served]:
+    """The variant's servers, ready; behind Envoy where they are several."""
+    with ExitStack() as stack:
+        servers = []
+        for number in range(variant.replicas):
+            config = ServerConfig(
+                folder / "repository",
+                model=str(model),
+                log_path=folder / f"server-{number}.log",
+                mps=mps,
+                placement=dict.fromkeys(STAGES, number if _has_gpus() else 0),
+            )
+            server = Supervisor(config)
+            stack.callback(server.stop)
+            server.start()
+            servers.append(server)
+        for server in servers:
+            server.wait_ready()
+        url = servers[0].grpc_url
+        if len(servers) > 1:
+            url, _ = stack.enter_context(run_envoy(on_loopback([server.grpc_url for server in servers]), folder))
+        yield Served(url, f"http://{servers[0].metrics_url}/metrics")
+
+
+def _has_gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

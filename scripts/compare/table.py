@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What bench reports say beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+_FIGURES = (
+    "first\ntext ms",
+    "first audio\nms, p50/p95",
+    "real-time\nfactor",
+    "speech\ns/s",
+    "under-\nruns",
+    "silence\ns",
+    "errors",
+)
+
+
+def compared(reports: Mapping[str, Any]) -> Table:
+    """One line a load and variant, the variants of one load beside each other; underruns and silence of a reply.
+
+    Args:
+        reports: by variant, the JSON of its report (docs/benchmarking.md).
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("load", min_width=5)
+    table.add_column("variant", min_width=7, overflow="fold")
+    for heading in _FIGURES:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for _, row in sorted(_rows(reports), key=lambda found: found[0]):
+        table.add_row(*row)
+    return table
+
+
+def _rows(reports: Mapping[str, Any]) -> Iterator[tuple[tuple[str, float], list[str]]]:
+    """What each row is sorted by, and its cells; a row sorts behind those of variants before it."""
+    for name, report in reports.items():
+        for run in report["runs"]:
+            load = run["load"]
+            label = f"{load['value']:g}" if load["mode"] == "closed" else f"{load['value']:g}/s"
+            yield (load["mode"], load["value"]), [label, name, *_figures(run["summary"])]
+
+
+def _figures(found: Mapping[str, Any]) -> Iterator[str]:
+    audio = found["time_to_first_audio_s"]
+    yield _number(found["time_to_first_text_s"]["p50"], 1000)
+    yield f"{_number(audio['p50'], 1000)}/{_number(audio['p95'], 1000)}"
+    yield _number(found["real_time_factor"]["p50"], digits=2)
+    yield _number(found["audio_seconds_per_s"], digits=1)
+    yield _number(found["underruns"], 1 / max(found["completed"], 1), digits=1)
+    yield _number(found["silence_per_request_s"]["mean"], digits=2)
+    yield str(sum(found["errors"].values()))
+
+
+def _number(value: float | None, factor: float = 1, digits: int = 0) -> str:
+    return "-" if value is None else f"{value * factor:.{digits}f}"

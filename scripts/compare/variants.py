@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compared: the shipped model repository with some settings changed, on one server or several."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from triton_omni.settings import TalkerSettings, ThinkerSettings, Token2WavSettings, describe_validation, load_settings
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_KINDS: Final[Mapping[str, type[Any]]] = {
+    "thinker": ThinkerSettings,
+    "talker": TalkerSettings,
+    "token2wav": Token2WavSettings,
+}
+
+Changes = dict[str, Any]
+Replicas = Annotated[int, Field(ge=1, le=16)]
+
+
+class _Changes(BaseModel):
+    """The JSON behind a variant's name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    thinker: Changes = {}
+    talker: Changes = {}
+    token2wav: Changes = {}
+    replicas: Replicas = 1
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One thing to measure."""
+
+    name: str
+    """Also of its folder in the output."""
+    settings: Mapping[str, Mapping[str, Any]]
+    """By stage, what differs from its `stage.yaml`."""
+    replicas: int = 1
+    """Servers, each on a GPU of its own."""
+
+
+def parse_variant(text: str) -> Variant:
+    """`NAME`, or `NAME={"thinker": {...}, "talker": {...}, "token2wav": {...}, "replicas": N}`.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
+    name, equals, changes = text.partition("=")
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of letters, digits, '.', '_' and '-'")
+    try:
+        found = _Changes.model_validate_json(changes) if equals else _Changes()
+    except ValidationError as error:
+        raise ValueError(f"{name}: {describe_validation(error, _Changes)}") from error
+    settings = found.model_dump(exclude={"replicas"}, exclude_defaults=True)
+    return Variant(name, settings, found.replicas)
+
+
+def write_repository(source: Path, target: Path, variant: Variant) -> None:
+    """Copy a model repository, with the variant's settings in it.
+
+    Raises:
+        SettingsError: a stage cannot run with them.
+    """
+    shutil.copytree(source, target)
+    for stage, changed in variant.settings.items():
+        path = target / stage / "1" / "stage.yaml"
+        path.write_text(yaml.safe_dump(_merged(yaml.safe_load(path.read_text()), changed)))
+        load_settings(path, _KINDS[stage])
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in new.items():
+        merged[key] = _merged(merged.get(key) or {}, value) if isinstance(value, Mapping) else value
+    return merged

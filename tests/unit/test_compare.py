@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison of variants, without a server: what a variant says, what it serves, what is printed."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from triton_omni.settings import SettingsError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def compare(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return lambda name: importlib.import_module(f"compare.{name}")
+
+
+def test_a_variant_says_what_differs(compare):
+    parse = compare("variants").parse_variant
+    shipped, fused = parse("shipped"), parse('fused.2={"talker": {"engine": {"fused_decode": true}}, "replicas": 2}')
+    assert (shipped.name, shipped.settings, shipped.replicas) == ("shipped", {}, 1)
+    assert (fused.name, fused.settings, fused.replicas) == (
+        "fused.2",
+        {"talker": {"engine": {"fused_decode": True}}},
+        2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("../x", "'../x' is no name of letters"),
+        ("", "'' is no name of letters"),
+        ("x={", "x: Invalid JSON"),
+        ('x={"tinker": {}}', "x: tinker: unknown key (did you mean thinker?)"),
+        ('x={"replicas": 0}', "x: replicas: 0 must be at least 1"),
+    ],
+)
+def test_a_variant_that_says_nothing_sensible_is_refused(compare, text, sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        compare("variants").parse_variant(text)
+
+
+def test_a_variant_serves_the_repository_with_its_settings(compare, tmp_path):
+    variants, source = compare("variants"), ROOT / "model_repository"
+    variant = variants.parse_variant('x={"talker": {"engine": {"max_num_seqs": 8}, "max_sessions": 9}}')
+    variants.write_repository(source, tmp_path / "x", variant)
+    for stage in ("thinker", "talker", "token2wav"):
+        shipped, written = (
+            yaml.safe_load((folder / stage / "1" / "stage.yaml").read_text()) for folder in (source, tmp_path / "x")
+        )
+        if stage == "talker":
+            shipped["max_sessions"], shipped["engine"]["max_num_seqs"] = 9, 8
+        assert written == shipped
+    assert (tmp_path / "x" / "qwen2_5_omni" / "config.pbtxt").is_file()
+
+
+def test_settings_that_a_stage_does_not_take_are_refused(compare, tmp_path):
+    variants = compare("variants")
+    variant = variants.parse_variant('x={"token2wav": {"solver": "euler"}}')
+    with pytest.raises(SettingsError, match="solver: unknown key"):
+        variants.write_repository(ROOT / "model_repository", tmp_path / "x", variant)
+
+
+def test_variants_stand_beside_each_other_load_by_load(compare):
+    def run(mode, value, first_audio_s):
+        return {
+            "load": {"mode": mode, "value": value},
+            "summary": {
+                "time_to_first_text_s": {"p50": 0.02},
+                "time_to_first_audio_s": {"p50": first_audio_s, "p95": None},
+                "real_time_factor": {"p50": 0.123},
+                "audio_seconds_per_s": 8.14,
+                "underruns": 6,
+                "completed": 4,
+                "silence_per_request_s": {"mean": 0.256},
+                "errors": {"overloaded": 2, "internal": 1},
+            },
+        }
+
+    reports = {
+        "b": {"runs": [run("closed", 8, 0.5), run("open", 2.5, 0.6), run("closed", 32, 0.7)]},
+        "a": {"runs": [run("closed", 8, 0.4)]},
+    }
+    out = io.StringIO()
+    Console(file=out, width=80).print(compare("table").compared(reports))
+    rows = [line.split() for line in out.getvalue().splitlines() if "/-" in line]
+    assert [row[:4] for row in rows] == [
+        ["8", "b", "20", "500/-"],
+        ["8", "a", "20", "400/-"],
+        ["32", "b", "20", "700/-"],
+        ["2.5/s", "b", "20", "600/-"],
+    ]
+    assert rows[0][4:] == ["0.12", "8.1", "1.5", "0.26", "3"]
