@@ -46,7 +46,10 @@ class FirstTokens(Protocol):
     """Whose it is, as the report says it."""
 
     def first_token(self, prompt: ThinkerPrompt, number: int) -> None:
-        """Take a prompt with decoded media to its reply's first token."""
+        """Take a prompt with decoded media to its reply's first token, which is its last."""
+
+    def settle(self) -> None:
+        """Step until nothing of it is left to do."""
 
     def facts(self) -> Mapping[str, Any]:
         """What must be equal for two engines to be compared."""
@@ -66,6 +69,12 @@ class OwnFirstTokens(OwnEngine[ThinkerVllmEngine]):
         """Prepare, add, and step until it is there."""
         placed = self._engine.prepare(prompt)
         self._engine.add(str(number), placed, Sampling(max_tokens=1), want_rows=True)
+        while not any(output.token_ids for output in self._engine.step()):
+            if not self._engine.has_work():
+                raise RuntimeError("the sequence ended without a token")
+
+    def settle(self) -> None:
+        """The last rows, and the device's word that the sequence is gone."""
         while self._engine.has_work():
             self._engine.step()
 
@@ -88,6 +97,12 @@ class PlainFirstTokens:
         while self._llm.has_unfinished_requests():
             self._llm.step()
 
+    def settle(self) -> None:
+        """The device's word that the sequence is gone."""
+        core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
+        while core.scheduler.has_requests() or core.batch_queue:
+            self._llm.step()
+
     def facts(self) -> Mapping[str, Any]:
         """See `engine_facts`."""
         return engine_facts(self._llm)
@@ -107,14 +122,13 @@ def measure_media(engine: FirstTokens, plan: Plan) -> Iterator[Mapping[str, Any]
         yield {"ready": engine.facts()}
         numbers = itertools.count()
         for name, prompt in prompts(plan).items():
-            for _ in range(plan.warm_up_repeats):
-                engine.first_token(prompt, next(numbers))
             times: list[float] = []
-            while len(times) < plan.repeats:
+            for _ in range(plan.warm_up_repeats + plan.repeats):
                 begin = time.perf_counter()
                 engine.first_token(prompt, next(numbers))
                 times.append(time.perf_counter() - begin)
-            yield milliseconds("first_token", engine.by, times, {"prompt": name})
+                engine.settle()
+            yield milliseconds("first_token", engine.by, times[plan.warm_up_repeats :], {"prompt": name})
     finally:
         engine.close()
 
