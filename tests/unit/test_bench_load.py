@@ -97,7 +97,7 @@ async def test_requests_of_a_closed_loop_count_from_their_sending() -> None:
     await run.closed_loop(1, requests=2, warm_up=0)
     first, second = run.records
     assert second.start_s >= first.start_s + first.end_s
-    assert 0 <= second.sent_s - second.start_s < 0.01
+    assert 0 <= second.sent_s - second.start_s < 0.1
     assert 0.01 <= first.text_at_s[0] < first.chunks[0].at_s <= first.end_s
 
 
@@ -133,14 +133,14 @@ async def test_a_request_that_cannot_be_sent_is_an_error_too() -> None:
 
 async def test_a_place_waits_after_overloaded_as_the_server_asked() -> None:
     async def reply(_number: int) -> AsyncIterator[Delta]:
-        raise Overloaded("full", retry_after_ms=40)
+        raise Overloaded("full", retry_after_ms=200)
         yield  # makes it a generator
 
     begin = time.monotonic()
     run = LoadRun(FakeClient(reply), request, Counts())
     await run.closed_loop(1, requests=3, warm_up=0)
-    assert time.monotonic() - begin >= 0.12
-    assert all(record.end_s < 0.03 for record in run.records)
+    assert time.monotonic() - begin >= 0.6
+    assert all(record.end_s < 0.15 for record in run.records)
 
 
 async def test_an_open_loop_starts_requests_however_many_are_open() -> None:
