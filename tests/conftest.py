@@ -6,6 +6,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# One thread for the tiny networks, said before torch is loaded: several wait for each other at every operation, which
+# beside a server on the same few cores took a test from 4 s to 186 s.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

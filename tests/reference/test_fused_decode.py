@@ -31,7 +31,7 @@ def thinker(checkpoint: Path, **engine: Any) -> Any:
         warnings.simplefilter("ignore")
         from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
 
-        sizes = EngineSettings(max_num_seqs=4, max_model_len=1024, max_num_batched_tokens=512, threads=2, **engine)
+        sizes = EngineSettings(max_num_seqs=4, max_model_len=1024, max_num_batched_tokens=512, threads=1, **engine)
         return ThinkerVllmEngine(checkpoint, ThinkerSettings(engine=sizes), DEVICE)
 
 

@@ -45,7 +45,7 @@ def test_thinker_rows_in_bfloat16(tiny_checkpoint: Path, hf: HfReference, text: 
         warnings.simplefilter("ignore")
         from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
 
-        sizes = EngineSettings(max_num_seqs=4, max_model_len=512, max_num_batched_tokens=512, threads=2)
+        sizes = EngineSettings(max_num_seqs=4, max_model_len=512, max_num_batched_tokens=512, threads=1)
         engine = ThinkerVllmEngine(
             tiny_checkpoint, ThinkerSettings(dtype="bfloat16", quantization=quantization, engine=sizes), DEVICE
         )
