@@ -122,14 +122,15 @@ def test_ids_as_likely_as_the_last_kept_are_all_kept() -> None:
     """A sort keeps some of them by their place; half-precision logits are often equal."""
     from triton_omni.vllm_hooks.talker_columns import Column
 
-    step = make_step(fused=True)
-    slot, seen = int(step.index[1, Column.SLOT]), set()
+    step, draws = make_step(fused=True), 16
+    assert SETTINGS[2].top_k == 5
+    slot, seen = int(step.index[2, Column.SLOT]), set()
     step.rows.seen[slot] = False
     logits = torch.full((1, VOCABULARY), -20.0, device=DEVICE)
-    logits[0, 10:60] = 1.0
-    for place in range(100):
-        step.index[0].copy_(step.index[1])
-        step.index[0, Column.UNIFORM] = torch.tensor((place + 0.5) / 100, dtype=torch.float64).view(torch.int64)
+    logits[0, 10:18] = 1.0
+    for place in range(draws):
+        step.index[0].copy_(step.index[2])
+        step.index[0, Column.UNIFORM] = torch.tensor((place + 0.5) / draws, dtype=torch.float64).view(torch.int64)
         step.finish_decode(logits)
         seen.add(int(step.drawn[0]))
-    assert seen == set(range(10, 60))
+    assert seen == set(range(10, 18))

@@ -117,6 +117,13 @@ def _split_product(
     tl.store(parts + (part * count + row[:, None]) * WIDTH + column[None, :], summed, mask=wanted & inside)
 
 
+def shares(width: int, depth: int) -> tuple[int, int]:
+    """By how many programs the depth of a product [M, depth] x [depth, width] is shared, and the depth of each."""
+    wanted = min(_MOST_PARTS, triton.cdiv(_ENOUGH_PROGRAMS, triton.cdiv(width, _COLUMNS)))
+    share = triton.cdiv(triton.cdiv(depth, _STRIDE), wanted) * _STRIDE
+    return triton.cdiv(depth, share), share
+
+
 def split_product(rows: Tensor, weights: Tensor) -> Tensor:
     """Parts [S, M, N] fp32 whose sum is `rows` [M, K] times the transpose of `weights` [N, K]; both contiguous.
 
@@ -124,11 +131,9 @@ def split_product(rows: Tensor, weights: Tensor) -> Tensor:
     Here several programs share a tile's depth (split-K), and whoever reads the product adds their parts up.
     """
     (count, depth), width = rows.shape, len(weights)
-    columns = triton.cdiv(width, _COLUMNS)
-    wanted = min(_MOST_PARTS, triton.cdiv(_ENOUGH_PROGRAMS, columns))
-    share = triton.cdiv(triton.cdiv(depth, _STRIDE), wanted) * _STRIDE
-    output = torch.empty(triton.cdiv(depth, share), count, width, dtype=torch.float32, device=rows.device)
-    _split_product[(columns, len(output))](
+    parts, share = shares(width, depth)
+    output = torch.empty(parts, count, width, dtype=torch.float32, device=rows.device)
+    _split_product[(triton.cdiv(width, _COLUMNS), parts)](
         rows,
         weights,
         output,
