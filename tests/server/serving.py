@@ -6,6 +6,7 @@ Knows `serving.supervisor` and the public client; what the stages record is writ
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -152,6 +153,24 @@ def note_figures(**figures: object) -> None:
     if path := os.environ.get("OMNI_TEST_FIGURES"):
         with Path(path).open("a") as file:
             file.write(json.dumps(figures) + "\n")
+
+
+class TooLate(AssertionError):
+    """Something took longer than it may; all else was as it must be."""
+
+
+def check_in_time(took_ns: float, limit_s: float, what: str) -> None:
+    """Raise `TooLate` where it took longer than it may."""
+    if took_ns > limit_s * 1e9:
+        raise TooLate(f"{what} after {took_ns / 1e6:.0f} ms, the limit is {1000 * limit_s:.0f} ms")
+
+
+def in_time_once(act: Callable[[], None], tries: int = 4) -> None:
+    """Act until it is in time: a machine with other work is late now and then, what is slow is so each time."""
+    for _ in range(tries - 1):
+        with contextlib.suppress(TooLate):
+            return act()
+    return act()
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], object]) -> None:
