@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,6 +15,9 @@ from typing import Any, Final
 
 import yaml
 
+from triton_omni.serving.machine import choose_ports
+
+_HOST: Final = "127.0.0.1"
 _SHIPPED: Final = Path(__file__).resolve().parents[2] / "deploy" / "envoy" / "envoy.yaml"
 _UP_WITHIN_S: Final = 20.0
 _STOP_WITHIN_S: Final = 10.0
@@ -44,10 +46,10 @@ def on_loopback(servers: Sequence[str]) -> dict[str, Any]:
     """The shipped configuration on free ports of the loopback, before these servers (`host:port` of gRPC)."""
     configuration: dict[str, Any] = yaml.safe_load(_SHIPPED.read_text())
     resources = configuration["static_resources"]
-    admin = _free_port()
-    configuration["admin"]["address"]["socket_address"]["port_value"] = admin
+    ports = choose_ports(_HOST, dict.fromkeys(["admin", *(listener["name"] for listener in resources["listeners"])], 0))
+    admin = configuration["admin"]["address"]["socket_address"]["port_value"] = ports["admin"]
     for listener in resources["listeners"]:
-        listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": _free_port()}
+        listener["address"]["socket_address"] = {"address": _HOST, "port_value": ports[listener["name"]]}
     to_servers, to_admin = (cluster["load_assignment"]["endpoints"][0] for cluster in resources["clusters"])
     to_admin["lb_endpoints"][0]["endpoint"]["address"]["socket_address"]["port_value"] = admin
     addresses = [server.rsplit(":", 1) for server in servers]
@@ -79,11 +81,6 @@ def run_envoy(configuration: dict[str, Any], folder: Path) -> Iterator[tuple[str
         finally:
             process.terminate()
             process.wait(_STOP_WITHIN_S)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def _members(configuration: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triton_omni.ledger_layout import STAGES
+from triton_omni.serving.machine import visible_gpus
 from triton_omni.serving.server_options import ServerConfig
 from triton_omni.serving.supervisor import Supervisor
 
@@ -59,14 +61,14 @@ def measure(variant: Variant, model: Path, folder: Path, options: Sequence[str],
 def _serve(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterator[Served]:
     """The variant's servers, ready; behind Envoy where they are several."""
     with ExitStack() as stack:
-        servers = []
+        servers, gpus = [], visible_gpus(os.environ)
         for number in range(variant.replicas):
             config = ServerConfig(
                 folder / "repository",
                 model=str(model),
                 log_path=folder / f"server-{number}.log",
                 mps=mps,
-                placement=dict.fromkeys(STAGES, number if _has_gpus() else 0),
+                placement=dict.fromkeys(STAGES, number if gpus else 0),
             )
             server = Supervisor(config)
             stack.callback(server.stop)
@@ -78,9 +80,3 @@ def _serve(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterato
         if len(servers) > 1:
             url, _ = stack.enter_context(run_envoy(on_loopback([server.grpc_url for server in servers]), folder))
         yield Served(url, f"http://{servers[0].metrics_url}/metrics")
-
-
-def _has_gpus() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

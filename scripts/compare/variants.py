@@ -22,19 +22,16 @@ _KINDS: Final[Mapping[str, type[Any]]] = {
     "token2wav": Token2WavSettings,
 }
 
-Changes = dict[str, Any]
-Replicas = Annotated[int, Field(ge=1, le=16)]
-
 
 class _Changes(BaseModel):
     """The JSON behind a variant's name."""
 
     model_config = ConfigDict(extra="forbid")
 
-    thinker: Changes = {}
-    talker: Changes = {}
-    token2wav: Changes = {}
-    replicas: Replicas = 1
+    thinker: dict[str, Any] = {}
+    talker: dict[str, Any] = {}
+    token2wav: dict[str, Any] = {}
+    replicas: Annotated[int, Field(ge=1, le=16)] = 1
 
 
 @dataclass(frozen=True)

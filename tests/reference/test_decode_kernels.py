@@ -150,7 +150,7 @@ def test_parts_of_a_product_sum_up_to_it(shape: tuple[int, int, int]) -> None:
     count, width, depth = shape
     rows, weights = normal(count, depth), normal(width, depth)
     parts = split_product(rows, weights)
-    assert parts.shape[1:] == (count, width)
+    assert parts.shape == (shares(width, depth)[0], count, width)
     torch.testing.assert_close(parts.sum(0), rows @ weights.T, atol=1e-3, rtol=1e-4)
 
 

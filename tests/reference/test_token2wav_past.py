@@ -186,7 +186,7 @@ def test_a_past_is_heard(blind_networks: Networks) -> None:
 
 def test_fused_windows_with_and_without_a_past_equal_the_plain_ones(tiny_checkpoint: Path) -> None:
     networks = with_layers(tiny_checkpoint, "block", look_ahead=(2, 3), device=DEVICE)
-    options = FlowOptions("euler", 3, sway=-1.0, guided=False)
+    options = FlowOptions("euler", 3, sway=-1.0, guided=True)
     kinds = [(30, PLANS[2]), (15, None), (25, PLANS[0]), (13, PLANS[0])]
     found = []
     for solver in (StepwiseSolver(networks.dit), StepwiseSolver(FusedDiT(networks.dit, torch.float32))):

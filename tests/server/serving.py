@@ -6,7 +6,6 @@ Knows `serving.supervisor` and the public client; what the stages record is writ
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from server.probes import RECORDS_VARIABLE
 from triton_omni.serving.metric_families import FAMILIES
@@ -165,12 +165,8 @@ def check_in_time(took_ns: float, limit_s: float, what: str) -> None:
         raise TooLate(f"{what} after {took_ns / 1e6:.0f} ms, the limit is {1000 * limit_s:.0f} ms")
 
 
-def in_time_once(act: Callable[[], None], tries: int = 4) -> None:
-    """Act until it is in time: a machine with other work is late now and then, what is slow is so each time."""
-    for _ in range(tries - 1):
-        with contextlib.suppress(TooLate):
-            return act()
-    return act()
+in_time_once = retry(retry=retry_if_exception_type(TooLate), stop=stop_after_attempt(4), reraise=True)
+"""Tries until it is in time: a machine with other work is late now and then, what is slow is so each time."""
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], object]) -> None:

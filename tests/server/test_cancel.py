@@ -111,12 +111,13 @@ CASES = [("stream cancelled", moment) for moment in MOMENTS] + [
 
 @pytest.mark.parametrize(("way", "moment"), CASES)
 def test_cancel_stops_every_stage_and_leaves_nothing(server: Served, way: str, moment: str) -> None:
-    in_time_once(lambda: cancel_one(server, way, moment))
+    cancel_one(server, way, moment)
     reply = server.ask(f"after {way}, {moment}", "hello", seed=1)
     assert reply.info is not None
     assert reply.info.samples == len(reply.audio) > 0
 
 
+@in_time_once
 def cancel_one(server: Served, way: str, moment: str) -> None:
     """Ask, cancel at the moment, and see that every engine drops it in time."""
     seed, text, ready = MOMENTS[moment]

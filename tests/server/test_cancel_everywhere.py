@@ -148,7 +148,7 @@ def test_whoever_goes_away_leaves_nothing_behind(server: Served, ways: dict[str,
     chosen = [way for way in ways.items() if not (moment.silent and way[0] == "HTTP stream closed")]
     # With the crowd there is room for few at once.
     for group in batches(chosen, SESSIONS - moment.crowd):
-        in_time_once(functools.partial(leave, server, moment, dict(group)))
+        leave(server, moment, dict(group))
 
 
 @contextmanager
@@ -171,6 +171,7 @@ def batches(items: Sequence[tuple[str, Way]], size: int) -> Iterator[Sequence[tu
     return (items[at : at + size] for at in range(0, len(items), size))
 
 
+@in_time_once
 def leave(server: Served, moment: Moment, ways: dict[str, Way]) -> None:
     """Ask each way, go away at the moment, and see that all is free in time."""
     with sessions_beside(server, moment.crowd) as board, ExitStack() as stack:
@@ -222,9 +223,10 @@ def test_a_deadline_ends_a_request_at_each_moment(server: Served, name: str) -> 
     moment = MOMENTS[name]
     sampling = {"seed": moment.seed, "timeout": moment.deadline_s, **moment.options}
     body = json.dumps({"text_input": moment.text, "sampling_parameters": json.dumps(sampling)})
-    in_time_once(lambda: outlast(server, moment, body))
+    outlast(server, moment, body)
 
 
+@in_time_once
 def outlast(server: Served, moment: Moment, body: str) -> None:
     """Ask with a deadline that passes, and see that the answer says so in time."""
     with sessions_beside(server, moment.crowd) as board:
