@@ -105,11 +105,15 @@ class SessionLedger:
 
     def device_claimed(self) -> bool:
         """Whether another stage claims this stage's device now."""
-        words, own, claiming = self._words, layout.BLOCKS[self._stage], layout.BLOCKS["token2wav"]
-        until_ns = words[claiming + layout.CLAIMED]
-        if not until_ns or own == claiming or words[own + layout.DEVICE] != words[claiming + layout.DEVICE]:
+        until_ns = self._words[layout.BLOCKS["token2wav"] + layout.CLAIMED]
+        if not until_ns or self._stage == "token2wav" or not self.shares_device_with("token2wav"):
             return False
         return time.monotonic_ns() < until_ns
+
+    def shares_device_with(self, stage: StageName) -> bool:
+        """Whether this stage and `stage` run on one device."""
+        own, other = (layout.BLOCKS[name] + layout.DEVICE for name in (self._stage, stage))
+        return self._words[own] == self._words[other]
 
     # Sessions.
 

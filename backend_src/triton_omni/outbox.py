@@ -77,7 +77,8 @@ class Outbox:
     """Of those that left, how many had rows or codes."""
     held: int = 0
     """Rows or codes waiting."""
-    _given: int = 0
+    given: int = 0
+    """Rows or codes that left."""
     _tensors: list[Tensor] = field(default_factory=list)
     _ready: torch.cuda.Event | None = None
     _text: list[str] = field(default_factory=list)
@@ -156,7 +157,7 @@ class Outbox:
             return True
         if wanted is not None:
             # Who was given what it wants has not yet said what it wants next.
-            return self._given < wanted <= self._given + self.held
+            return self.given < wanted <= self.given + self.held
         return pace is None or self._has_its_turn(now, pace)
 
     def _has_credit(self, consumed: int) -> bool:
@@ -178,7 +179,7 @@ class Outbox:
         leaving, staying = joined[: self.largest], joined[self.largest :]
         self._tensors, self._ready = ([staying], ready) if len(staying) else ([], None)
         self.messages += 1
-        self._given += len(leaving)
+        self.given += len(leaving)
         self.held -= len(leaving)
         self._turn_ns = None
         return leaving, ready

@@ -50,9 +50,9 @@ class EngineSettings(_Frozen):
     torch_compile: bool = False
     """Compile the network as well (GPU only): faster steps for a longer first start; what was compiled is kept on disk
     (`VLLM_CACHE_ROOT`)."""
-    fused_decode: bool = False
+    fused_decode: Literal["auto", True, False] = "auto"
     """Record decode steps with kernels that do in one launch what vLLM does in several (GPU, half precision, with CUDA
-    graphs, not compiled). Other steps are vLLM's own."""
+    graphs, not compiled); `auto` = where that can be. Other steps are vLLM's own."""
     async_scheduling: bool = True
     """Schedule the next step while the device runs this one (GPU only)."""
     deterministic: bool = False
@@ -65,10 +65,20 @@ class EngineSettings(_Frozen):
     def _one_way_to_run(self) -> EngineSettings:
         if self.torch_compile and self.enforce_eager:
             raise ValueError("torch_compile true and enforce_eager true exclude each other: set one of them to false")
-        for other in ("torch_compile", "enforce_eager", "deterministic"):
-            if self.fused_decode and getattr(self, other):
+        for other in self._unfused:
+            if self.fused_decode is True:
                 raise ValueError(f"fused_decode true and {other} true exclude each other: set one of them to false")
         return self
+
+    @property
+    def fuses_decode(self) -> bool:
+        """Whether decode steps of a whole network on a GPU are to be fused, if the network allows it."""
+        return self.fused_decode is True or (self.fused_decode == "auto" and not self._unfused)
+
+    @property
+    def _unfused(self) -> list[str]:
+        """The switches that are on and leave no step to be fused."""
+        return [name for name in ("torch_compile", "enforce_eager", "deterministic") if getattr(self, name)]
 
     @model_validator(mode="after")
     def _a_step_holds_a_batch(self) -> EngineSettings:
@@ -78,6 +88,16 @@ class EngineSettings(_Frozen):
                 "a decode step could not hold one token a sequence"
             )
         return self
+
+
+class TalkerEngineSettings(EngineSettings):
+    """Arguments of the talker's vLLM engine."""
+
+    max_model_len: Annotated[int, Field(ge=64, le=131072)] = 8194
+    """Positions of one sequence: a prompt of 4096 rows, two more, and `max_codes`."""
+    max_num_batched_tokens: Annotated[int, Field(ge=32)] = 512
+    """Tokens of one engine step: no more than of the longest that is recorded as a CUDA graph, since one with prompts
+    that is launched kernel by kernel holds all others up."""
 
 
 class RequestLimits(_Frozen):
@@ -133,7 +153,7 @@ class ThinkerSettings(_Frozen):
 
     @model_validator(mode="after")
     def _kernels_know_whole_layers(self) -> ThinkerSettings:
-        if self.engine.fused_decode and self.tensor_parallel_size > 1:
+        if self.engine.fused_decode is True and self.tensor_parallel_size > 1:
             raise ValueError(
                 f"engine.fused_decode true and tensor_parallel_size {self.tensor_parallel_size} exclude each other: "
                 "set one of them back"
@@ -146,8 +166,7 @@ class TalkerSettings(_Frozen):
 
     device: Device = "auto"
     dtype: Dtype = "auto"
-    engine: EngineSettings = EngineSettings(max_model_len=8194)
-    """The longest sequence holds a prompt of 4096 rows, two more, and `max_codes`."""
+    engine: TalkerEngineSettings = TalkerEngineSettings()
     max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
     """Sequences open at once; those beyond `engine.max_num_seqs` queue, their rows reserved."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096

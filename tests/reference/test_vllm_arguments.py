@@ -80,6 +80,18 @@ def test_a_gpu_engine_captures_decode_steps_unless_it_is_eager(
         assert built.compilation_config.cudagraph_capture_sizes[-1] == 512
 
 
+def test_decode_steps_of_a_whole_network_on_a_gpu_are_fused(engine_args: Any, any_device: None, tmp_path: Path) -> None:
+    for asked, device, ranks, told in [
+        ("auto", GPU, 1, "auto"),
+        (True, GPU, 1, True),
+        (False, GPU, 1, False),
+        ("auto", CPU, 1, False),
+        ("auto", CPU, 2, False),
+    ]:
+        built = build(engine_args, tmp_path, EngineSettings(fused_decode=asked), device, tensor_parallel_size=ranks)
+        assert built.additional_config["fused_decode"] == told
+
+
 def test_networks_are_compiled_when_asked(engine_args: Any, any_device: None, tmp_path: Path) -> None:
     built = build(engine_args, tmp_path, EngineSettings(torch_compile=True), GPU)
     assert built.compilation_config.mode.name == "VLLM_COMPILE"

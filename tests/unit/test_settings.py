@@ -126,6 +126,19 @@ def test_compiled_and_eager_at_once_is_refused(load):
         load("engine: {torch_compile: true, enforce_eager: true}")
 
 
+@pytest.mark.parametrize("other", ["torch_compile", "enforce_eager", "deterministic"])
+def test_decode_steps_are_fused_unless_another_way_to_run_was_chosen(load, other):
+    assert load("engine: {}").engine.fuses_decode
+    assert not load("engine: {fused_decode: false}").engine.fuses_decode
+    assert not load(f"engine: {{{other}: true}}").engine.fuses_decode
+
+
+def test_part_of_the_talkers_engine_leaves_the_rest_as_it_is(load):
+    assert load("engine: {max_num_seqs: 8}", TalkerSettings).engine == TalkerSettings().engine.model_copy(
+        update={"max_num_seqs": 8}
+    )
+
+
 def test_fused_decode_steps_are_of_a_whole_thinker():
     with pytest.raises(ValueError, match="fused_decode true and tensor_parallel_size 2 exclude each other"):
         ThinkerSettings(engine=EngineSettings(fused_decode=True), tensor_parallel_size=2)

@@ -37,6 +37,10 @@ class OpenSession:
     ending: Ending | None = None
     """By which error this stage ended it."""
     ended_ns: int = 0
+    first_wanted: int = 0
+    """Codes that token2wav wants for its first window; 0 = it has not said."""
+    heard: bool = False
+    """Whether it has them."""
     span: Span = NO_SPAN
     caller: Caller = field(default_factory=Caller)
 

@@ -45,6 +45,7 @@ from triton_omni.thinker.accounts import ThinkerAccounts
 from triton_omni.thinker.open_session import OpenSession
 from triton_omni.thinker.positions import extend_positions
 from triton_omni.thinker.prepared import Intake, Prepared
+from triton_omni.thinker.rest import Rest
 from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import Failure, Kind, ThinkerMessage, ThinkerReport
 
@@ -92,7 +93,8 @@ class ThinkerStage:
         self._loop = StageLoop("omni-thinker", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
-        self._claimed = False
+        self._rest = Rest(ledger)
+        self._held_back = False
         self._pace = Pace()
         self.accounts = ThinkerAccounts(ledger, tracer)
 
@@ -190,7 +192,7 @@ class ThinkerStage:
 
     def has_work(self) -> bool:
         """Whether the engine could advance now."""
-        return self._broken is None and self._engine.has_work() and not self._claimed
+        return self._broken is None and self._engine.has_work() and not self._held_back
 
     def step(self) -> None:
         """One engine step; what it gave leaves as soon as its outbox lets it."""
@@ -213,8 +215,8 @@ class ThinkerStage:
         now = time.monotonic_ns()
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
         # Read once a turn: a claim that began behind the poll would have the loop sleep as if it were idle.
-        self._claimed = self._ledger.device_claimed()
-        return CLAIMED_POLL_S if self._claimed else delay
+        self._held_back = self._ledger.device_claimed() or self._rest.is_due(self._open.values(), now)
+        return CLAIMED_POLL_S if self._held_back else delay
 
     def fail(self, error: Exception) -> None:
         """The engine raised: every session ends with an error, later ones are refused."""

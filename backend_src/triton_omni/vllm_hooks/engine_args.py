@@ -123,6 +123,7 @@ def build_engine_args(
     for name in (worker_cls, scheduler_cls):
         _check_class_name(name)
     on_gpu = device.type == "cuda"
+    fuses = settings.fuses_decode and on_gpu and tensor_parallel_size == 1
     block_size = GPU_BLOCK_SIZE if on_gpu else CPU_BLOCK_SIZE
     return EngineArgs(
         model=str(checkpoint),
@@ -142,7 +143,7 @@ def build_engine_args(
         enable_prefix_caching=False,
         async_scheduling=on_gpu and settings.async_scheduling,
         **_ranks(tensor_parallel_size, device),
-        additional_config={FUSED_DECODE: settings.fused_decode and on_gpu, **for_runner},
+        additional_config={FUSED_DECODE: fuses and settings.fused_decode, **for_runner},
         **_memory(settings, block_size),
         **_execution(settings, on_gpu),
         **model_arguments,

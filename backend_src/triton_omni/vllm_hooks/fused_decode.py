@@ -29,7 +29,7 @@ else:
     _Runner = object
 
 FUSED_DECODE: Final = "fused_decode"
-"""Key of vLLM's `additional_config`: whether decode steps are recorded with fused kernels."""
+"""Key of vLLM's `additional_config`: whether decode steps are recorded with fused kernels, or "auto"."""
 _ATTENTION: Final = "FLASH_ATTN"
 """The backend whose cache and lengths the kernel reads."""
 _HALF_PRECISION: Final = (torch.bfloat16, torch.float16)
@@ -53,12 +53,14 @@ class FusedDecodeMixin(_Runner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the network, and let its layers choose how a step is computed."""
         super().load_model(*args, **kwargs)
-        if not cast(dict[str, bool], self.vllm_config.additional_config).get(FUSED_DECODE):
+        wanted = cast(dict[str, Any], self.vllm_config.additional_config).get(FUSED_DECODE)
+        if not wanted:
             return
         network = self.get_model()
         hindrance = why_not_fused(network, cast(torch.dtype, self.model_config.dtype))
         if hindrance is not None:
-            logger.warning("decode steps are not fused: %s", hindrance)
+            level = logging.WARNING if wanted is True else logging.INFO
+            logger.log(level, "decode steps are not fused: %s", hindrance)
             return
         # The Triton language is imported where it is needed alone.
         from triton_omni.vllm_hooks.fused_layers import fuse

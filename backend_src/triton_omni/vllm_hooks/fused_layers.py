@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from triton_omni.vllm_hooks.compat import UnquantizedLinearMethod, get_forward_context
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Rotation, decode_attention
-from triton_omni.vllm_hooks.decode_product_kernels import MOST_ROWS, add_norm, gated_product, split_product
+from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product, most_rows, split_product
 from triton_omni.vllm_hooks.fused_decode import decoder_of
 
 
@@ -72,10 +72,11 @@ class FusedLayer:
 
     def __init__(self, layer: Any, attention: FusedAttention, switch: Switch) -> None:
         self._layer, self._attention, self._switch, self._plain = layer, attention, switch, layer.forward
+        self._most_rows = most_rows(layer.mlp.down_proj.weight.shape[0])
 
     def __call__(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Parts of the hidden states, and the residual [N, hidden], updated in place."""
-        if not self._switch.on or positions.shape[-1] > MOST_ROWS:
+        if not self._switch.on or positions.shape[-1] > self._most_rows:
             plain: tuple[Tensor, Tensor] = self._plain(positions, hidden_states, residual)
             return plain
         layer = self._layer

@@ -51,9 +51,11 @@ class SteadyScheduleMixin(_Scheduler):
         return output
 
     def schedule_further(self) -> SteadyStep | None:
-        """The next step, if it is one of just the sequences of the last, one token each; otherwise None."""
+        """The next step, if it is one of just the sequences of the last, one token each; otherwise None.
+
+        Where they only have to wait, a later call may still give it, unless vLLM schedules another step before.
+        """
         if self._decoding is None or not self._goes_on(self._decoding):
-            self._decoding = None
             return None
         new_blocks = self._allocate()
         for request in self.running:

@@ -196,3 +196,24 @@ def test_a_sequence_that_is_not_finite_ends_alone_in_a_step_that_goes_on(pair, c
     pair.drain().close()
     assert list(pair.spoken[0].errors) == ["4"]
     assert len(pair.spoken[0].codes["2"]) == 200
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_steps_go_on_behind_a_wait_for_rows(pair, cases, at_once):
+    """A reply's rows come while the thinker writes it: every few codes the sequence waits, alone or with another."""
+    numbers, rows = (2, 4), 24
+    for number in numbers:
+        pair.each("open", str(number), cases[number].prompt, LONG)
+        pair.each("feed", str(number), cases[number].rows[: cases[number].prompt_rows + 1])
+    pair.step(3)
+    went_on = len(pair.steady)
+    for at in range(1, rows, at_once):
+        for number in numbers:
+            start = cases[number].prompt_rows + at
+            pair.each("feed", str(number), cases[number].rows[start : start + at_once])
+        while any(engine.has_work() for engine in pair.engines):
+            pair.step()
+    assert len(pair.steady) - went_on >= rows - 6
+    for number in numbers:
+        pair.each("abort", str(number))
+    pair.drain().close()

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the thinker rests: every listener who hears nothing yet only waits for the stages behind it.
+
+A window of token2wav and the last steps of the talker before it take longer beside the thinker's steps, which by then
+are of use to nobody for a while: the reply is ahead of its sound from the first window on. token2wav claims the device
+(`precedence.py`) once a window is due; by then two steps of the thinker are under way. So it stops by itself, before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from triton_omni.ledger import SessionLedger
+from triton_omni.thinker.open_session import OpenSession
+
+LONGEST_REST_NS: Final = 20_000_000
+"""After so long it goes on in any case: several times what the talker's last step and the way of its codes take."""
+
+
+class Rest:
+    """Asked at every turn of the thinker's loop.
+
+    Args:
+        ledger: the thinker's, in which token2wav says how many codes its next window needs.
+    """
+
+    def __init__(self, ledger: SessionLedger) -> None:
+        self._ledger = ledger
+        self._since_ns = 0
+
+    def is_due(self, sessions: Iterable[OpenSession], now_ns: int) -> bool:
+        """Whether first windows are on their way, and none waits for a row."""
+        if not self._ledger.shares_device_with("token2wav"):
+            return False
+        missing = [rows for rows in map(self._missing_rows, sessions) if rows is not None]
+        if not missing:
+            self._since_ns = 0
+            return False
+        if max(missing) > 0:
+            return False
+        self._since_ns = self._since_ns or now_ns
+        return now_ns - self._since_ns < LONGEST_REST_NS
+
+    def _missing_rows(self, session: OpenSession) -> int | None:
+        """How many rows of the reply the session's first window still lacks; None = it has its codes or wants none."""
+        request = session.session
+        if session.heard or session.ended_ns or request is None or session.report is not None:
+            return None
+        if not request.want_audio:
+            # Whoever has no text yet waits for a step too.
+            return None if session.first_token_ns else 1
+        wanted = self._ledger.wanted(session.key, "token2wav")
+        if wanted is None:
+            return 1
+        session.first_wanted = session.first_wanted or wanted
+        # A code is drawn from a row; token2wav wants more once it has those of the first window.
+        session.heard = wanted > session.first_wanted
+        return None if session.heard else max(0, wanted - (session.outbox.given - request.prompt_tokens))

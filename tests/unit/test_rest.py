@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thinker rests while first windows are on their way, and never while anybody waits for a row or a first word."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from triton_omni.engine import Sampling
+from triton_omni.outbox import Outbox
+from triton_omni.thinker.open_session import OpenSession
+from triton_omni.thinker.rest import LONGEST_REST_NS, Rest
+from triton_omni.wire import Session, SessionKey, ThinkerReport
+
+PROMPT, FIRST = 5, 24
+NOW = 7_000_000_000
+
+
+class FakeLedger:
+    """What token2wav wants of each session, by slot."""
+
+    def __init__(self):
+        self.shared, self.wants = True, {}
+
+    def shares_device_with(self, stage):
+        assert stage == "token2wav"
+        return self.shared
+
+    def wanted(self, key, stage):
+        assert stage == "token2wav"
+        return self.wants.get(key.slot)
+
+
+@pytest.fixture
+def ledger():
+    return FakeLedger()
+
+
+@pytest.fixture
+def rest(ledger):
+    return Rest(ledger)
+
+
+def session(slot=0, rows=0, **request):
+    """A session of which so many rows of the reply have left."""
+    outbox = Outbox(512)
+    outbox.put(torch.zeros(PROMPT + rows, 2))
+    outbox.take(0)
+    told = {"want_audio": True, "prompt_tokens": PROMPT, **request}
+    return OpenSession(
+        SessionKey(slot, 1, ""),
+        SimpleNamespace(),
+        "a",
+        0,
+        0,
+        outbox,
+        session=Session(
+            request_id="a",
+            audio_format="f32",
+            voice="Ethan",
+            seed=1,
+            talker=Sampling(),
+            max_rows=100,
+            accepted_ns=0,
+            **told,
+        ),
+    )
+
+
+def test_it_rests_once_the_first_window_has_all_its_rows(rest, ledger):
+    ledger.wants[0] = FIRST
+    assert not rest.is_due([session(rows=FIRST - 1)], NOW)
+    assert rest.is_due([session(rows=FIRST)], NOW)
+
+
+def test_it_goes_on_when_the_codes_have_come_and_rests_no_more_for_later_windows(rest, ledger):
+    one = session(rows=FIRST)
+    ledger.wants[0] = FIRST
+    assert rest.is_due([one], NOW)
+    ledger.wants[0] = FIRST + 12
+    assert not rest.is_due([one], NOW + 1)
+    one.outbox.put(torch.zeros(12, 2))
+    one.outbox.take(1)
+    assert not rest.is_due([one], NOW + 2)
+
+
+def test_it_rests_no_longer_than_its_limit(rest, ledger):
+    ledger.wants[0] = FIRST
+    one = session(rows=FIRST)
+    assert rest.is_due([one], NOW)
+    assert rest.is_due([one], NOW + LONGEST_REST_NS - 1)
+    assert not rest.is_due([one], NOW + LONGEST_REST_NS)
+    assert not rest.is_due([one], NOW + 10 * LONGEST_REST_NS)
+
+
+@pytest.mark.parametrize(
+    ("other", "wants"),
+    [
+        pytest.param({"rows": FIRST - 1}, FIRST, id="a row is missing"),
+        pytest.param({}, None, id="token2wav has not opened it"),
+        pytest.param({"want_audio": False}, None, id="a text has not begun"),
+    ],
+)
+def test_it_goes_on_while_somebody_waits_for_it(rest, ledger, other, wants):
+    ledger.wants = {0: FIRST} | ({} if wants is None else {1: wants})
+    assert rest.is_due([session(rows=FIRST)], NOW)
+    assert not rest.is_due([session(rows=FIRST), session(slot=1, **other)], NOW + 1)
+
+
+def test_who_needs_nothing_of_it_does_not_keep_it_from_resting(rest, ledger):
+    ledger.wants[0] = FIRST
+    written, gone, read, new = (session(slot=slot) for slot in range(1, 5))
+    written.report = ThinkerReport(
+        finish_reason="stop", prompt_tokens=PROMPT, reply_tokens=3, first_token_ns=1, finished_ns=2
+    )
+    gone.ended_ns = 1
+    read = session(slot=3, want_audio=False)
+    read.first_token_ns = 1
+    new.session = None
+    assert rest.is_due([session(rows=FIRST), written, gone, read, new], NOW)
+
+
+def test_it_does_not_rest_for_a_device_that_is_another(rest, ledger):
+    ledger.wants[0], ledger.shared = FIRST, False
+    assert not rest.is_due([session(rows=FIRST)], NOW)
