@@ -15,7 +15,7 @@ import torch
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.engine import Sampling, TalkerPrompt, ThinkerPrompt
-from triton_omni.settings import EngineSettings, TalkerSettings, ThinkerSettings
+from triton_omni.settings import EngineSettings, TalkerEngineSettings, TalkerSettings, ThinkerSettings
 from triton_omni.vllm_hooks.engine_args import resolve_dtype
 from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
 from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
@@ -42,9 +42,9 @@ def sampling_of(mode: Mode, tokens: int, seed: int) -> Sampling:
     )
 
 
-def engine_settings(plan: Plan) -> EngineSettings:
+def engine_settings(plan: Plan) -> dict[str, Any]:
     """What ours and plain vLLM share, and what only ours have."""
-    return EngineSettings(**shared_settings(plan).model_dump() | {"fused_decode": plan.fused_decode})
+    return shared_settings(plan).model_dump() | {"fused_decode": "auto" if plan.fused_decode else False}
 
 
 EngineT = TypeVar("EngineT", bound=ThinkerVllmEngine | TalkerVllmEngine)
@@ -87,7 +87,7 @@ class ThinkerDecoder(_OwnDecoder[ThinkerVllmEngine]):
     """The thinker's engine with the rows of every token wanted, as for speech."""
 
     def __init__(self, plan: Plan, device: torch.device, ordinary_ids: int) -> None:
-        settings = ThinkerSettings(engine=engine_settings(plan), quantization=plan.quantization)
+        settings = ThinkerSettings(engine=EngineSettings(**engine_settings(plan)), quantization=plan.quantization)
         super().__init__(ThinkerVllmEngine(Path(plan.model), settings, device))
         self._engine._end_ids = []
         self._plan, self._ordinary_ids = plan, ordinary_ids
@@ -121,7 +121,7 @@ class TalkerDecoder(_OwnDecoder[TalkerVllmEngine]):
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         checkpoint = Path(plan.model)
-        engine = engine_settings(plan)
+        engine = TalkerEngineSettings(**engine_settings(plan))
         settings = TalkerSettings(engine=engine, max_sessions=engine.max_num_seqs)
         config = load_config(checkpoint)
         super().__init__(_Endless(checkpoint, settings, device))

@@ -48,8 +48,8 @@ class Plan:
     """No CUDA graphs, in ours and in plain vLLM alike."""
     torch_compile: bool = False
     """Networks compiled, in both alike."""
-    fused_decode: bool = False
-    """Our fused decode steps; plain vLLM has none."""
+    fused_decode: bool = True
+    """Our fused decode steps, where they can be; plain vLLM has none."""
     quantization: Quantization = "none"
     """Of both thinkers."""
 

@@ -22,6 +22,7 @@ from triton_omni.settings import StreamingPlan, Token2WavSettings
 from triton_omni.token2wav.acceleration import Vocoder
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.sampler import FlowOptions, Window
+from triton_omni.token2wav.steps import Steps, run_out
 
 from .figures import OURS, READY, Figure, milliseconds
 from .plan import Plan, repeated, timed
@@ -126,14 +127,15 @@ class TimedEngine(Token2WavEngine):
         super().__init__(checkpoint, settings, at)
         self.dit_s: list[float] = []
         self.vocoder_s: list[float] = []
-        sample = self._sampler.sample
+        steps = self._sampler.steps
 
-        def timed_sample(windows: Sequence[Window], options: FlowOptions) -> Any:
+        def timed_steps(windows: Sequence[Window], options: FlowOptions) -> Steps[Any]:
+            yield from ()
             found: list[Any] = []
-            self.dit_s.append(timed(lambda: found.append(sample(windows, options)), at))
+            self.dit_s.append(timed(lambda: found.append(run_out(steps(windows, options))), at))
             return found[0]
 
-        self._sampler.sample = timed_sample  # type: ignore[method-assign]
+        self._sampler.steps = timed_steps  # type: ignore[method-assign]
 
         self._vocoder = _TimedVocoder(self._vocoder, self.vocoder_s, at)
 

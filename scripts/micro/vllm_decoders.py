@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from triton_omni.settings import EngineSettings, TalkerSettings, ThinkerSettings
+from triton_omni.settings import EngineSettings, ThinkerSettings
 from triton_omni.vllm_hooks.compat import (
     EngineArgs,
     LLMEngine,
@@ -167,13 +167,13 @@ def plain_talker(plan: Plan, device: torch.device, codes: int) -> PlainDecoder:
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
     ModelRegistry.register_model(_TALKER, LlamaForCausalLM)
-    settings = TalkerSettings(engine=engine_settings(plan))
-    apply_thread_share(settings.engine)
+    engine = engine_settings(plan)
+    apply_thread_share(engine)
     arguments = build_engine_args(
         Path(plan.model),
-        settings.engine,
+        engine,
         device,
-        resolve_dtype(settings.dtype, device),
+        resolve_dtype("auto", device),
         worker_cls=_WORKERS[device.type],
         hf_overrides=_as_llama,
         skip_tokenizer_init=True,

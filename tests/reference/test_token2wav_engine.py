@@ -526,7 +526,7 @@ def test_a_batch_without_memory_ends_its_streams_and_not_the_engine(
         raise torch.OutOfMemoryError("tried to allocate too much")
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine._sampler, "sample", full)
+        patched.setattr(engine._sampler, "steps", full)
         outputs = speak(engine, some_codes(20))
     assert [output.error for output in outputs] == ["the device has no memory for this window"]
     assert "tried to allocate too much" in caplog.text

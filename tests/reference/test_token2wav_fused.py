@@ -37,6 +37,7 @@ from triton_omni.token2wav.ode import Solver
 from triton_omni.token2wav.past import Past, WindowPast
 from triton_omni.token2wav.rotary import Rotary, rotate_
 from triton_omni.token2wav.sampler import FlowOptions, Sampler, StepwiseSolver, Window
+from triton_omni.token2wav.steps import run_out
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -284,6 +285,25 @@ def test_what_a_recorded_step_reads_is_given_to_every_step_anew(networks: Networ
     options = FlowOptions("euler", 3, -1.0, guided=True)
     batches = [(12, 12), (7,)]
     assert_recorded_steps_are_the_same(networks, CalledAgain(), options, dtype=torch.float32, batches=batches)
+
+
+@pytest.mark.parametrize("graphs", [CalledAgain, GraphPool] if ON_GPU else [CalledAgain])
+def test_flows_that_take_turns_in_one_graph_are_what_they_are_alone(
+    networks: Networks, graphs: type[GraphPool]
+) -> None:
+    options, dtype = FlowOptions("euler", 3, -1.0, guided=False), torch.float16 if ON_GPU else torch.float32
+    past = networks.dit.past_pool(0, dtype)
+    solver = GraphedSolver(networks.dit, FusedDiT(networks.dit, dtype), graphs(), past, sizes=(1,), recorded=())
+    sampler = Sampler(networks.dit, DEVICE, solver)
+    batches = [some_windows(networks, lengths) for lengths in ((12,), (7,), (5,))]
+    alone = [sampler.sample(windows, options) for windows in batches]
+    first, second, dropped = (sampler.steps(windows, options) for windows in batches)
+    for steps in (first, dropped, second):
+        next(steps)
+    dropped.close()
+    for steps, theirs in ((first, alone[0]), (second, alone[1])):
+        (ours,) = run_out(steps)
+        assert decibel(theirs[0], ours) > 100.0
 
 
 class SumVocoder:

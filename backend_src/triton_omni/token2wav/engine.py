@@ -2,7 +2,8 @@
 """The engine of the last stage: codes of many streams in, chunks of their waveforms out.
 
 Owned by one thread. `step` takes the windows that are due, the most urgent first, launches them as one ragged batch,
-and gives what earlier batches came to; it does not wait for the device. Knows nothing of sessions or Triton.
+a large one by and by, and gives what earlier batches came to; it does not wait for the device. Knows nothing of
+sessions or Triton.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from triton_omni.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.settings import DiffusionSettings, Token2WavSettings, describe_validation
 from triton_omni.token2wav.acceleration import accelerate
 from triton_omni.token2wav.chunking import offline_plan, streaming_plan
-from triton_omni.token2wav.flight import Flight, Landed, take_off
+from triton_omni.token2wav.flight import Climb, Flight, Landed, take_off
 from triton_omni.token2wav.networks import load_networks
 from triton_omni.token2wav.noise import MAX_SEED
 from triton_omni.token2wav.sampler import FlowOptions
@@ -37,6 +38,8 @@ NAP_S = 0.0005
 SOON_SILENT_NS = 100_000_000
 """A listener with so little sound left is to be served as if there were none: a window takes about as long beside the
 steps of other stages."""
+AT_ONCE_FRAMES = 192
+"""Batches of no more mel frames are launched at once: they are through before another could go between."""
 ENOUGH_NS = 500_000_000
 """A listener with so much sound left can wait for a batch of others who have none."""
 
@@ -65,6 +68,8 @@ class Token2WavEngine:
         )
         self._sampler, self._vocoder = accelerate(networks, settings, device)
         self._streams: dict[str, Stream] = {}
+        self._climbs: list[Climb] = []
+        """Batches that are being launched, the most urgent last."""
         self._flights: deque[Flight] = deque()
         self._frames_solved = 0
 
@@ -131,7 +136,7 @@ class Token2WavEngine:
 
     def has_work(self) -> bool:
         """Whether a window is due or a batch is on the device."""
-        return bool(self._flights) or any(stream.due() for stream in self._streams.values())
+        return bool(self._flights or self._climbs) or any(stream.due() for stream in self._streams.values())
 
     def step(self) -> list[AudioOutput]:
         """Launch the next batch of due windows and give the chunks of those that have come through the device.
@@ -143,7 +148,7 @@ class Token2WavEngine:
         if self._may_launch():
             outputs += self._launch()
         outputs = outputs or self._land()
-        if self._flights and not outputs:
+        if not outputs and (self._flights or self._is_far_ahead):
             time.sleep(NAP_S)
         return outputs
 
@@ -155,9 +160,7 @@ class Token2WavEngine:
         Whoever wants the whole reply in one piece waits for it, not for its beginning.
         """
         streams = [stream for stream in self._streams.values() if stream.page is not None]
-        launched = (
-            due for flight in self._flights for due in flight.batch if self._streams.get(due.stream.key) is due.stream
-        )
+        launched = (due for flight in self._flights for due in flight.batch if self._is_open(due.stream))
         deadlines = [due.deadline_ns for due in launched if due.stream.page is not None]
         deadlines += [stream.deadline_ns for stream in streams if stream.due()]
         soon = time.monotonic_ns() + SOON_SILENT_NS
@@ -167,8 +170,13 @@ class Token2WavEngine:
     def abort(self, key: str) -> None:
         """Drop a stream and everything it holds; unknown keys are ignored."""
         stream = self._streams.pop(key, None)
-        if stream is not None and stream.page is not None:
+        if stream is None or stream.page is None:
+            return
+        climb = next((climb for climb in self._climbs if climb.holds(stream)), None)
+        if climb is None:
             self._sampler.past.give(stream.page)
+        else:
+            climb.pages.append(stream.page)
 
     def stats(self) -> EngineStats:
         """Open streams, windows due (waiting), pages of their pasts (KV blocks) and mel frames held (rows used)."""
@@ -184,7 +192,13 @@ class Token2WavEngine:
         """Drop every stream, and what became of the batches on the device."""
         for key in list(self._streams):
             self.abort(key)
+        for climb in tuple(self._climbs):
+            self._end_climb(climb)
         self._flights.clear()
+
+    def _is_open(self, stream: Stream) -> bool:
+        """Whether it was not dropped, its key perhaps used again."""
+        return self._streams.get(stream.key) is stream
 
     def _diffusion(self, options: StreamOptions) -> DiffusionSettings:
         chosen = {name: value for name, value in asdict(options).items() if name != "mode" and value is not None}
@@ -210,9 +224,12 @@ class Token2WavEngine:
         return page
 
     def _due(self) -> list[Due]:
-        """Due chunks, the listener who runs out of sound first in front, ties in order of opening."""
+        """Due chunks that are not being launched, the listener who runs out of sound first in front, ties in order of
+        opening."""
         chunks = ((stream, stream.due()) for stream in self._streams.values())
         due = [Due(stream, chunk, stream.deadline_ns) for stream, chunk in chunks if chunk is not None]
+        if self._climbs:
+            due = [item for item in due if not any(climb.holds(item.stream) for climb in self._climbs)]
         return sorted(due, key=lambda item: item.deadline_ns)
 
     def _batch(self, due: Sequence[Due]) -> list[Due]:
@@ -234,42 +251,77 @@ class Token2WavEngine:
                 frames += len(item.chunk.solved)
         return batch
 
+    @property
+    def _is_far_ahead(self) -> bool:
+        """Whether the device has enough to do with steps of batches that are being launched."""
+        return any(climb.is_far_ahead for climb in self._climbs)
+
     def _may_launch(self) -> bool:
         """A batch may follow another closely, so that the device need not wait for the host, but no earlier: a window
         that becomes due meanwhile may be more urgent."""
+        if self._is_far_ahead:
+            return False
         return not self._flights or (len(self._flights) == 1 and self._flights[0].is_solved)
 
     def _launch(self) -> list[AudioOutput]:
+        """Begin the most urgent batch, if it is more so than those that are being launched; go on with the most urgent
+        of all."""
         due = self._due()
         # An empty reply's only chunk.
         silent = [Landed(d.stream, d.chunk, torch.empty(0), True, 0) for d in due if not len(d.chunk.solved)]
-        batch = self._batch([item for item in due if len(item.chunk.solved)])
-        failed = self._launch_or_drop(batch) if batch else []
+        due = [item for item in due if len(item.chunk.solved)]
+        if self._climbs:
+            due = [item for item in due if item.deadline_ns < self._climbs[-1].deadline_ns]
+        if batch := self._batch(due):
+            self._climbs.append(Climb(batch, take_off(batch, self._sampler, self._vocoder, self._device)))
+        failed = self._advance_or_drop(self._climbs[-1]) if self._climbs else []
         return [*(self._finish(landed) for landed in silent), *failed]
 
-    def _launch_or_drop(self, batch: Sequence[Due]) -> list[AudioOutput]:
-        """A batch for which there is no memory ends its streams, not the stage."""
-        keys, frames = [item.stream.key for item in batch], sum(len(item.chunk.solved) for item in batch)
+    def _advance_or_drop(self, climb: Climb) -> list[AudioOutput]:
+        """Launch a batch's next step, of a small one all.
+
+        A batch for which there is no memory ends its streams, not the stage.
+        """
+        if not any(self._is_open(due.stream) for due in climb.batch):
+            self._end_climb(climb)
+            return []
+        frames, flight = sum(len(item.chunk.solved) for item in climb.batch), None
         try:
             with torch.inference_mode():
-                self._flights.append(take_off(batch, self._sampler, self._vocoder, self._device))
+                flight = climb.advance(self._device)
+                while flight is None and frames <= AT_ONCE_FRAMES:
+                    flight = climb.advance(self._device)
         except torch.OutOfMemoryError:
-            logger.exception("no memory for a batch of %d windows", len(batch))
-        else:
+            logger.exception("no memory for a batch of %d windows", len(climb.batch))
+            return self._fail(climb, "the device has no memory for this window")
+        if flight is not None:
+            self._flights.append(flight)
             self._frames_solved += frames
-            return []
+            self._end_climb(climb)
+        return []
+
+    def _fail(self, climb: Climb, error: str) -> list[AudioOutput]:
+        """End the streams of a batch."""
+        self._end_climb(climb)
         torch.cuda.empty_cache()
+        keys = [due.stream.key for due in climb.batch if self._is_open(due.stream)]
         for key in keys:
             self.abort(key)
-        error = "the device has no memory for this window"
         return [AudioOutput(key, torch.empty(0), final=True, error=error) for key in keys]
+
+    def _end_climb(self, climb: Climb) -> None:
+        """It launches nothing more; whoever gets its pages now writes to them behind it."""
+        climb.steps.close()
+        self._climbs.remove(climb)
+        for page in climb.pages:
+            self._sampler.past.give(page)
 
     def _land(self) -> list[AudioOutput]:
         """The oldest batch, if it has come through; a stream that was dropped meanwhile gives nothing."""
         if not self._flights or not self._flights[0].has_landed:
             return []
         arrived = self._flights.popleft().land()
-        return [self._finish(landed) for landed in arrived if self._streams.get(landed.stream.key) is landed.stream]
+        return [self._finish(landed) for landed in arrived if self._is_open(landed.stream)]
 
     def _finish(self, landed: Landed) -> AudioOutput:
         key, chunk, clamped = landed.stream.key, landed.chunk, landed.clamped_codes

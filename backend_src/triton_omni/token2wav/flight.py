@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One batch of windows on its way through the device: solved, vocoded, copied to the host.
 
-Launching waits for nothing, and whether a batch has come through is asked, not waited for. Knows streams and chunks,
-not which of them should share a batch.
+It is launched a step of the solver at a time, so that a more urgent batch can go between. Launching waits for nothing,
+and whether a batch has come through is asked, not waited for. Knows streams and chunks, not which of them should share
+a batch.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,8 +21,13 @@ from triton_omni.token2wav.acceleration import Vocoder
 from triton_omni.token2wav.chunking import Chunk
 from triton_omni.token2wav.sampler import Sampler
 from triton_omni.token2wav.splicing import Due, splice
+from triton_omni.token2wav.steps import Steps
 from triton_omni.token2wav.streaming import Stream
 from triton_omni.token2wav.transfer import to_host
+
+STEPS_AHEAD = 2
+"""Steps of a batch that the device has before it at most: with them it need not wait for the host, and a more urgent
+batch not for more."""
 
 FLAGS = 3
 """Numbers a window that travel behind the samples: how many mel frames are not finite, whether all samples are, and how
@@ -71,11 +78,55 @@ class Flight:
             yield Landed(due.stream, due.chunk, waveform, not broken and bool(finite), int(clamped))
 
 
-def take_off(batch: Sequence[Due], sampler: Sampler, vocoder: Vocoder, device: torch.device) -> Flight:
-    """Launch a batch of windows with one flow; their streams go on to their next chunks."""
+@dataclass
+class Climb:
+    """A batch that is being launched.
+
+    Args:
+        batch: windows with one flow, the most urgent first.
+        steps: `take_off` of them.
+    """
+
+    batch: Sequence[Due]
+    steps: Steps[Flight]
+    pages: list[int] = field(default_factory=list)
+    """Of streams that were dropped meanwhile, into which it still writes."""
+    _ahead: deque[torch.cuda.Event | None] = field(default_factory=deque)
+
+    @property
+    def deadline_ns(self) -> int:
+        """The earliest of its listeners'."""
+        return self.batch[0].deadline_ns
+
+    @property
+    def is_far_ahead(self) -> bool:
+        """Whether the device has enough to do with the steps that were launched."""
+        while self._ahead and (self._ahead[0] is None or self._ahead[0].query()):  # type: ignore[no-untyped-call]
+            self._ahead.popleft()
+        return len(self._ahead) >= STEPS_AHEAD
+
+    def advance(self, device: torch.device) -> Flight | None:
+        """Launch the next step; the batch's flight if it was the last."""
+        try:
+            next(self.steps)
+        except StopIteration as end:
+            flight: Flight = end.value
+            return flight
+        self._ahead.append(record_event(device))
+        return None
+
+    def holds(self, stream: Stream) -> bool:
+        """Whether a window of the stream is in it."""
+        return any(due.stream is stream for due in self.batch)
+
+
+def take_off(batch: Sequence[Due], sampler: Sampler, vocoder: Vocoder, device: torch.device) -> Steps[Flight]:
+    """Launch a batch of windows with one flow, a step of the solver at a time; behind the last, their streams go on to
+    their next chunks."""
     # Those of one shape side by side: they share a batch of the vocoder, and batches of like windows a layout.
     batch = sorted(batch, key=lambda due: (*_shape(due.chunk), len(due.chunk.solved)))
-    mels = sampler.sample([due.stream.window(due.chunk) for due in batch], batch[0].stream.request.flow)
+    windows = [due.stream.window(due.chunk) for due in batch]
+    mels = yield from sampler.steps(windows, batch[0].stream.request.flow)
     solved = record_event(device)
     frames, broken = splice(batch, mels)
     waveforms = list(_vocode([due.chunk for due in batch], frames, vocoder))

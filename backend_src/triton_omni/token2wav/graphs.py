@@ -25,6 +25,7 @@ from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, STEPS, Solver, guide
 from triton_omni.token2wav.past import NONE, Past, PastPool
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.token2wav.sampler import Flow, StepwiseSolver
+from triton_omni.token2wav.steps import Steps
 from triton_omni.token2wav.transfer import to_device
 
 WARM_UP_CALLS = 2
@@ -153,10 +154,25 @@ def _pointers(flow: Flow | None, halves: int, blocks: int, size: int) -> NDArray
     return table.reshape(5, -1)
 
 
+_Kind = tuple[int, Solver, bool]
+"""Blocks, solver, and whether there is guidance."""
+
+
+@dataclass
+class _Seated:
+    """A flow on its way."""
+
+    flow: Flow
+    rotary: Rotary
+    state: Tensor
+    """[N, block, M] as of its last step, unless a graph holds it."""
+
+
 class GraphedSolver:
     """Solves flows by one recorded step of the solver, launched once a step (`sampler.FlowSolver`).
 
-    Graphs of `recorded` kinds are made at once, of any other kind when it is first asked for.
+    Graphs of `recorded` kinds are made at once, of any other kind when it is first asked for. Flows that are solved by
+    turns may share a graph: each takes its place in the graph's tensors again when another has had it.
 
     Args:
         dit: for what is computed once a batch.
@@ -180,30 +196,53 @@ class GraphedSolver:
         self._dit, self._fused, self._pool, self._past = dit, fused, pool, past
         self._stepwise = StepwiseSolver(fused)
         self._sizes = sorted(set(sizes))
-        self._graphs: dict[tuple[int, Solver, bool], tuple[_Inputs, _Recorded]] = {}
+        self._graphs: dict[_Kind, tuple[_Inputs, _Recorded]] = {}
+        self._seated: dict[_Kind, _Seated] = {}
         # The largest first: the smaller ones then fit into its memory.
         for solver, guided in recorded:
             for size in reversed(self._sizes):
                 self._graph(size, solver, guided)
 
-    def solve(self, noise: Tensor, flow: Flow) -> Tensor:
+    def steps(self, noise: Tensor, flow: Flow) -> Steps[Tensor]:
         """See `FlowSolver`."""
         size = next((size for size in self._sizes if size >= len(noise)), None)
         if size is None:
-            return self._stepwise.solve(noise, flow)
-        inputs, recorded = self._graph(size, flow.solver, flow.unconditional is not None)
-        inputs.load(noise, flow, self._dit.rotary(flow.layout.positions))
+            return (yield from self._stepwise.steps(noise, flow))
+        kind = size, flow.solver, flow.unconditional is not None
+        inputs, recorded = self._graph(*kind)
         evaluations = EVALUATIONS_A_STEP[flow.solver]
         modulations, numbers_by_step = (
             torch.split(table, evaluations) for table in (flow.modulation, flow.past.numbers)
         )
-        widths = flow.grid.diff().tolist()
-        for modulation, numbers, width in zip(modulations, numbers_by_step, widths, strict=True):
-            inputs.modulation.copy_(modulation)
-            inputs.past.numbers.copy_(numbers)
-            inputs.width.fill_(width)
-            recorded.graph.replay()
-        return inputs.state[: len(noise)].clone()
+        mine = _Seated(flow, self._dit.rotary(flow.layout.positions), noise)
+        try:
+            for place, width in enumerate(flow.grid.diff().tolist()):
+                if place:
+                    yield
+                self._sit(mine, kind)
+                inputs.modulation.copy_(modulations[place])
+                inputs.past.numbers.copy_(numbers_by_step[place])
+                inputs.width.fill_(width)
+                recorded.graph.replay()
+        finally:
+            self._leave(mine, kind)
+        return mine.state
+
+    def _sit(self, mine: _Seated, kind: _Kind) -> None:
+        """Have the graph's tensors hold this flow."""
+        other = self._seated.get(kind)
+        if other is mine:
+            return
+        if other is not None:
+            self._leave(other, kind)
+        self._graphs[kind][0].load(mine.state, mine.flow, mine.rotary)
+        self._seated[kind] = mine
+
+    def _leave(self, mine: _Seated, kind: _Kind) -> None:
+        """Take a flow's state out of the graph's tensors, where they hold it."""
+        if self._seated.get(kind) is mine:
+            mine.state = self._graphs[kind][0].state[: len(mine.state)].clone()
+            del self._seated[kind]
 
     def _graph(self, size: int, solver: Solver, guided: bool) -> tuple[_Inputs, _Recorded]:
         kind = size, solver, guided

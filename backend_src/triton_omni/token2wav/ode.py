@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from triton_omni.token2wav.steps import Steps, run_out
+
 Solver = Literal["rk4", "euler"]
 Velocity = Callable[[int, Tensor], Tensor]
 """(number of the evaluation in `evaluation_times`, state) -> d state / d t."""
@@ -45,8 +47,15 @@ def integrate(velocity: Velocity, state: Tensor, grid: Tensor, solver: Solver) -
 
     `velocity` is asked by the number of the evaluation within `evaluation_times(grid, solver)`.
     """
+    return run_out(integration(velocity, state, grid, solver))
+
+
+def integration(velocity: Velocity, state: Tensor, grid: Tensor, solver: Solver) -> Steps[Tensor]:
+    """`integrate`, an interval of the grid at a time."""
     evaluations, take_step = EVALUATIONS_A_STEP[solver], STEPS[solver]
     for number, width in enumerate(grid.diff().tolist()):
+        if number:
+            yield
         state = take_step(functools.partial(_from, velocity, evaluations * number), width, state)
     return state
 

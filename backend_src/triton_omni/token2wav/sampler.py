@@ -25,10 +25,11 @@ from triton_omni.token2wav.ode import (
     Velocity,
     evaluation_times,
     guide,
-    integrate,
+    integration,
     time_grid,
 )
 from triton_omni.token2wav.past import Past, PastPool, WindowPast
+from triton_omni.token2wav.steps import Steps, run_out
 from triton_omni.token2wav.transfer import to_device
 
 UNGUIDED_BELOW = 1e-5
@@ -106,8 +107,8 @@ class Flow:
 class FlowSolver(Protocol):
     """Carries noise along a flow."""
 
-    def solve(self, noise: Tensor, flow: Flow) -> Tensor:
-        """Noise [N, block, M] fp32 to mel frames of the same shape."""
+    def steps(self, noise: Tensor, flow: Flow) -> Steps[Tensor]:
+        """Noise [N, block, M] fp32 to mel frames of the same shape; other flows may be solved between the steps."""
 
 
 class VelocityNetwork(Protocol):
@@ -123,9 +124,9 @@ class StepwiseSolver:
     def __init__(self, network: VelocityNetwork) -> None:
         self._network = network
 
-    def solve(self, noise: Tensor, flow: Flow) -> Tensor:
+    def steps(self, noise: Tensor, flow: Flow) -> Steps[Tensor]:
         """See `FlowSolver`."""
-        return integrate(self._velocity(flow), noise, flow.grid, flow.solver)
+        return integration(self._velocity(flow), noise, flow.grid, flow.solver)
 
     def _velocity(self, flow: Flow) -> Velocity:
         if flow.unconditional is None:
@@ -172,12 +173,16 @@ class Sampler:
 
     def sample(self, windows: Sequence[Window], options: FlowOptions) -> tuple[Tensor, ...]:
         """Mel frames [T, M] fp32 of each window, T = C x repeats."""
+        return run_out(self.steps(windows, options))
+
+    def steps(self, windows: Sequence[Window], options: FlowOptions) -> Steps[tuple[Tensor, ...]]:
+        """`sample`, a step of the solver at a time; other windows may be sampled between the steps."""
         config = self._dit.config
         lengths = tuple(window.codes.shape[0] * config.repeats for window in windows)
         layout = block_layout(lengths, config.block_size, self._device)
         spans = [(w.seed, w.first_frame, w.first_frame + n) for w, n in zip(windows, lengths, strict=True)]
         noise = layout.pack(self._noise(spans, config.mel_dim, self._device))
-        return layout.unpack(self._solver.solve(noise, self._flow(windows, layout, options)))
+        return layout.unpack((yield from self._solver.steps(noise, self._flow(windows, layout, options))))
 
     def _flow(self, windows: Sequence[Window], layout: BlockLayout, options: FlowOptions) -> Flow:
         spoken = self._dit.codes(torch.cat([window.codes for window in windows]))

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A large batch is launched by and by: who hears nothing yet goes between, and the sound is what it would be alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hf_token2wav import DEVICE, next_outputs
+from torch import Tensor
+
+from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
+from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
+from triton_omni.token2wav.engine import AT_ONCE_FRAMES, Token2WavEngine
+
+STREAMS, FIRST, SECOND = 5, 24, 24
+"""Streams of the large batch, and codes of which the first and second chunk come."""
+SETTINGS = Token2WavSettings(
+    dtype="float32",
+    plans={"balanced": StreamingPlan(chunk_blocks=(1, 2))},
+    diffusion=DiffusionSettings(solver="euler", num_steps=5),
+    max_codes=400,
+    max_streams=STREAMS + 1,
+)
+VOICE = "Ethan"
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tiny_checkpoint: Path) -> Token2WavEngine:
+    return Token2WavEngine(tiny_checkpoint, SETTINGS, DEVICE)
+
+
+@pytest.fixture
+def engine(shared_engine: Token2WavEngine) -> Iterator[Token2WavEngine]:
+    yield shared_engine
+    shared_engine.close()
+    assert shared_engine.stats() == EngineStats(0, 0, 0, 0)
+
+
+def codes_of(key: str) -> Tensor:
+    return torch.randint(190, (FIRST + SECOND,), generator=torch.Generator().manual_seed(ord(key)), dtype=torch.int32)
+
+
+def begin(engine: Token2WavEngine, key: str) -> None:
+    engine.open(key, VOICE, 1, StreamOptions())
+    engine.feed(key, codes_of(key)[:FIRST])
+
+
+def go_on(engine: Token2WavEngine, key: str) -> None:
+    engine.feed(key, codes_of(key)[FIRST:])
+    engine.end(key)
+
+
+def drain(engine: Token2WavEngine) -> list[AudioOutput]:
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    return outputs
+
+
+def sound_of(outputs: list[AudioOutput], key: str) -> Tensor:
+    return torch.cat([output.samples for output in outputs if output.key == key])
+
+
+@pytest.fixture
+def alone(engine: Token2WavEngine) -> dict[str, Tensor]:
+    """The sound of each stream by itself."""
+    sounds = {}
+    for key in "abcdef":
+        begin(engine, key)
+        go_on(engine, key)
+        sounds[key] = sound_of(drain(engine), key)
+    return sounds
+
+
+@pytest.fixture
+def climbing(engine: Token2WavEngine, alone: dict[str, Tensor]) -> list[AudioOutput]:
+    """Five streams whose second windows are being launched; what they gave before."""
+    del alone
+    for key in "abcde":
+        begin(engine, key)
+    outputs: list[AudioOutput] = []
+    while len(outputs) < STREAMS:
+        outputs += next_outputs(engine)
+    for key in "abcde":
+        # They have sound for a while, on a slow machine too.
+        engine._streams[key].sound_until_ns = time.monotonic_ns() + 60_000_000_000
+        go_on(engine, key)
+    assert engine.step() == []
+    (climb,) = engine._climbs
+    assert sum(len(due.chunk.solved) for due in climb.batch) > AT_ONCE_FRAMES
+    return outputs
+
+
+def test_a_listener_who_hears_nothing_goes_between(
+    engine: Token2WavEngine, climbing: list[AudioOutput], alone: dict[str, Tensor]
+) -> None:
+    begin(engine, "f")
+    outputs = next_outputs(engine)
+    assert [output.key for output in outputs] == ["f"]
+    assert len(engine._climbs) == 1
+    go_on(engine, "f")
+    outputs = climbing + outputs + drain(engine)
+    for key, sound in alone.items():
+        torch.testing.assert_close(sound_of(outputs, key), sound, atol=1e-5, rtol=0)
+
+
+def test_who_has_more_sound_left_does_not_go_between(
+    engine: Token2WavEngine, climbing: list[AudioOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del climbing
+    begin(engine, "f")
+    engine._streams["f"].sound_until_ns = 1 << 62
+    outputs = next_outputs(engine)
+    assert sorted(output.key for output in outputs) == list("abcde")
+
+
+def test_what_is_dropped_on_the_way_keeps_its_pages_until_the_batch_is_through(
+    engine: Token2WavEngine, climbing: list[AudioOutput], alone: dict[str, Tensor]
+) -> None:
+    page = engine._streams["b"].page
+    engine.abort("b")
+    begin(engine, "f")
+    assert engine._streams["f"].page != page
+    go_on(engine, "f")
+    outputs = climbing + drain(engine)
+    for key in "acdef":
+        torch.testing.assert_close(sound_of(outputs, key), alone[key], atol=1e-5, rtol=0)
+    assert len(sound_of(outputs, "b")) < len(alone["b"])
+
+
+def test_a_batch_of_which_nobody_is_left_is_given_up(engine: Token2WavEngine, climbing: list[AudioOutput]) -> None:
+    del climbing
+    for key in "abcde":
+        engine.abort(key)
+    assert engine.stats().kv_blocks_used > 0
+    assert engine.step() == []
+    assert not engine.has_work()
+    assert engine.stats() == EngineStats(0, 0, 0, 0)
+
+
+def test_a_batch_for_which_memory_runs_out_on_its_way_ends_its_streams_alone(
+    engine: Token2WavEngine, climbing: list[AudioOutput], alone: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del climbing
+    begin(engine, "f")
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate too much")
+
+    outputs = next_outputs(engine)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._climbs[0], "advance", full)
+        outputs += next_outputs(engine)
+    assert sorted(output.key for output in outputs if output.error) == list("abcde")
+    go_on(engine, "f")
+    outputs += drain(engine)
+    torch.testing.assert_close(sound_of(outputs, "f"), alone["f"], atol=1e-5, rtol=0)
