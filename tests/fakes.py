@@ -197,6 +197,8 @@ class _FakeEngine:
         self.fail_key: str | None = None
         self.priorities: list[int] = []
         self.step_s = 0.0
+        self.held = False
+        self.steps_under_way = 0
         self.steps = 0
         self.closed = False
 
@@ -205,6 +207,9 @@ class _FakeEngine:
         time.sleep(self.step_s)
         if self.broken is not None:
             raise self.broken
+
+    def hold(self, held: bool) -> None:
+        self.held = held
 
     def abort(self, key: str) -> None:
         self.open_keys.pop(key, None)
@@ -237,7 +242,7 @@ class FakeThinkerEngine(_FakeEngine):
         self.open_keys[key] = _Writing(len(placed.prompt_token_ids), want_rows)
 
     def has_work(self):
-        return bool(self.open_keys)
+        return bool(self.open_keys) and not self.held
 
     def step(self):
         self._begin_step()
@@ -287,7 +292,8 @@ class FakeTalkerEngine(_FakeEngine):
             self.open_keys[key].ended = True
 
     def has_work(self):
-        return any(s.ended or len(s.rows) - s.prompt.prompt_rows > s.spoken for s in self.open_keys.values())
+        ready = any(s.ended or len(s.rows) - s.prompt.prompt_rows > s.spoken for s in self.open_keys.values())
+        return ready and not self.held
 
     def step(self):
         self._begin_step()

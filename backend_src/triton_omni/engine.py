@@ -167,6 +167,13 @@ class ThinkerEngine(Protocol):
         Of the sequences that wait for a place the one with the lowest `priority` is next, then the oldest.
         """
 
+    def hold(self, held: bool) -> None:
+        """Begin no step from now on, or begin steps again; `step` still gives what is under way."""
+
+    @property
+    def steps_under_way(self) -> int:
+        """Steps that were begun, and whose results have not been given."""
+
     def step(self) -> list[ThinkerOutput]:
         """Run one engine step and return what it gave; an empty list when there is nothing to do."""
 
@@ -201,6 +208,9 @@ class TalkerEngine(Protocol):
 
     def end(self, key: str) -> None:
         """No more rows: from here on the tail (text_eos once, then text_pad) is added."""
+
+    def hold(self, held: bool) -> None:
+        """Begin no step from now on, or begin steps again; `step` still gives what is under way."""
 
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""

@@ -25,7 +25,7 @@ from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import SessionLedger
 from triton_omni.ledger_layout import CAPACITY
 from triton_omni.loop import IDLE_POLL_S, StageLoop
-from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, StageStats, as_omni_error, lost_error, memory_figures
+from triton_omni.stage import SOON_S, Outlet, StageStats, as_omni_error, lost_error, memory_figures
 from triton_omni.streams import leave_default_stream, record_event
 from triton_omni.tally import OUTCOMES
 from triton_omni.tracing import NO_SPAN, Span, Tracer
@@ -92,7 +92,6 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._loop = StageLoop(f"omni-{name}", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
-        self._claimed = False
         # By slot, when Triton was last asked for a cancel; of Triton's thread.
         self._asked_ns = [0] * CAPACITY
         self._batches = Histogram(POWERS)
@@ -169,17 +168,14 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     def has_work(self) -> bool:
         """Whether the engine could advance now."""
-        return self._broken is None and self._link_engine.has_work() and not self._claimed
+        return self._broken is None and self._link_engine.has_work()
 
     def poll(self) -> float:
         """Look after every session; see `loop.Driven`."""
         self._ledger.beat()
         if self._broken is None:
             self._engine_stats = self._link_engine.stats()
-        delay = min((self._attend(session) for session in list(self._open.values())), default=IDLE_POLL_S)
-        # Read once a turn: a claim that began behind the poll would have the loop sleep as if it were idle.
-        self._claimed = self._ledger.device_claimed()
-        return CLAIMED_POLL_S if self._claimed else delay
+        return min((self._attend(session) for session in list(self._open.values())), default=IDLE_POLL_S)
 
     def fail(self, error: Exception) -> None:
         """The engine raised: every session ends with an error, later ones fail when they open."""

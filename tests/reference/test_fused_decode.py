@@ -55,7 +55,7 @@ def replies(engine: Any, prompts: dict[str, tuple[int, ...]]) -> dict[str, tuple
 def test_thinker_rows_of_a_reply(tiny_checkpoint: Path, hf: HfReference) -> None:
     text = "Tell me about the sea. "
     prompts = {str(count): tuple(hf.processor.tokenizer(text * count)["input_ids"]) for count in (1, 12, 40)}
-    plain = replies(thinker(tiny_checkpoint), prompts)
+    plain = replies(thinker(tiny_checkpoint, fused_decode=False), prompts)
     fused = replies(thinker(tiny_checkpoint, fused_decode=True), prompts)
     for key, (tokens, rows) in plain.items():
         ours, ours_rows = fused[key]

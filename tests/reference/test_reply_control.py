@@ -16,7 +16,17 @@ import pytest
 import torch
 
 from reference.hf import HfReference
-from reference.thinker_rig import NOTHING_HELD, REPLY, ROW_TOLERANCE, Answer, ask, assert_equals_hf, engine_of, run
+from reference.thinker_rig import (
+    NOTHING_HELD,
+    REPLY,
+    ROW_TOLERANCE,
+    Answer,
+    ask,
+    assert_equals_hf,
+    drain,
+    engine_of,
+    run,
+)
 from triton_omni.engine import Sampling, ThinkerOutput
 from triton_omni.errors import BadRequest
 
@@ -192,3 +202,18 @@ def test_stopped_replies_leave_the_others_as_they_were(
     assert answers["plain"].token_ids == answers["behind"].token_ids == plain_ids
     torch.testing.assert_close(answers["plain"].rows, plain.rows, rtol=2e-5, atol=ROW_TOLERANCE)
     assert all(answers[part].last.stop_string == part for part in parts)
+
+
+def test_a_hold_begins_no_step_and_gives_what_is_under_way(engine: Any, hf: HfReference) -> None:
+    engine.add("one", engine.prepare(ask(hf, "hello")), REPLY, want_rows=True)
+    answer = Answer()
+    for steps in (4, 1, 2):
+        for _ in range(steps):
+            answer.outputs += engine.step()
+        under_way, known = engine.steps_under_way, len(answer.token_ids)
+        assert under_way == (engine._core.batch_queue is not None)
+        engine.hold(True)
+        drain(engine, {"one": answer})
+        assert len(answer.token_ids) == known + under_way
+        engine.hold(False)
+    assert_equals_hf(drain(engine, {"one": answer})["one"], hf.thinker(hf.ask("hello"), REPLY))

@@ -82,11 +82,14 @@ def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM schedules ahead on a GPU alone, so the streams it needs are stood in."""
     from vllm.platforms.cpu import CpuPlatform
 
+    from triton_omni.vllm_hooks.holding import HoldingAsyncScheduler
+
     adjust = CpuPlatform.check_and_update_config
 
     def adjust_but_stay_async(config: Any) -> None:
         adjust(config)
         config.scheduler_config.async_scheduling = True
+        config.scheduler_config.scheduler_cls = HoldingAsyncScheduler
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(adjust_but_stay_async))
     for name, stand_in in (("Stream", _Ordered), ("Event", _Ordered), ("current_stream", _Ordered)):

@@ -39,8 +39,13 @@ def ledger():
 
 
 @pytest.fixture
-def rest(ledger):
-    return Rest(ledger)
+def engine():
+    return SimpleNamespace(steps_under_way=0)
+
+
+@pytest.fixture
+def rest(ledger, engine):
+    return Rest(ledger, engine)
 
 
 def session(slot=0, rows=0, **request):
@@ -73,6 +78,12 @@ def test_it_rests_once_the_first_window_has_all_its_rows(rest, ledger):
     ledger.wants[0] = FIRST
     assert not rest.is_due([session(rows=FIRST - 1)], NOW)
     assert rest.is_due([session(rows=FIRST)], NOW)
+
+
+def test_a_row_of_a_step_under_way_needs_no_step_more(rest, ledger, engine):
+    ledger.wants[0], engine.steps_under_way = FIRST, 1
+    assert not rest.is_due([session(rows=FIRST - 2)], NOW)
+    assert rest.is_due([session(rows=FIRST - 1)], NOW)
 
 
 def test_it_goes_on_when_the_codes_have_come_and_rests_no_more_for_later_windows(rest, ledger):

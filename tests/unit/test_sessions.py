@@ -38,7 +38,7 @@ def test_no_step_begins_while_another_stage_claims_the_device(monkeypatch):
         for ledger in p.ledgers[:2]:
             monkeypatch.setattr(ledger, "device_claimed", claimed.is_set)
         ensemble = p.ask("12345")
-        wait_for(p.engines[0].has_work)
+        wait_for(lambda: bool(p.engines[0].open_keys))
         time.sleep(0.05)
         assert p.engines[0].steps == 0
         claimed.clear()
@@ -62,6 +62,23 @@ def test_a_claim_that_begins_behind_a_poll_holds_from_the_next_one_on(monkeypatc
             monkeypatch.setattr(stage, "poll", poll)
         finished(p.ask("12345"))
         assert p.engines[0].steps > 0
+        p.wait_until_empty()
+
+
+def test_what_was_begun_before_a_claim_is_taken_during_it(monkeypatch):
+    """A code that waited for the end of a claim would be late for the window that the claim is for."""
+    with pipeline() as p:
+        p.engines[0].step_s = p.engines[1].step_s = 0.01
+        reply = p.ask("12345")
+        wait_for(lambda: p.engines[1].steps > 0)
+        for ledger in p.ledgers[:2]:
+            monkeypatch.setattr(ledger, "device_claimed", lambda: True)
+        wait_for(lambda: p.engines[0].held and p.engines[1].held)
+        steps = [engine.steps for engine in p.engines[:2]]
+        time.sleep(0.05)
+        assert [engine.steps for engine in p.engines[:2]] == steps
+        monkeypatch.undo()
+        finished(reply)
         p.wait_until_empty()
 
 

@@ -23,7 +23,7 @@ from triton_omni.link_stage import LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
 from triton_omni.outbox import Outbox, Pace, Parcel
 from triton_omni.settings import TalkerSettings
-from triton_omni.stage import SOON_S, Outlet, lost_error
+from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, lost_error
 from triton_omni.tally import Ending
 from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import (
@@ -82,6 +82,10 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         """Pace the text by how many sessions still have some; look after every session."""
         self._pace.sessions = sum(session.thinker is None for session in self._open.values())
         delay = super().poll()
+        held = self._ledger.device_claimed()
+        self._engine.hold(held)
+        if held:
+            delay = min(delay, CLAIMED_POLL_S)
         for key, outlet in list(self._unopened.values()):
             self._attend_unopened(key, outlet)
         return min(delay, SOON_S) if self._unopened else delay

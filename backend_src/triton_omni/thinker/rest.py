@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the thinker rests: every listener who hears nothing yet only waits for the stages behind it.
 
-A window of token2wav and the last steps of the talker before it take longer beside the thinker's steps, which by then
-are of use to nobody for a while: the reply is ahead of its sound from the first window on. token2wav claims the device
+A window of token2wav and the talker's last step before it take longer beside the thinker's steps, which by then are of
+use to nobody for a while: the reply is ahead of its sound from the first window on. token2wav claims the device
 (`precedence.py`) once a window is due; by then two steps of the thinker are under way. So it stops by itself, before.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from triton_omni.engine import ThinkerEngine
 from triton_omni.ledger import SessionLedger
 from triton_omni.thinker.open_session import OpenSession
 
@@ -18,26 +19,31 @@ LONGEST_REST_NS: Final = 20_000_000
 """After so long it goes on in any case: several times what the talker's last step and the way of its codes take."""
 
 
+_MANY: Final = 1 << 30
+"""More rows than are under way: nobody knows yet how many."""
+
+
 class Rest:
     """Asked at every turn of the thinker's loop.
 
     Args:
         ledger: the thinker's, in which token2wav says how many codes its next window needs.
+        engine: a step of which that is under way brings each session a row.
     """
 
-    def __init__(self, ledger: SessionLedger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: SessionLedger, engine: ThinkerEngine) -> None:
+        self._ledger, self._engine = ledger, engine
         self._since_ns = 0
 
     def is_due(self, sessions: Iterable[OpenSession], now_ns: int) -> bool:
-        """Whether first windows are on their way, and none waits for a row."""
+        """Whether first windows are on their way, and none waits for a row of a step that is yet to begin."""
         if not self._ledger.shares_device_with("token2wav"):
             return False
         missing = [rows for rows in map(self._missing_rows, sessions) if rows is not None]
         if not missing:
             self._since_ns = 0
             return False
-        if max(missing) > 0:
+        if max(missing) > self._engine.steps_under_way:
             return False
         self._since_ns = self._since_ns or now_ns
         return now_ns - self._since_ns < LONGEST_REST_NS
@@ -49,10 +55,10 @@ class Rest:
             return None
         if not request.want_audio:
             # Whoever has no text yet waits for a step too.
-            return None if session.first_token_ns else 1
+            return None if session.first_token_ns else _MANY
         wanted = self._ledger.wanted(session.key, "token2wav")
         if wanted is None:
-            return 1
+            return _MANY
         session.first_wanted = session.first_wanted or wanted
         # A code is drawn from a row; token2wav wants more once it has those of the first window.
         session.heard = wanted > session.first_wanted

@@ -93,8 +93,7 @@ class ThinkerStage:
         self._loop = StageLoop("omni-thinker", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
-        self._rest = Rest(ledger)
-        self._held_back = False
+        self._rest = Rest(ledger, engine)
         self._pace = Pace()
         self.accounts = ThinkerAccounts(ledger, tracer)
 
@@ -192,7 +191,7 @@ class ThinkerStage:
 
     def has_work(self) -> bool:
         """Whether the engine could advance now."""
-        return self._broken is None and self._engine.has_work() and not self._held_back
+        return self._broken is None and self._engine.has_work()
 
     def step(self) -> None:
         """One engine step; what it gave leaves as soon as its outbox lets it."""
@@ -215,8 +214,9 @@ class ThinkerStage:
         now = time.monotonic_ns()
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
         # Read once a turn: a claim that began behind the poll would have the loop sleep as if it were idle.
-        self._held_back = self._ledger.device_claimed() or self._rest.is_due(self._open.values(), now)
-        return CLAIMED_POLL_S if self._held_back else delay
+        held = self._ledger.device_claimed() or self._rest.is_due(self._open.values(), now)
+        self._engine.hold(held)
+        return CLAIMED_POLL_S if held else delay
 
     def fail(self, error: Exception) -> None:
         """The engine raised: every session ends with an error, later ones are refused."""

@@ -264,18 +264,24 @@ class Token2WavEngine:
         return not self._flights or (len(self._flights) == 1 and self._flights[0].is_solved)
 
     def _launch(self) -> list[AudioOutput]:
-        """Begin the most urgent batch, if it is more so than those that are being launched; go on with the most urgent
-        of all."""
+        """Begin the most urgent batch, or if others are being launched one for whom no sound is left while they have
+        some; go on with the most urgent of all."""
         due = self._due()
         # An empty reply's only chunk.
         silent = [Landed(d.stream, d.chunk, torch.empty(0), True, 0) for d in due if not len(d.chunk.solved)]
         due = [item for item in due if len(item.chunk.solved)]
         if self._climbs:
-            due = [item for item in due if item.deadline_ns < self._climbs[-1].deadline_ns]
+            due = self._between(due, self._climbs[-1])
         if batch := self._batch(due):
             self._climbs.append(Climb(batch, take_off(batch, self._sampler, self._vocoder, self._device)))
         failed = self._advance_or_drop(self._climbs[-1]) if self._climbs else []
         return [*(self._finish(landed) for landed in silent), *failed]
+
+    @staticmethod
+    def _between(due: list[Due], climb: Climb) -> list[Due]:
+        """What may go between the steps of a batch. Not whatever is more urgent: many small batches give less sound."""
+        soon = time.monotonic_ns() + SOON_SILENT_NS
+        return [item for item in due if item.deadline_ns <= soon] if climb.deadline_ns > soon else []
 
     def _advance_or_drop(self, climb: Climb) -> list[AudioOutput]:
         """Launch a batch's next step, of a small one all.

@@ -18,6 +18,7 @@ from triton_omni.vllm_hooks.compat import (
     Request,
     SchedulerOutput,
 )
+from triton_omni.vllm_hooks.holding import HoldingMixin
 from triton_omni.vllm_hooks.steady_decode import SteadyStep
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ else:
     _Scheduler = object
 
 
-class SteadyScheduleMixin(_Scheduler):
+class SteadyScheduleMixin(HoldingMixin, _Scheduler):
     """Adds `schedule_further` to vLLM's asynchronous scheduler, for requests without prefix cache, media or grammar.
 
     Put it before `AsyncScheduler` in the bases.
@@ -55,7 +56,7 @@ class SteadyScheduleMixin(_Scheduler):
 
         Where they only have to wait, a later call may still give it, unless vLLM schedules another step before.
         """
-        if self._decoding is None or not self._goes_on(self._decoding):
+        if self._decoding is None or self.held or not self._goes_on(self._decoding):
             return None
         new_blocks = self._allocate()
         for request in self.running:

@@ -118,6 +118,10 @@ class TalkerVllmEngine:
             self.abort(key)
             self._silent.append(key)
 
+    def hold(self, held: bool) -> None:
+        """Begin no step from now on, or begin steps again; what is under way is taken in any case."""
+        self._core.scheduler.held = held
+
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
         silent, self._silent = self._silent, []

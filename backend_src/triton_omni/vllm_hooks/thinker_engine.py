@@ -42,6 +42,10 @@ from triton_omni.vllm_hooks.row_release import Piece, RowRelease, StopCut
 from triton_omni.vllm_hooks.sampling import seed_args
 
 _WORKER = "triton_omni.vllm_hooks.thinker_worker.ThinkerWorker"
+_SCHEDULERS = {
+    False: "triton_omni.vllm_hooks.holding.HoldingScheduler",
+    True: "triton_omni.vllm_hooks.holding.HoldingAsyncScheduler",
+}
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -89,12 +93,14 @@ class ThinkerVllmEngine:
         self.device = device
         apply_thread_share(settings.engine)
         media = settings.limits.max_media_items
+        asynchronous = device.type == "cuda" and settings.engine.async_scheduling
         arguments = build_engine_args(
             checkpoint,
             settings.engine,
             device,
             self.dtype,
             worker_cls=_WORKER,
+            scheduler_cls=_SCHEDULERS[asynchronous],
             **quantization_arguments(settings.quantization, device, self.dtype),
             tensor_parallel_size=settings.tensor_parallel_size,
             hf_overrides={"architectures": [thinker_networks.THINKER_ARCHITECTURE]},
@@ -179,6 +185,15 @@ class ThinkerVllmEngine:
         structured = self._core.scheduler.requests[request_id].structured_output_request
         self._sequences[key] = _Sequence(key, request_id, want_rows, release, detokenizer, structured)
         self._keys[request_id] = key
+
+    def hold(self, held: bool) -> None:
+        """Begin no step from now on, or begin steps again; what is under way is taken in any case."""
+        self._core.scheduler.held = held
+
+    @property
+    def steps_under_way(self) -> int:
+        """Steps that were begun, and whose results have not been given."""
+        return len(self._core.batch_queue or ())
 
     def step(self) -> list[ThinkerOutput]:
         """Run one engine step and return what it gave; an empty list when there is nothing to do."""

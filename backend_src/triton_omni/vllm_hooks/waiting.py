@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from triton_omni.vllm_hooks.compat import AsyncScheduler, Request, Scheduler
+from triton_omni.vllm_hooks.holding import HoldingMixin
 from triton_omni.vllm_hooks.steady_schedule import SteadyScheduleMixin
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ else:
     _Scheduler = object
 
 
-class WaitingMixin(_Scheduler):
+class WaitingMixin(HoldingMixin, _Scheduler):
     """Caps what a step may compute of a sequence by the positions whose row has arrived.
 
     It extends `_reserve_prefill_lookahead`, which vLLM asks for every running and every new sequence to shorten the
@@ -35,6 +36,8 @@ class WaitingMixin(_Scheduler):
 
     def can_advance(self) -> bool:
         """Whether `schedule` would give a step anything to compute now."""
+        if self.held:
+            return False
         if any(self._reserve_prefill_lookahead(request, request.num_computed_tokens, 1) for request in self.running):
             return True
         return bool(self.waiting) and len(self.running) < self.max_num_running_reqs

@@ -11,7 +11,7 @@ from PIL import Image
 
 from media_samples import picture, tone
 from triton_omni.engine import Sampling, TalkerPrompt
-from triton_omni.settings import EngineSettings, TalkerSettings
+from triton_omni.settings import TalkerEngineSettings, TalkerSettings
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_LEN = 512
@@ -123,7 +123,7 @@ def make_engine(checkpoint, *, ahead=False, dtype="float32", **engine):
 
     sizes = {"max_num_seqs": 8, "max_model_len": MAX_LEN, "max_num_batched_tokens": 64, **engine}
     switches = {"enforce_eager": not ahead, "async_scheduling": ahead}
-    settings = TalkerSettings(dtype=dtype, max_codes=400, engine=EngineSettings(**sizes, **switches))
+    settings = TalkerSettings(dtype=dtype, max_codes=400, engine=TalkerEngineSettings(**sizes, **switches))
     with pytest.MonkeyPatch.context() as monkeypatch:
         if ahead and DEVICE.type == "cpu":
             schedule_ahead_on_the_cpu(monkeypatch)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedulers that can be told to schedule nothing for a while, in which the steps under way are still taken.
+
+One mixin over vLLM's schedulers. vLLM's own pause is for rare changes of an engine's state, and is logged each time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from triton_omni.vllm_hooks.compat import AsyncScheduler, Scheduler
+
+if TYPE_CHECKING:
+    _Scheduler = Scheduler
+else:
+    _Scheduler = object
+
+
+class HoldingMixin(_Scheduler):
+    """While `held`, there is nothing to schedule."""
+
+    held = False
+
+    def has_requests(self) -> bool:
+        """Whether vLLM should schedule a step now."""
+        return not self.held and bool(super().has_requests())
+
+
+class HoldingScheduler(HoldingMixin, Scheduler):
+    """For synchronous steps (the CPU, or asynchronous scheduling switched off)."""
+
+
+class HoldingAsyncScheduler(HoldingMixin, AsyncScheduler):
+    """For steps scheduled while the device still runs the one before."""
