@@ -276,6 +276,7 @@ class FakeTalkerEngine(_FakeEngine):
     def __init__(self, stop_after: int | None = None) -> None:
         super().__init__()
         self.stop_after = stop_after
+        self.allowed = {}
 
     def open(self, key, prompt, sampling, *, priority=0):
         del sampling
@@ -286,6 +287,9 @@ class FakeTalkerEngine(_FakeEngine):
         state = self.open_keys.get(key)
         if state is not None:
             state.rows.extend(rows[:, 0].tolist())
+
+    def allow(self, key, codes):
+        self.allowed[key] = codes
 
     def end(self, key):
         if key in self.open_keys:
@@ -340,6 +344,13 @@ class FakeWaveformEngine(_FakeEngine):
     def wanted(self, key):
         state = self.open_keys.get(key)
         return (state.received // self.window + 1) * self.window if state else 0
+
+    def allowed(self, key):
+        state = self.open_keys.get(key)
+        return (state.received if state else 0) + 2 * self.window
+
+    def take_launched(self):
+        return list(self.open_keys)
 
     def end(self, key):
         if key in self.open_keys:

@@ -206,6 +206,10 @@ class TalkerEngine(Protocol):
         The copy is ordered after whatever was enqueued on the current stream; the caller may reuse `rows` afterwards.
         """
 
+    def allow(self, key: str, codes: int) -> None:
+        """Make no more than `codes` of the session, from its first on, however many rows are there; unknown keys are
+        ignored. Until it is called nothing but the rows bounds them."""
+
     def end(self, key: str) -> None:
         """No more rows: from here on the tail (text_eos once, then text_pad) is added."""
 

@@ -14,14 +14,11 @@ from typing import Final
 
 LONGEST_CLAIM_NS: Final = 100_000_000
 """After so long the others go on in any case."""
-OTHERS_SHARE: Final = 2
-"""How much longer than a claim the others then have. Held back for half of the time, the talker of many streams keeps
-up with their sound no longer: all have little of it left, and somebody always waits."""
 
 
 @dataclass
 class DeviceClaim:
-    """Grants a third of the time at most: behind a claim, the others have twice as long as it was."""
+    """Grants at most half of the time: behind a claim, the others have as long as it was."""
 
     _began_ns: int = 0
     _ended_ns: int = 0
@@ -31,7 +28,7 @@ class DeviceClaim:
         """Until when the device is claimed, by the monotonic clock in nanoseconds; 0 = it is not."""
         if self._began_ns and (not wanted or now_ns >= self._ended_ns):
             taken = min(now_ns, self._ended_ns) - self._began_ns
-            self._began_ns, self._free_from_ns = 0, now_ns + OTHERS_SHARE * taken
+            self._began_ns, self._free_from_ns = 0, now_ns + taken
         if wanted and not self._began_ns and now_ns >= self._free_from_ns:
             self._began_ns, self._ended_ns = now_ns, now_ns + LONGEST_CLAIM_NS
         return self._ended_ns if self._began_ns else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims on a device that stages share: granted while somebody waits, never for more than a third of the time."""
+"""Claims on a device that stages share: granted while somebody waits, never for more than half of the time."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def test_a_claim_lasts_as_long_as_somebody_waits():
     assert claim.until_ns(False, 31 * MS) == 0
 
 
-def test_behind_a_claim_the_others_have_twice_as_long():
+def test_behind_a_claim_the_others_have_as_long():
     claim = DeviceClaim()
     claim.until_ns(True, 10 * MS)
     claim.until_ns(False, 40 * MS)
     assert claim.until_ns(True, 50 * MS) == 0
-    assert claim.until_ns(True, 99 * MS) == 0
-    assert claim.until_ns(True, 100 * MS) == 100 * MS + LONGEST_CLAIM_NS
+    assert claim.until_ns(True, 69 * MS) == 0
+    assert claim.until_ns(True, 70 * MS) == 70 * MS + LONGEST_CLAIM_NS
 
 
-def test_whoever_waits_without_end_gets_a_third_of_the_time():
+def test_whoever_waits_without_end_gets_half_of_the_time():
     claim, claimed = DeviceClaim(), 0
     for now in range(MS, 10_000 * MS, MS):
         claimed += claim.until_ns(True, now) > now
-    assert 0.3 <= claimed / 10_000 <= 0.36
+    assert 0.45 <= claimed / 10_000 <= 0.55

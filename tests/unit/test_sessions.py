@@ -82,6 +82,21 @@ def test_what_was_begun_before_a_claim_is_taken_during_it(monkeypatch):
         p.wait_until_empty()
 
 
+def test_the_talker_is_told_how_far_ahead_of_the_sound_it_may_be():
+    waveform = FakeWaveformEngine()
+    waveform.window = 3
+    with pipeline(waveform=waveform) as p:
+        allowed, allow = [], p.engines[1].allow
+        p.engines[1].allow = lambda key, codes: (allowed.append(codes), allow(key, codes))
+        p.engines[1].step_s = 0.005
+        finished(p.ask("12345"))
+        p.wait_until_empty()
+    # At the opening, and more with each window that was launched.
+    assert allowed[0] == 6
+    assert allowed == sorted(set(allowed))
+    assert len(allowed) > 1
+
+
 def test_token2wav_claims_the_device_while_listeners_wait_for_sound():
     waveform = FakeWaveformEngine()
     with pipeline(waveform=waveform) as p:

@@ -71,6 +71,7 @@ class Token2WavEngine:
         self._climbs: list[Climb] = []
         """Batches that are being launched, the most urgent last."""
         self._flights: deque[Flight] = deque()
+        self._launched: list[str] = []
         self._frames_solved = 0
 
     @property
@@ -129,6 +130,19 @@ class Token2WavEngine:
             KeyError: no such stream.
         """
         return self._streams[key].wanted
+
+    def allowed(self, key: str) -> int:
+        """How many codes, from the first on, are of use now: the sound of more is not due for long.
+
+        Raises:
+            KeyError: no such stream.
+        """
+        return self._streams[key].allowed(self._settings.windows_ahead)
+
+    def take_launched(self) -> list[str]:
+        """Open streams of which a window was launched since this was asked last."""
+        launched, self._launched = self._launched, []
+        return [key for key in launched if key in self._streams]
 
     def end(self, key: str) -> None:
         """No more codes: what is left becomes the final chunk."""
@@ -195,6 +209,7 @@ class Token2WavEngine:
         for climb in tuple(self._climbs):
             self._end_climb(climb)
         self._flights.clear()
+        self._launched.clear()
 
     def _is_open(self, stream: Stream) -> bool:
         """Whether it was not dropped, its key perhaps used again."""
@@ -264,24 +279,18 @@ class Token2WavEngine:
         return not self._flights or (len(self._flights) == 1 and self._flights[0].is_solved)
 
     def _launch(self) -> list[AudioOutput]:
-        """Begin the most urgent batch, or if others are being launched one for whom no sound is left while they have
-        some; go on with the most urgent of all."""
+        """Begin the most urgent batch, if it is more so than those that are being launched; go on with the most urgent
+        of all."""
         due = self._due()
         # An empty reply's only chunk.
         silent = [Landed(d.stream, d.chunk, torch.empty(0), True, 0) for d in due if not len(d.chunk.solved)]
         due = [item for item in due if len(item.chunk.solved)]
         if self._climbs:
-            due = self._between(due, self._climbs[-1])
+            due = [item for item in due if item.deadline_ns < self._climbs[-1].deadline_ns]
         if batch := self._batch(due):
             self._climbs.append(Climb(batch, take_off(batch, self._sampler, self._vocoder, self._device)))
         failed = self._advance_or_drop(self._climbs[-1]) if self._climbs else []
         return [*(self._finish(landed) for landed in silent), *failed]
-
-    @staticmethod
-    def _between(due: list[Due], climb: Climb) -> list[Due]:
-        """What may go between the steps of a batch. Not whatever is more urgent: many small batches give less sound."""
-        soon = time.monotonic_ns() + SOON_SILENT_NS
-        return [item for item in due if item.deadline_ns <= soon] if climb.deadline_ns > soon else []
 
     def _advance_or_drop(self, climb: Climb) -> list[AudioOutput]:
         """Launch a batch's next step, of a small one all.
@@ -303,6 +312,7 @@ class Token2WavEngine:
         if flight is not None:
             self._flights.append(flight)
             self._frames_solved += frames
+            self._launched += [due.stream.key for due in climb.batch]
             self._end_climb(climb)
         return []
 

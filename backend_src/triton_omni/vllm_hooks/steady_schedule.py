@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scheduler that knows when a step only goes on, and then schedules it and takes its result in a few operations.
 
-vLLM decides about every sequence anew at every step. While all that run have decoded and go on, nothing is to be
-decided but who needs a cache block; for how many steps that stays so is known in advance. Everything else is left to
+vLLM decides about every sequence anew at every step. While those that decoded go on and the others wait, nothing is to
+be decided but who needs a cache block; for how many steps that stays so is known in advance. Everything else is left to
 vLLM's own way. What makes a sequence wait, it does not know.
 """
 
@@ -34,7 +34,9 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
     """
 
     _decoding: list[Request] | None = None
-    """The requests of the last step, if it decoded all that run."""
+    """The requests of the last step, if it decoded them all."""
+    _left_out: list[Request]
+    """Those that ran too, but had to wait."""
     _shares: dict[str, int]
     _stops: frozenset[int]
     _further: int = 0
@@ -44,11 +46,13 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
         """A step in vLLM's own way."""
         output = super().schedule(throttle_prefills)
         shares = output.num_scheduled_tokens
-        decoded = len(shares) == len(self.running) == output.total_num_scheduled_tokens > 0
+        scheduled = [request for request in self.running if request.request_id in shares]
+        decoded = len(shares) == len(scheduled) == output.total_num_scheduled_tokens > 0
         self._decoding = None
-        if decoded and not any(request.is_prefill_chunk for request in self.running):
-            self._decoding, self._shares, self._further = list(self.running), shares, 0
-            self._stops = frozenset().union(*map(_stops, self.running))
+        if decoded and not any(request.is_prefill_chunk for request in scheduled):
+            self._decoding, self._shares, self._further = scheduled, shares, 0
+            self._left_out = [request for request in self.running if request.request_id not in shares]
+            self._stops = frozenset().union(*map(_stops, scheduled))
         return output
 
     def schedule_further(self) -> SteadyStep | None:
@@ -58,8 +62,8 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
         """
         if self._decoding is None or self.held or not self._goes_on(self._decoding):
             return None
-        new_blocks = self._allocate()
-        for request in self.running:
+        new_blocks = self._allocate(self._decoding)
+        for request in self._decoding:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
             request.num_output_placeholders += 1
@@ -73,20 +77,27 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
         limit = min(self.max_model_len, request.num_prompt_tokens + request.max_tokens) - 2
         return max(0, limit - request.num_computed_tokens)
 
+    def waits(self, request: Request) -> bool:
+        """Whether a request that runs could not be scheduled now."""
+        del request
+        return False
+
     def _goes_on(self, decoding: list[Request]) -> bool:
-        if self.finished_req_ids or decoding != self.running or self.needs_kv_cache_zeroing:
+        if self.finished_req_ids or self.needs_kv_cache_zeroing:
+            return False
+        if len(self.running) != len(decoding) + len(self._left_out) or not all(map(self.waits, self._left_out)):
             return False
         if self.waiting and len(self.running) < self.max_num_running_reqs:
             return False
         if self._further < 1:
-            self._further = min(self.steps_ahead(request) for request in self.running)
+            self._further = min(self.steps_ahead(request) for request in decoding)
         # Each may need one more.
-        return self._further > 0 and self.kv_cache_manager.block_pool.get_num_free_blocks() >= len(self.running)
+        return self._further > 0 and self.kv_cache_manager.block_pool.get_num_free_blocks() >= len(decoding)
 
-    def _allocate(self) -> list[tuple[str, tuple[list[int], ...]]]:
+    def _allocate(self, decoding: list[Request]) -> list[tuple[str, tuple[list[int], ...]]]:
         """Give a block to each request whose next token begins one."""
         given = []
-        for request in self.running:
+        for request in decoding:
             if request.num_computed_tokens % self.block_size:
                 continue
             blocks = self.kv_cache_manager.allocate_slots(request, 1)
@@ -103,7 +114,7 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
         if not self._nothing_ends(scheduler_output, model_runner_output):
             return super().update_from_output(scheduler_output, model_runner_output)
         rows, drawn, outputs = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids, []
-        for request in self.running:
+        for request in scheduler_output.requests:
             request.num_in_flight_tokens -= 1
             request.num_output_placeholders -= 1
             ids = drawn[rows[request.request_id]]
@@ -112,16 +123,16 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
         return {0: EngineCoreOutputs(outputs=outputs)}
 
     def _nothing_ends(self, step: object, output: ModelRunnerOutput) -> bool:
-        """Whether a step's result is one id for each request that runs, and ends none of them.
+        """Whether a step's result is one id for each of its requests, and ends none of them.
 
         By its length none can end: `steps_ahead` leaves the last steps to vLLM.
         """
         return (
             isinstance(step, SteadyStep)
-            and step.requests == self.running
+            and all(request.request_id in self.requests for request in step.requests)
             and step.stops.isdisjoint(ids[0] for ids in output.sampled_token_ids)
             # Given back to the queue and running again since.
-            and not any(request.num_stale_output_tokens for request in self.running)
+            and not any(request.num_stale_output_tokens for request in step.requests)
         )
 
 

@@ -107,6 +107,11 @@ class TalkerVllmEngine:
         if sequence.request_id is None and sequence.speaks:
             self._submit(sequence)
 
+    def allow(self, key: str, codes: int) -> None:
+        """Make no more than `codes` of the session for the time being, at least 1; unknown keys are ignored."""
+        if (sequence := self._open.get(key)) is not None:
+            sequence.allow(codes)
+
     def end(self, key: str) -> None:
         """No more rows: from here on the tail is added. Without any reply row the sequence ends with no code."""
         sequence = self._open.get(key)

@@ -74,6 +74,10 @@ class WaitingScheduler(WaitingMixin, Scheduler):
 class WaitingAsyncScheduler(WaitingMixin, SteadyScheduleMixin, AsyncScheduler):
     """For steps scheduled while the device still runs the one before."""
 
+    def waits(self, request: Request) -> bool:
+        """Whether its next row is not there."""
+        return not self._reserve_prefill_lookahead(request, request.num_computed_tokens, 1)
+
     def steps_ahead(self, request: Request) -> int:
         """Steps for which the request's rows are there too."""
         steps: int = super().steps_ahead(request)

@@ -237,3 +237,31 @@ def test_steps_go_on_behind_a_hold(pair, cases):
         assert len(pair.steady) == went_on
         pair.each("hold", False)
     pair.drain().close()
+
+
+def test_steps_go_on_while_others_wait(pair, cases):
+    """One has all its rows, one few, one is not to be further ahead for a while."""
+    for number in (2, 4, 7):
+        pair.each("open", str(number), cases[number].prompt, LONG)
+        rows = cases[number].prompt_rows + (3 if number == 2 else len(cases[number].rows))
+        pair.each("feed", str(number), cases[number].rows[:rows])
+        if number != 2:
+            pair.each("end", str(number))
+    pair.each("allow", "7", 6)
+    pair.step(20)
+    went_on = len(pair.steady)
+    pair.step(20)
+    assert len(pair.steady) - went_on == 20
+    assert pair.steady[-1] == 1
+    assert [len(pair.spoken[0].codes[key]) for key in "27"] == [3, 6]
+    pair.each("allow", "7", 12)
+    pair.step(3)
+    assert pair.steady[-1] == 2
+    pair.each("abort", "4")
+    pair.step(12)
+    assert len(pair.spoken[0].codes["7"]) == 12
+    pair.each("allow", "7", 1000)
+    pair.each("feed", "2", cases[2].rows[cases[2].prompt_rows + 3 :])
+    pair.each("end", "2")
+    pair.drain().close()
+    assert len(pair.spoken[0].codes["7"]) == len(pair.spoken[0].codes["2"]) == 200

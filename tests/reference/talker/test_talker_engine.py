@@ -91,14 +91,21 @@ def test_a_code_is_given_as_soon_as_its_row_is_there(engine, cases, expected):
 
 
 def test_no_step_is_run_for_nothing_while_sequences_wait(engine, cases, monkeypatch):
-    scheduled, schedule = [], engine._core.scheduler.schedule
+    scheduled = []
 
-    def watched(*args):
-        output = schedule(*args)
-        scheduled.append(output.total_num_scheduled_tokens)
-        return output
+    def watch(name):
+        schedule = getattr(engine._core.scheduler, name, None)
 
-    monkeypatch.setattr(engine._core.scheduler, "schedule", watched)
+        def watched(*args):
+            output = schedule(*args)
+            if output is not None:
+                scheduled.append(output.total_num_scheduled_tokens)
+            return output
+
+        monkeypatch.setattr(engine._core.scheduler, name, watched, raising=False)
+
+    watch("schedule")
+    watch("schedule_further")
     spoken = Spoken()
     for number in (2, 4):
         engine.open(f"s{number}", cases[number].prompt, GREEDY)
