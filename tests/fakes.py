@@ -296,12 +296,18 @@ class FakeTalkerEngine(_FakeEngine):
             self.open_keys[key].ended = True
 
     def has_work(self):
-        ready = any(s.ended or len(s.rows) - s.prompt.prompt_rows > s.spoken for s in self.open_keys.values())
-        return ready and not self.held
+        return not self.held and any(self._may_speak(key) for key in self.open_keys)
+
+    def _may_speak(self, key):
+        """Whether a row, or the end, is there, and the next code is of use."""
+        state = self.open_keys[key]
+        more = len(state.rows) - state.prompt.prompt_rows > state.spoken
+        return (state.ended and not more) or (more and state.spoken < self.allowed.get(key, 1 << 60))
 
     def step(self):
         self._begin_step()
-        return [output for key in list(self.open_keys) if (output := self._advance(key)) is not None]
+        speaking = [key for key in self.open_keys if self._may_speak(key)]
+        return [output for key in speaking if (output := self._advance(key)) is not None]
 
     def _advance(self, key):
         state = self.open_keys[key]
@@ -331,6 +337,7 @@ class FakeWaveformEngine(_FakeEngine):
 
     keeps_listeners_waiting = False
     window = 1
+    windows_ahead = 2
 
     def open(self, key, voice, seed, options):
         del voice, seed
@@ -347,7 +354,8 @@ class FakeWaveformEngine(_FakeEngine):
 
     def allowed(self, key):
         state = self.open_keys.get(key)
-        return (state.received if state else 0) + 2 * self.window
+        launched = (state.received - len(state.codes)) // self.window if state else 0
+        return (launched + 1 + self.windows_ahead) * self.window
 
     def take_launched(self):
         return list(self.open_keys)

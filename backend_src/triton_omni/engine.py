@@ -181,7 +181,7 @@ class ThinkerEngine(Protocol):
         """Drop a sequence and everything it holds; unknown keys are ignored."""
 
     def has_work(self) -> bool:
-        """Whether `step` could advance a sequence now."""
+        """Whether `step` could advance a sequence now; if held, whether something is under way."""
 
     def stats(self) -> EngineStats:
         """Figures of this moment."""
@@ -207,8 +207,11 @@ class TalkerEngine(Protocol):
         """
 
     def allow(self, key: str, codes: int) -> None:
-        """Make no more than `codes` of the session, from its first on, however many rows are there; unknown keys are
-        ignored. Until it is called nothing but the rows bounds them."""
+        """Make no more than `codes` of the session, from its first on and at least one, however many rows are there.
+
+        Nothing but the rows bounds them until it is called, nor while other sessions wait for a place in the batch.
+        Unknown keys are ignored.
+        """
 
     def end(self, key: str) -> None:
         """No more rows: from here on the tail (text_eos once, then text_pad) is added."""
@@ -223,7 +226,8 @@ class TalkerEngine(Protocol):
         """Drop a sequence and its rows; unknown keys are ignored."""
 
     def has_work(self) -> bool:
-        """Whether `step` could advance a sequence now (False while every sequence waits for rows)."""
+        """Whether `step` could advance a sequence now (False while every sequence waits for rows); if held, whether
+        something is under way."""
 
     def stats(self) -> EngineStats:
         """Figures of this moment."""

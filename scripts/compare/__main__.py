@@ -42,7 +42,7 @@ def main(
 ) -> None:
     """Measure variants of the served stages one after another with the same load, and print them beside each other.
 
-    JSON has what a variant changes: {"thinker": {"engine": {"fused_decode": true}}, "replicas": 2}. Exit code 1: a
+    JSON has what a variant changes: {"thinker": {"engine": {"fused_decode": false}}, "replicas": 2}. Exit code 1: a
     variant could not be measured; the others were.
     """
     variants = _parsed(variant, options or [], out)

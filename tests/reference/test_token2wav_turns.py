@@ -14,7 +14,9 @@ from torch import Tensor
 
 from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
+from triton_omni.token2wav import flight
 from triton_omni.token2wav.engine import AT_ONCE_FRAMES, Token2WavEngine
+from triton_omni.token2wav.flight import STEPS_AHEAD
 
 STREAMS, FIRST, SECOND = 5, 24, 24
 """Streams of the large batch, and codes of which the first and second chunk come."""
@@ -106,6 +108,54 @@ def test_a_listener_who_hears_nothing_goes_between(
     outputs = climbing + outputs + drain(engine)
     for key, sound in alone.items():
         torch.testing.assert_close(sound_of(outputs, key), sound, atol=1e-5, rtol=0)
+
+
+def test_a_listener_goes_between_a_whole_reply(engine: Token2WavEngine, alone: dict[str, Tensor]) -> None:
+    engine.open("whole", VOICE, 1, StreamOptions(mode="offline"))
+    codes = torch.cat([codes_of(key) for key in "abc"])
+    engine.feed("whole", codes)
+    engine.end("whole")
+    assert engine.step() == []
+    begin(engine, "f")
+    outputs = next_outputs(engine)
+    assert [output.key for output in outputs] == ["f"]
+    go_on(engine, "f")
+    outputs += drain(engine)
+    torch.testing.assert_close(sound_of(outputs, "f"), alone["f"], atol=1e-5, rtol=0)
+    assert len(sound_of(outputs, "whole")) == len(codes) * 480
+
+
+class Reached:
+    """An event of a device that has not come so far yet."""
+
+    reached = False
+
+    def query(self) -> bool:
+        return self.reached
+
+
+def test_no_more_steps_are_launched_than_the_device_has_to_do(
+    engine: Token2WavEngine, climbing: list[AudioOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del climbing
+    events: list[Reached] = []
+
+    def mark(*_: object, **__: object) -> Reached:
+        events.append(Reached())
+        return events[-1]
+
+    monkeypatch.setattr(flight, "record_event", mark)
+    for _ in range(10):
+        assert engine.step() == []
+    assert len(events) == STEPS_AHEAD
+    events[0].reached = True
+    engine.step()
+    # The last step, behind which the batch's own two events are recorded.
+    assert len(events) == STEPS_AHEAD + 2
+    monkeypatch.undo()
+    for event in events:
+        event.reached = True
+    assert sorted(output.key for output in drain(engine)) == list("abcde")
 
 
 def test_who_has_more_sound_left_does_not_go_between(engine: Token2WavEngine, climbing: list[AudioOutput]) -> None:

@@ -106,6 +106,22 @@ def test_it_rests_no_longer_than_its_limit(rest, ledger):
     assert not rest.is_due([one], NOW + 10 * LONGEST_REST_NS)
 
 
+def test_who_comes_later_has_a_rest_of_his_own(rest, ledger):
+    ledger.wants = {0: FIRST, 1: FIRST}
+    first, later = session(rows=FIRST), session(slot=1)
+    assert rest.is_due([first], NOW)
+    assert not rest.is_due([first, later], NOW + 1)
+    ledger.wants[0] = FIRST + 12
+    later.outbox.put(torch.zeros(FIRST, 2))
+    assert rest.is_due([first, later], NOW + 10 * LONGEST_REST_NS)
+
+
+def test_whoever_wants_the_whole_reply_at_once_is_not_waited_for(rest, ledger):
+    ledger.wants = {0: FIRST, 1: (1 << 32) - 1}
+    assert not rest.is_due([session(slot=1)], NOW)
+    assert rest.is_due([session(rows=FIRST), session(slot=1)], NOW)
+
+
 @pytest.mark.parametrize(
     ("other", "wants"),
     [

@@ -65,21 +65,56 @@ def test_a_claim_that_begins_behind_a_poll_holds_from_the_next_one_on(monkeypatc
         p.wait_until_empty()
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("window", [1, 3, 4])
+def test_a_talker_that_stops_where_it_may_still_speaks_to_the_end(window, ahead):
+    """Replies end at a bound, below and above one: ten tokens have nine rows that are spoken."""
+    waveform = FakeWaveformEngine()
+    waveform.window, waveform.windows_ahead = window, ahead
+    with pipeline(waveform=waveform) as p:
+        replies = [p.ask("12345") for _ in range(3)]
+        expected = torch.arange(5, 14).repeat_interleave(2) / 1000
+        for reply in replies:
+            assert torch.equal(finished(reply).samples, expected)
+        p.wait_until_empty()
+
+
 def test_what_was_begun_before_a_claim_is_taken_during_it(monkeypatch):
-    """A code that waited for the end of a claim would be late for the window that the claim is for."""
-    with pipeline() as p:
-        p.engines[0].step_s = p.engines[1].step_s = 0.01
-        reply = p.ask("12345")
+    """A row that waited for the end of a claim would be late for the window that the claim is for."""
+    thinker = FakeThinkerEngine(length=300)
+    thinker.step_s = 0.001
+    with pipeline(thinker=thinker) as p:
+        ensemble = p.ask("12345")
         wait_for(lambda: p.engines[1].steps > 0)
         for ledger in p.ledgers[:2]:
             monkeypatch.setattr(ledger, "device_claimed", lambda: True)
-        wait_for(lambda: p.engines[0].held and p.engines[1].held)
-        steps = [engine.steps for engine in p.engines[:2]]
+        wait_for(lambda: thinker.held and p.engines[1].held)
+        steps = thinker.steps
+        # One is under way: it is taken, and no other follows.
+        monkeypatch.setattr(thinker, "has_work", lambda: thinker.steps == steps)
+        wait_for(lambda: thinker.steps == steps + 1)
         time.sleep(0.05)
-        assert [engine.steps for engine in p.engines[:2]] == steps
+        assert thinker.steps == steps + 1
         monkeypatch.undo()
+        finished(ensemble)
+        p.wait_until_empty()
+
+
+def test_the_thinker_rests_while_the_first_window_is_on_its_way():
+    """Its rows have left and their codes have not come: it begins no step, for a while."""
+    waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
+    waveform.window = 5
+    with pipeline(thinker=thinker, waveform=waveform) as p:
+        thinker.step_s, p.engines[1].step_s = 0.003, 0.006
+        rested = []
+        hold = thinker.hold
+        thinker.hold = lambda held: (rested.append(thinker.steps) if held else None, hold(held))
+        reply = p.ask("12345")
         finished(reply)
         p.wait_until_empty()
+    # The first five rows are those of the prompt's step and of five more.
+    assert rested
+    assert min(rested) >= 6
 
 
 def test_the_talker_is_told_how_far_ahead_of_the_sound_it_may_be():
@@ -92,7 +127,7 @@ def test_the_talker_is_told_how_far_ahead_of_the_sound_it_may_be():
         finished(p.ask("12345"))
         p.wait_until_empty()
     # At the opening, and more with each window that was launched.
-    assert allowed[0] == 6
+    assert allowed[0] == 9
     assert allowed == sorted(set(allowed))
     assert len(allowed) > 1
 

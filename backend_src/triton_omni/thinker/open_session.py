@@ -39,7 +39,7 @@ class OpenSession:
     ended_ns: int = 0
     first_wanted: int = 0
     """Codes that token2wav wants for its first window; 0 = it has not said."""
-    heard: bool = False
+    has_first_codes: bool = False
     """Whether it has them."""
     span: Span = NO_SPAN
     caller: Caller = field(default_factory=Caller)

@@ -40,18 +40,16 @@ class Rest:
         if not self._ledger.shares_device_with("token2wav"):
             return False
         missing = [rows for rows in map(self._missing_rows, sessions) if rows is not None]
-        if not missing:
+        if not missing or max(missing) > self._engine.steps_under_way:
             self._since_ns = 0
-            return False
-        if max(missing) > self._engine.steps_under_way:
             return False
         self._since_ns = self._since_ns or now_ns
         return now_ns - self._since_ns < LONGEST_REST_NS
 
     def _missing_rows(self, session: OpenSession) -> int | None:
-        """How many rows of the reply the session's first window still lacks; None = it has its codes or wants none."""
+        """How many rows of the reply the session's first window still lacks; None = it waits for none, or no longer."""
         request = session.session
-        if session.heard or session.ended_ns or request is None or session.report is not None:
+        if session.has_first_codes or session.ended_ns or request is None or session.report is not None:
             return None
         if not request.want_audio:
             # Whoever has no text yet waits for a step too.
@@ -60,6 +58,11 @@ class Rest:
         if wanted is None:
             return _MANY
         session.first_wanted = session.first_wanted or wanted
-        # A code is drawn from a row; token2wav wants more once it has those of the first window.
-        session.heard = wanted > session.first_wanted
-        return None if session.heard else max(0, wanted - (session.outbox.given - request.prompt_tokens))
+        # token2wav wants more once it has the codes of the first window.
+        session.has_first_codes = wanted > session.first_wanted
+        if session.has_first_codes or wanted > request.max_rows:
+            # Or it waits for the whole reply, which is to be made in one piece.
+            return None
+        # A code is drawn from a row.
+        made = session.outbox.given + session.outbox.held - request.prompt_tokens
+        return max(0, wanted - made)

@@ -153,7 +153,7 @@ class Token2WavEngine:
         return bool(self._flights or self._climbs) or any(stream.due() for stream in self._streams.values())
 
     def step(self) -> list[AudioOutput]:
-        """Launch the next batch of due windows and give the chunks of those that have come through the device.
+        """Launch the next batch of due windows, or its next step; give the chunks that came through the device.
 
         It does not wait for the device: while a batch is there, the caller's other work goes on between the steps.
         A stream whose mel frames or samples are not finite ends with an error; the others are untouched by it.
@@ -327,10 +327,10 @@ class Token2WavEngine:
 
     def _end_climb(self, climb: Climb) -> None:
         """It launches nothing more; whoever gets its pages now writes to them behind it."""
-        climb.steps.close()
         self._climbs.remove(climb)
         for page in climb.pages:
             self._sampler.past.give(page)
+        climb.steps.close()
 
     def _land(self) -> list[AudioOutput]:
         """The oldest batch, if it has come through; a stream that was dropped meanwhile gives nothing."""

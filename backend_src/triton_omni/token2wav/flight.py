@@ -78,7 +78,7 @@ class Flight:
             yield Landed(due.stream, due.chunk, waveform, not broken and bool(finite), int(clamped))
 
 
-@dataclass
+@dataclass(eq=False)
 class Climb:
     """A batch that is being launched.
 

@@ -57,7 +57,7 @@ class _FusedLayer:
 
 
 class FusedDiT:
-    """Stands in for a DiT at every evaluation (`sampler.FlowNetwork`).
+    """Stands in for a DiT at every evaluation (`sampler.VelocityNetwork`).
 
     Args:
         dit: its weights are copied.

@@ -224,8 +224,11 @@ class GraphedSolver:
                 inputs.past.numbers.copy_(numbers_by_step[place])
                 inputs.width.fill_(width)
                 recorded.graph.replay()
-        finally:
             self._leave(mine, kind)
+        finally:
+            # Of one that is given up, nothing is kept.
+            if self._seated.get(kind) is mine:
+                del self._seated[kind]
         return mine.state
 
     def _sit(self, mine: _Seated, kind: _Kind) -> None:

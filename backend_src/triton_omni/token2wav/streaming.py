@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from triton_omni.token2wav.chunking import Chunk, Span, WindowPlan
 from triton_omni.token2wav.dit import Voice
 from triton_omni.token2wav.past import WindowPast
 from triton_omni.token2wav.sampler import FlowOptions, Window
+
+WHOLE_REPLY_WAITS_NS: Final = 1_000_000_000
+"""How long a whole reply, which nobody listens to yet, lets the windows of listeners go before it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class Stream:
         clamped: int64 scalar on the device, how many received codes were outside the table.
         tail: [t, M] on the device, the last mel frames kept, up to the next chunk's first.
         page: first of the pages that keep the stream's past; None for a reply that is one window.
-        sound_until_ns: when the listener will have heard all that was launched, by the monotonic clock; 0 before.
+        ended_ns: when its last code was known to be that, by the monotonic clock; 0 before.
+        sound_until_ns: when the listener will have heard all that was launched, by the same clock; 0 before.
         finished: whether the final chunk was launched.
     """
 
@@ -53,7 +58,7 @@ class Stream:
     opened_ns: int
     page: int | None = None
     received: int = 0
-    ended: bool = False
+    ended_ns: int = 0
     next_chunk: int = 0
     sound_until_ns: int = 0
     finished: bool = False
@@ -89,8 +94,13 @@ class Stream:
 
     def end(self) -> None:
         """No more codes will come."""
-        self.ended = True
+        self.ended_ns = self.ended_ns or time.monotonic_ns()
         self._find_due()
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more codes will come."""
+        return self.ended_ns > 0
 
     def due(self) -> Chunk | None:
         """The next chunk, or None while its codes are not there. Asked several times a turn of the stage's loop."""
@@ -120,7 +130,9 @@ class Stream:
     @property
     def deadline_ns(self) -> int:
         """When the listener runs out of sound, by the monotonic clock; who has heard nothing yet has waited from the
-        stream's opening on."""
+        stream's opening on, but for a whole reply from a while after its end on."""
+        if self.page is None:
+            return self.ended_ns + WHOLE_REPLY_WAITS_NS
         return self.sound_until_ns or self.opened_ns
 
     def window(self, chunk: Chunk) -> Window:

@@ -144,9 +144,9 @@ _RUNNER_METHODS = (
 
 
 _OTHER_METHODS = {
-    EngineCore: ("step_with_batch_queue",),
+    EngineCore: ("step", "step_with_batch_queue"),
     KVCacheManager: ("allocate_slots", "take_new_block_ids"),
-    Scheduler: ("_reserve_prefill_lookahead", "schedule", "update_from_output"),
+    Scheduler: ("_reserve_prefill_lookahead", "has_requests", "schedule", "update_from_output"),
     UniProcExecutor: ("_distributed_args", "_init_executor", "collective_rpc", "shutdown"),
     Worker: ("_make_model_runner",),
     WorkerProc: ("wait_for_ready", "worker_main"),

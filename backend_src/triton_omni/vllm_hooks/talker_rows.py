@@ -74,9 +74,8 @@ class Sequence:
 
     @property
     def ready_positions(self) -> int:
-        """How many positions, from 0 on, have their row and may be computed."""
-        stored = UNBOUNDED if self.ended else stored_rows(self.prompt.prompt_rows, self.fed)
-        return min(stored, self.most_positions)
+        """How many positions, from 0 on, have their row."""
+        return UNBOUNDED if self.ended else stored_rows(self.prompt.prompt_rows, self.fed)
 
     def allow(self, codes: int) -> None:
         """Compute no further than to so many codes: the last position of the prompt gives the first."""

@@ -265,3 +265,42 @@ def test_steps_go_on_while_others_wait(pair, cases):
     pair.each("end", "2")
     pair.drain().close()
     assert len(pair.spoken[0].codes["7"]) == len(pair.spoken[0].codes["2"]) == 200
+
+
+@pytest.mark.parametrize("way", ["aborted", "ended by its rows", "not finite"])
+def test_a_sequence_that_is_left_out_ends_while_another_goes_on(pair, cases, way):
+    for number in (2, 4):
+        pair.each("open", str(number), cases[number].prompt, LONG)
+    pair.each("feed", "4", cases[4].rows)
+    pair.each("end", "4")
+    pair.each("feed", "2", cases[2].rows[: cases[2].prompt_rows + 3])
+    pair.step(8)
+    assert pair.steady[-1] == 1
+    if way == "aborted":
+        pair.each("abort", "2")
+    else:
+        if way == "not finite":
+            for engine in pair.engines:
+                with torch.inference_mode():
+                    engine._rows.pool[:2] = float("nan")
+            pair.each("abort", "4")
+        pair.each("end", "2")
+    pair.drain().close()
+    assert ("2" in pair.spoken[0].errors) == (way == "not finite")
+
+
+def test_nothing_is_bounded_while_others_wait_for_a_place(tiny_checkpoint, cases):
+    engine, spoken = make_engine(tiny_checkpoint, ahead=True, max_num_seqs=1), Spoken()
+    for number in (2, 4):
+        engine.open(str(number), cases[number].prompt, LONG)
+        engine.feed(str(number), cases[number].rows)
+        engine.end(str(number))
+        engine.allow(str(number), 5)
+    spoken.drain(engine)
+    # The first has spoken to its end, and left its place to the second, which is alone.
+    assert [len(spoken.codes[key]) for key in "24"] == [200, 5]
+    engine.allow("4", 1000)
+    spoken.drain(engine)
+    assert len(spoken.codes["4"]) == 200
+    assert_nothing_held(engine)
+    engine.close()
