@@ -149,13 +149,13 @@ def test_no_more_steps_are_launched_than_the_device_has_to_do(
         assert engine.step() == []
     assert len(events) == STEPS_AHEAD
     events[0].reached = True
-    engine.step()
+    outputs = engine.step()
     # The last step, behind which the batch's own two events are recorded.
     assert len(events) == STEPS_AHEAD + 2
     monkeypatch.undo()
     for event in events:
         event.reached = True
-    assert sorted(output.key for output in drain(engine)) == list("abcde")
+    assert sorted(output.key for output in outputs or next_outputs(engine)) == list("abcde")
 
 
 def test_who_has_more_sound_left_does_not_go_between(engine: Token2WavEngine, climbing: list[AudioOutput]) -> None:
