@@ -12,7 +12,6 @@ import functools
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -76,8 +75,8 @@ class Supervisor:
         self.log = ServerLog(config.log_path)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
-        self._stop_requested = threading.Event()
-        self._stop_at_once = threading.Event()
+        # No events: a signal handler that sets one waits for ever for a lock of the code that it interrupted.
+        self._stop_requested = self._stop_at_once = False
         self._repository: Path | None = None
         self._ports = {"http": 0, "grpc": 0, "metrics": 0}
         self.regions = new_region_prefix()
@@ -177,7 +176,7 @@ class Supervisor:
         while not probe.is_ready():
             if self.exit_code is not None:
                 raise ServerNotReady(self._why_it_ended())
-            if self._stop_requested.is_set():
+            if self._stop_requested:
                 raise ServerNotReady("stopped before the server was ready")
             if time.monotonic() > deadline:
                 raise ServerNotReady(f"the server was not ready after {self.config.ready_timeout_s:g} s{self.log.hint}")
@@ -199,8 +198,9 @@ class Supervisor:
             ServerError: the server ended by itself or listens no more, or a stage died too often; the message has the
                 reason.
         """
-        while not self._stop_requested.wait(_POLL_S):
+        while not self._stop_requested:
             self.check()
+            time.sleep(_POLL_S)
 
     def check(self) -> None:
         """See whether the server, once ready, goes on.
@@ -222,9 +222,8 @@ class Supervisor:
 
     def request_stop(self, *, at_once: bool = False) -> None:
         """Make `run` and `wait_ready` return, and `drain` too if `at_once`; safe in a signal handler."""
-        self._stop_requested.set()
-        if at_once:
-            self._stop_at_once.set()
+        self._stop_requested = True
+        self._stop_at_once = self._stop_at_once or at_once
 
     def drain(self) -> bool:
         """Take no new request, be not ready, and let open sessions end, for `drain_timeout_s` at most.
@@ -246,7 +245,7 @@ class Supervisor:
             print(f"stopping: {sessions} replies are under way and get {wait}", file=sys.stderr, flush=True)
 
     def _is_given_up(self) -> bool:
-        return self._stop_at_once.is_set() or self.exit_code is not None
+        return self._stop_at_once or self.exit_code is not None
 
     def stop(self) -> float:
         """Stop the server in order, by force only past its exit timeout; return the seconds it took.
