@@ -17,8 +17,6 @@ from triton_omni.thinker.open_session import OpenSession
 
 LONGEST_REST_NS: Final = 20_000_000
 """After so long it goes on in any case: several times what the talker's last step and the way of its codes take."""
-
-
 _MANY: Final = 1 << 30
 """More rows than are under way: nobody knows yet how many."""
 

@@ -213,7 +213,7 @@ class ThinkerStage:
             self._end_all(leaving_error())
         now = time.monotonic_ns()
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
-        # Read once a turn: a claim that began behind the poll would have the loop sleep as if it were idle.
+        # Once a turn: whether there is work, and how long to sleep, must be said of the same moment.
         held = self._ledger.device_claimed() or self._rest.is_due(self._open.values(), now)
         self._engine.hold(held)
         return CLAIMED_POLL_S if held else delay

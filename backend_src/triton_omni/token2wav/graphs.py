@@ -224,28 +224,19 @@ class GraphedSolver:
                 inputs.past.numbers.copy_(numbers_by_step[place])
                 inputs.width.fill_(width)
                 recorded.graph.replay()
-            self._leave(mine, kind)
+            return inputs.state[: len(noise)].clone()
         finally:
-            # Of one that is given up, nothing is kept.
             if self._seated.get(kind) is mine:
                 del self._seated[kind]
-        return mine.state
 
     def _sit(self, mine: _Seated, kind: _Kind) -> None:
         """Have the graph's tensors hold this flow."""
-        other = self._seated.get(kind)
-        if other is mine:
-            return
-        if other is not None:
-            self._leave(other, kind)
-        self._graphs[kind][0].load(mine.state, mine.flow, mine.rotary)
+        (inputs, _), other = self._graphs[kind], self._seated.pop(kind, None)
+        if other is not None and other is not mine:
+            other.state = inputs.state[: len(other.state)].clone()
+        if other is not mine:
+            inputs.load(mine.state, mine.flow, mine.rotary)
         self._seated[kind] = mine
-
-    def _leave(self, mine: _Seated, kind: _Kind) -> None:
-        """Take a flow's state out of the graph's tensors, where they hold it."""
-        if self._seated.get(kind) is mine:
-            mine.state = self._graphs[kind][0].state[: len(mine.state)].clone()
-            del self._seated[kind]
 
     def _graph(self, size: int, solver: Solver, guided: bool) -> tuple[_Inputs, _Recorded]:
         kind = size, solver, guided

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from triton_omni.token2wav.steps import Steps, run_out
+from triton_omni.token2wav.steps import Steps
 
 Solver = Literal["rk4", "euler"]
 Velocity = Callable[[int, Tensor], Tensor]
@@ -42,16 +42,12 @@ def evaluation_times(grid: Tensor, solver: Solver) -> Tensor:
     return torch.stack([start, start + step / 3, start + step * 2 / 3, grid[1:]], dim=1).flatten()
 
 
-def integrate(velocity: Velocity, state: Tensor, grid: Tensor, solver: Solver) -> Tensor:
-    """Carry `state` from the grid's first time to its last; any shape, the state's own device and dtype.
+def integrate(velocity: Velocity, state: Tensor, grid: Tensor, solver: Solver) -> Steps[Tensor]:
+    """Carry `state` from the grid's first time to its last, an interval a step.
 
+    It has any shape; what is returned has its device and dtype.
     `velocity` is asked by the number of the evaluation within `evaluation_times(grid, solver)`.
     """
-    return run_out(integration(velocity, state, grid, solver))
-
-
-def integration(velocity: Velocity, state: Tensor, grid: Tensor, solver: Solver) -> Steps[Tensor]:
-    """`integrate`, an interval of the grid at a time."""
     evaluations, take_step = EVALUATIONS_A_STEP[solver], STEPS[solver]
     for number, width in enumerate(grid.diff().tolist()):
         if number:

@@ -25,7 +25,7 @@ from triton_omni.token2wav.ode import (
     Velocity,
     evaluation_times,
     guide,
-    integration,
+    integrate,
     time_grid,
 )
 from triton_omni.token2wav.past import Past, PastPool, WindowPast
@@ -126,7 +126,7 @@ class StepwiseSolver:
 
     def steps(self, noise: Tensor, flow: Flow) -> Steps[Tensor]:
         """See `FlowSolver`."""
-        return integration(self._velocity(flow), noise, flow.grid, flow.solver)
+        return integrate(self._velocity(flow), noise, flow.grid, flow.solver)
 
     def _velocity(self, flow: Flow) -> Velocity:
         if flow.unconditional is None:

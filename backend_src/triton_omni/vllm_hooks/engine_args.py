@@ -78,6 +78,11 @@ def graph_sizes(settings: EngineSettings) -> list[int]:
     return sorted({size for size in decode if size <= most} | {size for size in prefill if size <= largest})
 
 
+def schedules_ahead(settings: EngineSettings, device: torch.device) -> bool:
+    """Whether a step is scheduled while the device still runs the one before."""
+    return device.type == "cuda" and settings.async_scheduling
+
+
 def apply_thread_share(settings: EngineSettings) -> None:
     """Give the engine its share of the cores; must run before the worker starts, which pins the count.
 
@@ -141,7 +146,7 @@ def build_engine_args(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         enable_chunked_prefill=True,
         enable_prefix_caching=False,
-        async_scheduling=on_gpu and settings.async_scheduling,
+        async_scheduling=schedules_ahead(settings, device),
         **_ranks(tensor_parallel_size, device),
         additional_config={FUSED_DECODE: fuses and settings.fused_decode, **for_runner},
         **_memory(settings, block_size),

@@ -25,7 +25,12 @@ from triton_omni.vllm_hooks.compat import (
     SamplingParams,
     VLLMValidationError,
 )
-from triton_omni.vllm_hooks.engine_args import apply_thread_share, build_engine_args, resolve_dtype
+from triton_omni.vllm_hooks.engine_args import (
+    apply_thread_share,
+    build_engine_args,
+    resolve_dtype,
+    schedules_ahead,
+)
 from triton_omni.vllm_hooks.steady_decode import SteadyStep
 from triton_omni.vllm_hooks.talker_network import register_talker, talker_config
 from triton_omni.vllm_hooks.talker_rows import Sequence, TalkerRows
@@ -313,14 +318,13 @@ class TalkerVllmEngine:
 def _start_vllm(checkpoint: Path, settings: TalkerSettings, device: torch.device, dtype: torch.dtype) -> LLMEngine:
     register_talker()
     apply_thread_share(settings.engine)
-    asynchronous = device.type == "cuda" and settings.engine.async_scheduling
     arguments = build_engine_args(
         checkpoint,
         settings.engine,
         device,
         dtype,
         worker_cls=_WORKER,
-        scheduler_cls=_SCHEDULERS[asynchronous],
+        scheduler_cls=_SCHEDULERS[schedules_ahead(settings.engine, device)],
         hf_overrides=talker_config,
         skip_tokenizer_init=True,
         for_runner={SESSIONS: settings.max_sessions},

@@ -35,6 +35,7 @@ from triton_omni.vllm_hooks.engine_args import (
     build_engine_args,
     quantization_arguments,
     resolve_dtype,
+    schedules_ahead,
 )
 from triton_omni.vllm_hooks.hidden_rows import RowTap
 from triton_omni.vllm_hooks.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
@@ -93,14 +94,13 @@ class ThinkerVllmEngine:
         self.device = device
         apply_thread_share(settings.engine)
         media = settings.limits.max_media_items
-        asynchronous = device.type == "cuda" and settings.engine.async_scheduling
         arguments = build_engine_args(
             checkpoint,
             settings.engine,
             device,
             self.dtype,
             worker_cls=_WORKER,
-            scheduler_cls=_SCHEDULERS[asynchronous],
+            scheduler_cls=_SCHEDULERS[schedules_ahead(settings.engine, device)],
             **quantization_arguments(settings.quantization, device, self.dtype),
             tensor_parallel_size=settings.tensor_parallel_size,
             hf_overrides={"architectures": [thinker_networks.THINKER_ARCHITECTURE]},

@@ -38,9 +38,13 @@ class WaitingMixin(HoldingMixin, _Scheduler):
         """Whether `schedule` would give a step anything to compute now."""
         if self.held:
             return False
-        if any(self._reserve_prefill_lookahead(request, request.num_computed_tokens, 1) for request in self.running):
+        if not all(map(self.waits, self.running)):
             return True
         return bool(self.waiting) and len(self.running) < self.max_num_running_reqs
+
+    def waits(self, request: Request) -> bool:
+        """Whether the next row of a request that runs is not there."""
+        return not self._reserve_prefill_lookahead(request, request.num_computed_tokens, 1)
 
     def has_requests(self) -> bool:
         """Whether vLLM should schedule a step now.
@@ -73,10 +77,6 @@ class WaitingScheduler(WaitingMixin, Scheduler):
 
 class WaitingAsyncScheduler(WaitingMixin, SteadyScheduleMixin, AsyncScheduler):
     """For steps scheduled while the device still runs the one before."""
-
-    def waits(self, request: Request) -> bool:
-        """Whether its next row is not there."""
-        return not self._reserve_prefill_lookahead(request, request.num_computed_tokens, 1)
 
     def steps_ahead(self, request: Request) -> int:
         """Steps for which the request's rows are there too."""

@@ -31,6 +31,13 @@ class Pair:
         for engine in self.engines:
             getattr(engine, method)(*arguments)
 
+    def speak(self, cases, *numbers):
+        """Begin long replies of which all rows are there."""
+        for number in numbers:
+            self.each("open", str(number), cases[number].prompt, LONG)
+            self.each("feed", str(number), cases[number].rows)
+            self.each("end", str(number))
+
     def step(self, count=1):
         for _ in range(count):
             for engine, spoken in zip(self.engines, self.spoken, strict=True):
@@ -185,10 +192,7 @@ def test_a_sequence_ends_with_its_stop_code_while_others_go_on(pair, talker, cas
 
 
 def test_a_sequence_that_is_not_finite_ends_alone_in_a_step_that_goes_on(pair, cases):
-    for number in (2, 4):
-        pair.each("open", str(number), cases[number].prompt, LONG)
-        pair.each("feed", str(number), cases[number].rows)
-        pair.each("end", str(number))
+    pair.speak(cases, 2, 4)
     pair.step(8)
     for engine in pair.engines:
         with torch.inference_mode():
@@ -221,10 +225,7 @@ def test_steps_go_on_behind_a_wait_for_rows(pair, cases, at_once):
 
 def test_steps_go_on_behind_a_hold(pair, cases):
     """What is under way is taken while nothing begins; then the same steps follow as without a hold."""
-    for number in (2, 4):
-        pair.each("open", str(number), cases[number].prompt, LONG)
-        pair.each("feed", str(number), cases[number].rows)
-        pair.each("end", str(number))
+    pair.speak(cases, 2, 4)
     pair.step(3)
     for length in range(1, 6):
         pair.step(length)
