@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -113,6 +114,18 @@ def test_every_option_reaches_the_requests(server: FakeEnsemble, tmp_path: Path)
     workload = _report(tmp_path / "r.json")["workload"]
     assert (workload["prompts"], workload["prompts_from"]) == (["One two"], str(prompts))
     assert not list(tmp_path.glob("*.png"))
+
+
+def test_listeners_hear_a_reply_before_they_ask_again(server: FakeEnsemble, tmp_path: Path) -> None:
+    arguments = ["--concurrency", "1", "--requests", "4", "--warm-up", "0", "--no-plots"]
+    result = _bench(server.url, tmp_path / "r.json", *arguments, "--ramp-up", "0.01", "--listen")
+    assert result.exit_code == 0, result.output
+    report = _report(tmp_path / "r.json")
+    assert (report["workload"]["ramp_up_s"], report["workload"]["listens"]) == (0.01, True)
+    requests = report["runs"][0]["requests"]
+    for before, after in itertools.pairwise(requests):
+        heard_s = before["chunks"][0][0] + sum(length for _, length in before["chunks"])
+        assert after["start_s"] >= before["start_s"] + heard_s
 
 
 def test_fixed_lengths_are_least_and_longest_at_once(server: FakeEnsemble, tmp_path: Path) -> None:

@@ -46,21 +46,21 @@ def chunks_of(steps: list[tuple[int, int]]) -> list[Chunk]:
 
 
 def test_a_reply_of_no_chunks_has_no_underrun() -> None:
-    assert play([]) == Playback(0, 0.0, 0.0)
+    assert play([]) == Playback(0, 0.0, 0.0, 0.0)
 
 
 def test_chunks_that_come_in_time_play_without_a_gap() -> None:
-    assert play([Chunk(3.0, 1.0), Chunk(3.5, 1.0), Chunk(5.0, 1.0)]) == Playback(0, 0.0, 0.0)
+    assert play([Chunk(3.0, 1.0), Chunk(3.5, 1.0), Chunk(5.0, 1.0)]) == Playback(0, 0.0, 0.0, 6.0)
 
 
 def test_a_late_chunk_is_an_underrun_of_the_time_it_was_late() -> None:
-    assert play([Chunk(1.0, 0.5), Chunk(2.0, 0.5)]) == Playback(1, 0.5, 0.5)
+    assert play([Chunk(1.0, 0.5), Chunk(2.0, 0.5)]) == Playback(1, 0.5, 0.5, 2.5)
 
 
 def test_a_silence_puts_off_all_that_follows() -> None:
     # Plays 1.0-1.5, is silent until 2.0, plays 2.0-2.5 (not 1.5-2.0), so a chunk at 2.25 is in time; then 0.25 late.
     found = play([Chunk(1.0, 0.5), Chunk(2.0, 0.5), Chunk(2.25, 0.25), Chunk(3.0, 1.0)])
-    assert found == Playback(2, 0.75, 0.5)
+    assert found == Playback(2, 0.75, 0.5, 4.0)
 
 
 @given(moments)
@@ -80,7 +80,9 @@ def test_when_a_reply_begins_does_not_matter_to_the_player(steps: list[tuple[int
 
 @given(moments)
 def test_a_server_that_sends_all_at_once_never_underruns(steps: list[tuple[int, int]]) -> None:
-    assert play([Chunk(1.0, length / 1000) for _, length in steps]) == Playback(0, 0.0, 0.0)
+    found = play([Chunk(1.0, length / 1000) for _, length in steps])
+    over_s = 1.0 + sum(length for _, length in steps) / 1000
+    assert found == Playback(0, 0.0, 0.0, pytest.approx(over_s, abs=1e-9))
 
 
 @given(moments)

@@ -92,6 +92,22 @@ async def test_the_places_of_a_closed_loop_begin_over_the_ramp_up() -> None:
     assert all(start >= due for start, due in zip(begun, (0.0, 0.1, 0.2), strict=True))
 
 
+async def test_who_listens_asks_again_once_a_reply_was_heard() -> None:
+    async def reply(number: int) -> AsyncIterator[Delta]:
+        if number == 1:
+            raise Internal("broken")
+        for _ in range(2):
+            yield AudioDelta(np.zeros(2400, np.float32))
+
+    run = LoadRun(FakeClient(reply), request, Counts())
+    await run.closed_loop(1, requests=3, warm_up=0, listens=True)
+    first, failed, third = run.records
+    assert first.end_s < 0.2
+    # Two chunks of 0.1 s, the first of which came at once; of a failure there is nothing to hear.
+    assert failed.start_s - first.start_s >= first.chunks[0].at_s + 0.2
+    assert third.start_s - failed.start_s < 0.2
+
+
 async def test_requests_of_a_closed_loop_count_from_their_sending() -> None:
     run = LoadRun(FakeClient(), request, Counts())
     await run.closed_loop(1, requests=2, warm_up=0)

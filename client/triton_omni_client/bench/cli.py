@@ -57,6 +57,9 @@ WarmUp = Annotated[
 RampUp = Annotated[
     float, typer.Option(min=0, help="Seconds over which the places of a closed loop begin. 0: all at once.")
 ]
+Listen = Annotated[
+    bool, typer.Option("--listen", help="Closed loops: hear each reply to its end, at its own speed, before the next.")
+]
 Prompts = Annotated[Path | None, typer.Option(help="Text file of prompts, one a line. Default: built-in ones.")]
 PromptWords = Annotated[int | None, typer.Option(min=1, help="Cut or repeat each prompt to N words.")]
 PromptTokens = Annotated[
@@ -98,6 +101,7 @@ def bench(
     requests: Requests = None,
     warm_up: WarmUp = None,
     ramp_up: RampUp = 0,
+    listen: Listen = False,
     prompts: Prompts = None,
     prompt_words: PromptWords = None,
     prompt_tokens: PromptTokens = None,
@@ -149,10 +153,10 @@ def bench(
             _write(write_perf_analyzer_input, perf_analyzer_input(workload, requests or PERF_ANALYZER_REQUESTS))
             return
         loads, metrics = _loads(concurrency, rate), metrics_url or default_metrics_url(url)
-        plan = Plan(url, model, metrics, loads, workload, requests, warm_up, wait, ramp_up, prompt_tokens)
+        plan = Plan(url, model, metrics, loads, workload, requests, warm_up, wait, ramp_up, listen, prompt_tokens)
         if check:
             return
-        asked = _described(workload, prompts) | {"ramp_up_s": ramp_up}
+        asked = _described(workload, prompts) | {"ramp_up_s": ramp_up, "listens": listen}
         _measure(plan, Report(_environment(), asked), output, plots)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from triton_omni_client.errors import OmniClientError, Overloaded
 from triton_omni_client.messages import Delta, Request
 
+from .player import play
 from .records import RecordBuilder, RequestRecord
 
 Clock = Callable[[], float]
@@ -67,8 +68,10 @@ class LoadRun:
         self.records: list[RequestRecord] = []
         """In the order in which the requests ended."""
 
-    async def closed_loop(self, concurrency: int, requests: int, warm_up: int, ramp_up_s: float = 0.0) -> None:
-        """Keep `concurrency` requests open: the next is sent when one ends.
+    async def closed_loop(
+        self, concurrency: int, requests: int, warm_up: int, ramp_up_s: float = 0.0, *, listens: bool = False
+    ) -> None:
+        """Keep `concurrency` requests open: the next is sent when one ends, or if it `listens` once it was heard.
 
         Places send their first request one after another, evenly over `ramp_up_s`. The first `warm_up` requests are
         marked as such. The measurement does not wait for them, so that requests stay spread over time instead of
@@ -79,9 +82,12 @@ class LoadRun:
         async def place(begin_s: float) -> None:
             await asyncio.sleep(begin_s - self._now())
             while (index := next(numbers)) < warm_up + requests:
-                error = await self._measure(index, self._now(), warm_up=index < warm_up)
+                start_s = self._now()
+                record, error = await self._measure(index, start_s, warm_up=index < warm_up)
                 if isinstance(error, Overloaded) and error.retry_after_ms:
                     await asyncio.sleep(error.retry_after_ms / 1000)
+                if listens:
+                    await asyncio.sleep(start_s + play(record.chunks).over_s - self._now())
 
         async with asyncio.TaskGroup() as group:
             for number in range(concurrency):
@@ -97,8 +103,10 @@ class LoadRun:
                 await asyncio.sleep(arrival - self._now())
                 group.create_task(self._measure(index, arrival, warm_up=index < warm_up))
 
-    async def _measure(self, index: int, start_s: float, *, warm_up: bool) -> OmniClientError | None:
-        """Send one request, take all of its deltas, and keep its record; returns the error that ended it."""
+    async def _measure(
+        self, index: int, start_s: float, *, warm_up: bool
+    ) -> tuple[RequestRecord, OmniClientError | None]:
+        """Send one request, take all its deltas and keep its record; returns that, and the error that ended it."""
         builder = RecordBuilder(index, start_s, self._now(), warm_up=warm_up)
         self._progress.started()
         failure = None
@@ -116,7 +124,7 @@ class LoadRun:
             record = builder.build(self._now())
             self.records.append(record)
             self._progress.ended(record)
-        return failure
+        return record, failure
 
     def _now(self) -> float:
         return self._clock() - self._begin

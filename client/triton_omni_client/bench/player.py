@@ -22,6 +22,8 @@ class Playback:
     silence_s: float
     """For how long in all. A player that had waited this long before it began would have played without a gap."""
     longest_silence_s: float
+    over_s: float
+    """When all was played, in seconds after the request's start; 0 without speech."""
 
 
 def play(chunks: Sequence[Chunk]) -> Playback:
@@ -37,4 +39,4 @@ def play(chunks: Sequence[Chunk]) -> Playback:
             silences.append(chunk.at_s - played_until)
             played_until = chunk.at_s
         played_until += chunk.seconds
-    return Playback(len(silences), sum(silences), max(silences, default=0.0))
+    return Playback(len(silences), sum(silences), max(silences, default=0.0), played_until)

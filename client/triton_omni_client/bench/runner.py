@@ -57,6 +57,8 @@ class Plan:
     """How long to wait for the server to be ready."""
     ramp_up_s: float = 0.0
     """Over how long the places of a closed loop begin."""
+    listens: bool = False
+    """Whether they hear a reply to its end before they ask again."""
     prompt_tokens: int | None = None
     """Length that the prompts are brought to; None leaves them as they are."""
 
@@ -146,7 +148,8 @@ class _Bench:
 
     def _offer(self, loop: LoadRun, load: Load, requests: int, warm_up: int) -> Coroutine[Any, Any, None]:
         if load.mode == "closed":
-            return loop.closed_loop(int(load.value), requests, warm_up, self.plan.ramp_up_s)
+            plan = self.plan
+            return loop.closed_loop(int(load.value), requests, warm_up, plan.ramp_up_s, listens=plan.listens)
         return loop.open_loop(poisson_arrivals(load.value, self.plan.workload.seed), requests, warm_up)
 
 
