@@ -276,7 +276,6 @@ class FakeTalkerEngine(_FakeEngine):
     def __init__(self, stop_after: int | None = None) -> None:
         super().__init__()
         self.stop_after = stop_after
-        self.allowed = {}
 
     def open(self, key, prompt, sampling, *, priority=0):
         del sampling
@@ -288,26 +287,17 @@ class FakeTalkerEngine(_FakeEngine):
         if state is not None:
             state.rows.extend(rows[:, 0].tolist())
 
-    def allow(self, key, codes):
-        self.allowed[key] = codes
-
     def end(self, key):
         if key in self.open_keys:
             self.open_keys[key].ended = True
 
     def has_work(self):
-        return not self.held and any(self._may_speak(key) for key in self.open_keys)
-
-    def _may_speak(self, key):
-        """Whether a row, or the end, is there, and the next code is of use."""
-        state = self.open_keys[key]
-        more = len(state.rows) - state.prompt.prompt_rows > state.spoken
-        return (state.ended and not more) or (more and state.spoken < self.allowed.get(key, 1 << 60))
+        ready = any(s.ended or len(s.rows) - s.prompt.prompt_rows > s.spoken for s in self.open_keys.values())
+        return ready and not self.held
 
     def step(self):
         self._begin_step()
-        speaking = [key for key in self.open_keys if self._may_speak(key)]
-        return [output for key in speaking if (output := self._advance(key)) is not None]
+        return [output for key in list(self.open_keys) if (output := self._advance(key)) is not None]
 
     def _advance(self, key):
         state = self.open_keys[key]
@@ -337,7 +327,6 @@ class FakeWaveformEngine(_FakeEngine):
 
     keeps_listeners_waiting = False
     window = 1
-    windows_ahead = 2
 
     def open(self, key, voice, seed, options):
         del voice, seed
@@ -351,14 +340,6 @@ class FakeWaveformEngine(_FakeEngine):
     def wanted(self, key):
         state = self.open_keys.get(key)
         return (state.received // self.window + 1) * self.window if state else 0
-
-    def allowed(self, key):
-        state = self.open_keys.get(key)
-        launched = (state.received - len(state.codes)) // self.window if state else 0
-        return (launched + 1 + self.windows_ahead) * self.window
-
-    def take_launched(self):
-        return list(self.open_keys)
 
     def end(self, key):
         if key in self.open_keys:

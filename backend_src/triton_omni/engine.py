@@ -206,13 +206,6 @@ class TalkerEngine(Protocol):
         The copy is ordered after whatever was enqueued on the current stream; the caller may reuse `rows` afterwards.
         """
 
-    def allow(self, key: str, codes: int) -> None:
-        """Make no more than `codes` of the session, from its first on and at least one, however many rows are there.
-
-        Nothing but the rows bounds them until it is called, nor while other sessions wait for a place in the batch.
-        Unknown keys are ignored.
-        """
-
     def end(self, key: str) -> None:
         """No more rows: from here on the tail (text_eos once, then text_pad) is added."""
 

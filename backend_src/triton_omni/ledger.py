@@ -188,14 +188,6 @@ class SessionLedger:
         """Rows or codes of the session, from the first on, that `stage` waits for; None = it has not said."""
         return self._count(key, stage, layout.WANTED)
 
-    def allow(self, key: SessionKey, count: int) -> None:
-        """This stage has no use yet for more than `count` rows or codes of the session, from the first on."""
-        self._write(key, layout.ALLOWED, _counted(key, min(count, layout.COUNT_MASK)))
-
-    def allowed(self, key: SessionKey, stage: StageName) -> int | None:
-        """Rows or codes of the session, from the first on, that `stage` has use for now; None = it has not said."""
-        return self._count(key, stage, layout.ALLOWED)
-
     def closed(self, key: SessionKey, stage: StageName) -> bool:
         """Whether `stage` has finished with the session."""
         return self._count(key, stage, layout.CLOSED) is not None

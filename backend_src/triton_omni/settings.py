@@ -231,9 +231,6 @@ class Token2WavSettings(_Frozen):
     """Windows solved together in one batch."""
     max_batch_frames: Positive = 1152
     """Mel frames of one batch, look-ahead included: bounds its memory and its time; a longer window runs alone."""
-    windows_ahead: Annotated[int, Field(ge=0, le=1000)] = 2
-    """Windows behind a stream's next one for which the talker may make codes already. What is made earlier takes the
-    device from the sound of others, who need it now."""
     deterministic: bool = False
     """The same codes and seed give the same bits of sound, whatever else runs: each window is solved and vocoded alone,
     and libraries may take no algorithm whose sums have no order."""

@@ -132,25 +132,6 @@ def test_what_a_stream_wants_makes_its_next_window_due(engine: Token2WavEngine) 
     assert engine.wanted("whole") > SETTINGS.max_codes
 
 
-def test_what_is_allowed_grows_with_each_window_launched(engine: Token2WavEngine) -> None:
-    engine.open("a", VOICE, 1, DEFAULTS)
-    # Chunks of 1, 2, 3, 3 ... blocks of 12 codes, and one of look-ahead: the next one and two more.
-    assert engine.allowed("a") == 12 * (1 + 2 + 3 + 1)
-    engine.feed("a", some_codes(84))
-    assert engine.allowed("a") == 84
-    assert engine.take_launched() == []
-    for allowed in (120, 156, 192):
-        assert len(next_outputs(engine)) == 1
-        assert engine.take_launched() == ["a"]
-        assert engine.allowed("a") == allowed
-    engine.open("whole", VOICE, 1, StreamOptions(mode="offline"))
-    assert engine.allowed("whole") > SETTINGS.max_codes
-    engine.feed("a", some_codes(36))
-    engine.step()
-    engine.abort("a")
-    assert engine.take_launched() == []
-
-
 def test_samples_are_fp32_on_the_host_and_within_range(engine: Token2WavEngine) -> None:
     for output in speak(engine, some_codes(30)):
         assert output.samples.dtype == torch.float32

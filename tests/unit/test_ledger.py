@@ -67,7 +67,6 @@ MARKS = {
         lambda ledger, key: ledger.count_consumed(key, 7),
         lambda ledger, key: ledger.consumed(key, "talker") == 7,
     ),
-    "allowed": (lambda ledger, key: ledger.allow(key, 60), lambda ledger, key: ledger.allowed(key, "talker") == 60),
     "wanted": (lambda ledger, key: ledger.want(key, 24), lambda ledger, key: ledger.wanted(key, "talker") == 24),
 }
 each_mark = pytest.mark.parametrize(("mark", "read"), MARKS.values(), ids=MARKS)
@@ -210,7 +209,7 @@ class Model:
         self.marks = set()
 
     def says(self, mark, key):
-        if mark in ("closed", "consumed", "wanted", "allowed"):
+        if mark in ("closed", "consumed", "wanted"):
             return (mark, key.name, "talker") in self.marks
         return any((mark, key.name, stage) in self.marks for stage in STAGES)
 

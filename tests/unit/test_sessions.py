@@ -65,20 +65,6 @@ def test_a_claim_that_begins_behind_a_poll_holds_from_the_next_one_on(monkeypatc
         p.wait_until_empty()
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-@pytest.mark.parametrize("window", [1, 3, 4])
-def test_a_talker_that_stops_where_it_may_still_speaks_to_the_end(window, ahead):
-    """Replies end at a bound, below and above one: ten tokens have nine rows that are spoken."""
-    waveform = FakeWaveformEngine()
-    waveform.window, waveform.windows_ahead = window, ahead
-    with pipeline(waveform=waveform) as p:
-        replies = [p.ask("12345") for _ in range(3)]
-        expected = torch.arange(5, 14).repeat_interleave(2) / 1000
-        for reply in replies:
-            assert torch.equal(finished(reply).samples, expected)
-        p.wait_until_empty()
-
-
 def test_what_was_begun_before_a_claim_is_taken_during_it(monkeypatch):
     """A row that waited for the end of a claim would be late for the window that the claim is for."""
     thinker = FakeThinkerEngine(length=300)
@@ -115,21 +101,6 @@ def test_the_thinker_rests_while_the_first_window_is_on_its_way():
     # The first five rows are those of the prompt's step and of five more.
     assert rested
     assert min(rested) >= 6
-
-
-def test_the_talker_is_told_how_far_ahead_of_the_sound_it_may_be():
-    waveform = FakeWaveformEngine()
-    waveform.window = 3
-    with pipeline(waveform=waveform) as p:
-        allowed, allow = [], p.engines[1].allow
-        p.engines[1].allow = lambda key, codes: (allowed.append(codes), allow(key, codes))
-        p.engines[1].step_s = 0.005
-        finished(p.ask("12345"))
-        p.wait_until_empty()
-    # At the opening, and more with each window that was launched.
-    assert allowed[0] == 9
-    assert allowed == sorted(set(allowed))
-    assert len(allowed) > 1
 
 
 def test_token2wav_claims_the_device_while_listeners_wait_for_sound():

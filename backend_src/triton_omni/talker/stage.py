@@ -46,8 +46,6 @@ class _Open(LinkSession):
     outbox: Outbox = dataclasses.field(kw_only=True)
     sequence: int = 0
     codes: int = 0
-    allowed: int = 0
-    """Codes that token2wav has use for, as last told; 0 = it has told nothing."""
     first_code_ns: int = 0
     thinker: ThinkerReport | None = None
     report: TalkerReport | None = None
@@ -244,16 +242,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             self._close(session)
             return IDLE_POLL_S
         self._flush(session)
-        self._keep_pace(session)
-        waits = session.outbox.waiting or session.thinker is not None or session.codes >= session.allowed > 0
-        return SOON_S if waits else IDLE_POLL_S
-
-    def _keep_pace(self, session: _Open) -> None:
-        """Have the engine be no further ahead of the sound than token2wav has use for."""
-        allowed = self._ledger.allowed(session.key, "token2wav")
-        if allowed is not None and allowed != session.allowed:
-            session.allowed = allowed
-            self._engine.allow(session.key.name, allowed)
+        return SOON_S if session.outbox.waiting or session.thinker is not None else IDLE_POLL_S
 
     def _fail(self, session: _Open, error: OmniError) -> None:
         self._relay_failure(session, Failure.of(error, "talker"))

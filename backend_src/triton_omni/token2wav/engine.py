@@ -71,7 +71,6 @@ class Token2WavEngine:
         self._climbs: list[Climb] = []
         """Batches that are being launched, the most urgent last."""
         self._flights: deque[Flight] = deque()
-        self._launched: list[str] = []
         self._frames_solved = 0
 
     @property
@@ -130,19 +129,6 @@ class Token2WavEngine:
             KeyError: no such stream.
         """
         return self._streams[key].wanted
-
-    def allowed(self, key: str) -> int:
-        """How many codes, from the first on, are of use now: the sound of more is not due for long.
-
-        Raises:
-            KeyError: no such stream.
-        """
-        return self._streams[key].allowed(self._settings.windows_ahead)
-
-    def take_launched(self) -> list[str]:
-        """Open streams of which a window was launched since this was asked last."""
-        launched, self._launched = self._launched, []
-        return [key for key in launched if key in self._streams]
 
     def end(self, key: str) -> None:
         """No more codes: what is left becomes the final chunk."""
@@ -209,7 +195,6 @@ class Token2WavEngine:
         for climb in tuple(self._climbs):
             self._end_climb(climb)
         self._flights.clear()
-        self._launched.clear()
 
     def _is_open(self, stream: Stream) -> bool:
         """Whether it was not dropped, its key perhaps used again."""
@@ -312,7 +297,6 @@ class Token2WavEngine:
         if flight is not None:
             self._flights.append(flight)
             self._frames_solved += frames
-            self._launched += [due.stream.key for due in climb.batch]
             self._end_climb(climb)
         return []
 

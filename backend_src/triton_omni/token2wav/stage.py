@@ -51,12 +51,6 @@ class WaveformEngine(LinkEngine, Protocol):
     def wanted(self, key: str) -> int:
         """How many codes, from the first on, the stream must have for its next window to be due."""
 
-    def allowed(self, key: str) -> int:
-        """How many codes, from the first on, the stream has use for now."""
-
-    def take_launched(self) -> list[str]:
-        """Open streams of which a window was launched since this was asked last."""
-
     def end(self, key: str) -> None:
         """No more codes."""
 
@@ -159,9 +153,6 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def step(self) -> None:
         """One step of the engine; answer with the samples that it gave."""
         outputs = self._engine.step()
-        for name in self._engine.take_launched():
-            if (launched := self._open.get(name)) is not None:
-                self._tell_talker(launched.key)
         if outputs:
             self._batches.add(len(outputs))
         for output in outputs:
@@ -204,12 +195,11 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         request = session.session
         if request.want_audio:
             self._engine.open(session.key.name, request.voice, request.seed, request.token2wav)
-            self._tell_talker(session.key)
+            self._tell_wanted(session.key)
 
-    def _tell_talker(self, key: SessionKey) -> None:
-        """Let it know how many codes make the next window due, and how far ahead of the sound it may be."""
+    def _tell_wanted(self, key: SessionKey) -> None:
+        """Let the talker know how many codes make the next window due."""
         self._ledger.want(key, self._engine.wanted(key.name))
-        self._ledger.allow(key, self._engine.allowed(key.name))
 
     def _take_message(self, session: _Open, message: TalkerMessage, outlet: Outlet) -> None:
         if message.failure is not None or session.error is not None:
@@ -227,7 +217,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._give_back(message.key, outlet)
         else:
             self._engine.feed(session.key.name, message.codes)
-            self._tell_talker(session.key)
+            self._tell_wanted(session.key)
             self._give_back_consumed(session, message, message.codes, outlet)
         if message.codes_done and session.session.want_audio and not session.audio_done:
             self._engine.end(session.key.name)

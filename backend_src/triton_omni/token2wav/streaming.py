@@ -118,10 +118,6 @@ class Stream:
             index += 1
         return needed
 
-    def allowed(self, windows_ahead: int) -> int:
-        """Codes, from the first on, of the next chunk to be launched and of so many more."""
-        return self.request.plan.codes_needed(self.next_chunk + windows_ahead)
-
     @property
     def wants_first_codes(self) -> bool:
         """Whether its listener hears nothing yet for want of codes."""

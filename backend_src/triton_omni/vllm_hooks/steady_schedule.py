@@ -71,10 +71,6 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
         self._further -= 1
         return SteadyStep(self._shares, new_blocks, self._decoding, self._stops)
 
-    def recount(self) -> None:
-        """Ask anew how far the requests may go."""
-        self._further = 0
-
     def steps_ahead(self, request: Request) -> int:
         """Steps of one token that a decoding request can surely be scheduled for from now on."""
         # Its last two steps are vLLM's to judge, which knows how many of its codes have come.

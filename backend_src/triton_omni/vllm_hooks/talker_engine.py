@@ -73,7 +73,7 @@ class TalkerVllmEngine:
         self._runner: Any = self._core.model_executor.driver_worker.worker.model_runner
         self._rows: TalkerRows = self._runner.step.rows
         self._runner.serve(self._by_request)
-        self._core.scheduler.wait_for(self._ready_positions)
+        self._core.scheduler.wait_for(lambda request_id: self._by_request[request_id].ready_positions)
         if device.type == "cuda":
             # The thread that steps may not be this one, and its stream would not wait for this one's.
             torch.cuda.synchronize(device)
@@ -112,18 +112,6 @@ class TalkerVllmEngine:
         if sequence.request_id is None and sequence.speaks:
             self._submit(sequence)
 
-    def allow(self, key: str, codes: int) -> None:
-        """Make no more than `codes` of the session for the time being, at least 1; unknown keys are ignored.
-
-        While others wait for a place in the batch nothing is bounded: who is held back would keep his for longer.
-        """
-        sequence = self._open.get(key)
-        if sequence is None:
-            return
-        sequence.allow(codes)
-        if self._core.batch_queue is not None:
-            self._core.scheduler.recount()
-
     def end(self, key: str) -> None:
         """No more rows: from here on the tail is added. Without any reply row the sequence ends with no code."""
         sequence = self._open.get(key)
@@ -149,13 +137,6 @@ class TalkerVllmEngine:
                 torch.cuda.set_device(self._runner.device)
             outputs += [self._output(found) for found in self._vllm_step() if found.request_id in self._by_request]
         return outputs
-
-    def _ready_positions(self, request_id: str) -> int:
-        """How many positions of a sequence, from 0 on, may be computed now."""
-        sequence = self._by_request[request_id]
-        if self._core.scheduler.waiting:
-            return sequence.ready_positions
-        return min(sequence.ready_positions, sequence.most_positions)
 
     def _vllm_step(self) -> list[EngineCoreOutput]:
         """What one step of vLLM's engine gave.

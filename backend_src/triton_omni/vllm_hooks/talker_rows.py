@@ -19,14 +19,7 @@ from triton_omni.engine import TalkerPrompt
 from triton_omni.errors import InternalError, Overloaded
 from triton_omni.spans import FirstFit
 from triton_omni.streams import record_event
-from triton_omni.talker.conditioning import (
-    Indices,
-    can_speak,
-    pool_rows,
-    prompt_length,
-    split_at_text_bos,
-    stored_rows,
-)
+from triton_omni.talker.conditioning import Indices, can_speak, pool_rows, split_at_text_bos, stored_rows
 
 TEXT_EOS_ROW: Final = 0
 TEXT_PAD_ROW: Final = 1
@@ -60,8 +53,6 @@ class Sequence:
     """The lowest gets the next place in the engine's batch."""
     fed: int = 0
     ended: bool = False
-    most_positions: int = UNBOUNDED
-    """Positions that may be computed for the time being."""
     request_id: str | None = None
     """vLLM's id, from the first reply row on."""
     sampled: deque[SampledStep] = field(default_factory=deque)
@@ -76,10 +67,6 @@ class Sequence:
     def ready_positions(self) -> int:
         """How many positions, from 0 on, have their row."""
         return UNBOUNDED if self.ended else stored_rows(self.prompt.prompt_rows, self.fed)
-
-    def allow(self, codes: int) -> None:
-        """Compute no further than to so many codes: the last position of the prompt gives the first."""
-        self.most_positions = prompt_length(self.prompt.prompt_rows) + max(codes, 1) - 1
 
     def accept(self, count: int, spoken: int) -> SampledStep | None:
         """Take the oldest `count` draws, which vLLM has accepted, and return the first `spoken` of them as codes."""

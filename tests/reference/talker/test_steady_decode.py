@@ -241,28 +241,27 @@ def test_steps_go_on_behind_a_hold(pair, cases):
 
 
 def test_steps_go_on_while_others_wait(pair, cases):
-    """One has all its rows, one few, one is not to be further ahead for a while."""
-    for number in (2, 4, 7):
+    """One has all its rows, two have few; one of these two gets some more of them, and joins until they are used."""
+    pair.speak(cases, 4)
+    for number, rows in ((2, 3), (7, 6)):
         pair.each("open", str(number), cases[number].prompt, LONG)
-        rows = cases[number].prompt_rows + (3 if number == 2 else len(cases[number].rows))
-        pair.each("feed", str(number), cases[number].rows[:rows])
-        if number != 2:
-            pair.each("end", str(number))
-    pair.each("allow", "7", 6)
+        pair.each("feed", str(number), cases[number].rows[: cases[number].prompt_rows + rows])
     pair.step(20)
     went_on = len(pair.steady)
     pair.step(20)
     assert len(pair.steady) - went_on == 20
     assert pair.steady[-1] == 1
     assert [len(pair.spoken[0].codes[key]) for key in "27"] == [3, 6]
-    pair.each("allow", "7", 12)
+    first, second = cases[7].prompt_rows + 6, cases[7].prompt_rows + 12
+    pair.each("feed", "7", cases[7].rows[first:second])
     pair.step(3)
     assert pair.steady[-1] == 2
     pair.each("abort", "4")
     pair.step(12)
     assert len(pair.spoken[0].codes["7"]) == 12
-    pair.each("allow", "7", 1000)
+    pair.each("feed", "7", cases[7].rows[second:])
     pair.each("feed", "2", cases[2].rows[cases[2].prompt_rows + 3 :])
+    pair.each("end", "7")
     pair.each("end", "2")
     pair.drain().close()
     assert len(pair.spoken[0].codes["7"]) == len(pair.spoken[0].codes["2"]) == 200
@@ -288,20 +287,3 @@ def test_a_sequence_that_is_left_out_ends_while_another_goes_on(pair, cases, way
         pair.each("end", "2")
     pair.drain().close()
     assert ("2" in pair.spoken[0].errors) == (way == "not finite")
-
-
-def test_nothing_is_bounded_while_others_wait_for_a_place(tiny_checkpoint, cases):
-    engine, spoken = make_engine(tiny_checkpoint, ahead=True, max_num_seqs=1), Spoken()
-    for number in (2, 4):
-        engine.open(str(number), cases[number].prompt, LONG)
-        engine.feed(str(number), cases[number].rows)
-        engine.end(str(number))
-        engine.allow(str(number), 5)
-    spoken.drain(engine)
-    # The first has spoken to its end, and left its place to the second, which is alone.
-    assert [len(spoken.codes[key]) for key in "24"] == [200, 5]
-    engine.allow("4", 1000)
-    spoken.drain(engine)
-    assert len(spoken.codes["4"]) == 200
-    assert_nothing_held(engine)
-    engine.close()
