@@ -27,6 +27,7 @@ from triton_omni.token2wav.past import LayerPast
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Rotation, decode_attention
 from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product, split_product
+from triton_omni.vllm_hooks.draw_kernels import fused_draw
 from triton_omni.vllm_hooks.talker_columns import Column
 from triton_omni.vllm_hooks.talker_step_kernels import Layout, Memory, Rules, begin, draw
 
@@ -130,6 +131,8 @@ def main() -> None:
     compile_only()
     for count in (1, 32, 64):
         decode_steps(count)
+    for vocabulary in (152064, 151936):
+        fused_draw(zeros(3, vocabulary, dtype=FLOAT), zeros(3, dtype=torch.float64))
     talker_steps(3, 3584)
     talker_steps(3, 2048)
     token2wav(4)

@@ -24,6 +24,14 @@ def sampling():
     return sampling
 
 
+@pytest.fixture(params=["plain", "fused"])
+def draw(sampling, request):
+    """What draws: `sampling.draw`, or the same in two kernels, which without a GPU run in Triton's interpreter."""
+    from triton_omni.vllm_hooks.draw_kernels import fused_draw
+
+    return sampling.draw if request.param == "plain" else fused_draw
+
+
 def uniforms(sampling, count, seed=7):
     return sampling.counter_uniforms(np.full(count, seed, dtype=np.uint64), np.arange(count, dtype=np.uint64))
 
@@ -104,18 +112,18 @@ def test_draws_follow_hf_after_top_k_and_top_p(sampling, top_k, top_p):
     assert statistic < bound
 
 
-def test_an_excluded_id_is_not_drawn_at_either_end(sampling):
+def test_an_excluded_id_is_not_drawn_at_either_end(draw):
     logits = torch.zeros(2, VOCAB, device=DEVICE)
     logits[:, :4] = logits[:, -4:] = float("-inf")
     ends = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64, device=DEVICE)
-    assert sampling.draw(logits, ends).tolist() == [4, VOCAB - 5]
+    assert draw(logits, ends).tolist() == [4, VOCAB - 5]
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
-def test_the_largest_uniform_stays_inside_for_every_total(sampling, scale):
-    logits = torch.randn(4000, VOCAB, generator=torch.Generator().manual_seed(2)) * scale
+def test_the_largest_uniform_stays_inside_for_every_total(draw, scale):
+    logits = torch.randn(400, VOCAB, generator=torch.Generator().manual_seed(2)) * scale
     logits[:, -1] = float("-inf")
-    found = sampling.draw(logits.to(DEVICE), torch.full((4000,), 1 - 2.0**-52, dtype=torch.float64, device=DEVICE))
+    found = draw(logits.to(DEVICE), torch.full((400,), 1 - 2.0**-52, dtype=torch.float64, device=DEVICE))
     assert found.max() < VOCAB - 1
 
 
@@ -128,39 +136,41 @@ def test_a_target_that_falls_among_excluded_ids_gives_the_likeliest_id(sampling,
 
 
 @pytest.mark.parametrize("vocabulary", [151936, 152064, 20001])
-def test_a_large_vocabulary_is_inverted_exactly_too(sampling, vocabulary):
+def test_a_large_vocabulary_is_inverted_exactly_too(sampling, draw, vocabulary):
     logits = 3 * torch.randn(64, vocabulary, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     logits[:, 1000:90000:2] = logits[:, -700:] = logits[:, :600] = float("-inf")
     noise = noise_of(sampling, 64)
     cumulative = logits.softmax(-1).cumsum(-1)
     exact = torch.searchsorted(cumulative, noise.cpu()[:, None], right=True).squeeze(1)
-    found = sampling.draw(logits.float().to(DEVICE), noise).cpu()
+    found = draw(logits.float().to(DEVICE), noise).cpu()
     assert torch.isfinite(logits[torch.arange(64), found]).all()
     # A float32 softmax moves every bound by about 1e-7, over which a draw of 64 may rarely step.
     assert (found == exact).sum() >= 62
 
 
-def test_blocks_without_weight_are_not_drawn_from_at_either_end(sampling):
+def test_blocks_without_weight_are_not_drawn_from_at_either_end(draw):
     logits = torch.full((2, 152064), float("-inf"), device=DEVICE)
     logits[:, 77777:77780] = 0.0
     ends = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64, device=DEVICE)
-    assert sampling.draw(logits, ends).tolist() == [77777, 77779]
+    assert draw(logits, ends).tolist() == [77777, 77779]
 
 
-def test_a_row_of_nan_still_draws_a_valid_index(sampling):
+# NumPy, in which the interpreter computes, warns of it.
+@pytest.mark.filterwarnings("ignore:(invalid value|All-NaN):RuntimeWarning")
+def test_a_row_of_nan_still_draws_a_valid_index(draw):
     for size in (VOCAB, 152064):
         logits = torch.full((1, size), float("nan"), device=DEVICE)
-        found = sampling.draw(logits, torch.tensor([0.5], dtype=torch.float64, device=DEVICE))
+        found = draw(logits, torch.tensor([0.5], dtype=torch.float64, device=DEVICE))
         assert 0 <= found.item() < size
 
 
-def test_a_draw_does_not_depend_on_its_neighbours(sampling):
+def test_a_draw_does_not_depend_on_its_neighbours(sampling, draw):
     rows = torch.stack([logits_of(seed) for seed in range(16)])
     noise = noise_of(sampling, 16)
-    together = sampling.draw(rows, noise).tolist()
-    assert together == [sampling.draw(rows[i : i + 1], noise[i : i + 1]).item() for i in range(16)]
+    together = draw(rows, noise).tolist()
+    assert together == [draw(rows[i : i + 1], noise[i : i + 1]).item() for i in range(16)]
     order = torch.randperm(16, generator=torch.Generator().manual_seed(3))
-    assert sampling.draw(rows[order], noise[order]).tolist() == [together[i] for i in order]
+    assert draw(rows[order], noise[order]).tolist() == [together[i] for i in order]
 
 
 class CountOps(TorchDispatchMode):

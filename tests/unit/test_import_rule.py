@@ -177,7 +177,7 @@ def test_token2wav_is_torch_and_numpy_alone():
     kernels = {"triton_omni.token2wav.kernels", "triton_omni.token2wav.attention_kernels"}
     decode = {
         f"triton_omni.vllm_hooks.{kind}_kernels"
-        for kind in ("decode_attention", "decode_product", "early", "talker_step")
+        for kind in ("decode_attention", "decode_product", "draw", "early", "talker_step")
     }
     assert importing("triton") == kernels | decode
     for module, path in BACKEND_MODULES.items():

@@ -8,7 +8,8 @@ number, a function of (seed, position), so the whole batch is one call; nothing 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from triton_omni.vllm_hooks.compat import GPUModelRunner, SchedulerOutput, VllmConfig, apply_top_k_top_p
+from triton_omni.vllm_hooks.fused_decode import FUSED_DECODE
 
 if TYPE_CHECKING:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -111,22 +113,23 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CounterTopKTopPSampler(nn.Module):
-    """Stands in for vLLM's `TopKTopPSampler`: its filters, then `draw` with this step's uniforms.
+    """Stands in for vLLM's `TopKTopPSampler`: its filters, then a draw with this step's uniforms.
 
     Args:
         uniforms: float64 [max sequences] on the device; row i belongs to row i of the logits.
+        draws: `draw`, or what does the same.
     """
 
-    def __init__(self, uniforms: Tensor) -> None:
+    def __init__(self, uniforms: Tensor, draws: Callable[[Tensor, Tensor], Tensor] = draw) -> None:
         super().__init__()
-        self._uniforms = uniforms
+        self._uniforms, self._draws = uniforms, draws
 
     def forward(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, None]:
         """Ids [B] of one step; `generators` is vLLM's own per-sequence seeding, empty here."""
         filtered = apply_top_k_top_p(logits, k, p)
-        return draw(filtered, self._uniforms[: logits.shape[0]]), None
+        return self._draws(filtered, self._uniforms[: logits.shape[0]]), None
 
 
 class CounterNoiseMixin(_Runner):
@@ -140,7 +143,9 @@ class CounterNoiseMixin(_Runner):
         self._uniforms = self._make_buffer(self.max_num_reqs, dtype=torch.float64)
         self._seeded: list[str] = []
         self._seeds = np.zeros(0, dtype=np.uint64)
-        self.sampler.topk_topp_sampler = CounterTopKTopPSampler(self._uniforms.gpu)  # type: ignore[assignment]
+        fused = bool(cast(dict[str, Any], vllm_config.additional_config).get(FUSED_DECODE))
+        sampler = CounterTopKTopPSampler(self._uniforms.gpu, _fused_draw() if fused else draw)
+        self.sampler.topk_topp_sampler = sampler  # type: ignore[assignment]
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
@@ -165,3 +170,10 @@ class CounterNoiseMixin(_Runner):
         parameters = self.requests[request_id].sampling_params
         arguments = parameters.extra_args if parameters is not None else None
         return int((arguments or {}).get(_SEED_KEY, 0))
+
+
+def _fused_draw() -> Callable[[Tensor, Tensor], Tensor]:
+    # The Triton language is imported where it is needed alone.
+    from triton_omni.vllm_hooks.draw_kernels import fused_draw
+
+    return fused_draw
