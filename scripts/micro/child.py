@@ -63,9 +63,12 @@ def talker_vllm(plan: Plan) -> Items:
 
 
 def media(plan: Plan) -> Items:
-    """Our thinker's first token behind prompts with media."""
+    """Our thinker's first token behind prompts with media, in a process set up as the stage's is."""
+    from triton_omni.heap import keep_freed_memory
+
     from .media import OwnFirstTokens, measure_media
 
+    keep_freed_memory()
     return measure_media(OwnFirstTokens(plan, device()), plan)
 
 

@@ -21,6 +21,7 @@ LAYERS = [
             "settings",
             "engine",
             "device",
+            "heap",
             "streams",
             "precision",
             "spans",

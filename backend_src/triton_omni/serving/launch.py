@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton_omni.device import resolve_device, resolve_dtype_name
 from triton_omni.errors import StageName
+from triton_omni.heap import keep_freed_memory
 from triton_omni.serving.endpoint import command_line, own_grpc_url
 from triton_omni.serving.log_format import configure_logging
 from triton_omni.serving.traces import make_tracer
@@ -74,6 +75,7 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
         SettingsError, CheckpointError, LedgerError: a sentence that says what is wrong.
     """
     _prepare_process()
+    keep_freed_memory()
     _await_turn("thinker")
     settings = _settings(folder, ThinkerSettings)
     _choose_invariance(settings)

@@ -24,10 +24,8 @@ def _rotated_pairs(
     tile = tl.load(projected + frames[:, None] * STRIDE + lanes[None, :], mask=loaded[:, None], other=0.0)
     even, odd = tl.split(tl.reshape(tile.to(tl.float32), [TILE, PAIRS, 2]))
     angles = frames[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-    # Of all heads but one nothing is rotated: angles, twice as many bytes as the head's own, are not even read.
-    turned = tl.where(is_rotated, loaded, False)[:, None]
-    cosine = tl.load(cosines + angles, mask=turned, other=1.0)
-    sine = tl.load(sines + angles, mask=turned, other=0.0)
+    cosine = tl.where(is_rotated, tl.load(cosines + angles, mask=loaded[:, None], other=1.0), 1.0)
+    sine = tl.where(is_rotated, tl.load(sines + angles, mask=loaded[:, None], other=0.0), 0.0)
     return (
         (even * cosine - odd * sine).to(projected.dtype.element_ty),
         (odd * cosine + even * sine).to(projected.dtype.element_ty),

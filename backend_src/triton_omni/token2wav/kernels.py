@@ -84,7 +84,7 @@ def residual_norm(
         WIDTH=width,
         HAS_BRANCH=branch is not None,
         TILE=triton.next_power_of_2(width),
-        num_warps=4,
+        num_warps=8,
     )
     return normed
 
@@ -93,6 +93,8 @@ SNAKE_FRAMES = 64
 """Input frames of a tile of the anti-aliased snake, of which the first and last five are its filters' margins."""
 SNAKE_MARGIN = 5
 _KEPT = SNAKE_FRAMES - 2 * SNAKE_MARGIN
+_SNAKE_CHANNELS = 64
+"""Of a tile: its filters are loaded once for all of them."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ def anti_aliased_snake(
     """
     batch, length, width = first.shape
     output = torch.empty(batch, length, width, dtype=dtype, device=first.device)
-    tile = min(32, padded_rows(width))
+    tile = min(_SNAKE_CHANNELS, padded_rows(width))
     _anti_aliased_snake[triton.cdiv(length, _KEPT), triton.cdiv(width, tile), batch](
         first,
         first if second is None else second,
@@ -260,7 +262,7 @@ def anti_aliased_snake(
         MARGIN=SNAKE_MARGIN,
         TILE=tile,
         PRECISION="tf32x3" if dtype is torch.float32 else "tf32",
-        num_warps=8,
+        num_warps=4,
     )
     return output
 

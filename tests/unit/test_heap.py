@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Freed memory is kept where it is asked for: large arrays fault their pages in once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PAGES = (40 << 20) // 4096
+PROGRAM = """
+import resource, sys
+import numpy as np
+from triton_omni.heap import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+np.ones(40 << 17)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    np.ones(40 << 17)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str) -> int:
+    """Page faults of five arrays of 40 MB, one after another, behind a first one."""
+    found = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True)
+    return int(found.stdout)
+
+
+def test_large_arrays_take_the_memory_of_those_before() -> None:
+    assert faults("kept") < PAGES
+    # A kernel may give large pages, so not all of five times as many.
+    assert faults("as it comes") > 2 * faults("kept")
