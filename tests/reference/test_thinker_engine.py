@@ -240,6 +240,14 @@ def test_media_give_hf_tokens_rows_and_positions(engine: Any, hf: HfReference, n
     _compare_media(engine, hf, MIXED[name], ROW_TOLERANCE)
 
 
+def test_a_sound_is_padded_by_a_window_not_to_the_longest(engine: Any, hf: HfReference) -> None:
+    case = Mixed((SOUND, QUESTION), audio=(tone(1.3),))
+    placed = engine.prepare(case.prompt(hf))
+    (sound,) = placed.engine_input["mm_kwargs"]["audio"]
+    # 20,800 samples and a window of 400, at 160 a frame.
+    assert sound["feature_attention_mask"].data.shape[-1] == 133
+
+
 @pytest.mark.parametrize("name", SOUNDING)
 def test_sound_inside_video_gives_hf_tokens_rows_and_positions(engine: Any, hf: HfReference, name: str) -> None:
     _compare_media(engine, hf, SOUNDING[name], SOUND_IN_VIDEO_TOLERANCE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +27,26 @@ from triton_omni.vllm_hooks.compat import (
 )
 from triton_omni.vllm_hooks.named_weights import Weights, load_named
 from triton_omni.vllm_hooks.platform import UnsupportedEngineError
+from triton_omni.vllm_hooks.sound_features import LeastPaddedFeatures
 
 THINKER_ARCHITECTURE = "TritonOmniThinker"
 
 
+class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
+    """vLLM's, with HF's processor but for the padding of sounds."""
+
+    def get_hf_processor(self, **kwargs: object) -> Any:
+        """The processor, which vLLM makes once for each set of arguments."""
+        processor = super().get_hf_processor(**kwargs)
+        if not isinstance(processor.feature_extractor, LeastPaddedFeatures):
+            least: Any = LeastPaddedFeatures
+            processor.feature_extractor = least(**processor.feature_extractor.to_dict())
+        return processor
+
+
 @MULTIMODAL_REGISTRY.register_processor(
     Qwen2_5OmniThinkerMultiModalProcessor,
-    info=Qwen2_5OmniThinkerProcessingInfo,
+    info=ProcessingInfo,
     dummy_inputs=Qwen2_5OmniThinkerDummyInputsBuilder,
 )
 class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration):
