@@ -124,8 +124,8 @@ def token2wav(blocks: int, width: int = 1024, heads: int = 16) -> None:
         bias, frames = zeros(channels, dtype=FLOAT), zeros(1, 100, channels)
         anti_aliased_snake(frames, None, bias, snake, dtype=HALF)
         anti_aliased_snake(frames, frames, bias, snake, dtype=HALF, total=zeros(1, 100, channels, dtype=FLOAT))
-        whole = SnakeFilters.of(taps, taps, snake.frequency, snake.magnitude)
-        anti_aliased_snake(frames.float(), None, bias, whole, dtype=FLOAT)
+    whole = SnakeFilters.of(taps, taps, zeros(64, dtype=FLOAT), zeros(64, dtype=FLOAT))
+    anti_aliased_snake(zeros(1, 100, 64, dtype=FLOAT), None, zeros(64, dtype=FLOAT), whole, dtype=FLOAT)
 
 
 def main() -> None:
@@ -133,8 +133,7 @@ def main() -> None:
     compile_only()
     for count in (1, 32, 64):
         decode_steps(count)
-    for vocabulary in (152064, 151936):
-        fused_draw(zeros(3, vocabulary, dtype=FLOAT), zeros(3, dtype=torch.float64))
+    fused_draw(zeros(3, 152064, dtype=FLOAT), zeros(3, dtype=torch.float64))
     talker_steps(3, 3584)
     talker_steps(3, 2048)
     token2wav(4)

@@ -120,10 +120,12 @@ def test_an_excluded_id_is_not_drawn_at_either_end(draw):
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
-def test_the_largest_uniform_stays_inside_for_every_total(draw, scale):
-    logits = torch.randn(400, VOCAB, generator=torch.Generator().manual_seed(2)) * scale
+def test_the_largest_uniform_stays_inside_for_every_total(sampling, draw, scale):
+    # The interpreter takes 10 ms a row.
+    rows = 4000 if draw is sampling.draw else 60
+    logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(2)) * scale
     logits[:, -1] = float("-inf")
-    found = draw(logits.to(DEVICE), torch.full((400,), 1 - 2.0**-52, dtype=torch.float64, device=DEVICE))
+    found = draw(logits.to(DEVICE), torch.full((rows,), 1 - 2.0**-52, dtype=torch.float64, device=DEVICE))
     assert found.max() < VOCAB - 1
 
 
@@ -137,15 +139,16 @@ def test_a_target_that_falls_among_excluded_ids_gives_the_likeliest_id(sampling,
 
 @pytest.mark.parametrize("vocabulary", [151936, 152064, 20001])
 def test_a_large_vocabulary_is_inverted_exactly_too(sampling, draw, vocabulary):
-    logits = 3 * torch.randn(64, vocabulary, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    rows = 64 if draw is sampling.draw else 20
+    logits = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     logits[:, 1000:90000:2] = logits[:, -700:] = logits[:, :600] = float("-inf")
-    noise = noise_of(sampling, 64)
+    noise = noise_of(sampling, rows)
     cumulative = logits.softmax(-1).cumsum(-1)
     exact = torch.searchsorted(cumulative, noise.cpu()[:, None], right=True).squeeze(1)
     found = draw(logits.float().to(DEVICE), noise).cpu()
-    assert torch.isfinite(logits[torch.arange(64), found]).all()
+    assert torch.isfinite(logits[torch.arange(rows), found]).all()
     # A float32 softmax moves every bound by about 1e-7, over which a draw of 64 may rarely step.
-    assert (found == exact).sum() >= 62
+    assert (found == exact).sum() >= rows - 2
 
 
 def test_blocks_without_weight_are_not_drawn_from_at_either_end(draw):
