@@ -26,7 +26,7 @@ from triton_omni.token2wav.kernels import (
 from triton_omni.token2wav.past import LayerPast
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Rotation, decode_attention
-from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product, split_product
+from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product, most_rows, split_product
 from triton_omni.vllm_hooks.draw_kernels import fused_draw
 from triton_omni.vllm_hooks.talker_columns import Column
 from triton_omni.vllm_hooks.talker_step_kernels import Layout, Memory, Rules, begin, draw
@@ -73,7 +73,7 @@ def zeros(*sizes: int, dtype: torch.dtype = HALF) -> Tensor:
     return torch.zeros(*sizes, dtype=dtype)
 
 
-def decode_steps(count: int) -> None:
+def attentions(count: int) -> None:
     """Of all published sizes."""
     for heads, key_heads, width in ATTENTIONS:
         blocks = zeros(4, key_heads, 16, 2 * width)
@@ -81,10 +81,13 @@ def decode_steps(count: int) -> None:
         rotation = Rotation(zeros(3, count, dtype=torch.int64), zeros(64, width), (16, width // 2 - 40, 24))
         projected = zeros(count, (heads + 2 * key_heads) * width)
         decode_attention(projected, rotation, cache, zeros(256, dtype=torch.int32), heads=heads, scale=0.1)
-    for hidden, inner in LAYERS:
-        rows, residual = zeros(count, hidden), zeros(count, hidden)
-        gated = gated_product(rows, zeros(2 * inner, hidden))
-        add_norm(split_product(gated, zeros(hidden, inner)), residual, zeros(hidden), 1e-6)
+
+
+def products(count: int, hidden: int, inner: int) -> None:
+    """Of a layer."""
+    rows, residual = zeros(count, hidden), zeros(count, hidden)
+    gated = gated_product(rows, zeros(2 * inner, hidden))
+    add_norm(split_product(gated, zeros(hidden, inner)), residual, zeros(hidden), 1e-6)
 
 
 def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65) -> None:
@@ -131,8 +134,11 @@ def token2wav(blocks: int, width: int = 1024, heads: int = 16) -> None:
 def main() -> None:
     """Every kernel."""
     compile_only()
-    for count in (1, 32, 64):
-        decode_steps(count)
+    for count in (1, 64):
+        attentions(count)
+    for hidden, inner in LAYERS:
+        for count in (1, most_rows(hidden)):
+            products(count, hidden, inner)
     fused_draw(zeros(3, 152064, dtype=FLOAT), zeros(3, dtype=torch.float64))
     talker_steps(3, 3584)
     talker_steps(3, 2048)
