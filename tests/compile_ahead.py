@@ -127,8 +127,9 @@ def token2wav(blocks: int, width: int = 1024, heads: int = 16) -> None:
         bias, frames = zeros(channels, dtype=FLOAT), zeros(1, 100, channels)
         anti_aliased_snake(frames, None, bias, snake, dtype=HALF)
         anti_aliased_snake(frames, frames, bias, snake, dtype=HALF, total=zeros(1, 100, channels, dtype=FLOAT))
-    whole = SnakeFilters.of(taps, taps, zeros(64, dtype=FLOAT), zeros(64, dtype=FLOAT))
-    anti_aliased_snake(zeros(1, 100, 64, dtype=FLOAT), None, zeros(64, dtype=FLOAT), whole, dtype=FLOAT)
+    # The last of them is in float32.
+    whole = SnakeFilters.of(taps, taps, snake.frequency, snake.magnitude)
+    anti_aliased_snake(frames.float(), None, bias, whole, dtype=FLOAT)
 
 
 def main() -> None:

@@ -4,24 +4,33 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from typing import Final
 
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 """Parameters of mallopt(3)."""
-LARGEST_KEPT_BYTES: Final = 64 << 20
-"""Larger arrays go back to the kernel one by one."""
-KEPT_BYTES: Final = 256 << 20
-"""Of free memory at the end of a heap."""
+_LARGEST_KEPT_BYTES: Final = (64 << 20, 32 << 20)
+"""Larger arrays go back to the kernel one by one. Some versions of glibc take no more than the second."""
+_KEPT_BYTES: Final = 256 << 20
+"""Of free memory at the end of the main heap; those of threads keep what they had."""
+
+logger = logging.getLogger(__name__)
 
 
 def keep_freed_memory() -> bool:
     """Have the C library keep what large arrays freed for the next ones; whether it can be told so (glibc alone).
 
     What processors make of an image, a sound or a video are many arrays of tens of MB. As glibc comes, the kernel gives
-    and zeroes their pages anew each time, which took as long as all arithmetic together.
+    and zeroes their pages anew each time, which took as long as all arithmetic together. What stays is at most what all
+    threads that process media had at once.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
+        logger.info("large arrays take fresh pages each time: this C library has no mallopt")
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)) and bool(mallopt(_TRIM_THRESHOLD, KEPT_BYTES))
+    largest = any(mallopt(_MMAP_THRESHOLD, size) for size in _LARGEST_KEPT_BYTES)
+    kept = bool(mallopt(_TRIM_THRESHOLD, _KEPT_BYTES))
+    if not (largest and kept):
+        logger.info("large arrays take fresh pages each time: mallopt refused")
+    return largest and kept

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -30,6 +32,11 @@ def draw(sampling, request):
     from triton_omni.vllm_hooks.draw_kernels import fused_draw
 
     return sampling.draw if request.param == "plain" else fused_draw
+
+
+def interpreted(sampling, draw):
+    """Whether it takes 10 ms a row and more."""
+    return DEVICE.type == "cpu" and draw is not sampling.draw
 
 
 def uniforms(sampling, count, seed=7):
@@ -121,8 +128,7 @@ def test_an_excluded_id_is_not_drawn_at_either_end(draw):
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
 def test_the_largest_uniform_stays_inside_for_every_total(sampling, draw, scale):
-    # The interpreter takes 10 ms a row.
-    rows = 4000 if draw is sampling.draw else 60
+    rows = 60 if interpreted(sampling, draw) else 4000
     logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(2)) * scale
     logits[:, -1] = float("-inf")
     found = draw(logits.to(DEVICE), torch.full((rows,), 1 - 2.0**-52, dtype=torch.float64, device=DEVICE))
@@ -139,7 +145,7 @@ def test_a_target_that_falls_among_excluded_ids_gives_the_likeliest_id(sampling,
 
 @pytest.mark.parametrize("vocabulary", [151936, 152064, 20001])
 def test_a_large_vocabulary_is_inverted_exactly_too(sampling, draw, vocabulary):
-    rows = 64 if draw is sampling.draw else 20
+    rows = 20 if interpreted(sampling, draw) else 64
     logits = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     logits[:, 1000:90000:2] = logits[:, -700:] = logits[:, :600] = float("-inf")
     noise = noise_of(sampling, rows)
@@ -174,6 +180,41 @@ def test_a_draw_does_not_depend_on_its_neighbours(sampling, draw):
     assert together == [draw(rows[i : i + 1], noise[i : i + 1]).item() for i in range(16)]
     order = torch.randperm(16, generator=torch.Generator().manual_seed(3))
     assert draw(rows[order], noise[order]).tolist() == [together[i] for i in order]
+
+
+@pytest.mark.parametrize("form", ["transposed", "cut out", "bfloat16"])
+def test_logits_may_lie_in_any_way(sampling, form):
+    from triton_omni.vllm_hooks.draw_kernels import fused_draw
+
+    logits = 3 * torch.randn(3, 1300, generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    given = {
+        "transposed": logits.t().contiguous().t(),
+        "cut out": torch.cat([logits, logits], 1)[:, :1300],
+        "bfloat16": logits.bfloat16(),
+    }[form]
+    noise = noise_of(sampling, 3)
+    assert fused_draw(given, noise).tolist() == sampling.draw(given.float().contiguous(), noise).tolist()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_runner_draws_as_its_engine_was_told(sampling, fused):
+    from triton_omni.vllm_hooks.draw_kernels import fused_draw
+    from triton_omni.vllm_hooks.fused_decode import FUSED_DECODE
+
+    class Plain:
+        max_num_reqs = 4
+
+        def __init__(self, vllm_config, device):
+            self.sampler = SimpleNamespace()
+
+        def _make_buffer(self, count, dtype):
+            return SimpleNamespace(gpu=torch.zeros(count, dtype=dtype, device=DEVICE))
+
+    class Runner(sampling.CounterNoiseMixin, Plain):
+        pass
+
+    runner = Runner(SimpleNamespace(additional_config={FUSED_DECODE: fused and "auto"}), DEVICE)
+    assert runner.sampler.topk_topp_sampler._draws is (fused_draw if fused else sampling.draw)
 
 
 class CountOps(TorchDispatchMode):

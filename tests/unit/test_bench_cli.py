@@ -235,6 +235,7 @@ def test_an_unready_server_is_one_sentence(server: FakeEnsemble, tmp_path: Path)
         ["--concurrency", "0"],
         ["--concurrency", "1.5"],
         ["--rate", "-1"],
+        ["--rate", "2", "--listen"],
         ["--rate", "nan"],
         ["--audio-format", "mp3"],
         ["--thinker-json", "{"],

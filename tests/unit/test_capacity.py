@@ -48,6 +48,13 @@ def report(*runs: dict[str, Any]) -> dict[str, Any]:
 MEASURED = report(run(32, 60.0, 0.9, silent=40), run(1, 5.0, 0.25), run(8, 30.0, 0.4))
 
 
+def test_a_report_of_listeners_is_refused() -> None:
+    listening = report(run(8, 40.0, 0.4)) | {"workload": {"listens": True}}
+    with pytest.raises(BadRequest, match="--listen"):
+        measured_loads(listening)
+    assert measured_loads(listening | {"workload": {"listens": False}})
+
+
 def test_the_largest_load_within_the_targets_counts() -> None:
     loads = measured_loads(MEASURED)
     assert [load.streams for load in loads] == [1, 8, 32]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-PAGES = (40 << 20) // 4096
 PROGRAM = """
 import resource, sys
 import numpy as np
@@ -29,6 +28,5 @@ def faults(how: str) -> int:
 
 
 def test_large_arrays_take_the_memory_of_those_before() -> None:
-    assert faults("kept") < PAGES
-    # A kernel may give large pages, so not all of five times as many.
-    assert faults("as it comes") > 2 * faults("kept")
+    # A kernel may give large pages, of which there are 512 times fewer.
+    assert 10 * faults("kept") < faults("as it comes")

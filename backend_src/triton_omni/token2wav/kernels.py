@@ -94,7 +94,7 @@ SNAKE_FRAMES = 64
 SNAKE_MARGIN = 5
 _KEPT = SNAKE_FRAMES - 2 * SNAKE_MARGIN
 _SNAKE_CHANNELS = 64
-"""Of a tile: its filters are loaded once for all of them."""
+"""Of a tile, whose filters are loaded once for all of them; the fastest of 16 to 128 (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,9 @@ def anti_aliased_snake(
     """
     batch, length, width = first.shape
     output = torch.empty(batch, length, width, dtype=dtype, device=first.device)
-    tile = min(_SNAKE_CHANNELS, padded_rows(width))
+    # Filters in float32 take twice the room, and threads more registers than they have.
+    most, warps = (_SNAKE_CHANNELS, 4) if snake.up.dtype is torch.float16 else (32, 8)
+    tile = min(most, padded_rows(width))
     _anti_aliased_snake[triton.cdiv(length, _KEPT), triton.cdiv(width, tile), batch](
         first,
         first if second is None else second,
@@ -262,7 +264,7 @@ def anti_aliased_snake(
         MARGIN=SNAKE_MARGIN,
         TILE=tile,
         PRECISION="tf32x3" if dtype is torch.float32 else "tf32",
-        num_warps=4,
+        num_warps=warps,
     )
     return output
 

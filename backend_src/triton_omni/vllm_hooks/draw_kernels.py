@@ -25,7 +25,6 @@ def _weigh_blocks(
     logits,
     highest,
     weights,
-    row_stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -35,7 +34,7 @@ def _weigh_blocks(
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0) * TILE + tl.arange(0, TILE)
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    values = tl.load(logits + row * row_stride + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
+    values = tl.load(logits + row * SIZE + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
     best = tl.max(values, 1)
     # Where all ids are excluded the difference of two infinities would be NaN.
     found = tl.exp(values - tl.where(best == float("-inf"), 0.0, best)[:, None])
@@ -51,6 +50,7 @@ def _inverted(weights, part, indices):
     `sampling._invert`, whose comments say why.
     """
     cumulative = tl.cumsum(weights.to(tl.float64), 0)
+    # Summed in parallel, sums need not grow from one to the next in their last bit.
     total = tl.max(cumulative, 0)
     target = part * total
     index = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), indices.shape[0] - 1)
@@ -69,7 +69,6 @@ def _find_id(
     weights,
     uniforms,
     drawn,
-    row_stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -84,7 +83,7 @@ def _find_id(
     sums = tl.load(weights + own, mask=numbers < blocks, other=0.0)
     block, left = _inverted(sums * tl.exp(best - tl.max(best, 0)), tl.load(uniforms + row), numbers)
     ids = block * BLOCK + places
-    values = tl.load(logits + row * row_stride + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
+    values = tl.load(logits + row * SIZE + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
     place, _ = _inverted(tl.exp(values - tl.max(values, 0)), left, places)
     # Of NaN nothing is found; whoever has it fails that sequence, but the id must be valid.
     tl.store(drawn + row, tl.minimum(block * BLOCK + place, SIZE - 1).to(tl.int64))
@@ -94,20 +93,21 @@ def fused_draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     """`sampling.draw` in two launches: blocks are weighed in parallel, then a block is found, and the id within it.
 
     Args:
-        logits: float [B, V], each row contiguous; -inf marks ids that must not be drawn, at least one id is finite.
+        logits: float [B, V], copied where they are not contiguous; -inf marks ids that must not be drawn, at least one
+            id is finite.
         uniforms: float64 [B] in [0, 1).
 
     Returns:
         int64 [B], for a row with NaN any id. The same ids as the plain form's, but where a number falls so near the
         bound of two ids that the order of a sum decides.
     """
-    (rows, size), device = logits.shape, logits.device
+    (rows, size), device, logits = logits.shape, logits.device, logits.contiguous()
     blocks = triton.cdiv(size, _BLOCK)
     highest = torch.empty(rows, blocks, dtype=torch.float32, device=device)
     weights, drawn = torch.empty_like(highest), torch.empty(rows, dtype=torch.int64, device=device)
     shape = {"SIZE": size, "BLOCK": _BLOCK, **early_launch(device)}
     _weigh_blocks[(triton.cdiv(blocks, _BLOCKS_A_PROGRAM), rows)](
-        logits, highest, weights, logits.stride(0), TILE=_BLOCKS_A_PROGRAM, **shape
+        logits, highest, weights, TILE=_BLOCKS_A_PROGRAM, **shape
     )
-    _find_id[(rows,)](logits, highest, weights, uniforms, drawn, logits.stride(0), TILE=padded_rows(blocks), **shape)
+    _find_id[(rows,)](logits, highest, weights, uniforms, drawn, TILE=padded_rows(blocks), **shape)
     return drawn

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import BatchFeature, WhisperFeatureExtractor
 
 
@@ -20,13 +19,15 @@ class LeastPaddedFeatures(WhisperFeatureExtractor):
     """
 
     def __call__(self, raw_speech: Any, *args: Any, **kwargs: Any) -> BatchFeature:
-        """As HF's; `max_length`, in samples, is the least that gives the same unless it is given."""
-        if kwargs.get("max_length") is None:
+        """As HF's; `max_length`, in samples, is the least that gives the same, of a list of sounds [S]."""
+        if not args and kwargs.get("max_length") is None and isinstance(raw_speech, list | tuple):
             kwargs["max_length"] = self._enough(raw_speech)
         features: BatchFeature = super().__call__(raw_speech, *args, **kwargs)
         return features
 
-    def _enough(self, sounds: Sequence[NDArray[np.float32]] | NDArray[np.float32]) -> int:
-        lengths = [len(sound) for sound in sounds] if isinstance(sounds, list | tuple) else [len(sounds)]
-        frames = -(-(max(lengths) + self.n_fft) // self.hop_length)
+    def _enough(self, sounds: Sequence[Any]) -> int | None:
+        """Samples, for sounds [S] each, as vLLM gives them; None for HF's other forms, which are padded as HF does."""
+        if not all(isinstance(sound, np.ndarray) and sound.ndim == 1 for sound in sounds):
+            return None
+        frames = -(-(max(map(len, sounds)) + self.n_fft) // self.hop_length)
         return int(min(frames * self.hop_length, self.n_samples))

@@ -36,7 +36,7 @@ class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
     """vLLM's, with HF's processor but for the padding of sounds."""
 
     def get_hf_processor(self, **kwargs: object) -> Any:
-        """The processor, which vLLM makes once for each set of arguments."""
+        """The processor. vLLM keeps one for each set of arguments and gives it to nobody else, so it may be changed."""
         processor = super().get_hf_processor(**kwargs)
         if not isinstance(processor.feature_extractor, LeastPaddedFeatures):
             least: Any = LeastPaddedFeatures

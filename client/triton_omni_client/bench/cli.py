@@ -153,7 +153,21 @@ def bench(
             _write(write_perf_analyzer_input, perf_analyzer_input(workload, requests or PERF_ANALYZER_REQUESTS))
             return
         loads, metrics = _loads(concurrency, rate), metrics_url or default_metrics_url(url)
-        plan = Plan(url, model, metrics, loads, workload, requests, warm_up, wait, ramp_up, listen, prompt_tokens)
+        if listen and any(load.mode == "open" for load in loads):
+            raise typer.BadParameter("not with --rate, whose requests come when they come", param_hint="--listen")
+        plan = Plan(
+            url,
+            model,
+            metrics,
+            loads,
+            workload,
+            requests,
+            warm_up,
+            wait_s=wait,
+            ramp_up_s=ramp_up,
+            listens=listen,
+            prompt_tokens=prompt_tokens,
+        )
         if check:
             return
         asked = _described(workload, prompts) | {"ramp_up_s": ramp_up, "listens": listen}

@@ -81,12 +81,15 @@ class LoadRun:
 
         async def place(begin_s: float) -> None:
             await asyncio.sleep(begin_s - self._now())
-            while (index := next(numbers)) < warm_up + requests:
+            index = next(numbers)
+            while index < warm_up + requests:
                 start_s = self._now()
                 record, error = await self._measure(index, start_s, warm_up=index < warm_up)
                 if isinstance(error, Overloaded) and error.retry_after_ms:
                     await asyncio.sleep(error.retry_after_ms / 1000)
-                if listens:
+                index = next(numbers)
+                # Behind the last one nobody waits: the run would measure an idle server.
+                if listens and index < warm_up + requests:
                     await asyncio.sleep(start_s + play(record.chunks).over_s - self._now())
 
         async with asyncio.TaskGroup() as group:
