@@ -365,9 +365,14 @@ MODULE = [sys.executable, "-m", "triton_omni.serving.supervisor"]
 def command(repository: Path) -> subprocess.Popen[str]:
     """The command in a process of its own, its log in a file."""
     arguments = ["--model-repository", str(repository), "--log-file", str(repository.parent / "server.log")]
-    return subprocess.Popen(
-        [*MODULE, *arguments, *FREE_PORTS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    # Tests may run under nohup, which the command would keep to.
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        return subprocess.Popen(
+            [*MODULE, *arguments, *FREE_PORTS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGHUP, hang_up)
 
 
 @pytest.mark.usefixtures("whole_checkpoint")
