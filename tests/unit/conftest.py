@@ -4,6 +4,7 @@ stage sets for its process to its own test."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,3 +29,11 @@ def _switch_interval() -> Iterator[None]:
     before = sys.getswitchinterval()
     yield
     sys.setswitchinterval(before)
+
+
+@pytest.fixture
+def hang_up_ends() -> Iterator[None]:
+    """A hang-up ends whoever is started, also where the tests run under nohup, which the supervisor keeps to."""
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, earlier)

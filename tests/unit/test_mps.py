@@ -267,14 +267,14 @@ def arguments(config: ServerConfig, tiny_checkpoint: Path) -> list[str]:
     return [f"--model-repository={config.model_repository}", f"--model={tiny_checkpoint}", *ports]
 
 
-# The command in a process of its own, on a machine with a GPU; tests may run under nohup, which it would keep to.
-COMMAND = """import signal, sys
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# The command in a process of its own, on a machine with a GPU.
+COMMAND = """import sys
 from triton_omni.serving import mps, supervisor
 mps.visible_gpus = lambda environment: 1
 sys.exit(supervisor.main(sys.argv[1:]))"""
 
 
+@pytest.mark.usefixtures("hang_up_ends")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_daemon_quits_when_a_signal_ends_the_command(
     record: Record, arguments: list[str], number: signal.Signals

@@ -365,17 +365,12 @@ MODULE = [sys.executable, "-m", "triton_omni.serving.supervisor"]
 def command(repository: Path) -> subprocess.Popen[str]:
     """The command in a process of its own, its log in a file."""
     arguments = ["--model-repository", str(repository), "--log-file", str(repository.parent / "server.log")]
-    # Tests may run under nohup, which the command would keep to.
-    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    try:
-        return subprocess.Popen(
-            [*MODULE, *arguments, *FREE_PORTS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-    finally:
-        signal.signal(signal.SIGHUP, hang_up)
+    return subprocess.Popen(
+        [*MODULE, *arguments, *FREE_PORTS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
-@pytest.mark.usefixtures("whole_checkpoint")
+@pytest.mark.usefixtures("whole_checkpoint", "hang_up_ends")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_command_prints_ready_and_ends_as_the_signal_says(
     repository: Path, stage: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from triton_omni.vllm_hooks.compat import (
     LlamaDecoderLayer,
     MRotaryEmbedding,
     Qwen2DecoderLayer,
+    VllmConfig,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +38,12 @@ _HALF_PRECISION: Final = (torch.bfloat16, torch.float16)
 logger = logging.getLogger(__name__)
 
 
+def wanted_fused(config: VllmConfig) -> bool | str:
+    """What `additional_config` says under `FUSED_DECODE`; False where it says nothing."""
+    wanted: bool | str = cast(dict[str, Any], config.additional_config).get(FUSED_DECODE, False)
+    return wanted
+
+
 class FusedDecodeMixin(_Runner):
     """Records decode steps with fused kernels where `additional_config` asks for it and the network allows it.
 
@@ -53,7 +60,7 @@ class FusedDecodeMixin(_Runner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the network, and let its layers choose how a step is computed."""
         super().load_model(*args, **kwargs)
-        wanted = cast(dict[str, Any], self.vllm_config.additional_config).get(FUSED_DECODE)
+        wanted = wanted_fused(self.vllm_config)
         if not wanted:
             return
         network = self.get_model()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from triton_omni.vllm_hooks.compat import GPUModelRunner, SchedulerOutput, VllmConfig, apply_top_k_top_p
-from triton_omni.vllm_hooks.fused_decode import FUSED_DECODE
+from triton_omni.vllm_hooks.fused_decode import wanted_fused
 
 if TYPE_CHECKING:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -143,8 +143,7 @@ class CounterNoiseMixin(_Runner):
         self._uniforms = self._make_buffer(self.max_num_reqs, dtype=torch.float64)
         self._seeded: list[str] = []
         self._seeds = np.zeros(0, dtype=np.uint64)
-        fused = bool(cast(dict[str, Any], vllm_config.additional_config).get(FUSED_DECODE))
-        sampler = CounterTopKTopPSampler(self._uniforms.gpu, _fused_draw() if fused else draw)
+        sampler = CounterTopKTopPSampler(self._uniforms.gpu, _fused_draw() if wanted_fused(vllm_config) else draw)
         self.sampler.topk_topp_sampler = sampler  # type: ignore[assignment]
 
     def _prepare_inputs(

@@ -39,8 +39,7 @@ class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
         """The processor. vLLM keeps one for each set of arguments and gives it to nobody else, so it may be changed."""
         processor = super().get_hf_processor(**kwargs)
         if not isinstance(processor.feature_extractor, LeastPaddedFeatures):
-            least: Any = LeastPaddedFeatures
-            processor.feature_extractor = least(**processor.feature_extractor.to_dict())
+            processor.feature_extractor = LeastPaddedFeatures.from_dict(processor.feature_extractor.to_dict())
         return processor
 
 
