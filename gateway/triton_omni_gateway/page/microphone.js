@@ -26,7 +26,10 @@ export class Microphone {
     return window.isSecureContext && "mediaDevices" in navigator;
   }
 
-  /** @throws {Error} there is none, or the user does not want it */
+  /**
+   * Fulfilled once it is heard: some devices take half a second to begin, and what is said before is lost.
+   * @throws {Error} there is none, or the user does not want it
+   */
   async open() {
     this.#opening ??= this.#start().catch((error) => {
       this.#opening = null;
@@ -78,9 +81,14 @@ export class Microphone {
       channelCount: 1,
       channelCountMode: "explicit",
     });
-    tap.port.onmessage = ({ data }) => this.#take(data, context.sampleRate);
-    context.createMediaStreamSource(stream).connect(tap);
     this.#open = { stream, context };
+    await new Promise((resolve) => {
+      tap.port.onmessage = ({ data }) => {
+        resolve(undefined);
+        this.#take(data, context.sampleRate);
+      };
+      context.createMediaStreamSource(stream).connect(tap);
+    });
   }
 
   /**
