@@ -283,7 +283,7 @@ class CalledAgain(GraphPool):
 
 def test_what_a_recorded_step_reads_is_given_to_every_step_anew(networks: Networks) -> None:
     options = FlowOptions("euler", 3, -1.0, guided=True)
-    batches = [(12, 12), (7,)]
+    batches = [(6, 6), (4,)]
     assert_recorded_steps_are_the_same(networks, CalledAgain(), options, dtype=torch.float32, batches=batches)
 
 

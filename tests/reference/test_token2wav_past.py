@@ -187,14 +187,14 @@ def test_a_past_is_heard(blind_networks: Networks) -> None:
 def test_fused_windows_with_and_without_a_past_equal_the_plain_ones(tiny_checkpoint: Path) -> None:
     networks = with_layers(tiny_checkpoint, "block", look_ahead=(2, 3), device=DEVICE)
     options = FlowOptions("euler", 3, sway=-1.0, guided=True)
-    kinds = [(30, PLANS[2]), (15, None), (25, PLANS[0]), (13, PLANS[0])]
+    kinds = [(30, PLANS[2]), (15, None), (13, PLANS[0])]
     found = []
     for solver in (StepwiseSolver(networks.dit), StepwiseSolver(FusedDiT(networks.dit, torch.float32))):
         sampler = Sampler(networks.dit, DEVICE, solver, past=networks.dit.past_pool(12, torch.float32))
         streams = [a_stream(networks, sampler, some_codes(n, n), plan, options) for n, plan in kinds]
         found.append(solve(sampler, streams))
     plain, ours = found
-    assert [len(windows) for windows in plain] == [2, 1, 3, 2]
+    assert [len(windows) for windows in plain] == [2, 1, 2]
     for theirs, mine in zip(plain, ours, strict=True):
         for (_, expected), (_, mel) in zip(theirs, mine, strict=True):
             torch.testing.assert_close(mel, expected, atol=1e-4, rtol=1e-4)

@@ -97,18 +97,18 @@ async def test_who_listens_asks_again_once_a_reply_was_heard() -> None:
         if number == 1:
             raise Internal("broken")
         for _ in range(2):
-            yield AudioDelta(np.zeros(60_000 if number == 2 else 2400, np.float32))
+            yield AudioDelta(np.zeros(240_000 if number == 2 else 12_000, np.float32))
 
     run = LoadRun(FakeClient(reply), request, Counts())
     begin = time.monotonic()
     await run.closed_loop(1, requests=3, warm_up=0, listens=True)
     # Nobody waits for the last one to be heard.
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 20
     first, failed, third = run.records
-    assert first.end_s < 0.2
-    # Two chunks of 0.1 s, the first of which came at once; of a failure there is nothing to hear.
-    assert failed.start_s - first.start_s >= first.chunks[0].at_s + 0.2
-    assert third.start_s - failed.start_s < 0.2
+    assert first.end_s < 1
+    # Two chunks of 0.5 s, the first of which came at once; of a failure there is nothing to hear.
+    assert failed.start_s - first.start_s >= first.chunks[0].at_s + 1
+    assert third.start_s - failed.start_s < 1
 
 
 async def test_requests_of_a_closed_loop_count_from_their_sending() -> None:
@@ -116,7 +116,7 @@ async def test_requests_of_a_closed_loop_count_from_their_sending() -> None:
     await run.closed_loop(1, requests=2, warm_up=0)
     first, second = run.records
     assert second.start_s >= first.start_s + first.end_s
-    assert 0 <= second.sent_s - second.start_s < 0.1
+    assert 0 <= second.sent_s - second.start_s < 1
     assert 0.01 <= first.text_at_s[0] < first.chunks[0].at_s <= first.end_s
 
 
@@ -152,14 +152,14 @@ async def test_a_request_that_cannot_be_sent_is_an_error_too() -> None:
 
 async def test_a_place_waits_after_overloaded_as_the_server_asked() -> None:
     async def reply(_number: int) -> AsyncIterator[Delta]:
-        raise Overloaded("full", retry_after_ms=200)
+        raise Overloaded("full", retry_after_ms=500)
         yield  # makes it a generator
 
     begin = time.monotonic()
     run = LoadRun(FakeClient(reply), request, Counts())
     await run.closed_loop(1, requests=3, warm_up=0)
-    assert time.monotonic() - begin >= 0.6
-    assert all(record.end_s < 0.15 for record in run.records)
+    assert time.monotonic() - begin >= 1.5
+    assert all(record.end_s < 0.4 for record in run.records)
 
 
 async def test_an_open_loop_starts_requests_however_many_are_open() -> None:
@@ -237,4 +237,4 @@ async def test_a_blocked_event_loop_is_noticed() -> None:
         await asyncio.sleep(0.05)
         time.sleep(0.12)
         await asyncio.sleep(0.05)
-    assert 0.08 <= lag.worst_s < 1
+    assert 0.08 <= lag.worst_s < 10
