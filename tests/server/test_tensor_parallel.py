@@ -16,6 +16,7 @@ from processes import is_running
 from reference.hf import HfReference
 from server.asking import ask_together
 from server.parity import GREEDY, check_reply, hf_reply
+from server.probes import SLOW_THINKER
 from server.serving import TINY, Served, serve, wait_for
 from server.test_mixed_media import CHATS
 from triton_omni.device import gpu_count
@@ -37,7 +38,7 @@ def split(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     with serve(tmp_path_factory.mktemp("split"), tiny_checkpoint, settings) as server:
         ranks = other_ranks(server)
         yield server
-        wait_for(lambda: not any(map(is_running, ranks)), 5, lambda: ranks)
+        wait_for(lambda: not any(map(is_running, ranks)), 10, lambda: ranks)
         assert not [path for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket() and path not in before]
 
 
@@ -79,7 +80,8 @@ def test_a_stage_dies_with_a_rank(split: Served) -> None:
     """The last test of this module: that a stage which died is started again is in `test_crashes.py`."""
     stage, ranks = thinker(split), other_ranks(split)
     with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(split.ask, "cut off", "hello", seed=1, thinker={"min_tokens": 200, "max_tokens": 200})
+        long = {"min_tokens": 250, "max_tokens": 250}
+        stream = pool.submit(split.ask, "cut off", "hello", seed=SLOW_THINKER, thinker=long)
         wait_for(lambda: split.metrics('omni_sessions{stage="token2wav"}').popitem()[1] == 1, 10, split.held)
         os.kill(ranks[0], signal.SIGKILL)
         with pytest.raises(Internal, match="the process of thinker ended unexpectedly"):

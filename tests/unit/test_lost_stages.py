@@ -64,7 +64,7 @@ def test_a_reply_is_failed_by_the_stages_that_are_left_and_kept_by_none(stage):
             assert_told(ensemble, stage)
         left = others(stage)
         wait_for(lambda: not any(getattr(p, other).stats().sessions for other in left), SOON_S)
-        assert not any(p.engines[STAGES.index(other)].open_keys for other in left)
+        wait_for(lambda: not any(p.engines[STAGES.index(other)].open_keys for other in left), SOON_S)
         assert board.open_sessions() == 0
 
 

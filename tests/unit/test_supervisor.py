@@ -149,8 +149,8 @@ def test_free_ports_are_not_those_that_outgoing_connections_get() -> None:
 
 
 def test_a_server_that_never_gets_ready_is_stopped(repository: Path) -> None:
-    server = Supervisor(config(repository, environment={"BEHAVIOUR": "loading"}, ready_timeout_s=1.0))
-    with pytest.raises(ServerNotReady, match="not ready after 1 s"), server:
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "loading"}, ready_timeout_s=4.0))
+    with pytest.raises(ServerNotReady, match="not ready after 4 s"), server:
         pass
     assert server.exit_code == 0
 
@@ -554,9 +554,10 @@ def test_a_whole_checkpoint_passes(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["model-00002-of-00008.safetensors", "spk_dict.pt", "tokenizer.json", "preprocessor_config.json"]
+    "pattern", ["model-00002-*.safetensors", "spk_dict.pt", "tokenizer.json", "preprocessor_config.json"]
 )
-def test_a_checkpoint_without_one_of_its_files_is_refused_by_name(checkpoint: Path, name: str) -> None:
+def test_a_checkpoint_without_one_of_its_files_is_refused_by_name(checkpoint: Path, pattern: str) -> None:
+    (name,) = (file.name for file in checkpoint.glob(pattern))
     (checkpoint / name).write_bytes(b"")
     with pytest.raises(ModelFolderError, match=rf"tiny (is no|cannot be) .*{name}"):
         check_files(checkpoint)
@@ -566,9 +567,10 @@ def test_a_checkpoint_without_one_of_its_files_is_refused_by_name(checkpoint: Pa
 
 
 def test_a_checkpoint_without_weights_is_refused(checkpoint: Path) -> None:
-    for file in checkpoint.glob("model*.safetensors"):
+    shards = sorted(checkpoint.glob("model*.safetensors"))
+    for file in shards:
         file.unlink()
-    with pytest.raises(ModelFolderError, match=r"lacks model-00001-of-00008\.safetensors, .* and 3 more$"):
+    with pytest.raises(ModelFolderError, match=rf"lacks {shards[0].name}, .* and {len(shards) - 5} more$"):
         check_files(checkpoint)
     (checkpoint / "model.safetensors.index.json").unlink()
     with pytest.raises(ModelFolderError, match=r"lacks model\.safetensors$"):

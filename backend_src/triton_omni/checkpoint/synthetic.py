@@ -35,7 +35,7 @@ Progress = Callable[[str], None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Tokens after which a reply's stop ids become likely: (thinker, talker).
 _REPLIES: dict[Size, tuple[int, int]] = {"tiny": (24, 120), "3b": (150, 1000), "7b": (150, 1000)}
-_SHARD_BYTES: dict[Size, int] = {"tiny": 1 << 20, "3b": 4 << 30, "7b": 4 << 30}
+_SHARD_BYTES: dict[Size, int] = {"tiny": 1 << 19, "3b": 4 << 30, "7b": 4 << 30}
 
 
 @dataclass(frozen=True)
