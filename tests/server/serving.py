@@ -114,7 +114,7 @@ def server_config(
         model_repository=make_repository(folder / "repository", settings),
         model=str(checkpoint),
         log_path=folder / "server.log",
-        ready_timeout_s=180,
+        ready_timeout_s=400,
         environment={
             "OMP_NUM_THREADS": "1",
             RECORDS_VARIABLE: str(records),
