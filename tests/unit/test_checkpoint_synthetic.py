@@ -147,19 +147,3 @@ def test_command_line_without_a_folder_makes_the_cached_one(
     synthetic.main(["--size", "7b"])
     assert capsys.readouterr().out.strip() == str(tmp_path / "cache-7b")
     assert (tmp_path / "cache-7b" / "7b").exists()
-
-
-def test_without_a_repository_around_the_code_it_lies_in_the_user_s_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in the container, whose code is on a read-only file system."""
-    beside = synthetic.default_checkpoint_path()
-    assert beside.is_relative_to(Path(__file__).parents[2] / ".cache")
-    installed = tmp_path / "lib" / "python" / "site-packages" / "triton_omni" / "checkpoint" / "synthetic.py"
-    monkeypatch.setattr(synthetic, "__file__", str(installed))
-    monkeypatch.setattr(synthetic, "_source_hash", lambda: "hash")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert synthetic.default_checkpoint_path() == Path("/cache/triton-omni/checkpoints/tiny-hash")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/omni")
-    assert synthetic.default_checkpoint_path() == Path("/home/omni/.cache/triton-omni/checkpoints/tiny-hash")

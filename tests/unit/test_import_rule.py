@@ -22,6 +22,7 @@ LAYERS = [
             "engine",
             "device",
             "heap",
+            "cache_folder",
             "streams",
             "precision",
             "spans",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from triton_omni.cache_folder import cache_folder
 from triton_omni.checkpoint import synthetic_config, synthetic_text, synthetic_weights
 from triton_omni.checkpoint.synthetic_config import SIZES, Size, omni_config, vocabulary
 from triton_omni.checkpoint.synthetic_text import write_speakers, write_text_files
@@ -88,17 +89,8 @@ def make_checkpoint(
 
 
 def default_checkpoint_path(size: Size = "tiny") -> Path:
-    """Where the checkpoint of this size and this version of the code lies: in the cache folder of the repository, or of
-    the user where the code is installed without one.
-    """
-    return _cache() / "checkpoints" / f"{size}-{_source_hash()}"
-
-
-def _cache() -> Path:
-    root = Path(__file__).resolve().parents[3]
-    if (root / "pyproject.toml").is_file():
-        return root / ".cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triton-omni"
+    """Where the checkpoint of this size and this version of the code lies."""
+    return cache_folder() / "checkpoints" / f"{size}-{_source_hash()}"
 
 
 def ensure_checkpoint(size: Size = "tiny", path: Path | None = None, *, progress: Progress | None = None) -> Path:
