@@ -35,6 +35,8 @@ LONG = {"thinker": {"min_tokens": 200, "max_tokens": 200}}
 """A reply that is still written when the stage is killed."""
 SETTINGS = {**TINY, **{stage: {**TINY[stage], "max_sessions": STREAMS} for stage in ("thinker", "talker")}}
 SHARED_MEMORY = Path("/dev/shm")
+STANDS_STILL_S = 3.0
+"""Triton's own patience is one second."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,20 @@ def test_before_anything_dies_the_reply_is_hf_s(crashing: Crashing, hf: HfRefere
     reply = ask(crashing.server, "beside HF")
     check_reply(crashing.server, hf, request, reply, expected)
     assert_equals(crashing.server, reply, "beside HF", crashing.before)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_that_stands_still_is_waited_for(crashing: Crashing, stage: StageName) -> None:
+    server, board, names = crashing.server, crashing.board, [f"{stage} stands still {number}" for number in range(2)]
+    epoch = board.epoch(stage)
+    with ThreadPoolExecutor(len(names)) as pool:
+        os.kill(board.pid(stage), signal.SIGSTOP)
+        streams = [pool.submit(ask, server, name) for name in names]
+        time.sleep(STANDS_STILL_S)
+        os.kill(board.pid(stage), signal.SIGCONT)
+    for name, stream in zip(names, streams, strict=True):
+        assert_equals(server, stream.result(), name, crashing.before)
+    assert board.epoch(stage) == epoch
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,9 +70,9 @@ def stub_environment(base: Mapping[str, str], install: TritonInstall, model: Pat
     """Environment of the server, which its stages inherit."""
     env = dict(base)
     # A stage's stub takes its packages from the first `python3` on PATH.
-    env["PATH"] = _prepend([Path(sys.executable).parent], base.get("PATH", os.defpath))
+    env["PATH"] = prepend([Path(sys.executable).parent], base.get("PATH", os.defpath))
     if install.library_folders:
-        env["LD_LIBRARY_PATH"] = _prepend(install.library_folders, base.get("LD_LIBRARY_PATH", ""))
+        env["LD_LIBRARY_PATH"] = prepend(install.library_folders, base.get("LD_LIBRARY_PATH", ""))
     env["OMNI_MODEL"] = str(model)
     # Everything is read from the folder: no look-ups at start, no statistics sent.
     env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -80,8 +80,9 @@ def stub_environment(base: Mapping[str, str], install: TritonInstall, model: Pat
     return env | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
-def _prepend(folders: list[Path] | tuple[Path, ...], rest: str) -> str:
-    return os.pathsep.join([*map(str, folders), *([rest] if rest else [])])
+def prepend(paths: Sequence[Path], rest: str) -> str:
+    """The value of a variable like PATH with `paths` before what it had."""
+    return os.pathsep.join([*map(str, paths), *([rest] if rest else [])])
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:

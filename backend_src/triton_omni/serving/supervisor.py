@@ -39,6 +39,7 @@ from triton_omni.serving.memory_pool import memory_pool_bytes
 from triton_omni.serving.model_control import ModelControl, operator_key
 from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.serving.mps import mps_daemon
+from triton_omni.serving.patience import preloaded
 from triton_omni.serving.placement import check_placement
 from triton_omni.serving.probe import Probe, own_host
 from triton_omni.serving.revival import StageReviver
@@ -159,7 +160,7 @@ class Supervisor:
                 regions=self.regions,
                 pools=[pool] * gpus,
             )
-            self._process = self._launch(command, environment)
+            self._process = self._launch(command, environment | preloaded(environment))
             self._control, self._repository = control, repository
             self._outliving = outliving.pop_all()
         self.log.follow(self._process)

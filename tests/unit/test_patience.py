@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits of tritonserver that go on for a stage that stands still, and those of others, that do not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from triton_omni.serving import patience
+from triton_omni.serving.patience import PatienceError, build_patience, preloaded
+
+PATIENCE_S = 3.0
+WAIT_S = 0.1
+# Waits `seconds` for a semaphore that is posted after `posted`, if it is; says what came of it, and after how long.
+WAITING = """
+import ctypes, json, os, sys, threading, time
+seconds, posted, with_dead_child = json.loads(sys.argv[1])
+class Time(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+libc, semaphore = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(64)
+libc.sem_init(semaphore, 0, 0)
+if with_dead_child:
+    child = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+if posted:
+    threading.Timer(posted, libc.sem_post, [semaphore]).start()
+begin, until = time.monotonic(), time.time() + seconds
+result = libc.sem_timedwait(semaphore, ctypes.byref(Time(int(until), int(until % 1 * 1e9))))
+print(json.dumps([result, ctypes.get_errno(), time.monotonic() - begin]))
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_patience(tmp_path_factory.mktemp("native"), PATIENCE_S)
+
+
+def wait(library: Path, name: str, posted: float = 0.0, with_dead_child: bool = False) -> tuple[int, int, float]:
+    """Result, errno and seconds of a wait in a process of this name."""
+    command = [name, "-c", WAITING, json.dumps([WAIT_S, posted, with_dead_child])]
+    environment = {"LD_PRELOAD": str(library)}
+    how = {"executable": sys.executable, "env": environment}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, **how)
+    assert done.returncode == 0, done.stderr
+    result, errno, seconds = json.loads(done.stdout)
+    return result, errno, seconds
+
+
+def test_the_server_goes_on_waiting_for_a_stage_that_stands_still(library: Path) -> None:
+    result, _, seconds = wait(library, "tritonserver", posted=0.7)
+    assert result == 0
+    assert seconds > 0.6
+
+
+def test_patience_ends(library: Path) -> None:
+    result, errno, seconds = wait(library, "tritonserver")
+    assert (result, errno) == (-1, 110)
+    assert seconds >= WAIT_S + PATIENCE_S - 0.1
+
+
+def test_nobody_waits_once_a_child_has_ended(library: Path) -> None:
+    result, errno, seconds = wait(library, "tritonserver", with_dead_child=True)
+    assert (result, errno) == (-1, 110)
+    assert seconds < PATIENCE_S
+
+
+def test_other_programs_time_out_as_ever(library: Path) -> None:
+    """A stage inherits what is preloaded, and its locks have time-outs that are meant."""
+    result, errno, seconds = wait(library, "python3")
+    assert (result, errno) == (-1, 110)
+    assert seconds < PATIENCE_S
+
+
+def test_what_was_preloaded_before_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(patience, "cache_folder", lambda: tmp_path)
+    library = preloaded({})["LD_PRELOAD"]
+    assert Path(library).is_file()
+    assert preloaded({"LD_PRELOAD": "/lib/other.so"}) == {"LD_PRELOAD": f"{library}:/lib/other.so"}
+
+
+def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = build_patience(tmp_path, 1.0)
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert build_patience(tmp_path, 1.0) == library
+    with pytest.raises(PatienceError, match="/nowhere/cc"):
+        build_patience(tmp_path, 2.0)
+
+
+def test_without_a_compiler_the_server_starts_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(patience, "cache_folder", lambda: tmp_path)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert preloaded({}) == {}
+    assert "no C compiler" in capsys.readouterr().err
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", f"{sys.executable} -c 'raise SystemExit(\"no such target\")'")
+    with pytest.raises(PatienceError, match=r"could not compile patience\.c: no such target"):
+        build_patience(tmp_path, 1.0)
+    assert list(tmp_path.iterdir()) == []
