@@ -43,8 +43,9 @@ class EngineSettings(_Frozen):
     """Prompt and reply tokens of one sequence."""
     max_num_batched_tokens: Annotated[int, Field(ge=32)] = 2048
     """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
-    max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 512
-    """Steps with prompts get CUDA graphs up to this many tokens, where the attention kernels allow it; 0 = none."""
+    max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 2048
+    """Steps with prompts get CUDA graphs up to this many tokens, where the attention kernels allow it; 0 = none. All
+    steps, as it comes: launching one of a thousand tokens kernel by kernel takes longer than running it."""
     enforce_eager: bool = False
     """Switch CUDA graphs off (the plain path)."""
     torch_compile: bool = False
@@ -98,6 +99,7 @@ class TalkerEngineSettings(EngineSettings):
     max_num_batched_tokens: Annotated[int, Field(ge=32)] = 512
     """Tokens of one engine step: no more than of the longest that is recorded as a CUDA graph, since one with prompts
     that is launched kernel by kernel holds all others up."""
+    max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 512
 
 
 class RequestLimits(_Frozen):

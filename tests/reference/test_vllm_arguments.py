@@ -77,7 +77,7 @@ def test_a_gpu_engine_captures_decode_steps_unless_it_is_eager(
         assert built.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
         assert int(built.compilation_config.mode) == 0
         assert built.compilation_config.cudagraph_capture_sizes[:7] == [1, 2, 4, 8, 16, 20, 32]
-        assert built.compilation_config.cudagraph_capture_sizes[-1] == 512
+        assert built.compilation_config.cudagraph_capture_sizes[-1] == 2048
 
 
 def test_decode_steps_of_a_whole_network_on_a_gpu_are_fused(engine_args: Any, any_device: None, tmp_path: Path) -> None:
