@@ -41,3 +41,16 @@ def test_requests_that_come_together_share_each_encoders_pass(tiny_checkpoint: P
     assert sorted(passes) == ["audio_tower"] * 3 + ["visual"] * 3
     assert REPLY.max_tokens >= len(alone.token_ids) > 0
     engine.close()
+
+
+def test_the_vision_tower_has_run_before_the_first_image(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton_omni.vllm_hooks.thinker_networks import ThinkerNetwork
+
+    embed, seen = ThinkerNetwork.embed_multimodal, []
+    monkeypatch.setattr(ThinkerNetwork, "embed_multimodal", lambda self, **kwargs: seen.append(embed(self, **kwargs)))
+    make_engine(tiny_checkpoint).close()
+    ((embedding,),) = seen
+    assert embedding.shape[0] == 1
+    assert embedding.isfinite().all()

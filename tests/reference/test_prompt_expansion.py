@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 import media_samples as samples
 from triton_omni.media import decode_media
@@ -49,6 +50,19 @@ def vllm_processor(tiny_checkpoint):
     return MULTIMODAL_REGISTRY.create_processor(config)
 
 
+@pytest.fixture(scope="module")
+def normalised(vllm_processor):
+    """What the vision tower makes of bytes first."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from triton_omni.vllm_hooks.compat import build_mm_input_norm
+
+    config = vllm_processor.info.ctx.model_config
+    with set_current_vllm_config(VllmConfig(model_config=config)):
+        norm = build_mm_input_norm(config)
+    return lambda pixels: norm.forward_native(pixels, torch.float32)
+
+
 def prompt_of(tokenizer, kinds, text, use_audio_in_video):
     parts = [{"type": kind} for kind in kinds] + [{"type": "text", "text": text}]
     raw = RawRequest(
@@ -83,16 +97,20 @@ def hf_inputs(processor, prompt, kinds, text, use_audio_in_video):
 
 
 @pytest.mark.parametrize(("kinds", "use_audio_in_video"), KINDS)
-def test_ids_and_pixels_after_expansion_are_hfs(hf_processor, vllm_processor, kinds, use_audio_in_video):
+def test_ids_and_pixels_after_expansion_are_hfs(hf_processor, vllm_processor, normalised, kinds, use_audio_in_video):
     text = "\n\nwhat is it?\n"
     prompt = prompt_of(hf_processor.tokenizer, kinds, text, use_audio_in_video)
     ours = expand(vllm_processor, prompt)
     theirs = hf_inputs(hf_processor, prompt, kinds, text, use_audio_in_video)
     assert ours["prompt_token_ids"] == theirs["input_ids"][0].tolist()
     data = ours["mm_kwargs"].get_data()
-    for name in ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"):
+    for name in ("image_grid_thw", "video_grid_thw"):
         if name in theirs:
             assert theirs[name].equal(data[name])
+    for name in ("pixel_values", "pixel_values_videos"):
+        if name in theirs:
+            assert data[name].dtype == torch.uint8
+            torch.testing.assert_close(normalised(data[name]), theirs[name], rtol=0, atol=1e-6)
     if "feature_attention_mask" in theirs:
         assert data["audio_feature_lengths"].flatten().equal(theirs["feature_attention_mask"].sum(-1))
 

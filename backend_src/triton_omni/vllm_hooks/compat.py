@@ -78,6 +78,7 @@ try:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import VLLMValidationError
     from vllm.forward_context import BatchDescriptor, ForwardContext, get_forward_context, override_forward_context
+    from vllm.model_executor.layers.fusion.mm_input_norm import build_mm_input_norm
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -227,6 +228,7 @@ __all__ = [
     "Worker",
     "WorkerProc",
     "apply_top_k_top_p",
+    "build_mm_input_norm",
     "current_platform",
     "get_forward_context",
     "get_mp_context",

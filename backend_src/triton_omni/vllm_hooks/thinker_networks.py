@@ -24,6 +24,7 @@ from triton_omni.vllm_hooks.compat import (
     Qwen2_5OmniThinkerMultiModalProcessor,
     Qwen2_5OmniThinkerProcessingInfo,
     VllmConfig,
+    build_mm_input_norm,
 )
 from triton_omni.vllm_hooks.named_weights import Weights, load_named
 from triton_omni.vllm_hooks.platform import UnsupportedEngineError
@@ -33,13 +34,15 @@ THINKER_ARCHITECTURE = "TritonOmniThinker"
 
 
 class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
-    """vLLM's, with HF's processor but for the padding of sounds."""
+    """vLLM's, with HF's processor but for the padding of sounds, and frames taken as they come."""
 
     def get_hf_processor(self, **kwargs: object) -> Any:
         """The processor. vLLM keeps one for each set of arguments and gives it to nobody else, so it may be changed."""
         processor = super().get_hf_processor(**kwargs)
         if not isinstance(processor.feature_extractor, LeastPaddedFeatures):
             processor.feature_extractor = LeastPaddedFeatures.from_dict(processor.feature_extractor.to_dict())
+            # Frames were scaled when they were decoded; HF warns of a cap of its own that is not decided on.
+            processor.video_processor.cap_pixels_per_frame = False
         return processor
 
 
@@ -49,10 +52,17 @@ class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
     dummy_inputs=Qwen2_5OmniThinkerDummyInputsBuilder,
 )
 class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration):
-    """Qwen2.5-Omni's thinker: text, image, sound and video in, logits and last hidden states out."""
+    """Qwen2.5-Omni's thinker: text, image, sound and video in, logits and last hidden states out.
+
+    Pixels come to the device as bytes and are normalised there, as vLLM has it for Qwen2.5-VL, whose vision tower this
+    is: on the host that takes longer than scaling, and four times as much is copied.
+    """
+
+    supports_mm_device_do_normalize = True
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.visual.input_norm = build_mm_input_norm(vllm_config.model_config)
         self._checkpoint = Path(vllm_config.model_config.model)
 
     def load_weights(self, weights: Weights) -> set[str]:
@@ -63,6 +73,14 @@ class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration):
             ValueError: one is missing or unexpected.
         """
         return load_named(super().load_weights, weights, self._checkpoint)
+
+    @torch.inference_mode()
+    def warm_vision_up(self) -> None:
+        """Send an image of one token through the vision tower, so that its kernels are compiled and loaded."""
+        tower: Any = self.visual
+        side = tower.spatial_merge_size
+        pixels = torch.zeros(side**2, tower.patch_embed.proj.input_size, dtype=torch.uint8, device=tower.device)
+        self.embed_multimodal(pixel_values=pixels, image_grid_thw=torch.tensor([[1, side, side]], device="cpu"))
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]

@@ -38,6 +38,12 @@ class ThinkerWorker(StageWorker):
         if self.model_config.dtype == torch.float32:
             use_full_float32(self.runner.device)
 
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's, and the vision tower's, which vLLM leaves to the first image, in a step that others share."""
+        times = super().compile_or_warm_up_model()
+        cast(thinker_networks.ThinkerNetwork, self.runner.get_model()).warm_vision_up()
+        return times
+
     @property
     def runner(self) -> ThinkerRunner:
         """The model runner; there is one once the device is started."""
