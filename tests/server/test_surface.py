@@ -107,13 +107,13 @@ def test_a_client_that_calls_the_thinker_itself_is_turned_away(server: Served) -
 def called_by_grpc(server: Served) -> str:
     message = to_grpc(Request(text="hello", seed=1, request_id="called by gRPC"), "thinker")
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
-        answers = [answer.error_message for answer in Stub(channel).ModelStreamInfer(iter([message]), timeout=30)]
+        answers = [answer.error_message for answer in Stub(channel).ModelStreamInfer(iter([message]), timeout=60)]
     return "".join(answers)
 
 
 def called_by_http(server: Served) -> str:
     url = f"http://{server.supervisor.http_url}/v2/models/thinker/generate_stream"
-    return httpx.post(url, json={"text_input": "hello"}, timeout=30).text
+    return httpx.post(url, json={"text_input": "hello"}, timeout=60).text
 
 
 @pytest.mark.parametrize("stage", STAGES)

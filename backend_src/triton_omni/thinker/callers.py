@@ -14,8 +14,10 @@ from triton_omni.errors import BadRequest
 from triton_omni.ledger import SessionLedger
 from triton_omni.wire import SessionKey
 
-UNHEARD_FOR_S: Final = 5.0
-"""So long a talker whose loop turns has nothing of a session: a message takes milliseconds."""
+UNHEARD_FOR_S: Final = 20.0
+"""So long a talker whose loop turns has nothing of a session. A message takes milliseconds, but those of ten sessions
+have waited for more than five seconds before a talker that got a fifth of two slow cores; and a caller of the ensemble
+that is turned away leaves its request in Triton."""
 _TURNS_S: Final = 1.0
 """A loop that is silent for longer is in a long step and may have what it has not taken up."""
 
