@@ -16,7 +16,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,11 @@ from triton_omni_client import NO_RETRY, HttpClient, OmniClient, Reply, Request
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("thinker", "talker", "token2wav")
+NEVER_S = 40.0
+"""What has not come by then never comes, however slow the machine; what must come sooner says so. It is less than the
+deadline of a request, which would free what was forgotten."""
+IDLE_S = 15.0
+"""For the same reason less than what the thinker takes to tell strangers from callers."""
 UNMEASURED = {"COVERAGE_PROCESS_CONFIG": "", "COVERAGE_PROCESS_START": ""}
 """Environment of a process that coverage leaves alone."""
 HELD = {"nv_inference_pending_request_count", *(family.name for family in FAMILIES if family.holds)}
@@ -62,13 +66,14 @@ TINY: Settings = {
 Float32 on a GPU too: replies are compared exactly, whatever else runs.
 """
 
-_PROBED_MODEL = """
-import sys
+_LOADED = '"""Load the stage."""'
+_PROBES = """
+        import sys
 
-sys.path.insert(0, "{tests}")
-from server.probes import install
+        sys.path.insert(0, "{tests}")
+        from server.probes import install
 
-install("{stage}")
+        install("{stage}")
 """
 
 
@@ -81,10 +86,10 @@ def make_repository(target: Path, settings: Settings = TINY) -> Path:
     for stage in STAGES:
         model_file = target / stage / "1" / "model.py"
         code = model_file.read_text()
-        begin = "FOLDER = "
-        assert begin in code, f"{model_file} has changed: no place for the probes"
-        probes = _PROBED_MODEL.format(stage=stage, tests=ROOT / "tests")
-        model_file.write_text(code.replace(begin, probes + begin, 1))
+        assert _LOADED in code, f"{model_file} has changed: no place for the probes"
+        # Not before: Triton imports the file once more to complete the configuration, for which nothing is loaded.
+        probes = _PROBES.format(stage=stage, tests=ROOT / "tests")
+        model_file.write_text(code.replace(_LOADED, _LOADED + probes, 1))
     return target
 
 
@@ -170,7 +175,7 @@ in_time_once = retry(retry=retry_if_exception_type(TooLate), stop=stop_after_att
 """Tries until it is in time: a machine with other work is late now and then, what is slow is so each time."""
 
 
-def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], object]) -> None:
+def wait_for(condition: Callable[[], bool], what: Callable[[], object], seconds: float = NEVER_S) -> None:
     """Poll until `condition` holds; `what` says what was found when it never does."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -243,10 +248,10 @@ class Served:
         found = self.metrics("omni_link_bytes_total")
         return {name: value for name, value in found.items() if re.search('tensor="(ROWS|CODES)"', name)}
 
-    def wait_until_idle(self, seconds: float = 5.0) -> None:
+    def wait_until_idle(self, seconds: float = IDLE_S) -> None:
         """Nothing is left of any request; the stages publish their figures every 0.1 s."""
         time.sleep(0.12)
-        wait_for(lambda: not self.held(), seconds, self.held)
+        wait_for(lambda: not self.held(), self.held, seconds)
 
     def post(self, path: str, body: str) -> tuple[int, str]:
         """Status and text of an HTTP answer."""
@@ -261,18 +266,26 @@ class Served:
         return self.client.stream(Request(text=text, request_id=request_id, **options)).collect()
 
 
-@dataclass(frozen=True)
 class Records:
-    """What the probes of one server wrote, by request id."""
+    """What the probes of one server wrote, by request id; of one thread at a time."""
 
-    folder: Path
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[str, tuple[int, list[dict[str, Any]]]] = {}
 
     def events(self, stage: str) -> list[dict[str, Any]]:
-        """All events of a stage, in order."""
-        path = self.folder / f"{stage}.jsonl"
-        # The last line may be in the middle of being written.
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
+        """All events of a stage, in order; a server of many tests has written many, and each line is read once."""
+        path = self._folder / f"{stage}.jsonl"
+        if not path.exists():
+            return []
+        end, events = self._read.get(stage, (0, []))
+        with path.open("rb") as file:
+            file.seek(end)
+            # The last line may be in the middle of being written.
+            lines, newline, _ = file.read().rpartition(b"\n")
+        events = events + [json.loads(line) for line in lines.splitlines()]
+        self._read[stage] = (end + len(lines) + len(newline), events)
+        return events
 
     def key(self, request_id: str) -> str:
         """The session of a request that reached the talker."""

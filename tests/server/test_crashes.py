@@ -100,23 +100,23 @@ def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(crashing: Crash
         # The first slows the thinker down, so that none has ended before all have begun.
         seeds = [SLOW_THINKER, *range(1, STREAMS)]
         streams = [pool.submit(until_the_end, server, f"{stage} {seed}", seed) for seed in seeds]
-        wait_for(lambda: board.open_sessions() == STREAMS, 10, board.open_sessions)
-        wait_for(lambda: server.metrics('omni_sessions{stage="token2wav"}').popitem()[1] == STREAMS, 10, server.held)
+        wait_for(lambda: board.open_sessions() == STREAMS, board.open_sessions)
+        wait_for(lambda: server.metrics('omni_sessions{stage="token2wav"}').popitem()[1] == STREAMS, server.held)
         killed_at = time.monotonic()
         os.kill(board.pid(stage), signal.SIGKILL)
         assert_told(streams, stage, killed_at)
-    wait_for(lambda: not crashing.ready(), TOLD_WITHIN_S, crashing.ready)
+    wait_for(lambda: not crashing.ready(), crashing.ready, TOLD_WITHIN_S)
     assert not server.client.ready()
     with pytest.raises((Internal, Overloaded)):
         server.ask(f"{stage}: while it is not there", "hello")
     # Triton puts the ensemble back some moments after its last stage, and calls itself ready in between.
-    wait_for(server.client.ready, BACK_WITHIN_S, crashing.ready)
+    wait_for(server.client.ready, crashing.ready, BACK_WITHIN_S)
     assert crashing.ready()
     note_figures(killed=stage, back_s=time.monotonic() - killed_at)
     assert board.epoch(stage) == epoch + 1
     assert board.open_sessions() == 0
     assert_equals(server, ask(server, f"after {stage}"), f"after {stage}", crashing.before)
-    wait_for(lambda: omni_figures(server) == {}, 5, lambda: omni_figures(server))
+    wait_for(lambda: omni_figures(server) == {}, lambda: omni_figures(server))
 
 
 def test_a_stage_whose_engine_failed_ends_its_streams_and_comes_back(crashing: Crashing) -> None:
@@ -124,13 +124,13 @@ def test_a_stage_whose_engine_failed_ends_its_streams_and_comes_back(crashing: C
     old, epoch = board.pid("token2wav"), board.epoch("token2wav")
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(server.ask, "beside a failing engine", "hello", seed=1, **LONG)
-        wait_for(lambda: board.open_sessions() == 1, 10, board.open_sessions)
+        wait_for(lambda: board.open_sessions() == 1, board.open_sessions)
         for failing in (lambda: server.ask("failing engine", "hello", seed=BREAKING_TOKEN2WAV), beside.result):
             with pytest.raises(Internal, match="the engine of token2wav failed: RuntimeError") as caught:
                 failing()
             assert caught.value.stage == "token2wav"
-    wait_for(lambda: not crashing.ready(), TOLD_WITHIN_S, crashing.ready)
-    wait_for(server.client.ready, BACK_WITHIN_S, crashing.ready)
+    wait_for(lambda: not crashing.ready(), crashing.ready, TOLD_WITHIN_S)
+    wait_for(server.client.ready, crashing.ready, BACK_WITHIN_S)
     assert board.epoch("token2wav") == epoch + 1
     assert board.pid("token2wav") != old
     assert_equals(server, ask(server, "after a failed engine"), "after a failed engine", crashing.before)
@@ -148,8 +148,8 @@ def test_a_server_stops_while_a_stage_is_started_again(crashing: Crashing) -> No
         assert caught.value.stage == "talker"
         assert "the engine of talker failed: RuntimeError" in caught.value.message
         assert "the device is lost" not in caught.value.message, "the cause is for the log, not for clients"
-    wait_for(lambda: not server.client.ready(), 5, server.log)
-    wait_for(lambda: server.log().count("loading: talker:1") == loads + 1, 10, server.log)
+    wait_for(lambda: not server.client.ready(), server.log)
+    wait_for(lambda: server.log().count("loading: talker:1") == loads + 1, server.log)
     seconds = server.supervisor.stop()
     note_figures(after="crashes", stop_s=seconds)
     assert seconds < server.stop_limit_s

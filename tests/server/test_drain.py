@@ -94,7 +94,7 @@ def test_replies_run_through_a_stop_to_their_end_and_new_requests_are_refused(
         time.sleep(0.3)
         server.process.send_signal(signal.SIGTERM)
         told_at = time.monotonic()
-        wait_for(lambda: not server.is_ready(), 2, lambda: "still ready")
+        wait_for(lambda: not server.is_ready(), lambda: "still ready", 2)
         for ask in (server.client.stream(WHOLE).collect, lambda: server.http.unary(WHOLE)):
             with pytest.raises(Overloaded, match="the server is shutting down") as refusal:
                 ask()

@@ -128,7 +128,7 @@ def test_a_timeout_longer_than_any_clock_is_over_the_server_s_limit(gateway: Run
 
 def test_no_free_session_is_a_rate_limit_with_a_time_to_retry(server: Served, gateway: RunningGateway) -> None:
     busy = [server.client.stream(Request(text="hello", seed=CRAWLING_THINKER)) for _ in range(8)]
-    wait_for(lambda: server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'] == 8, 5, server.held)
+    wait_for(lambda: server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'] == 8, server.held)
     with pytest.raises(openai.RateLimitError, match="all 8 sessions are in use") as caught:
         gateway.chat(messages=HELLO)
     assert caught.value.response.headers["retry-after-ms"] == "250"
@@ -146,9 +146,9 @@ def test_leaving_a_stream_stops_every_stage(server: Served, gateway: RunningGate
         for found in stream:
             if found.choices and (found.choices[0].delta.content or found.choices[0].delta.audio):
                 break
-    wait_for(lambda: any(server.records.of(request_id, stage, "noticed") for stage in STAGES), 5, server.held)
+    wait_for(lambda: any(server.records.of(request_id, stage, "noticed") for stage in STAGES), server.held)
     for stage in STAGES if spoken else ("thinker",):
-        wait_for(lambda stage=stage: server.records.of(request_id, stage, "aborted"), 5, server.held)
+        wait_for(lambda stage=stage: server.records.of(request_id, stage, "aborted"), server.held)
 
 
 def test_many_at_once_each_get_their_own_reply(gateway: RunningGateway) -> None:

@@ -76,7 +76,7 @@ def hostile(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield found
         with finished_stream(server):
             server.stop()
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5, lambda: pids)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), lambda: pids)
 
 
 @contextmanager
@@ -200,9 +200,9 @@ def infer_error(server: Served, message: Any) -> str:
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         if message.model_name == MODEL:
-            return str(next(stub.ModelStreamInfer(iter([message]), timeout=20)).error_message)
+            return str(next(stub.ModelStreamInfer(iter([message]), timeout=60)).error_message)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.ModelInfer(message, timeout=20)
+            stub.ModelInfer(message, timeout=60)
         return str(caught.value.details())
 
 

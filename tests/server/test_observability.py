@@ -194,7 +194,7 @@ def test_the_doctor_finds_an_idle_server_and_a_busy_one_sound(
     assert f"{SESSIONS} of {SESSIONS} slots free" in told
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(server.ask, f"busy {i}", "hello", seed=SLOW_THINKER) for i in range(2)]
-        wait_for(lambda: len(server.held()) > 3, 10, server.held)
+        wait_for(lambda: len(server.held()) > 3, server.held)
         assert doctor.main(arguments) == 0
         assert "sessions open, the oldest for" in capsys.readouterr().out
         for future in running:
@@ -239,7 +239,7 @@ def test_each_stage_logs_what_became_of_a_request_under_its_name(observed: Obser
 
 @pytest.mark.parametrize("way", TRACES)
 def test_a_trace_has_a_span_a_stage_under_the_client_s(observed: Observed, way: str) -> None:
-    wait_for(lambda: len(observed.receiver.of_trace(TRACES[way])) == 3, 5, observed.receiver.spans)
+    wait_for(lambda: len(observed.receiver.of_trace(TRACES[way])) == 3, observed.receiver.spans)
     spans = observed.receiver.of_trace(TRACES[way])
     assert spans.keys() == set(STAGES)
     assert spans["thinker"].parent_span_id.hex() == PARENT

@@ -132,15 +132,13 @@ def test_slow_readers_cost_only_themselves(server: Served) -> None:
         # More than there are sessions, in waves: who was refused would show, since nothing could be read.
         unread_replies = []
         for number in range(SLOW_READERS):
-            wait_for(lambda: sessions_of(server) < SESSIONS - 1, 30, lambda: "slow readers hold their sessions")
+            wait_for(lambda: sessions_of(server) < SESSIONS - 1, lambda: "slow readers hold their sessions")
             begun = prompts_begun(server)
             unread_replies.append(stack.enter_context(unread(server, slow, over_http=number % 4 == 0)))
-            wait_for(
-                lambda begun=begun: prompts_begun(server) > begun, 30, lambda: "a slow reader's prompt never began"
-            )
+            wait_for(lambda begun=begun: prompts_begun(server) > begun, lambda: "a slow reader's prompt never began")
         reply = server.client.stream(quick).collect()
         assert_same(reply, expected)
-        wait_for(lambda: sessions_of(server) == 0, 30, lambda: "slow readers hold their sessions")
+        wait_for(lambda: sessions_of(server) == 0, lambda: "slow readers hold their sessions")
         grown = resident_bytes(server.supervisor.pid) - before
         assert grown < SLOW_READERS * REPLY_BYTES + MARGIN_BYTES
         # With nobody's reply read yet, the server is as quick as before.

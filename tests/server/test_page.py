@@ -71,9 +71,9 @@ def test_a_stop_reaches_every_stage_and_what_was_heard_is_kept(
         time.sleep(0.5)
         at.page.click("#stop")
         at.state("stopped")
-        wait_for(lambda: any(server.records.of(request_id, stage, "noticed") for stage in STAGES), 5, server.held)
+        wait_for(lambda: any(server.records.of(request_id, stage, "noticed") for stage in STAGES), server.held)
         for stage in STAGES:
-            wait_for(lambda stage=stage: server.records.of(request_id, stage, "aborted"), 5, server.held)
+            wait_for(lambda stage=stage: server.records.of(request_id, stage, "aborted"), server.held)
         server.wait_until_idle()
         kept = at.text(".reply .said")
         assert len(kept) < len(whole.text)

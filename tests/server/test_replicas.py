@@ -80,7 +80,7 @@ def test_servers_of_one_host_share_nothing(servers: list[Served]) -> None:
 def test_envoy_spreads_the_streams_of_one_connection(servers: list[Served], front: tuple[str, str]) -> None:
     with OmniClient(front[0], timeout=60, retry=NO_RETRY) as client:
         streams = [client.stream(Request(text="hello", seed=SLOW_THINKER)) for _ in range(6)]
-        wait_for(lambda: open_sessions(servers) == [3, 3], 10, lambda: open_sessions(servers))
+        wait_for(lambda: open_sessions(servers) == [3, 3], lambda: open_sessions(servers))
         for stream in streams:
             stream.close()
     for server in servers:
@@ -125,12 +125,12 @@ def test_of_what_a_dead_server_had_nothing_else_is_lost(servers: list[Served], f
     with run_gateway(*urls) as gateway, run_gateway(front[0]) as behind_envoy, ThreadPoolExecutor(8) as pool:
         gateway.wait_for_metric("omni_gateway_servers_ready", 2)
         running = [pool.submit(spoken, gateway) for _ in range(4)]
-        wait_for(lambda: open_sessions(servers) == [2, 2], 10, lambda: open_sessions(servers))
+        wait_for(lambda: open_sessions(servers) == [2, 2], lambda: open_sessions(servers))
         os.kill(dying.supervisor.pid, signal.SIGKILL)
         after = [pool.submit(read, gateway) for _ in range(6)]
         # Envoy asks again who could not be reached. What had already reached the dying one, which keeps its connections
         # for as long as its memory is taken apart, is not answered.
-        wait_for(lambda: dying.supervisor.exit_code is not None, 10, lambda: dying.supervisor.pid)
+        wait_for(lambda: dying.supervisor.exit_code is not None, lambda: dying.supervisor.pid)
         time.sleep(NOTICED_S)
         after += [pool.submit(read, behind_envoy) for _ in range(6)]
         # What the dead one had is lost, but a request that it had answered nothing of yet is asked again.
@@ -160,6 +160,6 @@ def read(gateway: RunningGateway) -> str:
 
 def outcome(future: Future[str]) -> str:
     try:
-        return "whole" if future.result(60) else "empty"
+        return "whole" if future.result() else "empty"
     except openai.APIStatusError:
         return "failed"

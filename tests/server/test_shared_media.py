@@ -82,4 +82,4 @@ def test_a_client_that_is_closed_leaves_nothing(server: Served) -> None:
     assert len(files()) == len(streams)
     client.close()
     assert files() == set()
-    wait_for(lambda: not regions(server.client), 5, lambda: regions(server.client))
+    wait_for(lambda: not regions(server.client), lambda: regions(server.client))

@@ -38,7 +38,7 @@ def split(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     with serve(tmp_path_factory.mktemp("split"), tiny_checkpoint, settings) as server:
         ranks = other_ranks(server)
         yield server
-        wait_for(lambda: not any(map(is_running, ranks)), 10, lambda: ranks)
+        wait_for(lambda: not any(map(is_running, ranks)), lambda: ranks)
         assert not [path for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket() and path not in before]
 
 
@@ -82,7 +82,7 @@ def test_a_stage_dies_with_a_rank(split: Served) -> None:
     with ThreadPoolExecutor(1) as pool:
         long = {"min_tokens": 250, "max_tokens": 250}
         stream = pool.submit(split.ask, "cut off", "hello", seed=SLOW_THINKER, thinker=long)
-        wait_for(lambda: split.metrics('omni_sessions{stage="token2wav"}').popitem()[1] == 1, 10, split.held)
+        wait_for(lambda: split.metrics('omni_sessions{stage="token2wav"}').popitem()[1] == 1, split.held)
         os.kill(ranks[0], signal.SIGKILL)
         with pytest.raises(Internal, match="the process of thinker ended unexpectedly"):
             stream.result(timeout=TOLD_WITHIN_S)
