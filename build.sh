@@ -542,6 +542,11 @@ command_check() {
     run_checks
 }
 
+# test_workers: how many there are. On a GPU one alone: vLLM's engines each take a share of its memory.
+test_workers() {
+    if [[ $(platform) == gpu ]] || (($(nproc) < 2)); then echo 1; else echo 2; fi
+}
+
 command_test() {
     run_setup
     make_page_tools
@@ -549,7 +554,9 @@ command_test() {
         exec "$VENV/bin/python" -m pytest "$@"
     fi
     run_checks
-    exec "$VENV/bin/python" -m pytest --cov --cov-report=term-missing:skip-covered --cov-fail-under="$COVERAGE_FLOOR"
+    # A worker a core, up to two: each loads torch, vLLM and HF's model, and tests with a server run in one of them.
+    exec "$VENV/bin/python" -m pytest --numprocesses "$(test_workers)" --dist loadgroup --no-loadscope-reorder \
+        --cov --cov-report=term-missing:skip-covered --cov-fail-under="$COVERAGE_FLOOR"
 }
 
 command_clean() {

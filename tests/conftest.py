@@ -23,6 +23,21 @@ from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
 define_torchvision_operators()
 
 
+ALONE = "server"
+"""The folder of tests that look at the clock: one worker runs them, after all others."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say what several workers may share out (`--dist loadgroup`): modules, whose fixtures are dear, and `ALONE`."""
+    tests = Path(__file__).parent
+    folders = {item: item.path.relative_to(tests).parts[0] for item in items}
+    items.sort(key=lambda item: folders[item] == ALONE)
+    for item in items:
+        group = ALONE if folders[item] == ALONE else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint() -> Path:
     """Folder of the tiny synthetic checkpoint in HF's format; do not write into it."""

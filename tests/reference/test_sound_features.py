@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features of sounds that are padded with little silence are HF's, which pads them to five minutes, bit for bit."""
+"""Features of sounds that are padded with little silence are HF's, which pads them to five minutes.
+
+To the last bit but one, and they are of the order of 1: of a few frames some processors' BLAS sums in another order.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:
 
 RATE = 16_000
 LONGEST_S = 8
+LAST_BITS = 2.0**-23
 
 
 @pytest.mark.parametrize(
@@ -46,5 +50,5 @@ def test_the_same_features_of_the_same_frames(lengths: list[int]) -> None:
         found.append((kept.sum(-1).tolist(), given["input_features"].permute(0, 2, 1)[kept], kept.shape[1]))
     (counts, features, padded), (our_counts, our_features, our_padded) = found
     assert our_counts == counts
-    assert torch.equal(our_features, features)
+    torch.testing.assert_close(our_features, features, rtol=0, atol=LAST_BITS)
     assert our_padded == min(padded, -(-(min(max(lengths), LONGEST_S * RATE) + 400) // 160))
