@@ -40,9 +40,9 @@ from triton_omni_client.messages import MODEL, UNARY_MODEL
 STEADY_MIB = 16.0
 """What all processes of the server may gain in the last three rounds of the corpus: its larger requests are of 30 and
 100 MB, so a kept one is seen."""
-ROUNDS = 16
+ROUNDS = 48
 """Triton and the C library keep buffers of the largest requests, one a thread that has met one: which thread meets
-which is chance, and the growth ended after 4 to 8 rounds of this corpus."""
+which is chance, and the growth ended after 4 to 35 rounds of this corpus."""
 GOOD: Mapping[str, Any] = {"seed": 7, "modalities": ["text"], "thinker": {"max_tokens": 6}}
 
 
