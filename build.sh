@@ -555,7 +555,7 @@ command_test() {
     fi
     run_checks
     # A worker a core, up to two: each loads torch, vLLM and HF's model, and tests with a server run in one of them.
-    exec "$VENV/bin/python" -m pytest --numprocesses "$(test_workers)" --dist loadgroup --no-loadscope-reorder \
+    exec "$VENV/bin/python" -m pytest --numprocesses "$(test_workers)" --dist loadscope --no-loadscope-reorder \
         --cov --cov-report=term-missing:skip-covered --cov-fail-under="$COVERAGE_FLOOR"
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 # One thread for the tiny networks, said before torch is loaded: several wait for each other at every operation, which
 # beside a server on the same few cores took a test from 4 s to 186 s.
@@ -12,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
 
 if not torch.cuda.is_available():
     # Kernels in the Triton language then run in its interpreter; it must be said before anything imports it.
@@ -23,19 +27,25 @@ from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
 define_torchvision_operators()
 
 
-ALONE = "server"
-"""The folder of tests that look at the clock: one worker runs them, after all others."""
+WITH_A_SERVER = "tests/server/"
+"""The folder of tests that look at the clock: one worker runs them, when the others are nearly done."""
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what several workers may share out (`--dist loadgroup`): modules, whose fixtures are dear, and `ALONE`."""
-    tests = Path(__file__).parent
-    folders = {item: item.path.relative_to(tests).parts[0] for item in items}
-    items.sort(key=lambda item: folders[item] == ALONE)
-    for item in items:
-        group = ALONE if folders[item] == ALONE else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    """What needs a server comes last."""
+    items.sort(key=lambda item: item.nodeid.startswith(WITH_A_SERVER))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Workers share out modules, whose fixtures are dear; what needs a server is one module to them."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return WITH_A_SERVER if nodeid.startswith(WITH_A_SERVER) else nodeid.partition("::")[0]
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
