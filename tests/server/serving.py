@@ -248,10 +248,10 @@ class Served:
         found = self.metrics("omni_link_bytes_total")
         return {name: value for name, value in found.items() if re.search('tensor="(ROWS|CODES)"', name)}
 
-    def wait_until_idle(self, seconds: float = IDLE_S) -> None:
+    def wait_until_idle(self) -> None:
         """Nothing is left of any request; the stages publish their figures every 0.1 s."""
         time.sleep(0.12)
-        wait_for(lambda: not self.held(), self.held, seconds)
+        wait_for(lambda: not self.held(), self.held, IDLE_S)
 
     def post(self, path: str, body: str) -> tuple[int, str]:
         """Status and text of an HTTP answer."""
