@@ -84,7 +84,7 @@ try:
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-    from vllm.model_executor.models.interfaces import SupportsMRoPE
+    from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph, SupportsMRoPE
     from vllm.model_executor.models.llama import LlamaDecoderLayer
     from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer
     from vllm.model_executor.models.qwen2_5_omni_thinker import (
@@ -93,6 +93,7 @@ try:
         Qwen2_5OmniThinkerMultiModalProcessor,
         Qwen2_5OmniThinkerProcessingInfo,
     )
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
     from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -116,6 +117,7 @@ try:
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.structured_output.backend_guidance import GuidanceBackend, serialize_guidance_grammar
     from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
+    from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
@@ -181,6 +183,7 @@ __all__ = [
     "CommonAttentionMetadata",
     "CompilationMode",
     "CompletionOutput",
+    "EncoderCudaGraphConfig",
     "EngineArgs",
     "EngineCoreOutput",
     "EngineCoreOutputs",
@@ -203,6 +206,7 @@ __all__ = [
     "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5OmniThinkerMultiModalProcessor",
     "Qwen2_5OmniThinkerProcessingInfo",
+    "Qwen2_5_VLForConditionalGeneration",
     "RMSNorm",
     "ReplicatedLinear",
     "Request",
@@ -216,6 +220,7 @@ __all__ = [
     "StructuredOutputOptions",
     "StructuredOutputsConfig",
     "StructuredOutputsParams",
+    "SupportsEncoderCudaGraph",
     "SupportsMRoPE",
     "UniProcExecutor",
     "UnquantizedLinearMethod",

@@ -19,6 +19,7 @@ from triton_omni.settings import Dtype, EngineSettings, Quantization, SettingsEr
 from triton_omni.vllm_hooks.compat import CompilationMode, EngineArgs, current_platform
 from triton_omni.vllm_hooks.fused_decode import FUSED_DECODE
 from triton_omni.vllm_hooks.tensor_parallel import TensorParallelExecutor
+from triton_omni.vllm_hooks.vision_graphs import vision_graphs
 
 GPU_BLOCK_SIZE = 16
 CPU_BLOCK_SIZE = 32
@@ -150,7 +151,7 @@ def build_engine_args(
         **_ranks(tensor_parallel_size, device),
         additional_config={FUSED_DECODE: fuses and settings.fused_decode, **for_runner},
         **_memory(settings, block_size),
-        **_execution(settings, on_gpu),
+        **_execution(settings, on_gpu, tensor_parallel_size),
         **model_arguments,
     )
 
@@ -189,7 +190,7 @@ def _memory(settings: EngineSettings, block_size: int) -> dict[str, Any]:
     }
 
 
-def _execution(settings: EngineSettings, on_gpu: bool) -> dict[str, Any]:
+def _execution(settings: EngineSettings, on_gpu: bool, tensor_parallel_size: int) -> dict[str, Any]:
     """Graphs of whole steps, of kernels as they are or of what torch.compile makes of them.
 
     `prefill_graphs.py` adds those of steps with prompts; to vLLM itself the sizes above `max_num_seqs` mean nothing.
@@ -202,6 +203,7 @@ def _execution(settings: EngineSettings, on_gpu: bool) -> dict[str, Any]:
             "mode": CompilationMode.VLLM_COMPILE if settings.torch_compile else CompilationMode.NONE,
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": graph_sizes(settings),
+            **(vision_graphs(settings) if tensor_parallel_size == 1 else {}),
         },
     }
 

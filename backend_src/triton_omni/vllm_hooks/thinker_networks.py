@@ -29,6 +29,7 @@ from triton_omni.vllm_hooks.compat import (
 from triton_omni.vllm_hooks.named_weights import Weights, load_named
 from triton_omni.vllm_hooks.platform import UnsupportedEngineError
 from triton_omni.vllm_hooks.sound_features import LeastPaddedFeatures
+from triton_omni.vllm_hooks.vision_graphs import VisionGraphs
 
 THINKER_ARCHITECTURE = "TritonOmniThinker"
 
@@ -51,7 +52,7 @@ class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
     info=ProcessingInfo,
     dummy_inputs=Qwen2_5OmniThinkerDummyInputsBuilder,
 )
-class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration):
+class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration, VisionGraphs):
     """Qwen2.5-Omni's thinker: text, image, sound and video in, logits and last hidden states out.
 
     Pixels come to the device as bytes and are normalised there, as vLLM has it for Qwen2.5-VL, whose vision tower this

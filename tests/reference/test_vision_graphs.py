@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images in recorded passes of the vision tower, against the same images kernel by kernel."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from media_samples import picture
+from reference.hf import HfReference
+from reference.thinker_rig import Answer, run, token_ids
+from reference.thinker_rig import make_engine as make_plain_engine
+from triton_omni.engine import Sampling, ThinkerPrompt
+from triton_omni.settings import EngineSettings, ThinkerSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+SIZES = [(28, 28), (56, 280), (252, 28), (140, 140), (112, 84), (364, 336), (504, 476), (28, 308), (84, 84), (700, 392)]
+"""Width and height of images of 1 to 350 tokens, thin and square; all of them are more than share a pass."""
+TOO_LARGE = (1176, 896)
+"""An image of more tokens than are recorded."""
+RECORDED = 512
+GPU_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="there are CUDA graphs on a GPU only")
+
+
+@dataclass
+class _Again:
+    """Stand-in for a CUDA graph: runs what was recorded once more, on the same buffers."""
+
+    replay: Callable[[], None]
+
+
+def with_padding_attended(values: dict[str, Any]) -> dict[str, Any]:
+    """The buffers with the padding as a sequence: attention on the CPU wants each row in one, a GPU's does not."""
+    end = torch.tensor([len(values["pixel_values"])], dtype=torch.int32)
+    return values | {name: torch.cat([values[name], end]) for name in ("cu_seqlens", "cu_window_seqlens")}
+
+
+def record_on_the_cpu(manager: Any, settings: EngineSettings) -> None:
+    """What vLLM's manager does on a GPU, with passes that are run again instead of recorded."""
+    from vllm.v1.worker.encoder_cudagraph import BudgetGraphMetadata
+
+    from triton_omni.vllm_hooks.vision_graphs import image_budgets
+
+    network, most, frames = manager.model, manager.max_batch_size, manager.max_frames_per_batch
+    assert manager.token_budgets == image_budgets(settings)
+    for budget in manager.token_budgets:
+        values = network.prepare_encoder_cudagraph_capture_inputs(
+            budget, most, frames, torch.device("cpu"), torch.float32
+        ).values
+        output = network.encoder_cudagraph_forward(dict(values))
+
+        def replay(values: Any = values, output: Any = output) -> None:
+            output.copy_(network.encoder_cudagraph_forward(with_padding_attended(values)))
+
+        manager._get_graph_set()[budget] = BudgetGraphMetadata(budget, most, frames, _Again(replay), values, output)
+
+
+@pytest.fixture
+def network(tiny_checkpoint: Path) -> Any:
+    engine = make_plain_engine(tiny_checkpoint)
+    yield engine._model
+    engine.close()
+
+
+def pixels_of(sizes: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """Random patches of images, as the processor gives them: the tower takes patches of 14 x 14 pixels."""
+    grid = torch.tensor([[1, height // 14, width // 14] for width, height in sizes])
+    patches = int(grid.prod(-1).sum())
+    dice = torch.Generator().manual_seed(0)
+    return {
+        "pixel_values": torch.randint(256, (patches, 3 * 2 * 14 * 14), dtype=torch.uint8, generator=dice),
+        "image_grid_thw": grid,
+    }
+
+
+@torch.inference_mode()
+def test_padded_passes_on_fixed_buffers_give_the_rows_of_plain_ones(network: Any) -> None:
+    """vLLM's own manager packs and pads; passes follow each other on the buffers that the one before left full."""
+    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+    from triton_omni.vllm_hooks.vision_graphs import vision_graphs
+
+    settings, config = EngineSettings(max_graph_tokens=RECORDED), network.vllm_config
+    for name, value in vision_graphs(settings).items():
+        setattr(config.compilation_config, name, value)
+    manager = EncoderCudaGraphManager(config, torch.device("cpu"), torch.float32, network)
+    record_on_the_cpu(manager, settings)
+    assert manager.supports_modality("image")
+    assert not manager.supports_modality("video")
+    for sizes in (SIZES, SIZES[::-1], SIZES[:1], [*SIZES[4:7], TOO_LARGE], SIZES[1:3]):
+        inputs = pixels_of(sizes)
+        together = network.embed_multimodal(**inputs)
+        for ours, expected in zip(manager.execute(inputs), together, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    assert manager.graph_misses == 1
+
+
+def make_engine(checkpoint: Path, dtype: Any, max_graph_tokens: int) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+
+        sizes = EngineSettings(max_num_seqs=16, max_graph_tokens=max_graph_tokens)
+        return ThinkerVllmEngine(checkpoint, ThinkerSettings(dtype=dtype, engine=sizes), torch.device("cuda"))
+
+
+def ask(engine: Any, hf: HfReference) -> dict[str, Answer]:
+    """One question about each image, all at once."""
+    ids = token_ids(hf, {"type": "image"}, {"type": "text", "text": "what is this?"})
+    images = {size: Image.fromarray(picture(*size)) for size in (*SIZES, TOO_LARGE)}
+    prompts = {str(size): ThinkerPrompt(ids, {"image": [image]}) for size, image in images.items()}
+    return run(engine, prompts, Sampling(max_tokens=1))
+
+
+@GPU_ONLY
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("float32", 1e-4)])
+def test_an_engine_that_records_images_gives_the_rows_of_one_that_does_not(
+    tiny_checkpoint: Path, hf: HfReference, dtype: str, tolerance: float
+) -> None:
+    recording, plain = (make_engine(tiny_checkpoint, dtype, tokens) for tokens in (RECORDED, 0))
+    runner = recording._core.model_executor.driver_worker.worker.model_runner
+    plain_answers = ask(plain, hf)
+    for _ in range(2):
+        for size, answer in ask(recording, hf).items():
+            ours, expected = answer.rows.float(), plain_answers[size].rows.float()
+            assert (ours - expected).norm() / expected.norm() < tolerance
+    assert runner.encoder_cudagraph_manager.graph_hits == 2 * len(SIZES)
+    assert runner.encoder_cudagraph_manager.graph_misses == 2
+    assert plain._core.model_executor.driver_worker.worker.model_runner.encoder_cudagraph_manager is None
+    recording.close()
+    plain.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "last"),
+    [
+        (EngineSettings(), 2048),
+        (EngineSettings(max_graph_tokens=1000), 896),
+        (EngineSettings(max_graph_tokens=63), None),
+        (EngineSettings(deterministic=True), None),
+    ],
+)
+def test_images_are_recorded_up_to_the_size_of_steps_with_prompts(settings: EngineSettings, last: int | None) -> None:
+    from triton_omni.vllm_hooks.vision_graphs import vision_graphs
+
+    assert vision_graphs(settings).get("encoder_cudagraph_token_budgets", [None])[-1] == last
