@@ -42,8 +42,9 @@ def main(
 ) -> None:
     """Measure variants of the served stages one after another with the same load, and print them beside each other.
 
-    JSON has what a variant changes: {"thinker": {"engine": {"fused_decode": false}}, "replicas": 2}. Exit code 1: a
-    variant could not be measured; the others were.
+    JSON has what a variant changes: {"thinker": {"engine": {"fused_decode": false}}, "replicas": 2}, and in "bench"
+    what it is asked beside the others: "--concurrency 64". Exit code 1: a variant could not be measured; the others
+    were.
     """
     variants = _parsed(variant, options or [], out)
     checkpoint = model_folder(model)
@@ -53,7 +54,8 @@ def main(
         for wanted in variants:
             console.rule(wanted.name)
             try:
-                report = measure(wanted, checkpoint, out / wanted.name, options or [], mps=mps)
+                load = [*(options or []), *wanted.options]
+                report = measure(wanted, checkpoint, out / wanted.name, load, mps=mps)
             except (BalancerError, BenchFailed, ServerError) as error:
                 failures.append(f"{wanted.name}: {error}")
                 continue
@@ -76,9 +78,10 @@ def _parsed(texts: Sequence[str], options: Sequence[str], out: Path) -> list[Var
         raise typer.BadParameter("two have the same name", param_hint="--variant")
     if out.exists():
         raise typer.BadParameter(f"{out} exists already", param_hint="--out")
-    check = [sys.executable, "-m", "triton_omni_client", "bench", "--check", *options]
-    if code := subprocess.run(check, check=False).returncode:
-        raise typer.Exit(code)
+    for wanted in variants:
+        check = [sys.executable, "-m", "triton_omni_client", "bench", "--check", *options, *wanted.options]
+        if code := subprocess.run(check, check=False).returncode:
+            raise typer.Exit(code)
     return variants
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from triton_omni.settings import TalkerSettings, ThinkerSettings, Token2WavSettings, describe_validation, load_settings
 
@@ -32,6 +33,7 @@ class _Changes(BaseModel):
     talker: dict[str, Any] = {}
     token2wav: dict[str, Any] = {}
     replicas: Annotated[int, Field(ge=1, le=16)] = 1
+    bench: Annotated[tuple[str, ...], BeforeValidator(shlex.split)] = ()
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,12 @@ class Variant:
     """By stage, what differs from its `stage.yaml`."""
     replicas: int = 1
     """Servers, each on a GPU of its own."""
+    options: tuple[str, ...] = ()
+    """Of the load, behind those that all variants have; the last of two equal ones counts."""
 
 
 def parse_variant(text: str) -> Variant:
-    """`NAME`, or `NAME={"thinker": {...}, "talker": {...}, "token2wav": {...}, "replicas": N}`.
+    """`NAME`, or `NAME={"thinker": {...}, "talker": {...}, "token2wav": {...}, "replicas": N, "bench": "--rate 2"}`.
 
     Raises:
         ValueError: naming what is wrong.
@@ -59,8 +63,8 @@ def parse_variant(text: str) -> Variant:
         found = _Changes.model_validate_json(changes) if equals else _Changes()
     except ValidationError as error:
         raise ValueError(f"{name}: {describe_validation(error, _Changes)}") from error
-    settings = found.model_dump(exclude={"replicas"}, exclude_defaults=True)
-    return Variant(name, settings, found.replicas)
+    settings = found.model_dump(exclude={"replicas", "bench"}, exclude_defaults=True)
+    return Variant(name, settings, found.replicas, found.bench)
 
 
 def write_repository(source: Path, target: Path, variant: Variant) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from server.serving import ROOT
 
-CHANGED = json.dumps({"thinker": {"max_sessions": 3}})
+CHANGED = json.dumps({"thinker": {"max_sessions": 3}, "bench": "--concurrency 2"})
 
 
 def test_each_variant_is_served_loaded_and_stopped(tiny_checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "scripts/compare", "--model", str(tiny_checkpoint), "--out", str(out)]
-    command += ["--variant", f"changed={CHANGED}", "--", "--concurrency", "2", "--requests", "2", "--warm-up", "0"]
+    command += ["--variant", f"changed={CHANGED}", "--", "--concurrency", "1", "--requests", "2", "--warm-up", "0"]
     command += ["--max-tokens", "8", "--talker-max-tokens", "24", "--no-plots"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False, env=os.environ | {"COLUMNS": "100"}

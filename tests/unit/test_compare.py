@@ -26,12 +26,17 @@ def compare(monkeypatch):
 def test_a_variant_says_what_differs(compare):
     parse = compare("variants").parse_variant
     shipped, fused = parse("shipped"), parse('fused.2={"talker": {"engine": {"fused_decode": true}}, "replicas": 2}')
-    assert (shipped.name, shipped.settings, shipped.replicas) == ("shipped", {}, 1)
+    assert (shipped.name, shipped.settings, shipped.replicas, shipped.options) == ("shipped", {}, 1, ())
     assert (fused.name, fused.settings, fused.replicas) == (
         "fused.2",
         {"talker": {"engine": {"fused_decode": True}}},
         2,
     )
+
+
+def test_a_variant_may_be_asked_for_more_than_others(compare):
+    variant = compare("variants").parse_variant("""two={"replicas": 2, "bench": "--concurrency 64 --system ''"}""")
+    assert (variant.settings, variant.options) == ({}, ("--concurrency", "64", "--system", ""))
 
 
 @pytest.mark.parametrize(
@@ -42,6 +47,7 @@ def test_a_variant_says_what_differs(compare):
         ("x={", "x: Invalid JSON"),
         ('x={"tinker": {}}', "x: tinker: unknown key (did you mean thinker?)"),
         ('x={"replicas": 0}', "x: replicas: 0 must be at least 1"),
+        ("""x={"bench": "--prompts 'a"}""", "x: bench: No closing quotation"),
     ],
 )
 def test_a_variant_that_says_nothing_sensible_is_refused(compare, text, sentence):
