@@ -68,7 +68,7 @@ def _serve(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterato
                 model=str(model),
                 log_path=folder / f"server-{number}.log",
                 mps=mps,
-                placement=dict.fromkeys(STAGES, number if gpus else 0),
+                placement=variant.placement or dict.fromkeys(STAGES, number if gpus else 0),
             )
             server = Supervisor(config)
             stack.callback(server.stop)

@@ -7,13 +7,14 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from triton_omni.serving.placement import parse_placement
 from triton_omni.settings import TalkerSettings, ThinkerSettings, Token2WavSettings, describe_validation, load_settings
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -33,6 +34,7 @@ class _Changes(BaseModel):
     talker: dict[str, Any] = {}
     token2wav: dict[str, Any] = {}
     replicas: Annotated[int, Field(ge=1, le=16)] = 1
+    gpus: Annotated[dict[str, int], BeforeValidator(parse_placement)] = {}
     bench: Annotated[tuple[str, ...], BeforeValidator(shlex.split)] = ()
 
 
@@ -46,12 +48,15 @@ class Variant:
     """By stage, what differs from its `stage.yaml`."""
     replicas: int = 1
     """Servers, each on a GPU of its own."""
+    placement: Mapping[str, int] = field(default_factory=dict)
+    """GPU of each stage of a single server; empty = the first that is free."""
     options: tuple[str, ...] = ()
     """Of the load, behind those that all variants have; the last of two equal ones counts."""
 
 
 def parse_variant(text: str) -> Variant:
-    """`NAME`, or `NAME={"thinker": {...}, "talker": {...}, "token2wav": {...}, "replicas": N, "bench": "--rate 2"}`.
+    """`NAME`, or `NAME={"thinker": {...}, "talker": {...}, "token2wav": {...}, "replicas": N, "gpus": "token2wav=1",
+    "bench": "--rate 2"}`.
 
     Raises:
         ValueError: naming what is wrong.
@@ -63,8 +68,10 @@ def parse_variant(text: str) -> Variant:
         found = _Changes.model_validate_json(changes) if equals else _Changes()
     except ValidationError as error:
         raise ValueError(f"{name}: {describe_validation(error, _Changes)}") from error
-    settings = found.model_dump(exclude={"replicas", "bench"}, exclude_defaults=True)
-    return Variant(name, settings, found.replicas, found.bench)
+    settings = found.model_dump(include=set(_KINDS), exclude_defaults=True)
+    if found.gpus and found.replicas > 1:
+        raise ValueError(f"{name}: gpus: each of several replicas is on a GPU of its own; leave one of the two out")
+    return Variant(name, settings, found.replicas, found.gpus, found.bench)
 
 
 def write_repository(source: Path, target: Path, variant: Variant) -> None:

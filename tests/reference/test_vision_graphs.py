@@ -15,7 +15,7 @@ from PIL import Image
 
 from media_samples import picture
 from reference.hf import HfReference
-from reference.thinker_rig import Answer, run, token_ids
+from reference.thinker_rig import DEVICE, Answer, run, token_ids
 from reference.thinker_rig import make_engine as make_plain_engine
 from triton_omni.engine import Sampling, ThinkerPrompt
 from triton_omni.settings import EngineSettings, ThinkerSettings
@@ -39,12 +39,12 @@ class _Again:
 
 def with_padding_attended(values: dict[str, Any]) -> dict[str, Any]:
     """The buffers with the padding as a sequence: attention on the CPU wants each row in one, a GPU's does not."""
-    end = torch.tensor([len(values["pixel_values"])], dtype=torch.int32)
+    end = torch.tensor([len(values["pixel_values"])], dtype=torch.int32, device=DEVICE)
     return values | {name: torch.cat([values[name], end]) for name in ("cu_seqlens", "cu_window_seqlens")}
 
 
-def record_on_the_cpu(manager: Any, settings: EngineSettings) -> None:
-    """What vLLM's manager does on a GPU, with passes that are run again instead of recorded."""
+def record_by_hand(manager: Any, settings: EngineSettings) -> None:
+    """What vLLM's manager does at the start of a GPU's engine, with passes that are run again instead of recorded."""
     from vllm.v1.worker.encoder_cudagraph import BudgetGraphMetadata
 
     from triton_omni.vllm_hooks.vision_graphs import image_budgets
@@ -52,9 +52,7 @@ def record_on_the_cpu(manager: Any, settings: EngineSettings) -> None:
     network, most, frames = manager.model, manager.max_batch_size, manager.max_frames_per_batch
     assert manager.token_budgets == image_budgets(settings)
     for budget in manager.token_budgets:
-        values = network.prepare_encoder_cudagraph_capture_inputs(
-            budget, most, frames, torch.device("cpu"), torch.float32
-        ).values
+        values = network.prepare_encoder_cudagraph_capture_inputs(budget, most, frames, DEVICE, torch.float32).values
         output = network.encoder_cudagraph_forward(dict(values))
 
         def replay(values: Any = values, output: Any = output) -> None:
@@ -76,7 +74,7 @@ def pixels_of(sizes: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
     patches = int(grid.prod(-1).sum())
     dice = torch.Generator().manual_seed(0)
     return {
-        "pixel_values": torch.randint(256, (patches, 3 * 2 * 14 * 14), dtype=torch.uint8, generator=dice),
+        "pixel_values": torch.randint(256, (patches, 3 * 2 * 14 * 14), dtype=torch.uint8, generator=dice).to(DEVICE),
         "image_grid_thw": grid,
     }
 
@@ -91,8 +89,8 @@ def test_padded_passes_on_fixed_buffers_give_the_rows_of_plain_ones(network: Any
     settings, config = EngineSettings(max_graph_tokens=RECORDED), network.vllm_config
     for name, value in vision_graphs(settings).items():
         setattr(config.compilation_config, name, value)
-    manager = EncoderCudaGraphManager(config, torch.device("cpu"), torch.float32, network)
-    record_on_the_cpu(manager, settings)
+    manager = EncoderCudaGraphManager(config, DEVICE, torch.float32, network)
+    record_by_hand(manager, settings)
     assert manager.supports_modality("image")
     assert not manager.supports_modality("video")
     for sizes in (SIZES, SIZES[::-1], SIZES[:1], [*SIZES[4:7], TOO_LARGE], SIZES[1:3]):
@@ -109,7 +107,7 @@ def make_engine(checkpoint: Path, dtype: Any, max_graph_tokens: int) -> Any:
         from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
 
         sizes = EngineSettings(max_num_seqs=16, max_graph_tokens=max_graph_tokens)
-        return ThinkerVllmEngine(checkpoint, ThinkerSettings(dtype=dtype, engine=sizes), torch.device("cuda"))
+        return ThinkerVllmEngine(checkpoint, ThinkerSettings(dtype=dtype, engine=sizes), DEVICE)
 
 
 def ask(engine: Any, hf: HfReference) -> dict[str, Answer]:

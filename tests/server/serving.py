@@ -138,10 +138,12 @@ def serve(
     environment: Mapping[str, str] | None = None,
     *,
     measured: bool = False,
+    **options: Any,
 ) -> Iterator[Served]:
     """A running server, with this added to its environment."""
     begin = time.monotonic()
-    with Supervisor(server_config(folder, checkpoint, settings, environment, measured=measured)) as supervisor:
+    config = server_config(folder, checkpoint, settings, environment, measured=measured, **options)
+    with Supervisor(config) as supervisor:
         served = Served(supervisor, folder / "records", checkpoint, start_s=time.monotonic() - begin)
         with served.client:
             yield served

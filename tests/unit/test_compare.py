@@ -34,6 +34,12 @@ def test_a_variant_says_what_differs(compare):
     )
 
 
+def test_a_variant_s_stages_may_be_on_other_gpus(compare):
+    parse = compare("variants").parse_variant
+    assert parse('split={"gpus": "token2wav=1"}').placement == {"thinker": 0, "talker": 0, "token2wav": 1}
+    assert parse("shipped").placement == {}
+
+
 def test_a_variant_may_be_asked_for_more_than_others(compare):
     variant = compare("variants").parse_variant("""two={"replicas": 2, "bench": "--concurrency 64 --system ''"}""")
     assert (variant.settings, variant.options) == ({}, ("--concurrency", "64", "--system", ""))
@@ -47,6 +53,8 @@ def test_a_variant_may_be_asked_for_more_than_others(compare):
         ("x={", "x: Invalid JSON"),
         ('x={"tinker": {}}', "x: tinker: unknown key (did you mean thinker?)"),
         ('x={"replicas": 0}', "x: replicas: 0 must be at least 1"),
+        ('x={"gpus": "token2wav"}', "x: gpus: token2wav: '' is no number of a GPU"),
+        ('x={"gpus": "token2wav=1", "replicas": 2}', "x: gpus: each of several replicas is on a GPU of its own"),
         ("""x={"bench": "--prompts 'a"}""", "x: bench: No closing quotation"),
     ],
 )

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors into and out of Triton: the same memory, the right bytes, and a count of what crossed by device."""
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -35,6 +38,42 @@ def test_a_tensor_with_gaps_is_made_contiguous():
     tensor = torch.arange(12).reshape(3, 4)[:, ::2]
     assert torch.equal(write_tensor(PB_UTILS, "X", tensor).torch, tensor)
     assert write_tensor(PB_UTILS, "X", tensor).torch.is_contiguous()
+
+
+class OnAnotherDevice(torch.Tensor):
+    """A tensor that says it is on the second GPU, and is given only while that is the thread's current one."""
+
+    current = 0
+    is_cuda = True
+    device = torch.device("cuda", 1)
+
+    def __dlpack__(self, **options):
+        if OnAnotherDevice.current != 1:
+            raise BufferError("not the current device")
+        return "capsule"
+
+
+def test_a_tensor_is_given_by_a_thread_that_chose_no_device(monkeypatch):
+    """torch refuses to export what is not on the thread's current device."""
+
+    @contextlib.contextmanager
+    def device(chosen):
+        before, OnAnotherDevice.current = OnAnotherDevice.current, chosen.index
+        yield
+        OnAnotherDevice.current = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(Tensor, "from_dlpack", staticmethod(lambda name, tensor: (name, tensor.__dlpack__())))
+    name, _ = write_tensor(PB_UTILS, "ROWS", torch.ones(3).as_subclass(OnAnotherDevice))
+    assert (name, OnAnotherDevice.current) == ("ROWS", 0)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a second GPU is written from")
+def test_a_tensor_of_the_second_gpu_is_given_by_a_thread_that_chose_none():
+    rows = torch.ones(3, device="cuda:1")
+    with ThreadPoolExecutor(1) as pool:
+        given = pool.submit(write_tensor, PB_UTILS, "ROWS", rows).result()
+    assert torch.from_dlpack(given).device == rows.device
 
 
 def test_a_tensor_without_elements_keeps_its_shape():

@@ -7,6 +7,7 @@ GPU.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -82,7 +83,9 @@ def write_tensor(pb_utils: Any, name: str, value: Value) -> Any:
         raw = name in RAW_TENSORS
         array = np.frombuffer(value, dtype=np.uint8) if raw else np.array([value], dtype=np.object_)
         return pb_utils.Tensor(name, array)
-    return pb_utils.Tensor.from_dlpack(name, value.contiguous())
+    # torch gives no tensor of another device than the thread's current one, which is device 0 where none was chosen.
+    with torch.cuda.device(value.device) if value.is_cuda else contextlib.nullcontext():
+        return pb_utils.Tensor.from_dlpack(name, value.contiguous())
 
 
 def write_tensors(pb_utils: Any, values: Mapping[str, Value]) -> list[Any]:
