@@ -23,6 +23,7 @@ from tritonclient.grpc import service_pb2_grpc
 from server.asking import BATCH_TOLERANCE
 from server.probes import SLOW_THINKER
 from server.serving import STAGES, TINY, Served, resident_bytes, wait_for
+from triton_omni.device import gpu_count
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import server_name
 from triton_omni.serving.stage_board import StageBoard
@@ -37,7 +38,10 @@ LONG = {"thinker": {"min_tokens": 250, "max_tokens": 250}}
 FEW_STEPS = {"solver": "euler", "num_steps": 4}
 """Of token2wav: a ninth of the work of the shipped plan, where what it says does not matter."""
 CODES = 150
-SLOW_READERS = 12
+SLOW_READERS = 64 if gpu_count() else 12
+"""A GPU's stages hand rows and codes over in a pool of device memory, which unread replies must not use up."""
+LONG_PROMPT = "hello " * 80
+"""480 tokens, in several steps."""
 REPLY_BYTES = CODES * 480 * 24
 """Of a reply in JSON, where a sample has up to 24 characters instead of the 4 bytes of FP32."""
 MARGIN_BYTES = 32 << 20
@@ -123,7 +127,7 @@ def test_slow_readers_cost_only_themselves(server: Served) -> None:
         "talker": {"temperature": 0, "min_tokens": CODES, "max_tokens": CODES},
         "token2wav": FEW_STEPS,
     }
-    slow, quick = Request(text="hello", seed=3, **spoken), Request(text="why", seed=4, **spoken)
+    slow, quick = Request(text=LONG_PROMPT, seed=3, **spoken), Request(text="why", seed=4, **spoken)
     whole, expected = server.client.stream(slow).collect(), server.client.stream(quick).collect()
     alone_s = max(seconds_of(server, quick) for _ in range(2))
     server.wait_until_idle()
