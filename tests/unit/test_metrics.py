@@ -159,6 +159,18 @@ def test_a_figure_is_set_only_when_it_changes(published, pb_utils, stats):
     assert gauge(pb_utils, "omni_running").values == [0]
 
 
+def test_a_stage_that_comes_to_rest_tells_all_at_once(pb_utils, stats, counter, monkeypatch):
+    monkeypatch.setattr(metrics, "SLOW_ROUNDS", 10**9)
+    published = StageMetrics(pb_utils, "talker", stats, counter)
+    for held, told in ((0, 0), (4, 2), (0, 1)):
+        stats.more, stats.now = [Figure("omni_credits_used", told)], StageStats(held, 0, 0, 0, 0, 0)
+        published.start()
+        rounds(stats, 5)
+    assert gauge(pb_utils, "omni_sessions").values == [0, 4, 0]
+    assert gauge(pb_utils, "omni_credits_used").values == [0, 1]
+    published.close()
+
+
 def test_received_bytes_are_told_by_tensor_and_device(published, pb_utils, stats, counter):
     assert published
     counter.add("ROWS", torch.ones(4))

@@ -2,7 +2,8 @@
 """A stage's figures as metrics on Triton's own endpoint.
 
 Setting a Triton metric is a call into the server, so a thread of its own does it, ten times a second (figures that
-change with every message once) and only when a figure changed; engine threads only keep the figures.
+change with every message once, and when the stage has come to rest) and only when a figure changed; engine threads
+only keep the figures.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from triton_omni.stage import Stage
 
 INTERVAL_S = 0.1
 SLOW_ROUNDS = 10
-"""All but what a stage holds is published every so many intervals: while messages pass, most of it changes."""
+"""All but what a stage holds is published every so many intervals, and once it holds nothing any more: while messages
+pass, most of it changes."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,13 +89,18 @@ class StageMetrics:
         self._families.clear()
 
     def _run(self) -> None:
+        rested = False
         for number in itertools.count():
             if self._stopping.wait(INTERVAL_S):
                 return
             try:
-                self._publish(self._held())
-                if number % SLOW_ROUNDS == 0:
+                held = list(self._held())
+                self._publish(held)
+                resting = not any(figure.value for figure in held)
+                # A stage that holds nothing any more says so in all its figures at once.
+                if number % SLOW_ROUNDS == 0 or (resting and not rested):
                     self._publish(self._slow())
+                rested = resting
             except Exception:
                 logger.exception("metrics could not be published")
                 return
