@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from triton_omni.heap import uncollected
+
 RECORDS_VARIABLE = "OMNI_TEST_RECORDS"
 
 StageName = Literal["thinker", "talker", "token2wav"]
@@ -88,13 +90,11 @@ class Recorder:
 def install(stage: StageName) -> None:
     """Put the probes between `serving.launch` and what it starts; to be called once, before the stage is loaded."""
     recorder = Recorder(stage)
-    _watch_cancellation(recorder)
-    if stage == "thinker":
-        _probe_thinker(recorder)
-    elif stage == "talker":
-        _probe_talker(recorder)
-    else:
-        _probe_token2wav(recorder)
+    probe = {"thinker": _probe_thinker, "talker": _probe_talker, "token2wav": _probe_token2wav}[stage]
+    # This imports what the stage would.
+    with uncollected():
+        _watch_cancellation(recorder)
+        probe(recorder)
 
 
 def _watch_cancellation(recorder: Recorder) -> None:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Freed memory is kept where it is asked for: large arrays fault their pages in once."""
+"""Freed memory is kept where it is asked for: large arrays fault their pages in once. Modules are no garbage."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
+
+from triton_omni.heap import uncollected
 
 PROGRAM = """
 import resource, sys
@@ -30,3 +34,26 @@ def faults(how: str) -> int:
 def test_large_arrays_take_the_memory_of_those_before() -> None:
     # A kernel may give large pages, of which there are 512 times fewer.
     assert 10 * faults("kept") < faults("as it comes")
+
+
+class Ring:
+    """Garbage for a collection alone."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_is_made_uncollected_is_looked_through_no_more_and_all_else_is() -> None:
+    try:
+        with uncollected():
+            assert not gc.isenabled()
+            kept = weakref.ref(Ring())
+        assert gc.isenabled()
+        later = weakref.ref(Ring())
+        gc.collect()
+        assert kept() is not None
+        assert later() is None
+    finally:
+        gc.unfreeze()
+    gc.collect()
+    assert kept() is None

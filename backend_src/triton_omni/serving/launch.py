@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton_omni.device import resolve_device, resolve_dtype_name
 from triton_omni.errors import StageName
-from triton_omni.heap import keep_freed_memory
+from triton_omni.heap import keep_freed_memory, uncollected
 from triton_omni.serving.endpoint import command_line, own_grpc_url
 from triton_omni.serving.log_format import configure_logging
 from triton_omni.serving.traces import make_tracer
@@ -82,12 +82,13 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
     if settings.tensor_parallel_size > 1:
         _keep_sockets_in(folder)
     checkpoint = checkpoint_folder()
-    from triton_omni.checkpoint.config import load_config
-    from triton_omni.checkpoint.speakers import load_speakers
-    from triton_omni.serving.adapter import adapt_thinker
-    from triton_omni.thinker.intake import RequestIntake
-    from triton_omni.thinker.stage import ThinkerStage
-    from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+    with uncollected():
+        from triton_omni.checkpoint.config import load_config
+        from triton_omni.checkpoint.speakers import load_speakers
+        from triton_omni.serving.adapter import adapt_thinker
+        from triton_omni.thinker.intake import RequestIntake
+        from triton_omni.thinker.stage import ThinkerStage
+        from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
 
     config = load_config(checkpoint)
     device = _torch_device(settings.device, args)
@@ -115,11 +116,12 @@ def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdap
     settings = _settings(folder, TalkerSettings)
     _choose_invariance(settings)
     checkpoint = checkpoint_folder()
-    from triton_omni.checkpoint.config import load_config
-    from triton_omni.checkpoint.speakers import load_speakers
-    from triton_omni.serving.adapter import adapt_talker
-    from triton_omni.talker.stage import TalkerStage
-    from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
+    with uncollected():
+        from triton_omni.checkpoint.config import load_config
+        from triton_omni.checkpoint.speakers import load_speakers
+        from triton_omni.serving.adapter import adapt_talker
+        from triton_omni.talker.stage import TalkerStage
+        from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
 
     config = load_config(checkpoint)
     speakers = load_speakers(checkpoint, config)
@@ -144,10 +146,11 @@ def start_token2wav(pb_utils: Any, args: dict[str, str], folder: Path) -> StageA
     _await_turn("token2wav")
     settings = _settings(folder, Token2WavSettings)
     checkpoint = checkpoint_folder()
-    from triton_omni.checkpoint.config import load_config
-    from triton_omni.serving.adapter import adapt_token2wav
-    from triton_omni.token2wav.engine import Token2WavEngine
-    from triton_omni.token2wav.stage import Token2WavStage
+    with uncollected():
+        from triton_omni.checkpoint.config import load_config
+        from triton_omni.serving.adapter import adapt_token2wav
+        from triton_omni.token2wav.engine import Token2WavEngine
+        from triton_omni.token2wav.stage import Token2WavStage
 
     device = _torch_device(settings.device, args)
     _limit_threads(settings.threads)
