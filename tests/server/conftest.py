@@ -16,7 +16,7 @@ from server.serving import Served, serve
 @pytest.fixture(scope="session")
 def shared_server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The server of most tests; its stop shows that none of them left a request behind."""
-    with serve(tmp_path_factory.mktemp("server"), tiny_checkpoint, measured=True) as served:
+    with serve(tmp_path_factory.mktemp("server"), tiny_checkpoint) as served:
         # Kernels are compiled when they first run, which takes a GPU longer than some tests wait.
         served.ask("warm-up", "hello " * 40, seed=1)
         yield served

@@ -111,7 +111,7 @@ def server_config(
 ) -> ServerConfig:
     """How a test's server runs; everything it writes is in `folder`.
 
-    Coverage is measured in the processes of one server, which starts half as slowly again for it.
+    Coverage is measured in the processes of one server, which is asked everything and is a third slower for it.
     """
     records = folder / "records"
     records.mkdir()

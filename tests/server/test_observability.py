@@ -74,7 +74,7 @@ def observed(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
             "OTEL_BSP_SCHEDULE_DELAY": "200",
         }
         folder = tmp_path_factory.mktemp("observed")
-        with serve(folder, tiny_checkpoint, SETTINGS, environment) as server:
+        with serve(folder, tiny_checkpoint, SETTINGS, environment, measured=True) as server:
             ask_everything(server)
             server.wait_until_idle()
             time.sleep(1.2)  # what is no gauge of what is held is published once a second
