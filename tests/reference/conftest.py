@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from processes import UNMEASURED
 from reference.hf import HfReference
 
 
@@ -46,10 +47,12 @@ def hf(tiny_checkpoint: Path) -> HfReference:
 
 
 @pytest.fixture(autouse=True)
-def _untraced() -> Iterator[None]:
+def _untraced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keeps coverage out of networks and of the interpreter of the Triton language, which run for up to twice as long
-    under it; it is measured in the processes of a server.
+    under it, here and in processes that a test starts; it is measured in the processes of a server.
     """
+    for name, value in UNMEASURED.items():
+        monkeypatch.setenv(name, value)
     tracer = sys.gettrace()
     sys.settrace(None)
     yield

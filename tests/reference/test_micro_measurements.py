@@ -81,8 +81,7 @@ def test_whole_replies_are_compared_with_hf(micro, plan):
     assert ratio["ratio"] > 0
 
 
-def test_the_stages_without_triton_give_replies_of_the_plans_lengths(micro, plan, monkeypatch):
-    monkeypatch.setenv("COVERAGE_PROCESS_CONFIG", "")  # three processes import vLLM
+def test_the_stages_without_triton_give_replies_of_the_plans_lengths(micro, plan):
     lengths = {"prompt_tokens": 40, "reply_tokens": 20, "codes": 60}
     ready, *figures = micro("pipeline").pipeline(dataclasses.replace(plan, **lengths), torch.device("cpu"))
     assert "ready" in ready

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
+from processes import UNMEASURED
 from server.probes import RECORDS_VARIABLE
 from triton_omni.serving.metric_families import FAMILIES
 from triton_omni.serving.server_options import ServerConfig
@@ -35,8 +36,6 @@ NEVER_S = 40.0
 deadline of a request, which would free what was forgotten."""
 IDLE_S = 15.0
 """For the same reason less than what the thinker takes to tell strangers from callers."""
-UNMEASURED = {"COVERAGE_PROCESS_CONFIG": "", "COVERAGE_PROCESS_START": ""}
-"""Environment of a process that coverage leaves alone."""
 HELD = {"nv_inference_pending_request_count", *(family.name for family in FAMILIES if family.holds)}
 """Metrics that are 0 when no request is open."""
 

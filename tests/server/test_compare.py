@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from processes import UNMEASURED
 from server.serving import ROOT
 
 CHANGED = json.dumps({"thinker": {"max_sessions": 3}, "bench": "--concurrency 2"})
@@ -19,9 +20,8 @@ def test_each_variant_is_served_loaded_and_stopped(tiny_checkpoint: Path, tmp_pa
     command = [sys.executable, "scripts/compare", "--model", str(tiny_checkpoint), "--out", str(out)]
     command += ["--variant", f"changed={CHANGED}", "--", "--concurrency", "1", "--requests", "2", "--warm-up", "0"]
     command += ["--max-tokens", "8", "--talker-max-tokens", "24", "--no-plots"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False, env=os.environ | {"COLUMNS": "100"}
-    )
+    environment = os.environ | UNMEASURED | {"COLUMNS": "100"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert "max_sessions: 3" in (out / "changed" / "repository" / "thinker" / "1" / "stage.yaml").read_text()
     (run,) = json.loads((out / "changed" / "bench.json").read_text())["runs"]

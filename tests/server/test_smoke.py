@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from processes import UNMEASURED
+
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "deploy" / "smoke.sh"
 PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
@@ -23,7 +25,7 @@ def command(tiny_checkpoint: Path, tmp_path: Path) -> Iterator[subprocess.Popen[
     options = ["--model-repository", str(ROOT / "model_repository"), "--model", str(tiny_checkpoint), *PORTS]
     log = ["--log-file", str(tmp_path / "server.log")]
     module = [sys.executable, "-m", "triton_omni.serving.supervisor"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **UNMEASURED, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*module, *options, *log], stdout=subprocess.PIPE, env=environment, text=True) as process:
         try:
             yield process

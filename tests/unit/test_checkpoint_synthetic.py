@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from processes import UNMEASURED
 from triton_omni.checkpoint import synthetic
 from triton_omni.checkpoint.synthetic import ensure_checkpoint, make_checkpoint
 from triton_omni.checkpoint.synthetic_config import omni_config, vocabulary
@@ -105,7 +106,7 @@ def test_processes_that_ask_at_once_get_one_whole_checkpoint(tmp_path: Path, tin
     # New interpreters: a fork of this one could inherit a lock of torch's thread pool.
     code = "import pathlib, sys; from triton_omni.checkpoint.synthetic import ensure_checkpoint; "
     code += "ensure_checkpoint(path=pathlib.Path(sys.argv[1]))"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | UNMEASURED | {"PYTHONPATH": os.pathsep.join(sys.path)}
     workers = [subprocess.Popen([sys.executable, "-c", code, str(path)], env=environment) for _ in range(2)]
     try:
         assert [worker.wait(timeout=90) for worker in workers] == [0, 0]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spans of requests: one a stage, in one trace, exported where one is configured; else nothing, at no cost."""
 
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from fake_pb_utils import Request, text_tensor
 from fakes import FakeEnsemble
 from otlp_receiver import attributes, receive_spans
+from processes import UNMEASURED
 from session_rig import finished, pipeline
 from triton_omni.request import RawRequest
 from triton_omni.serving.adapter import read_client_request
@@ -146,7 +148,8 @@ def test_a_stage_without_traces_loads_nothing_of_opentelemetry():
         "import sys; from triton_omni.serving import adapter; from triton_omni.serving.traces import make_tracer\n"
         "make_tracer('thinker', {}); sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    environment = os.environ | UNMEASURED
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == 0
 
 
 @pytest.mark.parametrize(("named", "service"), [({}, "triton-omni"), ({"OTEL_SERVICE_NAME": "mine"}, "mine")])
