@@ -44,8 +44,9 @@ class EngineSettings(_Frozen):
     max_num_batched_tokens: Annotated[int, Field(ge=32)] = 2048
     """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
     max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 2048
-    """Steps with prompts get CUDA graphs up to this many tokens, where the attention kernels allow it, and so do images;
-    0 = none. All steps, as it comes: launching one of a thousand tokens kernel by kernel takes longer than running it."""
+    """Steps with prompts get CUDA graphs up to this many tokens, where the attention kernels allow it, and images too;
+    0 = none. All steps, as it comes: launching one of a thousand tokens kernel by kernel takes longer than running
+    it."""
     enforce_eager: bool = False
     """Switch CUDA graphs off (the plain path)."""
     torch_compile: bool = False
