@@ -237,6 +237,8 @@ class StreamOptions:
     num_steps: int | None = None
     guidance_scale: float | None = None
     mode: Literal["streaming", "offline"] | None = None
+    max_lead_s: float | None = None
+    """Seconds of sound that may be made ahead of what a listener has heard, at real time from the first chunk on."""
 
 
 @dataclass(frozen=True)

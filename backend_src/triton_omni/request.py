@@ -18,7 +18,7 @@ from triton_omni.chat import MediaPart, Message, chat_of_text, parse_messages
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.schema_limits import check_schema_limits
-from triton_omni.settings import RequestLimits, Solver
+from triton_omni.settings import Lead, RequestLimits, Solver
 from triton_omni.strict_json import StrictModel, compact_json, parse_json, shown, validate
 
 Modality = Literal["text", "audio"]
@@ -100,6 +100,7 @@ class Token2WavOptions(StrictModel):
     num_steps: Annotated[int, Field(ge=2, le=64)] | None = None
     guidance_scale: Annotated[float, Field(ge=0, le=10)] | None = None
     mode: Literal["streaming", "offline"] | None = None
+    max_lead_s: Lead | None = None
 
     def to_stream_options(self) -> StreamOptions:
         """The engine's `StreamOptions`."""

@@ -21,6 +21,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
 Solver = Literal["rk4", "euler"]
 Positive = Annotated[int, Field(gt=0)]
+Lead = Annotated[float, Field(ge=1, le=120)]
+"""Seconds of sound ahead of a listener; with less than a window takes to be made, it would stop."""
 
 # A block of the DiT's attention: 24 mel frames, two a code, so 12 codes.
 FRAMES_PER_BLOCK = 24
@@ -226,6 +228,10 @@ class Token2WavSettings(_Frozen):
         "low_latency": StreamingPlan(look_ahead_blocks=0, vocoder_context_frames=8),
     }
     diffusion: DiffusionSettings = DiffusionSettings()
+    max_lead_s: Lead | None = None
+    """Seconds of sound that a stream may be ahead of its listener, who is taken to play at real time from the first
+    chunk on; None = as far as codes come. What is not made is not buffered for a slow reader, nor made for one who
+    hangs up."""
     max_streams: Annotated[int, Field(gt=0, le=1024)] = 64
     """Streams open at once, offline ones not counted; the next one is refused as overloaded. Each keeps the keys and
     values that its next window looks back on: 14 MB of a GPU by default, for as many evaluations as `diffusion` makes.

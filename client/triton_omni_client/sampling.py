@@ -48,3 +48,5 @@ class Token2WavOptions(TypedDict, total=False):
     solver: Literal["rk4", "euler"]
     num_steps: int
     guidance_scale: float
+    max_lead_s: float
+    """Seconds of sound that may be made ahead of what is heard, 1 to 120."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ SAME = 1e-5
 GREEDY: dict[str, Any] = {"text": "hello", "seed": 71, "talker": {"temperature": 0}}
 SPOKEN: dict[str, Any] = {**GREEDY, "voice": "Ethan"}
 LIKE_HF = 1e-4
+LONGEST_CHUNK_S = 1.44
 SCHEMA = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 2}
 
 
@@ -49,6 +51,22 @@ def test_of_a_stopped_reply_what_is_shown_is_spoken(server: Served) -> None:
     assert server.records.codes("control: stopped") == server.records.codes("control: short")
     np.testing.assert_allclose(stopped.audio, short.audio, rtol=0, atol=SAME)
     assert 0 < len(stopped.audio) < len(plain.audio)
+
+
+def test_speech_is_made_no_faster_than_it_is_heard_where_that_is_asked(server: Served) -> None:
+    spoken = {
+        **SPOKEN,
+        "thinker": ThinkerOptions(max_tokens=8),
+        "talker": {"temperature": 0, "min_tokens": 200, "max_tokens": 200},
+    }
+    quick = Token2WavOptions(solver="euler", num_steps=4)
+    free = server.ask("control: free", **spoken, token2wav=quick)
+    begun = time.monotonic()
+    paced = server.ask("control: paced", **spoken, token2wav=Token2WavOptions(**quick, max_lead_s=1.0))
+    lasted = len(paced.audio) / 24_000
+    assert time.monotonic() - begun > lasted - 1 - LONGEST_CHUNK_S
+    np.testing.assert_allclose(paced.audio, free.audio, rtol=0, atol=SAME)
+    assert lasted == 4
 
 
 def test_a_reply_is_json_of_its_schema(server: Served) -> None:

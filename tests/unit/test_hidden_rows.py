@@ -66,13 +66,13 @@ def test_only_requests_that_want_rows_are_gathered_but_all_are_flagged() -> None
     embeds, hidden = batch(7)  # one token of padding at the end
     hidden[3, 1] = float("inf")
     step = record(tap, {"a": (0, 2), "b": (5, 3), "c": (2, 1)}, hidden, embeds)
-    pieces = {segment.request_id: Piece.of(step, segment) for segment in step.segments}
+    pieces = {segment.request_id: Piece.of(step, segment, finite=False) for segment in step.segments}
     assert step.rows is not None
     assert step.rows.shape == (3, HIDDEN)
     torch.testing.assert_close(pieces["a"].rows, (hidden + embeds)[0:2])
     torch.testing.assert_close(pieces["c"].rows, (hidden + embeds)[5:6])
     assert pieces["b"].rows is None
-    assert {key: bool(piece.finite.all()) for key, piece in pieces.items()} == {"a": True, "b": False, "c": True}
+    assert {key: piece.is_finite for key, piece in pieces.items()} == {"a": True, "b": False, "c": True}
     assert (pieces["b"].start, pieces["b"].stop) == (5, 8)
 
 

@@ -76,7 +76,9 @@ def test_defaults_are_those_of_the_reference_and_of_the_deployment():
     assert request.thinker.temperature == 0.0
     talker = request.talker
     assert (talker.temperature, talker.top_p, talker.top_k, talker.repetition_penalty) == (0.9, 0.8, 40, 1.05)
-    assert request.token2wav.model_dump() == dict.fromkeys(("solver", "num_steps", "guidance_scale", "mode"))
+    assert request.token2wav.model_dump() == dict.fromkeys(
+        ("solver", "num_steps", "guidance_scale", "mode", "max_lead_s")
+    )
 
 
 def test_an_empty_sampling_parameters_input_is_as_none():

@@ -12,7 +12,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -101,6 +100,7 @@ class Token2WavEngine:
             flow=flow,
             guidance_scale=diffusion.guidance_scale,
             frame_ns=self._vocoder.samples_per_frame * 1_000_000_000 // SAMPLE_RATE,
+            lead_ns=None if offline else self._lead_ns(options),
         )
         stream = Stream.begin(
             key, request, max_codes=self._settings.max_codes, mel_dim=self._config.mel_dim, device=self._device
@@ -200,8 +200,13 @@ class Token2WavEngine:
         """Whether it was not dropped, its key perhaps used again."""
         return self._streams.get(stream.key) is stream
 
+    def _lead_ns(self, options: StreamOptions) -> int | None:
+        lead_s = self._settings.max_lead_s if options.max_lead_s is None else options.max_lead_s
+        return None if lead_s is None else round(lead_s * 1e9)
+
     def _diffusion(self, options: StreamOptions) -> DiffusionSettings:
-        chosen = {name: value for name, value in asdict(options).items() if name != "mode" and value is not None}
+        asked = ((name, getattr(options, name)) for name in ("solver", "num_steps", "guidance_scale"))
+        chosen = {name: value for name, value in asked if value is not None}
         try:
             return DiffusionSettings.model_validate(self._settings.diffusion.model_dump() | chosen)
         except ValidationError as error:

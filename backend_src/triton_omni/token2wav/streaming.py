@@ -34,6 +34,8 @@ class StreamRequest:
     guidance_scale: float
     frame_ns: int = 0
     """How long a mel frame sounds, nanoseconds."""
+    lead_ns: int | None = None
+    """How much sound may lie ahead of its listener before the next chunk is due, nanoseconds; None = any."""
 
 
 @dataclass
@@ -103,8 +105,14 @@ class Stream:
         return self.ended_ns > 0
 
     def due(self) -> Chunk | None:
-        """The next chunk, or None while its codes are not there. Asked several times a turn of the stage's loop."""
-        return self._due
+        """The next chunk, or None while its codes are not there, or its listener has enough to hear. Asked several
+        times a turn of the stage's loop."""
+        return None if self._due is not None and self._is_ahead else self._due
+
+    @property
+    def _is_ahead(self) -> bool:
+        lead_ns = self.request.lead_ns
+        return lead_ns is not None and self.sound_until_ns - time.monotonic_ns() > lead_ns
 
     def _find_due(self) -> None:
         plan = self.request.plan

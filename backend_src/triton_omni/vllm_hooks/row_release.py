@@ -21,31 +21,40 @@ class Piece:
     """Positions [start, stop) of one sequence from one engine step.
 
     Attributes:
-        finite: bool [stop - start], host.
+        finite: bool [stop - start], host; None = all of them are.
         rows: [stop - start, H] on the device, None for a sequence that wants none.
         ready: recorded after `rows` was written, where the device is a GPU.
     """
 
     start: int
     stop: int
-    finite: Tensor
+    finite: Tensor | None
     rows: Tensor | None
     ready: torch.cuda.Event | None
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether no hidden state of it has a NaN or an infinity."""
+        return self.finite is None or bool(self.finite.all())
+
     @classmethod
-    def of(cls, step: StepRows, segment: Segment) -> Piece:
-        """A sequence's part of a step: views, no copies."""
+    def of(cls, step: StepRows, segment: Segment, *, finite: bool) -> Piece:
+        """A sequence's part of a step, views, no copies; `finite` tells whether all of the step is, which is asked once
+        and not for each of many sequences."""
         count, rows = segment.stop - segment.start, None
         if segment.row_offset is not None and step.rows is not None:
             rows = step.rows[segment.row_offset : segment.row_offset + count]
-        finite = step.finite[segment.flag_offset : segment.flag_offset + count]
-        return cls(segment.start, segment.stop, finite, rows, step.ready)
+        flags = None if finite else step.finite[segment.flag_offset : segment.flag_offset + count]
+        return cls(segment.start, segment.stop, flags, rows, step.ready)
 
     def part(self, start: int, stop: int) -> Piece:
         """The positions [start, stop) of this piece."""
+        if (start, stop) == (self.start, self.stop):
+            return self
         window = slice(start - self.start, stop - self.start)
         rows = None if self.rows is None else self.rows[window]
-        return Piece(start, stop, self.finite[window], rows, self.ready)
+        finite = None if self.finite is None else self.finite[window]
+        return Piece(start, stop, finite, rows, self.ready)
 
 
 class StopCut:

@@ -301,18 +301,19 @@ class ThinkerVllmEngine:
         keys = []
         while self._tap.steps and self._tap.steps[0].arrived:
             step = self._tap.steps.popleft()
+            finite = bool(step.finite.all())
             for segment in step.segments:
                 key = self._keys.get(segment.request_id)
                 if key is None:
                     continue  # aborted or ended while the step ran
-                self._sequences[key].release.held.append(Piece.of(step, segment))
+                self._sequences[key].release.held.append(Piece.of(step, segment, finite=finite))
                 keys.append(key)
         return keys
 
     def _advance(self, sequence: _Sequence, news: RequestOutput | None) -> list[ThinkerOutput]:
         """Outputs of one sequence in this step; several only when rows of more than one step came free."""
         given = sequence.release.take()
-        if any(not bool(piece.finite.all()) for piece in given):
+        if not all(piece.is_finite for piece in given):
             self.abort(sequence.key)
             return [ThinkerOutput(sequence.key, error="a hidden state is not finite (NaN or infinity)")]
         outputs = [_rows_only(sequence.key, piece) for piece in given if piece.rows is not None]
