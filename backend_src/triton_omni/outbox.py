@@ -9,12 +9,15 @@ the more rows and words share a message. It knows no engine, no Triton.
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from triton_omni.figures import Figure
 from triton_omni.streams import on_side_stream, record_event
 
 CREDITS: Final = 2
@@ -88,12 +91,19 @@ class Outbox:
     _closed: bool = False
     _turn_ns: int | None = None
     _tensor_left_ns: int = 0
+    _sizes: deque[int] = field(default_factory=lambda: deque(maxlen=CREDITS))
+    """Bytes of the last messages with rows or codes."""
     _text_left_ns: int = 0
 
     @property
     def waiting(self) -> bool:
         """Whether something still has to leave."""
         return bool(self._tensors or self._text) or (self._text_done and not self._closed)
+
+    def under_way(self, consumed: int) -> tuple[int, int]:
+        """Data messages that left and are not among the `consumed` ones, and the bytes of their rows or codes."""
+        messages = max(0, self.messages - consumed)
+        return messages, sum(list(self._sizes)[-messages:]) if messages else 0
 
     def put(self, tensor: Tensor, ready: torch.cuda.Event | None = None) -> None:
         """Add rows [N, H] or codes [N]; `ready` is the event after which they and all before may be read, by default
@@ -181,6 +191,7 @@ class Outbox:
         self.messages += 1
         self.given += len(leaving)
         self.held -= len(leaving)
+        self._sizes.append(leaving.numel() * leaving.element_size())
         self._turn_ns = None
         return leaving, ready
 
@@ -196,3 +207,10 @@ class Outbox:
                 for tensor in self._tensors:
                     tensor.record_stream(stream)
             return joined, record_event(joined.device)
+
+
+def link_figures(sessions: Iterable[tuple[Outbox, int]]) -> Iterator[Figure]:
+    """What of all sessions is under way on one link; of each its outbox, and how many data messages were consumed."""
+    counts = [outbox.under_way(consumed) for outbox, consumed in sessions]
+    yield Figure("omni_credits_used", sum(messages for messages, _ in counts))
+    yield Figure("omni_pool_bytes", sum(size for _, size in counts))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_omni.errors import InternalError, TooLarge
-from triton_omni.outbox import AT_A_TIME, CREDITS, MESSAGE_NS, TEXT_APART_NS, Outbox, Pace
+from triton_omni.outbox import AT_A_TIME, CREDITS, MESSAGE_NS, TEXT_APART_NS, Outbox, Pace, link_figures
 from triton_omni.stage import as_omni_error
 from triton_omni.streams import record_event
 
@@ -43,6 +43,20 @@ def test_an_empty_outbox_gives_nothing():
     assert outbox.take(0, now_ns=LONG_AGO) is None
     assert not outbox.waiting
     assert outbox.held == 0
+
+
+def test_what_is_under_way_is_counted_in_messages_and_bytes():
+    outbox = Outbox(largest=4)
+    outbox.put(rows(0, 10))
+    take_all(outbox)
+    assert outbox.under_way(0) == (2, 8 * 8)
+    take_all(outbox, consumed=1)
+    # The first message is gone, and the last one is smaller.
+    assert outbox.under_way(1) == (2, 6 * 8)
+    assert outbox.under_way(2) == (1, 2 * 8)
+    assert outbox.under_way(3) == outbox.under_way(7) == (0, 0)
+    told = {figure.name: figure.value for figure in link_figures([(outbox, 1), (outbox, 2), (Outbox(largest=4), 0)])}
+    assert told == {"omni_credits_used": 3, "omni_pool_bytes": 8 * 8}
 
 
 def test_rows_leave_while_there_are_credits_and_wait_without():

@@ -55,6 +55,12 @@ FAMILIES: Final = (
     Family("omni_sessions_by_state", "gauge", "sessions of the thinker by state", ("state",), holds=True),
     Family("omni_leaked_sessions", "gauge", "sessions held though they have been over for 35 s", holds=True),
     Family("omni_credits_used", "gauge", "data messages under way to the next stage", holds=True),
+    Family(
+        "omni_pool_bytes",
+        "gauge",
+        "bytes of rows or codes under way to the next stage, on a GPU in Triton's pool of device memory",
+        holds=True,
+    ),
     Family("omni_sessions_limit", "gauge", "sessions that may be open at once"),
     Family("omni_kv_blocks_limit", "gauge", "KV cache blocks, or pages, that there are"),
     Family("omni_stage_starts", "gauge", "how often this server has loaded the stage"),

@@ -21,7 +21,7 @@ from triton_omni.figures import Figure
 from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
-from triton_omni.outbox import Outbox, Pace, Parcel
+from triton_omni.outbox import Outbox, Pace, Parcel, link_figures
 from triton_omni.settings import TalkerSettings
 from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, lost_error
 from triton_omni.tally import Ending
@@ -103,9 +103,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     def figures(self) -> Iterator[Figure]:
         """Figures by the names of their metrics, see `stage.Stage`."""
         yield from super().figures()
-        open_now, ledger = list(self._open.values()), self._ledger
-        under_way = sum(one.outbox.messages - ledger.consumed(one.key, "token2wav") for one in open_now)
-        yield Figure("omni_credits_used", max(0, under_way))
+        open_now, consumed = list(self._open.values()), self._ledger.consumed
+        yield from link_figures((one.outbox, consumed(one.key, "token2wav")) for one in open_now)
         yield Figure("omni_codes_total", self._codes)
 
     def _parse(self, tensors: Mapping[str, Value]) -> ThinkerMessage:

@@ -13,6 +13,7 @@ from triton_omni.errors import InternalError, OmniError
 from triton_omni.events import log_event
 from triton_omni.figures import POWERS, Figure, Histogram, LeakWatch
 from triton_omni.ledger import SessionLedger
+from triton_omni.outbox import link_figures
 from triton_omni.request import RawRequest
 from triton_omni.tally import Ending, RequestTally
 from triton_omni.thinker.open_session import OpenSession
@@ -91,8 +92,7 @@ class ThinkerAccounts:
         for state in STATES:
             yield Figure("omni_sessions_by_state", states[state], {"state": state})
         consumed = self._ledger.consumed
-        under_way = sum(one.outbox.messages - consumed(one.key, "talker") for one in open_now if not one.ended_ns)
-        yield Figure("omni_credits_used", max(0, under_way))
+        yield from link_figures((one.outbox, consumed(one.key, "talker")) for one in open_now if not one.ended_ns)
         yield Figure("omni_leaked_sessions", self._leaks.count(_overstayed(open_now, taken)))
         yield Figure("omni_prompt_tokens_total", self.prompt_tokens)
         yield Figure("omni_reply_tokens_total", self.reply_tokens)
