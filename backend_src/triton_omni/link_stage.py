@@ -145,11 +145,6 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         ledger, held = self._ledger, [session.key for session in list(self._open.values())]
         return [key.name for key in held if not ledger.is_current(key) or ledger.closed(key, "thinker")]
 
-    @property
-    def healthy(self) -> bool:
-        """Whether the engine still runs."""
-        return self._broken is None and self._loop.alive
-
     # On Triton's thread.
 
     def _relay(self, message: MessageT, outlet: Outlet) -> None:

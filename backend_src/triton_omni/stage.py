@@ -85,10 +85,6 @@ class Stage(Protocol):
     def figures(self) -> Iterator[Figure]:
         """All other figures, by the names of their metrics; called by one thread."""
 
-    @property
-    def healthy(self) -> bool:
-        """Whether the engine still runs."""
-
 
 def memory_figures(device: torch.device) -> Iterator[Figure]:
     """Main memory of this process, and what torch has of `device` where it is a GPU, in bytes."""

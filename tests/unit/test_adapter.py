@@ -329,7 +329,7 @@ def test_a_message_of_a_foreign_session_is_closed_empty_and_harms_no_other(open_
     forged.sender.cancelled = True
     adapter.execute([forged])
     assert answered(forged).responses == []
-    assert adapter._stage.healthy
+    assert adapter._stage._loop.alive
     assert not thinker_ledger.cancelled(key)
 
 

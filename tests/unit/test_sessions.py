@@ -357,7 +357,6 @@ def test_dead_engine_fails_open_and_later_sessions(stage):
             assert reply.error.to_text().endswith(f"[omni:internal;stage={stage}]")
             assert "RuntimeError" in reply.error.message
             assert "device lost" not in reply.error.message
-        assert not getattr(p, stage).healthy
 
 
 def test_deadline_ends_the_session_with_a_timeout():
@@ -604,7 +603,6 @@ def test_sequence_that_the_engine_cannot_take_fails_alone(stage, monkeypatch):
             reply = finished(p.ask())
         assert reply.error.message == "handling a message failed: KeyError"
         assert reply.error.to_text().endswith(f"[omni:internal;stage={stage}]")
-        assert getattr(p, stage).healthy
         assert finished(p.ask()).error is None
         p.wait_until_empty()
 

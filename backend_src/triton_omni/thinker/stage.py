@@ -158,11 +158,6 @@ class ThinkerStage:
         yield from self.accounts.figures(open_now, self._slots.taken)
         yield from memory_figures(self._device)
 
-    @property
-    def healthy(self) -> bool:
-        """Whether the engine still runs."""
-        return self._broken is None and self._loop.alive
-
     def _no_slot(self) -> OmniError:
         limit = self._settings.max_sessions
         return Overloaded(f"all {limit} sessions are in use", stage="thinker", retry_after_ms=RETRY_AFTER_MS)
