@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 
-from triton_omni.serving.draining import UNREADY_MODEL, drain, end_sessions, say_unready
-from triton_omni.serving.model_control import ModelControlError
+from triton_omni.serving.draining import drain, end_sessions
 from triton_omni.serving.server_options import parse_options
 
 
@@ -56,24 +54,6 @@ def test_whoever_gives_up_ends_the_wait() -> None:
     begin = time.monotonic()
     assert not drain(Sessions(1), 60.0, lambda: time.monotonic() - begin > 0.2)
     assert time.monotonic() - begin < 2
-
-
-class Control:
-    """Loads what is in a folder and knows no backend."""
-
-    def __init__(self, repository: Path) -> None:
-        self.repository = repository
-        self.asked: list[tuple[str, str]] = []
-
-    def load(self, model: str) -> None:
-        self.asked.append((model, (self.repository / model / "config.pbtxt").read_text()))
-        raise ModelControlError("unable to find backend library for backend 'none'")
-
-
-def test_a_server_is_made_unready_by_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
-    control = Control(tmp_path)
-    say_unready(control, tmp_path)
-    assert control.asked == [(UNREADY_MODEL, 'name: "draining"\nbackend: "none"\n')]
 
 
 @pytest.mark.parametrize("given", ["-1", "nan", "inf", "soon"])

@@ -18,7 +18,7 @@ from triton_omni.errors import StageName
 from triton_omni.ledger_layout import STAGES
 from triton_omni.serving import revival
 from triton_omni.serving.model_control import ModelControlError
-from triton_omni.serving.revival import RevivalPolicy, StageReviver
+from triton_omni.serving.revival import RevivalPolicy, Silence, StageReviver
 
 WAIT_S = 10.0
 QUICK = RevivalPolicy(first_wait_s=0.0)
@@ -32,6 +32,9 @@ class Server:
     calls: list[tuple[str, str]] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     silent: dict[str, float] = field(default_factory=dict)
+    overdue: set[str] = field(default_factory=set)
+    told_ready: list[bool] = field(default_factory=list)
+    """What the reviver says of readiness, each change once."""
     refusals: list[str] = field(default_factory=list)
     """Why the next loads fail."""
     dying: bool = False
@@ -47,6 +50,7 @@ class Server:
     def run(self, stage: str) -> None:
         self.processes[stage] = subprocess.Popen(["sleep", "60"])
         self.broken.discard(stage)
+        self.silent.pop(stage, None)
 
     def kill(self, stage: str) -> None:
         self.processes[stage].kill()
@@ -57,16 +61,23 @@ class Server:
         return self.processes[stage].pid if stage in self.processes else 0
 
     def silent_for(self, stage: StageName) -> float:
-        return self.silent.pop(stage, 0.0)
+        return self.silent.get(stage, 0.0)
 
     def is_broken(self, stage: StageName) -> bool:
         return stage in self.broken
+
+    def holds_overdue(self, stage: StageName) -> bool:
+        return stage in self.overdue
 
     def mark_lost(self, stage: StageName) -> None:
         self.calls.append(("lost", stage))
 
     def hold(self, stage: StageName, held: bool) -> None:
         self.held[stage] = held
+
+    def tell_ready(self, ready: bool) -> None:
+        if self.told_ready[-1:] != [ready]:
+            self.told_ready.append(ready)
 
     def unload(self, model: str) -> None:
         self.calls.append(("unload", model))
@@ -107,7 +118,7 @@ def server() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def watching(server: Server, policy: RevivalPolicy = QUICK) -> Iterator[StageReviver]:
-    reviver = StageReviver(server, server, policy)
+    reviver = StageReviver(server, server, policy, server.tell_ready)
     reviver.start()
     try:
         yield reviver
@@ -199,6 +210,62 @@ def test_a_stage_that_hangs_is_ended_and_started_again(server: Server, capfd: py
         assert server.calls == [("lost", "thinker"), ("unload", "thinker"), ("load", "thinker")]
     assert old.poll() == -signal.SIGKILL
     assert "thinker: it did nothing for 30 s and was ended\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "overdue", "ended_after_s"),
+    [(29.0, True, None), (31.0, False, None), (31.0, True, 30), (299.0, False, None), (301.0, False, 300)],
+)
+def test_a_stage_that_hangs_is_ended_sooner_if_a_deadline_has_passed(
+    server: Server, capfd: pytest.CaptureFixture[str], silent_s: float, overdue: bool, ended_after_s: int | None
+) -> None:
+    server.overdue.update(["talker", "token2wav"] if overdue else [])
+    with watching(server) as reviver:
+        server.silent["token2wav"] = silent_s
+        if ended_after_s is None:
+            time.sleep(3 * revival._POLL_S)
+        else:
+            wait_for(lambda: server.loads() == 1 and not reviver.is_reviving)
+    lost = [] if ended_after_s is None else [f"token2wav: it did nothing for {ended_after_s} s and was ended"]
+    assert [line for line in capfd.readouterr().err.splitlines() if "was ended" in line] == lost
+    assert server.loads() == len(lost)
+
+
+def test_a_server_is_not_ready_while_a_stage_is_silent(server: Server) -> None:
+    with watching(server) as reviver:
+        server.silent["thinker"] = 9.0
+        time.sleep(3 * revival._POLL_S)
+        assert server.told_ready == [True]
+        server.silent["thinker"] = 11.0
+        wait_for(lambda: server.told_ready == [True, False])
+        del server.silent["thinker"]
+        wait_for(lambda: server.told_ready == [True, False, True])
+        assert not reviver.is_reviving
+
+
+def test_a_server_whose_silent_stage_was_ended_is_not_told_ready_before_it_is_loaded(server: Server) -> None:
+    server.may_load.clear()
+    with watching(server, RevivalPolicy(first_wait_s=0.0, stalled_after_s=30.0)) as reviver:
+        server.silent["thinker"] = 31.0
+        wait_for(server.loading.is_set)
+        time.sleep(2 * revival._POLL_S)
+        assert server.told_ready[-1] is False
+        server.may_load.set()
+        wait_for(lambda: not reviver.is_reviving and server.told_ready[-1])
+
+
+def test_what_the_watch_itself_slept_through_is_not_held_against_a_stage(server: Server) -> None:
+    silence = Silence(server)
+    server.silent["talker"] = 5.0
+    silence.look(now=1000.0)
+    assert silence.of("talker") == 5.0
+    server.silent["talker"] = 605.0
+    silence.look(now=1600.0)
+    assert silence.of("talker") == 0.0
+    for tenth in range(1, 101):
+        silence.look(now=1600.0 + tenth / 10)
+    server.silent["talker"] = 615.0
+    assert silence.of("talker") == pytest.approx(10.0)
 
 
 def test_two_stages_that_die_are_started_side_by_side(server: Server) -> None:

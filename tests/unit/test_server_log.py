@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from triton_omni.serving.readiness import NO_BACKEND
 from triton_omni.serving.server_log import ServerLog, find_reason
 
 # Written by every server on a machine without a GPU, whatever happens later.
@@ -105,6 +106,12 @@ def test_a_crash_that_was_survived_is_not_the_reason() -> None:
     served = [f'I1121 06:10:00.{number} 17 grpc_server.cc:1] "served"' for number in range(100)]
     end = 'E1121 06:20:00.1 17 main.cc:1] "the licence of the universe has ended"'
     assert find_reason([*TRACEBACK.splitlines(), *served, end]) == "the licence of the universe has ended"
+
+
+def test_a_model_that_was_not_to_be_loaded_is_not_the_reason() -> None:
+    unready = REFUSED.replace("SettingsError: stage.yaml", f"unable to find backend library for backend '{NO_BACKEND}'")
+    assert unready != REFUSED
+    assert find_reason([*unready.splitlines(), "Signal (11) received."]) == "Signal (11) received."
 
 
 def test_a_silent_server_is_told_as_silent() -> None:

@@ -7,15 +7,10 @@ of each other, so that every reply under way is lost. So it is told last. It kno
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
-from triton_omni.serving.model_control import ModelControlError
-
-UNREADY_MODEL = "draining"
 _POLL_S = 0.05
 _SETTLED_S = 0.2
 """A session is over when its last response has left its stage; the server then writes it to the client."""
@@ -32,29 +27,6 @@ class Sessions(Protocol):
 
     def open_sessions(self) -> int:
         """How many are open."""
-
-
-class Loads(Protocol):
-    """Loads models, see `model_control.py`."""
-
-    def load(self, model: str) -> None:
-        """Put `model` into service. Raises `ModelControlError`."""
-
-
-def say_unready(control: Loads, repository: Path) -> None:
-    """Make `/v2/health/ready` false for good while every model goes on serving.
-
-    Triton calls a server ready whose models are loaded or unloaded, and not ready one that has a model that could not
-    be loaded. So it is asked to load one, of a backend that does not exist.
-
-    Args:
-        repository: tritonserver's own, which is written to.
-    """
-    model = repository / UNREADY_MODEL
-    (model / "1").mkdir(parents=True)
-    (model / "config.pbtxt").write_text(f'name: "{UNREADY_MODEL}"\nbackend: "none"\n')
-    with contextlib.suppress(ModelControlError):
-        control.load(UNREADY_MODEL)
 
 
 def drain(

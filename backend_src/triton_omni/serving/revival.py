@@ -3,12 +3,14 @@
 
 A stage has died when its process ended, when its engine failed in a process that lives, or when its loop has not
 turned for long; the last is ended by force. The others are told through the ledger, so that they end what they share
-with it. Unloading it makes the server say that it is not ready, until it is loaded again.
+with it. Unloading it makes the server say that it is not ready, until it is loaded again. So does, before that, a loop
+that has not turned for some seconds (`readiness.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -16,6 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,6 +29,8 @@ from triton_omni.serving.model_control import ModelControlError
 _POLL_S = 0.1
 _LEAVES_WITHIN_S = 10.0
 """A stage whose engine failed ends its requests and its process within this, or by force."""
+_PAUSED_S = 1.0
+"""The watch, which looks every `_POLL_S`, did not run when it looks so late."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,10 @@ class RevivalPolicy:
     """Before the second start within `window_s`; doubles with each further one. The first is made at once."""
     stalled_after_s: float = 300.0
     """A stage whose loop has not turned for so long is ended. An engine's first steps may compile for minutes."""
+    overdue_after_s: float = 30.0
+    """The same while it has a session past its deadline. token2wav's errors wait as long for another stage's step."""
+    silent_after_s: float = 10.0
+    """A server is not ready while a stage's loop has not turned for so long."""
 
     def wait_s(self, earlier: int) -> float:
         """What to wait for before a start that has `earlier` ones within the window, in seconds."""
@@ -56,6 +65,9 @@ class Board(Protocol):
 
     def is_broken(self, stage: StageName) -> bool:
         """Whether its engine has failed."""
+
+    def holds_overdue(self, stage: StageName) -> bool:
+        """Whether it has not finished with a session whose deadline has passed."""
 
     def mark_lost(self, stage: StageName) -> None:
         """Tell the other stages that it died."""
@@ -115,13 +127,49 @@ class _Watched:
         return self.revival is not None and self.revival.is_alive()
 
 
-class StageReviver:
-    """Watches all stages on a thread of its own, from `start` to `close`, and starts each again on another."""
+class Silence:
+    """For how long each stage's loop has not turned, as one sees it who looks several times a second.
 
-    def __init__(self, board: Board, control: Control, policy: RevivalPolicy | None = None) -> None:
+    What the looking process slept through does not count: who stops a whole machine or container stops both, and a
+    stage that wakes with it has done nothing wrong.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._looked: float | None = None
+        self._awake_since = -math.inf
+
+    def look(self, now: float) -> None:
+        """Say when it is, in seconds of the monotonic clock."""
+        if self._looked is not None and now - self._looked > _PAUSED_S:
+            self._awake_since = now
+        self._looked = now
+
+    def of(self, stage: StageName) -> float:
+        """Seconds up to the last look."""
+        awake_for = math.inf if self._looked is None else self._looked - self._awake_since
+        return min(self._board.silent_for(stage), awake_for)
+
+
+class StageReviver:
+    """Watches all stages on a thread of its own, from `start` to `close`, and starts each again on another.
+
+    Args:
+        tell_ready: told at each look whether the server is ready, as far as its stages go; it must return at once.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        control: Control,
+        policy: RevivalPolicy | None = None,
+        tell_ready: Callable[[bool], None] | None = None,
+    ) -> None:
         self._board = board
         self._control = control
         self._policy = policy or RevivalPolicy()
+        self._tell_ready = tell_ready or (lambda ready: None)
+        self._silence = Silence(board)
         self._watched: dict[StageName, _Watched] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stage-watch", daemon=True)
@@ -161,6 +209,8 @@ class StageReviver:
     def _run(self) -> None:
         while not self._stopping.is_set() and self.failure is None:
             self._await_death()
+            self._silence.look(time.monotonic())
+            self._judge_readiness()
             for stage, watched in self._watched.items():
                 if not watched.is_reviving and (cause := self._cause_of_death(stage, watched)) is not None:
                     self._begin_revival(stage, watched, cause)
@@ -175,11 +225,25 @@ class StageReviver:
             return "its process ended"
         if self._board.is_broken(stage):
             return "its engine failed"
-        if self._board.silent_for(stage) > self._policy.stalled_after_s:
+        patience_s = self._patience_s(stage)
+        if self._silence.of(stage) > patience_s:
             watched.process.kill()
             watched.process.ends_within(_LEAVES_WITHIN_S)
-            return f"it did nothing for {self._policy.stalled_after_s:g} s and was ended"
+            return f"it did nothing for {patience_s:g} s and was ended"
         return None
+
+    def _patience_s(self, stage: StageName) -> float:
+        """How long its loop may stand still; every session is looked at only where that matters."""
+        policy = self._policy
+        overdue = self._silence.of(stage) > policy.overdue_after_s and self._board.holds_overdue(stage)
+        return policy.overdue_after_s if overdue else policy.stalled_after_s
+
+    def _judge_readiness(self) -> None:
+        loaded = [stage for stage, watched in self._watched.items() if not watched.is_reviving]
+        if any(self._silence.of(stage) > self._policy.silent_after_s for stage in loaded):
+            self._tell_ready(False)
+        elif len(loaded) == len(self._watched):
+            self._tell_ready(True)
 
     def _begin_revival(self, stage: StageName, watched: _Watched, cause: str) -> None:
         _say(f"{stage}: {cause}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from triton_omni.serving.machine import ServerError
+from triton_omni.serving.readiness import NO_BACKEND
 
 _KEPT_LINES = 400
 # How far from its end a log is searched for a crash when no model failed to load: what is further up was survived.
@@ -32,6 +33,8 @@ _GENERIC = re.compile(
 )
 _CXX_EXCEPTION = re.compile(r"terminate called after throwing an instance of '(?P<type>.+)'")
 _CXX_WHAT = re.compile(r"\s*what\(\):\s*(?P<what>.*\S)")
+_ON_PURPOSE = f"for backend '{NO_BACKEND}'"
+"""In the lines about a model that was not to be loaded."""
 _TRACEBACK = "Traceback (most recent call last):"
 # A fault; not the two signals that stop a server in order.
 _SIGNAL = re.compile(r"Fatal Python error: .+|Signal \((?!2\)|15\))\d+\) received\.?|Segmentation fault.*")
@@ -43,6 +46,7 @@ def find_reason(lines: Sequence[str]) -> str:
     The first model that failed to load and what it said, else the crash at the end, else the last error line. A crash
     (a C++ exception, a Python traceback, a fatal signal) tells more than the generic lines that Triton writes after it.
     """
+    lines = [line for line in lines if _ON_PURPOSE not in line]
     for number, line in enumerate(lines):
         if found := _FAILED_MODEL.search(line):
             reason = found["reason"].strip()

@@ -6,6 +6,8 @@ It reads what the stages write, writes two words a stage and one for all, and st
 
 from __future__ import annotations
 
+import time
+
 from triton_omni import ledger_layout as layout
 from triton_omni.errors import StageName
 
@@ -54,6 +56,10 @@ class StageBoard:
         """Whether its engine has failed since it was loaded."""
         return 0 < self.epoch(stage) == self._words[layout.BLOCKS[stage] + layout.BROKEN]
 
+    def holds_overdue(self, stage: StageName) -> bool:
+        """Whether it has not finished with an open session whose deadline has passed."""
+        return any(self._is_overdue(slot, stage) for slot in range(layout.CAPACITY))
+
     def mark_lost(self, stage: StageName) -> None:
         """`stage` has died: the others end what they share with it, and begin nothing until it is loaded again."""
         self._words[layout.LOSSES[stage]] = self.epoch(stage)
@@ -73,6 +79,11 @@ class StageBoard:
     def open_sessions(self) -> int:
         """Sessions that the thinker has not ended, those of dead stages left out."""
         return sum(self._is_open(slot) for slot in range(layout.CAPACITY))
+
+    def _is_overdue(self, slot: int, stage: StageName) -> bool:
+        at = layout.record(slot)
+        passed = 0 < self._words[at + layout.DEADLINE] < time.monotonic_ns()
+        return passed and self._is_open(slot) and not layout.is_closed(self._words, at, stage)
 
     def _is_open(self, slot: int) -> bool:
         words, at = self._words, layout.record(slot)

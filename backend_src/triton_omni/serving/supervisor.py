@@ -15,11 +15,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 
 from triton_omni.ledger_layout import server_name
-from triton_omni.serving.draining import drain, end_sessions, say_unready
+from triton_omni.serving.draining import drain, end_sessions
 from triton_omni.serving.leftovers import (
     end_group,
     has_followers,
@@ -42,6 +41,7 @@ from triton_omni.serving.mps import mps_daemon
 from triton_omni.serving.patience import preloaded
 from triton_omni.serving.placement import check_placement
 from triton_omni.serving.probe import Probe, own_host
+from triton_omni.serving.readiness import Readiness
 from triton_omni.serving.revival import StageReviver
 from triton_omni.serving.served_repository import served_repository
 from triton_omni.serving.server_command import server_command
@@ -78,12 +78,12 @@ class Supervisor:
         self._stopped = False
         # No events: a signal handler that sets one waits for ever for a lock of the code that it interrupted.
         self._stop_requested = self._stop_at_once = False
-        self._repository: Path | None = None
         self._ports = {"http": 0, "grpc": 0, "metrics": 0}
         self.regions = new_region_prefix()
         """With what the names of Triton's regions of shared memory begin."""
         self._outliving = contextlib.ExitStack()
         self._control: ModelControl | None = None
+        self._readiness: Readiness | None = None
         self._board: StageBoard | None = None
         self._reviver: StageReviver | None = None
         self._probe: Probe | None = None
@@ -161,7 +161,11 @@ class Supervisor:
                 pools=[pool] * gpus,
             )
             self._process = self._launch(command, environment | preloaded(environment))
-            self._control, self._repository = control, repository
+            self._control = control
+            # A repository that was not laid out for this start is not ours to write to.
+            if repository != self.config.model_repository:
+                self._readiness = Readiness(control, repository)
+                outliving.callback(self._readiness.join, _KILL_AFTER_S)
             self._outliving = outliving.pop_all()
         self.log.follow(self._process)
 
@@ -189,7 +193,8 @@ class Supervisor:
             # A server without stages has no table, and one that ended meanwhile is told by `run`.
             with contextlib.suppress(FileNotFoundError):
                 self._board = StageBoard(server_name(self.pid))
-                self._reviver = StageReviver(self._board, self._control, self.config.revival)
+                tell = self._readiness.tell if self._readiness is not None else None
+                self._reviver = StageReviver(self._board, self._control, self.config.revival, tell)
                 self._reviver.start()
 
     def run(self) -> None:
@@ -232,15 +237,14 @@ class Supervisor:
         Returns:
             Whether all have ended; not when `request_stop` was called with `at_once`.
         """
-        if self._board is None or self._control is None or self._repository is None:
+        if self._board is None:
             return True
-        tell = functools.partial(self._tell_of_drain, self._board, self._control, self._repository)
+        tell = functools.partial(self._tell_of_drain, self._board)
         return drain(self._board, self.config.drain_timeout_s, self._is_given_up, tell)
 
-    def _tell_of_drain(self, board: StageBoard, control: ModelControl, repository: Path) -> None:
-        # A repository that was not laid out for this start is not ours to write to.
-        if repository != self.config.model_repository:
-            say_unready(control, repository)
+    def _tell_of_drain(self, board: StageBoard) -> None:
+        if self._readiness is not None:
+            self._readiness.end()
         if sessions := board.open_sessions():
             wait = f"{self.config.drain_timeout_s:g} s at most"
             print(f"stopping: {sessions} replies are under way and get {wait}", file=sys.stderr, flush=True)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of readiness, with a stand-in for Triton's two calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from triton_omni.serving.model_control import ModelControlError
+from triton_omni.serving.readiness import Readiness, say_ready, say_unready
+
+WAIT_S = 5.0
+BROKEN, IDLE = 'name: "standstill"\nbackend: "none"\n', 'name: "standstill"\nbackend: "python"\n'
+
+
+class Triton:
+    """Loads what is in a folder and knows the Python backend alone."""
+
+    def __init__(self, repository: Path) -> None:
+        self.repository = repository
+        self.calls: list[tuple[str, str]] = []
+        self.refusals = 0
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    def load(self, model: str) -> None:
+        assert self.may_answer.wait(WAIT_S)
+        config = (self.repository / model / "config.pbtxt").read_text()
+        self.calls.append(("load", config))
+        if 'backend: "python"' not in config:
+            raise ModelControlError("unable to find backend library for backend 'none'")
+        assert "class TritonPythonModel" in (self.repository / model / "1" / "model.py").read_text()
+        if self.refusals:
+            self.refusals -= 1
+            raise ModelControlError("no more processes")
+
+    def unload(self, model: str) -> None:
+        self.calls.append(("unload", model))
+
+    def loads(self) -> list[bool]:
+        """Whether each load was of a model that can be loaded."""
+        return ["python" in config for call, config in self.calls if call == "load"]
+
+
+@pytest.fixture
+def triton(tmp_path: Path) -> Triton:
+    return Triton(tmp_path)
+
+
+def test_a_server_is_made_unready_by_a_model_that_cannot_be_loaded(triton: Triton) -> None:
+    say_unready(triton, triton.repository, "standstill")
+    assert triton.calls == [("load", BROKEN)]
+
+
+def test_it_is_ready_again_when_the_model_was_loaded_and_unloaded(triton: Triton) -> None:
+    say_unready(triton, triton.repository, "standstill")
+    say_ready(triton, triton.repository, "standstill")
+    load, unload = triton.calls[1:]
+    assert load[1].startswith(IDLE)
+    assert unload == ("unload", "standstill")
+
+
+def test_each_change_is_said_once_and_the_first_is_no_change(triton: Triton) -> None:
+    readiness = Readiness(triton, triton.repository)
+    for ready in (True, True, False, False, True, True):
+        readiness.tell(ready)
+        readiness.join(WAIT_S)
+    assert triton.loads() == [False, True]
+
+
+def test_what_triton_refused_is_said_again(triton: Triton) -> None:
+    readiness = Readiness(triton, triton.repository)
+    triton.refusals = 1
+    for ready in (False, True, True, True):
+        readiness.tell(ready)
+        readiness.join(WAIT_S)
+    assert triton.loads() == [False, True, True]
+    assert [call for call, _ in triton.calls].count("unload") == 1
+
+
+def test_who_tells_does_not_wait_for_triton(triton: Triton) -> None:
+    triton.may_answer.clear()
+    readiness, begin = Readiness(triton, triton.repository), time.monotonic()
+    for ready in (False, True, False):
+        readiness.tell(ready)
+    assert time.monotonic() - begin < WAIT_S / 2
+    triton.may_answer.set()
+    readiness.join(WAIT_S)
+    assert triton.loads() == [False]
+
+
+def test_the_end_is_said_by_a_model_of_its_own(triton: Triton) -> None:
+    """A stage that goes on while the server drains does not make it ready."""
+    readiness = Readiness(triton, triton.repository)
+    readiness.end()
+    readiness.tell(False)
+    readiness.join(WAIT_S)
+    readiness.tell(True)
+    readiness.join(WAIT_S)
+    broken = [config for call, config in triton.calls if call == "load" and '"none"' in config]
+    assert broken == [BROKEN.replace("standstill", "draining"), BROKEN]
