@@ -130,7 +130,9 @@ class SessionLedger:
 
     def set_deadline(self, key: SessionKey, deadline_ns: int) -> None:
         """Thinker only: when the session is to be over at the latest, by the monotonic clock; for those who look on."""
-        self._words[layout.record(key.slot) + layout.DEADLINE] = deadline_ns
+        at = layout.record(key.slot)
+        if self._words[at + layout.GENERATION] == key.generation:
+            self._words[at + layout.DEADLINE] = deadline_ns
 
     def is_current(self, key: SessionKey) -> bool:
         """Whether `key` names the session that its slot holds now."""

@@ -2,6 +2,7 @@
 """What is left of a session whose stage died: the other stages answer its client, keep nothing, and go on."""
 
 import contextlib
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -99,6 +100,62 @@ def test_a_whole_reply_whose_last_request_a_stage_took_with_it_still_ends(stage)
         kill(p, board, stage)
         assert_told(ensemble, stage)
         wait_for(lambda: p.thinker.stats().sessions == 0)
+
+
+def stand_still(p, stage):
+    """The stage's loop turns no more, until what is returned is set."""
+    goes_on, stands = threading.Event(), threading.Event()
+    getattr(p, stage)._loop.post(lambda: stands.set() or goes_on.wait(WAIT_S))
+    assert stands.wait(WAIT_S)
+    return goes_on
+
+
+@pytest.fixture
+def quick_doubt(monkeypatch):
+    """A stage is taken to be in a long step, or to hang, sooner than a session's deadline comes in these tests."""
+    monkeypatch.setattr("triton_omni.thinker.open_session.STILL_S", 0.1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_session_that_a_hanging_stage_keeps_beyond_its_deadline_is_seen_and_told_when_that_is_ended(
+    stage, quick_doubt
+):
+    with watched(thinker=endless(), intake=FakeIntake(timeout_s=0.8)) as (p, board):
+        ensemble = p.ask("12345")
+        wait_for(lambda: ensemble.reply.responses)
+        goes_on = stand_still(p, stage)
+        assert not board.holds_overdue(stage)
+        wait_for(lambda: board.holds_overdue(stage))
+        time.sleep(0.1)
+        assert ensemble.reply.error is None
+        board.mark_lost(stage)
+        assert_told(ensemble, stage)
+        wait_for(lambda: not board.holds_overdue(stage), SOON_S)
+        goes_on.set()
+
+
+@pytest.mark.parametrize("stage", ["talker", "token2wav"])
+def test_a_deadline_that_passes_while_a_stage_stands_still_is_told_when_it_goes_on(stage, quick_doubt):
+    with watched(thinker=endless(), intake=FakeIntake(timeout_s=0.8)) as (p, board):
+        ensemble = p.ask("12345")
+        wait_for(lambda: ensemble.reply.responses)
+        goes_on = stand_still(p, stage)
+        wait_for(lambda: board.holds_overdue(stage))
+        time.sleep(0.1)
+        goes_on.set()
+        assert finished(ensemble).error.to_text() == "timeout: 0.8 s have passed [omni:timeout;stage=thinker]"
+        p.wait_until_empty()
+        assert not any(board.holds_overdue(other) for other in STAGES)
+
+
+def test_a_thinker_that_hangs_when_a_request_comes_is_known_to_keep_it_beyond_its_own_deadline():
+    with watched(intake=FakeIntake(timeout_s=0.2)) as (p, board):
+        goes_on = stand_still(p, "thinker")
+        ensemble = p.ask("12345")
+        wait_for(lambda: board.holds_overdue("thinker"))
+        board.mark_lost("thinker")
+        assert_told(ensemble, "thinker")
+        goes_on.set()
 
 
 def test_the_talker_holds_one_heartbeat_of_a_request_until_it_opens():

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from triton_omni.errors import OmniError
+from triton_omni.errors import OmniError, StageName
+from triton_omni.ledger import SessionLedger
 from triton_omni.outbox import Outbox, Parcel
 from triton_omni.stage import Outlet
 from triton_omni.tally import Ending
@@ -13,10 +14,13 @@ from triton_omni.thinker.callers import Caller
 from triton_omni.tracing import NO_SPAN, Span
 from triton_omni.wire import Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
+STILL_S = 1.0
+"""A later stage whose loop has not turned for so long is in a long step, or hangs."""
+
 
 @dataclass
 class OpenSession:
-    """State of one session; changed by the loop's thread only."""
+    """State of one session; changed by the loop's thread only, but for the deadline, which the request brings."""
 
     key: SessionKey
     outlet: Outlet
@@ -52,6 +56,13 @@ class OpenSession:
         if self.session is None:
             return "preparing"
         return "writing" if self.report is None else "speaking"
+
+    def is_held_up(self, ledger: SessionLedger) -> bool:
+        """Whether a later stage that has the session stands still. An error would not come through it; and should it be
+        ended, nobody but the thinker, with its request still open, could tell the client.
+        """
+        later: tuple[StageName, ...] = ("talker", "token2wav") if self.session is not None else ()
+        return any(ledger.silent_for(stage) > STILL_S for stage in later)
 
     def to_message(self, parcel: Parcel) -> ThinkerMessage:
         """The session's next message, with what leaves."""

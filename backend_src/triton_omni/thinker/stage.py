@@ -169,9 +169,7 @@ class ThinkerStage:
             # Its slot is free again: what is cancelled while it waits must not hold up the others here.
             return
         try:
-            prepared = self._intake.prepare(
-                raw, session.accepted_ns, lambda seconds: self._loop.post(lambda: self._set_timeout(session, seconds))
-            )
+            prepared = self._intake.prepare(raw, session.accepted_ns, functools.partial(self._take_timeout, session))
         except OmniError as error:
             error.stage = error.stage or "thinker"
             self._loop.post(functools.partial(self._fail, session, error))
@@ -181,6 +179,11 @@ class ThinkerStage:
             self._loop.post(functools.partial(self._fail, session, fault))
         else:
             self._loop.post(functools.partial(self._admit, session, prepared))
+
+    def _take_timeout(self, session: OpenSession, seconds: float) -> None:
+        session.deadline_ns = session.accepted_ns + int(seconds * 1e9)
+        # Not by the loop, which may hang: the supervisor ends this process if it does so beyond a deadline.
+        self._ledger.set_deadline(session.key, session.deadline_ns)
 
     # On the loop's thread.
 
@@ -225,11 +228,6 @@ class ThinkerStage:
         self._open[session.key.name] = session
         if self._broken is not None:
             self._fail(session, InternalError(self._broken, stage="thinker"))
-
-    def _set_timeout(self, session: OpenSession, seconds: float) -> None:
-        if not session.ended_ns:
-            session.deadline_ns = session.accepted_ns + int(seconds * 1e9)
-            self._ledger.set_deadline(session.key, session.deadline_ns)
 
     def _admit(self, session: OpenSession, prepared: Prepared) -> None:
         if session.ended_ns:
@@ -314,7 +312,7 @@ class ThinkerStage:
             self._drop(session)
             session.session = None
             self._answer_error(session, callers.refusal(session.label))
-        elif now >= session.deadline_ns:
+        elif now >= session.deadline_ns and not session.is_held_up(self._ledger):
             seconds = (session.deadline_ns - session.accepted_ns) / 1e9
             self._fail(session, DeadlineExceeded(f"timeout: {seconds:g} s have passed", stage="thinker"))
         else:
