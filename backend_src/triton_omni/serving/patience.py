@@ -16,9 +16,10 @@ from typing import Final
 
 from triton_omni.cache_folder import cache_folder
 from triton_omni.serving.machine import prepend
+from triton_omni.serving.revival import RevivalPolicy
 
-PATIENCE_S: Final = 9.0
-"""How much longer than its own second Triton waits for a stage that lives."""
+PATIENCE_S: Final = RevivalPolicy().stalled_after_s + 10.0
+"""How much longer than its own second Triton waits for a stage that lives; the supervisor ends one that hangs first."""
 _SOURCE: Final = Path(__file__).with_suffix(".c")
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _COMPILES_WITHIN_S: Final = 60.0
