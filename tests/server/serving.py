@@ -139,7 +139,7 @@ def serve(
     measured: bool = False,
     **options: Any,
 ) -> Iterator[Served]:
-    """A running server, with this added to its environment."""
+    """A running server, with this added to its environment, and these options of `ServerConfig`."""
     begin = time.monotonic()
     config = server_config(folder, checkpoint, settings, environment, measured=measured, **options)
     with Supervisor(config) as supervisor:

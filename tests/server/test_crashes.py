@@ -14,18 +14,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2_grpc
 
 from reference.hf import HfReference
 from server.asking import BATCH_TOLERANCE
 from server.parity import GREEDY, SYSTEM, check_reply, hf_reply
 from server.probes import BREAKING_TALKER, BREAKING_TOKEN2WAV, SLOW_THINKER
-from server.serving import STAGES, TINY, Served, note_figures, serve, wait_for
+from server.serving import NEVER_S, STAGES, TINY, Served, note_figures, serve, wait_for
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import server_name
+from triton_omni.serving.revival import RevivalPolicy
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni_client import Internal, Overloaded, Reply, Request
+from triton_omni_client.messages import MODEL
+from triton_omni_client.protocol import to_grpc
 
 STREAMS = 16
 BEFORE = "before"
@@ -37,6 +42,7 @@ SETTINGS = {**TINY, **{stage: {**TINY[stage], "max_sessions": STREAMS} for stage
 SHARED_MEMORY = Path("/dev/shm")
 STANDS_STILL_S = 3.0
 """Triton's own patience is one second."""
+IMPATIENT = RevivalPolicy(silent_after_s=1.5, overdue_after_s=6.0)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Crashing:
 @pytest.fixture(scope="module")
 def crashing(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashing]:
     """One server for all crashes; its stop shows that none of them is in its way."""
-    with serve(tmp_path_factory.mktemp("crashes"), tiny_checkpoint, SETTINGS) as server:
+    with serve(tmp_path_factory.mktemp("crashes"), tiny_checkpoint, SETTINGS, revival=IMPATIENT) as server:
         supervisor = server.supervisor
         table, regions = SHARED_MEMORY / server_name(supervisor.pid), supervisor.regions
         board = StageBoard(table.name)
@@ -86,10 +92,31 @@ def test_a_stage_that_stands_still_is_waited_for(crashing: Crashing, stage: Stag
         os.kill(board.pid(stage), signal.SIGSTOP)
         streams = [pool.submit(ask, server, name) for name in names]
         time.sleep(STANDS_STILL_S)
+        assert not crashing.ready()
         os.kill(board.pid(stage), signal.SIGCONT)
     for name, stream in zip(names, streams, strict=True):
         assert_equals(server, stream.result(), name, crashing.before)
     assert board.epoch(stage) == epoch
+    wait_for(crashing.ready, server.log, BACK_WITHIN_S)
+
+
+def test_a_deadline_is_kept_though_the_stage_that_is_to_answer_stands_still(crashing: Crashing) -> None:
+    server, board = crashing.server, crashing.board
+    epoch = board.epoch("token2wav")
+    request = Request(text="hello", seed=SLOW_THINKER, request_id="overdue", timeout=1.5, **LONG)
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(error_of, server, request)
+        wait_for(lambda: server.metrics('omni_sessions{stage="token2wav"}').popitem()[1] == 1, server.held)
+        os.kill(board.pid("token2wav"), signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        told = error.result()
+        told_s = time.monotonic() - stopped_at
+    assert "the process of token2wav ended unexpectedly" in told
+    assert told_s < IMPATIENT.overdue_after_s + TOLD_WITHIN_S
+    note_figures(stands_still="token2wav", told_s=told_s)
+    wait_for(server.client.ready, crashing.ready, BACK_WITHIN_S)
+    assert board.epoch("token2wav") == epoch + 1
+    assert_equals(server, ask(server, "after a standstill"), "after a standstill", crashing.before)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -167,6 +194,15 @@ def assert_equals(server: Served, reply: Reply, request_id: str, expected: Reply
     assert reply.text == expected.text
     assert len(reply.audio) > 0
     np.testing.assert_allclose(reply.audio, expected.audio, rtol=0, atol=BATCH_TOLERANCE)
+
+
+def error_of(server: Served, request: Request) -> str:
+    """What a stream ends with; the client of this project would itself wait no longer than to the deadline."""
+    message = to_grpc(request, MODEL)
+    with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        answers = stub.ModelStreamInfer(iter([message]), timeout=NEVER_S)
+        return next(str(answer.error_message) for answer in answers if answer.error_message)
 
 
 def until_the_end(server: Served, request_id: str, seed: int) -> float:
