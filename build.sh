@@ -109,8 +109,10 @@ help_serve() {
     cat <<'TEXT'
 Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N] [--log-verbose N]
                         [--log-format plain|json] [--mps] [--gpus STAGE=N,...] [--drain-timeout SECONDS]
+                        [--no-warm-up]
 
-Serves until Ctrl-C or SIGTERM. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded.
+Serves until Ctrl-C or SIGTERM. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded and a first reply,
+which is the server's own (--no-warm-up: none), was spoken.
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
 With --mps the stages run on a GPU at once instead of by turns, under a CUDA MPS daemon that lives as long as the server.
 With --gpus a stage runs on another GPU than 0: thinker=0,talker=0,token2wav=1, for instance.

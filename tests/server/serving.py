@@ -114,6 +114,7 @@ def server_config(
     """
     records = folder / "records"
     records.mkdir()
+    options.setdefault("warm_up", False)
     return ServerConfig(
         model_repository=make_repository(folder / "repository", settings),
         model=str(checkpoint),

@@ -20,6 +20,7 @@ from server.probes import FAILING_TOKEN2WAV, SLOW_THINKER
 from server.serving import STAGES, TINY, Served, serve, wait_for
 from triton_omni import ledger_layout as layout
 from triton_omni.serving import doctor
+from triton_omni.serving.warm_up import REQUEST_ID
 from triton_omni_client import (
     BadRequest,
     Cancelled,
@@ -33,6 +34,8 @@ from triton_omni_client import (
 MARKER = "q7Zmarker"
 """In everything that a request can hold but its id."""
 SESSIONS = 3
+WHOLE = 3 + 1
+"""Whole replies, the server's own first one among them."""
 SETTINGS = {**TINY, "thinker": {**TINY["thinker"], "max_sessions": SESSIONS}}
 PARENT = "b7ad6b7169203331"
 TRACES = {
@@ -51,6 +54,8 @@ class Observed:
     receiver: Receiver
     events: list[dict[str, Any]]
     """Records of its log that are events."""
+    at_start: dict[str, float]
+    """Metrics of its stages before it was asked anything."""
 
     def metrics(self, name: str) -> dict[str, float]:
         """Series of one metric: their labels beside `stage`, as they are written, and values."""
@@ -74,11 +79,12 @@ def observed(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
             "OTEL_BSP_SCHEDULE_DELAY": "200",
         }
         folder = tmp_path_factory.mktemp("observed")
-        with serve(folder, tiny_checkpoint, SETTINGS, environment, measured=True) as server:
+        with serve(folder, tiny_checkpoint, SETTINGS, environment, measured=True, warm_up=True) as server:
+            at_start = server.metrics("omni_")
             ask_everything(server)
             server.wait_until_idle()
             time.sleep(1.2)  # what is no gauge of what is held is published once a second
-            yield Observed(server, receiver, list(events_of(server.log())))
+            yield Observed(server, receiver, list(events_of(server.log())), at_start)
             server.stop()
         log = server.log()
         assert MARKER not in log
@@ -152,11 +158,18 @@ def refused(server: Served, request: Request, error: type[OmniClientError]) -> N
     assert not isinstance(caught.value, Cancelled)
 
 
+def test_a_server_has_spoken_before_it_is_asked(observed: Observed) -> None:
+    assert [event["stage"] for event in observed.events if event.get("request") == REQUEST_ID].count("token2wav") >= 2
+    assert sum(value for name, value in observed.at_start.items() if "omni_audio_seconds_total" in name) > 0
+    for stage in STAGES:
+        assert any(f'stage="{stage}"' in name for name in observed.at_start)
+
+
 def test_every_request_ended_in_exactly_one_way(observed: Observed) -> None:
     ended = {label.split('"')[1]: value for label, value in observed.metrics("omni_requests_ended_total").items()}
     received = observed.total("omni_requests_received_total")
-    assert sum(ended.values()) == received == 3 + 6 + 2 + SESSIONS + 1
-    assert ended == {"finished": 3, "refused": 6 + 1, "timed_out": 1, "failed": 1, "cancelled": SESSIONS}
+    assert sum(ended.values()) == received == WHOLE + 6 + 2 + SESSIONS + 1
+    assert ended == {"finished": WHOLE, "refused": 6 + 1, "timed_out": 1, "failed": 1, "cancelled": SESSIONS}
     errors = Counter[str]()
     for label, value in observed.metrics("omni_errors_total").items():
         errors[label.split('code="')[1].split('"')[0]] += int(value)
@@ -171,9 +184,9 @@ def test_every_metric_that_dashboard_and_alerts_ask_for_is_exported(observed: Ob
 
 
 def test_times_and_amounts_are_those_of_the_replies(observed: Observed) -> None:
-    assert observed.total("omni_reply_seconds_count") == 3
-    assert observed.total("omni_first_text_seconds_count") >= 3
-    assert observed.total("omni_first_audio_seconds_count") >= 3
+    assert observed.total("omni_reply_seconds_count") == WHOLE
+    assert observed.total("omni_first_text_seconds_count") >= WHOLE
+    assert observed.total("omni_first_audio_seconds_count") >= WHOLE
     assert 0 < observed.total("omni_first_audio_seconds_sum") < observed.total("omni_reply_seconds_sum") + 60
     assert observed.total("omni_codes_total") >= 3 * 40 * 0.5
     assert observed.total("omni_audio_seconds_total") > 0

@@ -42,6 +42,8 @@ class ServerConfig:
     """What a server that was told to stop gives the replies under way, in seconds; 0 = nothing."""
     mps: bool = False
     """Whether the server and its stages share the GPUs under a CUDA MPS daemon of their own."""
+    warm_up: bool = True
+    """Whether it is asked for a short reply before others may ask it."""
     placement: Mapping[str, int] = field(default_factory=lambda: parse_placement(""))
     """Number of each stage's GPU."""
     revival: RevivalPolicy = field(default_factory=RevivalPolicy)
@@ -87,6 +89,12 @@ def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
         help="run the stages on a GPU at once, under a CUDA MPS daemon of the server's own (default: OMNI_MPS, or not)",
     )
     parser.add_argument(
+        "--warm-up",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="have a short reply spoken at the start, so that the first caller's comes as soon as others' (default)",
+    )
+    parser.add_argument(
         "--gpus",
         default=os.environ.get("OMNI_GPUS", ""),
         metavar="STAGE=N,...",
@@ -112,6 +120,7 @@ def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
         exit_timeout_s=given.exit_timeout,
         drain_timeout_s=given.drain_timeout,
         mps=given.mps,
+        warm_up=given.warm_up,
         placement=placement,
         environment={FORMAT_VARIABLE: given.log_format} if given.log_format else {},
     )

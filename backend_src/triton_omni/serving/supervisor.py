@@ -50,6 +50,7 @@ from triton_omni.serving.server_options import ServerConfig, parse_options
 from triton_omni.serving.signals import exit_at_once, on_signals
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni.serving.start_checks import check_caches, check_shared_memory
+from triton_omni.serving.warm_up import warm_up
 
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
 _KILL_AFTER_S = 5.0
@@ -170,7 +171,7 @@ class Supervisor:
         self.log.follow(self._process)
 
     def wait_ready(self) -> None:
-        """Block until every model is loaded.
+        """Block until every model is loaded and the server has spoken once.
 
         Raises:
             ServerNotReady: the server died (the message has the failing model's reason), `ready_timeout_s` passed,
@@ -187,6 +188,8 @@ class Supervisor:
                 raise ServerNotReady(f"the server was not ready after {self.config.ready_timeout_s:g} s{self.log.hint}")
             time.sleep(_POLL_S)
         self._watch_stages()
+        if self.config.warm_up and self._board is not None:
+            warm_up(self.config.host, self._ports["http"])
 
     def _watch_stages(self) -> None:
         if self._reviver is None and self._control is not None:
