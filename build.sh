@@ -185,9 +185,9 @@ help_test() {
     cat <<'TEXT'
 Usage: ./build.sh test [PYTEST_ARGS]
 
-Without arguments: `check`, then the unit, reference and server tests, with coverage of backend_src, client and
-gateway, the servers' processes included; less than 85 % fails. Without a GPU two workers share them out, and one of
-them runs all that needs a server. With arguments: `pytest PYTEST_ARGS` alone, in one process, for example
+Without arguments: `check`, then all tests (unit, page, reference, server, hostile), with coverage of backend_src,
+client and gateway, the servers' processes included; less than 85 % fails. Without a GPU two workers share them out, and
+one of them runs all that needs a server. With arguments: `pytest PYTEST_ARGS` alone, in one process, for example
   ./build.sh test tests/unit -k plan
 The last line is pytest's own summary. The gateway's page is tested in a headless Chromium that the first run fetches
 from npm into .cache, without root; CHROMIUM=/path/to/chromium takes another, CHROMIUM=none skips these tests.
