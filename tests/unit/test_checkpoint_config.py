@@ -126,18 +126,19 @@ def test_published_names_load(tmp_path: Path) -> None:
     assert config.thinker.decoder.hidden_size == config.talker.embedding_size == 3584
     assert config.talker.decoder.hidden_size == 896
     assert config.talker.decoder.head_dim == 128
-    assert config.talker.stop_ids == (8292, 8294)
+    assert (config.talker.codec_pad_id, config.talker.codec_eos_id) == (8292, 8294)
     assert (config.dit.hidden_size, config.dit.num_layers, config.dit.num_heads) == (1024, 22, 16)
     assert config.dit.block_size == 24
     assert config.thinker.eos_token_ids == (151645,)
-    assert config.thinker.media_token_ids == (151646, 151655, 151656)
+    media = (config.thinker.audio_token_id, config.thinker.image_token_id, config.thinker.video_token_id)
+    assert media == (151646, 151655, 151656)
 
 
 def test_rates_follow_from_the_configuration(tmp_path: Path) -> None:
     codec = load_config(write(tmp_path, PUBLISHED)).codec
     assert codec.hop_length == 240
     assert codec.samples_per_code == 480
-    assert codec.codes_per_second == 50
+    assert codec.sample_rate == 50 * codec.samples_per_code
     assert codec.largest_code == 8193
 
 
@@ -165,7 +166,7 @@ def test_tiny_checkpoint_has_sizes_and_ids_of_its_own(tiny_checkpoint: Path) -> 
     talker = config.talker.decoder
     assert len({talker.hidden_size, talker.num_heads * talker.head_dim, config.talker.embedding_size}) == 3
     assert config.talker.codec_eos_id != 8294
-    assert config.codec.largest_code < min(config.talker.stop_ids)
+    assert config.codec.largest_code < min(config.talker.codec_pad_id, config.talker.codec_eos_id)
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,6 @@ class ThinkerConfig:
     seconds_per_chunk: int
     spatial_merge_size: int
 
-    @property
-    def media_token_ids(self) -> tuple[int, int, int]:
-        """Ids whose input embeddings come from media and are left out of the talker's rows."""
-        return self.audio_token_id, self.image_token_id, self.video_token_id
-
 
 @dataclass(frozen=True)
 class TalkerSampling:
@@ -78,11 +73,6 @@ class TalkerConfig:
     text_bos_id: int
     text_eos_id: int
     sampling: TalkerSampling
-
-    @property
-    def stop_ids(self) -> tuple[int, int]:
-        """Codec ids that end the speech."""
-        return self.codec_pad_id, self.codec_eos_id
 
 
 @dataclass(frozen=True)
@@ -154,11 +144,6 @@ class CodecConfig:
     def samples_per_code(self) -> int:
         """Samples of the waveform that one code becomes."""
         return self.mel_frames_per_code * self.hop_length
-
-    @property
-    def codes_per_second(self) -> float:
-        """50 in the published checkpoints."""
-        return self.sample_rate / self.samples_per_code
 
 
 @dataclass(frozen=True)

@@ -249,8 +249,8 @@ class Supervisor:
         if self._readiness is not None:
             self._readiness.end()
         if sessions := board.open_sessions():
-            wait = f"{self.config.drain_timeout_s:g} s at most"
-            print(f"stopping: {sessions} replies are under way and get {wait}", file=sys.stderr, flush=True)
+            get = f"{self.config.drain_timeout_s:g} s at most, the whole stop {longest_stop_s(self.config):g} s"
+            print(f"stopping: {sessions} replies are under way and get {get}", file=sys.stderr, flush=True)
 
     def _is_given_up(self) -> bool:
         return self._stop_at_once or self.exit_code is not None

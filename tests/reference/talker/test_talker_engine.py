@@ -211,7 +211,7 @@ def test_only_codes_of_the_codec_and_the_stop_ids_can_be_drawn(engine, tiny_chec
     slots = torch.tensor([engine._rows.idle_slot], device=DEVICE)
     adjusted, _ = runner.step.adjust(logits, slots)
     drawable = set(adjusted[0].isfinite().nonzero().flatten().tolist())
-    assert drawable == {*range(config.codec.largest_code + 1), *config.talker.stop_ids}
+    assert drawable == {*range(config.codec.largest_code + 1), *engine._ids.stops}
 
 
 def test_no_sequence_stops_before_its_least_length_and_codes_equal_hf(engine, talker, cases):
