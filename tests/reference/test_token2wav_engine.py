@@ -39,6 +39,8 @@ SETTINGS = Token2WavSettings(
 )
 DTYPES = ["float32"] if DEVICE.type == "cpu" else ["float32", "float16"]
 """Of the shared engine: the plain path, and the one that a GPU serves."""
+MINUTE = 3000
+"""Codes of 60 s of speech."""
 DEFAULTS = StreamOptions()
 SOURCES: dict[str, Callable[[Tensor], Tensor]] = {"host": torch.clone, "device": lambda codes: codes.to(DEVICE)}
 """Where fed codes may lie; pinned memory, from which a GPU could copy behind the host's back, needs a GPU."""
@@ -274,19 +276,35 @@ def test_a_stream_of_more_evaluations_takes_the_room_of_several(tiny_checkpoint:
     assert len(waveform(drain(engine), "finer")) == len(expected)
 
 
-def test_cost_of_a_chunk_does_not_grow_with_the_stream(engine: Token2WavEngine) -> None:
+class SilentVocoder:
+    """Counts the mel frames of its calls; a minute through the real one takes longer than all else of it together."""
+
+    def __init__(self, samples_per_frame: int) -> None:
+        self.samples_per_frame = samples_per_frame
+        self.frames: list[int] = []
+
+    def __call__(self, mel: Tensor) -> Tensor:
+        self.frames.append(mel.shape[0] * mel.shape[2])
+        return torch.zeros(mel.shape[0], mel.shape[2] * self.samples_per_frame, device=mel.device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cost_of_a_chunk_does_not_grow_with_the_stream(tiny_checkpoint: Path, dtype: str) -> None:
+    engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"dtype": dtype, "max_codes": MINUTE}), DEVICE)
+    vocoder = engine._vocoder = SilentVocoder(engine._vocoder.samples_per_frame)
     engine.open("a", VOICE, 1, DEFAULTS)
     costs, held = [], []
-    for part in torch.split(some_codes(384), 12):
+    for part in torch.split(some_codes(MINUTE), 12):
         engine.feed("a", part)
         before = engine.frames_solved
         if next_outputs(engine):
             costs.append(engine.frames_solved - before)
-            held.append(engine.stats().rows_used)
+            held.append((engine.stats().rows_used, engine.stats().kv_blocks_used))
     # 1, 2 and then 3 new blocks, and one of look-ahead: no frame is solved again because of what lies behind it.
     assert costs == [48, 72, *[96] * (len(costs) - 2)]
-    assert len(costs) > 8
-    assert held == [24] * len(held)
+    assert sum(costs) - 24 * len(costs) == 2 * MINUTE - 24, "of two frames a code, all but a block of look-ahead"
+    assert vocoder.frames == [48, 96, *[120] * (len(costs) - 2)], "a block of context before, and one behind"
+    assert held == [(24, 2)] * len(held)
 
 
 @pytest.fixture

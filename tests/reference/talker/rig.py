@@ -117,13 +117,13 @@ def schedule_ahead_on_the_cpu(monkeypatch):
     monkeypatch.setattr(EngineArgs, "create_engine_config", create_ahead)
 
 
-def make_engine(checkpoint, *, ahead=False, dtype="float32", **engine):
+def make_engine(checkpoint, *, ahead=False, dtype="float32", max_codes=400, **engine):
     """On a GPU, scheduling ahead goes with CUDA graphs, and step by step is the plain path."""
     from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
 
     sizes = {"max_num_seqs": 8, "max_model_len": MAX_LEN, "max_num_batched_tokens": 64, **engine}
     switches = {"enforce_eager": not ahead, "async_scheduling": ahead}
-    settings = TalkerSettings(dtype=dtype, max_codes=400, engine=TalkerEngineSettings(**sizes, **switches))
+    settings = TalkerSettings(dtype=dtype, max_codes=max_codes, engine=TalkerEngineSettings(**sizes, **switches))
     with pytest.MonkeyPatch.context() as monkeypatch:
         if ahead and DEVICE.type == "cpu":
             schedule_ahead_on_the_cpu(monkeypatch)
