@@ -9,18 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from server.serving import ROOT, server_config
+from server.serving import ROOT, STAGES, server_config
+from triton_omni_client.messages import UNARY_MODEL
 
 REQUESTS = 150
+PROCESSES = {"tritonserver", UNARY_MODEL, *STAGES}
+SAMPLE_EVERY_S = 0.2
+"""Some ten seconds are left behind the kill: at one sample a second no line would be fitted."""
+GROWTH_MIB = 64
+"""A process's, in the half of the requests behind the kill: caches still fill, by up to 22 MiB in three runs (the
+thinker's). Some eighty requests that keep a megabyte each are found."""
 
 
 def test_a_short_soak_finds_nothing(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     running, judging, report = (importlib.import_module(f"soak.{name}") for name in ("running", "judging", "report"))
-    # A server's first minutes fill its caches: what grows for good, the long form shows.
-    options = running.Options(requests=REQUESTS, concurrency=9, kills=1, seed=2, growth_allowed_mib=400)
+    options = running.Options(
+        REQUESTS, concurrency=9, kills=1, seed=2, sample_every_s=SAMPLE_EVERY_S, growth_allowed_mib=GROWTH_MIB
+    )
     soaked = running.soak(server_config(tmp_path, tiny_checkpoint), options)
     assert judging.faults(soaked) == []
+    assert {growth.name for growth in soaked.growths()} == PROCESSES
     assert sorted(ended.planned.number for ended in soaked.ended) == list(range(REQUESTS))
     asked = Counter(ended.planned.fate for ended in soaked.ended)
     assert set(asked) == {"whole", "cancelled", "malformed", "slow", "hurried"}
