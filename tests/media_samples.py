@@ -7,6 +7,7 @@ Knows the codecs' libraries only, nothing of the server.
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from fractions import Fraction
 
 import av
@@ -71,17 +72,26 @@ def video_file(
     width: int = 64,
     height: int = 48,
     audio: bool = False,
+    times: Sequence[float] | None = None,
 ) -> bytes:
-    """An encoded mp4 (H.264, AAC) or webm (VP9, Opus); frame i is `picture(seed=i)`, the sound is `tone`."""
+    """An encoded mp4 (H.264, AAC) or webm (VP9, Opus); frame i is `picture(seed=i)`, the sound is `tone`.
+
+    `times` are the seconds at which frames are shown, where their rate varies; the last one lasts until `seconds`.
+    """
     out = io.BytesIO()
     with av.open(out, mode="w", format=kind) as container:
         stream = container.add_stream("libx264" if kind == "mp4" else "libvpx-vp9", rate=fps)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.thread_count = 1
+        tick = Fraction(1, fps if times is None else 1000)
+        if times is not None:
+            stream.codec_context.time_base = tick
+            stream.codec_context.max_b_frames = 0  # as cameras write; frames out of order lengthen such an mp4
+        stamps = range(round(seconds * fps)) if times is None else [round(at / tick) for at in times]
         sound = _sound_stream(container, kind) if audio else None
-        for index in range(round(seconds * fps)):
+        for index, stamp in enumerate(stamps):
             frame = av.VideoFrame.from_ndarray(picture(width, height, seed=index), format="rgb24")
-            frame.pts, frame.time_base = index, Fraction(1, fps)
+            frame.pts, frame.time_base = stamp, tick
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
         if sound is not None:

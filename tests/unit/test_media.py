@@ -347,6 +347,20 @@ class TestVideo:
         indices = torch.linspace(0, 23, 6).round().long().tolist()
         np.testing.assert_array_equal(decoded.frames, np.stack([all_frames(data)[index] for index in indices]))
 
+    @pytest.mark.parametrize("kind", ["mp4", "webm"])
+    def test_of_a_variable_rate_frames_are_sampled_by_number_over_the_mean_rate(self, kind):
+        # Two frames a second, then twenty: 24 in 3 s.
+        times = [0.0, 0.5, 1.0, 1.5, *(2 + number / 20 for number in range(20))]
+        data = samples.video_file(kind, seconds=3, times=times, width=84, height=56, audio=True)
+        with av.open(io.BytesIO(data)) as source:
+            assert [frame.time for frame in source.decode(video=0)] == pytest.approx(times)
+        decoded = video(data, kind=kind, with_audio=True)
+        chosen = [0, 5, 9, 14, 18, 23]
+        np.testing.assert_array_equal(decoded.frames, np.stack([all_frames(data)[index] for index in chosen]))
+        # The second one is shown at 2.05 s and taken for one of half a second; the whole is as long as its sound.
+        assert decoded.fps == pytest.approx(2.0, rel=0.05)
+        assert len(decoded.audio.samples) / 16000 == pytest.approx(len(chosen) / decoded.fps, abs=0.1)
+
     def test_frames_are_resized_as_the_recipe_does(self):
         import torchvision.transforms.v2.functional as vision
 
