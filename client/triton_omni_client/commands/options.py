@@ -23,7 +23,9 @@ Seed = Annotated[int | None, typer.Option(help="Seed of all sampling.")]
 TextOnly = Annotated[bool, typer.Option("--text-only", help="Ask for no speech.")]
 VideoSound = Annotated[bool, typer.Option("--video-sound", help="Hear the videos' sound too.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds for one whole reply.")]
-System = Annotated[str | None, typer.Option(help="System prompt. Default: the server's own.")]
+System = Annotated[
+    str | None, typer.Option(help="System prompt. Default: the model card's, with which speech was trained.")
+]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest reply, in tokens.")]
 Device = Annotated[str, typer.Option(help="Name or number of the sound device. Default: the system's.")]
 Output = Annotated[
