@@ -144,6 +144,7 @@ def _all_parts(parts, used, PART: tl.constexpr, WIDTH: tl.constexpr):
     return best, total, summed
 
 
+# One kernel and one function, long as it is: its programs end at four places, where no function inside could end them.
 @triton.jit
 def _decode_attention(
     projected,

@@ -176,6 +176,7 @@ def _nucleus(keys, weights, mass):
     return high
 
 
+# One kernel and one function, long as it is: penalty, filters and draw share a row of logits that stays in registers.
 @triton.jit
 def _draw(
     logits,
