@@ -72,9 +72,10 @@ def test_each_chunk_gets_its_own_frames_by_number(sick: int | None) -> None:
             break
         if not batch:
             continue
-        vocoded, broken = splice(batch, [mel_of(due, bad=due.stream.key == str(sick)) for due in batch])
-        assert broken.tolist() == [float(due.stream.key == str(sick)) for due in batch]
-        for due, mel in zip(batch, torch.split(vocoded, [len(due.chunk.vocoder) for due in batch]), strict=True):
+        spliced = splice(batch, [mel_of(due, bad=due.stream.key == str(sick)) for due in batch])
+        spliced.take_on()
+        assert spliced.broken.tolist() == [float(due.stream.key == str(sick)) for due in batch]
+        for due, mel in zip(batch, torch.split(spliced.frames, [len(due.chunk.vocoder) for due in batch]), strict=True):
             if due.stream.key == str(sick):
                 assert bool(mel.isnan().any())
             else:
@@ -88,7 +89,7 @@ def test_a_stream_keeps_what_later_chunks_need_and_no_more() -> None:
         chunk = stream.due()
         assert chunk is not None
         due = Due(stream, chunk, 0)
-        splice([due], [mel_of(due, bad=False)])
+        splice([due], [mel_of(due, bad=False)]).take_on()
         following = stream.due()
         assert following is not None
         torch.testing.assert_close(stream.tail, frames(1, following.vocoder.start, chunk.kept.end))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,11 @@ from torch import Tensor
 from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
 from triton_omni.token2wav import flight
+from triton_omni.token2wav.acceleration import Vocoder
 from triton_omni.token2wav.engine import AT_ONCE_FRAMES, Token2WavEngine
 from triton_omni.token2wav.flight import STEPS_AHEAD
+from triton_omni.token2wav.past import LayerPast
+from triton_omni.token2wav.splicing import Spliced
 
 STREAMS, FIRST, SECOND = 5, 24, 24
 """Streams of the large batch, and codes of which the first and second chunk come."""
@@ -190,20 +193,87 @@ def test_a_batch_of_which_nobody_is_left_is_given_up(engine: Token2WavEngine, cl
     assert engine.stats() == EngineStats(0, 0, 0, 0)
 
 
-def test_a_batch_for_which_memory_runs_out_on_its_way_ends_its_streams_alone(
+Lacking = Callable[[set[str]], bool]
+"""Whether there is no memory for the windows of these streams together."""
+
+
+def in_the_solver(engine: Token2WavEngine, lacking: Lacking, patched: pytest.MonkeyPatch) -> None:
+    """Memory runs out when a layer has just left what the next windows are to find."""
+    leave = LayerPast.leave
+
+    def full(self: LayerPast, key: Tensor, value: Tensor) -> None:
+        leave(self, key, value)
+        left = self.left.tolist()
+        if self.number > 1 and lacking({name for name, stream in engine._streams.items() if stream.page in left}):
+            raise torch.OutOfMemoryError("tried to allocate too much")
+
+    patched.setattr(LayerPast, "leave", full)
+
+
+def in_the_vocoder(engine: Token2WavEngine, lacking: Lacking, patched: pytest.MonkeyPatch) -> None:
+    """Memory runs out behind the solver, when all that the next windows are to find was left."""
+    del engine
+    sound = flight._sound
+
+    def full(spliced: Spliced, vocoder: Vocoder) -> tuple[Tensor, tuple[int, ...]]:
+        made = sound(spliced, vocoder)
+        if lacking({due.stream.key for due in spliced.batch if not due.chunk.final}):
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        return made
+
+    patched.setattr(flight, "_sound", full)
+
+
+RunOut = Callable[[Token2WavEngine, Lacking, pytest.MonkeyPatch], None]
+OUT_OF_MEMORY = pytest.mark.parametrize("run_out", [in_the_solver, in_the_vocoder])
+
+
+@OUT_OF_MEMORY
+@pytest.mark.parametrize("most", [4, 2, 1])
+def test_windows_for_which_there_is_no_memory_together_go_again_in_smaller_batches(
+    engine: Token2WavEngine, climbing: list[AudioOutput], alone: dict[str, Tensor], run_out: RunOut, most: int
+) -> None:
+    tried: list[int] = []
+
+    def lacking(keys: set[str]) -> bool:
+        tried.append(len(keys))
+        return len(keys) > most
+
+    with pytest.MonkeyPatch.context() as patched:
+        run_out(engine, lacking, patched)
+        outputs = climbing + drain(engine)
+    assert max(tried) == STREAMS
+    assert_sound_is_that_alone(outputs, alone, "abcde")
+
+
+@OUT_OF_MEMORY
+def test_a_window_for_which_there_is_no_memory_alone_ends_its_stream_alone(
+    engine: Token2WavEngine, climbing: list[AudioOutput], alone: dict[str, Tensor], run_out: RunOut
+) -> None:
+    begin(engine, "f")
+    with pytest.MonkeyPatch.context() as patched:
+        run_out(engine, lambda keys: "c" in keys, patched)
+        outputs = climbing + drain(engine)
+    failed = [(output.key, output.error) for output in outputs if output.error]
+    assert failed == [("c", "the device has no memory for this window")]
+    go_on(engine, "f")
+    assert_sound_is_that_alone(outputs + drain(engine), alone, "abdef")
+
+
+def test_a_window_alone_waits_for_the_memory_of_a_batch_under_way(
     engine: Token2WavEngine, climbing: list[AudioOutput], alone: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    del climbing
     begin(engine, "f")
-
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("tried to allocate too much")
-
-    outputs = next_outputs(engine)
-    with monkeypatch.context() as patched:
-        patched.setattr(engine._climbs[0], "advance", full)
-        outputs += next_outputs(engine)
-    assert sorted(output.key for output in outputs if output.error) == list("abcde")
+    in_the_solver(engine, lambda keys: "f" in keys and len(engine._climbs) > 1, monkeypatch)
+    outputs = climbing + drain(engine)
+    # It has waited.
+    assert [output.key for output in outputs[STREAMS:]].index("f") > 0
     go_on(engine, "f")
-    outputs += drain(engine)
-    torch.testing.assert_close(sound_of(outputs, "f"), alone["f"], atol=1e-5, rtol=0)
+    assert_sound_is_that_alone(outputs + drain(engine), alone, "abcdef")
+
+
+def assert_sound_is_that_alone(outputs: list[AudioOutput], alone: dict[str, Tensor], keys: str) -> None:
+    """These streams, and no others, came to their ends, with the sound of each by itself."""
+    assert sorted(output.key for output in outputs if output.final and not output.error) == list(keys)
+    for key in keys:
+        torch.testing.assert_close(sound_of(outputs, key), alone[key], atol=1e-5, rtol=0)

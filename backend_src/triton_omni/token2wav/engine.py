@@ -278,41 +278,60 @@ class Token2WavEngine:
         if self._climbs:
             due = [item for item in due if item.deadline_ns < self._climbs[-1].deadline_ns]
         if batch := self._batch(due):
-            self._climbs.append(Climb(batch, take_off(batch, self._sampler, self._vocoder, self._device)))
+            self._climbs.append(self._climb(batch))
         failed = self._advance_or_drop(self._climbs[-1]) if self._climbs else []
         return [*(self._finish(landed) for landed in silent), *failed]
 
-    def _advance_or_drop(self, climb: Climb) -> list[AudioOutput]:
-        """Launch a batch's next step, of a small one all.
+    def _climb(self, batch: Sequence[Due]) -> Climb:
+        return Climb(batch, take_off(batch, self._sampler, self._vocoder, self._device))
 
-        A batch for which there is no memory ends its streams, not the stage.
-        """
+    def _advance_or_drop(self, climb: Climb) -> list[AudioOutput]:
+        """Launch a batch's next step, of a small one all; one of which nobody is left is dropped."""
         if not any(self._is_open(due.stream) for due in climb.batch):
             self._end_climb(climb)
             return []
-        frames, flight = sum(len(item.chunk.solved) for item in climb.batch), None
         try:
-            with torch.inference_mode():
-                flight = climb.advance(self._device)
-                while flight is None and frames <= AT_ONCE_FRAMES:
-                    flight = climb.advance(self._device)
+            flight = self._advance(climb)
         except torch.OutOfMemoryError:
-            logger.exception("no memory for a batch of %d windows", len(climb.batch))
-            return self._fail(climb, "the device has no memory for this window")
-        if flight is not None:
-            self._flights.append(flight)
-            self._frames_solved += frames
-            self._end_climb(climb)
-        return []
+            logger.warning("no memory for a batch of %d windows", len(climb.batch), exc_info=True)
+        else:
+            if flight is not None:
+                self._flights.append(flight)
+                self._frames_solved += climb.frames
+                self._end_climb(climb)
+            return []
+        # Out here nothing refers to the error any more, and so to what the attempt held.
+        return self._divide(climb)
 
-    def _fail(self, climb: Climb, error: str) -> list[AudioOutput]:
-        """End the streams of a batch."""
+    def _advance(self, climb: Climb) -> Flight | None:
+        with torch.inference_mode():
+            flight = climb.advance(self._device)
+            while flight is None and climb.frames <= AT_ONCE_FRAMES:
+                flight = climb.advance(self._device)
+        return flight
+
+    def _divide(self, climb: Climb) -> list[AudioOutput]:
+        """Have the windows of a batch for which there was no memory go again, half as many together.
+
+        One that was alone goes again behind the batches under way, which hold memory; if there are none, its stream
+        ends.
+        """
         self._end_climb(climb)
         torch.cuda.empty_cache()
-        keys = [due.stream.key for due in climb.batch if self._is_open(due.stream)]
-        for key in keys:
-            self.abort(key)
-        return [AudioOutput(key, torch.empty(0), final=True, error=error) for key in keys]
+        batch = [due for due in climb.batch if self._is_open(due.stream)]
+        if len(climb.batch) > 1:
+            half = (len(batch) + 1) // 2
+            self._climbs += [self._climb(part) for part in (batch[half:], batch[:half]) if part]
+        elif any(other.has_begun for other in self._climbs):
+            self._climbs.insert(0, self._climb(batch))
+        else:
+            return [self._give_up(due.stream) for due in batch]
+        return []
+
+    def _give_up(self, stream: Stream) -> AudioOutput:
+        self.abort(stream.key)
+        wrong = "the device has no memory for this window"
+        return AudioOutput(stream.key, torch.empty(0), final=True, error=wrong)
 
     def _end_climb(self, climb: Climb) -> None:
         """It launches nothing more; whoever gets its pages now writes to them behind it."""

@@ -20,7 +20,7 @@ from triton_omni.streams import record_event
 from triton_omni.token2wav.acceleration import Vocoder
 from triton_omni.token2wav.chunking import Chunk
 from triton_omni.token2wav.sampler import Sampler
-from triton_omni.token2wav.splicing import Due, splice
+from triton_omni.token2wav.splicing import Due, Spliced, splice
 from triton_omni.token2wav.steps import Steps
 from triton_omni.token2wav.streaming import Stream
 from triton_omni.token2wav.transfer import to_host
@@ -91,12 +91,19 @@ class Climb:
     steps: Steps[Flight]
     pages: list[int] = field(default_factory=list)
     """Of streams that were dropped meanwhile, into which it still writes."""
+    has_begun: bool = False
+    """Whether anything of it was launched, so that it may hold memory."""
     _ahead: deque[torch.cuda.Event | None] = field(default_factory=deque)
 
     @property
     def deadline_ns(self) -> int:
         """The earliest of its listeners'."""
         return self.batch[0].deadline_ns
+
+    @property
+    def frames(self) -> int:
+        """Mel frames solved, look-ahead included."""
+        return sum(len(due.chunk.solved) for due in self.batch)
 
     @property
     def is_far_ahead(self) -> bool:
@@ -106,7 +113,12 @@ class Climb:
         return len(self._ahead) >= STEPS_AHEAD
 
     def advance(self, device: torch.device) -> Flight | None:
-        """Launch the next step; the batch's flight if it was the last."""
+        """Launch the next step; the batch's flight if it was the last.
+
+        Raises:
+            torch.OutOfMemoryError: see `take_off`; there is no step after it.
+        """
+        self.has_begun = True
         try:
             next(self.steps)
         except StopIteration as end:
@@ -122,20 +134,37 @@ class Climb:
 
 def take_off(batch: Sequence[Due], sampler: Sampler, vocoder: Vocoder, device: torch.device) -> Steps[Flight]:
     """Launch a batch of windows with one flow, a step of the solver at a time; behind the last, their streams go on to
-    their next chunks."""
+    their next chunks.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no memory for it; streams and pages are as if it had not begun.
+    """
     # Those of one shape side by side: they share a batch of the vocoder, and batches of like windows a layout.
     batch = sorted(batch, key=lambda due: (*_shape(due.chunk), len(due.chunk.solved)))
     windows = [due.stream.window(due.chunk) for due in batch]
-    mels = yield from sampler.steps(windows, batch[0].stream.request.flow)
-    solved = record_event(device)
-    frames, broken = splice(batch, mels)
-    waveforms = list(_vocode([due.chunk for due in batch], frames, vocoder))
+    flow = batch[0].stream.request.flow
+    before = sampler.past.save([window.past for window in windows], flow.pages)
+    try:
+        mels = yield from sampler.steps(windows, flow)
+        solved = record_event(device)
+        spliced = splice(batch, mels)
+        host, lengths = _sound(spliced, vocoder)
+    except torch.OutOfMemoryError:
+        before.restore()
+        raise
+    spliced.take_on()
+    return Flight(tuple(batch), lengths, host, solved, record_event(device))
+
+
+def _sound(spliced: Spliced, vocoder: Vocoder) -> tuple[Tensor, tuple[int, ...]]:
+    """`Flight.host` and `Flight.lengths` of a batch."""
+    waveforms = list(_vocode([due.chunk for due in spliced.batch], spliced.frames, vocoder))
     finite = torch.cat([torch.isfinite(rows).all(1) for rows in waveforms])
-    clamped = torch.stack([due.stream.clamped for due in batch])
+    clamped = torch.stack([due.stream.clamped for due in spliced.batch])
     # The flags ride behind the samples: one copy a batch.
-    host = to_host(torch.cat([*(rows.flatten() for rows in waveforms), broken, finite.float(), clamped.float()]))
+    parts = [*(rows.flatten() for rows in waveforms), spliced.broken, finite.float(), clamped.float()]
     lengths = itertools.chain.from_iterable([rows.shape[1]] * len(rows) for rows in waveforms)
-    return Flight(tuple(batch), tuple(lengths), host, solved, record_event(device))
+    return to_host(torch.cat(parts)), tuple(lengths)
 
 
 def _shape(chunk: Chunk) -> tuple[int, int, int]:

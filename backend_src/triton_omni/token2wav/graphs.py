@@ -231,11 +231,14 @@ class GraphedSolver:
 
     def _sit(self, mine: _Seated, kind: _Kind) -> None:
         """Have the graph's tensors hold this flow."""
-        (inputs, _), other = self._graphs[kind], self._seated.pop(kind, None)
-        if other is not None and other is not mine:
+        (inputs, _), other = self._graphs[kind], self._seated.get(kind)
+        if other is mine:
+            return
+        if other is not None:
+            # Should there be no memory for this, the other one stays where it is.
             other.state = inputs.state[: len(other.state)].clone()
-        if other is not mine:
-            inputs.load(mine.state, mine.flow, mine.rotary)
+            del self._seated[kind]
+        inputs.load(mine.state, mine.flow, mine.rotary)
         self._seated[kind] = mine
 
     def _graph(self, size: int, solver: Solver, guided: bool) -> tuple[_Inputs, _Recorded]:

@@ -99,6 +99,21 @@ class Past:
         return LayerPast(pages, self.numbers[evaluation], self.found, self.left, self.pool.rotary)
 
 
+@dataclass(frozen=True)
+class SavedPages:
+    """What stood in pages before a batch that overwrites what it has read, for one that finds no memory on its way."""
+
+    pages: Sequence[Tensor]
+    """Views of the pool, P pages each."""
+    rows: Sequence[Tensor]
+    """What they held."""
+
+    def restore(self) -> None:
+        """Write it back, behind all that was launched; it takes no memory of the device."""
+        for page, row in zip(self.pages, self.rows, strict=True):
+            page.copy_(row)
+
+
 class PastPool:
     """The pages of all streams, at one address for good.
 
@@ -138,6 +153,15 @@ class PastPool:
     def give(self, page: int) -> None:
         """Free what `take` returned."""
         self._spans.give(page)
+
+    def save(self, windows: Sequence[WindowPast | None], pages: int) -> SavedPages:
+        """What a batch of `windows` reads and then overwrites, of `pages` pages a stream.
+
+        A stream's first window reads nothing, and its last leaves nothing.
+        """
+        both = [past.page for past in windows if past is not None and past.is_left and past.kept_frames]
+        views = [self.pages[page : page + pages] for page in both]
+        return SavedPages(views, torch.split(torch.cat(views), pages) if views else ())
 
     def of_batch(
         self, windows: Sequence[WindowPast | None], layout: BlockLayout, *, evaluations: int, halves: int

@@ -29,17 +29,30 @@ class Due:
     """See `Stream.deadline_ns`, before the chunk is launched."""
 
 
-def splice(batch: Sequence[Due], mels: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Take on every stream of a batch behind its chunk. Their new tails are views of one tensor, which the last of them
-    lets go of: half a megabyte for 32 streams.
+@dataclass(frozen=True)
+class Spliced:
+    """What the windows of a batch came to."""
+
+    batch: Sequence[Due]
+    frames: Tensor
+    """[sum of the chunks' vocoder frames, M], one chunk behind another."""
+    broken: Tensor
+    """fp32 [W], how many mel frames of each window are not finite."""
+    tails: Sequence[Tensor]
+    """What each stream keeps: views of one tensor, which the last of them lets go of (half a megabyte for 32)."""
+
+    def take_on(self) -> None:
+        """Have the streams go on behind their chunks; it takes no memory of the device."""
+        for due, tail in zip(self.batch, self.tails, strict=True):
+            due.stream.advance(due.chunk, tail)
+
+
+def splice(batch: Sequence[Due], mels: Sequence[Tensor]) -> Spliced:
+    """Put the frames of a batch together; its streams stay where they are until they are taken on.
 
     Args:
         batch: of which chunks the windows were solved.
         mels: [T, M] of each window, fp32.
-
-    Returns:
-        [sum of the chunks' vocoder frames, M] one chunk behind another, and fp32 [W], how many mel frames of each
-        window are not finite.
     """
     source = torch.cat([*(due.stream.tail for due in batch), *mels])
     tails, lengths = [len(due.stream.tail) for due in batch], [len(mel) for mel in mels]
@@ -53,11 +66,9 @@ def splice(batch: Sequence[Due], mels: Sequence[Tensor]) -> tuple[Tensor, Tensor
     windows = np.repeat(np.arange(len(batch)), lengths)
     to_vocoder, to_tails, of_window = upload([np.concatenate(vocoded), np.concatenate(kept), windows], source.device)
     parts = torch.split(source.index_select(0, to_tails), [len(span) for span in later])
-    for due, tail in zip(batch, parts, strict=True):
-        due.stream.advance(due.chunk, tail)
     broken = (~torch.isfinite(source[starts[len(batch)] :]).all(1)).float()
     counts = torch.zeros(len(batch), device=source.device).index_add_(0, of_window, broken)
-    return source.index_select(0, to_vocoder), counts
+    return Spliced(batch, source.index_select(0, to_vocoder), counts, parts)
 
 
 def _places(span: Span, first: int, behind_tail: int, mel: int) -> NDArray[np.int64]:
