@@ -98,12 +98,12 @@ def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def engine_of(checkpoint: Path, *, ahead: bool) -> Iterator[Any]:
+def engine_of(checkpoint: Path, *, ahead: bool, **engine: Any) -> Iterator[Any]:
     """An engine that schedules step by step or a step ahead, closed at the end."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if ahead and DEVICE.type == "cpu":
             schedule_ahead_on_the_cpu(monkeypatch)
-        made = make_engine(checkpoint, ahead=ahead)
+        made = make_engine(checkpoint, ahead=ahead, **engine)
         assert (made._core.batch_queue is not None) == ahead
         yield made
         made.close()

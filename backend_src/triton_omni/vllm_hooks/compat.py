@@ -128,6 +128,7 @@ _RUNNER_METHODS = (
     "_calc_mrope_positions",
     "_check_and_update_cudagraph_mode",
     "_determine_batch_execution_and_padding",
+    "_execute_mm_encoder",
     "_get_slot_mappings",
     "_zero_block_ids",
     "_init_kv_zero_meta",

@@ -22,7 +22,6 @@ from triton_omni.vllm_hooks import thinker_networks
 from triton_omni.vllm_hooks.compat import (
     CompletionOutput,
     LLMEngine,
-    MultiModalFeatureSpec,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -150,7 +149,7 @@ class ThinkerVllmEngine:
         engine_input = self._render(prompt)
         ids = tuple(engine_input["prompt_token_ids"])
         self._check_length(len(ids), max_tokens)
-        positions, _ = self._model.get_mrope_input_positions(list(ids), _media_features(engine_input))
+        positions, _ = self._model.get_mrope_input_positions(list(ids), thinker_networks.media_features(engine_input))
         return ThinkerPlaced(prompt_token_ids=ids, positions=positions.to(torch.int64), engine_input=engine_input)
 
     def check_schema(self, schema: str) -> None:
@@ -203,10 +202,12 @@ class ThinkerVllmEngine:
             # A thread's current device; whoever made the engine may have been another thread.
             torch.cuda.set_device(self._runner.device)
         news: dict[str, RequestOutput] = {output.request_id: output for output in self._llm.step()}  # type: ignore[misc]
+        failed = self._fail_for_memory()
+        news = {key: output for key, output in news.items() if key in self._sequences}
         for key, output in news.items():
             self._sequences[key].count(output.outputs[0])
         touched = dict.fromkeys([*self._collect_rows(), *news])
-        return [output for key in touched for output in self._advance(self._sequences[key], news.get(key))]
+        return failed + [output for key in touched for output in self._advance(self._sequences[key], news.get(key))]
 
     def abort(self, key: str) -> None:
         """Drop a sequence and everything it holds; unknown keys are ignored."""
@@ -296,6 +297,14 @@ class ThinkerVllmEngine:
             extra_args=seed_args(sampling.seed),
         )
 
+    def _fail_for_memory(self) -> list[ThinkerOutput]:
+        """Give up the sequences with a medium for which there was no memory in the step that was just begun."""
+        found, self._runner.without_memory = self._runner.without_memory, {}
+        failed = {self._keys[request_id]: kind for request_id, kind in found.items() if request_id in self._keys}
+        for key in failed:
+            self.abort(key)
+        return [ThinkerOutput(key, error=f"the device has no memory for this {kind}") for key, kind in failed.items()]
+
     def _collect_rows(self) -> list[str]:
         """Sort the steps' rows that have arrived to their sequences; returns the keys that got some."""
         keys = []
@@ -372,16 +381,6 @@ def end_ids(thinker_config: Any) -> list[int]:
     if found is None:
         return []
     return [found] if isinstance(found, int) else list(found)
-
-
-def _media_features(engine_input: Mapping[str, Any]) -> list[MultiModalFeatureSpec]:
-    """The media of a rendered prompt in the form in which vLLM's M-RoPE reads them."""
-    features = []
-    for modality, places in engine_input.get("mm_placeholders", {}).items():
-        for index, place in enumerate(places):
-            data = engine_input["mm_kwargs"][modality][index]
-            features.append(MultiModalFeatureSpec(data=data, modality=modality, identifier="", mm_position=place))
-    return features
 
 
 def _stop_string(completion: CompletionOutput) -> str | None:

@@ -7,6 +7,7 @@ hold; a registered class object is inspected in this process.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,16 @@ def move_interleaved(positions: Tensor, tokens: list[int], begin: int, end: int)
     if rest.shape[1]:
         rest = rest - rest[0, 0] + end_position + 1
     return torch.cat([positions[:, :begin], positions[:, begin - 1 : begin], media, ends, rest], dim=1)
+
+
+def media_features(engine_input: Mapping[str, Any]) -> list[MultiModalFeatureSpec]:
+    """The media of a rendered prompt in the form in which vLLM's M-RoPE reads them."""
+    features = []
+    for modality, places in engine_input.get("mm_placeholders", {}).items():
+        for index, place in enumerate(places):
+            data = engine_input["mm_kwargs"][modality][index]
+            features.append(MultiModalFeatureSpec(data=data, modality=modality, identifier="", mm_position=place))
+    return features
 
 
 def register() -> None:

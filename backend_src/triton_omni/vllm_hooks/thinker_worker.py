@@ -15,14 +15,17 @@ from triton_omni.vllm_hooks import thinker_networks
 from triton_omni.vllm_hooks.compat import SchedulerOutput
 from triton_omni.vllm_hooks.fused_decode import FusedDecodeMixin
 from triton_omni.vllm_hooks.hidden_rows import HiddenRowsMixin
+from triton_omni.vllm_hooks.media_memory import MediaMemoryMixin
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
 from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
 from triton_omni.vllm_hooks.tensor_parallel import failing_together
 
 
-class ThinkerRunner(HiddenRowsMixin, CounterNoiseMixin, FusedDecodeMixin, PrefillGraphsMixin, PlatformRunner):
-    """vLLM's runner with hidden rows, batched seeded sampling, and graphs of prompts."""
+class ThinkerRunner(
+    HiddenRowsMixin, MediaMemoryMixin, CounterNoiseMixin, FusedDecodeMixin, PrefillGraphsMixin, PlatformRunner
+):
+    """vLLM's runner with hidden rows, media that may find no memory, batched seeded sampling, and graphs of prompts."""
 
 
 class ThinkerWorker(StageWorker):
