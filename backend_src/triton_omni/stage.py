@@ -100,6 +100,8 @@ def as_omni_error(error: Exception, label: str) -> OmniError:
     if isinstance(error, OmniError):
         return error
     logger.error("request %s: handling a message failed", label, exc_info=error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return InternalError("the device has no memory for this request")
     return InternalError(f"handling a message failed: {type(error).__name__}")
 
 

@@ -82,15 +82,7 @@ def pixels_of(sizes: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
 @torch.inference_mode()
 def test_padded_passes_on_fixed_buffers_give_the_rows_of_plain_ones(network: Any) -> None:
     """vLLM's own manager packs and pads; passes follow each other on the buffers that the one before left full."""
-    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
-
-    from triton_omni.vllm_hooks.vision_graphs import vision_graphs
-
-    settings, config = EngineSettings(max_graph_tokens=RECORDED), network.vllm_config
-    for name, value in vision_graphs(settings).items():
-        setattr(config.compilation_config, name, value)
-    manager = EncoderCudaGraphManager(config, DEVICE, torch.float32, network)
-    record_by_hand(manager, settings)
+    manager = manager_of(network, EngineSettings(max_graph_tokens=RECORDED))
     assert manager.supports_modality("image")
     assert not manager.supports_modality("video")
     for sizes in (SIZES, SIZES[::-1], SIZES[:1], [*SIZES[4:7], TOO_LARGE], SIZES[1:3]):
@@ -99,6 +91,52 @@ def test_padded_passes_on_fixed_buffers_give_the_rows_of_plain_ones(network: Any
         for ours, expected in zip(manager.execute(inputs), together, strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     assert manager.graph_misses == 1
+
+
+def manager_of(network: Any, settings: EngineSettings) -> Any:
+    """vLLM's own manager of passes, recorded by hand."""
+    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+    from triton_omni.vllm_hooks.vision_graphs import vision_graphs
+
+    config = network.vllm_config
+    for name, value in vision_graphs(settings).items():
+        setattr(config.compilation_config, name, value)
+    manager = EncoderCudaGraphManager(config, DEVICE, torch.float32, network)
+    record_by_hand(manager, settings)
+    return manager
+
+
+def test_an_image_too_large_to_be_recorded_and_for_the_memory_fails_its_request_alone(
+    tiny_checkpoint: Path, hf: HfReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_plain_engine(tiny_checkpoint, max_num_batched_tokens=1024)
+    runner, settings = engine._runner, EngineSettings(max_graph_tokens=64)
+    with torch.inference_mode():
+        monkeypatch.setattr(runner, "encoder_cudagraph_manager", manager_of(engine._model, settings))
+    ids = token_ids(hf, {"type": "image"}, {"type": "text", "text": "what is this?"})
+    sizes = {"small": (28, 308), "too large": (364, 336), "square": (84, 84)}
+    prompts = {key: ThinkerPrompt(ids, {"image": [Image.fromarray(picture(*size))]}) for key, size in sizes.items()}
+    undisturbed = run(engine, prompts)
+
+    forward = engine._model.visual.forward
+
+    def full(*arguments: Any, **named: Any) -> torch.Tensor:
+        if "encoder_metadata" not in named:
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        replayed: torch.Tensor = forward(*arguments, **named)
+        return replayed
+
+    with monkeypatch.context() as patched:
+        # A recorded pass has its memory.
+        patched.setattr(engine._model.visual, "forward", full)
+        answers = run(engine, prompts)
+    assert answers["too large"].last.error == "the device has no memory for this image"
+    for key in ("small", "square"):
+        assert answers[key].token_ids == undisturbed[key].token_ids
+        torch.testing.assert_close(answers[key].rows, undisturbed[key].rows, rtol=1e-4, atol=1e-4)
+    assert run(engine, prompts)["too large"].token_ids == undisturbed["too large"].token_ids
+    engine.close()
 
 
 def make_engine(checkpoint: Path, dtype: Any, max_graph_tokens: int) -> Any:

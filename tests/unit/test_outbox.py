@@ -395,6 +395,7 @@ def test_an_error_of_ours_stays_and_any_other_is_internal(caplog):
     assert "KeyError" in other.message
     assert "secret" not in other.message
     assert "request r1" in caplog.text
+    assert as_omni_error(torch.OutOfMemoryError(), "r1").message == "the device has no memory for this request"
 
 
 def test_an_event_marks_the_stream_of_its_device_not_of_the_threads(monkeypatch):

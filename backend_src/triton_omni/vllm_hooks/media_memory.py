@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class MediaMemoryMixin(_Runner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.without_memory: dict[str, str] = {}
-        self._nothing = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
+        self._nothing = torch.full((), float("nan"), dtype=cast(torch.dtype, self.dtype), device=self.device)
 
     def _execute_mm_encoder(self, scheduler_output: SchedulerOutput) -> list[Tensor]:
         """vLLM's pass, which keeps nothing of what it has done unless it comes to its end."""

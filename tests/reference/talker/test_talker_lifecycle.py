@@ -100,6 +100,31 @@ def test_abort_of_one_leaves_the_others(engine, cases, expected):
     assert spoken.drain(engine).of("s4") == expected[4]
 
 
+def test_a_session_that_finds_no_memory_as_it_opens_leaves_the_others(engine, cases, expected, monkeypatch):
+    """What a session takes of the device is reserved at the start but for the row of its speaker, if it is the first
+    of it, which is asked for before anything is reserved."""
+
+    class Full:
+        def to(self, **_):
+            raise torch.OutOfMemoryError("tried to allocate too much")
+
+    engine.open("s2", cases[2].prompt, GREEDY)
+    engine.feed("s2", cases[2].rows)
+    engine.end("s2")
+    spoken = Spoken()
+    spoken.step(engine)
+    held = engine.stats()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._text_rows, "_rows", {})
+        patched.setattr(engine._text_rows, "_read", lambda _: Full())
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.open("s4", cases[4].prompt, GREEDY)
+    assert engine.stats() == held
+    assert spoken.drain(engine).of("s2") == expected[2]
+    assert_nothing_held(engine)
+    assert speak(engine, cases, [GREEDY] * 8) == expected
+
+
 @pytest.mark.parametrize("verb", ["feed", "end", "abort"])
 def test_unknown_keys_are_ignored(engine, verb, cases):
     getattr(engine, verb)("nobody", *([cases[0].rows] if verb == "feed" else []))
