@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -244,6 +245,24 @@ def test_windows_for_which_there_is_no_memory_together_go_again_in_smaller_batch
         outputs = climbing + drain(engine)
     assert max(tried) == STREAMS
     assert_sound_is_that_alone(outputs, alone, "abcde")
+
+
+def test_what_an_attempt_held_is_given_back_before_the_next(
+    engine: Token2WavEngine, climbing: list[AudioOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del climbing
+    sound, held = flight._sound, list[weakref.ref[Tensor]]()
+
+    def full(spliced: Spliced, vocoder: Vocoder) -> tuple[Tensor, tuple[int, ...]]:
+        assert all(frames() is None for frames in held)
+        held.append(weakref.ref(spliced.frames))
+        if len(spliced.batch) > 1:
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        return sound(spliced, vocoder)
+
+    monkeypatch.setattr(flight, "_sound", full)
+    assert sorted(output.key for output in drain(engine) if output.final and not output.error) == list("abcde")
+    assert len(held) > 2 * STREAMS
 
 
 @OUT_OF_MEMORY

@@ -292,15 +292,15 @@ class Token2WavEngine:
             return []
         try:
             flight = self._advance(climb)
-        except torch.OutOfMemoryError:
-            logger.warning("no memory for a batch of %d windows", len(climb.batch), exc_info=True)
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory for a batch of %d windows: %s", len(climb.batch), str(error))
         else:
             if flight is not None:
                 self._flights.append(flight)
                 self._frames_solved += climb.frames
                 self._end_climb(climb)
             return []
-        # Out here nothing refers to the error any more, and so to what the attempt held.
+        # Out here nothing refers to the error any more, not even a record of the log, and so to what the attempt held.
         return self._divide(climb)
 
     def _advance(self, climb: Climb) -> Flight | None:

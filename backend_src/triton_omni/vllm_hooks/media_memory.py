@@ -47,9 +47,9 @@ class MediaMemoryMixin(_Runner):
         scheduled = scheduler_output.scheduled_encoder_inputs
         try:
             return super()._execute_mm_encoder(scheduler_output)
-        except torch.OutOfMemoryError:
-            logger.warning("no memory for the media of %d requests together", len(scheduled), exc_info=True)
-        # Out here nothing refers to the error any more, and so to what the attempt held.
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory for the media of %d requests together: %s", len(scheduled), str(error))
+        # Out here nothing refers to the error any more, not even a record of the log, and so to what the attempt held.
         return [
             embedding
             for request_id, numbers in scheduled.items()
@@ -62,8 +62,8 @@ class MediaMemoryMixin(_Runner):
         alone = replace(scheduler_output, scheduled_encoder_inputs={request_id: [number]})
         try:
             return super()._execute_mm_encoder(alone)
-        except torch.OutOfMemoryError:
-            logger.warning("no memory for a medium by itself", exc_info=True)
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory for a medium by itself: %s", str(error))
         medium = self.requests[request_id].mm_features[number]
         self.without_memory[request_id] = medium.modality
         # One number, however large the medium is.
