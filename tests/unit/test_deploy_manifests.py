@@ -289,10 +289,12 @@ def test_only_envoy_and_the_gateway_reach_the_server_and_nobody_its_http_port() 
     }
 
 
-def test_the_autoscaler_counts_a_metric_that_the_server_has() -> None:
-    (metric,) = manifest("HorizontalPodAutoscaler", "triton-omni-server")["spec"]["metrics"]
-    (rule,) = yaml.safe_load((DEPLOY / "kubernetes/monitoring/adapter-values.yaml").read_text())["rules"]["custom"]
-    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
-    series, stage = re.fullmatch(r'(\w+)\{stage="(\w+)".*\}', rule["seriesQuery"]).groups()  # type: ignore[union-attr]
-    assert series in {family.name for family in metric_families.FAMILIES}
-    assert f'stage="{stage}"' in rule["metricsQuery"]
+def test_the_autoscaler_counts_metrics_that_the_server_has() -> None:
+    metrics = manifest("HorizontalPodAutoscaler", "triton-omni-server")["spec"]["metrics"]
+    rules = yaml.safe_load((DEPLOY / "kubernetes/monitoring/adapter-values.yaml").read_text())["rules"]["custom"]
+    assert [metric["pods"]["metric"]["name"] for metric in metrics] == [rule["name"]["as"] for rule in rules]
+    exported = {series for family in metric_families.FAMILIES for series in family.series}
+    for rule in rules:
+        series, stage = re.fullmatch(r'(\w+)\{stage="(\w+)".*\}', rule["seriesQuery"]).groups()  # type: ignore[union-attr]
+        assert series in exported
+        assert f'stage="{stage}"' in rule["metricsQuery"]
