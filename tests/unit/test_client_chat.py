@@ -181,11 +181,15 @@ class Terminal:
         self.seen = self.seen.partition(text)[2]
 
     def leave(self) -> int:
-        """Press Ctrl-C until the process ends; its exit code. Readline overlooks one that comes while it starts."""
+        """Press Ctrl-C until the process ends; its exit code.
+
+        Readline overlooks one that comes while it starts, and one more while Python ends would cut that short: each is
+        given long enough for it.
+        """
         for _ in range(20):
             self.process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return self.process.wait(0.5)
+                return self.process.wait(3)
         raise AssertionError("Ctrl-C did not end the chat")
 
     def close(self) -> None:
