@@ -7,21 +7,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from triton_omni.request import RawRequest, RequestDefaults, parse_request
+from triton_omni.request import TalkerOptions, ThinkerOptions, Token2WavOptions
 from triton_omni.serving.machine import choose_ports
 from triton_omni.serving.warm_up import _REQUEST, warm_up
-from triton_omni.settings import RequestLimits
+from triton_omni.settings import TalkerSettings, ThinkerSettings
 
 HOST = "127.0.0.1"
-DEFAULTS = RequestDefaults(
-    timeout_s=60.0,
-    max_timeout_s=100.0,
-    max_thinker_tokens=512,
-    max_codes=1024,
-    vocabulary=300,
-    voice="Chelsie",
-    voices=frozenset({"Chelsie"}),
-)
 
 
 @pytest.fixture
@@ -76,8 +67,10 @@ def test_a_server_that_is_gone_is_told(capsys):
     assert "first request failed: [Errno 111]" in capsys.readouterr().err
 
 
-def test_the_request_is_one_that_a_deployment_takes():
-    text, parameters = (_REQUEST[name].encode() for name in ("text_input", "sampling_parameters"))
-    request = parse_request(RawRequest(text_input=text, sampling_parameters=parameters), RequestLimits(), DEFAULTS)
-    assert request.wants_audio
-    assert request.thinker.temperature > 0
+def test_the_request_is_one_that_a_stage_takes():
+    parameters = json.loads(_REQUEST["sampling_parameters"])
+    thinker, talker = ThinkerOptions(**parameters["thinker"]), TalkerOptions(**parameters["talker"])
+    assert thinker.temperature > 0
+    assert (thinker.max_tokens, talker.max_tokens) < (ThinkerSettings().max_new_tokens, TalkerSettings().max_codes)
+    assert Token2WavOptions(**parameters["token2wav"]).mode == "streaming"
+    assert parameters.keys() == {"seed", "thinker", "talker", "token2wav"}
