@@ -12,6 +12,8 @@ import re
 from typing import ClassVar
 
 _TAIL = re.compile(r"\s*\[omni:(?P<code>[a-z_]+)(?P<fields>(?:;[a-z_]+=[^;\]]*)*)\]\s*$")
+_DEAD_STAGE = re.compile(r"Stub process '(?P<stage>\w+?)(?:_\d+)+' is not healthy")
+"""What Triton itself says of a request that it was handing to a stage's process when that died."""
 
 
 class OmniClientError(Exception):
@@ -86,7 +88,7 @@ def from_text(text: str, *, otherwise: type[OmniClientError] = Internal) -> Omni
     """
     found = _TAIL.search(text)
     if found is None:
-        return otherwise(text)
+        return _without_code(text, otherwise)
     fields = dict(field.split("=", 1) for field in found["fields"].split(";") if field)
     retry = fields.get("retry_after_ms", "")
     return _BY_CODE.get(found["code"], Internal)(
@@ -94,3 +96,9 @@ def from_text(text: str, *, otherwise: type[OmniClientError] = Internal) -> Omni
         stage=fields.get("stage"),
         retry_after_ms=int(retry) if retry.isdecimal() and retry.isascii() else None,
     )
+
+
+def _without_code(text: str, otherwise: type[OmniClientError]) -> OmniClientError:
+    """An error of Triton itself; the one that is no fault of the request names the stage that died."""
+    dead = _DEAD_STAGE.search(text)
+    return otherwise(text) if dead is None else Internal(text, stage=dead["stage"])

@@ -41,6 +41,12 @@ def test_a_text_without_the_part_is_what_the_transport_says() -> None:
     assert (type(error), error.message, error.stage) == (BadRequest, "unknown model", None)
 
 
+@pytest.mark.parametrize("process", ["token2wav_0_0", "token2wav_0"])
+def test_what_triton_says_of_a_dead_stage_names_it_and_is_no_fault_of_the_request(process: str) -> None:
+    error = from_text(f"in ensemble 'qwen2_5_omni', Stub process '{process}' is not healthy.", otherwise=BadRequest)
+    assert (type(error), error.stage) == (Internal, "token2wav")
+
+
 def test_every_class_is_exported_and_has_a_code_of_its_own() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, OmniClientError)]
     named = [kind for kind in kinds if kind is not OmniClientError]
