@@ -54,7 +54,13 @@ TALKER: TalkerOptions = {
     "max_tokens": 50,
     "min_tokens": 1,
 }
-TOKEN2WAV: Token2WavOptions = {"mode": "offline", "solver": "euler", "num_steps": 4, "guidance_scale": 1.0, "max_lead_s": 3.0}
+TOKEN2WAV: Token2WavOptions = {
+    "mode": "offline",
+    "solver": "euler",
+    "num_steps": 4,
+    "guidance_scale": 1.0,
+    "max_lead_s": 3.0,
+}
 
 
 @pytest.mark.parametrize(
