@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from importing import all_has_ended, all_is_imported
+
 # One thread for the tiny networks, said before torch is loaded: several wait for each other at every operation, which
 # beside a server on the same few cores took a test from 4 s to 186 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -68,6 +70,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """In the order in which the workers take them."""
     order = {FIRST: 0, LAST: 2}
     items.sort(key=lambda item: order.get(scope_of(item.nodeid), 1))
+
+
+def pytest_collection_finish() -> None:
+    """Test modules import what they need."""
+    all_is_imported()
+
+
+def pytest_unconfigure() -> None:
+    """The last of all."""
+    all_has_ended()
 
 
 @pytest.hookimpl(optionalhook=True)

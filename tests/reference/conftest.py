@@ -22,13 +22,6 @@ def _reference_in_full_float32() -> None:
         kind.fp32_precision = "ieee"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _all_given_back() -> Iterator[None]:
-    """An interpreter that ends with frozen objects has its libraries tell of leaks."""
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def _modules_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM collects the whole heap eight times an engine, a quarter of a second each: not what is there before a test.
