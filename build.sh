@@ -519,17 +519,13 @@ command_soak() {
 # --- check, test, clean -----------------------------------------------------------------------------------------------
 
 run_checks() {
-    local model
     cd "$ROOT"
     "$VENV/bin/ruff" format --check .
     "$VENV/bin/ruff" check .
     "$VENV/bin/mypy" --strict backend_src client gateway
     "$VENV/bin/mypy" --strict scripts
     # The models' files share one module name, so each is a run of its own.
-    for model in model_repository/*/1/model.py; do
-        [[ -f $model ]] || continue
-        "$VENV/bin/mypy" --strict "$model"
-    done
+    printf '%s\0' model_repository/*/1/model.py | xargs -0 -n 1 -P "$(nproc)" "$VENV/bin/mypy" --strict
     with_node "$PAGE_TOOLS/node_modules/.bin/tsc" --project gateway
     with_node "$PAGE_TOOLS/node_modules/.bin/biome" check --error-on-warnings --config-path=gateway/page.biome.json \
         gateway/triton_omni_gateway/page gateway/page.biome.json gateway/tsconfig.json gateway/package.json tests/page
