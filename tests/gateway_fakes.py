@@ -52,7 +52,7 @@ class RunningGateway:
 
     def wait_for_metric(self, line: str, value: float) -> None:
         """Wait for a figure, since an answer is counted after its last byte has left."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + TIMEOUT_S
         while self.metric(line) != value:
             assert time.monotonic() < deadline, self.http.get("/metrics").text
             time.sleep(0.02)

@@ -7,6 +7,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +23,6 @@ def _reference_in_full_float32() -> None:
         kind.fp32_precision = "ieee"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _all_given_back() -> Iterator[None]:
-    """An interpreter that ends with frozen objects has its libraries tell of leaks."""
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def _modules_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM collects the whole heap eight times an engine, a quarter of a second each: not what is there before a test.
@@ -38,6 +32,36 @@ def _modules_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.freeze()
     for name in ("freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _functions_of_kernels_patched_once() -> Iterator[None]:
+    """The Triton language's interpreter goes through its whole module whenever a kernel calls a function, such as
+    `tl.sum`, to make it what it is already: a third of the time that the tests of kernels take.
+    """
+    from triton.runtime import interpreter
+
+    patch_lang, run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+
+    def patch_once(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module in patched:
+            return None
+        patched.add(module)
+        return patch_lang(function)
+
+    def run_grid_anew(*args: Any, **options: Any) -> Any:
+        patched.clear()
+        try:
+            return run_grid(*args, **options)
+        finally:
+            patched.clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter.GridExecutor, "__call__", run_grid_anew)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ import pytest
 from processes import is_running
 
 FORK = multiprocessing.get_context("fork")
-SOON_S = 5.0
+SOON_S = 30.0
 
 
 def sleeping_follower(pids: Any, **_: Any) -> None:

@@ -221,9 +221,9 @@ class Served:
     def stop_limit_s(self) -> float:
         """In which the server must stop: twice what two cores take, and more on a machine that was slow to start it.
 
-        A server that leaked a request waits 30 s for it before it begins to stop.
+        A server that leaked a request waits 30 s for it before it begins to stop. Two cores start one in 16 s.
         """
-        return min(max(10.0, self._start_s / 4), 25.0)
+        return min(max(10.0, self._start_s * 10 / 16), 25.0)
 
     def log(self) -> str:
         """The server's output so far."""

@@ -21,7 +21,7 @@ def test_each_variant_is_served_loaded_and_stopped(tiny_checkpoint: Path, tmp_pa
     command += ["--variant", f"changed={CHANGED}", "--", "--concurrency", "1", "--requests", "2", "--warm-up", "0"]
     command += ["--max-tokens", "8", "--talker-max-tokens", "24", "--no-plots"]
     environment = os.environ | UNMEASURED | {"COLUMNS": "100"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False, env=environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert "max_sessions: 3" in (out / "changed" / "repository" / "thinker" / "1" / "stage.yaml").read_text()
     (run,) = json.loads((out / "changed" / "bench.json").read_text())["runs"]

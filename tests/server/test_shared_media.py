@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def regions(client: OmniClient) -> set[str]:
 
 def files() -> set[str]:
     """This process's regions."""
-    return {path.name for path in SHARED_MEMORY.glob("triton_omni_client_*")}
+    return {path.name for path in SHARED_MEMORY.glob(f"triton_omni_client_{os.getpid()}_*")}
 
 
 def request(request_id: str, **options: object) -> Request:

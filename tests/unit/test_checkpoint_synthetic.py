@@ -109,7 +109,7 @@ def test_processes_that_ask_at_once_get_one_whole_checkpoint(tmp_path: Path, tin
     environment = os.environ | UNMEASURED | {"PYTHONPATH": os.pathsep.join(sys.path)}
     workers = [subprocess.Popen([sys.executable, "-c", code, str(path)], env=environment) for _ in range(2)]
     try:
-        assert [worker.wait(timeout=90) for worker in workers] == [0, 0]
+        assert [worker.wait(timeout=300) for worker in workers] == [0, 0]
     finally:
         for worker in workers:
             worker.kill()

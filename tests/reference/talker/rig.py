@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -42,6 +43,7 @@ class HfTalker:
         self.talker = model.talker
         self.embed = model.thinker.get_input_embeddings()
         self.hidden = self.talker.config.embedding_size
+        self._codes = {}
 
     def case(self, seed, prompt_rows, reply_rows, text_bos_id, *, image=False):
         generator = torch.Generator().manual_seed(seed)
@@ -75,8 +77,14 @@ class HfTalker:
             "attention_mask": torch.ones(1, case.prompt_rows + 2, dtype=torch.long),
         }
 
-    @torch.no_grad()
     def codes(self, case, sampling):
+        """Greedy ones, and why they end; asked for again they are told again."""
+        if (case, sampling) not in self._codes:
+            self._codes[case, sampling] = self._generate(case, sampling)
+        return self._codes[case, sampling]
+
+    @torch.no_grad()
+    def _generate(self, case, sampling):
         config = self.talker.config
         stops = [config.tts_codec_pad_token_id, config.tts_codec_end_token_id]
         self.talker.rope_deltas = None
@@ -178,6 +186,7 @@ def chat(medium):
     return [{"role": "user", "content": [medium, {"type": "text", "text": "and?"}]}]
 
 
+@functools.cache
 def whole_replies(hf):
     """Text in both voices, an image and a sound, through all of HF's `generate`."""
     image, sound = Image.fromarray(picture(64, 48)), tone(0.5)
