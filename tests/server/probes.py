@@ -8,9 +8,11 @@ an engine down, loses its sequence or breaks the engine. Requests with other see
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -39,6 +41,8 @@ class Disturbance:
     """The engine gives this sequence up after so many outputs."""
     breaks_after: int | None = None
     """The engine raises after so many outputs of this sequence."""
+    dies_after: int | None = None
+    """The stage's process is killed after so many outputs of this sequence, with locks that it shares with Triton."""
     listens_after: int | None = None
     """The engine waits after so many outputs of this sequence until token2wav has made samples of it."""
 
@@ -49,12 +53,18 @@ SLOW_INTAKE = 910_005
 LISTENING_THINKER = 910_006
 INTAKE_S = 2.0
 """What preparing a request of that seed takes longer."""
+REGIONS = "/dev/shm/triton_omni_"
+LOCKS_WITHIN = 4096
+"""Triton's first locks are in the first bytes of a region."""
+KIND_OFFSET, ROBUST_AND_SHARED = 16, 16 + 128
+"""In glibc's `pthread_mutex_t`, and of those whose owner may die."""
 LONG_STEP_S = 0.02
 """A step that takes longer is recorded."""
 LISTENS_S = 20.0
 """The longest wait for token2wav's samples."""
 FAILING_THINKER, FAILING_TALKER, FAILING_TOKEN2WAV = 920_001, 920_002, 920_003
 BREAKING_TALKER, BREAKING_TOKEN2WAV = 930_002, 930_003
+DYING_TALKER, DYING_TOKEN2WAV = 940_002, 940_003
 
 DISTURBANCES = {
     SLOW_THINKER: Disturbance("thinker", step_s=0.04),
@@ -67,6 +77,8 @@ DISTURBANCES = {
     FAILING_TOKEN2WAV: Disturbance("token2wav", fails_after=0),
     BREAKING_TALKER: Disturbance("talker", breaks_after=5),
     BREAKING_TOKEN2WAV: Disturbance("token2wav", breaks_after=0),
+    DYING_TALKER: Disturbance("talker", dies_after=5),
+    DYING_TOKEN2WAV: Disturbance("token2wav", dies_after=0),
 }
 
 
@@ -153,17 +165,32 @@ class _Disturbed:
             return output
         if found.breaks_after == 0:
             raise RuntimeError("injected: the device is lost")
+        if found.dies_after == 0:
+            _die_with_locks()
         if found.fails_after == 0:
             super().abort(output.key)
             empty = {"samples": output.samples[:0]} if hasattr(output, "samples") else {}
             return type(output)(output.key, error="injected: not finite", **empty)
         if found.listens_after == 0:
             self.recorder.wait_for("token2wav", "spoken", output.key)
-        left = {name: getattr(found, name) for name in ("fails_after", "breaks_after", "listens_after")}
+        left = {name: getattr(found, name) for name in ("fails_after", "breaks_after", "dies_after", "listens_after")}
         self._disturbed()[output.key] = dataclasses.replace(
             found, **{name: None if count is None else count - 1 for name, count in left.items()}
         )
         return output
+
+
+def _die_with_locks() -> None:
+    """As by chance, when a stage is killed within one of the moments in which it has what it shares with Triton."""
+    regions = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if REGIONS in line]
+    begin = min(int(region[0].partition("-")[0], 16) for region in regions)
+    kinds = (ctypes.c_int32 * (LOCKS_WITHIN // 4)).from_address(begin)
+    locks = [begin + 4 * at - KIND_OFFSET for at, kind in enumerate(kinds) if kind == ROBUST_AND_SHARED]
+    # A thread that waits for one of them may hold the interpreter's lock, which is therefore not let go.
+    had = [lock for lock in locks if ctypes.PyDLL(None).pthread_mutex_trylock(ctypes.c_void_p(lock)) == 0]
+    if not had:
+        raise RuntimeError("injected: no lock to die with")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _probe_thinker(recorder: Recorder) -> None:

@@ -22,7 +22,7 @@ from tritonclient.grpc import service_pb2_grpc
 from reference.hf import HfReference
 from server.asking import BATCH_TOLERANCE
 from server.parity import GREEDY, SYSTEM, check_reply, hf_reply
-from server.probes import BREAKING_TALKER, BREAKING_TOKEN2WAV, SLOW_THINKER
+from server.probes import BREAKING_TALKER, BREAKING_TOKEN2WAV, DYING_TALKER, DYING_TOKEN2WAV, SLOW_THINKER
 from server.serving import NEVER_S, STAGES, TINY, Served, note_figures, serve, wait_for
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import server_name
@@ -145,6 +145,21 @@ def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(crashing: Crash
     assert board.open_sessions() == 0
     assert_equals(server, ask(server, f"after {stage}"), f"after {stage}", crashing.before)
     wait_for(lambda: omni_figures(server) == {}, lambda: omni_figures(server))
+
+
+@pytest.mark.parametrize(("stage", "seed"), [("talker", DYING_TALKER), ("token2wav", DYING_TOKEN2WAV)])
+def test_a_stage_that_dies_with_locks_of_triton_s_takes_no_server_with_it(
+    crashing: Crashing, stage: StageName, seed: int
+) -> None:
+    server, board = crashing.server, crashing.board
+    epoch = board.epoch(stage)
+    with pytest.raises(Internal) as caught:
+        server.ask(f"{stage} dies", "hello", seed=seed, **LONG)
+    assert_names_the_dead(caught.value, stage)
+    wait_for(lambda: not crashing.ready(), crashing.ready, TOLD_WITHIN_S)
+    wait_for(server.client.ready, server.log, BACK_WITHIN_S)
+    assert board.epoch(stage) == epoch + 1
+    assert_equals(server, ask(server, f"after the locks of {stage}"), f"after the locks of {stage}", crashing.before)
 
 
 def test_a_stage_whose_engine_failed_ends_its_streams_and_comes_back(crashing: Crashing) -> None:

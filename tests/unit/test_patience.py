@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits of tritonserver that go on for a stage that stands still, and those of others, that do not."""
+"""Waits and locks of tritonserver that outlive a stage that stands still or dies, and those of others, as ever."""
 
 from __future__ import annotations
 
@@ -32,6 +32,40 @@ begin, until = time.monotonic(), time.time() + seconds
 result = libc.sem_timedwait(semaphore, ctypes.byref(Time(int(until), int(until % 1 * 1e9))))
 print(json.dumps([result, ctypes.get_errno(), time.monotonic() - begin]))
 """
+# What a lock gives whose owner has died, and if that is nothing, what it gives the next time.
+DEAD_OWNER = """
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+static int after_the_owner_s_death(int in_time) {
+    pthread_mutex_t *mutex = mmap(0, sizeof *mutex, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    struct timespec until;
+    pthread_mutexattr_t robust;
+    pthread_mutexattr_init(&robust);
+    pthread_mutexattr_setpshared(&robust, PTHREAD_PROCESS_SHARED);
+    pthread_mutexattr_setrobust(&robust, PTHREAD_MUTEX_ROBUST);
+    pthread_mutex_init(mutex, &robust);
+    pid_t owner = fork();
+    if (owner == 0) {
+        pthread_mutex_lock(mutex);
+        _exit(0);
+    }
+    waitpid(owner, 0, 0);
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += 5;
+    int result = in_time ? pthread_mutex_timedlock(mutex, &until) : pthread_mutex_lock(mutex);
+    pthread_mutex_unlock(mutex);
+    return result != 0 ? result : pthread_mutex_lock(mutex);
+}
+
+int lock(void) { return after_the_owner_s_death(0); }
+int lock_in_time(void) { return after_the_owner_s_death(1); }
+"""
+LOCKING = "import ctypes, sys; print(getattr(ctypes.CDLL(sys.argv[1]), sys.argv[2])())"
+EOWNERDEAD = 130
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +107,24 @@ def test_other_programs_time_out_as_ever(library: Path) -> None:
     result, errno, seconds = wait(library, "python3")
     assert (result, errno) == (-1, 110)
     assert seconds < PATIENCE_S
+
+
+@pytest.mark.parametrize("process", ["tritonserver", "python3"])
+@pytest.mark.parametrize("caller", ["libtriton_python.so", "libtriton_other.so"])
+@pytest.mark.parametrize("how", ["lock", "lock_in_time"])
+def test_only_the_server_s_python_backend_takes_locks_over_from_the_dead(
+    library: Path, tmp_path: Path, how: str, caller: str, process: str
+) -> None:
+    backend = tmp_path / caller
+    compiling = [*patience.compiler(), "-shared", "-fPIC", "-xc", "-", "-o", str(backend), "-pthread"]
+    subprocess.run(compiling, input=DEAD_OWNER, check=True, text=True)
+    command = [process, "-c", LOCKING, str(backend), how]
+    environment = {"LD_PRELOAD": str(library)}
+    done = subprocess.run(
+        command, check=False, executable=sys.executable, env=environment, capture_output=True, text=True
+    )
+    its_own = (process, caller) == ("tritonserver", "libtriton_python.so")
+    assert (done.stdout, done.stderr) == (f"{0 if its_own else EOWNERDEAD}\n", "")
 
 
 def test_what_was_preloaded_before_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * More time for stages that stand still, preloaded into tritonserver.
+ * Preloaded into tritonserver: it outlives stages that stand still, and stages that die at a bad moment.
  *
  * Triton's Python backend waits one second for a stage to take a request over. A stage that lives but did not run
  * meanwhile (a virtual machine that was moved, a stopped process, swap) is then given up: the request's memory is freed
  * while the stage's queue still names it, and the stage, or the server, ends by a segmentation fault. The wait is a
  * semaphore's, so it goes on here, for as long as all children of the server live.
+ *
+ * The backend and a stage share locks in memory. One that a stage held when it died is given to the next with the error
+ * EOWNERDEAD; Boost makes that an exception, which the backend's own threads do not catch, and the server aborts. So the
+ * backend gets such a lock as if it had been free. What it guards has no other user any more and is given back soon.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <pthread.h>
 #include <semaphore.h>
 #include <string.h>
 #include <sys/wait.h>
@@ -20,11 +25,16 @@
 #endif
 enum { SLICE_MS = 50, NS_A_MS = 1000000, NS_A_S = 1000000000 };
 
+#define PYTHON_BACKEND "/libtriton_python.so"
+
 static int (*timed_wait)(sem_t *, const struct timespec *);
+static int (*lock)(pthread_mutex_t *);
+static int (*timed_lock)(pthread_mutex_t *, const struct timespec *);
 static int in_tritonserver;
 
 __attribute__((constructor)) static void look_around(void) {
     timed_wait = (int (*)(sem_t *, const struct timespec *))dlsym(RTLD_NEXT, "sem_timedwait");
+    timed_lock = (int (*)(pthread_mutex_t *, const struct timespec *))dlsym(RTLD_NEXT, "pthread_mutex_timedlock");
     /* Stages inherit the preload; in Python the same call is the time-out of a lock. */
     in_tritonserver = strcmp(program_invocation_short_name, "tritonserver") == 0;
 }
@@ -53,4 +63,26 @@ int sem_timedwait(sem_t *semaphore, const struct timespec *until) {
         result = timed_wait(semaphore, &next);
     }
     return result;
+}
+
+static int of_the_python_backend(const void *code) {
+    Dl_info found;
+    return dladdr(code, &found) != 0 && found.dli_fname != NULL && strstr(found.dli_fname, PYTHON_BACKEND) != NULL;
+}
+
+static int take_over(int result, pthread_mutex_t *mutex, const void *caller) {
+    if (result != EOWNERDEAD || !in_tritonserver || !of_the_python_backend(caller))
+        return result;
+    return pthread_mutex_consistent(mutex);
+}
+
+int pthread_mutex_lock(pthread_mutex_t *mutex) {
+    /* Libraries lock while they are loaded, before this one has looked around. */
+    if (lock == NULL)
+        lock = (int (*)(pthread_mutex_t *))dlsym(RTLD_NEXT, "pthread_mutex_lock");
+    return take_over(lock(mutex), mutex, __builtin_return_address(0));
+}
+
+int pthread_mutex_timedlock(pthread_mutex_t *mutex, const struct timespec *until) {
+    return take_over(timed_lock(mutex, until), mutex, __builtin_return_address(0));
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds and preloads `patience.c`, which has Triton wait for a stage that stands still; its head says why."""
+"""Builds and preloads `patience.c`, by which Triton outlives stages that stand still or die; its head says why."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def preloaded(environment: Mapping[str, str]) -> dict[str, str]:
     try:
         library = build_patience(cache_folder() / "native", PATIENCE_S)
     except PatienceError as error:
-        print(f"warning: {error}; a stage that stands still for over a second may end the server", file=sys.stderr)
+        print(f"warning: {error}; a stage that stands still or dies may end the server", file=sys.stderr)
         return {}
     return {"LD_PRELOAD": prepend([library], environment.get("LD_PRELOAD", ""))}
 
@@ -49,11 +49,16 @@ def build_patience(folder: Path, patience_s: float) -> Path:
     name = hashlib.sha256(repr(flags).encode() + _SOURCE.read_bytes()).hexdigest()[:12]
     library = folder / f"patience-{os.uname().machine}-{name}.so"
     if not library.is_file():
-        _compile([*_compiler(), *flags, str(_SOURCE), "-ldl"], library)
+        _compile([*compiler(), *flags, str(_SOURCE), "-ldl"], library)
     return library
 
 
-def _compiler() -> list[str]:
+def compiler() -> list[str]:
+    """The command of a C compiler.
+
+    Raises:
+        PatienceError: there is none.
+    """
     if given := os.environ.get("CC"):
         return shlex.split(given)
     for name in _COMPILERS:
