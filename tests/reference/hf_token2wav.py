@@ -19,7 +19,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     RungeKutta4ODESolver,
 )
 
-from triton_omni.engine import AudioOutput
+from triton_omni.engine import AudioOutput, EngineStats
 from triton_omni.settings import StreamingPlan
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.noise import standard_normal
@@ -31,6 +31,13 @@ HOP = 240
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where engines under test run: on a GPU where there is one. HF's reference stays on the CPU."""
+
+
+def lent(engine: Token2WavEngine) -> Iterator[Token2WavEngine]:
+    """For a fixture: an engine that one test after the other uses, and that holds nothing in between."""
+    yield engine
+    engine.close()
+    assert engine.stats() == EngineStats(0, 0, 0, 0)
 
 
 def next_outputs(engine: Token2WavEngine) -> list[AudioOutput]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hf_token2wav import DEVICE
+from hf_token2wav import DEVICE, lent
 from torch import Tensor
 
-from triton_omni.engine import EngineStats, StreamOptions
+from triton_omni.engine import StreamOptions
 from triton_omni.errors import BadRequest
 from triton_omni.request import Token2WavOptions
 from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
@@ -62,9 +62,7 @@ def shared_engine(tiny_checkpoint: Path) -> Token2WavEngine:
 
 @pytest.fixture
 def engine(shared_engine: Token2WavEngine) -> Iterator[Token2WavEngine]:
-    yield shared_engine
-    shared_engine.close()
-    assert shared_engine.stats() == EngineStats(0, 0, 0, 0)
+    yield from lent(shared_engine)
 
 
 def begin(engine: Token2WavEngine, key: str, options: StreamOptions) -> None:

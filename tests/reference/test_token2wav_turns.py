@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_token2wav import DEVICE, next_outputs
+from hf_token2wav import DEVICE, lent, next_outputs
 from torch import Tensor
 
 from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
@@ -41,9 +41,7 @@ def shared_engine(tiny_checkpoint: Path) -> Token2WavEngine:
 
 @pytest.fixture
 def engine(shared_engine: Token2WavEngine) -> Iterator[Token2WavEngine]:
-    yield shared_engine
-    shared_engine.close()
-    assert shared_engine.stats() == EngineStats(0, 0, 0, 0)
+    yield from lent(shared_engine)
 
 
 def codes_of(key: str) -> Tensor:
