@@ -226,6 +226,7 @@ class Token2WavSettings(_Frozen):
     plans: dict[str, StreamingPlan] = {
         "balanced": StreamingPlan(),
         "low_latency": StreamingPlan(look_ahead_blocks=0, vocoder_context_frames=8),
+        "steady": StreamingPlan(chunk_blocks=(2, 1, 2, 3, 4, 6)),
     }
     diffusion: DiffusionSettings = DiffusionSettings()
     max_lead_s: Lead | None = None

@@ -156,7 +156,7 @@ def test_a_batch_larger_than_a_step_is_refused(load):
 
 
 def test_a_plan_that_is_not_listed_is_refused(load):
-    with pytest.raises(SettingsError, match=r"plan 'fast' is not in plans: \['balanced', 'low_latency'\]"):
+    with pytest.raises(SettingsError, match=r"plan 'fast' is not in plans: \['balanced', 'low_latency', 'steady'\]"):
         load("plan: fast", Token2WavSettings)
 
 
