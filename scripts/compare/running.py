@@ -49,7 +49,7 @@ def measure(variant: Variant, model: Path, folder: Path, options: Sequence[str],
         BenchFailed: the load could not be measured.
     """
     report = folder / "bench.json"
-    with _serve(variant, model, folder, mps=mps) as served:
+    with serving(variant, model, folder, mps=mps) as served:
         where = ["--url", served.grpc_url, "--metrics-url", served.metrics_url]
         command = [sys.executable, "-m", "triton_omni_client", "bench", *where, "-o", str(report), *options]
         if code := subprocess.run(command, check=False).returncode:
@@ -58,8 +58,13 @@ def measure(variant: Variant, model: Path, folder: Path, options: Sequence[str],
 
 
 @contextmanager
-def _serve(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterator[Served]:
-    """The variant's servers, ready; behind Envoy where they are several."""
+def serving(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterator[Served]:
+    """The variant's servers by the repository in `folder`, ready; behind Envoy where they are several.
+
+    Raises:
+        ServerError: a server does not start.
+        BalancerError: several servers, and no Envoy to put before them.
+    """
     with ExitStack() as stack:
         servers, gpus = [], visible_gpus(os.environ)
         for number in range(variant.replicas):

@@ -30,6 +30,8 @@ from micro.report import Run, line_of, table, write  # noqa: E402
 from triton_omni.settings import Quantization  # noqa: E402
 
 console = Console(stderr=True)
+END_S = 40.0
+"""What a child is given to end in: a server stops in less."""
 
 
 class Size(StrEnum):
@@ -99,12 +101,21 @@ def measure(name: str, plan: Plan, logs: Path, tell: Callable[[dict[str, Any]], 
                 before = now
             child.wait()
         finally:
-            child.kill()
-            child.wait()
+            _end(child)
     if child.returncode == 0:
         return None
     last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
     return f"exit code {child.returncode}: {last[-1]}"
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a child that has not: it may have a server to stop."""
+    child.terminate()
+    try:
+        child.wait(END_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def run_all(names: list[str], plan: Plan, run: Run, out: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -114,6 +115,13 @@ def pipeline(plan: Plan) -> Items:
     return replies(plan, device())
 
 
+def served(plan: Plan) -> Items:
+    """All stages with Triton, and their hops."""
+    from .served import served as replies
+
+    return replies(plan, device())
+
+
 MEASUREMENTS: Mapping[str, Callable[[Plan], Items]] = {
     "thinker": thinker,
     "thinker-vllm": thinker_vllm,
@@ -126,9 +134,10 @@ MEASUREMENTS: Mapping[str, Callable[[Plan], Items]] = {
     "token2wav-offline-hf": token2wav_offline_hf,
     "token2wav-quality": token2wav_quality,
     "pipeline": pipeline,
+    "served": served,
 }
 """By the name that `--only` takes, in the order of a run."""
-ON_REQUEST = frozenset({"pipeline"})
+ON_REQUEST = frozenset({"pipeline", "served"})
 """Measured only where `--only` names them."""
 
 
@@ -160,8 +169,17 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _end(number: int, _frame: object) -> None:
+    """As an exception, so that a server that was started is stopped; once, so that its stop is not cut short."""
+    for other in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def main(name: str, plan_json: str, descriptor: str) -> None:
-    """Measure, and tell what is found as it is found."""
+    """Measure, and tell what is found as it is found; told to end, tidy up and end."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
     # Not for processes that a library starts: who reads would wait for their end, too.
     os.set_inheritable(int(descriptor), False)
     with os.fdopen(int(descriptor), "w", encoding="utf-8") as out:

@@ -14,6 +14,8 @@ import numpy as np
 
 Unit = Literal["ms", "audio-s/s", "dB"]
 OURS = "triton-omni"
+WITHOUT_TRITON = "without-triton"
+"""Our stages, with queues between them."""
 READY: Mapping[str, Any] = {"ready": {}}
 """What a measurement gives before its figures: its engine stands. Decoders say their facts here."""
 
@@ -67,6 +69,9 @@ COMPARISONS = (
     Comparison("talker_step", OURS, "vllm", "ours / reference"),
     Comparison("first_token", OURS, "vllm", "ours / reference"),
     Comparison("token2wav_offline", OURS, "hf", "reference / ours"),
+    Comparison("pipeline_first_text", OURS, WITHOUT_TRITON, "ours / reference"),
+    Comparison("pipeline_first_audio", OURS, WITHOUT_TRITON, "ours / reference"),
+    Comparison("pipeline_reply", OURS, WITHOUT_TRITON, "ours / reference"),
 )
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, multiprocessing
 from triton_omni_client.bench.prompt_length import fit
 from triton_omni_client.bench.workload import PROMPTS
 
-from .figures import OURS, READY, milliseconds
+from .figures import READY, WITHOUT_TRITON, milliseconds
 from .plan import Plan, repeated
 
 STAGES = ("thinker", "talker", "token2wav")
@@ -267,8 +267,8 @@ def pipeline(plan: Plan, _at: torch.device) -> Iterator[Mapping[str, Any]]:
         usage = replies[-1].info["usage"]
         lengths = {name: usage[name] for name in ("prompt_tokens", "reply_tokens", "codes")}
         timed = replies[-len(whole) :]
-        yield milliseconds("pipeline_first_text", OURS, [reply.first_text_s for reply in timed], lengths)
-        yield milliseconds("pipeline_first_audio", OURS, [reply.first_audio_s for reply in timed], lengths)
-        yield milliseconds("pipeline_reply", OURS, whole, lengths)
+        yield milliseconds("pipeline_first_text", WITHOUT_TRITON, [reply.first_text_s for reply in timed], lengths)
+        yield milliseconds("pipeline_first_audio", WITHOUT_TRITON, [reply.first_audio_s for reply in timed], lengths)
+        yield milliseconds("pipeline_reply", WITHOUT_TRITON, whole, lengths)
     finally:
         stages.close()

@@ -91,7 +91,7 @@ def room_for(engine: Any, patches: int) -> Iterator[list[int]]:
 @pytest.fixture(scope="module", params=["step by step", "a step ahead"])
 def engine(tiny_checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     ahead = request.param == "a step ahead"
-    # On a GPU images would be recorded passes, whose memory is taken at the start: no pass of theirs can be short of it.
+    # On a GPU images would be recorded passes, whose memory is taken at the start: none of theirs can be short of it.
     with engine_of(tiny_checkpoint, ahead=ahead, max_num_batched_tokens=1024, max_graph_tokens=0) as made:
         yield made
 

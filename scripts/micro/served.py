@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole replies by a server of its own, the same that `pipeline` has of the stages without Triton, and their hops."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from compare.running import serving
+from compare.variants import Variant, write_repository
+
+from triton_omni_client import Info, OmniClient, Reply, Request
+from triton_omni_client.bench.hops import Hops, growth, read_hops
+from triton_omni_client.bench.prompt_length import fit
+from triton_omni_client.bench.workload import PROMPTS
+
+from .figures import OURS, READY, milliseconds
+from .plan import Plan, repeated
+
+MODELS = Path(__file__).resolve().parents[2] / "model_repository"
+
+
+class NoAccountError(RuntimeError):
+    """A reply came without the server's account of it, or the server's metrics without its hops."""
+
+
+def served(plan: Plan, _at: torch.device) -> Iterator[Mapping[str, Any]]:
+    """Start a server, without MPS as the stages of `pipeline` run, and time replies of it."""
+    variant = Variant("served", {})
+    with tempfile.TemporaryDirectory(prefix="micro-served-") as name:
+        folder = Path(name)
+        write_repository(MODELS, folder / "repository", variant)
+        with serving(variant, Path(plan.model), folder, mps=False) as server, OmniClient(server.grpc_url) as client:
+            yield READY
+            yield from replies_and_hops(client, server.metrics_url, plan)
+
+
+def replies_and_hops(client: OmniClient, metrics_url: str, plan: Plan) -> Iterator[Mapping[str, Any]]:
+    """Replies of fixed lengths over gRPC, one after another: times to first text, to first audio, and to the end, and
+    what a message took to each stage, in the mean of a reply's messages.
+
+    Raises:
+        NoAccountError: the server does not tell the lengths, or no hops.
+        OmniClientError: it refused or failed a request.
+    """
+    prompt = _prompt_of(client, plan.prompt_tokens)
+    replies: list[Reply] = []
+    readings = [_hops(metrics_url)]
+
+    def one() -> float:
+        replies.append(client.stream(_request(prompt, plan)).collect())
+        readings.append(_hops(metrics_url))
+        return replies[-1].timings.total
+
+    whole = repeated(plan, one)
+    account = _account(replies[-1])
+    lengths = {
+        "prompt_tokens": account.prompt_tokens,
+        "reply_tokens": account.reply_tokens,
+        "codes": account.codes,
+    }
+    timed = [reply.timings for reply in replies[-len(whole) :]]
+    yield milliseconds("pipeline_first_text", OURS, [times.first_text or 0.0 for times in timed], lengths)
+    yield milliseconds("pipeline_first_audio", OURS, [times.first_audio or 0.0 for times in timed], lengths)
+    yield milliseconds("pipeline_reply", OURS, whole, lengths)
+    for (stage, until), means in _hop_means(readings[-len(whole) - 1 :]).items():
+        yield milliseconds("hop", OURS, means, {"to": stage, "until": until})
+
+
+def _request(prompt: str, plan: Plan) -> Request:
+    return Request(
+        messages=[{"role": "system", "content": ""}, {"role": "user", "content": prompt}],
+        seed=0,
+        thinker={"min_tokens": plan.reply_tokens, "max_tokens": plan.reply_tokens},
+        talker={"min_tokens": plan.codes, "max_tokens": plan.codes},
+    )
+
+
+def _prompt_of(client: OmniClient, tokens: int) -> str:
+    """A question of so many tokens without a system prompt, as `pipeline` asks it."""
+
+    async def count(text: str) -> int | None:
+        messages = [{"role": "system", "content": ""}, {"role": "user", "content": text}]
+        asked = Request(messages=messages, modalities=("text",), thinker={"max_tokens": 1})
+        return _account(client.stream(asked).collect()).prompt_tokens
+
+    text, _ = asyncio.run(fit(PROMPTS[0], tokens, count))
+    return text
+
+
+def _account(reply: Reply) -> Info:
+    if reply.info is None:
+        raise NoAccountError("a reply ended without the server's account of it")
+    return reply.info
+
+
+def _hops(metrics_url: str) -> Hops:
+    found = asyncio.run(read_hops(metrics_url))
+    if not found:
+        raise NoAccountError(f"{metrics_url} has no hops")
+    return found
+
+
+def _hop_means(readings: list[Hops]) -> Mapping[tuple[str, str], list[float]]:
+    """Seconds by stage and by what the hop ends with, of each reply between two readings."""
+    means: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for before, after in pairwise(readings):
+        for stage, ends in growth(before, after).items():
+            for until, times in ends.items():
+                means[stage, until].append(times.mean_s or 0.0)
+    return means
