@@ -87,6 +87,13 @@ def token2wav_windows(plan: Plan) -> Items:
     return windows(plan, device())
 
 
+def token2wav_kernels(plan: Plan) -> Items:
+    """Our streaming window, kernel by kernel."""
+    from .kernels import kernels
+
+    return kernels(plan, device())
+
+
 def token2wav_offline(plan: Plan) -> Items:
     """Our whole replies."""
     from .speech import offline_own
@@ -130,6 +137,7 @@ MEASUREMENTS: Mapping[str, Callable[[Plan], Items]] = {
     "media": media,
     "media-vllm": media_vllm,
     "token2wav-windows": token2wav_windows,
+    "token2wav-kernels": token2wav_kernels,
     "token2wav-offline": token2wav_offline,
     "token2wav-offline-hf": token2wav_offline_hf,
     "token2wav-quality": token2wav_quality,
@@ -137,7 +145,7 @@ MEASUREMENTS: Mapping[str, Callable[[Plan], Items]] = {
     "served": served,
 }
 """By the name that `--only` takes, in the order of a run."""
-ON_REQUEST = frozenset({"pipeline", "served"})
+ON_REQUEST = frozenset({"pipeline", "served", "token2wav-kernels"})
 """Measured only where `--only` names them."""
 
 

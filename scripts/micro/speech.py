@@ -201,7 +201,7 @@ class WindowStreams:
 
 def windows(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
     """One streaming window by batch and solver: DiT and vocoder apart, the whole step, and the speech a second."""
-    settings = _window_settings(plan)
+    settings = window_settings(plan)
     engine = TimedEngine(Path(plan.model), settings, at)
     yield READY
     for batch in plan.window_batches:
@@ -223,7 +223,8 @@ def windows(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
     whole.close()
 
 
-def _window_settings(plan: Plan) -> Token2WavSettings:
+def window_settings(plan: Plan) -> Token2WavSettings:
+    """An engine whose every chunk is such a window, for as many streams as are timed together."""
     largest = max(plan.window_batches)
     return Token2WavSettings(
         plan="micro",

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from triton_omni.settings import Token2WavSettings
+
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 ROOT = Path(__file__).parents[2]
 
@@ -63,12 +65,22 @@ def test_windows_are_timed_in_halves_and_whole(micro, plan):
     assert all(item["count"] == 2 and item["min"] > 0 for item in figures)
 
 
+def test_the_time_of_a_window_is_told_by_kernel(micro, plan):
+    ready, whole, *by_kernel = micro("child").token2wav_kernels(plan)
+    assert "ready" in ready
+    assert (whole["name"], whole["count"]) == ("token2wav_window_profiled", 2)
+    found = {figure["parameters"]["kernel"]: figure["p50"] for figure in by_kernel}
+    assert len(found) == micro("kernels").SHOWN + 1
+    assert list(found)[-1] == "all others"
+    assert 0 < sum(found.values()) < whole["max"]
+
+
 def test_streams_are_nearly_the_whole_reply_and_less_context_costs_more(micro, plan):
     ready, *figures = micro("child").token2wav_quality(plan)
     assert "ready" in ready
     decibel = {tuple(figure["parameters"].values()): figure["min"] for figure in figures}
     assert 35 < decibel["low_latency", "offline"] < decibel["balanced", "offline"] < 100
-    assert len(figures) == (3 if torch.cuda.is_available() else 2)
+    assert len(figures) == len(Token2WavSettings().plans) + torch.cuda.is_available()
     assert all(figure["unit"] == "dB" and figure["min"] > 35 for figure in figures)
 
 
@@ -103,7 +115,7 @@ def test_a_pipeline_whose_stage_does_not_start_says_so_and_leaves_no_process(mic
 
 def test_a_window_of_another_size_is_not_timed(micro, plan, tiny_checkpoint):
     speech = micro("speech")
-    engine = speech.Token2WavEngine(tiny_checkpoint, speech._window_settings(plan), micro("plan").device())
+    engine = speech.Token2WavEngine(tiny_checkpoint, speech.window_settings(plan), micro("plan").device())
     with speech.WindowStreams(engine, plan, 2, "euler") as streams, pytest.raises(speech.WrongWorkError):
         streams.step()
     assert engine.stats().running == 0
