@@ -112,8 +112,8 @@ class Sender:
 
 
 class Request:
-    def __init__(self, inputs=(), request_id="r1", parameters=""):
-        self._inputs, self._id, self._parameters = list(inputs), request_id, parameters
+    def __init__(self, inputs=(), request_id="r1", parameters="", outputs=("META", "ROWS")):
+        self._inputs, self._id, self._parameters, self._outputs = list(inputs), request_id, parameters, outputs
         self.sender = Sender()
 
     def inputs(self):
@@ -124,6 +124,9 @@ class Request:
 
     def parameters(self):
         return self._parameters
+
+    def requested_output_names(self):
+        return list(self._outputs)
 
     def get_response_sender(self):
         return self.sender

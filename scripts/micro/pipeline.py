@@ -113,6 +113,9 @@ class _Request:
     def inputs(self) -> list[PlainTensor]:
         return [PlainTensor(name, value) for name, value in self.tensors.items()]
 
+    def requested_output_names(self) -> Sequence[str]:
+        return ()
+
     def request_id(self) -> str:
         return "pipeline"
 

@@ -7,7 +7,6 @@ import json
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -92,20 +91,32 @@ def test_trace_and_log_files_are_nobody_s_to_choose(server: Served, key: str) ->
         assert "can not be updated through network protocol" in answer.json()["error"]
 
 
-def test_a_client_that_calls_the_thinker_itself_is_turned_away(server: Served) -> None:
+TURNED_AWAY = (
+    "thinker is a part of the model qwen2_5_omni and answers nobody else: ask that [omni:bad_request;stage=thinker]"
+)
+
+
+def test_a_client_that_calls_the_thinker_itself_is_turned_away_at_once(server: Served) -> None:
     begin = time.monotonic()
-    with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda call: call(server), (called_by_grpc, called_by_http)))
-    for answer in answers:
-        assert "thinker is a part of the model qwen2_5_omni and answers nobody else: ask that" in answer
-        assert "[omni:bad_request;stage=thinker]" in answer
+    assert TURNED_AWAY in called_by_grpc(server)
+    assert TURNED_AWAY in called_by_http(server)
+    assert time.monotonic() - begin < UNHEARD_FOR_S / 4
+    assert not server.metrics("omni_sessions")['omni_sessions{stage="thinker"}']
+
+
+def test_one_that_asks_it_for_what_the_ensemble_asks_is_turned_away_in_the_end(server: Served) -> None:
+    begin = time.monotonic()
+    assert TURNED_AWAY in called_by_grpc(server, "META", "ROWS")
     assert UNHEARD_FOR_S < time.monotonic() - begin < 2 * UNHEARD_FOR_S
     wait_for(lambda: not server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'], server.held)
     assert server.ask("after direct calls", "x", seed=1).info is not None
 
 
-def called_by_grpc(server: Served) -> str:
+def called_by_grpc(server: Served, *outputs: str) -> str:
+    """What the thinker answers to a request for these outputs, or for all."""
     message = to_grpc(Request(text="hello", seed=1, request_id="called by gRPC"), "thinker")
+    for name in outputs:
+        message.outputs.add(name=name)
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
         answers = [answer.error_message for answer in Stub(channel).ModelStreamInfer(iter([message]), timeout=60)]
     return "".join(answers)

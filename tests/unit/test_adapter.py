@@ -298,6 +298,15 @@ def test_a_refused_request_tells_its_client_why(open_stage, name):
     assert answered(request).error.message() == "text_input: is bad [omni:bad_request;stage=thinker]"
 
 
+def test_who_asks_the_thinker_for_all_its_outputs_is_refused_before_anything_is_read(open_stage):
+    request = Request([text_tensor("text_input", "hello")], outputs=["META", "CALLED_BY_NAME", "ROWS"])
+    open_stage("thinker").execute([request])
+    assert answered(request).error.message() == (
+        "thinker is a part of the model qwen2_5_omni and answers nobody else: ask that [omni:bad_request;stage=thinker]"
+    )
+    assert not request.sender.outputs()
+
+
 @pytest.mark.parametrize("kind", ["talker", "token2wav"])
 @pytest.mark.parametrize(
     "breakage",

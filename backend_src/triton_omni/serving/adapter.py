@@ -21,6 +21,7 @@ from triton_omni.serving.outlet import SendingThread, TritonOutlet
 from triton_omni.serving.tensors import LinkCounter, read_bytes, read_tensors
 from triton_omni.stage import Outlet, Stage
 from triton_omni.talker.stage import TalkerStage
+from triton_omni.thinker import callers
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
 from triton_omni.tracing import NO_TRACER, Tracer
@@ -105,6 +106,7 @@ def adapt_thinker(
 
     def submit(request: Any, outlet: Outlet) -> None:
         try:
+            callers.check_outputs(request.requested_output_names())
             raw = read_client_request(request, traced=tracer.is_on)
         except Exception as error:
             stage.accounts.count_unread(error)
