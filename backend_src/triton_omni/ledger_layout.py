@@ -109,10 +109,13 @@ def server_name(server_pid: int) -> str:
 
     Made of the user, the process-id namespace, the server's process id and its start time.
     """
-    namespace = process_namespace(server_pid)
-    # Field 22 of /proc/PID/stat; the command name before it may hold spaces, so count from its closing bracket.
-    start = Path(f"/proc/{server_pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"triton-omni-{os.getuid()}-{namespace}-{server_pid}-{start}"
+    start = _stat(server_pid)[19]
+    return f"triton-omni-{os.getuid()}-{process_namespace(server_pid)}-{server_pid}-{start}"
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third on, the state; the command's name before it may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def process_namespace(pid: int | None = None) -> str:
@@ -193,7 +196,24 @@ def server_of(path: Path) -> int | None:
         OSError: it ended this moment.
     """
     # A table that a live server's stage is just making has its server's name in front (`create_table`).
-    table = path.name.partition(".")[0]
-    pid = table.split("-")[4]
-    lives = pid.isdigit() and Path(f"/proc/{pid}").exists() and table == server_name(int(pid))
-    return int(pid) if lives else None
+    return process_of(path.name.partition(".")[0])
+
+
+def process_of(name: str) -> int | None:
+    """Process id of the running process that `server_name` names so; None = it is gone.
+
+    Raises:
+        OSError: it ended this moment.
+    """
+    pid = process_id(name)
+    if not Path(f"/proc/{pid}").exists():
+        return None
+    # One that has ended and that its parent has not asked after yet is gone, too.
+    lives = name == server_name(pid) and _stat(pid)[0] not in "ZX"
+    return pid if lives else None
+
+
+def process_id(name: str) -> int:
+    """The number in a name that `server_name` gave; 0, which is no process's, in any other."""
+    fields = name.split("-")
+    return int(fields[4]) if len(fields) == 6 and fields[4].isdigit() else 0

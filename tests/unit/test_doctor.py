@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import secrets
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -291,11 +292,12 @@ def test_addresses_are_where_the_arguments_make_it_listen(arguments: list[str], 
     assert http_addresses(arguments) == addresses
 
 
-def test_regions_are_stale_that_nobody_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_are_stale_whose_supervisor_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leftovers, "_SHARED_MEMORY", tmp_path)
-    region = tmp_path / f"{leftovers.new_region_prefix()}x"
-    region.touch()
-    assert leftovers.stale_regions() == [], "it may be about to be mapped"
-    os.utime(region, (0, 0))
+    with subprocess.Popen(["sleep", "60"]) as supervisor:
+        region = tmp_path / f"{leftovers.new_region_prefix(supervisor.pid)}x"
+        region.touch()
+        assert leftovers.stale_regions() == [], "it may be about to be mapped"
+        supervisor.kill()
     assert leftovers.stale_regions() == [region]
     assert leftovers.remove_stale_regions() == [region.name]

@@ -258,14 +258,15 @@ def test_the_regions_of_servers_that_were_killed_with_their_supervisors_go_at_th
     shared = tmp_path / "shm"
     shared.mkdir()
     monkeypatch.setattr(leftovers, "_SHARED_MEMORY", shared)
-    stale, mapped, young = (leftovers.new_region_prefix() + "1" for _ in range(3))
-    foreign = stale.replace(f"_{ledger_layout.process_namespace()}_", "_1_")
-    for name in (stale, mapped, young, foreign, "something_else"):
+    with subprocess.Popen(["sleep", "60"]) as killed:
+        stale, mapped = (leftovers.new_region_prefix(killed.pid) + "1" for _ in range(2))
+        killed.kill()
+    living = leftovers.new_region_prefix(os.getpid()) + "1"
+    foreign = stale.replace(f"-{ledger_layout.process_namespace()}-", "-1-")
+    for name in (stale, mapped, living, foreign, "something_else"):
         (shared / name).write_bytes(bytes(4096))
-        if name != young:
-            os.utime(shared / name, (0, 0))
     with (shared / mapped).open("r+b") as file, mmap.mmap(file.fileno(), 4096), Supervisor(config(repository)):
-        assert {file.name for file in shared.iterdir()} == {mapped, young, foreign, "something_else"}
+        assert {file.name for file in shared.iterdir()} == {mapped, living, foreign, "something_else"}
 
 
 @pytest.fixture
@@ -425,7 +426,8 @@ supervisor.main(sys.argv[1:])"""
 
 
 def server_of(supervisor: int) -> int:
-    return int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text())
+    """Its first child; the second is the server's guard."""
+    return int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()[0])
 
 
 @pytest.mark.usefixtures("whole_checkpoint")

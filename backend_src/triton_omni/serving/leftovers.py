@@ -14,14 +14,14 @@ import subprocess
 import time
 from pathlib import Path
 
-from triton_omni.ledger_layout import process_namespace, remove_stale
+from triton_omni.ledger_layout import process_id, process_namespace, process_of, remove_stale, server_name
 
 _SHARED_MEMORY = Path("/dev/shm")
 _KILLED_WITHIN_S = 10.0
 _POLL_S = 0.01
 _REGIONS = "triton_omni_"
-_MAPPED_WITHIN_S = 60.0
-"""A region that no process has mapped by then belongs to none: between making and mapping it lie milliseconds."""
+_PROCESSES = "triton-omni-"
+"""With what the names of `ledger_layout.server_name` begin."""
 
 
 def end_group(leader: subprocess.Popen[bytes]) -> None:
@@ -29,11 +29,29 @@ def end_group(leader: subprocess.Popen[bytes]) -> None:
 
     Stages outlive a server that was killed, and ignore SIGTERM.
     """
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader.pid, signal.SIGKILL)
+    _kill_group(leader.pid)
     leader.wait()
+    _await_end(leader.pid)
+
+
+def end_group_of(name: str) -> None:
+    """The same of a process that is no child of this one, by its `server_name`."""
+    leader = process_id(name)
+    with contextlib.suppress(OSError):  # the leader is gone; its group may be there
+        if server_name(leader) != name:
+            return  # so is the group, and its number has been given anew
+    _kill_group(leader)
+    _await_end(leader)
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _await_end(group: int) -> None:
     deadline = time.monotonic() + _KILLED_WITHIN_S
-    while members(leader.pid) and time.monotonic() < deadline:
+    while members(group) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
@@ -54,13 +72,17 @@ def members(group: int) -> set[int]:
     return found
 
 
-def new_region_prefix() -> str:
-    """With what the names of one server's regions of shared memory begin, and no other's."""
-    return f"{_own_regions()}{secrets.token_hex(8)}_"
+def new_region_prefix(owner: int) -> str:
+    """With what the names of one server's regions of shared memory begin, and no other's.
+
+    Args:
+        owner: process id of its supervisor, without which they are stale once nobody maps them.
+    """
+    return f"{_REGIONS}{server_name(owner).removeprefix(_PROCESSES)}_{secrets.token_hex(4)}_"
 
 
 def _own_regions() -> str:
-    return f"{_REGIONS}{os.getuid()}_{process_namespace()}_"
+    return f"{_REGIONS}{os.getuid()}-{process_namespace()}-"
 
 
 def remove_stale_regions() -> list[str]:
@@ -76,14 +98,21 @@ def remove_stale_regions() -> list[str]:
 
 
 def stale_regions() -> list[Path]:
-    """Regions of servers of this user that no process has mapped.
+    """Regions of servers of this user whose supervisors are gone, and that no process has mapped.
 
     Those of other process-id namespaces are left out: whether their processes live cannot be seen from here.
     """
-    oldest = time.time() - _MAPPED_WITHIN_S
-    found = [region for region in _SHARED_MEMORY.glob(f"{_own_regions()}*") if region.stat().st_mtime < oldest]
+    found = [region for region in _SHARED_MEMORY.glob(f"{_own_regions()}*") if _owner_is_gone(region)]
     mapped = _mapped_regions() if found else set()
     return [region for region in found if region.name not in mapped]
+
+
+def _owner_is_gone(region: Path) -> bool:
+    owner = region.name.removeprefix(_REGIONS).partition("_")[0]
+    try:
+        return process_of(f"{_PROCESSES}{owner}") is None
+    except OSError:  # it ended this moment
+        return True
 
 
 def _mapped_regions() -> set[str]:

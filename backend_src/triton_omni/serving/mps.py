@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from triton_omni.serving.guard import guarded
 from triton_omni.serving.leftovers import end_group
 from triton_omni.serving.machine import ServerError, visible_gpus
 
@@ -46,8 +47,9 @@ def mps_daemon(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
         output = Path(folder, "output")
         process = _start(program, env, output)
         try:
-            _wait_ready(process, program, env, output)
-            yield variables
+            with guarded(process.pid, folder=Path(folder)):
+                _wait_ready(process, program, env, output)
+                yield variables
         finally:
             _end(process, program, env)
 

@@ -19,6 +19,7 @@ from types import TracebackType
 
 from triton_omni.ledger_layout import server_name
 from triton_omni.serving.draining import drain, end_sessions
+from triton_omni.serving.guard import guarded
 from triton_omni.serving.leftovers import (
     end_group,
     has_followers,
@@ -80,7 +81,7 @@ class Supervisor:
         # No events: a signal handler that sets one waits for ever for a lock of the code that it interrupted.
         self._stop_requested = self._stop_at_once = False
         self._ports = {"http": 0, "grpc": 0, "metrics": 0}
-        self.regions = new_region_prefix()
+        self.regions = new_region_prefix(os.getpid())
         """With what the names of Triton's regions of shared memory begin."""
         self._outliving = contextlib.ExitStack()
         self._control: ModelControl | None = None
@@ -164,7 +165,9 @@ class Supervisor:
             self._process = self._launch(command, environment | preloaded(environment))
             self._control = control
             # A repository that was not laid out for this start is not ours to write to.
-            if repository != self.config.model_repository:
+            laid_out = repository if repository != self.config.model_repository else None
+            outliving.enter_context(guarded(self._process.pid, regions=self.regions, folder=laid_out))
+            if laid_out is not None:
                 self._readiness = Readiness(control, repository)
                 outliving.callback(self._readiness.join, _KILL_AFTER_S)
             self._outliving = outliving.pop_all()
