@@ -548,6 +548,8 @@ test_workers() {
 }
 
 command_test() {
+    # Where it is set, every one of the many processes that tests start would compile its libraries anew.
+    unset PYTHONDONTWRITEBYTECODE
     run_setup
     make_page_tools
     if (($# > 0)); then

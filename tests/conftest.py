@@ -33,6 +33,8 @@ WITH_A_SERVER = "tests/server/"
 """The folder of tests that need a server, most of them the same one: one worker runs them all."""
 WITHOUT_A_CLOCK = "tests/reference/"
 """The folder of tests that pass however slow the machine is, and need no server."""
+WITH_THE_TALKER = "tests/reference/talker/"
+"""The folder of tests that share HF's codes, which it takes long to ask for, and engines."""
 UNHURRIED = {
     f"{WITH_A_SERVER}test_{name}"
     for name in (
@@ -64,8 +66,10 @@ FIRST, LAST = "tests with a server", "tests with a server and a clock"
 
 
 def scope_of(nodeid: str) -> str:
-    """What one worker runs as a whole: a module, whose fixtures are dear, or the modules that share a server."""
+    """What one worker runs as a whole: a module, whose fixtures are dear, or modules that share more."""
     module, _, function = nodeid.partition("[")[0].partition("::")
+    if module.startswith(WITH_THE_TALKER):
+        return WITH_THE_TALKER
     if not module.startswith(WITH_A_SERVER):
         return module
     # On a GPU all of them come last: vLLM's engines of the other tests need its memory.

@@ -143,11 +143,12 @@ PLAIN_UTILS = SimpleNamespace(
 """Stands in for `triton_python_backend_utils`."""
 
 
-def serve(stage: str, inbox: Any, outbox: Any, started: Any) -> None:
+def serve(model: str, started: Any, stage: str, inbox: Any, outbox: Any) -> None:
     """A stage's process: takes requests from one queue and answers into the other, until it is given None."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from triton_omni.serving import launch
 
+    os.environ[launch.CHECKPOINT_VARIABLE] = model
     start = getattr(launch, f"start_{stage}")
     adapter = start(PLAIN_UTILS, {"model_instance_device_id": "0"}, MODELS / stage / "1")
     started.put(stage)
@@ -178,12 +179,11 @@ class Pipeline:
     """The three processes and the queues between them."""
 
     def __init__(self, model: str) -> None:
-        os.environ["OMNI_MODEL"] = model
         context = multiprocessing.get_context("spawn")
         self._queues: list[Any] = [context.SimpleQueue() for _ in range(len(STAGES) + 1)]
         started: Any = context.Queue()
         places = zip(STAGES, self._queues, self._queues[1:], strict=False)
-        self._processes = [context.Process(target=serve, args=(*place, started)) for place in places]
+        self._processes = [context.Process(target=serve, args=(model, started, *place)) for place in places]
         for process in self._processes:
             process.start()
         try:

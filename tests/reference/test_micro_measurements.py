@@ -29,6 +29,14 @@ def plan(micro, tiny_checkpoint):
     return micro("plan").Plan(str(tiny_checkpoint), steps=4, repeats=2, warm_up=3, **sizes)
 
 
+@pytest.fixture
+def forked(micro, monkeypatch):
+    """The pipeline's processes come from one that has imported vLLM for all, and are else as those that are spawned."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"triton_omni.vllm_hooks.{name}_engine" for name in ("thinker", "talker")])
+    monkeypatch.setattr(micro("pipeline").multiprocessing, "get_context", lambda _: context)
+
+
 @pytest.mark.parametrize("stage", ["thinker", "talker"])
 def test_our_steps_and_plain_vllms_are_comparable(micro, plan, stage):
     measurements = micro("child").MEASUREMENTS
@@ -93,6 +101,7 @@ def test_whole_replies_are_compared_with_hf(micro, plan):
     assert ratio["ratio"] > 0
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_stages_without_triton_give_replies_of_the_plans_lengths(micro, plan):
     lengths = {"prompt_tokens": 40, "reply_tokens": 20, "codes": 60}
     ready, *figures = micro("pipeline").pipeline(dataclasses.replace(plan, **lengths), torch.device("cpu"))
@@ -107,6 +116,7 @@ def test_the_stages_without_triton_give_replies_of_the_plans_lengths(micro, plan
     assert 0 < audio < whole
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_pipeline_whose_stage_does_not_start_says_so_and_leaves_no_process(micro):
     with pytest.raises(micro("pipeline").PipelineError, match="did not start"):
         micro("pipeline").Pipeline("/nowhere")

@@ -208,7 +208,7 @@ def test_fused_dit_in_float16_is_close(networks: Networks) -> None:
 
 @pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 100.0), (torch.float16, LEAST_DECIBEL)])
 def test_fused_vocoder_is_as_close_as_its_precision(networks: Networks, dtype: torch.dtype, least: float) -> None:
-    mel = random(2, 80, 3) * 2 - 4
+    mel = random(2, 80, 2) * 2 - 4
     plain = networks.vocoder(mel)
     assert plain.std() > 1e-2
     assert decibel(plain, FusedVocoder(networks.vocoder, dtype)(mel)) > least

@@ -21,6 +21,9 @@ from triton_omni.token2wav.ode import Solver
 VOICE = "Chelsie"
 LARGEST_CODE = 193
 FAST = DiffusionSettings(num_steps=3)
+FASTEST = DiffusionSettings(solver="euler", num_steps=3)
+"""A quarter of the evaluations, for many streams and shapes of windows. rk4 is held to HF for the plan in use, and for
+what is `CHOSEN`."""
 STREAMED = StreamOptions(mode="streaming")
 OFFLINE = StreamOptions(mode="offline")
 MODES: tuple[Literal["offline", "streaming"], ...] = ("offline", "streaming")
@@ -121,10 +124,12 @@ PLANS = {
 def test_streamed_chunks_equal_hf_modules_window_by_window(
     tiny_checkpoint: Path, hf: HfToken2Wav, name: str, count: int
 ) -> None:
-    settings = Token2WavSettings(dtype="float32", diffusion=FAST, plan=name, plans=PLANS)
+    diffusion = FAST if name == "balanced" else FASTEST
+    settings = Token2WavSettings(dtype="float32", diffusion=diffusion, plan=name, plans=PLANS)
     codes = some_codes(count)
     ours = speak(Token2WavEngine(tiny_checkpoint, settings, DEVICE), codes)
-    theirs = streamed_waveform(hf, codes, PLANS[name], VOICE, 5, num_steps=FAST.num_steps)
+    with solved_by(diffusion.solver):
+        theirs = streamed_waveform(hf, codes, PLANS[name], VOICE, 5, num_steps=diffusion.num_steps)
     assert [len(chunk) for chunk in ours] == [len(chunk) for chunk in theirs]
     assert sum(map(len, ours)) == count * 480
     for mine, reference in zip(ours, theirs, strict=True):
@@ -156,7 +161,7 @@ def test_waveform_does_not_depend_on_when_codes_come(engine: Token2WavEngine, bu
 
 
 def test_deterministic_sound_is_the_same_to_the_bit_alone_and_in_any_company(tiny_checkpoint: Path) -> None:
-    settings = Token2WavSettings(dtype="float32", diffusion=FAST, deterministic=True)
+    settings = Token2WavSettings(dtype="float32", diffusion=FASTEST, deterministic=True)
     engine = Token2WavEngine(tiny_checkpoint, settings, DEVICE)
     codes = some_codes(100, seed=9)
     alone = torch.cat(speak(engine, codes))
@@ -175,7 +180,7 @@ def test_deterministic_sound_is_the_same_to_the_bit_alone_and_in_any_company(tin
 
 @pytest.mark.parametrize("attention", ["block", "plain"])
 def test_streams_of_unequal_lengths_together_equal_each_alone(tiny_checkpoint: Path, attention: AttentionKind) -> None:
-    settings = Token2WavSettings(dtype="float32", diffusion=FAST, attention=attention)
+    settings = Token2WavSettings(dtype="float32", diffusion=FASTEST, attention=attention)
     engine = Token2WavEngine(tiny_checkpoint, settings, DEVICE)
     replies = {f"s{n}": some_codes(count, seed=n) for n, count in enumerate([100, 3, 12, 25, 37, 61, 90, 101])}
     options = {key: OFFLINE if key in ("s2", "s5") else STREAMED for key in replies}

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from media_samples import audio_file, image_file, picture, video_file
-from reference.hf import GREEDY_TALKER, GREEDY_THINKER, HfReference, Reply
-from server.serving import Served
+from reference.hf import GREEDY_TALKER, GREEDY_THINKER, HfReference, Reply, Solver
+from server.serving import TINY, Served
 from triton_omni.media import VisionSizes, decode_audio, decode_video
 from triton_omni.settings import RequestLimits
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT
@@ -28,6 +28,7 @@ GREEDY: Mapping[str, Any] = {
     "talker": {"temperature": 0, "max_tokens": GREEDY_TALKER.max_tokens},
     "token2wav": {"mode": "offline"},
 }
+SOLVER = Solver(num_steps=TINY["token2wav"]["diffusion"]["num_steps"])
 WAVEFORM_TOLERANCE = 1e-4
 SYSTEM = {"role": "system", "content": DEFAULT_SYSTEM_PROMPT}
 
@@ -193,5 +194,6 @@ def check_reply(server: Served, hf: HfReference, request: Request, reply: Server
     assert reply.info.reply_tokens == len(expected.thinker.token_ids)
     assert reply.info.codes == len(expected.talker.codes)
     assert reply.info.samples == len(reply.audio)
-    speech = hf.token2wav(expected.talker.codes, wanted.voice, noise(request.seed, len(expected.talker.codes)))
+    codes = expected.talker.codes
+    speech = hf.token2wav(codes, wanted.voice, noise(request.seed, len(codes)), SOLVER)
     np.testing.assert_allclose(reply.audio, speech.waveform.numpy(), rtol=0, atol=WAVEFORM_TOLERANCE)

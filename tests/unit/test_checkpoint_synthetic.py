@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -42,9 +40,11 @@ def test_another_seed_changes_weights_and_speakers_alone(tmp_path: Path, tiny_ch
 
 def test_dtype_is_that_of_thinker_and_talker(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "tiny", dtype=torch.bfloat16)
-    for name, file in weight_map(tmp_path).items():
+    weights = weight_map(tmp_path)
+    tensors = {file: load_file(tmp_path / file) for file in set(weights.values())}
+    for name, file in weights.items():
         expected = torch.float32 if name.startswith("token2wav.") else torch.bfloat16
-        assert load_file(tmp_path / file)[name].dtype == expected, name
+        assert tensors[file][name].dtype == expected, name
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["talker_config"]["dtype"] == "bfloat16"
     assert config["token2wav_config"]["dit_config"]["dtype"] == "float32"
@@ -101,15 +101,22 @@ def test_text_survives_the_tokenizer(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_processes_that_ask_at_once_get_one_whole_checkpoint(tmp_path: Path, tiny_checkpoint: Path) -> None:
+def test_processes_that_ask_at_once_get_one_whole_checkpoint(
+    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "cache" / "tiny"
-    # New interpreters: a fork of this one could inherit a lock of torch's thread pool.
-    code = "import pathlib, sys; from triton_omni.checkpoint.synthetic import ensure_checkpoint; "
-    code += "ensure_checkpoint(path=pathlib.Path(sys.argv[1]))"
-    environment = os.environ | UNMEASURED | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    workers = [subprocess.Popen([sys.executable, "-c", code, str(path)], env=environment) for _ in range(2)]
+    for name, value in UNMEASURED.items():
+        monkeypatch.setenv(name, value)
+    # Of a new interpreter, which imports for both: a fork of this one could inherit a lock of torch's thread pool.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([synthetic.__name__, "reference.hf"])
+    workers = [context.Process(target=ensure_checkpoint, kwargs={"path": path}) for _ in range(2)]
+    for worker in workers:
+        worker.start()
     try:
-        assert [worker.wait(timeout=300) for worker in workers] == [0, 0]
+        for worker in workers:
+            worker.join(300)
+        assert [worker.exitcode for worker in workers] == [0, 0]
     finally:
         for worker in workers:
             worker.kill()

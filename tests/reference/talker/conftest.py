@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the talker's tests: every test of `engine` runs step by step and scheduled ahead."""
+"""Fixtures of the talker's tests: every test of `engine` runs step by step and scheduled ahead.
+
+HF's codes and the engines are those of all modules of this folder, which one worker runs.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,18 @@ from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def talker(hf):
     return HfTalker(hf.model)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def voices(tiny_checkpoint):
     speakers = load_speakers(tiny_checkpoint, load_config(tiny_checkpoint))
     return [speakers.get(name).text_bos_id for name in speakers.names]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "scheduled ahead"])
+@pytest.fixture(scope="session", params=[False, True], ids=["step by step", "scheduled ahead"])
 def shared_engine(request, tiny_checkpoint):
     engine = make_engine(tiny_checkpoint, ahead=request.param)
     yield engine
@@ -39,7 +42,7 @@ def engine(shared_engine):
     assert_nothing_held(shared_engine)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cases(talker, voices):
     shapes = [(5, 1), (12, 3), (20, 30), (33, 9), (7, 60), (40, 2), (16, 12), (28, 20)]
     return [
@@ -48,6 +51,6 @@ def cases(talker, voices):
     ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def expected(talker, cases):
     return [talker.codes(case, GREEDY) for case in cases]

@@ -17,15 +17,20 @@ LONG = replace(GREEDY, max_tokens=200, min_tokens=200)
 class Pair:
     """Two engines that are told the same: one goes on where it can, the other schedules every step in vLLM's way."""
 
-    def __init__(self, checkpoint):
-        self.engines = [make_engine(checkpoint, ahead=True) for _ in range(2)]
+    def __init__(self, engines, monkeypatch):
+        self.engines = engines
         self.spoken = [Spoken(), Spoken()]
         self.steady = []
         """Sequences of each step that went on."""
         fast, plain = self.engines
-        plain._core.scheduler.schedule_further = lambda: None
+        monkeypatch.setattr(plain._core.scheduler, "schedule_further", lambda: None)
         go_on = fast._runner.go_on
-        fast._runner.go_on = lambda step: (self.steady.append(len(step.num_scheduled_tokens)), go_on(step))[1]
+
+        def watched(step):
+            self.steady.append(len(step.num_scheduled_tokens))
+            return go_on(step)
+
+        monkeypatch.setattr(fast._runner, "go_on", watched)
 
     def each(self, method, *arguments):
         for engine in self.engines:
@@ -54,14 +59,26 @@ class Pair:
     def close(self):
         for engine in self.engines:
             assert_nothing_held(engine)
-            engine.close()
         fast, plain = self.spoken
         assert (fast.codes, fast.finish, fast.errors) == (plain.codes, plain.finish, plain.errors)
 
 
+@pytest.fixture(scope="module")
+def engines(tiny_checkpoint):
+    """What one test leaves behind in vLLM's records, the next one finds in both."""
+    made = [make_engine(tiny_checkpoint, ahead=True) for _ in range(2)]
+    yield made
+    for engine in made:
+        engine.close()
+
+
 @pytest.fixture
-def pair(tiny_checkpoint):
-    return Pair(tiny_checkpoint)
+def pair(engines, monkeypatch):
+    yield Pair(engines, monkeypatch)
+    left = [(engine, key) for engine in engines for key in list(engine._open)]
+    for engine, key in left:
+        engine.abort(key)
+    assert left == []
 
 
 def name_of(request_id):
