@@ -121,7 +121,7 @@ def token2wav(blocks: int, width: int = 1024, heads: int = 16) -> None:
         block_attention(qkv, (angles, angles), neighbours, reach, found, heads=heads, rotary_heads=1)
     leave_past(qkv, past, heads=heads)
     fused_standard_normal([(1, 0, rows)], 80, torch.device("cpu"))
-    for channels in (1536, 48, 24):
+    for channels in (1536, 768, 48, 24):
         taps = torch.ones(12) / 12
         snake = SnakeFilters.of(taps, taps, zeros(channels, dtype=FLOAT), zeros(channels, dtype=FLOAT), HALF)
         bias, frames = zeros(channels, dtype=FLOAT), zeros(1, 100, channels)
