@@ -92,6 +92,17 @@ def _types_of_kernels_made_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def token2wav_clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The clock of token2wav's engine in nanoseconds, standing still."""
+    from triton_omni.token2wav import engine, streaming
+
+    now = [10**12]
+    for module in (engine, streaming):
+        monkeypatch.setattr(module.time, "monotonic_ns", lambda: now[0])
+    return now
+
+
 @pytest.fixture(scope="session")
 def hf(tiny_checkpoint: Path) -> HfReference:
     """HF's model of the tiny checkpoint, in float32 on the CPU."""

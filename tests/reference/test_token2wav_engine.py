@@ -19,7 +19,6 @@ from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.settings import DiffusionSettings, SettingsError, StreamingPlan, Token2WavSettings
 from triton_omni.token2wav import engine as engine_module
-from triton_omni.token2wav import streaming
 from triton_omni.token2wav.attention import AttentionKind, block_attention
 from triton_omni.token2wav.bigvgan import BigVGAN
 from triton_omni.token2wav.dit import DiT, Voice
@@ -307,16 +306,9 @@ def test_cost_of_a_chunk_does_not_grow_with_the_stream(tiny_checkpoint: Path, dt
     assert held == [(24, 2)] * len(held)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The engine's clock in nanoseconds, standing still."""
-    now = [10**12]
-    for module in (engine_module, streaming):
-        monkeypatch.setattr(module.time, "monotonic_ns", lambda: now[0])
-    return now
-
-
-def test_who_has_no_sound_goes_first_then_who_runs_out_of_it_first(tiny_checkpoint: Path, clock: list[int]) -> None:
+def test_who_has_no_sound_goes_first_then_who_runs_out_of_it_first(
+    tiny_checkpoint: Path, token2wav_clock: list[int]
+) -> None:
     engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 1}), DEVICE)
 
     def begin(key: str, codes: int) -> None:
@@ -326,7 +318,7 @@ def test_who_has_no_sound_goes_first_then_who_runs_out_of_it_first(tiny_checkpoi
     begin("old", 48)
     # Chunks of 24 and 48 frames: 0.72 s of sound.
     assert [next_outputs(engine)[0].key for _ in range(2)] == ["old", "old"]
-    clock[0] += 100_000_000
+    token2wav_clock[0] += 100_000_000
     begin("new", 200)
     engine.feed("old", some_codes(152))
     # Behind its first chunk it has sound until 0.34 s, behind its second until 0.82 s, the old one until 0.72 s.
@@ -345,7 +337,7 @@ def test_nobody_listens_for_the_beginning_of_a_whole_reply(engine: Token2WavEngi
 
 
 def test_windows_of_listeners_with_enough_sound_stay_out_of_an_urgent_batch(
-    tiny_checkpoint: Path, clock: list[int]
+    tiny_checkpoint: Path, token2wav_clock: list[int]
 ) -> None:
     engine = Token2WavEngine(tiny_checkpoint, SETTINGS, DEVICE)
     engine.open("old", VOICE, 1, DEFAULTS)
@@ -360,7 +352,7 @@ def test_windows_of_listeners_with_enough_sound_stay_out_of_an_urgent_batch(
     assert [output.key for output in next_outputs(engine)] == ["new", "newer"]
     assert not engine.keeps_listeners_waiting
     assert [output.key for output in next_outputs(engine)] == ["old"]
-    clock[0] += 1_400_000_000
+    token2wav_clock[0] += 1_400_000_000
     for key in ("new", "old"):
         engine.feed(key, some_codes(36))
     # The new one's sound ended long ago, the old one's is about to.
@@ -368,7 +360,7 @@ def test_windows_of_listeners_with_enough_sound_stay_out_of_an_urgent_batch(
 
 
 def test_who_is_about_to_hear_nothing_waits_like_who_has_heard_nothing(
-    engine: Token2WavEngine, clock: list[int]
+    engine: Token2WavEngine, token2wav_clock: list[int]
 ) -> None:
     engine.open("a", VOICE, 1, DEFAULTS)
     engine.feed("a", some_codes(24))
@@ -377,9 +369,9 @@ def test_who_is_about_to_hear_nothing_waits_like_who_has_heard_nothing(
     # 0.24 s of sound; the window that must follow is due.
     engine.feed("a", some_codes(24))
     assert not engine.keeps_listeners_waiting
-    clock[0] += 239_000_000 - engine_module.SOON_SILENT_NS
+    token2wav_clock[0] += 239_000_000 - engine_module.SOON_SILENT_NS
     assert not engine.keeps_listeners_waiting
-    clock[0] += 1_000_000
+    token2wav_clock[0] += 1_000_000
     assert engine.keeps_listeners_waiting
     assert len(next_outputs(engine)) == 1
     assert not engine.keeps_listeners_waiting
@@ -395,7 +387,7 @@ def test_one_listener_is_not_served_while_more_wait_for_codes(engine: Token2WavE
     assert engine.keeps_listeners_waiting
 
 
-def test_who_ran_out_of_sound_once_is_not_behind_for_ever(tiny_checkpoint: Path, clock: list[int]) -> None:
+def test_who_ran_out_of_sound_once_is_not_behind_for_ever(tiny_checkpoint: Path, token2wav_clock: list[int]) -> None:
     engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 1}), DEVICE)
 
     def feed(key: str, codes: int) -> None:
@@ -404,7 +396,7 @@ def test_who_ran_out_of_sound_once_is_not_behind_for_ever(tiny_checkpoint: Path,
 
     engine.open("late", VOICE, 1, DEFAULTS)
     feed("late", 24)
-    clock[0] += 5_000_000_000
+    token2wav_clock[0] += 5_000_000_000
     engine.open("new", VOICE, 1, DEFAULTS)
     feed("new", 24)
     # 0.48 s of sound after five seconds of silence; of the new one's first 0.24 s all are left.

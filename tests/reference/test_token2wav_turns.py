@@ -112,6 +112,7 @@ def test_a_listener_who_hears_nothing_goes_between(
         torch.testing.assert_close(sound_of(outputs, key), sound, atol=1e-5, rtol=0)
 
 
+@pytest.mark.usefixtures("token2wav_clock")
 def test_a_listener_goes_between_a_whole_reply(engine: Token2WavEngine, alone: dict[str, Tensor]) -> None:
     engine.open("whole", VOICE, 1, StreamOptions(mode="offline"))
     codes = torch.cat([codes_of(key) for key in "abc"])

@@ -166,7 +166,7 @@ def test_a_stage_whose_engine_failed_ends_its_streams_and_comes_back(crashing: C
     server, board = crashing.server, crashing.board
     old, epoch = board.pid("token2wav"), board.epoch("token2wav")
     with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(server.ask, "beside a failing engine", "hello", seed=1, **LONG)
+        beside = pool.submit(server.ask, "beside a failing engine", "hello", seed=SLOW_THINKER, **LONG)
         wait_for(lambda: board.open_sessions() == 1, board.open_sessions)
         for failing in (lambda: server.ask("failing engine", "hello", seed=BREAKING_TOKEN2WAV), beside.result):
             with pytest.raises(Internal, match="the engine of token2wav failed: RuntimeError") as caught:
