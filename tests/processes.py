@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+IN_TIME_S = 20.0
 
 UNMEASURED = {"COVERAGE_PROCESS_CONFIG": "", "COVERAGE_PROCESS_START": ""}
 """Environment of a process that coverage leaves alone: one that imports torch or vLLM starts in a third of the time."""
@@ -16,3 +20,16 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process of one thread has started and not yet collected, in the order of their starts."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Poll until it holds, for `IN_TIME_S` at most."""
+    deadline = time.monotonic() + IN_TIME_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

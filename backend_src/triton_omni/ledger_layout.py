@@ -190,26 +190,19 @@ def own_tables() -> list[Path]:
 
 
 def server_of(path: Path) -> int | None:
-    """Process id of the running server whose table this is; None = it is gone.
-
-    Raises:
-        OSError: it ended this moment.
-    """
+    """Process id of the running server whose table this is; None = it is gone."""
     # A table that a live server's stage is just making has its server's name in front (`create_table`).
     return process_of(path.name.partition(".")[0])
 
 
 def process_of(name: str) -> int | None:
-    """Process id of the running process that `server_name` names so; None = it is gone.
-
-    Raises:
-        OSError: it ended this moment.
-    """
+    """Process id of the running process that `server_name` names so; None = it is gone."""
     pid = process_id(name)
-    if not Path(f"/proc/{pid}").exists():
+    try:
+        # One that has ended and that its parent has not asked after yet is gone, too.
+        lives = name == server_name(pid) and _stat(pid)[0] not in "ZX"
+    except OSError:  # nobody has this number, or another user has
         return None
-    # One that has ended and that its parent has not asked after yet is gone, too.
-    lives = name == server_name(pid) and _stat(pid)[0] not in "ZX"
     return pid if lives else None
 
 

@@ -7,14 +7,12 @@ gRPC. Here queues of `torch.multiprocessing` carry the messages, tensors on a GP
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, multiprocessing
 
-from triton_omni_client.bench.prompt_length import fit
-from triton_omni_client.bench.workload import PROMPTS
-
-from .figures import READY, WITHOUT_TRITON, milliseconds
+from .figures import READY, WITHOUT_TRITON
 from .plan import Plan, repeated
+from .replies import MODELS, ONE_TOKEN, chat, chat_of, parameters, reply_figures
 
 STAGES = ("thinker", "talker", "token2wav")
-MODELS = Path(__file__).resolve().parents[2] / "model_repository"
 START_S = 600.0
 POLL_S = 0.05
 FINAL = 1
@@ -223,18 +218,12 @@ class Pipeline:
                 return _Reply(text, audio, now, json.loads(answer["info"][0]))
 
     def prompt_of(self, tokens: int) -> list[dict[str, str]]:
-        """A chat of so many tokens without a system prompt, as `triton-omni bench --system ""` makes it.
-
-        Raises:
-            BadRequest: it cannot be so short.
-        """
-        one_token = {"modalities": ["text"], "thinker": {"max_tokens": 1}}
+        """See `chat_of`."""
 
         async def count(text: str) -> int:
-            return int(self.ask(_chat(text), one_token).info["usage"]["prompt_tokens"])
+            return int(self.ask(chat(text), ONE_TOKEN).info["usage"]["prompt_tokens"])
 
-        text, _ = asyncio.run(fit(PROMPTS[0], tokens, count))
-        return _chat(text)
+        return chat_of(tokens, count)
 
     def close(self) -> None:
         """Stop the stages, the first one first; one that does not end is ended."""
@@ -245,33 +234,22 @@ class Pipeline:
             process.join()
 
 
-def _chat(text: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": ""}, {"role": "user", "content": text}]
-
-
 def pipeline(plan: Plan, _at: torch.device) -> Iterator[Mapping[str, Any]]:
     """Replies of fixed lengths, one after another: times to first text, to first audio, and to the end."""
     stages = Pipeline(plan.model)
     try:
         yield READY
         messages = stages.prompt_of(plan.prompt_tokens)
-        parameters = {
-            "seed": 0,
-            "thinker": {"min_tokens": plan.reply_tokens, "max_tokens": plan.reply_tokens},
-            "talker": {"min_tokens": plan.codes, "max_tokens": plan.codes},
-        }
         replies: list[_Reply] = []
 
         def one() -> float:
-            replies.append(stages.ask(messages, parameters))
+            replies.append(stages.ask(messages, parameters(plan)))
             return replies[-1].whole_s
 
         whole = repeated(plan, one)
         usage = replies[-1].info["usage"]
         lengths = {name: usage[name] for name in ("prompt_tokens", "reply_tokens", "codes")}
-        timed = replies[-len(whole) :]
-        yield milliseconds("pipeline_first_text", WITHOUT_TRITON, [reply.first_text_s for reply in timed], lengths)
-        yield milliseconds("pipeline_first_audio", WITHOUT_TRITON, [reply.first_audio_s for reply in timed], lengths)
-        yield milliseconds("pipeline_reply", WITHOUT_TRITON, whole, lengths)
+        timed = [(reply.first_text_s, reply.first_audio_s, reply.whole_s) for reply in replies[-len(whole) :]]
+        yield from reply_figures(WITHOUT_TRITON, timed, lengths)
     finally:
         stages.close()

@@ -17,13 +17,10 @@ from compare.variants import Variant, write_repository
 
 from triton_omni_client import Info, OmniClient, Reply, Request
 from triton_omni_client.bench.hops import Hops, growth, read_hops
-from triton_omni_client.bench.prompt_length import fit
-from triton_omni_client.bench.workload import PROMPTS
 
 from .figures import OURS, READY, milliseconds
 from .plan import Plan, repeated
-
-MODELS = Path(__file__).resolve().parents[2] / "model_repository"
+from .replies import MODELS, ONE_TOKEN, chat, chat_of, parameters, reply_figures
 
 
 class NoAccountError(RuntimeError):
@@ -49,12 +46,12 @@ def replies_and_hops(client: OmniClient, metrics_url: str, plan: Plan) -> Iterat
         NoAccountError: the server does not tell the lengths, or no hops.
         OmniClientError: it refused or failed a request.
     """
-    prompt = _prompt_of(client, plan.prompt_tokens)
+    request = Request(messages=_chat_of(client, plan.prompt_tokens), **parameters(plan))
     replies: list[Reply] = []
     readings = [_hops(metrics_url)]
 
     def one() -> float:
-        replies.append(client.stream(_request(prompt, plan)).collect())
+        replies.append(client.stream(request).collect())
         readings.append(_hops(metrics_url))
         return replies[-1].timings.total
 
@@ -66,32 +63,18 @@ def replies_and_hops(client: OmniClient, metrics_url: str, plan: Plan) -> Iterat
         "codes": account.codes,
     }
     timed = [reply.timings for reply in replies[-len(whole) :]]
-    yield milliseconds("pipeline_first_text", OURS, [times.first_text or 0.0 for times in timed], lengths)
-    yield milliseconds("pipeline_first_audio", OURS, [times.first_audio or 0.0 for times in timed], lengths)
-    yield milliseconds("pipeline_reply", OURS, whole, lengths)
+    yield from reply_figures(
+        OURS, [(times.first_text or 0.0, times.first_audio or 0.0, times.total) for times in timed], lengths
+    )
     for (stage, until), means in _hop_means(readings[-len(whole) - 1 :]).items():
         yield milliseconds("hop", OURS, means, {"to": stage, "until": until})
 
 
-def _request(prompt: str, plan: Plan) -> Request:
-    return Request(
-        messages=[{"role": "system", "content": ""}, {"role": "user", "content": prompt}],
-        seed=0,
-        thinker={"min_tokens": plan.reply_tokens, "max_tokens": plan.reply_tokens},
-        talker={"min_tokens": plan.codes, "max_tokens": plan.codes},
-    )
-
-
-def _prompt_of(client: OmniClient, tokens: int) -> str:
-    """A question of so many tokens without a system prompt, as `pipeline` asks it."""
-
+def _chat_of(client: OmniClient, tokens: int) -> list[dict[str, str]]:
     async def count(text: str) -> int | None:
-        messages = [{"role": "system", "content": ""}, {"role": "user", "content": text}]
-        asked = Request(messages=messages, modalities=("text",), thinker={"max_tokens": 1})
-        return _account(client.stream(asked).collect()).prompt_tokens
+        return _account(client.stream(Request(messages=chat(text), **ONE_TOKEN)).collect()).prompt_tokens
 
-    text, _ = asyncio.run(fit(PROMPTS[0], tokens, count))
-    return text
+    return chat_of(tokens, count)
 
 
 def _account(reply: Reply) -> Info:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from processes import is_running
+from processes import children, is_running
 from server.asking import BATCH_TOLERANCE
 from server.commands import Command, command
 from server.probes import SLOW_THINKER
@@ -26,7 +26,7 @@ ENDLESS = Request(text="hello", seed=SLOW_THINKER, thinker={"min_tokens": 250, "
 
 def server_of(running: Command) -> int:
     """Process id of its tritonserver, the first that it started."""
-    return int(Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()[0])
+    return children(running.process.pid)[0]
 
 
 def shared_memory_of(running: Command, server: int) -> set[Path]:

@@ -8,18 +8,16 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from processes import is_running
+from processes import IN_TIME_S, children, is_running, wait_for
 from triton_omni.ledger_layout import process_of, server_name
 from triton_omni.serving.leftovers import end_group_of
 
-IN_TIME_S = 20.0
 SENT_FIRST = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 SUPERVISOR = """
@@ -33,13 +31,6 @@ with guarded(server.pid, regions=sys.argv[1], folder=Path(sys.argv[2])):
     sys.stdin.read()
 print("ended", flush=True)
 """
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + IN_TIME_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @dataclass(frozen=True)
@@ -105,14 +96,13 @@ def guards_of(supervisor: int) -> list[int]:
     """Its children that ignore signals by now."""
 
     def found() -> list[int]:
-        children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-        return [int(child) for child in children if ignored(child) >= SENT_FIRST]
+        return [child for child in children(supervisor) if ignored(child) >= SENT_FIRST]
 
     wait_for(lambda: bool(found()))
     return found()
 
 
-def ignored(pid: str) -> set[int]:
+def ignored(pid: int) -> set[int]:
     """Signals that a process ignores."""
     lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     mask = int(lines["SigIgn"], 16)

@@ -9,13 +9,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from processes import is_running
+from processes import is_running, wait_for
 from triton_omni.serving import mps
 from triton_omni.serving.machine import ServerError, visible_gpus
 from triton_omni.serving.mps import mps_daemon
@@ -98,13 +97,6 @@ class Record:
 
     def _lines(self) -> list[str]:
         return self.path.read_text().splitlines() if self.path.exists() else []
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

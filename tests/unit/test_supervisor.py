@@ -13,12 +13,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from processes import is_running
+from processes import children, is_running, wait_for
 from triton_omni import ledger_layout
 from triton_omni.serving import leftovers
 from triton_omni.serving.machine import ServerError, ServerNotReady, choose_ports, find_triton, visible_gpus
@@ -404,13 +404,6 @@ def test_a_signal_while_models_load_ends_the_command_without_a_word(
     assert not is_running(int(stage.read_text()))
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_signal_while_a_checkpoint_is_fetched_ends_the_command_at_once(repository: Path, tmp_path: Path) -> None:
     code = """import sys, time, triton_omni.serving.supervisor as supervisor
 supervisor.model_folder = lambda source: (print("fetching", flush=True), time.sleep(600))
@@ -427,7 +420,7 @@ supervisor.main(sys.argv[1:])"""
 
 def server_of(supervisor: int) -> int:
     """Its first child; the second is the server's guard."""
-    return int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()[0])
+    return children(supervisor)[0]
 
 
 @pytest.mark.usefixtures("whole_checkpoint")

@@ -109,10 +109,7 @@ def stale_regions() -> list[Path]:
 
 def _owner_is_gone(region: Path) -> bool:
     owner = region.name.removeprefix(_REGIONS).partition("_")[0]
-    try:
-        return process_of(f"{_PROCESSES}{owner}") is None
-    except OSError:  # it ended this moment
-        return True
+    return process_of(f"{_PROCESSES}{owner}") is None
 
 
 def _mapped_regions() -> set[str]:
