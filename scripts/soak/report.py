@@ -110,7 +110,7 @@ def _draw_memory(axes: Axes, soaked: Soaked) -> None:
             minutes = np.array(process.seconds) / 60
             axes.plot(minutes, np.array(process.resident) / MIB, color=f"C{number}", label=label)
     axes.set(ylabel="resident memory, MiB", ylim=(0, None))
-    axes.legend(loc="lower right", fontsize="small", ncols=3)
+    axes.legend(loc="best", fontsize="small", ncols=3)
     axes.set_title("Memory of each process", loc="left", fontweight="bold")
 
 
