@@ -63,6 +63,13 @@ def talker_vllm(plan: Plan) -> Items:
     return measure(plain_talker(plan, device(), codes), "talker_step", plan, TALKER_MODES)
 
 
+def seeds(plan: Plan) -> Items:
+    """Draws and noise with seeds and without."""
+    from .seeds import seeds as pairs
+
+    return pairs(plan, device())
+
+
 def media(plan: Plan) -> Items:
     """Our thinker's first token behind prompts with media, in a process set up as the stage's is."""
     from triton_omni.heap import keep_freed_memory
@@ -134,6 +141,7 @@ MEASUREMENTS: Mapping[str, Callable[[Plan], Items]] = {
     "thinker-vllm": thinker_vllm,
     "talker": talker,
     "talker-vllm": talker_vllm,
+    "seeds": seeds,
     "media": media,
     "media-vllm": media_vllm,
     "token2wav-windows": token2wav_windows,

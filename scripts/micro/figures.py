@@ -16,6 +16,8 @@ Unit = Literal["ms", "audio-s/s", "dB"]
 OURS = "triton-omni"
 WITHOUT_TRITON = "without-triton"
 """Our stages, with queues between them."""
+UNSEEDED = "unseeded"
+"""One generator for all."""
 READY: Mapping[str, Any] = {"ready": {}}
 """What a measurement gives before its figures: its engine stands. Decoders say their facts here."""
 
@@ -68,6 +70,8 @@ COMPARISONS = (
     Comparison("thinker_step", OURS, "vllm", "ours / reference"),
     Comparison("talker_step", OURS, "vllm", "ours / reference"),
     Comparison("first_token", OURS, "vllm", "ours / reference"),
+    Comparison("draw", OURS, UNSEEDED, "ours / reference"),
+    Comparison("noise", OURS, UNSEEDED, "ours / reference"),
     Comparison("token2wav_offline", OURS, "hf", "reference / ours"),
     Comparison("pipeline_first_text", OURS, WITHOUT_TRITON, "ours / reference"),
     Comparison("pipeline_first_audio", OURS, WITHOUT_TRITON, "ours / reference"),

@@ -63,6 +63,14 @@ def test_first_tokens_behind_media_are_compared_with_plain_vllms(micro, plan):
     assert all(ratio > 0 for ratio in found.values())
 
 
+def test_draws_and_noise_with_seeds_are_compared_with_those_without(micro, plan):
+    run = micro("report").Run(plan, ["micro"])
+    for item in micro("child").seeds(plan):
+        run.take("seeds", (item if "ready" in item else {"figure": item}) | {"took_s": 1.0})
+    found = {(ratio["name"], ratio["parameters"]["batch"]) for ratio in run.report()["ratios"]}
+    assert found == {(name, batch) for name in ("draw", "noise") for batch in plan.batches}
+
+
 def test_windows_are_timed_in_halves_and_whole(micro, plan):
     ready, *figures = micro("child").token2wav_windows(plan)
     assert "ready" in ready

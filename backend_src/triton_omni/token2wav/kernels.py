@@ -156,7 +156,9 @@ def _sine_squared(angle):
     return sine * sine
 
 
-@triton.jit
+# Whether 16 divides the length changes no code, since channels lie together; compiled anew for it, the end of a reply
+# would keep every stream waiting for a quarter of a second a kernel.
+@triton.jit(do_not_specialize=["length"])
 def _anti_aliased_snake(
     first,
     second,
@@ -269,7 +271,7 @@ def anti_aliased_snake(
     return output
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _standard_normal(counters, output, rows, CHANNELS: tl.constexpr, TILE: tl.constexpr):
     groups: tl.constexpr = (CHANNELS + 3) // 4
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
