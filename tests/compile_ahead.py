@@ -2,7 +2,8 @@
 """Compiles every kernel for a Hopper GPU at the published sizes, on a machine that need not have one.
 
 To be run as a program, in a process where the Triton language compiles (`TRITON_INTERPRET` unset). Prints a line a
-kernel: its name and the bytes of shared memory that a program takes.
+launch: the kernel's name, the bytes of shared memory that a program takes, and the hash of what was compiled. Behind the
+line `again` are launches of other sizes, as requests bring them to a server that is warm.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def compile_only() -> None:
         # As on the GPU that is compiled for, whatever device the tensors are on.
         early = {"EARLY": True, "launch_pdl": True} if "EARLY" in options else {}
         kernel = launch(self, *args, **{**options, **early, "warmup": True})
-        print(self.fn.__name__, kernel.metadata.shared, flush=True)
+        print(self.fn.__name__, kernel.metadata.shared, kernel.hash, flush=True)
         return kernel
 
     JITFunction.run = run
@@ -104,8 +105,8 @@ def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65
     draw(zeros(count, vocabulary), index, memory, rules, 8296)
 
 
-def token2wav(blocks: int, width: int = 1024, heads: int = 16) -> None:
-    """A DiT's layer, the vocoder's filter and the noise."""
+def transformer(blocks: int, width: int = 1024, heads: int = 16) -> None:
+    """A DiT's layer."""
     rows, head = blocks * 24, width // heads
     hidden, part = zeros(rows, width, dtype=FLOAT), zeros(width, dtype=FLOAT)
     for branch in (None, zeros(rows, width)):
@@ -120,16 +121,20 @@ def token2wav(blocks: int, width: int = 1024, heads: int = 16) -> None:
         found = past if reach[0] else None
         block_attention(qkv, (angles, angles), neighbours, reach, found, heads=heads, rotary_heads=1)
     leave_past(qkv, past, heads=heads)
-    fused_standard_normal([(1, 0, rows)], 80, torch.device("cpu"))
+
+
+def waveform(frames: int, windows: int) -> None:
+    """The vocoder's filter and the noise."""
+    fused_standard_normal([(1, 0, frames)], 80, torch.device("cpu"))
     for channels in (1536, 768, 48, 24):
         taps = torch.ones(12) / 12
         snake = SnakeFilters.of(taps, taps, zeros(channels, dtype=FLOAT), zeros(channels, dtype=FLOAT), HALF)
-        bias, frames = zeros(channels, dtype=FLOAT), zeros(1, 100, channels)
-        anti_aliased_snake(frames, None, bias, snake, dtype=HALF)
-        anti_aliased_snake(frames, frames, bias, snake, dtype=HALF, total=zeros(1, 100, channels, dtype=FLOAT))
+        bias, hidden = zeros(channels, dtype=FLOAT), zeros(windows, frames, channels)
+        anti_aliased_snake(hidden, None, bias, snake, dtype=HALF)
+        anti_aliased_snake(hidden, hidden, bias, snake, dtype=HALF, total=hidden.float())
     # The last of them is in float32.
     whole = SnakeFilters.of(taps, taps, snake.frequency, snake.magnitude)
-    anti_aliased_snake(frames.float(), None, bias, whole, dtype=FLOAT)
+    anti_aliased_snake(hidden.float(), None, bias, whole, dtype=FLOAT)
 
 
 def main() -> None:
@@ -143,7 +148,10 @@ def main() -> None:
     fused_draw(zeros(3, 152064, dtype=FLOAT), zeros(3, dtype=torch.float64))
     talker_steps(3, 3584)
     talker_steps(3, 2048)
-    token2wav(4)
+    transformer(4)
+    waveform(96, windows=1)
+    print("again", flush=True)
+    waveform(97, windows=3)
 
 
 if __name__ == "__main__":

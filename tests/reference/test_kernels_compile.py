@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel compiles for a Hopper GPU, also where there is none to run it on."""
+"""Every kernel compiles for a Hopper GPU, also where there is none to run it on; for most sizes it is compiled once."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ def test_kernels_compile_for_a_hopper_gpu_and_fit_in_it(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    compiled = [line.split() for line in ended.stdout.splitlines()]
-    assert {name for name, _ in compiled} == launched
-    assert max(int(shared) for _, shared in compiled) <= SHARED_BYTES
+    first, again = ([line.split() for line in part.splitlines()] for part in ended.stdout.split("again\n"))
+    assert {name for name, _, _ in first} == launched
+    assert max(int(shared) for _, shared, _ in first) <= SHARED_BYTES
+    # A reply of any length ends among others, who must not wait while a kernel is compiled.
+    assert again
+    assert {compiled for _, _, compiled in again} <= {compiled for _, _, compiled in first}
