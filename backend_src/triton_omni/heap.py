@@ -62,7 +62,7 @@ def never_collected() -> Iterator[None]:
     """
     collect = gc.collect
     gc.disable()
-    gc.collect = lambda generation=2: 0  # type: ignore[assignment]
+    gc.collect = lambda generation=2: 0
     try:
         yield
     finally:
