@@ -42,7 +42,6 @@ UNHURRIED = {
         "compare.py",
         "contract.py",
         "control.py",
-        "deterministic.py",
         "examples.py",
         "failures.py",
         "gateway.py",
