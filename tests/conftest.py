@@ -46,6 +46,7 @@ UNHURRIED = {
         "failures.py",
         "gateway.py",
         "hostile.py",
+        "idle.py",
         "metadata.py",
         "mixed_media.py",
         "observability.py",
