@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of vLLM that its engine imports with all they need, and no stage runs: a tenth of what a stage imports.
+"""Parts of vLLM that its engine imports with all they need, and no stage runs: a sixth of the time of its import.
 
 These are the parsers of reasoning and of tool calls, which bring the messages of vLLM's own HTTP server, and an
 exporter of vLLM's traces; a stage's are made in `serving/traces.py`. What is loaded already is left as it is.
