@@ -48,7 +48,7 @@ class Reply:
 
     @property
     def samples(self) -> torch.Tensor:
-        return torch.cat([torch.empty(0), *(r["audio_output"] for r in self.responses)])
+        return torch.cat([torch.empty(0), *(torch.as_tensor(r["audio_output"]) for r in self.responses)])
 
     @property
     def info(self) -> str:

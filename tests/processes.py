@@ -27,6 +27,15 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def family(root: int) -> list[int]:
+    """A process and all that it has started."""
+    found = [root]
+    for task in Path(f"/proc/{root}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += family(int(child))
+    return found
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     """Poll until it holds, for `IN_TIME_S` at most."""
     deadline = time.monotonic() + IN_TIME_S

@@ -8,13 +8,14 @@ import resource
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-import torch
-
+from triton_omni.answer import Sent
 from triton_omni.errors import InternalError, OmniError, Overloaded, StageName
 from triton_omni.figures import Figure
-from triton_omni.wire import Value
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Outlet(Protocol):
         its `then`s never run side by side. To be called before anything is sent.
         """
 
-    def send(self, tensors: Mapping[str, Value], ready: torch.cuda.Event | None = None) -> None:
+    def send(self, tensors: Mapping[str, Sent], ready: torch.cuda.Event | None = None) -> None:
         """Send one response."""
 
     def finish(self, ready: torch.cuda.Event | None = None, then: Callable[[], None] | None = None) -> None:
@@ -91,6 +92,8 @@ def memory_figures(device: torch.device) -> Iterator[Figure]:
     pages = int(_OWN_MEMORY.read_text().split()[1])
     yield Figure("omni_resident_memory_bytes", pages * resource.getpagesize())
     if device.type == "cuda":
+        import torch
+
         yield Figure("omni_device_memory_bytes", torch.cuda.memory_allocated(device), {"kind": "allocated"})
         yield Figure("omni_device_memory_bytes", torch.cuda.memory_reserved(device), {"kind": "reserved"})
 
@@ -99,6 +102,8 @@ def as_omni_error(error: Exception, label: str) -> OmniError:
     """What a session ends with when handling its message raised; what is not ours is logged under `label`."""
     if isinstance(error, OmniError):
         return error
+    import torch
+
     logger.error("request %s: handling a message failed", label, exc_info=error)
     if isinstance(error, torch.OutOfMemoryError):
         return InternalError("the device has no memory for this request")

@@ -190,26 +190,6 @@ class TalkerMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(message, codes=_filled(tensors, "CODES"))
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Token2wav to the client: one response of the stream."""
-
-    text: str = ""
-    audio: Tensor | None = None
-    """fp32 [S], CPU: mono samples in [-1, 1] at 24 kHz; only with `audio_format` f32."""
-    audio_base64: str = ""
-    info: str = ""
-    """JSON, on the last response only."""
-
-    def to_tensors(self) -> dict[str, Value]:
-        """text_output, audio_output [S], audio_base64, info."""
-        return {
-            "text_output": self.text.encode(),
-            "audio_output": self.audio if self.audio is not None else torch.empty(0),
-            "audio_base64": self.audio_base64.encode(),
-            "info": self.info.encode(),
-        }
-
-
 def _encode_positions(value: Any) -> bytes:
     """int64 [3, P] as its bytes; the only tensor that META holds."""
     if not isinstance(value, Tensor) or value.dtype != torch.int64:

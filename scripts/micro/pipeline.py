@@ -149,8 +149,7 @@ def serve(model: str, started: Any, stage: str, inbox: Any, outbox: Any) -> None
     started.put(stage)
     while (tensors := inbox.get()) is not None:
         adapter.execute([_Request(tensors, outbox.put)])
-    adapter.close()
-    launch.end_process()
+    launch.end_process(adapter.close)
 
 
 def _end_with_parent() -> None:

@@ -69,13 +69,13 @@ def check(body: bytes, call: Any) -> None:
         assert len(found.message) < 1000
 
 
-@cases(seeded=500, long=12_000)
+@cases(seeded=300, long=12_000)
 @given(BODIES)
 def test_any_chat(body: bytes) -> None:
     check(body, lambda data: chat_request(parse(ChatRequest, data), lambda _: None, "id"))
 
 
-@cases(seeded=200, long=4_000)
+@cases(seeded=120, long=4_000)
 @given(
     DOCUMENT_NOISE
     | st.builds(

@@ -80,25 +80,25 @@ def any_damaged(kind: MediaKind) -> st.SearchStrategy[bytes]:
     return whole.flatmap(lambda item: damaged(item[1], INTERESTING, files.TAGS[kind]))
 
 
-@cases(seeded=500, long=18_000)
+@cases(seeded=300, long=18_000)
 @given(st.deferred(lambda: any_damaged("audio")))
 def test_damaged_sound(data: bytes) -> None:
     event(type(decode("audio", data)).__name__)
 
 
-@cases(seeded=500, long=18_000)
+@cases(seeded=300, long=18_000)
 @given(st.deferred(lambda: any_damaged("image")))
 def test_damaged_picture(data: bytes) -> None:
     event(type(decode("image", data)).__name__)
 
 
-@cases(seeded=400, long=14_000)
+@cases(seeded=240, long=14_000)
 @given(st.deferred(lambda: any_damaged("video")))
 def test_damaged_video(data: bytes) -> None:
     event(type(decode("video", data)).__name__)
 
 
-@cases(seeded=200, long=4_000)
+@cases(seeded=120, long=4_000)
 @given(
     st.sampled_from(KINDS),
     st.deferred(lambda: st.sampled_from([data for kind in KINDS for data in files.true_files(kind).values()])),

@@ -82,32 +82,32 @@ def parse(raw: RawRequest, secret: str = "") -> OmniRequest | OmniError:
     return found
 
 
-@cases(seeded=600, long=16_000)
+@cases(seeded=350, long=16_000)
 @given(PARAMETERS | ANY_JSON)
 def test_any_parameters(parameters: Any) -> None:
     parse(RawRequest(text_input=b"Hi", sampling_parameters=as_json(parameters)))
 
 
-@cases(seeded=200, long=8_000)
+@cases(seeded=120, long=8_000)
 @given(SCHEMAS)
 def test_any_schema(schema: Any) -> None:
     parse(RawRequest(text_input=b"Hi", sampling_parameters=as_json({"thinker": {"json_schema": schema}})))
 
 
-@cases(seeded=600, long=16_000)
+@cases(seeded=350, long=16_000)
 @given(MESSAGES, st.lists(st.binary(max_size=20) | URLS.map(lambda url: url.encode()), max_size=4))
 def test_any_messages_and_media(messages: Any, media: list[bytes]) -> None:
     parse(RawRequest(messages=as_json(messages), media=media))
 
 
-@cases(seeded=600, long=16_000)
+@cases(seeded=350, long=16_000)
 @given(damaged(VALID_MESSAGES, DOCUMENT_NOISE), damaged(VALID_PARAMETERS, DOCUMENT_NOISE))
 def test_any_damaged_document(messages: bytes, parameters: bytes) -> None:
     parse(RawRequest(messages=messages, media=[b"x"]))
     parse(RawRequest(text_input=b"Hi", sampling_parameters=parameters))
 
 
-@cases(seeded=200, long=6_000)
+@cases(seeded=120, long=6_000)
 @given(st.binary(max_size=60) | TEXT.map(lambda text: text.encode()) | DOCUMENT_NOISE, st.binary(max_size=60))
 def test_any_bytes_as_text_and_as_parameters(text: bytes, parameters: bytes) -> None:
     parse(RawRequest(text_input=text, sampling_parameters=parameters))
@@ -120,7 +120,7 @@ def opened_by() -> Iterator[Watch]:
         yield opened
 
 
-@cases(seeded=300, long=10_000)
+@cases(seeded=200, long=10_000)
 @given(url=URLS, kind=st.sampled_from(["image_url", "audio_url", "video_url"]), as_element=st.booleans())
 def test_no_url_is_ever_fetched_or_opened(opened_by: Watch, url: str, kind: str, as_element: bool) -> None:
     part = {"type": kind.removesuffix("_url")} if as_element else {"type": kind, kind: {"url": url}}
@@ -134,7 +134,7 @@ def test_no_url_is_ever_fetched_or_opened(opened_by: Watch, url: str, kind: str,
 
 
 @pytest.mark.parametrize("scheme", ["data:image/png;base64,", "data:image/png,", "data:,"])
-@cases(seeded=60, long=1_000)
+@cases(seeded=40, long=1_000)
 @given(medium=st.binary(min_size=12, max_size=60), junk=st.sampled_from(["", "!", "==", "\u00e9"]))
 def test_a_refusal_has_nothing_of_the_medium(scheme: str, medium: bytes, junk: str) -> None:
     secret = base64.b64encode(medium).decode().rstrip("=")
@@ -179,7 +179,7 @@ def renderer(checkpoint: str) -> PromptRenderer:
     return PromptRenderer(SimpleNamespace(backend_tokenizer=Tokenizer.from_file(f"{checkpoint}/tokenizer.json")))
 
 
-@cases(seeded=300, long=10_000)
+@cases(seeded=200, long=10_000)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["user", "assistant"]), st.lists(TEXT, min_size=1, max_size=4)),

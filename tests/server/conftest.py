@@ -3,24 +3,52 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 
 from gateway_fakes import RunningGateway, run_gateway
+from processes import family, is_running
 from reference.hf import HfReference
-from server.serving import Served, serve
+from server.serving import Served, serve, wait_for
+from triton_omni_client.messages import MODEL
 
 
 @pytest.fixture(scope="session")
 def shared_server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The server of most tests; its stop shows that none of them left a request behind."""
+    """The server of most tests; its stop shows that none of them left a request or a process behind."""
     with serve(tmp_path_factory.mktemp("server"), tiny_checkpoint) as served:
         # Kernels are compiled when they first run, which takes a GPU longer than some tests wait.
         served.ask("warm-up", "hello " * 40, seed=1)
+        pids = family(served.supervisor.pid)
         yield served
-        served.stop()
+        with finished_stream(served):
+            served.stop()
+        wait_for(lambda: not any(map(is_running, pids)), lambda: pids)
+
+
+@contextmanager
+def finished_stream(served: Served) -> Iterator[None]:
+    """A client that has its whole reply and holds its stream open; Triton waits for such a one when it is to stop."""
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    text = grpcclient.InferInput("text_input", [1], "BYTES")
+    text.set_data_from_numpy(np.array([b"hello"], dtype=np.object_))
+    client = grpcclient.InferenceServerClient(served.supervisor.grpc_url)
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    client.async_stream_infer(MODEL, [text], enable_empty_final_response=True)
+    final = False
+    while not final:
+        result, error = answers.get(timeout=60)
+        assert error is None
+        final = result.get_response().parameters["triton_final_response"].bool_param
+    yield
+    client.close()
 
 
 @pytest.fixture

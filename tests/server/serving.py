@@ -45,7 +45,12 @@ TINY: Settings = {
     "thinker": {
         "dtype": "float32",
         "engine": {"max_num_seqs": 6, "max_model_len": 1024, "max_num_batched_tokens": 128, "threads": 1},
-        "limits": {"max_media_bytes": 1 << 20, "max_audio_seconds": 5, "max_request_bytes": 8192},
+        "limits": {
+            "max_media_bytes": 1 << 20,
+            "max_audio_seconds": 5,
+            "max_video_seconds": 15,
+            "max_request_bytes": 8192,
+        },
         "max_sessions": 8,
         "max_new_tokens": 256,
         "timeout_s": 60,

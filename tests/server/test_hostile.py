@@ -5,24 +5,21 @@ from __future__ import annotations
 
 import http.client
 import json
-import queue
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
-import tritonclient.grpc as grpcclient
 from tritonclient.grpc import service_pb2_grpc
 
 from gateway_fakes import run_gateway
 from hostile import files
 from media_samples import audio_file, image_file
-from server.serving import Served, resident_bytes, serve, wait_for
+from processes import family
+from server.serving import Served, resident_bytes
 from server.test_contract import (
     Inputs,
     generate,
@@ -59,44 +56,10 @@ class Hostile:
         assert self.server.ask("good", "hello", **GOOD).text == self.good
 
 
-def processes(root: int) -> list[int]:
-    """A process and all that it has started."""
-    found = [root]
-    for task in Path(f"/proc/{root}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += processes(int(child))
-    return found
-
-
 @pytest.fixture(scope="module")
-def hostile(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
-    """A server of its own: at its end nothing may be left of any of it."""
-    with serve(tmp_path_factory.mktemp("hostile"), tiny_checkpoint) as server:
-        server.ask("warm-up", "hello " * 40, seed=1)
-        found = Hostile(server, server.ask("good", "hello", **GOOD).text)
-        pids = processes(server.supervisor.pid)
-        yield found
-        with finished_stream(server):
-            server.stop()
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), lambda: pids)
-
-
-@contextmanager
-def finished_stream(server: Served) -> Iterator[None]:
-    """A client that has its whole reply and holds its stream open; Triton waits for such a one when it is to stop."""
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    text = grpcclient.InferInput("text_input", [1], "BYTES")
-    text.set_data_from_numpy(np.array([b"hello"], dtype=np.object_))
-    client = grpcclient.InferenceServerClient(server.supervisor.grpc_url)
-    client.start_stream(lambda result, error: answers.put((result, error)))
-    client.async_stream_infer(MODEL, [text], enable_empty_final_response=True)
-    final = False
-    while not final:
-        result, error = answers.get(timeout=60)
-        assert error is None
-        final = result.get_response().parameters["triton_final_response"].bool_param
-    yield
-    client.close()
+def hostile(shared_server: Served) -> Hostile:
+    """The server of most tests: what they ask is served beside all this, and nothing may be left of it at its stop."""
+    return Hostile(shared_server, shared_server.ask("good", "hello", **GOOD).text)
 
 
 def with_text(text: bytes) -> Inputs:
@@ -367,7 +330,7 @@ AGAIN: Mapping[str, Inputs] = {
 
 
 def test_the_corpus_again_and_again_takes_no_more_memory(hostile: Hostile) -> None:
-    tritonserver, *stages = processes(hostile.server.supervisor.pid)
+    tritonserver, *stages = family(hostile.server.supervisor.pid)
     allowed = {tritonserver: TRITON_STEADY_MIB, **dict.fromkeys(stages, STEADY_MIB)}
 
     def once_more() -> dict[int, float]:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two servers on one host: apart from each other, behind Envoy with the shipped configuration, and behind a gateway."""
+"""Two servers on one host: apart from each other, behind Envoy with the shipped configuration, and behind a gateway.
+
+The token2wav of one of them is `deterministic`: a reply's samples are the same to the bit, alone and among others.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gateway_fakes import MODEL, RunningGateway, run_gateway
+from server.asking import DIFFERENT, ask, ask_together, request
 from server.probes import SLOW_TALKER, SLOW_THINKER
-from server.serving import Served, serve, wait_for
+from server.serving import TINY, Served, serve, wait_for
 from triton_omni import ledger_layout
 from triton_omni_client import NO_RETRY, OmniClient, Request
 
@@ -30,6 +34,7 @@ NOTICED_S = 0.3
 """Envoy hears of a closed connection within."""
 RENEWED_S = 2
 """How long a client's connection lives behind the test's Envoy; a minute as shipped."""
+DETERMINISTIC = {**TINY, "token2wav": {**TINY["token2wav"], "deterministic": True}}
 HELLO: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "seed": 71}
 
 
@@ -38,8 +43,15 @@ def servers(
     shared_server: Served, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Served]]:
     """The shared server, and one more that a test may kill."""
-    with serve(tmp_path_factory.mktemp("replica"), tiny_checkpoint) as second:
+    with serve(tmp_path_factory.mktemp("replica"), tiny_checkpoint, DETERMINISTIC) as second:
         yield [shared_server, second]
+
+
+@pytest.fixture
+def deterministic(servers: list[Served]) -> Iterator[Served]:
+    """The second server, idle again after the test."""
+    yield servers[1]
+    servers[1].wait_until_idle()
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +87,23 @@ def test_servers_of_one_host_share_nothing(servers: list[Served]) -> None:
     assert first.text == second.text
     np.testing.assert_allclose(first.audio, second.audio, rtol=0, atol=1e-5)
     assert [server.records.codes("twin") == servers[0].records.codes("twin") for server in servers] == [True, True]
+
+
+def test_eight_different_requests_at_once_get_the_bits_that_each_gets_alone(deterministic: Served) -> None:
+    alone = {name: ask(deterministic, f"alone: {name}", **options) for name, options in DIFFERENT.items()}
+    asked = {name: request(f"together: {name}", **options) for name, options in DIFFERENT.items()}
+    together = ask_together(deterministic, asked)
+    for name, reply in alone.items():
+        assert together[name].text == reply.text
+        assert deterministic.records.codes(f"together: {name}") == deterministic.records.codes(f"alone: {name}")
+        assert len(reply.audio) > 0
+        np.testing.assert_array_equal(together[name].audio, reply.audio)
+
+
+def test_a_reply_asked_for_twice_has_the_same_bits(deterministic: Served) -> None:
+    one, two = (ask(deterministic, f"twice: {number}", text="hello", seed=5, audio_format="pcm16") for number in (1, 2))
+    assert one.text == two.text
+    np.testing.assert_array_equal(one.audio, two.audio)
 
 
 def test_envoy_spreads_the_streams_of_one_connection(servers: list[Served], front: tuple[str, str]) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import weakref
 
-from triton_omni.heap import uncollected
+from triton_omni.heap import never_collected, uncollected
 
 PROGRAM = """
 import resource, sys
@@ -57,3 +57,15 @@ def test_what_is_made_uncollected_is_looked_through_no_more_and_all_else_is() ->
         gc.unfreeze()
     gc.collect()
     assert kept() is None
+
+
+def test_what_a_library_would_collect_at_its_end_is_left_to_the_process() -> None:
+    garbage = weakref.ref(Ring())
+    with never_collected():
+        assert not gc.isenabled()
+        gc.unfreeze()
+        gc.collect()
+        assert garbage() is not None
+    assert gc.isenabled()
+    gc.collect()
+    assert garbage() is None

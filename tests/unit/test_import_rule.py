@@ -32,6 +32,7 @@ LAYERS = [
     },
     {
         "protocol": {
+            "answer",
             "wire",
             "ledger",
             "ledger_layout",

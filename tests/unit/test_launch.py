@@ -278,12 +278,18 @@ from triton_omni.serving.launch import end_process
 atexit.register(threading.Event().wait)  # what hangs at the end of an interpreter
 threading.Thread(target=threading.Event().wait).start()
 logging.basicConfig(format="%(message)s")
-logging.warning("the last line")
 print("printed", end="")
-end_process()
+end_process(lambda: logging.warning("the last line"))
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert (ended.stdout, ended.stderr) == ("printed", "the last line\n")
+
+
+def test_a_stage_that_cannot_be_closed_ends_all_the_same_and_says_why():
+    code = "import triton_omni.serving.launch as launch; launch.end_process(lambda: 1 / 0)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "the model could not be closed in order" in ended.stderr
+    assert "ZeroDivisionError" in ended.stderr
 
 
 def test_threads_that_wait_for_the_interpreter_get_it_soon():

@@ -4,6 +4,8 @@
 import base64
 import io
 import json
+import subprocess
+import sys
 import threading
 import time
 import wave
@@ -18,13 +20,13 @@ from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 from fake_pb_utils import PbUtils, Request, TritonError, text_tensor
 from triton_omni import ledger_layout
+from triton_omni.answer import Answer
 from triton_omni.errors import BadRequest, InternalError, Overloaded, TooLarge
 from triton_omni.serving import loss_watch
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni.serving.unary import UnaryModel
 from triton_omni.settings import UnarySettings
 from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
-from triton_omni.wire import Answer
 
 WAIT_S = 5.0
 INFO = json.dumps({"sample_rate": 24000, "seed": 1})
@@ -76,7 +78,7 @@ def as_response(answer):
         if isinstance(value, bytes):
             raw, datatype, shape = serialize_byte_tensor(np.array([value], dtype=object)).item(), "BYTES", [1]
         else:
-            raw, datatype, shape = value.numpy().tobytes(), "FP32", list(value.shape)
+            raw, datatype, shape = np.asarray(value).tobytes(), "FP32", list(value.shape)
         response.outputs.add(name=name, datatype=datatype, shape=shape)
         response.raw_output_contents.append(raw)
     return response
@@ -409,3 +411,8 @@ def test_an_id_that_is_no_text_is_refused_and_costs_no_place(serve):
         model.execute([request])
         assert answered(request).error.message() == "id, parameters: not UTF-8 [omni:bad_request;stage=unary]"
     assert reply(ask(model))["text_output"] == b"Hello"
+
+
+def test_it_is_served_without_torch_which_is_most_of_its_start_and_memory():
+    code = "import sys, triton_omni.serving.unary; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

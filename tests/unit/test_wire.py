@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triton_omni.answer import Answer
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import DeadlineExceeded, InternalError, Overloaded
 from triton_omni.wire import (
     PROTOCOL_VERSION,
-    Answer,
     Failure,
     Kind,
     MediaTokens,

@@ -13,13 +13,14 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from triton_omni.answer import Sent
 from triton_omni.errors import InternalError, OmniError
 from triton_omni.serving.tensors import write_tensors
-from triton_omni.wire import Value
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +73,12 @@ class TritonOutlet:
         """Send on the thread of this slot."""
         self._thread = self._threads[slot % len(self._threads)]
 
-    def send(self, tensors: Mapping[str, Value], ready: torch.cuda.Event | None = None) -> None:
+    def send(self, tensors: Mapping[str, Sent], ready: torch.cuda.Event | None = None) -> None:
         """Send one response."""
         if not self._finished:
             self._thread.put(lambda: self._send(tensors, ready))
 
-    def answer(self, tensors: Mapping[str, Value]) -> None:
+    def answer(self, tensors: Mapping[str, Sent]) -> None:
         """Send one response as the final: all that a request of a model that is not decoupled may get."""
         if self._claim_final():
             self._thread.put(lambda: self._send_final(self._response(tensors), None, None))
@@ -106,7 +107,7 @@ class TritonOutlet:
         with self._lock:
             return not self._final_sent and bool(self._sender.is_cancelled())
 
-    def _response(self, tensors: Mapping[str, Value]) -> Any:
+    def _response(self, tensors: Mapping[str, Sent]) -> Any:
         try:
             return self._pb_utils.InferenceResponse(output_tensors=write_tensors(self._pb_utils, tensors))
         except Exception:
@@ -125,7 +126,7 @@ class TritonOutlet:
             first, self._finished = not self._finished, True
             return first
 
-    def _send(self, tensors: Mapping[str, Value], ready: torch.cuda.Event | None) -> None:
+    def _send(self, tensors: Mapping[str, Sent], ready: torch.cuda.Event | None) -> None:
         if ready is not None:
             ready.synchronize()
         self._sender.send(self._pb_utils.InferenceResponse(output_tensors=write_tensors(self._pb_utils, tensors)))

@@ -11,12 +11,16 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 
-from triton_omni.wire import Value
+from triton_omni.answer import Sent
+
+if TYPE_CHECKING:
+    import torch
+
+    from triton_omni.wire import Value
 
 RAW_TENSORS: Final = frozenset({"META"})
 """Tensors of a link that are bytes, UINT8 [N] to Triton: its own byte strings cost several times as much, since the
@@ -25,7 +29,7 @@ Python backend packs and unpacks those in Python. A Triton tensor itself cannot 
 
 
 class LinkCounter:
-    """Tensors and bytes received, by tensor name and device type. Written by Triton's thread, read by any."""
+    """Tensors and bytes received, by tensor name and device type. Sent by Triton's thread, read by any."""
 
     def __init__(self) -> None:
         self._bytes: Counter[tuple[str, str]] = Counter()
@@ -43,6 +47,8 @@ def read_tensor(tensor: Any) -> Value:
     """One input of a link: bytes for META, else a torch tensor on its device."""
     if tensor.name() in RAW_TENSORS:
         return bytes(tensor.as_numpy().tobytes())
+    import torch
+
     shape = tuple(tensor.shape())
     return torch.empty(shape) if 0 in shape else _own(torch.utils.dlpack.from_dlpack(tensor))
 
@@ -55,6 +61,8 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not tensor.is_cuda:
         return tensor
+    import torch
+
     stream = _copy_stream(tensor.device)
     with torch.cuda.stream(stream):
         copy = tensor.clone()
@@ -65,6 +73,8 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream that waits for no kernel of the engine."""
+    import torch
+
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
@@ -72,23 +82,27 @@ def read_tensors(request: Any, counter: LinkCounter) -> dict[str, Value]:
     """Every input of one Triton request by name."""
     values = {tensor.name(): read_tensor(tensor) for tensor in request.inputs()}
     for name, value in values.items():
-        if isinstance(value, torch.Tensor):
+        if not isinstance(value, bytes):
             counter.add(name, value)
     return values
 
 
-def write_tensor(pb_utils: Any, name: str, value: Value) -> Any:
+def write_tensor(pb_utils: Any, name: str, value: Sent) -> Any:
     """One Triton output; a torch tensor is given by DLPack and must stay unchanged until the response has left."""
     if isinstance(value, bytes):
         raw = name in RAW_TENSORS
         array = np.frombuffer(value, dtype=np.uint8) if raw else np.array([value], dtype=np.object_)
         return pb_utils.Tensor(name, array)
+    if isinstance(value, np.ndarray):
+        return pb_utils.Tensor(name, value)
+    import torch
+
     # torch gives no tensor of another device than the thread's current one, which is device 0 where none was chosen.
     with torch.cuda.device(value.device) if value.is_cuda else contextlib.nullcontext():
         return pb_utils.Tensor.from_dlpack(name, value.contiguous())
 
 
-def write_tensors(pb_utils: Any, values: Mapping[str, Value]) -> list[Any]:
+def write_tensors(pb_utils: Any, values: Mapping[str, Sent]) -> list[Any]:
     """All outputs of one response."""
     return [write_tensor(pb_utils, name, value) for name, value in values.items()]
 

@@ -22,18 +22,17 @@ from typing import Any, Final
 
 import grpc  # type: ignore[import-untyped]
 import numpy as np
-import torch
 from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 from tritonclient.utils import serialize_byte_tensor  # type: ignore[import-untyped]
 
 from triton_omni import errors
+from triton_omni.answer import Answer
 from triton_omni.errors import BadRequest, InternalError, OmniError, Overloaded
 from triton_omni.serving.loss_watch import LossWatch
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni.settings import UnarySettings
 from triton_omni.token2wav.encoding import WAV_HEADER_BYTES, to_base64, wav_header
-from triton_omni.wire import Answer
 
 ENSEMBLE: Final = "qwen2_5_omni"
 CANCEL_POLL_S: Final = 0.05
@@ -81,7 +80,7 @@ class Collected:
         if encoded.startswith(wav_header(sample_rate)):
             samples = encoded[WAV_HEADER_BYTES:]
             encoded = wav_header(sample_rate, len(samples)) + samples
-        audio = torch.from_numpy(np.concatenate(self.audio)) if self.audio else None
+        audio = np.concatenate(self.audio) if self.audio else None
         return Answer(text="".join(self.text), audio=audio, audio_base64=to_base64(encoded), info=self.info)
 
 

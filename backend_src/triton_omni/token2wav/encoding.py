@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import base64
 import struct
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PCM16_PEAK = 32767
 WAV_HEADER_BYTES = 44
@@ -18,7 +19,7 @@ _UNKNOWN_LENGTH = 0xFFFFFFFF
 def to_pcm16(samples: Tensor) -> bytes:
     """fp32 [S] in [-1, 1] to little-endian 16-bit samples; values outside are clipped."""
     scaled = (samples.clamp(-1.0, 1.0) * PCM16_PEAK).round()
-    return scaled.to(torch.int16).cpu().numpy().astype("<i2").tobytes()
+    return scaled.short().cpu().numpy().astype("<i2").tobytes()
 
 
 def wav_header(sample_rate: int, data_bytes: int | None = None) -> bytes:

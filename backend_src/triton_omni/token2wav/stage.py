@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from triton_omni.answer import Answer
 from triton_omni.engine import AudioOutput, StreamOptions
 from triton_omni.errors import InternalError, OmniError
 from triton_omni.figures import SECONDS, Figure, Histogram
@@ -31,7 +32,7 @@ from triton_omni.stage import SOON_S, Outlet
 from triton_omni.tally import Ending
 from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
 from triton_omni.tracing import NO_TRACER, Tracer
-from triton_omni.wire import Answer, Kind, Session, SessionKey, TalkerMessage, Value
+from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, Value
 
 UPSTREAM_STOP_S = 2.0
 """How long an error waits for thinker and talker to send their finals."""

@@ -13,6 +13,7 @@ import locale
 import os
 
 from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
+from triton_omni.vllm_hooks import unused_parts
 
 SUPPORTED_VLLM = "0.32.0"
 
@@ -70,6 +71,7 @@ _check_version()
 _prepare_environment()
 define_torchvision_operators()
 
+unused_parts.set_aside()
 try:
     from vllm import ModelRegistry, SamplingParams
     from vllm.compilation.decorators import support_torch_compile
@@ -123,6 +125,8 @@ try:
     from vllm.v1.worker.gpu_worker import Worker
 except ImportError as error:
     raise UnsupportedVllmError(f"vLLM {SUPPORTED_VLLM} lacks a symbol that vllm_hooks relies on: {error}") from error
+finally:
+    unused_parts.put_back()
 
 _RUNNER_METHODS = (
     "_calc_mrope_positions",

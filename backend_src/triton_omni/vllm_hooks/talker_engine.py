@@ -31,6 +31,7 @@ from triton_omni.vllm_hooks.engine_args import (
     resolve_dtype,
     schedules_ahead,
 )
+from triton_omni.vllm_hooks.lone_groups import lone_groups
 from triton_omni.vllm_hooks.steady_decode import SteadyStep
 from triton_omni.vllm_hooks.talker_network import register_talker, talker_config
 from triton_omni.vllm_hooks.talker_rows import Sequence, TalkerRows
@@ -310,4 +311,5 @@ def _start_vllm(checkpoint: Path, settings: TalkerSettings, device: torch.device
         skip_tokenizer_init=True,
         for_runner={SESSIONS: settings.max_sessions},
     )
-    return LLMEngine.from_engine_args(arguments)
+    with lone_groups(1):
+        return LLMEngine.from_engine_args(arguments)

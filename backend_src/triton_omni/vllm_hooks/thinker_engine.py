@@ -38,6 +38,7 @@ from triton_omni.vllm_hooks.engine_args import (
 )
 from triton_omni.vllm_hooks.hidden_rows import RowTap
 from triton_omni.vllm_hooks.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
+from triton_omni.vllm_hooks.lone_groups import lone_groups
 from triton_omni.vllm_hooks.row_release import Piece, RowRelease, StopCut
 from triton_omni.vllm_hooks.sampling import seed_args
 
@@ -111,7 +112,8 @@ class ThinkerVllmEngine:
             skip_mm_profiling=True,
             structured_outputs_config=StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
         )
-        self._llm = LLMEngine.from_engine_args(arguments)
+        with lone_groups(settings.tensor_parallel_size):
+            self._llm = LLMEngine.from_engine_args(arguments)
         self._core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
         self._schemas = JsonSchemas(self._llm.vllm_config, self._core.structured_output_manager)
         self._runner: Any = self._llm.model_executor.driver_worker.worker.model_runner

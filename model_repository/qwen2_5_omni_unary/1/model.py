@@ -26,7 +26,4 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Stop."""
-        try:
-            self._model.close()
-        finally:
-            launch.end_process()
+        launch.end_process(self._model.close)

@@ -31,7 +31,4 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End every session and release the device."""
-        try:
-            self._adapter.close()
-        finally:
-            launch.end_process()
+        launch.end_process(self._adapter.close)
