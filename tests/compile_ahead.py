@@ -2,8 +2,8 @@
 """Compiles every kernel for a Hopper GPU at the published sizes, on a machine that need not have one.
 
 To be run as a program, in a process where the Triton language compiles (`TRITON_INTERPRET` unset). Prints a line a
-launch: the kernel's name, the bytes of shared memory that a program takes, and the hash of what was compiled. Behind the
-line `again` are launches of other sizes, as requests bring them to a server that is warm.
+launch: the kernel's name, the bytes of shared memory that a program takes, and the hash of what was compiled. Behind
+the line `again` are launches of other sizes, as requests bring them to a server that is warm.
 """
 
 from __future__ import annotations

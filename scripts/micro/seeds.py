@@ -29,20 +29,22 @@ WINDOW_FRAMES: Final = 72
 
 Draw = Callable[[Tensor, Tensor], Tensor]
 Noise = Callable[[list[tuple[int, int, int]], int, torch.device], Tensor]
+Ways = Mapping[str, Callable[[], object]]
+"""What is timed, by who does it."""
 
 
 def seeds(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
-    """Seconds of the draws of `plan.batches` sequences, and of the noise of as many windows; the host's work included."""
+    """Seconds of the draws of `plan.batches` sequences, and of the noise of as many windows, host and device."""
     config = load_config(Path(plan.model))
     draw, normal = _forms(at)
     yield READY
-    for batch in plan.batches:
-        logits = torch.randn(batch, config.thinker.decoder.vocab_size, device=at)
-        yield from _pair("draw", partial(_seeded, draw, logits), partial(_unseeded, logits), plan, at, batch)
-    for batch in plan.batches:
-        spans, channels = [(seed, 0, WINDOW_FRAMES) for seed in range(batch)], config.dit.mel_dim
-        own = partial(normal, spans, channels, at)
-        yield from _pair("noise", own, partial(torch.randn, own().shape, device=at), plan, at, batch)
+    for name, ways in (
+        ("draw", partial(_draws, draw, config.thinker.decoder.vocab_size, at)),
+        ("noise", partial(_noises, normal, config.dit.mel_dim, at)),
+    ):
+        for batch in plan.batches:
+            for by, call in ways(batch).items():
+                yield milliseconds(name, by, repeated(plan, partial(timed, call, at)), {"batch": batch})
 
 
 def _forms(at: torch.device) -> tuple[Draw, Noise]:
@@ -53,6 +55,17 @@ def _forms(at: torch.device) -> tuple[Draw, Noise]:
     from triton_omni.vllm_hooks.draw_kernels import fused_draw
 
     return fused_draw, fused_standard_normal
+
+
+def _draws(draw: Draw, vocabulary: int, at: torch.device, sequences: int) -> Ways:
+    logits = torch.randn(sequences, vocabulary, device=at)
+    return {OURS: partial(_seeded, draw, logits), UNSEEDED: partial(_unseeded, logits)}
+
+
+def _noises(normal: Noise, channels: int, at: torch.device, windows: int) -> Ways:
+    spans = [(seed, 0, WINDOW_FRAMES) for seed in range(windows)]
+    unseeded = partial(torch.randn, windows * WINDOW_FRAMES, channels, device=at)
+    return {OURS: partial(normal, spans, channels, at), UNSEEDED: unseeded}
 
 
 def _seeded(draw: Draw, logits: Tensor) -> Tensor:
@@ -66,10 +79,3 @@ def _unseeded(logits: Tensor) -> Tensor:
     from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 
     return random_sample(logits.softmax(dim=-1, dtype=torch.float32), {})
-
-
-def _pair(
-    name: str, ours: Callable[[], object], unseeded: Callable[[], object], plan: Plan, at: torch.device, batch: int
-) -> Iterator[Mapping[str, Any]]:
-    for by, call in ((OURS, ours), (UNSEEDED, unseeded)):
-        yield milliseconds(name, by, repeated(plan, partial(timed, call, at)), {"batch": batch})

@@ -29,7 +29,7 @@ Python backend packs and unpacks those in Python. A Triton tensor itself cannot 
 
 
 class LinkCounter:
-    """Tensors and bytes received, by tensor name and device type. Sent by Triton's thread, read by any."""
+    """Tensors and bytes received, by tensor name and device type. Written by Triton's thread, read by any."""
 
     def __init__(self) -> None:
         self._bytes: Counter[tuple[str, str]] = Counter()
