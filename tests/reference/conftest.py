@@ -24,6 +24,16 @@ def _reference_in_full_float32() -> None:
         kind.fp32_precision = "ieee"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _threads_left_alone() -> Iterator[None]:
+    """The number is the process's: an engine of two threads, of this module, makes those of all modules after it wait
+    for each other at every operation, which takes five times as long.
+    """
+    threads = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == threads
+
+
 @pytest.fixture(autouse=True)
 def _modules_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM collects the whole heap eight times an engine, a quarter of a second each: not what is there before a test.

@@ -60,7 +60,7 @@ def make_engine(checkpoint: Path, *, ahead: bool = False, **engine: Any) -> Any:
         warnings.simplefilter("ignore")
         from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
 
-        sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 64, "threads": 2} | engine
+        sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 64} | engine
         switches = EngineSettings(**sizes, enforce_eager=not ahead, async_scheduling=ahead)
         return ThinkerVllmEngine(checkpoint, ThinkerSettings(dtype="float32", engine=switches), DEVICE)
 
