@@ -124,7 +124,7 @@ def _types_of_kernels_made_once() -> Iterator[None]:
 def plain_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The DiT of kernels has the plain norm, for tests of something else.
 
-    The kernel has a program a row, four fifths of what the interpreter does. It is tested by itself, and within the DiT.
+    The kernel has a program a row, four fifths of what is interpreted. It is tested by itself, and within the DiT.
     """
     from triton_omni.token2wav import fused_dit
     from triton_omni.token2wav.dit import modulate
