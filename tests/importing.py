@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import sys
 import sysconfig
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
@@ -36,6 +37,12 @@ def all_is_imported() -> None:
     """Collect garbage from now on, and leave modules out of it."""
     gc.freeze()
     gc.enable()
+
+
+def more_is_imported(_freeze: Callable[[], None] = gc.freeze) -> None:
+    """Leave out what a test has imported late, also where `gc.freeze` has been put out of use since."""
+    gc.collect()
+    _freeze()
 
 
 def all_has_ended() -> None:

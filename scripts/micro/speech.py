@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from triton_omni.engine import AudioOutput, StreamOptions
 from triton_omni.settings import StreamingPlan, Token2WavSettings
 from triton_omni.token2wav.acceleration import Vocoder
 from triton_omni.token2wav.engine import Token2WavEngine
+from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Solver
 from triton_omni.token2wav.sampler import FlowOptions, Window
 from triton_omni.token2wav.steps import Steps, run_out
 
@@ -33,8 +34,8 @@ WINDOW = StreamingPlan(chunk_blocks=(3,), look_ahead_blocks=1)
 CODES_A_CHUNK, CODES_AHEAD = 36, 12
 SECONDS_A_WINDOW = 0.72
 FRAMES_A_WINDOW = 96
-SOLVERS: dict[Literal["rk4", "euler"], int] = {"rk4": 36, "euler": 9}
-"""Evaluations of the velocity with the default grid of 10 points."""
+POINTS = 10
+"""Of a window's grid, between which its solver takes a step each."""
 
 
 class WrongWorkError(RuntimeError):
@@ -164,9 +165,9 @@ def next_outputs(engine: Token2WavEngine) -> list[AudioOutput]:
 class WindowStreams:
     """Equal streams whose windows fall due together, so that a step is one batch of `batch` windows."""
 
-    def __init__(self, engine: Token2WavEngine, plan: Plan, batch: int, solver: Literal["rk4", "euler"]) -> None:
+    def __init__(self, engine: Token2WavEngine, plan: Plan, batch: int, solver: Solver) -> None:
         self._engine, self._plan, self._batch = engine, plan, batch
-        self._options = StreamOptions(mode="streaming", solver=solver, num_steps=10, guidance_scale=0.5)
+        self._options = StreamOptions(mode="streaming", solver=solver, num_steps=POINTS, guidance_scale=0.5)
         self._voice = load_speakers(Path(plan.model), load_config(Path(plan.model))).default.name
 
     def __enter__(self) -> WindowStreams:
@@ -207,20 +208,25 @@ def windows(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
     for batch in plan.window_batches:
         with WindowStreams(engine, plan, batch, "rk4") as streams:
             count = len(_times(streams, plan, at))
-        parameters = {"batch": batch, "solver": "rk4", "evaluations": SOLVERS["rk4"]}
+        parameters = {"batch": batch, "solver": "rk4", "evaluations": evaluations("rk4")}
         yield milliseconds("token2wav_window_dit", OURS, engine.dit_s[-count:], parameters)
         yield milliseconds("token2wav_window_vocoder", OURS, engine.vocoder_s[-count:], {"batch": batch})
     engine.close()
     whole = Token2WavEngine(Path(plan.model), settings, at)
     for batch in plan.window_batches:
-        for solver, evaluations in SOLVERS.items():
+        for solver in EVALUATIONS_A_STEP:
             with WindowStreams(whole, plan, batch, solver) as streams:
                 times = _times(streams, plan, at)
-            parameters = {"batch": batch, "solver": solver, "evaluations": evaluations}
+            parameters = {"batch": batch, "solver": solver, "evaluations": evaluations(solver)}
             yield milliseconds("token2wav_window", OURS, times, parameters)
             rates = tuple(batch * SECONDS_A_WINDOW / seconds for seconds in times)
             yield Figure("token2wav_throughput", OURS, parameters, "audio-s/s", rates).summary()
     whole.close()
+
+
+def evaluations(solver: Solver) -> int:
+    """Of the velocity, for one window."""
+    return EVALUATIONS_A_STEP[solver] * (POINTS - 1)
 
 
 def window_settings(plan: Plan) -> Token2WavSettings:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from importing import more_is_imported
 from processes import UNMEASURED
 from reference.hf import HfReference
 
@@ -24,15 +27,28 @@ def _reference_in_full_float32() -> None:
         kind.fp32_precision = "ieee"
 
 
-@pytest.fixture(autouse=True)
-def _modules_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM collects the whole heap eight times an engine, a quarter of a second each: not what is there before a test.
-
-    It gives that back when the engine of a whole module is shut down; a test's own engine, never frozen, it collects.
+@pytest.fixture(scope="module", autouse=True)
+def _threads_left_alone() -> Iterator[None]:
+    """The number is the process's: an engine of two threads, of this module, makes those of all modules after it wait
+    for each other at every operation, which takes five times as long.
     """
-    gc.freeze()
-    for name in ("freeze", "unfreeze"):
-        monkeypatch.setattr(gc, name, lambda: None)
+    threads = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == threads
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _modules_left_alone() -> Iterator[None]:
+    """vLLM collects the whole heap eight times an engine, half a second each: not what is there before a test module.
+
+    It freezes what it has made and gives that back when the engine is shut down, with all that was frozen before. Here
+    it does neither: an engine that was shut down is collected with the little that is younger than its module.
+    """
+    more_is_imported()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("freeze", "unfreeze"):
+            patch.setattr(gc, name, lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -67,13 +83,16 @@ def _functions_of_kernels_patched_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _types_of_kernels_made_once() -> Iterator[None]:
-    """The same interpreter makes a type anew for every value, hundreds of times a program: a fifth of what it does."""
+    """The same interpreter makes a type anew for every value, and a shape for every tensor, hundreds a program:
+    a third of what it does.
+    """
     from triton.language import core
     from triton.runtime import interpreter
 
     make, find = core.block_type.__init__, interpreter._get_np_dtype
     made: dict[Any, dict[str, Any]] = {}
     found: dict[str, Any] = {}
+    shapes: dict[int, tuple[Any, core.constexpr, core.tuple]] = {}
 
     def make_once(self: Any, element: Any, shape: Any) -> None:
         key = element.name, *shape
@@ -87,10 +106,46 @@ def _types_of_kernels_made_once() -> Iterator[None]:
             found[kind.name] = find(kind)
         return found[kind.name]
 
+    def hold(self: Any, handle: Any, kind: Any) -> None:
+        shape: Any = kind.shape if kind.is_block() else ()
+        if id(shape) not in shapes:
+            shapes[id(shape)] = shape, core.constexpr(math.prod(shape)), core.tuple(map(core.constexpr, shape))
+        _, self.numel, self.shape = shapes[id(shape)]
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core.block_type, "__init__", make_once)
+        patch.setattr(core.tensor, "__init__", hold)
         patch.setattr(interpreter, "_get_np_dtype", find_once)
         yield
+
+
+@pytest.fixture
+def plain_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The DiT of kernels has the plain norm, for tests of something else.
+
+    The kernel has a program a row, four fifths of what is interpreted. It is tested by itself, and within the DiT.
+    """
+    from triton_omni.token2wav import fused_dit
+    from triton_omni.token2wav.dit import modulate
+
+    def norm(
+        hidden: Tensor,
+        branch: Tensor | None,
+        gate: Tensor,
+        shift: Tensor,
+        scale: Tensor,
+        *,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        del eps
+        if branch is not None:
+            hidden += gate * branch
+        return modulate(hidden, shift, scale).to(dtype)
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(fused_dit, "residual_norm", norm)
 
 
 @pytest.fixture

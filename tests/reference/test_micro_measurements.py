@@ -30,6 +30,12 @@ def plan(micro, tiny_checkpoint):
 
 
 @pytest.fixture
+def coarse(micro, monkeypatch):
+    """Windows are solved in fewer steps, whose time is not asked for here."""
+    monkeypatch.setattr(micro("speech"), "POINTS", 3)
+
+
+@pytest.fixture
 def forked(micro, monkeypatch):
     """The pipeline's processes come from one that has imported vLLM for all, and are else as those that are spawned."""
     context = torch.multiprocessing.get_context("forkserver")
@@ -71,6 +77,7 @@ def test_draws_and_noise_with_seeds_are_compared_with_those_without(micro, plan)
     assert found == {(name, batch) for name in ("draw", "noise") for batch in plan.batches}
 
 
+@pytest.mark.usefixtures("coarse")
 def test_windows_are_timed_in_halves_and_whole(micro, plan):
     ready, *figures = micro("child").token2wav_windows(plan)
     assert "ready" in ready
@@ -81,6 +88,7 @@ def test_windows_are_timed_in_halves_and_whole(micro, plan):
     assert all(item["count"] == 2 and item["min"] > 0 for item in figures)
 
 
+@pytest.mark.usefixtures("coarse")
 def test_the_time_of_a_window_is_told_by_kernel(micro, plan):
     ready, whole, *by_kernel = micro("child").token2wav_kernels(plan)
     assert "ready" in ready
@@ -91,7 +99,9 @@ def test_the_time_of_a_window_is_told_by_kernel(micro, plan):
     assert 0 < sum(found.values()) < whole["max"]
 
 
-def test_streams_are_nearly_the_whole_reply_and_less_context_costs_more(micro, plan):
+def test_streams_are_nearly_the_whole_reply_and_less_context_costs_more(micro, plan, monkeypatch):
+    for name, value in {"CODES": 120, "REPLIES": 2}.items():
+        monkeypatch.setattr(micro("quality"), name, value)
     ready, *figures = micro("child").token2wav_quality(plan)
     assert "ready" in ready
     decibel = {tuple(figure["parameters"].values()): figure["min"] for figure in figures}

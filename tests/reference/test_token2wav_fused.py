@@ -281,12 +281,14 @@ class CalledAgain(GraphPool):
         return SimpleNamespace(graph=SimpleNamespace(replay=lambda: output.copy_(call())), output=output)
 
 
+@pytest.mark.usefixtures("plain_norm")
 def test_what_a_recorded_step_reads_is_given_to_every_step_anew(networks: Networks) -> None:
     options = FlowOptions("euler", 3, -1.0, guided=True)
     batches = [(6, 6), (4,)]
     assert_recorded_steps_are_the_same(networks, CalledAgain(), options, dtype=torch.float32, batches=batches)
 
 
+@pytest.mark.usefixtures("plain_norm")
 @pytest.mark.parametrize("graphs", [CalledAgain, GraphPool] if ON_GPU else [CalledAgain])
 def test_flows_that_take_turns_in_one_graph_are_what_they_are_alone(
     networks: Networks, graphs: type[GraphPool]

@@ -184,6 +184,7 @@ def test_a_past_is_heard(blind_networks: Networks) -> None:
     assert (with_past - without).abs().max() > 1e-2
 
 
+@pytest.mark.usefixtures("plain_norm")
 def test_fused_windows_with_and_without_a_past_equal_the_plain_ones(tiny_checkpoint: Path) -> None:
     networks = with_layers(tiny_checkpoint, "block", look_ahead=(2, 3), device=DEVICE)
     options = FlowOptions("euler", 3, sway=-1.0, guided=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from importing import more_is_imported
 from reference.hf import HfReference, ThinkerResult
 from triton_omni.engine import EngineStats, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
 from triton_omni.settings import EngineSettings, ThinkerSettings
@@ -54,15 +56,22 @@ class Answer:
         return self.outputs[-1]
 
 
+@functools.cache
+def engine_class() -> Any:
+    """Ours, imported with vLLM."""
+    from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+
+    more_is_imported()
+    return ThinkerVllmEngine
+
+
 def make_engine(checkpoint: Path, *, ahead: bool = False, **engine: Any) -> Any:
     """On a GPU, scheduling ahead goes with CUDA graphs, and step by step is the plain path."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
-
-        sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 64, "threads": 2} | engine
+        sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 64} | engine
         switches = EngineSettings(**sizes, enforce_eager=not ahead, async_scheduling=ahead)
-        return ThinkerVllmEngine(checkpoint, ThinkerSettings(dtype="float32", engine=switches), DEVICE)
+        return engine_class()(checkpoint, ThinkerSettings(dtype="float32", engine=switches), DEVICE)
 
 
 class _Ordered:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from importing import more_is_imported
 from media_samples import picture, tone
 from triton_omni.engine import Sampling, TalkerPrompt
 from triton_omni.settings import TalkerEngineSettings, TalkerSettings
@@ -125,17 +126,24 @@ def schedule_ahead_on_the_cpu(monkeypatch):
     monkeypatch.setattr(EngineArgs, "create_engine_config", create_ahead)
 
 
-def make_engine(checkpoint, *, ahead=False, dtype="float32", max_codes=400, **engine):
-    """On a GPU, scheduling ahead goes with CUDA graphs, and step by step is the plain path."""
+@functools.cache
+def engine_class():
+    """Ours, imported with vLLM."""
     from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
 
+    more_is_imported()
+    return TalkerVllmEngine
+
+
+def make_engine(checkpoint, *, ahead=False, dtype="float32", max_codes=400, **engine):
+    """On a GPU, scheduling ahead goes with CUDA graphs, and step by step is the plain path."""
     sizes = {"max_num_seqs": 8, "max_model_len": MAX_LEN, "max_num_batched_tokens": 64, **engine}
     switches = {"enforce_eager": not ahead, "async_scheduling": ahead}
     settings = TalkerSettings(dtype=dtype, max_codes=max_codes, engine=TalkerEngineSettings(**sizes, **switches))
     with pytest.MonkeyPatch.context() as monkeypatch:
         if ahead and DEVICE.type == "cpu":
             schedule_ahead_on_the_cpu(monkeypatch)
-        engine = TalkerVllmEngine(checkpoint, settings, DEVICE)
+        engine = engine_class()(checkpoint, settings, DEVICE)
     assert (engine._core.batch_queue is not None) == ahead
     return engine
 
