@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import media_samples as samples
 from triton_omni.media import decode_media
@@ -113,6 +115,40 @@ def test_ids_and_pixels_after_expansion_are_hfs(hf_processor, vllm_processor, no
             torch.testing.assert_close(normalised(data[name]), theirs[name], rtol=0, atol=1e-6)
     if "feature_attention_mask" in theirs:
         assert data["audio_feature_lengths"].flatten().equal(theirs["feature_attention_mask"].sum(-1))
+
+
+@pytest.mark.parametrize(("kinds", "use_audio_in_video"), KINDS)
+def test_the_length_of_a_prompt_is_known_before_its_media_are_processed(
+    hf_processor, vllm_processor, kinds, use_audio_in_video
+):
+    from triton_omni.vllm_hooks.prompt_media import expanded_length
+
+    tokenizer, names = hf_processor.tokenizer, {"image": "<|IMAGE|>", "audio": "<|AUDIO|>", "video": "<|VIDEO|>"}
+    ids = {kind: tokenizer.convert_tokens_to_ids(name) for kind, name in names.items()}
+    prompt = prompt_of(tokenizer, kinds, "x", use_audio_in_video)
+    expanded = len(expand(vllm_processor, prompt)["prompt_token_ids"])
+    assert expanded_length(vllm_processor.info, prompt, ids) == expanded
+
+
+SIZES = [(3000, 4000), (1920, 1080), (28, 28), (3000, 20), (1, 1)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_tokens_of_an_image_are_those_of_hf_s_grid(hf_processor, vllm_processor, size):
+    from triton_omni.vllm_hooks.prompt_media import media_length
+
+    image = Image.new("RGB", size)
+    grid = hf_processor.image_processor([image], return_tensors="pt")["image_grid_thw"]
+    assert media_length(vllm_processor.info, {"image": [image]}) == int(grid.prod()) // 4
+
+
+@pytest.mark.parametrize("shape", [(8, 48, 64), (3, 364, 644), (2, 28, 28), (2, 1456, 28)])
+def test_the_tokens_of_a_video_are_those_of_hf_s_grid(hf_processor, vllm_processor, shape):
+    from triton_omni.vllm_hooks.prompt_media import media_length
+
+    video, text = np.zeros((*shape, 3), np.uint8), "<|VIDEO|>"
+    grid = hf_processor(text=text, videos=[video], return_tensors="pt")["video_grid_thw"]
+    assert media_length(vllm_processor.info, {"video": [video]}) == int(grid.prod()) // 4
 
 
 @pytest.mark.parametrize(("kinds", "use_audio_in_video"), KINDS)

@@ -340,8 +340,11 @@ def test_a_key_in_use_is_refused(engine: Any, hf: HfReference) -> None:
 def test_a_prompt_that_leaves_no_room_is_refused_with_both_figures(engine: Any, hf: HfReference) -> None:
     with pytest.raises(TooLarge, match=r"prompt has 10\d\d tokens .* limit is 1024"):
         engine.prepare(ask(hf, "b" * 980))
-    with pytest.raises(TooLarge, match=r"prompt has 11\d\d tokens"):
-        engine.prepare(Mixed((VIDEO, VIDEO), video=(clip(8), clip(8))).prompt(hf))
+    videos = Mixed((VIDEO, VIDEO), video=(clip(8), clip(8))).prompt(hf)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_render", lambda _: pytest.fail("the media were processed"))
+        with pytest.raises(TooLarge, match=r"prompt has 11\d\d tokens"):
+            engine.prepare(videos)
     placed = engine.prepare(ask(hf, "hello"))
     with pytest.raises(TooLarge, match=r"the reply may have 1000, together 1058"):
         engine.add("long", placed, Sampling(max_tokens=1000), want_rows=True)
@@ -353,6 +356,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_figures(engine: Any, 
         (Mixed((IMAGE, QUESTION)), "image: 0 media were given for 1 placeholders"),
         (Mixed((QUESTION,), audio=(tone(1.0),)), "audio: 1 media were given for 0 placeholders"),
         (Mixed((SOUND, QUESTION), audio=(tone(0.001),)), "could not be processed"),
+        (Mixed((IMAGE, QUESTION), image=(Image.new("RGB", (1, 400)),)), "could not be processed"),
     ],
 )
 def test_media_that_do_not_fit_are_refused(engine: Any, hf: HfReference, mixed: Mixed, message: str) -> None:

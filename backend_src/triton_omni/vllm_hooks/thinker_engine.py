@@ -39,6 +39,7 @@ from triton_omni.vllm_hooks.engine_args import (
 from triton_omni.vllm_hooks.hidden_rows import RowTap
 from triton_omni.vllm_hooks.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
 from triton_omni.vllm_hooks.lone_groups import lone_groups
+from triton_omni.vllm_hooks.prompt_media import check_placeholders, expanded_length, medium_refused
 from triton_omni.vllm_hooks.row_release import Piece, RowRelease, StopCut
 from triton_omni.vllm_hooks.sampling import seed_args
 
@@ -126,6 +127,7 @@ class ThinkerVllmEngine:
             "image": config.image_token_index,
             "video": config.video_token_index,
         }
+        self._media_info: Any = self._llm.renderer.get_mm_processor().info
         self._end_ids = end_ids(config)
         self._max_model_len = settings.engine.max_model_len
         self._sequences: dict[str, _Sequence] = {}
@@ -147,7 +149,9 @@ class ThinkerVllmEngine:
             BadRequest: the media do not fit the placeholders, or cannot be processed.
         """
         self._check_length(len(prompt.token_ids), max_tokens)
-        self._check_placeholders(prompt)
+        check_placeholders(prompt, self._media_ids)
+        # Before the media are processed, which takes memory and time by their size.
+        self._check_length(expanded_length(self._media_info, prompt, self._media_ids), max_tokens)
         engine_input = self._render(prompt)
         ids = tuple(engine_input["prompt_token_ids"])
         self._check_length(len(ids), max_tokens)
@@ -246,16 +250,6 @@ class ThinkerVllmEngine:
                 f"{prompt_tokens + max_tokens}; this deployment's limit is {self._max_model_len} (max_model_len)"
             )
 
-    def _check_placeholders(self, prompt: ThinkerPrompt) -> None:
-        """One placeholder a medium; the sound of a video shares the video's."""
-        items = {kind: len(prompt.multi_modal_data.get(kind, ())) for kind in self._media_ids}
-        if prompt.mm_processor_kwargs.get("use_audio_in_video"):
-            items["audio"] -= items["video"]
-        for kind, token_id in self._media_ids.items():
-            places = prompt.token_ids.count(token_id)
-            if places != items[kind]:
-                raise BadRequest(f"{kind}: {items[kind]} media were given for {places} placeholders")
-
     def _render(self, prompt: ThinkerPrompt) -> Mapping[str, Any]:
         """vLLM's engine input: ids with expanded placeholders, and the processed media."""
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
@@ -263,11 +257,8 @@ class ThinkerVllmEngine:
             return self._render_one(tokens)
         tokens["multi_modal_data"] = dict(prompt.multi_modal_data)
         tokens["mm_processor_kwargs"] = dict(prompt.mm_processor_kwargs)
-        try:
+        with medium_refused():
             return self._render_one(tokens)
-        except (ValueError, TypeError) as error:
-            # vLLM's text may print the media themselves, so it goes to the log alone.
-            raise BadRequest("a medium could not be processed; it may be too short or too small") from error
 
     def _render_one(self, tokens: dict[str, Any]) -> Mapping[str, Any]:
         (engine_input,) = self._llm.renderer.render_cmpl([tokens])
