@@ -40,9 +40,12 @@ class EngineSettings(_Frozen):
     """Arguments of one in-process vLLM engine."""
 
     max_num_seqs: Positive = 32
-    """Sequences that decode together; also the number of sequences the KV cache is sized for."""
+    """Sequences that decode together."""
     max_model_len: Annotated[int, Field(ge=64, le=131072)] = 4096
     """Prompt and reply tokens of one sequence."""
+    kv_cache_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens of all sequences together that the KV cache holds; 0 = `max_num_seqs` times `max_model_len`. Where it is
+    less and not enough, the sequence that would be served last waits, and is computed again."""
     max_num_batched_tokens: Annotated[int, Field(ge=32)] = 2048
     """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
     max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 2048
@@ -75,6 +78,11 @@ class EngineSettings(_Frozen):
         return self
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens of all sequences together for which there is room."""
+        return self.kv_cache_tokens or self.max_num_seqs * self.max_model_len
+
+    @property
     def fuses_decode(self) -> bool:
         """Whether decode steps of a whole network on a GPU are to be fused, if the network allows it."""
         return self.fused_decode is True or (self.fused_decode == "auto" and not self._unfused)
@@ -83,6 +91,15 @@ class EngineSettings(_Frozen):
     def _unfused(self) -> list[str]:
         """The switches that are on and leave no step to be fused."""
         return [name for name in ("torch_compile", "enforce_eager", "deterministic") if getattr(self, name)]
+
+    @model_validator(mode="after")
+    def _the_cache_holds_a_sequence(self) -> EngineSettings:
+        if 0 < self.kv_cache_tokens < self.max_model_len:
+            raise ValueError(
+                f"kv_cache_tokens {self.kv_cache_tokens} is below max_model_len {self.max_model_len}: the longest "
+                "sequence could never end"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_step_holds_a_batch(self) -> EngineSettings:

@@ -42,6 +42,7 @@ from triton_omni.checkpoint.reading import CheckpointError
 from triton_omni.checkpoint.weights import weight_map
 from triton_omni.engine import Sampling, ThinkerPrompt
 from triton_omni.errors import BadRequest, TooLarge
+from triton_omni.settings import SettingsError, TalkerSettings, ThinkerSettings
 
 # vLLM's and transformers' own warnings are not ours to fix.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -329,6 +330,18 @@ def test_an_aborted_key_can_be_used_again_and_unknown_keys_are_ignored(
     assert_equals_hf(run(engine, {"again": placed})["again"], expected["hello"])
 
 
+@pytest.mark.parametrize("stage", ["thinker", "talker"])
+def test_sequences_longer_than_the_network_s_are_refused_at_load(tiny_checkpoint: Path, stage: str) -> None:
+    from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
+    from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+
+    engine, settings = {"thinker": (ThinkerVllmEngine, ThinkerSettings), "talker": (TalkerVllmEngine, TalkerSettings)}[
+        stage
+    ]
+    with pytest.raises(SettingsError, match=r"max_model_len: 32769 is over .* max_position_embeddings, 32768"):
+        engine(tiny_checkpoint, settings(engine={"max_model_len": 32769}), torch.device("cpu"))
+
+
 def test_a_key_in_use_is_refused(engine: Any, hf: HfReference) -> None:
     placed = engine.prepare(ask(hf, "hello"))
     engine.add("twice", placed, Sampling(max_tokens=4), want_rows=True)
@@ -432,11 +445,8 @@ def test_a_preempted_sequence_gives_each_row_once(
     expected: dict[str, ThinkerResult],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from triton_omni.vllm_hooks import engine_args
-
-    # Blocks of 256 tokens, and one that is never given out: too few for both sequences at their ends.
-    monkeypatch.setattr(engine_args, "kv_cache_blocks", lambda _settings, block_size: 256 // block_size + 1)
-    small = make_engine(tiny_checkpoint, max_model_len=256, max_num_seqs=2)
+    # Too few for both sequences at their ends.
+    small = make_engine(tiny_checkpoint, max_model_len=256, max_num_seqs=2, kv_cache_tokens=256)
     preempted = _count_calls(small._core.scheduler, "_preempt_request", monkeypatch)
     answers = run(small, {text: ask(hf, text) for text in QUESTIONS[1:3]})
     assert preempted

@@ -57,6 +57,11 @@ def test_the_cache_holds_every_sequence_at_its_longest(
     assert built.enable_prefix_caching is False
 
 
+def test_the_cache_holds_as_many_tokens_as_are_asked_for(engine_args: Any, any_device: None, tmp_path: Path) -> None:
+    built = build(engine_args, tmp_path, EngineSettings(max_num_seqs=3, max_model_len=100, kv_cache_tokens=130), GPU)
+    assert built.num_gpu_blocks_override == 9 + 1
+
+
 def test_the_cpu_engine_is_eager_and_synchronous(engine_args: Any, any_device: None, tmp_path: Path) -> None:
     built = build(engine_args, tmp_path, EngineSettings(), CPU)
     assert built.enforce_eager

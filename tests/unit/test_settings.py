@@ -82,6 +82,10 @@ def test_given_keys_replace_defaults_and_leave_the_others(load):
         ("max_sessions: 3.5", "max_sessions: expected an integer, found 3.5"),
         ("max_sessions: 0", "max_sessions: 0 must be greater than 0"),
         ("max_sessions: 1025", "max_sessions: 1025 must be at most 1024"),
+        (
+            "engine: {max_model_len: 200, kv_cache_tokens: 199}",
+            "engine: kv_cache_tokens 199 is below max_model_len 200: the longest sequence could never end",
+        ),
         ("engine: {max_model_len: 63}", "engine.max_model_len: 63 must be at least 64"),
         ("timeout_s: soon", "timeout_s: expected a number, found 'soon'"),
         ("engine: {enforce_eager: maybe}", "engine.enforce_eager: expected true or false, found 'maybe'"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from triton_omni.checkpoint.facts import DecoderConfig
 from triton_omni.settings import Dtype, EngineSettings, Quantization, SettingsError
 from triton_omni.vllm_hooks.compat import CompilationMode, EngineArgs, current_platform
 from triton_omni.vllm_hooks.fused_decode import FUSED_DECODE
@@ -57,11 +58,27 @@ def quantization_arguments(quantization: Quantization, device: torch.device, dty
     return {"quantization": "fp8_per_channel", "quantization_config": {"ignore": list(_TOWERS)}}
 
 
+def check_length(settings: EngineSettings, decoder: DecoderConfig) -> None:
+    """Refuse sequences longer than the network's own.
+
+    Raises:
+        SettingsError: naming both lengths.
+    """
+    if settings.max_model_len > decoder.max_positions:
+        raise SettingsError(
+            f"engine.max_model_len: {settings.max_model_len} is over the checkpoint's max_position_embeddings, "
+            f"{decoder.max_positions}"
+        )
+
+
 def kv_cache_blocks(settings: EngineSettings, block_size: int) -> int:
-    """Blocks that hold `max_num_seqs` sequences of `max_model_len`, so that nothing is ever preempted.
+    """Blocks that hold `max_num_seqs` sequences of `max_model_len`, so that nothing is ever preempted, or
+    `kv_cache_tokens` of any.
 
     One more is vLLM's null block, which it never gives out.
     """
+    if settings.kv_cache_tokens:
+        return -(-settings.kv_cache_tokens // block_size) + 1
     return settings.max_num_seqs * -(-settings.max_model_len // block_size) + 1
 
 

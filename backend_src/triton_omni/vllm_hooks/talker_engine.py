@@ -28,6 +28,7 @@ from triton_omni.vllm_hooks.compat import (
 from triton_omni.vllm_hooks.engine_args import (
     apply_thread_share,
     build_engine_args,
+    check_length,
     resolve_dtype,
     schedules_ahead,
 )
@@ -35,7 +36,7 @@ from triton_omni.vllm_hooks.lone_groups import lone_groups
 from triton_omni.vllm_hooks.steady_decode import SteadyStep
 from triton_omni.vllm_hooks.talker_network import register_talker, talker_config
 from triton_omni.vllm_hooks.talker_rows import Sequence, TalkerRows
-from triton_omni.vllm_hooks.talker_runner import SESSIONS
+from triton_omni.vllm_hooks.talker_runner import ROWS, SESSIONS
 from triton_omni.vllm_hooks.talker_step import codec_ids
 from triton_omni.vllm_hooks.text_rows import TextRows
 
@@ -63,6 +64,7 @@ class TalkerVllmEngine:
     def __init__(self, checkpoint: Path, settings: TalkerSettings, device: torch.device) -> None:
         config = load_config(checkpoint)
         self._settings = settings
+        check_length(settings.engine, config.talker.decoder)
         dtype = resolve_dtype(settings.dtype, device)
         self._text_rows = TextRows(checkpoint, dtype, device)
         self._llm = _start_vllm(checkpoint, settings, device, dtype)
@@ -309,7 +311,7 @@ def _start_vllm(checkpoint: Path, settings: TalkerSettings, device: torch.device
         scheduler_cls=_SCHEDULERS[schedules_ahead(settings.engine, device)],
         hf_overrides=talker_config,
         skip_tokenizer_init=True,
-        for_runner={SESSIONS: settings.max_sessions},
+        for_runner={SESSIONS: settings.max_sessions, ROWS: settings.engine.cached_tokens},
     )
     with lone_groups(1):
         return LLMEngine.from_engine_args(arguments)

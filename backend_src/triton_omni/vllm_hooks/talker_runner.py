@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 SESSIONS: Final = "max_sessions"
 """Key of vLLM's `additional_config`: sequences open at once."""
+ROWS: Final = "rows"
+"""Another: hidden rows of all of them together."""
 _STEPS_AHEAD: Final = 32
 """Steps whose numbers are computed together: a few array operations cost what their calls do."""
 
@@ -71,6 +73,7 @@ class TalkerRunnerMixin(FusedDecodeMixin):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the network, and allocate what it reads in every step before any step is recorded."""
         super().load_model(*args, **kwargs)
+        sizes = cast(dict[str, int], self.vllm_config.additional_config)
         # The engine writes to these tensors between steps, outside inference mode.
         with torch.inference_mode(False):
             self.step = make_step(
@@ -79,7 +82,8 @@ class TalkerRunnerMixin(FusedDecodeMixin):
                 cast(torch.dtype, self.model_config.dtype),
                 max_sequences=self.max_num_reqs,
                 max_positions=self.max_model_len,
-                sessions=cast(dict[str, int], self.vllm_config.additional_config)[SESSIONS],
+                rows=sizes[ROWS],
+                sessions=sizes[SESSIONS],
                 kind=self._step_kind(),
             )
         self._index.cpu.copy_(self._index.gpu)

@@ -133,15 +133,19 @@ def make_step(
     *,
     max_sequences: int,
     max_positions: int,
+    rows: int,
     sessions: int,
     kind: type[TalkerStep] = TalkerStep,
 ) -> TalkerStep:
-    """The step of a checkpoint, with memory for rows of `max_sequences` sequences of `max_positions`.
+    """The step of a checkpoint, with memory for its sessions.
 
     Args:
         checkpoint: folder of the whole checkpoint.
         index: as `TalkerStep` takes it; its rows are filled with what stands for no token.
         dtype: of hidden rows.
+        max_sequences: sequences of the largest decode step.
+        max_positions: positions of the longest sequence.
+        rows: rows that all sessions share.
         sessions: sequences open at once.
         kind: the class of the step.
 
@@ -153,15 +157,15 @@ def make_step(
     text = TextRows(checkpoint, dtype, index.device)
     seen = torch.zeros(talker.decoder.vocab_size, dtype=torch.bool)
     seen[prompt_ids(1, ids)] = True
-    rows = TalkerRows(
+    pool = TalkerRows(
         torch.stack([text[talker.text_eos_id], text[talker.text_pad_id]]),
-        rows=max_sequences * max_positions,
+        rows=rows,
         slots=sessions,
         prompt_seen=seen.to(index.device),
         max_positions=max_positions,
     )
-    index[:, Column.SLOT] = rows.idle_slot
-    return kind(rows, index, ids, config.codec.largest_code + 1, max_sequences)
+    index[:, Column.SLOT] = pool.idle_slot
+    return kind(pool, index, ids, config.codec.largest_code + 1, max_sequences)
 
 
 def _forbidden(vocabulary: int, ids: CodecIds, speakable: int) -> Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from triton_omni.checkpoint.config import load_config
 from triton_omni.engine import EngineStats, FinishReason, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
 from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.settings import ThinkerSettings
@@ -32,6 +33,7 @@ from triton_omni.vllm_hooks.compat import (
 from triton_omni.vllm_hooks.engine_args import (
     apply_thread_share,
     build_engine_args,
+    check_length,
     quantization_arguments,
     resolve_dtype,
     schedules_ahead,
@@ -85,12 +87,13 @@ class ThinkerVllmEngine:
         device: `cpu` or a CUDA device.
 
     Raises:
-        SettingsError: the device or a class name cannot be used.
+        SettingsError: the device, a class name or the length of sequences cannot be used.
         UnsupportedEngineError: the configuration asks for speculative decoding.
     """
 
     def __init__(self, checkpoint: Path, settings: ThinkerSettings, device: torch.device) -> None:
         thinker_networks.register()
+        check_length(settings.engine, load_config(checkpoint).thinker.decoder)
         self.dtype = resolve_dtype(settings.dtype, device)
         self.device = device
         apply_thread_share(settings.engine)
