@@ -97,7 +97,7 @@ def _of_sound(info: Qwen2_5OmniThinkerProcessingInfo, sound: Any) -> int:
     """Source: `Qwen2_5OmniAudioEncoder._get_feat_extract_output_lengths` of transformers, and its extractor's mask."""
     extractor = info.get_feature_extractor()
     frames = -(-min(len(sound), extractor.n_samples) // extractor.hop_length)
-    return ((frames - 1) // 2 + 1 - 2) // 2 + 1
+    return int(((frames - 1) // 2 + 1 - 2) // 2 + 1)
 
 
 _TOKENS: Final[Mapping[str, Callable[[Qwen2_5OmniThinkerProcessingInfo, Any], int]]] = {
