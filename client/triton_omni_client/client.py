@@ -26,7 +26,7 @@ from .protocol import LONGEST_WAIT_S, MAX_MESSAGE_BYTES, StreamReader, channel_o
 from .reply import Reply, ReplyBuilder, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
 from .settling import cancel_late, settle
-from .shared_media import SharedMedia
+from .shared_media import SharedMedia, shared_part
 
 DEFAULT_URL = "localhost:8001"
 DEFAULT_TIMEOUT = 150.0
@@ -60,7 +60,6 @@ class Stream(DeltaIterator):
         # Called once, when the request has ended; or when nobody holds this stream any more, or at the process's end.
         self._release = (lambda: None) if shared is None else weakref.finalize(self, shared.release)
         self._deadline = time.monotonic() + timeout
-        self._call: Any = connect(timeout)
         self._reader = StreamReader(request)
         self._builder = ReplyBuilder()
         self._pending: deque[Delta] = deque()
@@ -68,6 +67,8 @@ class Stream(DeltaIterator):
         self._gone = threading.Event()
         self._late: threading.Timer | None = None
         self._retry = retry
+        self._call: Any = None
+        self._call = connect(timeout)
 
     def __next__(self) -> Delta:
         while not self._pending:
@@ -136,6 +137,10 @@ class Stream(DeltaIterator):
             if self._call is not None:
                 self._call.cancel()
             self._release()
+
+    def __del__(self) -> None:
+        # Else the call would outlast the finalizer, which waits for the server to let go of what it uses.
+        self.close()
 
     def timings(self) -> Timings:
         """Times as the client saw them, of the deltas taken so far; waits for room included."""
@@ -210,8 +215,8 @@ class OmniClient:
         return stream
 
     def _share(self, request: Request) -> SharedMedia | None:
-        media = [tensor for tensor in request.to_tensors() if tensor.name == "media"] if self._shared_memory else []
-        return SharedMedia(self._stub, media[0]) if media else None
+        media = shared_part(request) if self._shared_memory else None
+        return None if media is None else SharedMedia(self._stub, media)
 
     def _call(self, message: Any, timeout: float) -> Any:
         return self._stub.ModelStreamInfer(iter([message]), timeout=min(timeout, LONGEST_WAIT_S))
