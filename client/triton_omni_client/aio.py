@@ -156,8 +156,8 @@ def _task_is_being_cancelled() -> bool:
 class AsyncOmniClient:
     """A connection to a server, for any number of requests at once on one event loop.
 
-    Takes the arguments of `OmniClient`; to be made where the loop is running. Media in shared memory are copied, and given
-    back, by threads over a connection of their own.
+    Takes the arguments of `OmniClient`; to be made where the loop is running. Shared media are copied and given back by
+    threads, over a connection of their own.
     """
 
     def __init__(
