@@ -7,7 +7,6 @@ Bodies are built with tritonclient's own serialisers, not with the code under te
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -189,17 +188,19 @@ def serve_grpc(fake: FakeTriton, address: str = "127.0.0.1:0", workers: int = 40
 
 @dataclass
 class FakeHttp:
-    """Answers every POST with `answer` (status, headers, body), every GET with 200 or 400.
+    """Answers every POST with `answer` (status, headers, body or pieces of one), every GET with 200 or 400.
 
     The repository's index and the models' configurations it has from `configs`.
     """
 
-    answer: Callable[[], tuple[int, dict[str, str], bytes]]
+    answer: Callable[[], tuple[int, dict[str, str], bytes | Iterator[bytes]]]
     is_ready: bool = True
     configs: dict[str, Any] = field(default_factory=model_configs)
     paths: list[str] = field(default_factory=list)
     inputs: dict[str, list[bytes]] = field(default_factory=dict)
     head: dict[str, Any] = field(default_factory=dict)
+    left: threading.Event = field(default_factory=threading.Event)
+    """A client went away before all pieces were sent."""
     url: str = ""
 
     def facts(self, path: str) -> bytes | None:
@@ -222,6 +223,21 @@ class FakeHttp:
         assert at == len(body)
 
 
+CHUNKED = {"Transfer-Encoding": "chunked"}
+
+
+def event(text: str = "", audio: Sequence[float] = (), encoded: bytes = b"", info: Any = None) -> bytes:
+    """A server-sent event as Triton writes one: a tensor of one element is that element."""
+    fields = {
+        "model_name": "qwen2_5_omni",
+        "text_output": text,
+        "audio_output": audio[0] if len(audio) == 1 else list(audio),
+        "audio_base64": base64.b64encode(encoded).decode(),
+        "info": json.dumps(info) if info else "",
+    }
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
 def http_answer(**outputs: Any) -> tuple[int, dict[str, str], bytes]:
     tensors = raw_outputs(**outputs)
     head = json.dumps(
@@ -239,6 +255,8 @@ def http_answer(**outputs: Any) -> tuple[int, dict[str, str], bytes]:
 @contextmanager
 def serve_http(fake: FakeHttp) -> Iterator[FakeHttp]:
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_GET(self) -> None:
             fake.paths.append(self.path)
             body = fake.facts(self.path) or b""
@@ -255,11 +273,22 @@ def serve_http(fake: FakeHttp) -> Iterator[FakeHttp]:
                 fake.take(int(self.headers.get("Inference-Header-Content-Length", len(body))), body)
             status, headers, answer = fake.answer() if facts is None else (200, {}, facts)
             self.send_response(status)
-            for name, value in (headers | {"Content-Length": str(len(answer))}).items():
+            length = {"Content-Length": str(len(answer))} if isinstance(answer, bytes) else CHUNKED
+            for name, value in (headers | length).items():
                 self.send_header(name, value)
-            with contextlib.suppress(ConnectionError):  # a client that gave up
+            try:
                 self.end_headers()
+                self.send(answer)
+            except ConnectionError:  # a client that gave up
+                fake.left.set()
+
+        def send(self, answer: bytes | Iterator[bytes]) -> None:
+            if isinstance(answer, bytes):
                 self.wfile.write(answer)
+                return
+            for piece in answer:
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            self.wfile.write(b"0\r\n\r\n")
 
         def log_message(self, *_args: object) -> None:
             pass

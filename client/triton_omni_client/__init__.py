@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client of triton-omni: streamed text and speech from Qwen2.5-Omni on NVIDIA Triton.
 
-`OmniClient` blocks, `AsyncOmniClient` awaits, `HttpClient` asks once without a stream.
+`OmniClient` blocks, `AsyncOmniClient` awaits, `HttpClient` blocks and needs nothing but HTTP.
 """
 
 from .aio import AsyncOmniClient, AsyncStream

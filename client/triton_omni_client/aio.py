@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -27,6 +28,8 @@ from .protocol import LONGEST_WAIT_S, MAX_MESSAGE_BYTES, StreamReader, channel_o
 from .reply import Reply, ReplyBuilder, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
 from .settling import read_end, settle_async
+from .shared_async import AsyncSharedMedia, Sharing
+from .shared_media import shared_part
 
 
 class AsyncStream(AsyncDeltaIterator):
@@ -36,8 +39,18 @@ class AsyncStream(AsyncDeltaIterator):
     as `retry` says, but never once a response has come.
     """
 
-    def __init__(self, connect: Connect, request: Request, timeout: float, retry: Retry = NO_RETRY) -> None:
+    def __init__(
+        self,
+        connect: Connect,
+        request: Request,
+        timeout: float,
+        retry: Retry = NO_RETRY,
+        shared: AsyncSharedMedia | None = None,
+    ) -> None:
         self._connect = connect
+        self._shared = shared
+        if shared is not None:
+            weakref.finalize(self, shared.forget)
         self._deadline = time.monotonic() + timeout
         self._call: Any = connect(timeout)
         self._reader = StreamReader(request)
@@ -73,6 +86,8 @@ class AsyncStream(AsyncDeltaIterator):
         if self._call is None:
             self._call = self._connect(max(0.0, self._deadline - time.monotonic()))
         try:
+            if self._shared is not None and not self._answered:
+                await self._shared.made()
             await self._take_from(self._call)
         except Overloaded:
             self._call.cancel()
@@ -98,6 +113,8 @@ class AsyncStream(AsyncDeltaIterator):
             self._answered = True
         elif not self._gone.is_set():
             self._end()
+            if self._shared is not None:
+                await self._shared.released()
             self._reader.end()
 
     def _fail(self, error: OmniClientError) -> None:
@@ -115,6 +132,8 @@ class AsyncStream(AsyncDeltaIterator):
             self._end()
             if self._call is not None:
                 self._call.cancel()
+            if self._shared is not None:
+                self._shared.release()
 
     def timings(self) -> Timings:
         """Times as the client saw them, of the deltas taken so far; waits for room included."""
@@ -125,6 +144,10 @@ class AsyncStream(AsyncDeltaIterator):
         return self._builder.reply()
 
 
+async def _message_later(request: Request, model: str, shared: AsyncSharedMedia) -> AsyncIterator[Any]:
+    yield to_grpc(request, model, {"media": await shared.made()})
+
+
 def _task_is_being_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
@@ -133,7 +156,8 @@ def _task_is_being_cancelled() -> bool:
 class AsyncOmniClient:
     """A connection to a server, for any number of requests at once on one event loop.
 
-    Takes the arguments of `OmniClient`; to be made where the loop is running.
+    Takes the arguments of `OmniClient`; to be made where the loop is running. Shared media are copied and given back by
+    threads, over a connection of their own.
     """
 
     def __init__(
@@ -145,9 +169,12 @@ class AsyncOmniClient:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         credentials: grpc.ChannelCredentials | None = None,
         retry: Retry = DEFAULT_RETRY,
+        shared_memory: bool = False,
     ) -> None:
         options = channel_options(max_message_bytes)
         self._model = model
+        self._sharing = Sharing(url, credentials) if shared_memory else None
+        self._streams_sharing: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
         self._timeout = timeout
         self._retry = retry
         self._channel = (
@@ -158,17 +185,30 @@ class AsyncOmniClient:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def stream(self, request: Request) -> AsyncStream:
-        """Send a request; its deltas come by iterating over the result.
+        """Send a request; its deltas come by iterating over the result, and so does what is wrong with shared memory.
 
         Raises:
             BadRequest: the request cannot be expressed.
         """
-        message = to_grpc(request, self._model)
+        media = None if self._sharing is None else shared_part(request)
+        shared = None if self._sharing is None or media is None else self._sharing.begin(media)
         timeout = self._timeout if request.timeout is None else request.timeout
-        return AsyncStream(partial(self._call, message), request, timeout, self._retry)
+        stream = AsyncStream(
+            partial(self._call, self._messages(request, shared)), request, timeout, self._retry, shared
+        )
+        if shared is not None:
+            self._streams_sharing.add(stream)
+        return stream
 
-    def _call(self, message: Any, timeout: float) -> Any:
-        return self._stub.ModelStreamInfer(iter([message]), timeout=min(timeout, LONGEST_WAIT_S))
+    def _messages(self, request: Request, shared: AsyncSharedMedia | None) -> Callable[[], Any]:
+        """Gives the one message of a call, for each call anew."""
+        if shared is not None:
+            return partial(_message_later, request, self._model, shared)
+        message = to_grpc(request, self._model)
+        return lambda: iter([message])
+
+    def _call(self, messages: Callable[[], Any], timeout: float) -> Any:
+        return self._stub.ModelStreamInfer(messages(), timeout=min(timeout, LONGEST_WAIT_S))
 
     async def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:
         """Ask and wait for the whole reply; cancelling the task cancels the request. Arguments of `OmniClient.say`.
@@ -221,6 +261,10 @@ class AsyncOmniClient:
 
     async def close(self) -> None:
         """Close the connection; requests still running are cancelled."""
+        for stream in list(self._streams_sharing):
+            stream.close()
+        if self._sharing is not None:
+            await self._sharing.close()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:

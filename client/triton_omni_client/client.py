@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
@@ -26,7 +26,7 @@ from .protocol import LONGEST_WAIT_S, MAX_MESSAGE_BYTES, StreamReader, channel_o
 from .reply import Reply, ReplyBuilder, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
 from .settling import cancel_late, settle
-from .shared_media import SharedMedia
+from .shared_media import SharedMedia, shared_part
 
 DEFAULT_URL = "localhost:8001"
 DEFAULT_TIMEOUT = 150.0
@@ -41,6 +41,39 @@ Connect = Callable[[float], Any]
 """Opens the call of a request, given the seconds that are left for it."""
 
 
+class Call(Protocol):
+    """One attempt at a request, by whatever protocol."""
+
+    def receive(self) -> Any:
+        """The next response as the stream's reader takes it; None after the last.
+
+        Raises:
+            OmniClientError: the call was refused, broke or took too long.
+        """
+
+    def cancel(self) -> None:
+        """Give it up, from any thread; a `receive` that waits ends."""
+
+
+class _GrpcCall:
+    """A `Call` of gRPC."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def receive(self) -> Any:
+        try:
+            response = next(self._call, None)
+        except grpc.RpcError as error:
+            raise from_grpc(error) from error
+        if response is not None and response.error_message:
+            settle(self._call)
+        return response
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
 class Stream(DeltaIterator):
     """The deltas of one reply as they come; closing it before its end cancels the request on the server.
 
@@ -50,8 +83,8 @@ class Stream(DeltaIterator):
 
     def __init__(
         self,
-        connect: Connect,
-        request: Request,
+        connect: Callable[[float], Call],
+        reader: StreamReader,
         timeout: float,
         retry: Retry = NO_RETRY,
         shared: SharedMedia | None = None,
@@ -60,14 +93,15 @@ class Stream(DeltaIterator):
         # Called once, when the request has ended; or when nobody holds this stream any more, or at the process's end.
         self._release = (lambda: None) if shared is None else weakref.finalize(self, shared.release)
         self._deadline = time.monotonic() + timeout
-        self._call: Any = connect(timeout)
-        self._reader = StreamReader(request)
+        self._reader = reader
         self._builder = ReplyBuilder()
         self._pending: deque[Delta] = deque()
         self._answered = False
         self._gone = threading.Event()
         self._late: threading.Timer | None = None
         self._retry = retry
+        self._call: Call | None = None
+        self._call = connect(timeout)
 
     def __next__(self) -> Delta:
         while not self._pending:
@@ -103,17 +137,15 @@ class Stream(DeltaIterator):
             self._call = None
             raise
 
-    def _take_from(self, call: Any) -> None:
+    def _take_from(self, call: Call) -> None:
         try:
-            response = next(call, None)
-        except grpc.RpcError as error:
+            response = call.receive()
+        except OmniClientError:
             # After our own cancel, or with nothing that could still be missing, it means no harm.
             if not (self._gone.is_set() or self._reader.whole):
-                raise from_grpc(error) from error
+                raise
             response = None
         if response is not None:
-            if response.error_message:
-                settle(call)
             self._pending.extend(self._reader.feed(response))
             self._answered = True
             if self._reader.whole and self._late is None:
@@ -136,6 +168,10 @@ class Stream(DeltaIterator):
             if self._call is not None:
                 self._call.cancel()
             self._release()
+
+    def __del__(self) -> None:
+        # Else the call would outlast the finalizer, which waits for the server to let go of what it uses.
+        self.close()
 
     def timings(self) -> Timings:
         """Times as the client saw them, of the deltas taken so far; waits for room included."""
@@ -204,17 +240,17 @@ class OmniClient:
         shared = self._share(request)
         message = to_grpc(request, self._model, {} if shared is None else {"media": shared})
         timeout = self._timeout if request.timeout is None else request.timeout
-        stream = Stream(partial(self._call, message), request, timeout, self._retry, shared)
+        stream = Stream(partial(self._call, message), StreamReader(request), timeout, self._retry, shared)
         if shared is not None:
             self._sharing.add(stream)
         return stream
 
     def _share(self, request: Request) -> SharedMedia | None:
-        media = [tensor for tensor in request.to_tensors() if tensor.name == "media"] if self._shared_memory else []
-        return SharedMedia(self._stub, media[0]) if media else None
+        media = shared_part(request) if self._shared_memory else None
+        return None if media is None else SharedMedia(self._stub, media)
 
-    def _call(self, message: Any, timeout: float) -> Any:
-        return self._stub.ModelStreamInfer(iter([message]), timeout=min(timeout, LONGEST_WAIT_S))
+    def _call(self, message: Any, timeout: float) -> Call:
+        return _GrpcCall(self._stub.ModelStreamInfer(iter([message]), timeout=min(timeout, LONGEST_WAIT_S)))
 
     def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:
         """Ask and wait for the whole reply.

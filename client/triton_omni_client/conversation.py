@@ -16,6 +16,7 @@ from .client import OmniClient, Stream
 from .deltas import AsyncDeltaIterator, DeltaIterator
 from .errors import OmniClientError
 from .heard import heard_text
+from .http import HttpClient
 from .messages import Delta, Media, Request
 from .reply import Reply, Timings
 
@@ -80,10 +81,12 @@ class Conversation:
         return Request(messages=messages, media=shown, **(self.options | options))
 
     def add(self, text: str, media: Sequence[Media], reply: str) -> None:
-        """Keep a turn that was held in another way, for example over `HttpClient`."""
+        """Keep a turn that was held in another way, for example by `HttpClient.unary`."""
         self._turns.append(Turn(text, tuple(media), reply))
 
-    def ask(self, client: OmniClient, text: str = "", media: Sequence[Media] = (), **options: Any) -> SpokenTurn:
+    def ask(
+        self, client: OmniClient | HttpClient, text: str = "", media: Sequence[Media] = (), **options: Any
+    ) -> SpokenTurn:
         """Ask; the reply comes by iterating over the result, and is kept when it ends or is closed."""
         self.stop()
         turn = SpokenTurn(client.stream(self.request(text, media, **options)), self._record(text, media))

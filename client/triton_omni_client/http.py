@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One reply in one HTTP answer, for where streams cannot be used: `POST /v2/models/qwen2_5_omni_unary/infer`.
+"""The client over HTTP: a reply in one answer of `qwen2_5_omni_unary/infer`, or as events of `generate_stream`.
 
-A thin shell over `messages.py` and `protocol.py`. HTTP cannot cancel: a request whose caller went
-away runs on at the server until it ends or its timeout passes.
+A thin shell over `messages.py` and `protocol.py`. One answer cannot be cancelled: a request whose caller went
+away runs on at the server until it ends or its timeout passes. A stream's closed connection ends its request.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import asyncio
 import http.client
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from .catalog import KNOWN, ServedModel, served_model
-from .client import DEFAULT_TIMEOUT, READY_TIMEOUT, wait_until
+from .client import DEFAULT_TIMEOUT, READY_TIMEOUT, Stream, wait_until
 from .errors import BadRequest, ConnectionFailed, Internal, Timeout
-from .messages import UNARY_MODEL, Delta, Media, Request
-from .protocol import LONGEST_WAIT_S, from_http, to_http
+from .http_call import EventCall, typed_errors
+from .messages import MODEL, UNARY_MODEL, Delta, Media, Request
+from .protocol import LONGEST_WAIT_S, EventReader, from_http, to_generate, to_http
 from .reply import Reply, ReplyBuilder
 from .retry import DEFAULT_RETRY, Retry
 
@@ -33,12 +36,14 @@ _Answer = tuple[int, dict[str, str], bytes]
 
 
 class HttpClient:
-    """Whole replies over HTTP; a connection a request, so any number of threads may use one client.
+    """Whole replies and streams over HTTP; a connection a request, so any number of threads may use one client.
 
     Args:
         url: Triton's HTTP endpoint, `http://` or `https://`.
         model: the unary model.
-        timeout: seconds without a sign of life of the server until a request that names no timeout is given up.
+        stream_model: the streaming one.
+        timeout: seconds until a request that names none is given up: a stream's in all, else without a sign of life of
+            the server.
         retry: how a refusal for want of room is waited out; `NO_RETRY` raises it at once.
 
     Raises:
@@ -50,11 +55,13 @@ class HttpClient:
         url: str = DEFAULT_HTTP_URL,
         *,
         model: str = UNARY_MODEL,
+        stream_model: str = MODEL,
         timeout: float = DEFAULT_TIMEOUT,
         retry: Retry = DEFAULT_RETRY,
     ) -> None:
         self._url = _http_url(url)
         self._model = model
+        self._stream_model = stream_model
         self._timeout = timeout
         self._retry = retry
 
@@ -81,9 +88,32 @@ class HttpClient:
         builder.end()
         return builder.reply()
 
-    async def unary_async(self, request: Request) -> Reply:
-        """`unary` on a thread of its own."""
-        return await asyncio.to_thread(self.unary, request)
+    async def unary_async(self, request: Request, on_sent: OnSent | None = None) -> Reply:
+        """`unary` on a thread of its own, which is also the one that calls `on_sent`."""
+        return await asyncio.to_thread(self.unary, request, on_sent)
+
+    def stream(self, request: Request, on_sent: OnSent | None = None) -> Stream:
+        """Send a request; its deltas come by iterating over the result, as those of `OmniClient.stream`.
+
+        The server notices a closed stream when it writes to it: before a reply's first text it does not.
+
+        Args:
+            request: what to ask.
+            on_sent: as `unary` has it.
+
+        Raises:
+            OmniClientError: the request cannot be expressed or sent.
+        """
+        message = to_generate(request)
+
+        def call(seconds: float) -> EventCall:
+            path = f"/v2/models/{self._stream_model}/generate_stream"
+            deadline = time.monotonic() + min(seconds, LONGEST_WAIT_S)
+            with self._typed_errors(seconds):
+                return EventCall(self._sent("POST", path, seconds, message, on_sent), deadline)
+
+        timeout = self._timeout if request.timeout is None else request.timeout
+        return Stream(call, EventReader(request), timeout, self._retry)
 
     def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:
         """`unary` with the arguments of `OmniClient.say`."""
@@ -125,20 +155,27 @@ class HttpClient:
         message: tuple[dict[str, str], bytes] = ({}, b""),
         on_sent: OnSent | None = None,
     ) -> _Answer:
+        with self._typed_errors(timeout), closing(self._sent(method, path, timeout, message, on_sent)) as connection:
+            response = connection.getresponse()
+            return response.status, dict(response.getheaders()), response.read()
+
+    def _sent(
+        self, method: str, path: str, timeout: float, message: tuple[dict[str, str], bytes], on_sent: OnSent | None
+    ) -> http.client.HTTPConnection:
+        """A connection of its own, over which the request has left."""
         headers, body = message
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._url.hostname or "", self._url.port, timeout=min(timeout, LONGEST_WAIT_S))
         try:
             sized = headers | {"Content-Length": str(len(body))}
             connection.request(method, self._url.path.rstrip("/") + path, _pieces(body, on_sent), sized)
-            response = connection.getresponse()
-            return response.status, dict(response.getheaders()), response.read()
-        except TimeoutError as error:
-            raise Timeout(f"no answer within {timeout:g} s") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise ConnectionFailed(f"{self._url.netloc}: {error or type(error).__name__}") from error
-        finally:
+        except BaseException:
             connection.close()
+            raise
+        return connection
+
+    def _typed_errors(self, timeout: float) -> AbstractContextManager[None]:
+        return typed_errors(self._url.netloc, f"no answer within {timeout:g} s")
 
 
 def _json(body: bytes) -> Any:

@@ -7,11 +7,13 @@ and HTTP to this client's errors.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc  # type: ignore[import-untyped]
+import numpy as np
 from tritonclient.grpc import service_pb2  # type: ignore[import-untyped]
 
 from .errors import (
@@ -35,6 +37,9 @@ LONGEST_WAIT_S = 1e8
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 """HTTP header that says where the JSON of a body ends and the raw tensors begin."""
+
+EVENT = b"data:"
+"""What a line of server-sent events begins with."""
 
 _TRACEPARENT = "traceparent"
 
@@ -130,7 +135,10 @@ class StreamReader:
         inferred = response.infer_response
         if inferred.parameters["triton_final_response"].bool_param:
             self.final = self.whole = True
-        deltas = self._decoder.feed(_outputs_of(inferred))
+        return self._decoded(_outputs_of(inferred))
+
+    def _decoded(self, outputs: Mapping[str, Tensor]) -> list[Delta]:
+        deltas = self._decoder.feed(outputs)
         self.whole = self.whole or any(isinstance(delta, Info) for delta in deltas)
         return deltas
 
@@ -181,7 +189,7 @@ def from_http(request: Request, status: int, headers: Mapping[str, str], body: b
         OmniClientError: the server's error, or an answer outside of the contract.
     """
     if status != 200:
-        raise from_text(_http_error(status, body), otherwise=_HTTP_ERRORS.get(status, Internal))
+        raise http_refusal(status, body)
     length = headers.get(HEADER_LENGTH, "")
     if not length.isdecimal():
         raise Internal(f"the answer has no {HEADER_LENGTH} header: not an answer of Triton's /infer")
@@ -189,9 +197,14 @@ def from_http(request: Request, status: int, headers: Mapping[str, str], body: b
     return OutputDecoder(request.audio_format).feed(_http_outputs(head, data))
 
 
+def http_refusal(status: int, body: bytes) -> OmniClientError:
+    """The error that an answer with another status than 200 means."""
+    return from_text(_http_error(status, body), otherwise=_HTTP_ERRORS.get(status, Internal))
+
+
 def _http_error(status: int, body: bytes) -> str:
     try:
-        return str(json.loads(body)["error"])
+        return str(json.loads(body.removeprefix(EVENT))["error"])
     except (ValueError, KeyError, TypeError):
         # Not Triton's answer but a proxy's: its page says less than its status.
         return f"HTTP status {status}"
@@ -210,3 +223,42 @@ def _http_outputs(head: bytes, data: bytes) -> dict[str, Tensor]:
     if at != len(data):
         raise Internal(f"the answer names {at} bytes of tensors and holds {len(data)}")
     return found
+
+
+def to_generate(request: Request) -> tuple[dict[str, str], bytes]:
+    """Headers and body of a `POST .../generate_stream`: JSON alone, media as data URIs."""
+    fields: dict[str, Any] = {t.name: t.text() for t in request.to_tensors() if t.name != "media"}
+    if request.media:
+        fields["media"] = [f"data:;base64,{base64.b64encode(medium).decode()}" for medium in request.media]
+    if request.request_id:
+        fields["id"] = request.request_id
+    if request.traceparent:
+        fields["parameters"] = {_TRACEPARENT: request.traceparent}
+    return {"Content-Type": "application/json"}, json.dumps(fields).encode()
+
+
+class EventReader(StreamReader):
+    """`StreamReader` of the server-sent events of `generate_stream`."""
+
+    def feed(self, response: bytes) -> list[Delta]:
+        """The deltas of one event: the JSON behind `data:`.
+
+        Raises:
+            OmniClientError: the server's error (nothing follows), or an answer outside of the contract.
+        """
+        try:
+            event: dict[str, Any] = dict(json.loads(response))
+            outputs = {name: _event_output(name, event[name]) for name in OUTPUTS if name in event}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise Internal(f"an event is outside of Triton's protocol: {error!r}") from error
+        if "error" in event:
+            raise from_text(str(event["error"]))
+        return self._decoded(outputs)
+
+
+def _event_output(name: str, value: Any) -> Tensor:
+    """A tensor of JSON: of one element the element itself, of none an empty list or text."""
+    if OUTPUTS[name] == "BYTES":
+        return Tensor.of_bytes(name, [value.encode()] if value else [])
+    samples = np.atleast_1d(np.asarray([] if value == "" else value, "<f4"))
+    return Tensor(name, "FP32", samples.shape, samples.tobytes())

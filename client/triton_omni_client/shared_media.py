@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2  # type: ignore[import-untyped]
 from tritonclient.utils import shared_memory  # type: ignore[import-untyped]
 
 from .errors import BadRequest
-from .messages import Tensor
+from .messages import Request, Tensor
 from .protocol import from_grpc
 
 SHARED_MEMORY = "/dev/shm"
@@ -82,6 +82,15 @@ class SharedMedia:
                 logger.warning("the server still uses %d bytes of shared memory: %s", self.size, error.details())
             return last or not in_use
         return True
+
+
+def shared_part(request: Request) -> Tensor | None:
+    """The tensor of a request that is worth sharing: its media; None where it brings none.
+
+    Raises:
+        BadRequest: the request cannot be expressed.
+    """
+    return next((tensor for tensor in request.to_tensors() if tensor.name == "media"), None)
 
 
 def _filled(name: str, tensor: Tensor) -> Any:

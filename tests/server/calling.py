@@ -10,6 +10,7 @@ import queue
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 from media_samples import audio_file, image_file, video_file
 from server.serving import Served
 from triton_omni_client import AsyncOmniClient, Media, OmniClient, Reply, Request, cli
-from triton_omni_client.audio import WavDecoder
+from triton_omni_client.audio import Pcm16Decoder, WavDecoder
 from triton_omni_client.messages import MODEL, OUTPUTS, UNARY_MODEL
 
 WAIT_S = 60.0
@@ -33,6 +34,7 @@ IMAGE = Media("image", image_file("png", 112, 84))
 SOUND = Media("audio", audio_file("wav", seconds=1.0))
 VIDEO = Media("video", video_file("mp4", seconds=1.0))
 FILM = Media("video", video_file("mp4", seconds=1.0, audio=True))
+SILENCE = np.zeros(0, np.float32)
 SUFFIXES = {"image": "png", "audio": "wav", "video": "mp4"}
 
 
@@ -43,13 +45,20 @@ class Asked:
     media: Sequence[Media] = ()
     heard: bool = False
     """Whether the videos' sound is part of it."""
+    spoken: bool = True
+    """Whether the reply is to be spoken, too."""
 
     @property
     def request(self) -> Request:
         """As the project's client has it."""
-        thinker = {"max_tokens": MAX_TOKENS}
         return Request.ask(
-            TEXT, self.media, seed=SEED, voice=VOICE, thinker=thinker, use_audio_in_video=self.heard or None
+            TEXT,
+            self.media,
+            seed=SEED,
+            voice=VOICE,
+            thinker={"max_tokens": MAX_TOKENS},
+            use_audio_in_video=self.heard or None,
+            modalities=None if self.spoken else ["text"],
         )
 
     @property
@@ -68,6 +77,7 @@ MODALITIES = {
     "video": Asked([VIDEO]),
     "film": Asked([FILM], heard=True),
     "mixed": Asked([IMAGE, SOUND, VIDEO]),
+    "text-only": Asked(spoken=False),
 }
 
 
@@ -101,7 +111,7 @@ def of_json(events: Sequence[Mapping[str, Any]]) -> Said:
     """Of JSON objects, in which an empty tensor is an empty list or text."""
     audio = [np.atleast_1d(event["audio_output"]) for event in events if event["audio_output"] not in ([], "")]
     text = "".join(event["text_output"] for event in events)
-    return Said(text, np.concatenate(audio).astype(np.float32), json.loads(events[-1]["info"])["usage"])
+    return Said(text, np.concatenate([[], *audio]).astype(np.float32), json.loads(events[-1]["info"])["usage"])
 
 
 def inputs_of(asked: Asked, package: Any) -> list[Any]:
@@ -150,6 +160,17 @@ def http_infer(server: Served, asked: Asked) -> Said:
         return of_arrays([arrays(client.infer(UNARY_MODEL, inputs_of(asked, httpclient)))])
 
 
+def http_infer_json(server: Served, asked: Asked) -> Said:
+    """JSON alone, each element a text, as whoever has no library writes it."""
+    fields = {name: value if isinstance(value, list) else [value] for name, value in asked.fields.items()}
+    inputs = [{"name": n, "datatype": "BYTES", "shape": [len(v)], "data": v} for n, v in fields.items()]
+    status, text = server.post(f"/v2/models/{UNARY_MODEL}/infer", json.dumps({"inputs": inputs}))
+    assert status == 200, text
+    outputs = {out["name"]: out["data"] for out in json.loads(text)["outputs"]}
+    (said,), (info,) = outputs["text_output"], outputs["info"]
+    return Said(said, np.array(outputs["audio_output"], np.float32), json.loads(info)["usage"])
+
+
 def generate(server: Served, asked: Asked) -> Said:
     status, text = server.post(f"/v2/models/{UNARY_MODEL}/generate", json.dumps(asked.fields))
     assert status == 200, text
@@ -171,9 +192,9 @@ def sharing_client(server: Served, asked: Asked) -> Said:
         return of_client(client.stream(asked.request).collect())
 
 
-def asyncio_client(server: Served, asked: Asked) -> Said:
+def asyncio_client(server: Served, asked: Asked, *, shared_memory: bool = False) -> Said:
     async def ask() -> Reply:
-        async with AsyncOmniClient(server.supervisor.grpc_url) as client:
+        async with AsyncOmniClient(server.supervisor.grpc_url, shared_memory=shared_memory) as client:
             return await client.stream(asked.request).collect()
 
     return of_client(asyncio.run(ask()))
@@ -183,38 +204,67 @@ def http_client(server: Served, asked: Asked) -> Said:
     return of_client(server.http.unary(asked.request))
 
 
+def http_client_stream(server: Served, asked: Asked) -> Said:
+    return of_client(server.http.stream(asked.request).collect())
+
+
 def command_line(server: Served, asked: Asked) -> Said:
+    """By `say` where there is nothing to show or play, else by `ask`."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{number}.{SUFFIXES[medium.kind]}" for number, medium in enumerate(asked.media)]
         for path, medium in zip(paths, asked.media, strict=True):
             path.write_bytes(medium.data)
         sound, heard = Path(folder) / "reply.wav", ["--video-sound"] if asked.heard else []
-        options = ["--seed", str(SEED), "--voice", VOICE, "--max-tokens", str(MAX_TOKENS), *heard, "-o", str(sound)]
-        command = ["ask", TEXT, *map(str, paths), *options, "--json", "--url", server.supervisor.grpc_url]
+        spoken = ["-o", str(sound)] if asked.spoken else ["--text-only"]
+        if paths:
+            command = ["ask", TEXT, *map(str, paths), "--max-tokens", str(MAX_TOKENS), *heard]
+        else:
+            command = ["say", TEXT, "--thinker-json", json.dumps(asked.request.thinker)]
+        command += ["--seed", str(SEED), "--voice", VOICE, *spoken, "--json", "--url", server.supervisor.grpc_url]
         result = CliRunner().invoke(cli.app, command)
         assert result.exit_code == 0, result.output
         told = json.loads(result.stdout)
-        return Said(told["text"], WavDecoder().feed(sound.read_bytes()), told["info"]["usage"])
+        audio = WavDecoder().feed(sound.read_bytes()) if asked.spoken else SILENCE
+        return Said(told["text"], audio, told["info"]["usage"])
 
 
 def gateway(base: str, asked: Asked) -> Said:
     """By OpenAI's client."""
-    parts = [_openai_part(medium) for medium in asked.media] + [{"type": "text", "text": TEXT}]
-    options: dict[str, Any] = {"use_audio_in_video": True} if asked.heard else {}
-    with openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=WAIT_S) as client:
-        create: Any = client.chat.completions.create
-        reply = create(
-            model=MODEL,
-            messages=[{"role": "user", "content": parts}],
-            seed=SEED,
-            max_completion_tokens=MAX_TOKENS,
-            modalities=["text", "audio"],
-            audio={"voice": VOICE, "format": "wav"},
-            extra_body=options,
-        )
-    message = reply.choices[0].message
+    with _openai_client(base) as client:
+        reply = client.chat.completions.create(**_openai_fields(asked, "wav"))
+    message, usage = reply.choices[0].message, reply.model_extra["info"]["usage"]
+    if not asked.spoken:
+        return Said(message.content, SILENCE, usage)
     sound = WavDecoder().feed(base64.b64decode(message.audio.data))
-    return Said(message.audio.transcript, sound, reply.model_extra["info"]["usage"])
+    return Said(message.audio.transcript, sound, usage)
+
+
+def gateway_stream(base: str, asked: Asked) -> Said:
+    """The same, streamed."""
+    with _openai_client(base) as client:
+        chunks = list(client.chat.completions.create(**_openai_fields(asked, "pcm16"), stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    spoken = [part for delta in deltas if (part := getattr(delta, "audio", None))]
+    text = "".join(delta.content or "" for delta in deltas) + "".join(part.transcript or "" for part in spoken)
+    sound = Pcm16Decoder().feed(b"".join(base64.b64decode(part.data or "") for part in spoken))
+    return Said(text, sound, chunks[-1].model_extra["info"]["usage"])
+
+
+def _openai_client(base: str) -> Any:
+    return openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
+
+
+def _openai_fields(asked: Asked, audio_format: str) -> dict[str, Any]:
+    parts = [_openai_part(medium) for medium in asked.media] + [{"type": "text", "text": TEXT}]
+    spoken = {"modalities": ["text", "audio"], "audio": {"voice": VOICE, "format": audio_format}}
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": parts}],
+        "seed": SEED,
+        "max_completion_tokens": MAX_TOKENS,
+        "extra_body": {"use_audio_in_video": True} if asked.heard else {},
+        **(spoken if asked.spoken else {}),
+    }
 
 
 def _openai_part(medium: Media) -> dict[str, Any]:
@@ -229,12 +279,16 @@ WAYS: dict[str, Way] = {
     "generate_stream": generate_stream,
     "grpc-unary": grpc_unary,
     "infer": http_infer,
+    "infer-json": http_infer_json,
     "generate": generate,
     "OmniClient": blocking_client,
     "OmniClient-shared": sharing_client,
     "AsyncOmniClient": asyncio_client,
+    "AsyncOmniClient-shared": partial(asyncio_client, shared_memory=True),
     "HttpClient": http_client,
+    "HttpClient-stream": http_client_stream,
 }
-"""That may be gone at once; the command line, which has the process's standard output, and the gateway are apart."""
-COMMAND_LINE, GATEWAY = "triton-omni", "gateway"
-ALL_WAYS = (*WAYS, COMMAND_LINE, GATEWAY)
+"""That may be gone at once; the command line, which has the process's standard output, and the gateway's are apart."""
+COMMAND_LINE = "triton-omni"
+GATEWAYS: dict[str, Callable[[str, Asked], Said]] = {"gateway": gateway, "gateway-stream": gateway_stream}
+ALL_WAYS = (*WAYS, COMMAND_LINE, *GATEWAYS)

@@ -8,7 +8,6 @@ sequence. The disturbed seeds make replies that last seconds, so that a cancel m
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,20 +71,8 @@ def channel_closed(server: Served, request: Request) -> Iterator[Callable[[], No
 
 @contextmanager
 def http_stream_closed(server: Served, request: Request) -> Iterator[Callable[[], None]]:
-    host, port = server.supervisor.http_url.rsplit(":", 1)
-    body = json.dumps(
-        {
-            "id": request.request_id,
-            "text_input": request.text,
-            "sampling_parameters": json.dumps(request.sampling_parameters()),
-        }
-    ).encode()
-    head = (
-        f"POST /v2/models/qwen2_5_omni/generate_stream HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + body)
-        yield connection.close
+    stream = server.http.stream(request)
+    yield stream.close
 
 
 @contextmanager

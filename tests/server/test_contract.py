@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +67,14 @@ def generate(server: Served, **fields: Any) -> tuple[int, dict[str, Any]]:
     return status, json.loads(text)
 
 
+def stream_events(server: Served, parameters: str) -> list[dict[str, Any]]:
+    """Events of `POST /generate_stream` to its end."""
+    body = json.dumps({"text_input": "hello", "sampling_parameters": parameters})
+    status, text = server.post(f"/v2/models/{MODEL}/generate_stream", body)
+    assert status == 200
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+
+
 @pytest.fixture(scope="module")
 def streamed(shared_server: Served) -> Reply:
     """What every other way in must give as well."""
@@ -101,25 +109,49 @@ def test_generate_gives_the_stream_s_reply_as_json(server: Served, streamed: Rep
 
 
 def test_generate_stream_gives_the_same_deltas_as_server_sent_events(server: Served, streamed: Reply) -> None:
-    body = json.dumps({"text_input": "hello", "sampling_parameters": json.dumps(GREEDY)})
-    status, text = server.post(f"/v2/models/{MODEL}/generate_stream", body)
-    assert status == 200
-    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    events = stream_events(server, json.dumps(GREEDY))
     assert "".join(event["text_output"] for event in events) == streamed.text
     samples = [np.atleast_1d(event["audio_output"]) for event in events if event["audio_output"] not in ([], "")]
     np.testing.assert_allclose(np.concatenate(samples), streamed.audio, rtol=0, atol=SAME)
     assert [bool(event["info"]) for event in events] == [False] * (len(events) - 1) + [True]
 
 
-@pytest.mark.parametrize("audio_format", ["pcm16", "wav"])
-def test_unary_encoded_audio_is_one_whole_file(server: Served, streamed: Reply, audio_format: str) -> None:
-    parameters = json.dumps({**GREEDY, "audio_format": audio_format})
+def encoded_by_generate(server: Served, parameters: str) -> bytes:
     status, answer = generate(server, text_input="hello", sampling_parameters=parameters)
     assert status == 200
-    data = base64.b64decode(answer["audio_base64"], validate=True)
+    return base64.b64decode(answer["audio_base64"], validate=True)
+
+
+def encoded_by_grpc(server: Served, parameters: str) -> bytes:
+    message = infer_request({"text_input": [b"hello"], "sampling_parameters": [parameters.encode()]}, UNARY_MODEL)
+    with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
+        answer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(message)
+    outputs = dict(zip([out.name for out in answer.outputs], answer.raw_output_contents, strict=True))
+    assert outputs["audio_output"] == b""
+    return base64.b64decode(outputs["audio_base64"][4:], validate=True)
+
+
+def encoded_by_generate_stream(server: Served, parameters: str) -> bytes:
+    """The chunks joined, each base64 of its own."""
+    chunks = [event["audio_base64"] for event in stream_events(server, parameters)]
+    assert sum(map(bool, chunks)) > 1
+    return b"".join(base64.b64decode(chunk, validate=True) for chunk in chunks)
+
+
+ENCODED: Mapping[str, Callable[[Served, str], bytes]] = {
+    "generate": encoded_by_generate,
+    "grpc-unary": encoded_by_grpc,
+    "generate_stream": encoded_by_generate_stream,
+}
+
+
+@pytest.mark.parametrize("way", ENCODED)
+@pytest.mark.parametrize("audio_format", ["pcm16", "wav"])
+def test_encoded_audio_is_what_f32_is(server: Served, streamed: Reply, audio_format: str, way: str) -> None:
+    data = ENCODED[way](server, json.dumps({**GREEDY, "audio_format": audio_format}))
     if audio_format == "wav":
         header, data = data[:44], data[44:]
-        assert header == wav_header(len(streamed.audio))
+        assert header == wav_header(None if way == "generate_stream" else len(streamed.audio))
     np.testing.assert_allclose(Pcm16Decoder().feed(data), streamed.audio, rtol=0, atol=PCM16_STEP / 2 + SAME)
 
 

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import pytest_asyncio
 from tritonclient.grpc import service_pb2
 
 from media_samples import audio_file, image_file
 from server.probes import CRAWLING_THINKER
 from server.serving import Served, wait_for
-from triton_omni_client import NO_RETRY, BadRequest, Media, OmniClient, Request
+from triton_omni_client import NO_RETRY, AsyncOmniClient, BadRequest, Media, OmniClient, Reply, Request
 
 MEDIA = [Media("image", image_file("png", 400, 300)), Media("audio", audio_file("wav", seconds=4.0))]
 SHARED_MEMORY = Path("/dev/shm")
@@ -24,6 +27,13 @@ SHARED_MEMORY = Path("/dev/shm")
 def sharing(server: Served) -> Iterator[OmniClient]:
     """A client of the server that shares its media."""
     with OmniClient(server.supervisor.grpc_url, timeout=60, retry=NO_RETRY, shared_memory=True) as client:
+        yield client
+
+
+@pytest_asyncio.fixture
+async def sharing_loop(server: Served) -> AsyncIterator[AsyncOmniClient]:
+    """The same for asyncio."""
+    async with AsyncOmniClient(server.supervisor.grpc_url, timeout=60, retry=NO_RETRY, shared_memory=True) as client:
         yield client
 
 
@@ -43,22 +53,78 @@ def request(request_id: str, **options: object) -> Request:
     )
 
 
+def nothing_is_left(server: Served) -> bool:
+    return not regions(server.client) and not files()
+
+
+def check_reply(server: Served, request_id: str, reply: Reply) -> None:
+    """The reply is that to media in the message."""
+    plain = server.client.stream(request(f"not {request_id}")).collect()
+    assert server.records.prompt(request_id) == server.records.prompt(f"not {request_id}")
+    assert server.records.codes(request_id) == server.records.codes(f"not {request_id}")
+    assert reply.text == plain.text
+    np.testing.assert_allclose(reply.audio, plain.audio, rtol=0, atol=1e-5)
+
+
 def test_shared_media_get_the_reply_of_media_in_the_message(server: Served, sharing: OmniClient) -> None:
     stream = sharing.stream(request("shared"))
     (region,) = files()
     assert regions(sharing) == {region}
     reply = stream.collect()
-    plain = server.client.stream(request("not shared")).collect()
-    assert server.records.prompt("shared") == server.records.prompt("not shared")
-    assert server.records.codes("shared") == server.records.codes("not shared")
-    assert reply.text == plain.text
-    np.testing.assert_allclose(reply.audio, plain.audio, rtol=0, atol=1e-5)
     assert regions(sharing) == files() == set()
+    check_reply(server, "shared", reply)
+
+
+async def test_media_shared_by_a_task_get_the_same_reply(server: Served, sharing_loop: AsyncOmniClient) -> None:
+    async with sharing_loop.stream(request("shared by a task")) as stream:
+        await anext(stream)
+        (region,) = files()
+        assert regions(server.client) == {region}
+        reply = await stream.collect()
+    assert regions(server.client) == files() == set()
+    check_reply(server, "shared by a task", reply)
+
+
+async def test_a_task_that_is_cancelled_leaves_nothing(server: Served, sharing_loop: AsyncOmniClient) -> None:
+    stream = sharing_loop.stream(request("shared, its task cancelled", seed=CRAWLING_THINKER))
+    await anext(stream)
+    assert len(files()) == 1
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(stream.collect(), 0.2)
+    await asyncio.to_thread(wait_for, lambda: nothing_is_left(server), files)
+    server.wait_until_idle()
+
+
+async def test_a_refused_request_of_a_task_leaves_nothing(server: Served, sharing_loop: AsyncOmniClient) -> None:
+    with pytest.raises(BadRequest):
+        await sharing_loop.say("what is this?", [Media("image", b"no picture" * 1000)])
+    await asyncio.to_thread(wait_for, lambda: nothing_is_left(server), files)
 
 
 def test_a_request_without_media_shares_nothing(sharing: OmniClient) -> None:
     with sharing.stream(Request(text="hello", seed=1)):
         assert regions(sharing) == files() == set()
+
+
+def test_a_forgotten_request_leaves_nothing(
+    server: Served, sharing: OmniClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = sharing.stream(request("shared, forgotten", seed=CRAWLING_THINKER))
+    next(stream)
+    del stream
+    gc.collect()
+    assert regions(sharing) == files() == set()
+    assert "still uses" not in caplog.text
+    server.wait_until_idle()
+
+
+async def test_a_request_that_a_task_forgets_leaves_nothing(server: Served, sharing_loop: AsyncOmniClient) -> None:
+    stream = sharing_loop.stream(request("shared, forgotten by a task", seed=CRAWLING_THINKER))
+    await anext(stream)
+    del stream
+    gc.collect()
+    await asyncio.to_thread(wait_for, lambda: nothing_is_left(server), files)
+    server.wait_until_idle()
 
 
 @pytest.mark.parametrize("after", [0, 1])

@@ -219,11 +219,12 @@ async def test_texts_and_waveforms_of_a_task(server: FakeTriton) -> None:
         assert [float(samples[0]) async for samples in waveforms] == [0.25, -0.5]
 
 
-def test_the_progress_of_an_upload_is_told() -> None:
+@pytest.mark.parametrize("ask", [HttpClient.unary, lambda *asked: asyncio.run(HttpClient.unary_async(*asked))])
+def test_the_progress_of_an_upload_is_told(ask: Callable[..., Any]) -> None:
     told: list[tuple[int, int]] = []
     with serve_http(FakeHttp(lambda: http_answer(text="Hello."))) as fake:
         request = Request.ask("x" * (1 << 20))
-        HttpClient(fake.url).unary(request, lambda done, total: told.append((done, total)))
+        ask(HttpClient(fake.url), request, lambda done, total: told.append((done, total)))
     assert len(told) == 5
     assert told == sorted(told)
     assert told[-1][0] == told[-1][1] > 1 << 20

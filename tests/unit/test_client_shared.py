@@ -3,20 +3,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
 from client_fakes import FakeTriton, bytes_tensor, serve_grpc
-from triton_omni_client import BadRequest, Media, OmniClient, OmniClientError, Request, shared_media
+from triton_omni_client import (
+    AsyncOmniClient,
+    AsyncStream,
+    BadRequest,
+    Media,
+    OmniClient,
+    OmniClientError,
+    Reply,
+    Request,
+    Stream,
+    shared_media,
+)
 
 MEDIA = (Media("image", b"\x89png" * 1000), Media("audio", b"RIFF"))
 SHARED_MEMORY = Path("/dev/shm")
@@ -29,10 +42,11 @@ def files() -> list[Path]:
 
 @dataclass
 class SharingTriton(FakeTriton):
-    """Keeps the contents of what is registered; `holds` it against so many calls to let go of it."""
+    """Keeps the contents of what is registered; `holds` it against so many calls to let go of it, or while called."""
 
     refusal: str = ""
     holds: int = 0
+    holds_while_called: bool = False
     contents: dict[str, bytes] = field(default_factory=dict)
     registered: set[str] = field(default_factory=set)
 
@@ -44,8 +58,8 @@ class SharingTriton(FakeTriton):
         return service_pb2.SystemSharedMemoryRegisterResponse()
 
     def SystemSharedMemoryUnregister(self, request: Any, context: Any) -> Any:  # noqa: N802
-        if self.holds:
-            self.holds -= 1
+        if self.holds or (self.holds_while_called and not self.cancelled.is_set()):
+            self.holds = max(0, self.holds - 1)
             context.abort(grpc.StatusCode.INTERNAL, f"Cannot unregister '{request.name}', it is currently in use")
         self.registered.discard(request.name)
         return service_pb2.SystemSharedMemoryUnregisterResponse()
@@ -57,13 +71,54 @@ def triton() -> Iterator[SharingTriton]:
         yield fake
 
 
-@pytest.fixture
-def client(triton: SharingTriton) -> Iterator[OmniClient]:
-    with OmniClient(triton.url, shared_memory=True) as found:
+class Awaited:
+    """The asyncio client, its loop running while it is asked something and else not."""
+
+    def __init__(self, url: str) -> None:
+        self._loop = asyncio.Runner()
+        self._client = self._loop.run(self._made(url))
+
+    async def _made(self, url: str) -> AsyncOmniClient:
+        return AsyncOmniClient(url, shared_memory=True)
+
+    def say(self, text: str, media: tuple[Media, ...] = (), **options: Any) -> Reply:
+        return self._loop.run(self._client.say(text, media, **options))
+
+    def stream(self, request: Request) -> AsyncStream:
+        async def begun() -> AsyncStream:
+            return self._client.stream(request)
+
+        return self._loop.run(begun())
+
+    def close(self) -> None:
+        self._loop.run(self._client.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self._loop.close()
+
+
+Client = OmniClient | Awaited
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def client(triton: SharingTriton, request: pytest.FixtureRequest) -> Iterator[Client]:
+    with OmniClient(triton.url, shared_memory=True) if request.param == "blocking" else Awaited(triton.url) as found:
         yield found
 
 
-def test_the_message_names_the_region_and_brings_all_other_tensors(triton: SharingTriton, client: OmniClient) -> None:
+def soon(condition: Callable[[], bool]) -> bool:
+    """Whether that is so before long: the asyncio client shares on threads."""
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def test_the_message_names_the_region_and_brings_all_other_tensors(triton: SharingTriton, client: Client) -> None:
     assert client.say("what?", MEDIA, seed=7).text == "Hello, sea."
     (message,) = triton.requests
     ((name, content),) = triton.contents.items()
@@ -77,14 +132,12 @@ def test_the_message_names_the_region_and_brings_all_other_tensors(triton: Shari
     assert (triton.registered, files()) == (set(), [])
 
 
-def test_a_request_without_media_registers_nothing(triton: SharingTriton, client: OmniClient) -> None:
+def test_a_request_without_media_registers_nothing(triton: SharingTriton, client: Client) -> None:
     client.say("hello")
     assert triton.contents == {}
 
 
-def test_a_server_that_takes_no_shared_memory_is_told_and_leaves_nothing(
-    triton: SharingTriton, client: OmniClient
-) -> None:
+def test_a_server_that_takes_no_shared_memory_is_told_and_leaves_nothing(triton: SharingTriton, client: Client) -> None:
     triton.refusal = "Unable to open shared memory region: '/triton_omni_client'"
     with pytest.raises(OmniClientError, match="Unable to open shared memory region"):
         client.say("what?", MEDIA)
@@ -92,7 +145,7 @@ def test_a_server_that_takes_no_shared_memory_is_told_and_leaves_nothing(
 
 
 def test_media_that_do_not_fit_are_refused_before_they_are_written(
-    client: OmniClient, monkeypatch: pytest.MonkeyPatch
+    client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4000))
     with pytest.raises(BadRequest, match=r"media: 4012 bytes do not fit into /dev/shm"):
@@ -100,14 +153,14 @@ def test_media_that_do_not_fit_are_refused_before_they_are_written(
     assert files() == []
 
 
-def test_a_region_in_use_is_asked_for_until_it_is_free(triton: SharingTriton, client: OmniClient) -> None:
+def test_a_region_in_use_is_asked_for_until_it_is_free(triton: SharingTriton, client: Client) -> None:
     triton.holds = 3
     client.say("what?", MEDIA)
     assert (triton.holds, triton.registered) == (0, set())
 
 
 def test_a_server_that_never_lets_go_is_told_of_and_no_longer_waited_for(
-    triton: SharingTriton, client: OmniClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    triton: SharingTriton, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shared_media, "RELEASE_SECONDS", 0.05)
     triton.holds = 1_000_000
@@ -116,27 +169,64 @@ def test_a_server_that_never_lets_go_is_told_of_and_no_longer_waited_for(
     assert files() == []
 
 
-def close(stream: Any, client: OmniClient) -> None:
+def close(stream: Stream | AsyncStream, client: Client) -> None:
     del client
     stream.close()
 
 
-def close_client(stream: Any, client: OmniClient) -> None:
+def close_client(stream: Stream | AsyncStream, client: Client) -> None:
     del stream
     client.close()
 
 
 @pytest.mark.parametrize("end", [close, close_client])
 def test_a_reply_that_is_given_up_leaves_nothing(
-    triton: SharingTriton, client: OmniClient, end: Callable[[Any, OmniClient], None]
+    triton: SharingTriton, client: Client, end: Callable[[Any, Client], None]
 ) -> None:
     stream = client.stream(Request.ask("what?", MEDIA))
-    assert len(files()) == len(triton.registered) == 1
+    assert soon(lambda: len(files()) == len(triton.registered) == 1)
     end(stream, client)
-    assert (triton.registered, files()) == (set(), [])
+    assert soon(lambda: not triton.registered and not files())
 
 
-def test_a_reply_that_nobody_holds_any_more_leaves_nothing(triton: SharingTriton, client: OmniClient) -> None:
+def test_a_reply_that_nobody_holds_any_more_leaves_nothing(triton: SharingTriton, client: Client) -> None:
     client.stream(Request.ask("what?", MEDIA))
     gc.collect()
-    assert (triton.registered, files()) == (set(), [])
+    assert soon(lambda: len(triton.contents) == 1 and not triton.registered and not files())
+
+
+def test_a_forgotten_request_is_cancelled_before_its_memory_is_asked_back(triton: SharingTriton) -> None:
+    triton.script, triton.holds_while_called = triton.endless, True
+    with OmniClient(triton.url, shared_memory=True) as client:
+        next(client.stream(Request.ask("what?", MEDIA)))
+        gc.collect()
+        assert (triton.registered, files()) == (set(), [])
+
+
+async def test_a_reply_that_a_task_forgets_leaves_nothing_and_keeps_no_loop_waiting(triton: SharingTriton) -> None:
+    triton.script, triton.holds = triton.endless, 50
+    async with AsyncOmniClient(triton.url, shared_memory=True) as client:
+        stream = client.stream(Request.ask("what?", MEDIA))
+        await anext(stream)
+        begin = time.monotonic()
+        del stream
+        gc.collect()
+        await asyncio.sleep(0)
+        assert time.monotonic() - begin < 50 * shared_media.POLL_SECONDS
+        assert await asyncio.to_thread(soon, lambda: not triton.registered and not files())
+
+
+async def test_a_task_that_is_cancelled_while_its_media_are_shared_leaves_nothing(
+    triton: SharingTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = shared_media._filled
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.3)
+        return filled(*args)
+
+    monkeypatch.setattr(shared_media, "_filled", slowly)
+    async with AsyncOmniClient(triton.url, shared_memory=True) as client:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.say("what?", MEDIA), 0.1)
+    assert (len(triton.contents), triton.registered, files(), triton.requests) == (1, set(), [], [])

@@ -211,7 +211,9 @@ def test_calling_names_tests_that_there_are() -> None:
     assert len(named) > 20
     for path, name in named:
         tests = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
-        assert name in {node.name for node in tests if isinstance(node, ast.FunctionDef)}, f"{path}::{name}"
+        assert name in {node.name for node in tests if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}, (
+            f"{path}::{name}"
+        )
 
 
 def test_documents_speak_of_the_block_the_code_uses() -> None:
