@@ -29,6 +29,7 @@ from triton_omni_client.messages import MODEL
 
 from .connection import FlowingResponse, read_body, until_gone
 from .errors import CutOff, from_client
+from .field_names import SPEECH_NAMES, chat_names
 from .metrics import Metrics
 from .pool import PooledStream, ServerPool
 from .replies import ChatChunks, Head, Spoken, completion, event, speech_delta, speech_done
@@ -88,6 +89,7 @@ class Gateway:
     async def chat(self, http: HttpRequest) -> Response:
         """`POST /v1/chat/completions`."""
         chat = await self._read(http, ChatRequest)
+        http.state.naming = chat_names(chat).told
         check_model(chat.model, self._settings.models)
         check_priority(chat.priority, self._settings.min_priority)
         spoken = self._spoken(chat) if chat.wants_audio else None
@@ -103,6 +105,7 @@ class Gateway:
     async def speech(self, http: HttpRequest) -> Response:
         """`POST /v1/audio/speech`."""
         speech = await self._read(http, SpeechRequest)
+        http.state.naming = SPEECH_NAMES.told
         check_model(speech.model, self._settings.models)
         sound_format = speech_format(speech.response_format)
         request = _traced(speech_request(speech, self._settings.speech_prompt, http.state.request_id), http)
@@ -214,7 +217,7 @@ def _traced(request: Request, http: HttpRequest) -> Request:
 
 def _failed(http: HttpRequest, error: OmniClientError) -> bytes:
     """The event of an error inside a stream; its status is what is counted."""
-    meant = from_client(error)
+    meant = from_client(error, http.state.naming)
     http.scope["state"]["status"] = meant.status
     logger.error("%s failed while its answer was sent: %s", http.state.request_id, meant.message)
     return event(meant.body())
