@@ -83,6 +83,18 @@ def test_a_text_is_read_aloud_as_the_server_speaks_its_prompt(server: Served, ga
     np.testing.assert_allclose(WavDecoder().feed(speech.content), direct.audio, rtol=0, atol=PCM16_STEP)
 
 
+def test_a_drawn_seed_repeats_the_speech(gateway: RunningGateway) -> None:
+    def speak(**options: Any) -> tuple[int, Any]:
+        create: Any = gateway.openai.audio.speech.create
+        speech = create(model=MODEL, voice="Ethan", input="The sea.", extra_body=options)
+        return int(speech.response.headers["x-seed"]), WavDecoder().feed(speech.content)
+
+    seed, first = speak()
+    told, again = speak(seed=seed)
+    assert told == seed
+    np.testing.assert_allclose(again, first, rtol=0, atol=PCM16_STEP)
+
+
 def test_media_in_a_conversation_are_understood(server: Served, gateway: RunningGateway) -> None:
     image, sound = image_file("png"), audio_file("wav")
     parts = [
