@@ -199,22 +199,40 @@ def command_line(server: Served, asked: Asked) -> Said:
 
 def gateway(base: str, asked: Asked) -> Said:
     """By OpenAI's client."""
-    parts = [_openai_part(medium) for medium in asked.media] + [{"type": "text", "text": TEXT}]
-    options: dict[str, Any] = {"use_audio_in_video": True} if asked.heard else {}
-    with openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=WAIT_S) as client:
+    with _openai_client(base) as client:
         create: Any = client.chat.completions.create
-        reply = create(
-            model=MODEL,
-            messages=[{"role": "user", "content": parts}],
-            seed=SEED,
-            max_completion_tokens=MAX_TOKENS,
-            modalities=["text", "audio"],
-            audio={"voice": VOICE, "format": "wav"},
-            extra_body=options,
-        )
+        reply = create(**_openai_chat(asked))
     message = reply.choices[0].message
     sound = WavDecoder().feed(base64.b64decode(message.audio.data))
     return Said(message.audio.transcript, sound, reply.model_extra["info"]["usage"])
+
+
+def gateway_stream(base: str, asked: Asked) -> Said:
+    """By OpenAI's client, as it comes."""
+    with _openai_client(base) as client:
+        create: Any = client.chat.completions.create
+        chunks = list(create(**_openai_chat(asked), stream=True))
+    audio = [found for chunk in chunks if (found := chunk.choices[0].delta.audio)]
+    sound = WavDecoder().feed(b"".join(base64.b64decode(found.data or "") for found in audio))
+    text = "".join(found.transcript or "" for found in audio)
+    return Said(text, sound, chunks[-1].model_extra["info"]["usage"])
+
+
+def _openai_client(base: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
+
+
+def _openai_chat(asked: Asked) -> dict[str, Any]:
+    parts = [_openai_part(medium) for medium in asked.media] + [{"type": "text", "text": TEXT}]
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": parts}],
+        "seed": SEED,
+        "max_completion_tokens": MAX_TOKENS,
+        "modalities": ["text", "audio"],
+        "audio": {"voice": VOICE, "format": "wav"},
+        "extra_body": {"use_audio_in_video": True} if asked.heard else {},
+    }
 
 
 def _openai_part(medium: Media) -> dict[str, Any]:
@@ -236,5 +254,7 @@ WAYS: dict[str, Way] = {
     "HttpClient": http_client,
 }
 """That may be gone at once; the command line, which has the process's standard output, and the gateway are apart."""
-COMMAND_LINE, GATEWAY = "triton-omni", "gateway"
-ALL_WAYS = (*WAYS, COMMAND_LINE, GATEWAY)
+COMMAND_LINE = "triton-omni"
+GATEWAY_WAYS: dict[str, Callable[[str, Asked], Said]] = {"gateway": gateway, "gateway-stream": gateway_stream}
+"""By the gateway's address."""
+ALL_WAYS = (*WAYS, COMMAND_LINE, *GATEWAY_WAYS)

@@ -13,13 +13,12 @@ from gateway_fakes import run_gateway
 from server.calling import (
     ALL_WAYS,
     COMMAND_LINE,
-    GATEWAY,
+    GATEWAY_WAYS,
     MODALITIES,
     WAYS,
     Said,
     blocking_client,
     command_line,
-    gateway,
 )
 from server.serving import Served
 
@@ -45,7 +44,11 @@ def calls(shared_server: Served) -> Calls:
             for way, call in WAYS.items()
             for name, asked in MODALITIES.items()
         }
-        made |= {(GATEWAY, name): pool.submit(gateway, running.base, asked) for name, asked in MODALITIES.items()}
+        made |= {
+            (way, name): pool.submit(call, running.base, asked)
+            for way, call in GATEWAY_WAYS.items()
+            for name, asked in MODALITIES.items()
+        }
     return made | {
         (COMMAND_LINE, name): _now(lambda asked=asked: command_line(shared_server, asked))
         for name, asked in MODALITIES.items()
