@@ -142,8 +142,8 @@ def _add_errors(app: FastAPI) -> None:
         return error_response(error)
 
     @app.exception_handler(OmniClientError)
-    async def failed(_request: Request, error: OmniClientError) -> Response:
-        return error_response(from_client(error))
+    async def failed(request: Request, error: OmniClientError) -> Response:
+        return error_response(from_client(error, request.state.naming))
 
     @app.exception_handler(ClientGone)
     async def gone(_request: Request, _error: ClientGone) -> Response:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -69,16 +69,28 @@ class FlowingResponse(Response):
 
     A maker that raises `CutOff` has the connection closed, so that the caller does not take a part for the whole. So
     has a caller that takes no part for `send_timeout_s`, who would keep a place for as long as it likes.
+
+    Args:
+        parts: makes the answer.
+        media_type: of the whole.
+        send_timeout_s: in which each part has to be taken.
+        headers: sent in front of the first part, besides those of every flowing answer.
     """
 
-    def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str, send_timeout_s: float) -> None:
+    def __init__(
+        self,
+        parts: AsyncGenerator[bytes, None],
+        media_type: str,
+        send_timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.status_code = 200
         self.media_type = media_type
         self.background = None
         self.body = b""
         self._parts = parts
         self._send_timeout_s = send_timeout_s
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,9 @@ _MEANINGS: Mapping[str, tuple[int, str, Mapping[str, str]]] = {
 """Status, OpenAI's `type` and headers by the code of the client's error."""
 _ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
 """What Triton puts in front of a stage's error."""
-_KEY_PATH = re.compile(r"^(?:sampling_parameters\.(?:thinker\.)?)?(?P<path>[a-z][\w.\[\]]*): ")
+_OF_THE_REQUEST = ("bad_request", "too_large")
+Naming = Callable[[str], tuple[str, str | None]]
+"""A refusal of the server in its caller's words, and the key at fault; see `field_names.py`."""
 
 
 @dataclass(eq=False)
@@ -41,7 +43,7 @@ class GatewayError(Exception):
         message: what was wrong, the value seen, the limit, what to do.
         kind: OpenAI's `type`.
         code: OpenAI's `code`, for programs.
-        param: the request's key that is at fault.
+        param: the request's key that is at fault, as the caller wrote it; None = no single one is.
         headers: sent with the answer.
     """
 
@@ -99,16 +101,21 @@ def stopping() -> GatewayError:
     return GatewayError(503, "The gateway is stopping; send the request again.", SERVER, "stopping", headers=_SOON)
 
 
-def from_client(error: OmniClientError) -> GatewayError:
-    """What an error of Triton's client means to a caller of HTTP."""
-    message = _ENSEMBLE.sub("", error.message)
+def _as_it_is(message: str) -> tuple[str, str | None]:
+    return message, None
+
+
+def from_client(error: OmniClientError, naming: Naming = _as_it_is) -> GatewayError:
+    """What an error of Triton's client means to a caller of HTTP.
+
+    Args:
+        error: of the client, or of the server behind it.
+        naming: puts a refusal in the words of the request's caller.
+    """
+    message, param = _ENSEMBLE.sub("", error.message), None
+    if error.code in _OF_THE_REQUEST:
+        message, param = naming(message)
     if error.code == "overloaded":
         return overloaded(message, error.retry_after_ms)
     status, kind, headers = _MEANINGS.get(error.code, _MEANINGS["internal"])
-    return GatewayError(status, message, kind, error.code, _param(message), headers)
-
-
-def _param(message: str) -> str | None:
-    """The key that a refusal of the server names, as the caller spells it."""
-    found = _KEY_PATH.match(message)
-    return None if found is None else found["path"]
+    return GatewayError(status, message, kind, error.code, param, headers)

@@ -142,11 +142,12 @@ def speech_delta(data: bytes) -> bytes:
     return event({"type": "speech.audio.delta", "audio": _base64(data)})
 
 
-def speech_done(info: Info | None) -> bytes:
-    """The event that ends a stream of speech."""
+def speech_done(info: Info | None, seed: int) -> bytes:
+    """The event that ends a stream of speech; `seed` repeats it, and is not OpenAI's."""
     found = usage(info)
     counts = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
-    return event({"type": "speech.audio.done", "usage": {name: found[ours] for name, ours in counts.items()}})
+    told = {name: found[ours] for name, ours in counts.items()}
+    return event({"type": "speech.audio.done", "usage": told, "seed": seed})
 
 
 def account(info: Info | None) -> Json | None:

@@ -27,6 +27,8 @@ _SHOWN = 200
 MAX_ITEMS = 1024
 """Of any list; the Triton server allows fewer. Without a bound a body of millions would be told item by item."""
 Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+Seconds = Annotated[float, Field(allow_inf_nan=False, strict=True, gt=0)]
+"""Of a timeout. The client of Triton refuses others itself, before the server could name the key."""
 
 
 class _Model(BaseModel):
@@ -162,12 +164,17 @@ class ChatRequest(_Thinker, _WithoutEffect, _OneValue):
     talker: dict[str, Any] | None = None
     token2wav: dict[str, Any] | None = None
     priority: StrictInt | None = None
-    timeout: Number | None = None
+    timeout: Seconds | None = None
 
     @property
     def wants_audio(self) -> bool:
         """Whether the reply is to be spoken."""
         return "audio" in (self.modalities or ())
+
+    @property
+    def length_key(self) -> str:
+        """Under which of its two names the reply's longest length was given."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def thinker(self) -> dict[str, Any]:
         """The `thinker` object of the request to the server: what was given, under the server's names."""
@@ -197,7 +204,7 @@ class SpeechRequest(_Model):
     seed: StrictInt | None = None
     talker: dict[str, Any] | None = None
     token2wav: dict[str, Any] | None = None
-    timeout: Number | None = None
+    timeout: Seconds | None = None
 
 
 Schema = TypeVar("Schema", bound=BaseModel)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from triton_omni_client.messages import MODEL
 
 from .connection import FlowingResponse, read_body, until_gone
 from .errors import CutOff, from_client
+from .field_names import SPEECH_NAMES, chat_names
 from .metrics import Metrics
 from .pool import PooledStream, ServerPool
 from .replies import ChatChunks, Head, Spoken, completion, event, speech_delta, speech_done
@@ -42,6 +44,9 @@ EVENTS = "text/event-stream"
 _LONGEST_TRACEPARENT = 64
 _PARSED_AT_ONCE = 1 << 18
 """Bytes of a body that is parsed in a millisecond or so; a larger one must not hold up everybody's speech."""
+SEED_HEADER = "x-seed"
+DRAWN_SEED_BITS = 53
+"""As the server draws it: JSON's readers hold larger integers as inexact doubles."""
 _MEDIA_TYPES = {"wav": "audio/wav", "pcm16": "audio/pcm"}
 logger = logging.getLogger("uvicorn.error")
 
@@ -88,6 +93,7 @@ class Gateway:
     async def chat(self, http: HttpRequest) -> Response:
         """`POST /v1/chat/completions`."""
         chat = await self._read(http, ChatRequest)
+        http.state.naming = chat_names(chat).told
         check_model(chat.model, self._settings.models)
         check_priority(chat.priority, self._settings.min_priority)
         spoken = self._spoken(chat) if chat.wants_audio else None
@@ -103,15 +109,19 @@ class Gateway:
     async def speech(self, http: HttpRequest) -> Response:
         """`POST /v1/audio/speech`."""
         speech = await self._read(http, SpeechRequest)
+        http.state.naming = SPEECH_NAMES.told
         check_model(speech.model, self._settings.models)
         sound_format = speech_format(speech.response_format)
-        request = _traced(speech_request(speech, self._settings.speech_prompt, http.state.request_id), http)
-        opened, encoder = await self._open(http, request, (AudioDelta, Info)), SoundEncoder(sound_format)
+        # Drawn here where the caller gave none: sound has no place but its headers to tell it, and they come first.
+        seed = secrets.randbits(DRAWN_SEED_BITS) if speech.seed is None else speech.seed
+        request = speech_request(speech, self._settings.speech_prompt, http.state.request_id)
+        opened = await self._open(http, _traced(replace(request, seed=seed), http), (AudioDelta, Info))
+        encoder, headers = SoundEncoder(sound_format), {SEED_HEADER: str(seed)}
         if speech.stream_format == "sse":
-            return FlowingResponse(self._speech_events(http, opened, encoder), EVENTS, self._settings.send_timeout_s)
-        return FlowingResponse(
-            self._sound(http, opened, encoder), _MEDIA_TYPES[sound_format], self._settings.send_timeout_s
-        )
+            events = self._speech_events(http, opened, encoder, seed)
+            return FlowingResponse(events, EVENTS, self._settings.send_timeout_s, headers)
+        sound = self._sound(http, opened, encoder)
+        return FlowingResponse(sound, _MEDIA_TYPES[sound_format], self._settings.send_timeout_s, headers)
 
     async def _read(self, http: HttpRequest, schema: type[Schema]) -> Schema:
         settings = self._settings
@@ -156,7 +166,7 @@ class Gateway:
             yield part
 
     async def _speech_events(
-        self, http: HttpRequest, opened: Opened, encoder: SoundEncoder
+        self, http: HttpRequest, opened: Opened, encoder: SoundEncoder, seed: int
     ) -> AsyncGenerator[bytes, None]:
         info: Info | None = None
         try:
@@ -171,7 +181,7 @@ class Gateway:
             return
         if rest := encoder.end():
             yield speech_delta(rest)
-        yield speech_done(info)
+        yield speech_done(info, seed)
 
     async def _sound(self, http: HttpRequest, opened: Opened, encoder: SoundEncoder) -> AsyncGenerator[bytes, None]:
         try:
@@ -214,7 +224,7 @@ def _traced(request: Request, http: HttpRequest) -> Request:
 
 def _failed(http: HttpRequest, error: OmniClientError) -> bytes:
     """The event of an error inside a stream; its status is what is counted."""
-    meant = from_client(error)
+    meant = from_client(error, http.state.naming)
     http.scope["state"]["status"] = meant.status
     logger.error("%s failed while its answer was sent: %s", http.state.request_id, meant.message)
     return event(meant.body())

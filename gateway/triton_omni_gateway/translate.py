@@ -13,6 +13,7 @@ from triton_omni_client import Request
 from triton_omni_client.messages import Modality
 
 from .errors import GatewayError, bad_request
+from .field_names import MEDIA_VALUES
 from .schemas import AudioOptions, ChatRequest, Message, SpeechRequest
 from .settings import TEXT_MARK
 from .sound import SoundFormat
@@ -21,6 +22,8 @@ FindTranscript = Callable[[str], str | None]
 
 _SPEECH_FORMATS: Mapping[str, SoundFormat] = {"wav": "wav", "pcm": "pcm16"}
 _DETAILS = ("auto", "low", "high")
+_PART_TYPES = ("text", *MEDIA_VALUES)
+"""The server's other ones take media that are sent beside the messages, for which HTTP has no place."""
 
 
 def check_model(name: str, served: tuple[str, ...]) -> None:
@@ -94,6 +97,9 @@ def _check_lengths(chat: ChatRequest) -> None:
         raise bad_request("'max_tokens' and 'max_completion_tokens' differ; give one.", param="max_tokens")
     if chat.ignore_eos and limits == (None, None):
         raise bad_request("'ignore_eos' needs 'max_completion_tokens'.", param="ignore_eos")
+    if chat.ignore_eos and chat.response_format is not None and chat.response_format.type != "text":
+        said = "'ignore_eos' cannot be given with a 'response_format' of JSON, which says when the reply may end."
+        raise bad_request(said, param="ignore_eos")
 
 
 def _message(message: Message, index: int, find: FindTranscript) -> dict[str, Any]:
@@ -105,7 +111,8 @@ def _message(message: Message, index: int, find: FindTranscript) -> dict[str, An
         raise bad_request(said, param=f"messages[{index}].content", code="missing_required_parameter")
     if isinstance(message.content, str):
         return {"role": role, "content": message.content}
-    return {"role": role, "content": [_without_detail(part) for part in message.content]}
+    parts = [_part(part, f"messages[{index}].content[{place}]") for place, part in enumerate(message.content)]
+    return {"role": role, "content": parts}
 
 
 def _spoken(message: Message, path: str, find: FindTranscript) -> str:
@@ -122,8 +129,12 @@ def _spoken(message: Message, path: str, find: FindTranscript) -> str:
     raise bad_request(reason, param=f"{path}.id", code="audio_not_found")
 
 
-def _without_detail(part: dict[str, Any]) -> dict[str, Any]:
+def _part(part: dict[str, Any], path: str) -> dict[str, Any]:
     """A part without OpenAI's choice of an image's resolution, which this model does not have."""
+    if (kind := part.get("type")) not in _PART_TYPES:
+        got = f" (got {kind[:80]!a})" if isinstance(kind, str) else ""
+        said = f"Invalid value for '{path}.type': it must be one of {', '.join(_PART_TYPES)}{got}."
+        raise bad_request(said, param=f"{path}.type", code="invalid_value")
     image = part.get("image_url")
     if not isinstance(image, dict) or image.get("detail") not in _DETAILS:
         return part

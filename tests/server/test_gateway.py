@@ -25,6 +25,7 @@ from triton_omni_gateway.settings import SPEECH_PROMPT
 GREEDY = {"seed": 71, "extra_body": {"talker": {"temperature": 0}}}
 HELLO = [{"role": "user", "content": "hello"}]
 SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Chelsie", "format": "pcm16"}}
+NO_IMAGE = "data:image/png;base64,bm90aGluZw=="
 PCM16_STEP = 1 / 32767
 LOAD_GENERATOR = """
 from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
@@ -82,6 +83,18 @@ def test_a_text_is_read_aloud_as_the_server_speaks_its_prompt(server: Served, ga
     np.testing.assert_allclose(WavDecoder().feed(speech.content), direct.audio, rtol=0, atol=PCM16_STEP)
 
 
+def test_a_drawn_seed_repeats_the_speech(gateway: RunningGateway) -> None:
+    def speak(**options: Any) -> tuple[int, Any]:
+        create: Any = gateway.openai.audio.speech.create
+        speech = create(model=MODEL, voice="Ethan", input="The sea.", extra_body=options)
+        return int(speech.response.headers["x-seed"]), WavDecoder().feed(speech.content)
+
+    seed, first = speak()
+    told, again = speak(seed=seed)
+    assert told == seed
+    np.testing.assert_allclose(again, first, rtol=0, atol=PCM16_STEP)
+
+
 def test_media_in_a_conversation_are_understood(server: Served, gateway: RunningGateway) -> None:
     image, sound = image_file("png"), audio_file("wav")
     parts = [
@@ -99,7 +112,13 @@ def test_media_in_a_conversation_are_understood(server: Served, gateway: Running
 @pytest.mark.parametrize(
     ("options", "param", "what"),
     [
-        ({**SPOKEN, "audio": {"voice": "alloy"}}, "voice", "Chelsie, Ethan"),
+        ({**SPOKEN, "audio": {"voice": "alloy"}}, "audio.voice", "Chelsie, Ethan"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens: Input should be"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": NO_IMAGE}}]}]},
+            "messages[0].content[0].image_url.url",
+            r"messages\[0\].content\[0\].image_url.url: must be one of png, jpeg, webp",
+        ),
         ({"temperature": 3}, "temperature", "temperature"),
         ({"messages": [*HELLO, {"role": "system", "content": "x"}]}, "messages[1].role", "first message"),
         (

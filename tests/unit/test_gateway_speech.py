@@ -82,6 +82,26 @@ def test_speech_as_events(gateway: RunningGateway) -> None:
     assert events[-1]["usage"] == {"input_tokens": 9, "output_tokens": 5, "total_tokens": 14}
 
 
+@pytest.mark.parametrize("options", [{}, {"response_format": "pcm"}, {"stream_format": "sse"}])
+@pytest.mark.parametrize("given", [{}, {"seed": None}, {"seed": 3}, {"seed": 2**63 - 1}])
+def test_the_seed_is_told_with_the_speech(
+    triton: FakeTriton, gateway: RunningGateway, options: dict[str, Any], given: dict[str, Any]
+) -> None:
+    answer = gateway.post({"model": MODEL, "input": "The sea.", **options, **given}, PATH)
+    seed = int(answer.headers["x-seed"])
+    assert seed == parameters_of(triton.requests[0])["seed"]
+    assert seed == (given.get("seed") or seed)
+    if options.get("stream_format") == "sse":
+        assert json.loads(answer.text.split("\n\n")[-2].removeprefix("data: "))["seed"] == seed
+
+
+def test_seeds_are_drawn_anew_and_as_far_as_doubles_are_exact(gateway: RunningGateway) -> None:
+    answers = [gateway.post({"model": MODEL, "input": "The sea."}, PATH) for _ in range(8)]
+    seeds = {int(answer.headers["x-seed"]) for answer in answers}
+    assert len(seeds) == 8
+    assert max(seeds) < 2**53
+
+
 def test_a_reply_without_sound_is_an_empty_file(triton: FakeTriton, gateway: RunningGateway) -> None:
     triton.script = lambda *_: iter([chunk(text="silent"), final()])
     assert speak(gateway).content == wav_header(None)
