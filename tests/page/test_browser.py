@@ -102,7 +102,8 @@ def test_a_reply_is_read_and_heard_with_its_times(triton: FakeTriton, at: Visit)
     at.state("speaking")
     at.state("ready")
     assert at.text(".reply .said") == f"{TEXT} "
-    assert list(at.times()) == ["First text", "First audio", "Speech"]
+    # A machine that is busy may be late with a chunk, and the page then tells of gaps.
+    assert [name for name in at.times() if name != "Gaps"] == ["First text", "First audio", "Speech"]
     assert at.times()["Speech"] == "4.00 s"
     assert float(at.times()["First audio"].split()[0]) >= float(at.times()["First text"].split()[0]) > 0
     assert messages(triton) == [said("What is the sea?")]

@@ -147,9 +147,19 @@ async def test_closing_while_another_task_waits_stops_its_iteration(
     server: FakeTriton, client: AsyncOmniClient
 ) -> None:
     server.script = server.endless
-    stream = client.stream(Request(text="hi"))
-    asyncio.get_running_loop().call_later(0.2, stream.close)
-    assert [type(delta) async for delta in stream] == [TextDelta, AudioDelta]
+    stream, read = client.stream(Request(text="hi")), []
+
+    async def reader() -> None:
+        async for delta in stream:
+            read.append(type(delta))
+
+    waiting = asyncio.create_task(reader())
+    async with asyncio.timeout(20):
+        while len(read) < 2:
+            await asyncio.sleep(0.01)
+        stream.close()
+        await waiting
+    assert read == [TextDelta, AudioDelta]
     assert await _seen(server)
 
 
