@@ -30,6 +30,8 @@ GREEDY: Mapping[str, Any] = {
 }
 SOLVER = Solver(num_steps=TINY["token2wav"]["diffusion"]["num_steps"])
 WAVEFORM_TOLERANCE = 1e-4
+ROW_TOLERANCE = 1e-4
+"""Hundreds of tokens summed in other orders; rows are of the order of 1."""
 SYSTEM = {"role": "system", "content": DEFAULT_SYSTEM_PROMPT}
 
 
@@ -49,12 +51,14 @@ class Shown:
             assert self.size is not None
             return Image.fromarray(picture(*self.size))
         if self.kind == "audio":
-            return decode_audio(self.data, RequestLimits()).samples
+            return self.sound
         return decode_video(self.data, "mp4", RequestLimits(), VisionSizes(), with_audio=False).frames
 
     @functools.cached_property
     def sound(self) -> Any:
-        """Of a video."""
+        """Its samples of 16 kHz; a video's sound track."""
+        if self.kind == "audio":
+            return decode_audio(self.data, RequestLimits()).samples
         video = decode_video(self.data, "mp4", RequestLimits(), VisionSizes(), with_audio=True)
         assert video.audio is not None
         return video.audio.samples
@@ -96,6 +100,11 @@ class Turn:
         return [part for part in self.parts if isinstance(part, Shown)]
 
 
+def system(text: str) -> Turn:
+    """How the caller wants to be answered, instead of the model card's words."""
+    return Turn("system", (text,))
+
+
 def user(*parts: str | Shown) -> Turn:
     """What a user says and shows."""
     return Turn("user", parts)
@@ -130,16 +139,13 @@ class Chat:
 
     def hf_inputs(self, hf: HfReference) -> dict[str, Any]:
         """For HF's `generate`."""
-        by_kind = {
-            kind: [medium.value for medium in self.media if medium.kind == kind] for kind in ("image", "audio", "video")
-        }
-        if self.heard:
-            by_kind["audio"] = [medium.sound for medium in self.media if medium.kind == "video"]
+        sounds = {"audio", "video"} if self.heard else {"audio"}
+        opening = [] if self.turns[0].role == "system" else [SYSTEM]
         return hf.prepare(
-            [SYSTEM, *(turn.message for turn in self.turns)],
-            images=by_kind["image"],
-            audios=by_kind["audio"],
-            videos=by_kind["video"],
+            [*opening, *(turn.message for turn in self.turns)],
+            images=[medium.value for medium in self.media if medium.kind == "image"],
+            audios=[medium.sound for medium in self.media if medium.kind in sounds],
+            videos=[medium.value for medium in self.media if medium.kind == "video"],
             use_audio_in_video=self.heard,
         )
 
@@ -174,7 +180,7 @@ def hf_details(hf: HfReference, prompt: tuple[int, ...]) -> dict[str, int]:
 
 
 def assert_equals_hf(server: Served, hf: HfReference, request: Request, expected: Expected) -> None:
-    """The reply to `request` is the expected one: prompt ids, positions, reply ids, text, codes and waveform."""
+    """The reply to `request` is the expected one: prompt ids, positions, rows, reply ids, text, codes and waveform."""
     check_reply(server, hf, request, server.client.stream(request).collect(), expected)
 
 
@@ -185,6 +191,8 @@ def check_reply(server: Served, hf: HfReference, request: Request, reply: Server
     assert server.records.positions(request.request_id) == expected.thinker.positions.tolist()
     assert server.records.prompt(request.request_id) == expected.thinker.prompt_token_ids
     assert server.records.tokens(request.request_id) == expected.thinker.token_ids
+    rows, wanted_rows = server.records.rows(request.request_id), expected.thinker.rows.numpy()
+    np.testing.assert_allclose(rows, wanted_rows, rtol=2e-5, atol=ROW_TOLERANCE)
     assert server.records.codes(request.request_id) == expected.talker.codes
     # A character cut off by the end of the reply is never shown, where HF decodes it to a replacement character.
     assert reply.text.rstrip("\ufffd") == expected.thinker.text.rstrip("\ufffd")

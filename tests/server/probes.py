@@ -94,6 +94,11 @@ class Recorder:
         line = json.dumps({"event": event, "key": key, "ns": time.monotonic_ns(), **fields})
         os.write(self._file, line.encode() + b"\n")
 
+    def append(self, key: str, data: bytes) -> None:
+        """Append to the file of what a session was sent; to be called by one thread a session."""
+        with (self._folder / f"{key}.rows").open("ab") as file:
+            file.write(data)
+
     def wait_for(self, stage: StageName, event: str, key: str) -> None:
         """Return once another stage has written such an event, or after `LISTENS_S`."""
         start = json.dumps({"event": event, "key": key})[:-1]
@@ -235,6 +240,8 @@ def _probe_intake(recorder: Recorder) -> None:
 
 
 def _probe_talker(recorder: Recorder) -> None:
+    import torch
+
     from triton_omni.talker import stage
     from triton_omni.vllm_hooks import talker_engine
 
@@ -247,7 +254,9 @@ def _probe_talker(recorder: Recorder) -> None:
 
     class ProbedTalkerStage(stage.TalkerStage):
         def submit(self, tensors: Any, outlet: Any) -> None:
-            recorder.write("message", **_described(tensors), rows=len(tensors["ROWS"]))
+            described = _described(tensors)
+            recorder.write("message", **described, rows=len(tensors["ROWS"]))
+            recorder.append(described["key"], torch.as_tensor(tensors["ROWS"]).float().cpu().numpy().tobytes())
             super().submit(tensors, outlet)
 
     ProbedTalkerEngine.recorder = recorder

@@ -19,7 +19,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from processes import UNMEASURED
@@ -318,6 +320,11 @@ class Records:
     def tokens(self, request_id: str) -> tuple[int, ...]:
         """Reply ids that the thinker's engine gave."""
         return tuple(token for event in self.of(request_id, "thinker", "tokens") for token in event["ids"])
+
+    def rows(self, request_id: str) -> NDArray[np.float32]:
+        """Hidden rows float32 [N, H], one after the other, as they arrived at the talker, through Triton."""
+        count = sum(event["rows"] for event in self.of(request_id, "talker", "message"))
+        return np.fromfile(self._folder / f"{self.key(request_id)}.rows", np.float32).reshape(count, -1)
 
     def codes(self, request_id: str) -> tuple[int, ...]:
         """Codec codes as they arrived at token2wav, through Triton."""

@@ -19,6 +19,7 @@ from server.parity import (
     hf_reply,
     image,
     sound,
+    system,
     user,
     video,
 )
@@ -42,6 +43,11 @@ CHATS = {
     "a film that is not heard": Chat([user(FILM, WHAT)]),
     "a film that is heard": Chat([user(FILM, WHAT)], heard=True),
     "two films that are heard, and an image": Chat([user(SECOND_FILM, "or ", IMAGE, FILM, WHAT)], heard=True),
+    "a sound before a film that is heard": Chat([user(SOUND, "and ", FILM, WHICH)], heard=True),
+    "sounds between films that are heard": Chat(
+        [user(FILM, SHORT, IMAGE, WHAT), assistant("a tone"), user(SECOND_FILM, "or ", SOUND, WHICH)], heard=True
+    ),
+    "a system prompt of the caller's": Chat([system("Answer as a pirate would."), user(IMAGE, WHAT)]),
     "media in earlier turns": Chat(
         [
             user(IMAGE, WHAT),
@@ -63,8 +69,8 @@ AT_ONCE = (
     "a film that is heard",
     "media in earlier turns",
     "an image and a sound",
-    "a film that is not heard",
     "a film in an earlier turn",
+    "a sound before a film that is heard",
     "a sound and a video",
 )
 
@@ -86,7 +92,7 @@ def expected_of(hf: HfReference) -> ExpectedOf:
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_media_get_hf_tokens_codes_and_waveform(
+def test_media_get_hf_tokens_rows_codes_and_waveform(
     server: Served, hf: HfReference, expected_of: ExpectedOf, name: str
 ) -> None:
     expected = expected_of(name)
@@ -95,7 +101,7 @@ def test_media_get_hf_tokens_codes_and_waveform(
     assert_equals_hf(server, hf, request, expected)
 
 
-def test_different_media_at_once_get_hf_tokens_codes_and_waveform(
+def test_different_media_at_once_get_hf_tokens_rows_codes_and_waveform(
     server: Served, hf: HfReference, expected_of: ExpectedOf
 ) -> None:
     expected = {name: expected_of(name) for name in AT_ONCE}

@@ -22,7 +22,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("voice", ["Chelsie", "Ethan"])
 @pytest.mark.parametrize("name", TEXTS)
-def test_text_gets_hf_tokens_codes_and_waveform(server: Served, hf: HfReference, name: str, voice: str) -> None:
+def test_text_gets_hf_tokens_rows_codes_and_waveform(server: Served, hf: HfReference, name: str, voice: str) -> None:
     request = Request(text=TEXTS[name], voice=voice, seed=7, request_id=f"hf {name} {voice}", **GREEDY)
     expected = hf_reply(hf, hf.prepare([SYSTEM, {"role": "user", "content": TEXTS[name]}]), voice)
     assert_equals_hf(server, hf, request, expected)

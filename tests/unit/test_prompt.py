@@ -224,9 +224,10 @@ def test_a_silent_video_is_refused_when_its_sound_is_asked_for():
         to_vllm_data([Video(FRAMES, 2.0, SOUND), Video(FRAMES, 2.0)], use_audio_in_video=True)
 
 
-def test_audio_next_to_videos_with_sound_is_refused():
-    with pytest.raises(BadRequest, match="audio parts next to videos"):
-        to_vllm_data([SOUND, Video(FRAMES, 2.0, SOUND)], use_audio_in_video=True)
+def test_the_sounds_of_videos_come_before_others():
+    film = Video(FRAMES, 2.0, Audio(np.zeros(800, np.float32)))
+    data, _ = to_vllm_data([SOUND, film], use_audio_in_video=True)
+    assert [len(samples) for samples in data["audio"]] == [800, 1600]
 
 
 def image_request():

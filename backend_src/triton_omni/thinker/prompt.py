@@ -154,7 +154,7 @@ def build_prompt(request: OmniRequest, media: Sequence[Medium], renderer: Prompt
         renderer: made once from the checkpoint's tokenizer.
 
     Raises:
-        BadRequest: `use_audio_in_video` with a video without sound, or with audio besides the videos'.
+        BadRequest: `use_audio_in_video` with a video without sound.
     """
     parts = request.media
     kinds = {"image": Image, "audio": Audio, "video": Video}
@@ -171,20 +171,17 @@ def to_vllm_data(media: Sequence[Medium], *, use_audio_in_video: bool) -> tuple[
 
     Image: PIL RGB; audio: float32 [S] at 16 kHz; video: uint8 [T, H, W, 3]. No `fps` is given: HF's processor counts
     every video at 2 frames a second, as the model card's recipe does, and vLLM interleaves sound with the same figure.
+    The sounds of videos that are heard come before all others.
 
     Raises:
-        BadRequest: `use_audio_in_video` with a video without sound, or with audio besides the videos'.
+        BadRequest: `use_audio_in_video` with a video without sound.
     """
     images = [item.pixels for item in media if isinstance(item, Image)]
     audios = [item.samples for item in media if isinstance(item, Audio)]
     videos = [item for item in media if isinstance(item, Video)]
     kwargs: dict[str, Any] = {}
     if use_audio_in_video and videos:
-        if audios:
-            raise BadRequest(
-                "use_audio_in_video: audio parts next to videos with sound are not supported; send one or the other"
-            )
-        audios = [_sound_of(video, index) for index, video in enumerate(videos)]
+        audios = [*(_sound_of(video, index) for index, video in enumerate(videos)), *audios]
         kwargs["use_audio_in_video"] = True
     data = {"image": images, "audio": audios, "video": [video.frames for video in videos]}
     return {kind: items for kind, items in data.items() if items}, kwargs

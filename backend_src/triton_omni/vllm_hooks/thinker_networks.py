@@ -22,34 +22,19 @@ from triton_omni.vllm_hooks.compat import (
     MultiModalFeatureSpec,
     Qwen2_5OmniThinkerDummyInputsBuilder,
     Qwen2_5OmniThinkerForConditionalGeneration,
-    Qwen2_5OmniThinkerMultiModalProcessor,
-    Qwen2_5OmniThinkerProcessingInfo,
     VllmConfig,
     build_mm_input_norm,
 )
+from triton_omni.vllm_hooks.media_processor import MediaProcessor, ProcessingInfo
 from triton_omni.vllm_hooks.named_weights import Weights, load_named
 from triton_omni.vllm_hooks.platform import UnsupportedEngineError
-from triton_omni.vllm_hooks.sound_features import LeastPaddedFeatures
 from triton_omni.vllm_hooks.vision_graphs import VisionGraphs
 
 THINKER_ARCHITECTURE = "TritonOmniThinker"
 
 
-class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
-    """vLLM's, with HF's processor but for the padding of sounds, and frames taken as they come."""
-
-    def get_hf_processor(self, **kwargs: object) -> Any:
-        """The processor. vLLM keeps one for each set of arguments and gives it to nobody else, so it may be changed."""
-        processor = super().get_hf_processor(**kwargs)
-        if not isinstance(processor.feature_extractor, LeastPaddedFeatures):
-            processor.feature_extractor = LeastPaddedFeatures.from_dict(processor.feature_extractor.to_dict())
-            # Frames were scaled when they were decoded; HF warns of a cap of its own that is not decided on.
-            processor.video_processor.cap_pixels_per_frame = False
-        return processor
-
-
 @MULTIMODAL_REGISTRY.register_processor(
-    Qwen2_5OmniThinkerMultiModalProcessor,
+    MediaProcessor,
     info=ProcessingInfo,
     dummy_inputs=Qwen2_5OmniThinkerDummyInputsBuilder,
 )
@@ -84,6 +69,19 @@ class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration, VisionGraphs):
         pixels = torch.zeros(side**2, tower.patch_embed.proj.input_size, dtype=torch.uint8, device=tower.device)
         self.embed_multimodal(pixel_values=pixels, image_grid_thw=torch.tensor([[1, side, side]], device="cpu"))
 
+    def _get_audio_for_video_mapping(self, mm_features: list[MultiModalFeatureSpec]) -> tuple[dict[int, int], set[int]]:
+        """Frames of the sound of each video that is heard, and where these are; vLLM takes the first sounds for them.
+
+        The placeholders of a video and of its sound begin at one token, those of any two others do not.
+        """
+        films = {feature.mm_position.offset for feature in mm_features if feature.modality == "video"}
+        sounds = {
+            feature.mm_position.offset: _frames_of(feature)
+            for feature in mm_features
+            if feature.modality == "audio" and feature.mm_position.offset in films
+        }
+        return sounds, set(sounds)
+
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
@@ -100,6 +98,11 @@ class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration, VisionGraphs):
             end = input_tokens.index(self.config.audio_end_token_id, offset)
             positions = move_interleaved(positions, input_tokens, offset, end)
         return positions, int(positions.max()) + 1 - len(input_tokens)
+
+
+def _frames_of(sound: MultiModalFeatureSpec) -> int:
+    data: Any = sound.data
+    return int(data["audio_feature_lengths"].data)
 
 
 def check_time_scale(thinker_config: PretrainedConfig) -> None:
