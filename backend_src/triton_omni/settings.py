@@ -161,6 +161,9 @@ class ThinkerSettings(_Frozen):
     half precision). Media encoders and the links stay in `dtype`."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
     """GPUs that share each layer: the one that the stage is placed on, and those after it."""
+    steady_decode: bool = False
+    """A decode step of the sequences of the last one is laid out from that one, not anew as every other (GPU only, with
+    `engine.async_scheduling`; one GPU)."""
     engine: EngineSettings = EngineSettings()
     limits: RequestLimits = RequestLimits()
     max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64

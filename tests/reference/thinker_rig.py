@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,14 @@ def engine_class() -> Any:
     return ThinkerVllmEngine
 
 
-def make_engine(checkpoint: Path, *, ahead: bool = False, **engine: Any) -> Any:
+def make_engine(checkpoint: Path, *, ahead: bool = False, steady: bool = False, **engine: Any) -> Any:
     """On a GPU, scheduling ahead goes with CUDA graphs, and step by step is the plain path."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 64} | engine
         switches = EngineSettings(**sizes, enforce_eager=not ahead, async_scheduling=ahead)
-        return engine_class()(checkpoint, ThinkerSettings(dtype="float32", engine=switches), DEVICE)
+        settings = ThinkerSettings(dtype="float32", steady_decode=steady, engine=switches)
+        return engine_class()(checkpoint, settings, DEVICE)
 
 
 class _Ordered:
@@ -87,18 +89,21 @@ class _Ordered:
     def wait_stream(self, _: Any) -> None: ...
 
 
-def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch, *, steady: bool = False) -> None:
     """vLLM schedules ahead on a GPU alone, so the streams it needs are stood in."""
     from vllm.platforms.cpu import CpuPlatform
 
     from triton_omni.vllm_hooks.holding import HoldingAsyncScheduler
+    from triton_omni.vllm_hooks.steady_schedule import SteadyAsyncScheduler
 
     adjust = CpuPlatform.check_and_update_config
+    # It exchanges torch's events for good once it is imported, and must not be undone with what is exchanged here.
+    import_module("vllm.v1.worker.cpu.shm")
 
     def adjust_but_stay_async(config: Any) -> None:
         adjust(config)
         config.scheduler_config.async_scheduling = True
-        config.scheduler_config.scheduler_cls = HoldingAsyncScheduler
+        config.scheduler_config.scheduler_cls = SteadyAsyncScheduler if steady else HoldingAsyncScheduler
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(adjust_but_stay_async))
     for name, stand_in in (("Stream", _Ordered), ("Event", _Ordered), ("current_stream", _Ordered)):
@@ -107,12 +112,12 @@ def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def engine_of(checkpoint: Path, *, ahead: bool, **engine: Any) -> Iterator[Any]:
-    """An engine that schedules step by step or a step ahead, closed at the end."""
+def engine_of(checkpoint: Path, *, ahead: bool, steady: bool = False, **engine: Any) -> Iterator[Any]:
+    """An engine that schedules step by step, a step ahead, or where a step goes on hardly at all; closed at the end."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if ahead and DEVICE.type == "cpu":
-            schedule_ahead_on_the_cpu(monkeypatch)
-        made = make_engine(checkpoint, ahead=ahead, **engine)
+            schedule_ahead_on_the_cpu(monkeypatch, steady=steady)
+        made = make_engine(checkpoint, ahead=ahead, steady=steady, **engine)
         assert (made._core.batch_queue is not None) == ahead
         yield made
         made.close()

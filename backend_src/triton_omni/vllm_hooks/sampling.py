@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -151,12 +151,17 @@ class CounterNoiseMixin(_Runner):
     ) -> tuple[Tensor, SpecDecodeMetadata | None, int]:
         """Stage the uniforms where vLLM stages its other host inputs (it guards their reuse by an event)."""
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        count = self.input_batch.num_reqs
-        if not self.input_batch.all_greedy:
-            positions = self.input_batch.num_computed_tokens_cpu[:count] + num_scheduled_tokens
-            self._uniforms.np[:count] = counter_uniforms(self._batch_seeds(), positions.astype(np.uint64))
-            self._uniforms.copy_to_gpu(count)
+        computed = self.input_batch.num_computed_tokens_cpu[: self.input_batch.num_reqs]
+        self.stage_uniforms(computed + num_scheduled_tokens)
         return prepared
+
+    def stage_uniforms(self, positions: NDArray[np.integer[Any]]) -> None:
+        """The numbers of a step whose draws are for `positions` [B]; none where all are greedy."""
+        if self.input_batch.all_greedy:
+            return
+        count = len(positions)
+        self._uniforms.np[:count] = counter_uniforms(self._batch_seeds(), positions.astype(np.uint64))
+        self._uniforms.copy_to_gpu(count)
 
     def _batch_seeds(self) -> NDArray[np.uint64]:
         """Seeds in the order of the batch's rows, uint64 [B]; read again only when the batch changes."""

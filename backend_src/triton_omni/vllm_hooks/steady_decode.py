@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -75,15 +75,19 @@ class StepInFlight:
     ) -> None:
         self._request_ids, self._rows, self._drawn, self._ready = request_ids, rows, drawn, ready
 
-    def result(self) -> ModelRunnerOutput:
-        """What the step drew, as vLLM's scheduler takes it."""
+    def synchronize(self) -> None:
+        """Wait until the ids are on the host."""
         if self._ready is not None:
             self._ready.synchronize()
+
+    def result(self) -> ModelRunnerOutput:
+        """What the step drew, as vLLM's scheduler takes it."""
+        self.synchronize()
         return ModelRunnerOutput(self._request_ids, self._rows, self._drawn.tolist())
 
 
 @dataclass
-class _Layout:
+class Layout:
     """What the steps of an unchanged batch share; tensors are views of the runner's own, padded as the step is."""
 
     states: list[CachedRequestState]
@@ -106,14 +110,14 @@ class _Layout:
 
 
 class SteadyDecodeMixin(_Runner):
-    """Adds `go_on` to vLLM's runner, for a network that lays its ids, positions and cache slots out by itself then.
+    """Adds `go_on` to vLLM's runner. What a network reads in a step, and how it draws, its stage says.
 
     Put it right before the platform's runner in the bases.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
@@ -131,26 +135,32 @@ class SteadyDecodeMixin(_Runner):
         layout = self._layout = self._layout or self._lay_out()
         with self.synchronize_input_prep():
             self._advance(layout, step)
-            self._stage_decode(layout.computed)
+            self._stage_decode(layout)
             layout.lengths.add_(1)
             layout.context.attn_metadata = self._plan_attention(layout)
         with override_forward_context(layout.context):
-            self._model_forward(input_ids=layout.ids, positions=layout.positions)
-        return self._take(layout)
+            hidden = self._model_forward(positions=layout.positions, **self._decode_inputs(layout))
+        drawn = self._draw_decoded(hidden)
+        self._keep_book(layout)
+        return self._take(layout, drawn)
 
     @abstractmethod
-    def _stage_decode(self, computed: NDArray[np.int32]) -> None:
-        """Tell the network of a step of one token a sequence, at the places `computed` [B]."""
+    def _stage_decode(self, layout: Layout) -> None:
+        """Tell the network of a step of one token a sequence, at the places `layout.computed`."""
 
     @abstractmethod
-    def _drawn(self) -> Tensor:
-        """Ids int32 [B] that the step just launched draws; nobody writes to them later."""
+    def _decode_inputs(self, layout: Layout) -> dict[str, Tensor]:
+        """What the network is given beside positions, padded as the step is."""
+
+    @abstractmethod
+    def _draw_decoded(self, hidden: Tensor) -> Tensor:
+        """Ids int32 [B] that are drawn behind last hidden states [B and padding, H]; nobody writes to them later."""
 
     @abstractmethod
     def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:
         """Take the ids [B] of a step, there once `ready` is reached."""
 
-    def _lay_out(self) -> _Layout:
+    def _lay_out(self) -> Layout:
         """The layout of the decode step just launched, which is that of the next."""
         batch = self.input_batch
         count = batch.num_reqs
@@ -164,7 +174,7 @@ class SteadyDecodeMixin(_Runner):
         by_group, by_layer = self._get_slot_mappings(padded, padded, count)
         if by_group is None:
             raise RuntimeError("the runner has no key-value cache yet")
-        return _Layout(
+        return Layout(
             states=[self.requests[request_id] for request_id in batch.req_ids],
             rows=self.arange_np[:count],
             computed=batch.num_computed_tokens_cpu[:count],
@@ -205,25 +215,30 @@ class SteadyDecodeMixin(_Runner):
             batch_descriptor=descriptor,
         )
 
-    def _advance(self, layout: _Layout, step: SteadyStep) -> None:
-        """Bring vLLM's records of the sequences to this step, as its `_update_states` and `_bookkeeping_sync` do."""
-        batch, rows = self.input_batch, layout.rows
+    def _advance(self, layout: Layout, step: SteadyStep) -> None:
+        """Bring vLLM's records of the sequences to this step, as its `_update_states` does."""
+        batch = self.input_batch
         layout.computed += 1
+        layout.bounds += 1
         for state in layout.states:
             state.num_computed_tokens += 1
-            state.output_token_ids.append(-1)
         for request_id, blocks in step.new_blocks:
             for known, new in zip(self.requests[request_id].block_ids, blocks, strict=True):
                 known.extend(new)
             batch.block_table.append_row(blocks, batch.req_id_to_index[request_id])
         if step.new_blocks:
-            batch.block_table.commit_block_table(len(rows))
+            batch.block_table.commit_block_table(len(layout.rows))
+
+    def _keep_book(self, layout: Layout) -> None:
+        """Note that each sequence has an id more, as vLLM's `_bookkeeping_sync` does once they are drawn."""
+        batch, rows = self.input_batch, layout.rows
+        for state in layout.states:
+            state.output_token_ids.append(-1)
         batch.token_ids_cpu[rows, layout.ends] = -1
         batch.is_token_ids[rows, layout.ends] = True
         layout.ends += 1
-        layout.bounds += 1
 
-    def _plan_attention(self, layout: _Layout) -> dict[str, Any]:
+    def _plan_attention(self, layout: Layout) -> dict[str, Any]:
         """Each layer's attention metadata."""
         # Made anew: a backend may keep in it what it derives from the lengths.
         common = CommonAttentionMetadata(**layout.attention, max_seq_len=int(layout.bounds.max()))
@@ -233,14 +248,16 @@ class SteadyDecodeMixin(_Runner):
             metadata.update(dict.fromkeys(group.layer_names, planned))
         return metadata
 
-    def _take(self, layout: _Layout) -> StepInFlight:
+    def _take(self, layout: Layout, drawn: Tensor) -> StepInFlight:
         """Leave the draws where vLLM's next step looks for them, and send them to the host.
 
         On the step's own stream: the copy is of a few bytes, and another stream costs the host more than it saves.
         """
-        drawn = self._drawn()
         sampled = self.input_batch.prev_sampled_token_ids = drawn.unsqueeze(-1)
         host = sampled.to("cpu", non_blocking=True)
         ready = record_event(drawn.device, blocking=True)
         self._hand_out(drawn, ready)
-        return StepInFlight(layout.request_ids, layout.rows_by_request, host, ready)
+        launched = StepInFlight(layout.request_ids, layout.rows_by_request, host, ready)
+        # For penalties, which count what was drawn.
+        self.input_batch.set_async_sampled_token_ids(host, cast(torch.Event, launched))
+        return launched

@@ -28,7 +28,10 @@ else:
 
 
 class SteadyScheduleMixin(HoldingMixin, _Scheduler):
-    """Adds `schedule_further` to vLLM's asynchronous scheduler, for requests without prefix cache, media or grammar.
+    """Adds `schedule_further` to vLLM's asynchronous scheduler; there is no prefix cache.
+
+    Where the next ids depend on what the last were (a grammar), and while a prompt's media are kept, every step is
+    vLLM's.
 
     Put it before `AsyncScheduler` in the bases.
     """
@@ -49,7 +52,7 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
         scheduled = [request for request in self.running if request.request_id in shares]
         decoded = len(shares) == len(scheduled) == output.total_num_scheduled_tokens > 0
         self._decoding = None
-        if decoded and not any(request.is_prefill_chunk for request in scheduled):
+        if decoded and all(map(self._only_decodes, scheduled)):
             self._decoding, self._shares, self._further = scheduled, shares, 0
             self._left_out = [request for request in self.running if request.request_id not in shares]
             self._stops = frozenset().union(*map(_stops, scheduled))
@@ -82,8 +85,15 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
         del request
         return False
 
+    def _only_decodes(self, request: Request) -> bool:
+        """Whether nothing of a request but its next token matters to a step."""
+        if request.is_prefill_chunk or request.use_structured_output:
+            return False
+        return not self.encoder_cache_manager.get_cached_input_ids(request)
+
     def _goes_on(self, decoding: list[Request]) -> bool:
-        if self.finished_req_ids or self.needs_kv_cache_zeroing:
+        # A step of vLLM's tells the runner of them.
+        if self.finished_req_ids or self.needs_kv_cache_zeroing or self.encoder_cache_manager.freed:
             return False
         if len(self.running) != len(decoding) + len(self._left_out) or not all(map(self.waits, self._left_out)):
             return False
@@ -134,6 +144,10 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
             # Given back to the queue and running again since.
             and not any(request.num_stale_output_tokens for request in step.requests)
         )
+
+
+class SteadyAsyncScheduler(SteadyScheduleMixin, AsyncScheduler):
+    """For steps scheduled while the device still runs the one before."""
 
 
 def _stops(request: Request) -> set[int]:

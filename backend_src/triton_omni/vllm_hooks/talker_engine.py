@@ -33,7 +33,7 @@ from triton_omni.vllm_hooks.engine_args import (
     schedules_ahead,
 )
 from triton_omni.vllm_hooks.lone_groups import lone_groups
-from triton_omni.vllm_hooks.steady_decode import SteadyStep
+from triton_omni.vllm_hooks.steady_engine import core_step
 from triton_omni.vllm_hooks.talker_network import register_talker, talker_config
 from triton_omni.vllm_hooks.talker_rows import Sequence, TalkerRows
 from triton_omni.vllm_hooks.talker_runner import ROWS, SESSIONS
@@ -147,25 +147,11 @@ class TalkerVllmEngine:
         `LLMEngine.step` would make a `RequestOutput` of each for a text that a talker does not have, which at a large
         batch costs a tenth of the step; it is told of those that ended, to forget them.
         """
-        # Synchronous steps are all vLLM's own: the plain way.
-        step = self._core.scheduler.schedule_further() if self._core.batch_queue is not None else None
-        given: list[EngineCoreOutput]
-        given = self._llm.engine_core.get_output().outputs if step is None else self._go_on(step)
+        given = core_step(self._llm.engine_core, self._runner)
         ended = [output for output in given if output.finished]
         if ended:
             self._llm.output_processor.process_outputs(ended)
         return given
-
-    def _go_on(self, step: SteadyStep) -> list[EngineCoreOutput]:
-        """vLLM's `EngineCore.step_with_batch_queue` of a steady step: launch it, then take the one before."""
-        queue = self._core.batch_queue
-        launched = self._runner.go_on(step)
-        queue.appendleft((launched, step, launched))
-        if len(queue) < self._core.batch_queue_size:
-            return []
-        oldest, scheduled, _ = queue.pop()
-        outputs = self._core.scheduler.update_from_output(scheduled, oldest.result()).get(0)
-        return [] if outputs is None else outputs.outputs
 
     def abort(self, key: str) -> None:
         """Drop a sequence and its rows; unknown keys are ignored."""

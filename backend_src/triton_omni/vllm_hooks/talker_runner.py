@@ -27,7 +27,7 @@ from triton_omni.vllm_hooks.compat import (
 from triton_omni.vllm_hooks.fused_decode import FusedDecodeMixin
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
-from triton_omni.vllm_hooks.steady_decode import SteadyDecodeMixin
+from triton_omni.vllm_hooks.steady_decode import Layout, SteadyDecodeMixin
 from triton_omni.vllm_hooks.talker_columns import Column
 from triton_omni.vllm_hooks.talker_network import TalkerForCausalLM
 from triton_omni.vllm_hooks.talker_rows import SampledStep, Sequence
@@ -191,8 +191,9 @@ class TalkerRunnerMixin(FusedDecodeMixin):
         index[count:end, Column.SLOT] = self.step.rows.idle_slot
         self._index.copy_to_gpu(end)
 
-    def _stage_decode(self, computed: NDArray[np.int32]) -> None:
+    def _stage_decode(self, layout: Layout) -> None:
         """Tell the step of one token a sequence that follows what the last drew."""
+        computed = layout.computed
         self._ahead = self._ahead or self._look_ahead(computed)
         index, table = self._index.np[: len(computed)], self.input_batch.block_table[0]
         index[:] = self._ahead.pop()
@@ -217,6 +218,14 @@ class TalkerRunnerMixin(FusedDecodeMixin):
         told[..., Column.AXIS] = places + self._batch.deltas
         told[..., Column.CACHE] = places % self.input_batch.block_table[0].block_size
         return list(told)
+
+    def _decode_inputs(self, layout: Layout) -> dict[str, Tensor]:
+        return {"input_ids": layout.ids}
+
+    def _draw_decoded(self, hidden: Tensor) -> Tensor:
+        # The network has drawn already.
+        del hidden
+        return self._drawn()
 
     def _drawn(self) -> Tensor:
         # A copy: the next step draws into the same memory.

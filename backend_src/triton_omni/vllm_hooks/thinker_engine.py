@@ -44,12 +44,9 @@ from triton_omni.vllm_hooks.lone_groups import lone_groups
 from triton_omni.vllm_hooks.prompt_media import check_placeholders, expanded_length, medium_refused
 from triton_omni.vllm_hooks.row_release import Piece, RowRelease, StopCut
 from triton_omni.vllm_hooks.sampling import seed_args
+from triton_omni.vllm_hooks.steady_engine import core_step
 
 _WORKER = "triton_omni.vllm_hooks.thinker_worker.ThinkerWorker"
-_SCHEDULERS = {
-    False: "triton_omni.vllm_hooks.holding.HoldingScheduler",
-    True: "triton_omni.vllm_hooks.holding.HoldingAsyncScheduler",
-}
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -104,7 +101,7 @@ class ThinkerVllmEngine:
             device,
             self.dtype,
             worker_cls=_WORKER,
-            scheduler_cls=_SCHEDULERS[schedules_ahead(settings.engine, device)],
+            scheduler_cls=_scheduler(settings, device),
             **quantization_arguments(settings.quantization, device, self.dtype),
             tensor_parallel_size=settings.tensor_parallel_size,
             hf_overrides={"architectures": [thinker_networks.THINKER_ARCHITECTURE]},
@@ -210,13 +207,22 @@ class ThinkerVllmEngine:
         if self.device.type == "cuda":
             # A thread's current device; whoever made the engine may have been another thread.
             torch.cuda.set_device(self._runner.device)
-        news: dict[str, RequestOutput] = {output.request_id: output for output in self._llm.step()}  # type: ignore[misc]
+        news: dict[str, RequestOutput] = {output.request_id: output for output in self._vllm_step()}
         failed = self._fail_for_memory()
         news = {key: output for key, output in news.items() if key in self._sequences}
         for key, output in news.items():
             self._sequences[key].count(output.outputs[0])
         touched = dict.fromkeys([*self._collect_rows(), *news])
         return failed + [output for key in touched for output in self._advance(self._sequences[key], news.get(key))]
+
+    def _vllm_step(self) -> list[RequestOutput]:
+        """vLLM's `LLMEngine.step`, of a step that its core makes or that goes on."""
+        processor: Any = self._llm.output_processor
+        processed = processor.process_outputs(core_step(self._llm.engine_core, self._runner))
+        # Of what ended with a stop string the core knows nothing.
+        self._llm.engine_core.abort_requests(processed.reqs_to_abort)
+        outputs: list[RequestOutput] = processed.request_outputs
+        return outputs
 
     def abort(self, key: str) -> None:
         """Drop a sequence and everything it holds; unknown keys are ignored."""
@@ -387,3 +393,12 @@ def _stop_string(completion: CompletionOutput) -> str | None:
 
 def _rows_only(key: str, piece: Piece) -> ThinkerOutput:
     return ThinkerOutput(key, rows=piece.rows, row_start=piece.start, rows_ready=piece.ready)
+
+
+def _scheduler(settings: ThinkerSettings, device: torch.device) -> str:
+    """Name of the class: steps that go on are of one process, and launched while the device runs the one before."""
+    if not schedules_ahead(settings.engine, device):
+        return "triton_omni.vllm_hooks.holding.HoldingScheduler"
+    if settings.steady_decode and settings.tensor_parallel_size == 1:
+        return "triton_omni.vllm_hooks.steady_schedule.SteadyAsyncScheduler"
+    return "triton_omni.vllm_hooks.holding.HoldingAsyncScheduler"

@@ -18,14 +18,15 @@ from triton_omni.vllm_hooks.hidden_rows import HiddenRowsMixin
 from triton_omni.vllm_hooks.media_memory import MediaMemoryMixin
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
-from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
 from triton_omni.vllm_hooks.tensor_parallel import failing_together
+from triton_omni.vllm_hooks.thinker_decode import ThinkerDecodeMixin
 
 
 class ThinkerRunner(
-    HiddenRowsMixin, MediaMemoryMixin, CounterNoiseMixin, FusedDecodeMixin, PrefillGraphsMixin, PlatformRunner
+    HiddenRowsMixin, MediaMemoryMixin, ThinkerDecodeMixin, FusedDecodeMixin, PrefillGraphsMixin, PlatformRunner
 ):
-    """vLLM's runner with hidden rows, media that may find no memory, batched seeded sampling, and graphs of prompts."""
+    """vLLM's runner with hidden rows, media that may find no memory, batched seeded sampling, graphs of prompts, and
+    little to do for a step that goes on."""
 
 
 class ThinkerWorker(StageWorker):

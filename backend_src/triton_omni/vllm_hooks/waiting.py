@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from triton_omni.vllm_hooks.compat import AsyncScheduler, Request, Scheduler
+from triton_omni.vllm_hooks.compat import Request, Scheduler
 from triton_omni.vllm_hooks.holding import HoldingMixin
-from triton_omni.vllm_hooks.steady_schedule import SteadyScheduleMixin
+from triton_omni.vllm_hooks.steady_schedule import SteadyAsyncScheduler
 
 if TYPE_CHECKING:
     _Scheduler = Scheduler
@@ -75,7 +75,7 @@ class WaitingScheduler(WaitingMixin, Scheduler):
     """For synchronous steps (the CPU, or asynchronous scheduling switched off)."""
 
 
-class WaitingAsyncScheduler(WaitingMixin, SteadyScheduleMixin, AsyncScheduler):
+class WaitingAsyncScheduler(WaitingMixin, SteadyAsyncScheduler):
     """For steps scheduled while the device still runs the one before."""
 
     def steps_ahead(self, request: Request) -> int:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from rig import GREEDY, SAMPLED, Spoken, assert_nothing_held, make_engine
 
+from reference.vllm_records import different_records
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
 
 LONG = replace(GREEDY, max_tokens=200, min_tokens=200)
@@ -47,8 +49,7 @@ class Pair:
         for _ in range(count):
             for engine, spoken in zip(self.engines, self.spoken, strict=True):
                 spoken.step(engine)
-            fast, plain = map(records, self.engines)
-            assert [name for name in plain if fast[name] != plain[name]] == []
+            assert different_records(*self.engines) == []
             assert self.spoken[0].codes == self.spoken[1].codes
 
     def drain(self):
@@ -79,80 +80,6 @@ def pair(engines, monkeypatch):
     for engine, key in left:
         engine.abort(key)
     assert left == []
-
-
-def name_of(request_id):
-    """The key of a sequence; vLLM appends something of its own to it."""
-    return request_id.rsplit("-", 1)[0]
-
-
-def records(engine):
-    """All that vLLM knows of its sequences after a step, on the host and on the device."""
-    return {**scheduler_records(engine._core), **runner_records(engine._runner), **device_records(engine._runner)}
-
-
-def scheduler_records(core):
-    scheduler = core.scheduler
-    manager = scheduler.kv_cache_manager
-    return {
-        "scheduled": [
-            (
-                name_of(request.request_id),
-                request.status,
-                request.num_computed_tokens,
-                request.num_in_flight_tokens,
-                request.num_output_placeholders,
-                request.is_prefill_chunk,
-                list(request.all_token_ids),
-                list(request.output_token_ids),
-                manager.get_block_ids(request.request_id),
-            )
-            for request in scheduler.running
-        ],
-        "free blocks": manager.block_pool.get_num_free_blocks(),
-        "step": scheduler.current_step,
-        "scheduled before": sorted(map(name_of, scheduler.prev_step_scheduled_req_ids)),
-        "in flight": [sorted(map(name_of, step.num_scheduled_tokens)) for _, step, _ in core.batch_queue],
-    }
-
-
-def runner_records(runner):
-    batch = runner.input_batch
-    rows = range(batch.num_reqs)
-    table = batch.block_table[0]
-    before = batch.prev_req_id_to_index or {}
-    return {
-        "order": [name_of(request_id) for request_id in batch.req_ids],
-        "computed": batch.num_computed_tokens_cpu[: batch.num_reqs].tolist(),
-        "ends": batch.num_tokens_no_spec[: batch.num_reqs].tolist(),
-        "tokens": [batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]].tolist() for row in rows],
-        "known": [batch.is_token_ids[row, : batch.num_tokens_no_spec[row]].tolist() for row in rows],
-        "blocks": [table.get_numpy_array()[row, : table.num_blocks_per_row[row]].tolist() for row in rows],
-        "rows before": {name_of(request_id): row for request_id, row in before.items()},
-        "states": {
-            name_of(request_id): (state.num_computed_tokens, list(state.output_token_ids), state.block_ids)
-            for request_id, state in runner.requests.items()
-        },
-    }
-
-
-def device_records(runner):
-    """All that a decode step reads of its inputs, as it left them, and what it drew."""
-    batch = runner.input_batch
-    count, table = batch.num_reqs, batch.block_table[0]
-    if not runner.step.decoding:
-        return {}
-    tensors = {
-        "M-RoPE": runner.mrope_positions.gpu[:, :count],
-        "lengths": runner.seq_lens,
-        "bound of lengths": runner.optimistic_seq_lens_cpu,
-        "starts": runner.query_start_loc.gpu,
-        "ids": runner.input_ids.gpu[:count],
-        "cache slots": table.slot_mapping.gpu[:count],
-        "cache blocks": table.block_table.gpu[:count],
-        "drawn": batch.prev_sampled_token_ids,
-    }
-    return {name: tensor.tolist() for name, tensor in tensors.items() if tensor is not None}
 
 
 def test_steps_that_go_on_are_vllms_while_the_batch_changes(pair, cases):

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of vLLM's engine: its own, or one that goes on where the last ended, where its scheduler and runner can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton_omni.vllm_hooks.compat import EngineCoreOutput
+from triton_omni.vllm_hooks.steady_decode import SteadyStep
+from triton_omni.vllm_hooks.steady_schedule import SteadyScheduleMixin
+
+
+def core_step(client: Any, runner: Any) -> list[EngineCoreOutput]:
+    """What one step gave; with steps scheduled ahead that is the one before.
+
+    Args:
+        client: vLLM's in-process client of its engine's core.
+        runner: the model runner of this process, the only one where the scheduler is a `SteadyScheduleMixin`.
+    """
+    core = client.engine_core
+    # Synchronous steps are all vLLM's own.
+    ahead = core.batch_queue is not None and isinstance(core.scheduler, SteadyScheduleMixin)
+    step = core.scheduler.schedule_further() if ahead else None
+    given: list[EngineCoreOutput] = client.get_output().outputs if step is None else _go_on(core, runner, step)
+    return given
+
+
+def _go_on(core: Any, runner: Any, step: SteadyStep) -> list[EngineCoreOutput]:
+    """vLLM's `EngineCore.step_with_batch_queue` of a steady step: launch it, then take the one before."""
+    launched = runner.go_on(step)
+    core.batch_queue.appendleft((launched, step, launched))
+    if len(core.batch_queue) < core.batch_queue_size:
+        return []
+    oldest, scheduled, _ = core.batch_queue.pop()
+    outputs = core.scheduler.update_from_output(scheduled, oldest.result()).get(0)
+    return [] if outputs is None else outputs.outputs
