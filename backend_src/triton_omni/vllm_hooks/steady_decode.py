@@ -149,7 +149,7 @@ class SteadyDecodeMixin(_Runner):
         """Tell the network of a step of one token a sequence, at the places `layout.computed`."""
 
     @abstractmethod
-    def _decode_inputs(self, layout: Layout) -> dict[str, Tensor]:
+    def _decode_inputs(self, layout: Layout) -> dict[str, Any]:
         """What the network is given beside positions, padded as the step is."""
 
     @abstractmethod

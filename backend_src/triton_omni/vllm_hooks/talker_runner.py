@@ -219,7 +219,7 @@ class TalkerRunnerMixin(FusedDecodeMixin):
         told[..., Column.CACHE] = places % self.input_batch.block_table[0].block_size
         return list(told)
 
-    def _decode_inputs(self, layout: Layout) -> dict[str, Tensor]:
+    def _decode_inputs(self, layout: Layout) -> dict[str, Any]:
         return {"input_ids": layout.ids}
 
     def _draw_decoded(self, hidden: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ It knows vLLM's buffers of a step; hidden rows are taken where they always are (
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
 from triton_omni.vllm_hooks.steady_decode import Layout, SteadyDecodeMixin
+from triton_omni.vllm_hooks.thinker_networks import ThinkerNetwork
 
 
 class ThinkerDecodeMixin(CounterNoiseMixin, SteadyDecodeMixin):
@@ -20,23 +21,27 @@ class ThinkerDecodeMixin(CounterNoiseMixin, SteadyDecodeMixin):
 
     def _stage_decode(self, layout: Layout) -> None:
         batch, count = self.input_batch, len(layout.rows)
-        batch.refresh_metadata()
+        batch.refresh_metadata()  # type: ignore[no-untyped-call]
         self.stage_uniforms(layout.computed + 1)
         places = self.positions[:count].add_(1)
         self.mrope_positions.gpu[:, :count].add_(1)
         batch.block_table.compute_slot_mapping(count, self.query_start_loc.gpu[: count + 1], places)
 
-    def _decode_inputs(self, layout: Layout) -> dict[str, Tensor]:
+    def _decode_inputs(self, layout: Layout) -> dict[str, Any]:
         drawn = self.input_batch.prev_sampled_token_ids
         if drawn is None:
             raise RuntimeError("a step goes on behind one that drew nothing")
         embeddings = self.inputs_embeds.gpu
-        embeddings[: len(drawn)].copy_(self.get_model().embed_input_ids(drawn[:, 0]))
+        embeddings[: len(drawn)].copy_(self._network.embed_input_ids(drawn[:, 0]))
         return {"inputs_embeds": embeddings[: len(layout.ids)]}
 
     def _draw_decoded(self, hidden: Tensor) -> Tensor:
-        logits = self.get_model().compute_logits(hidden[: self.input_batch.num_reqs])
+        logits = self._network.compute_logits(hidden[: self.input_batch.num_reqs])
         return self._sample(logits, None).sampled_token_ids[:, 0]
+
+    @property
+    def _network(self) -> ThinkerNetwork:
+        return cast(ThinkerNetwork, self.get_model())
 
     def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:
         """vLLM's engine hands them out."""
