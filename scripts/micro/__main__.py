@@ -164,6 +164,7 @@ def main(
     enforce_eager: Annotated[bool, typer.Option(help="no CUDA graphs, in plain vLLM neither")] = False,
     torch_compile: Annotated[bool, typer.Option(help="compiled networks, in plain vLLM too")] = False,
     fused_decode: Annotated[bool, typer.Option(help="our fused decode steps, where they can be")] = True,
+    steady_decode: Annotated[bool, typer.Option(help="our thinker's steps laid out from the ones before")] = False,
     quantization: Annotated[Quantization, typer.Option(help="of both thinkers")] = "none",
 ) -> None:
     """Time each stage alone, against plain vLLM and HF in the same run."""
@@ -190,6 +191,7 @@ def main(
         enforce_eager=enforce_eager,
         torch_compile=torch_compile,
         fused_decode=fused_decode,
+        steady_decode=steady_decode,
         quantization=quantization,
     )
     run = Run(plan, sys.argv)

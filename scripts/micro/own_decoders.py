@@ -87,7 +87,11 @@ class ThinkerDecoder(_OwnDecoder[ThinkerVllmEngine]):
     """The thinker's engine with the rows of every token wanted, as for speech."""
 
     def __init__(self, plan: Plan, device: torch.device, ordinary_ids: int) -> None:
-        settings = ThinkerSettings(engine=EngineSettings(**engine_settings(plan)), quantization=plan.quantization)
+        settings = ThinkerSettings(
+            engine=EngineSettings(**engine_settings(plan)),
+            quantization=plan.quantization,
+            steady_decode=plan.steady_decode,
+        )
         super().__init__(ThinkerVllmEngine(Path(plan.model), settings, device))
         self._engine._end_ids = []
         self._plan, self._ordinary_ids = plan, ordinary_ids
