@@ -33,6 +33,7 @@ from reference.thinker_rig import (
     ask,
     assert_equals_hf,
     drain,
+    engine_of,
     make_engine,
     run,
     schedule_ahead_on_the_cpu,
@@ -439,21 +440,25 @@ def test_a_repetition_penalty_counts_the_prompt_as_hf_does(engine: Any, hf: HfRe
     assert_equals_hf(run(engine, {"penalised": ask(hf, QUESTIONS[0])}, sampling)["penalised"], expected)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "going on"])
 def test_a_preempted_sequence_gives_each_row_once(
     tiny_checkpoint: Path,
     hf: HfReference,
     expected: dict[str, ThinkerResult],
     monkeypatch: pytest.MonkeyPatch,
+    ahead: bool,
 ) -> None:
     # Too few for both sequences at their ends.
-    small = make_engine(tiny_checkpoint, max_model_len=256, max_num_seqs=2, kv_cache_tokens=256)
-    preempted = _count_calls(small._core.scheduler, "_preempt_request", monkeypatch)
-    answers = run(small, {text: ask(hf, text) for text in QUESTIONS[1:3]})
-    assert preempted
-    for text, answer in answers.items():
-        assert_equals_hf(answer, expected[text])
-    assert small.stats() == NOTHING_HELD
-    small.close()
+    sizes = {"max_model_len": 256, "max_num_seqs": 2, "kv_cache_tokens": 256}
+    with engine_of(tiny_checkpoint, ahead=ahead, steady=ahead, **sizes) as small:
+        preempted = _count_calls(small._core.scheduler, "_preempt_request", monkeypatch)
+        went_on = _count_calls(small._runner, "go_on", monkeypatch)
+        answers = run(small, {text: ask(hf, text) for text in QUESTIONS[1:3]})
+        assert preempted
+        assert bool(went_on) == ahead
+        for text, answer in answers.items():
+            assert_equals_hf(answer, expected[text])
+        assert small.stats() == NOTHING_HELD
 
 
 def _count_calls(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[None]:

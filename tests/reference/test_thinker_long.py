@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long chat with pictures and sounds: its reply is HF's, and a step behind 3000 positions does what any other does."""
+"""A long chat with pictures and sounds: its reply is HF's, a step behind 3000 positions does what any other does."""
 
 from __future__ import annotations
 
