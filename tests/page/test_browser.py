@@ -241,18 +241,7 @@ def test_files_are_sent_as_the_parts_they_are(triton: FakeTriton, at: Visit) -> 
 
 @pytest.mark.parametrize("event", ["drop", "paste"])
 def test_an_image_is_dropped_or_pasted_and_taken_away_again(at: Visit, event: str) -> None:
-    at.page.evaluate(
-        """([event, data]) => {
-          const files = new DataTransfer();
-          const bytes = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
-          files.items.add(new File([bytes], "x.png", { type: "image/png" }));
-          const init = { bubbles: true, cancelable: true };
-          document.body.dispatchEvent(event === "drop"
-            ? new DragEvent("drop", { ...init, dataTransfer: files })
-            : new ClipboardEvent("paste", { ...init, clipboardData: files }));
-        }""",
-        [event, base64.b64encode(image_file("png")).decode()],
-    )
+    at.hand_over(event, "x.png", "image/png", image_file("png"))
     at.page.wait_for_selector("#attachments img")
     assert at.page.is_enabled("#send")
     at.page.get_by_role("button", name="Remove x.png").click()
