@@ -420,13 +420,14 @@ command_serve() {
         --model-repository "$REPOSITORY" --model "$OMNI_MODEL" --log-file "$LOGS/server.log" "$@"
 }
 
-# Sets GRPC_URL from the READY line of the supervisor, or fails with what it said.
-wait_for_ready() { # wait_for_ready OUTPUT
+# Sets GRPC_URL and METRICS_URL from the READY line of the supervisor, or fails with what it said.
+wait_for_ready() { # wait_for_ready FILE_DESCRIPTOR
     local ready=''
-    while [[ -z $ready ]]; do
-        ready=$(grep -m 1 '^READY ' "$1" || true)
-        if [[ -z $ready ]] && ! kill -0 "$SERVER" 2>/dev/null; then fail "the server did not start (see above)"; fi
-        sleep 0.1
+    until [[ $ready == 'READY '* ]]; do
+        if ! read -r ready <&"$1"; then
+            kill -0 "$SERVER" 2>/dev/null || fail "the server did not start (see above)"
+            sleep 0.1
+        fi
     done
     GRPC_URL=$(sed -n 's/.* grpc=\([^ ]*\).*/\1/p' <<<"$ready")
     METRICS_URL=http://$(sed -n 's/.* metrics=\([^ ]*\).*/\1/p' <<<"$ready")/metrics
@@ -434,15 +435,20 @@ wait_for_ready() { # wait_for_ready OUTPUT
 
 # Serves on free loopback ports until this script ends; sets GRPC_URL and METRICS_URL.
 start_server() { # start_server COMMAND
-    local output=$LOGS/$1.out
-    : >"$output"
+    local output out said
+    # Without a name of its own: two that start at a time must not read each other's READY line.
+    output=$(mktemp "$LOGS/$1.XXXXXX")
+    exec {out}>"$output"
+    exec {said}<"$output"
+    rm "$output"
     # In a session of its own Ctrl-C does not reach it: the client goes first, and its request with it.
     setsid "$VENV/bin/python" -m triton_omni.serving.supervisor --model-repository "$REPOSITORY" --model "$OMNI_MODEL" \
-        --log-file "$LOGS/$1-server.log" --http-port 0 --grpc-port 0 --metrics-port 0 >"$output" &
+        --log-file "$LOGS/$1-server.log" --http-port 0 --grpc-port 0 --metrics-port 0 >&"$out" &
     SERVER=$!
     CHILDREN+=("$SERVER")
     say "$1: starting the server (its log: $LOGS/$1-server.log)"
-    wait_for_ready "$output"
+    wait_for_ready "$said"
+    exec {out}>&- {said}<&-
 }
 
 command_doctor() {

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -47,6 +48,15 @@ window.AudioWorkletNode = class extends AudioWorkletNode {
 
 They are the browser's own clocks: on a machine that stands still now and then, they stand too.
 """
+_HAND_OVER = """([event, name, type, data]) => {
+  const files = new DataTransfer();
+  const bytes = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
+  files.items.add(new File([bytes], name, { type }));
+  const init = { bubbles: true, cancelable: true };
+  document.body.dispatchEvent(event === "drop"
+    ? new DragEvent("drop", { ...init, dataTransfer: files })
+    : new ClipboardEvent("paste", { ...init, clipboardData: files }));
+}"""
 _FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">
 <fontconfig><dir>{tools}/fonts</dir><cachedir>{tools}/fonts-cache</cachedir></fontconfig>"""
 
@@ -114,6 +124,12 @@ class Visit:
         """Write a message and send it."""
         self.page.fill("#text", text)
         self.page.keyboard.press("Enter")
+
+    def hand_over(self, event: str, name: str, kind: str, data: bytes) -> None:
+        """Drop or paste a file of this media type; returns once it is attached."""
+        attached = self.page.locator("#attachments li").count()
+        self.page.evaluate(_HAND_OVER, [event, name, kind, base64.b64encode(data).decode()])
+        self.page.locator("#attachments li").nth(attached).wait_for()
 
     def text(self, selector: str) -> str:
         """The text of the last element of this selector."""

@@ -7,13 +7,15 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton_omni_client import OmniClientError
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 RATE = "rate_limit_error"
+CONTEXT_LENGTH = "context_length_exceeded"
+"""OpenAI's code of a prompt that is too long, by which programs know that a shorter one may do."""
 _RETRY_MS = 1000
 _NO_RETRY: Mapping[str, str] = {"x-should-retry": "false"}
 """Official clients retry 5xx by themselves; a request that took its whole time once would do so again."""
@@ -21,17 +23,30 @@ _SOON: Mapping[str, str] = {"Retry-After": "1"}
 _MEANINGS: Mapping[str, tuple[int, str, Mapping[str, str]]] = {
     "bad_request": (400, INVALID, {}),
     "too_large": (413, INVALID, {}),
+    CONTEXT_LENGTH: (400, INVALID, {}),
     "cancelled": (499, SERVER, _NO_RETRY),
     "timeout": (504, SERVER, _NO_RETRY),
     "connection_failed": (503, SERVER, _SOON),
     "internal": (500, SERVER, {}),
 }
-"""Status, OpenAI's `type` and headers by the code of the client's error."""
+"""Status, OpenAI's `type` and headers by the code of the client's error, or by OpenAI's where it has one of its own."""
 _ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
 """What Triton puts in front of a stage's error."""
 _OF_THE_REQUEST = ("bad_request", "too_large")
-Naming = Callable[[str], tuple[str, str | None]]
-"""A refusal of the server in its caller's words, and the key at fault; see `field_names.py`."""
+
+
+class Told(NamedTuple):
+    """A refusal of the server in its caller's words."""
+
+    message: str
+    param: str | None = None
+    """The key at fault."""
+    code: str | None = None
+    """OpenAI's, where it has one of its own for this."""
+
+
+Naming = Callable[[str], Told]
+"""Puts a refusal in its caller's words; see `field_names.py`."""
 
 
 @dataclass(eq=False)
@@ -101,21 +116,18 @@ def stopping() -> GatewayError:
     return GatewayError(503, "The gateway is stopping; send the request again.", SERVER, "stopping", headers=_SOON)
 
 
-def _as_it_is(message: str) -> tuple[str, str | None]:
-    return message, None
-
-
-def from_client(error: OmniClientError, naming: Naming = _as_it_is) -> GatewayError:
+def from_client(error: OmniClientError, naming: Naming = Told) -> GatewayError:
     """What an error of Triton's client means to a caller of HTTP.
 
     Args:
         error: of the client, or of the server behind it.
         naming: puts a refusal in the words of the request's caller.
     """
-    message, param = _ENSEMBLE.sub("", error.message), None
+    told = Told(_ENSEMBLE.sub("", error.message))
     if error.code in _OF_THE_REQUEST:
-        message, param = naming(message)
+        told = naming(told.message)
     if error.code == "overloaded":
-        return overloaded(message, error.retry_after_ms)
-    status, kind, headers = _MEANINGS.get(error.code, _MEANINGS["internal"])
-    return GatewayError(status, message, kind, error.code, param, headers)
+        return overloaded(told.message, error.retry_after_ms)
+    code = told.code or error.code
+    status, kind, headers = _MEANINGS.get(code, _MEANINGS["internal"])
+    return GatewayError(status, told.message, kind, code, told.param, headers)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .errors import CONTEXT_LENGTH, Told
 from .schemas import ChatRequest
 
 _BOTH: Mapping[str, str] = {
@@ -46,6 +47,8 @@ _PATH = re.compile(
 _MEDIUM = re.compile(r"medium (?P<index>\d+) \([a-z]+\)(?=: )")
 _SIBLING = re.compile(r"^: (?P<said>-?\d+ is over|must be 0 beside) (?P<key>max_tokens|json_schema)\b")
 """Where a refusal names a second key of the same object."""
+_TOO_LONG = re.compile(r"the prompt has \d+ tokens\b")
+"""With what every stage begins that has no room for a prompt, or for it and the reply that was asked for."""
 _SYSTEM = re.compile(r"(?<=^: )system\b|(?<=\(got )system(?=\)$)")
 
 
@@ -55,6 +58,8 @@ class FieldNames:
 
     table: Mapping[str, str]
     """The server's paths and the caller's."""
+    prompt: str
+    """What the prompt is made of."""
     rest: str
     """What no single key is at fault for: all keys that the server takes together."""
     media: tuple[str, ...] = ()
@@ -62,18 +67,20 @@ class FieldNames:
     developers: frozenset[str] = frozenset()
     """Messages of the role `developer`, which the server knows as `system`."""
 
-    def told(self, message: str) -> tuple[str, str | None]:
-        """A refusal in the caller's words, and the key at fault; None = it names none that the caller wrote."""
+    def told(self, message: str) -> Told:
+        """A refusal in the caller's words, with the key at fault where it is one that the caller wrote."""
+        if _TOO_LONG.match(message):
+            return Told(f"{self.prompt}: {message}", self.prompt, CONTEXT_LENGTH)
         medium = _MEDIUM.match(message)
         if medium is not None and int(medium["index"]) < len(self.media):
             name = self.media[int(medium["index"])]
-            return name + message[medium.end() :], name
+            return Told(name + message[medium.end() :], name)
         found = _PATH.match(message)
         named = None if found is None else self._name(found["plain"])
         if found is None or named is None:
-            return message, None
+            return Told(message)
         tail = self._tail(found["plain"], message[found.end() :])
-        return f"{named or self.rest}{found['quoted']}{tail}", named or None
+        return Told(f"{named or self.rest}{found['quoted']}{tail}", named or None)
 
     def _name(self, path: str) -> str | None:
         """The caller's path; empty for the whole of the server's parameters, None where the path is in no table."""
@@ -92,7 +99,7 @@ class FieldNames:
         return f": {found['said']} {sibling}{tail[found.end() :]}"
 
 
-SPEECH_NAMES = FieldNames(_SPEECH, "the request without its 'input'")
+SPEECH_NAMES = FieldNames(_SPEECH, "input", "the request without its 'input'")
 """Of speech, whose fields have one spelling each."""
 
 
@@ -112,9 +119,8 @@ def chat_names(chat: ChatRequest) -> FieldNames:
     if isinstance(chat.stop, str):
         spelled["sampling_parameters.thinker.stop[0]"] = "stop"
     developers = (f"messages[{at}]" for at, message in enumerate(chat.messages) if message.role == "developer")
-    return FieldNames(
-        {**_CHAT, **spelled}, "the request without its 'messages'", _media_paths(chat), frozenset(developers)
-    )
+    rest = "the request without its 'messages'"
+    return FieldNames({**_CHAT, **spelled}, "messages", rest, _media_paths(chat), frozenset(developers))
 
 
 def _media_paths(chat: ChatRequest) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import { ApiError } from "../../gateway/triton_omni_gateway/page/api.js";
 import { Conversation } from "../../gateway/triton_omni_gateway/page/conversation.js";
-import { kindOf, partOf } from "../../gateway/triton_omni_gateway/page/media.js";
+import { inFileNames, kindOf, partOf } from "../../gateway/triton_omni_gateway/page/media.js";
 
 /** @param {string} text */
 const says = (text) => [{ type: /** @type {const} */ ("text"), text }];
@@ -42,4 +43,18 @@ test("what is no image, sound or video has no kind", () => {
     null,
     null,
   ]);
+});
+
+test("a refused file is called by its name, if it is the question's", () => {
+  const [first, second] = ["a$&.png", "b.png"].map((name) => {
+    const part = partOf("image", "image/png", "data:,");
+    return { kind: /** @type {const} */ ("image"), name, url: "", part };
+  });
+  /** @param {string | null} param */
+  const told = (param) => inFileNames(new ApiError(`${param}: is too large`, 413, param), 2, [first, second]);
+  assert.equal(told("messages[2].content[0].image_url.url"), "a$&.png: is too large");
+  assert.equal(told("messages[2].content[1].image_url.url"), "b.png: is too large");
+  for (const param of ["messages[0].content[0].image_url.url", "messages[2].content[2].text", "messages", null]) {
+    assert.equal(told(param), `${param}: is too large`);
+  }
 });

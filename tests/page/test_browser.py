@@ -54,7 +54,8 @@ def story(speech: Samples = SPEECH, pause_s: float = 0.0, text: str = TEXT) -> A
 
 
 def refusal(_request: Any, _context: Any) -> Iterator[Any]:
-    yield failure("messages[0].content[0].image_url.url: 2000000 characters of base64, the limit is 1048576 bytes")
+    place = "messages[0].content[0].image_url.url"
+    yield failure(f"{place}: 2000000 characters of base64, the limit is 1048576 bytes [omni:too_large;stage=thinker]")
 
 
 @pytest.fixture(scope="module")
@@ -241,18 +242,7 @@ def test_files_are_sent_as_the_parts_they_are(triton: FakeTriton, at: Visit) -> 
 
 @pytest.mark.parametrize("event", ["drop", "paste"])
 def test_an_image_is_dropped_or_pasted_and_taken_away_again(at: Visit, event: str) -> None:
-    at.page.evaluate(
-        """([event, data]) => {
-          const files = new DataTransfer();
-          const bytes = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
-          files.items.add(new File([bytes], "x.png", { type: "image/png" }));
-          const init = { bubbles: true, cancelable: true };
-          document.body.dispatchEvent(event === "drop"
-            ? new DragEvent("drop", { ...init, dataTransfer: files })
-            : new ClipboardEvent("paste", { ...init, clipboardData: files }));
-        }""",
-        [event, base64.b64encode(image_file("png")).decode()],
-    )
+    at.hand_over(event, "x.png", "image/png", image_file("png"))
     at.page.wait_for_selector("#attachments img")
     assert at.page.is_enabled("#send")
     at.page.get_by_role("button", name="Remove x.png").click()
@@ -266,13 +256,13 @@ def test_a_file_of_another_kind_is_refused(at: Visit) -> None:
     assert not at.page.is_visible("#retry")
 
 
-def test_a_refusal_is_shown_in_the_server_s_words_and_the_question_given_back(triton: FakeTriton, at: Visit) -> None:
+def test_a_refusal_names_the_file_and_the_question_is_given_back(triton: FakeTriton, at: Visit) -> None:
     triton.script = refusal
     at.page.set_input_files("#files", [file("a.png", "image/png", image_file("png"))])
     at.page.wait_for_selector("#attachments li")
     at.write("And this?")
     alert = at.page.get_by_role("alert")
-    alert.get_by_text("the limit is 1048576 bytes").wait_for()
+    alert.get_by_text("a.png: 2000000 characters of base64, the limit is 1048576 bytes", exact=True).wait_for()
     at.state("error")
     assert at.page.locator(".question, .reply").count() == 0
     assert at.page.input_value("#text") == "And this?"
@@ -296,6 +286,7 @@ def test_an_error_in_the_middle_takes_the_turn_back(triton: FakeTriton, at: Visi
     assert at.page.locator(".reply").count() == 0
     triton.script = story()
     at.page.get_by_role("alert").get_by_role("button", name="Dismiss").click()
+    at.state("ready")
     at.page.keyboard.press("Enter")
     at.state("speaking")
     assert messages(triton) == [said("hello")]
@@ -324,11 +315,12 @@ def test_the_text_of_a_reply_is_never_html(triton: FakeTriton, at: Visit) -> Non
 
 def test_a_key_is_asked_for_only_where_it_is_needed(browser: Any, triton: FakeTriton) -> None:
     with run_gateway(triton.url, keys=ApiKeys(["ключ-schlüssel"])) as gateway, visit(browser, gateway.base) as at:
-        at.state("error")
-        at.page.get_by_role("alert").get_by_text("No API key provided").wait_for()
+        at.state("locked")
+        assert not at.page.is_visible("#error")
         at.page.get_by_label("This gateway asks for an API key").fill("wrong")
         at.page.get_by_role("button", name="Use key").click()
         at.page.get_by_role("alert").get_by_text("Incorrect API key provided").wait_for()
+        assert not at.page.is_visible("#retry")
         at.page.get_by_label("This gateway asks for an API key").fill("ключ-schlüssel")
         at.page.keyboard.press("Enter")
         at.state("ready")

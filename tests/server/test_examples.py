@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from gateway_fakes import RunningGateway
 from media_samples import audio_file, image_file, video_file
 from server.serving import ROOT, Served
 from triton_omni_client import Conversation, OmniClient, load_media
+from triton_omni_client.audio import WavDecoder
 
 EXAMPLES = ROOT / "examples"
 Run = Callable[..., str]
@@ -37,9 +39,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(server: Served, folder: Path) -> Run:
-    """Run a command in `folder`; its stdout. `GRPC` and `HTTP` among its words are the server's addresses."""
+def run(server: Served, shared_gateway: RunningGateway, folder: Path) -> Run:
+    """Run a command in `folder`; its stdout. `GRPC`, `HTTP`, `GATEWAY` and `OPENAI` among its words are addresses."""
     addresses = {"GRPC": server.supervisor.grpc_url, "HTTP": f"http://{server.supervisor.http_url}"}
+    addresses |= {"GATEWAY": shared_gateway.base, "OPENAI": f"{shared_gateway.base}/v1"}
     environment = os.environ | {"PYTHONPATH": str(ROOT / "client"), "TRITON_OMNI_URL": server.supervisor.grpc_url}
 
     def call(*words: str, stdin: bytes = b"") -> str:
@@ -106,6 +109,22 @@ def test_curl(run: Run, folder: Path) -> None:
     assert seconds(folder / "sea.wav") > 0.1
     events = [line for line in run(f"{EXAMPLES}/curl.sh", "a.png", "HTTP").splitlines() if line.startswith("data: ")]
     assert "".join(json.loads(event.removeprefix("data: "))["text_output"] for event in events)
+
+
+def test_openai_client(run: Run, folder: Path) -> None:
+    *text, told = run(f"{EXAMPLES}/openai_client.py", "a.png", "sea.wav", "OPENAI").splitlines()
+    assert "".join(text)
+    assert seconds(folder / "sea.wav") > 0.1
+    assert told == f"sea.wav: {seconds(folder / 'sea.wav'):.1f} s"
+
+
+def test_curl_openai(run: Run, folder: Path) -> None:
+    lines = run(f"{EXAMPLES}/curl_openai.sh", "a.png", "sea.wav", "GATEWAY").splitlines()
+    *events, done = [line.removeprefix("data: ") for line in lines if line]
+    assert "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events)
+    assert done == "[DONE]"
+    # A file that is sent while it is made begins with a header of unknown length.
+    assert len(WavDecoder().feed((folder / "sea.wav").read_bytes())) > 2400
 
 
 def test_ask_with_every_kind_of_file_over_grpc_and_http(run: Run, folder: Path) -> None:

@@ -26,6 +26,7 @@ GREEDY = {"seed": 71, "extra_body": {"talker": {"temperature": 0}}}
 HELLO = [{"role": "user", "content": "hello"}]
 SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Chelsie", "format": "pcm16"}}
 NO_IMAGE = "data:image/png;base64,bm90aGluZw=="
+LONG = "word " * 600
 PCM16_STEP = 1 / 32767
 LOAD_GENERATOR = """
 from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
@@ -138,6 +139,23 @@ def test_a_refusal_of_the_server_is_a_bad_request(
     with pytest.raises(openai.BadRequestError, match=what) as caught:
         gateway.chat(**{"messages": HELLO, **options})
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "body"),
+    [
+        ("chat/completions", "messages", {"messages": [{"role": "user", "content": LONG}]}),
+        ("chat/completions", "messages", {"messages": [{"role": "user", "content": LONG}], "stream": True, **SPOKEN}),
+        ("audio/speech", "input", {"input": LONG}),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused_as_openai_does(
+    gateway: RunningGateway, path: str, param: str, body: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"the prompt has \d+ tokens .* limit is 1024") as caught:
+        gateway.openai.post(f"/{path}", body={"model": MODEL, **body}, cast_to=object)
+    error = caught.value
+    assert (error.type, error.code, error.param) == ("invalid_request_error", "context_length_exceeded", param)
 
 
 def test_a_timeout_longer_than_any_clock_is_over_the_server_s_limit(gateway: RunningGateway) -> None:

@@ -4,25 +4,30 @@
 from __future__ import annotations
 
 import base64
+import re
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from browser import Visit, run_browser, visit
+from browser import Visit, launch, run_browser, visit
 from gateway_fakes import RunningGateway
-from media_samples import image_file
+from media_samples import audio_file, image_file, tone, video_file
 from server.probes import SLOW_TALKER
 from server.serving import STAGES, Served, wait_for
-from triton_omni_client import Reply
+from triton_omni_client import Media, Reply, Request
 from triton_omni_client.heard import heard_text
 
 TALKER = {"temperature": 0, "min_tokens": 150}
 GREEDY = {"seed": 71, "talker": TALKER}
 PCM16_STEP = 1 / 32767
+QUESTION = "What is this?"
+SOUND = Media("audio", audio_file("ogg", seconds=1.0))
+FILM = Media("video", video_file("mp4", seconds=1.0, audio=True))
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +59,7 @@ def test_what_is_read_and_heard_is_the_server_s(browser: Any, gateway: RunningGa
         assert gaps
         assert min(gaps) >= 0
         assert sum(gap > 0 for gap in gaps) == int(at.times().get("Gaps", 0))
-        sound = np.concatenate([samples for _, samples in played])
-        np.testing.assert_allclose(sound, direct.audio, rtol=0, atol=2 * PCM16_STEP)
+        np.testing.assert_allclose(_sound(at), direct.audio, rtol=0, atol=2 * PCM16_STEP)
 
 
 def test_a_stop_reaches_every_stage_and_what_was_heard_is_kept(
@@ -116,7 +120,9 @@ def test_an_image_is_understood_and_one_over_the_limit_refused(
         at.page.uncheck("#speak")
         _attach(at, "large.png", large)
         at.write("What is this?")
-        at.page.get_by_role("alert").get_by_text(f"the limit is {1 << 20} bytes").wait_for()
+        at.page.get_by_role("alert").get_by_text(
+            re.compile(rf"^large\.png: .* the limit is {1 << 20} bytes")
+        ).wait_for()
         at.page.get_by_role("button", name="Remove large.png").click()
         _attach(at, "small.png", small)
         at.page.get_by_role("button", name="Try again").click()
@@ -129,6 +135,60 @@ def test_an_image_is_understood_and_one_over_the_limit_refused(
         {"type": "text", "text": "What is this?"},
     ]
     assert shown == gateway.chat(messages=[asked], seed=71).choices[0].message.content
+
+
+def test_what_is_dropped_is_understood_and_of_a_video_the_sound_if_wanted(
+    browser: Any, server: Served, gateway: RunningGateway
+) -> None:
+    dropped = [(SOUND, "audio/ogg", False), (FILM, "video/mp4", False), (FILM, "video/mp4", True)]
+    shown = []
+    with visit(browser, gateway.base, {"seed": 71}) as at:
+        at.state("ready")
+        at.page.uncheck("#speak")
+        for medium, kind, with_sound in dropped:
+            at.hand_over("drop", "dropped", kind, medium.data)
+            if with_sound:
+                at.page.check("#sounding")
+            at.write(QUESTION)
+            at.page.wait_for_selector('.reply[aria-busy="false"]')
+            shown.append(at.text(".reply .said"))
+            at.page.get_by_role("button", name="New conversation").click()
+    assert shown == [_direct(server, medium, with_sound) for medium, _, with_sound in dropped]
+    assert len(set(shown)) == len(dropped)
+
+
+def _direct(server: Served, medium: Media, with_sound: bool) -> str:
+    """What the project's own client gets."""
+    request = Request.ask(QUESTION, [medium], seed=71, modalities=["text"], use_audio_in_video=with_sound)
+    return server.client.stream(request).collect().text
+
+
+def test_hands_free_speech_is_understood_and_answered(
+    browser: Any, server: Served, gateway: RunningGateway, tmp_path: Path
+) -> None:
+    quiet, spoken = np.zeros(2 * 16000, np.float32), tmp_path / "spoken.wav"
+    spoken.write_bytes(audio_file("wav", samples=np.concatenate([quiet, tone(1.5), quiet])))
+    talker, short = {"temperature": 0, "min_tokens": 40, "max_tokens": 40}, {"min_tokens": 12, "max_tokens": 12}
+    with (
+        launch(browser.browser_type, tmp_path, spoken) as listening,
+        visit(listening, gateway.base, {"seed": 71, "talker": talker, **short}) as at,
+    ):
+        at.state("ready")
+        at.page.check("#hands-free")
+        at.state("listening")
+        at.page.wait_for_selector('.reply[aria-busy="false"]', timeout=60_000)
+        shown, heard = at.text(".reply .said"), _sound(at)
+        (question,) = at.asked[0]["messages"]
+    (part,) = question["content"]
+    said = Media("audio", base64.b64decode(part["input_audio"]["data"]))
+    direct = server.client.stream(Request.ask(media=[said], seed=71, talker=talker, thinker=short)).collect()
+    assert shown == direct.text != ""
+    np.testing.assert_allclose(heard, direct.audio, rtol=0, atol=2 * PCM16_STEP)
+
+
+def _sound(at: Visit) -> Any:
+    """All that was scheduled to play, without its gaps."""
+    return np.concatenate([samples for _, samples in at.played()])
 
 
 def _attach(at: Visit, name: str, data: bytes) -> None:

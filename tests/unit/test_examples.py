@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from client_fakes import FakeHttp, FakeTriton, failure, greeting, inputs_of, parameters_of, serve_grpc, serve_http
+from gateway_fakes import run_gateway
 from media_samples import audio_file, image_file, video_file
-from triton_omni_client.audio import pcm16_from_waveform, wav_header
+from triton_omni_client.audio import WavDecoder, pcm16_from_waveform, wav_header
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SPOKEN = np.repeat(np.float32([0.25, -0.5]), 480)
@@ -65,6 +66,12 @@ def asked(request: Any) -> list[Any]:
         content if isinstance(content, str) else [part.get("text", part["type"]) for part in content]
         for content in (message["content"] for message in messages)
     ]
+
+
+def shown(request: Any) -> bytes:
+    """The picture in the first message's first part."""
+    (message,) = json.loads(inputs_of(request)["messages"][0])
+    return base64.b64decode(message["content"][0]["image_url"]["url"].removeprefix("data:image/png;base64,"))
 
 
 def test_stream_text_and_audio(server: FakeTriton, folder: Path, run: Any) -> None:
@@ -152,6 +159,31 @@ def test_curl_with_an_image(folder: Path) -> None:
     (message,) = json.loads(fake.head["messages"])
     url = message["content"][0]["image_url"]["url"]
     assert base64.b64decode(url.removeprefix("data:image/png;base64,")) == (folder / "a.png").read_bytes()
+
+
+def test_openai_client(server: FakeTriton, folder: Path, run: Any) -> None:
+    with run_gateway(server.url) as gateway:
+        out = run("openai_client.py", "a.png", "answer.wav", f"{gateway.base}/v1")
+    ready, _, said = out.partition("\n")  # the gateway is of this process, too
+    assert ready.startswith("READY ")
+    assert said == "Hello, sea.\nanswer.wav: 0.0 s\n"
+    assert is_speech(folder / "answer.wav")
+    (request,) = server.requests
+    assert asked(request) == [["image_url", "Describe the picture."]]
+    assert shown(request) == (folder / "a.png").read_bytes()
+    assert {**parameters_of(request), "seed": 7, "voice": "Chelsie"} == parameters_of(request)
+
+
+def test_curl_openai(server: FakeTriton, folder: Path) -> None:
+    with run_gateway(server.url) as gateway:
+        command = [EXAMPLES / "curl_openai.sh", "a.png", "sea.wav", gateway.base]
+        result = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert '"content":"Hello"' in result.stdout
+    assert WavDecoder().feed((folder / "sea.wav").read_bytes()).tolist() == pytest.approx(SPOKEN.tolist(), abs=1e-4)
+    pictured, spoken = server.requests
+    assert shown(pictured) == (folder / "a.png").read_bytes()
+    assert (parameters_of(spoken)["voice"], parameters_of(spoken)["seed"]) == ("Ethan", 7)
 
 
 def test_every_example_is_run_here() -> None:

@@ -13,12 +13,13 @@ import pytest
 from client_fakes import FakeTriton, chunk, failure, serve_grpc
 from gateway_fakes import MODEL, run_gateway
 from media_samples import audio_file, image_file
+from session_rig import finished, pipeline
 from triton_omni.errors import OmniError
 from triton_omni.media import decode_media
 from triton_omni.request import RawRequest, RequestDefaults, parse_request
-from triton_omni.settings import RequestLimits
+from triton_omni.settings import RequestLimits, TalkerEngineSettings, TalkerSettings
 from triton_omni_client import Request, errors
-from triton_omni_gateway.errors import GatewayError, from_client
+from triton_omni_gateway.errors import GatewayError, Naming, from_client
 from triton_omni_gateway.field_names import SPEECH_NAMES, chat_names
 from triton_omni_gateway.schemas import ChatRequest, SpeechRequest, parse
 from triton_omni_gateway.settings import SPEECH_PROMPT
@@ -221,6 +222,28 @@ def test_the_key_at_fault_is_read_off_the_server_s_refusal(message: str, param: 
     meant = from_client(errors.BadRequest(message), chat_names(chat_of()).told)
     assert meant.param == param
     assert "ensemble" not in meant.message
+
+
+@pytest.mark.parametrize(("naming", "param"), [(chat_names(chat_of()).told, "messages"), (SPEECH_NAMES.told, "input")])
+def test_a_prompt_that_is_too_long_is_told_as_openai_tells_it(naming: Naming, param: str) -> None:
+    said = "the prompt has 99 tokens and the reply may have 9, together 108; this deployment's limit is 100"
+    meant = from_client(errors.TooLarge(f"in ensemble 'qwen2_5_omni', {said}"), naming)
+    assert meant.status == 400
+    assert meant.body()["error"] == {
+        "message": f"{param}: {said}",
+        "type": "invalid_request_error",
+        "param": param,
+        "code": "context_length_exceeded",
+    }
+
+
+def test_so_is_one_that_leaves_the_talker_no_room() -> None:
+    with pipeline(talker_settings=TalkerSettings(engine=TalkerEngineSettings(max_model_len=64))) as stages:
+        refused = finished(stages.ask("x" * 62)).error
+        assert finished(stages.ask("x" * 61)).error is None
+    meant = from_client(errors.TooLarge(refused.message), SPEECH_NAMES.told)
+    assert meant.message == "input: the prompt has 62 tokens, which leave the talker no room in its max_model_len of 64"
+    assert (meant.param, meant.code) == ("input", "context_length_exceeded")
 
 
 def test_a_fault_of_the_server_names_no_key() -> None:

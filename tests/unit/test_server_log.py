@@ -95,6 +95,7 @@ stage.yaml: engine.x: unknown key (known: a)\\n\\nAt:\\n  /srv/model.py(17): ini
             "failed to open the repository: /srv",
         ),
         (BEGINNING + END, "creating server: Internal - failed to load all models"),
+        (BEGINNING + "bind: no such device", "bind: no such device"),
         ("tritonserver: error while loading shared libraries: libre2.so: cannot open shared object file", None),
     ],
 )

@@ -432,7 +432,7 @@ def test_the_command_tells_why_its_server_ended(repository: Path, stage: Path, m
         os.kill(server_of(process.pid), signal.SIGKILL)
         _, said = process.communicate(timeout=20)
         assert process.returncode == 1
-    assert said.startswith("error: the server ended with code 137: ")
+    assert said.startswith("error: the server ended with code 137: it was killed (SIGKILL)")
     assert said.count("\n") == 1
 
 

@@ -7,6 +7,7 @@ It knows the form of Triton's log lines and of crashes, and nothing of the model
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -26,15 +27,18 @@ _LAST_LINES = 60
 # a message of several lines is quoted, its line ends escaped; the first line has the reason.
 _FAILED_MODEL = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*?)(?:\\n|\"?$)")
 _ERROR = re.compile(r"^(?:E\d{4} .*?\] \"?|error: )(?P<reason>.*?)(?:\\n.*|\"?)$")
-# Lines that tell that something went wrong, and not what; those of CUDA come on every machine without a GPU.
+# Lines that tell that something went wrong, and not what.
 _GENERIC = re.compile(
     r"Stub process .* is not healthy|See root cause above|failed to load all models|has no loaded version"
-    r"|Exit timeout expired|CudaDriverHelper has not been initialized|unable to create stream for"
+    r"|Exit timeout expired"
 )
 _CXX_EXCEPTION = re.compile(r"terminate called after throwing an instance of '(?P<type>.+)'")
 _CXX_WHAT = re.compile(r"\s*what\(\):\s*(?P<what>.*\S)")
-_ON_PURPOSE = f"for backend '{NO_BACKEND}'"
-"""In the lines about a model that was not to be loaded."""
+_HARMLESS = re.compile(
+    rf"for backend '{NO_BACKEND}'|CudaDriverHelper has not been initialized|unable to create stream for"
+)
+"""In the lines about a model that was not to be loaded, and in those that come on every machine without a GPU."""
+_KILLED = "it was killed (SIGKILL), as by a system that has no memory left"
 _TRACEBACK = "Traceback (most recent call last):"
 # A fault; not the two signals that stop a server in order.
 _SIGNAL = re.compile(r"Fatal Python error: .+|Signal \((?!2\)|15\))\d+\) received\.?|Segmentation fault.*")
@@ -46,7 +50,7 @@ def find_reason(lines: Sequence[str]) -> str:
     The first model that failed to load and what it said, else the crash at the end, else the last error line. A crash
     (a C++ exception, a Python traceback, a fatal signal) tells more than the generic lines that Triton writes after it.
     """
-    lines = [line for line in lines if _ON_PURPOSE not in line]
+    lines = [line for line in lines if not _HARMLESS.search(line)]
     for number, line in enumerate(lines):
         if found := _FAILED_MODEL.search(line):
             reason = found["reason"].strip()
@@ -117,9 +121,9 @@ class ServerLog:
         elif self._sink is not None:
             self._sink.close()
 
-    def reason(self) -> str:
-        """Why the server died, in one sentence (`find_reason`)."""
-        return find_reason(list(self._tail))
+    def reason(self, exit_code: int | None = None) -> str:
+        """Why the server died, in one sentence: by `find_reason`, unless it was killed and could not say."""
+        return _KILLED if exit_code == 128 + signal.SIGKILL else find_reason(list(self._tail))
 
     def _copy(self, source: IO[bytes]) -> None:
         # Closing a file that could not be written tries it once more.

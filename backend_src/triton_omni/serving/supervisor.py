@@ -335,7 +335,7 @@ class Supervisor:
 
     def _why_it_ended(self) -> str:
         self._remove_leftovers(self._running())
-        return f"the server ended with code {self.exit_code}: {self.log.reason()}{self.log.hint}"
+        return f"the server ended with code {self.exit_code}: {self.log.reason(self.exit_code)}{self.log.hint}"
 
     def _remove_leftovers(self, process: subprocess.Popen[bytes]) -> None:
         # Once: the number of a group that is gone may be another's later.

@@ -165,8 +165,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         limit = min(request.talker.max_tokens, self._settings.max_codes, room)
         if limit < 1:
             raise TooLarge(
-                f"a prompt of {request.prompt_tokens} tokens leaves the talker no room in its max_model_len of "
-                f"{self._settings.engine.max_model_len}"
+                f"the prompt has {request.prompt_tokens} tokens, which leave the talker no room in its max_model_len "
+                f"of {self._settings.engine.max_model_len}"
             )
         if request.talker.min_tokens > limit:
             raise TooLarge(

@@ -211,7 +211,7 @@ class TalkerVllmEngine:
             )
         if length >= limit:
             raise TooLarge(
-                f"{prompt.prompt_rows} prompt tokens leave the talker no room to speak: "
+                f"the prompt has {prompt.prompt_rows} tokens, which leave the talker no room to speak: "
                 f"its sequences may have {limit} positions (engine.max_model_len), {length} of them are the prompt",
                 stage="talker",
             )

@@ -13,10 +13,12 @@ export class ApiError extends Error {
   /**
    * @param {string} message
    * @param {number} status HTTP status; 0 where no answer came
+   * @param {string | null} param the key of the request that is at fault, where a single one is
    */
-  constructor(message, status) {
+  constructor(message, status, param = null) {
     super(message);
     this.status = status;
+    this.param = param;
   }
 
   /** Whether the gateway wants an API key, or another one. */
@@ -61,7 +63,7 @@ export class Api {
       }
       const { error, choices } = JSON.parse(event);
       if (error) {
-        throw new ApiError(error.message, answer.status);
+        throw new ApiError(error.message, answer.status, error.param);
       }
       if (choices?.length) {
         yield choices[0].delta;
@@ -79,7 +81,7 @@ export class Api {
     const headers = { ...init.headers, ...(key ? { Authorization: `Bearer ${utf8(key)}` } : {}) };
     const answer = await fetch(new URL(path, document.baseURI), { ...init, headers }).catch(unreachable);
     if (!answer.ok) {
-      throw new ApiError(await refusalOf(answer), answer.status);
+      throw await refusalOf(answer);
     }
     return answer;
   }
@@ -111,8 +113,9 @@ export function isAbort(error) {
 
 /** @param {Response} answer */
 async function refusalOf(answer) {
-  const said = await answer.json().catch(() => null);
-  return said?.error?.message ?? `The gateway answered with status ${answer.status}.`;
+  const said = (await answer.json().catch(() => null))?.error;
+  const message = said?.message ?? `The gateway answered with status ${answer.status}.`;
+  return new ApiError(message, answer.status, said?.param);
 }
 
 /** @param {Response} answer */

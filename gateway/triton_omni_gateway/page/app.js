@@ -6,6 +6,7 @@ import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
 import { byId, element } from "./dom.js";
 import { Log } from "./log.js";
+import { inFileNames } from "./media.js";
 import { Player } from "./player.js";
 import { Reply } from "./reply.js";
 import { Talk } from "./talk.js";
@@ -13,6 +14,7 @@ import { Talk } from "./talk.js";
 const KEY = "omni-api-key";
 const STATES = {
   connecting: "Connecting",
+  locked: "Key needed",
   ready: "Ready",
   listening: "Listening",
   thinking: "Thinking",
@@ -87,12 +89,24 @@ function showVideoOption() {
  * @param {() => Promise<void>} again what would try it again
  */
 function fail(failure, again) {
-  showState("error");
-  showError(failure instanceof Error ? failure.message : String(failure), again);
+  const message = failure instanceof Error ? failure.message : String(failure);
   if (failure instanceof ApiError && failure.needsKey) {
-    composer.isReady = false;
-    keyForm.hidden = false;
-    keyInput.focus();
+    askForKey(message);
+    return;
+  }
+  showState("error");
+  showError(message, again);
+}
+
+/** @param {string} message why the key there is will not do; that there is none, the form tells by itself */
+function askForKey(message) {
+  showState("locked");
+  composer.isReady = false;
+  keyForm.hidden = false;
+  keyInput.focus();
+  error.hidden = true;
+  if (sessionStorage.getItem(KEY)) {
+    showError(message);
   }
 }
 
@@ -146,6 +160,9 @@ async function exchange({ text, media }) {
   } catch (failure) {
     log.remove(question, view.root);
     composer.restore({ text, media });
+    if (failure instanceof ApiError) {
+      failure.message = inFileNames(failure, conversation.asking(content).length - 1, media);
+    }
     fail(failure, ask);
   } finally {
     reply = null;
@@ -224,6 +241,9 @@ freshButton.addEventListener("click", startAfresh);
 retryButton.addEventListener("click", () => retry());
 byId("dismiss", HTMLButtonElement).addEventListener("click", () => {
   error.hidden = true;
+  if (model && state.dataset.state === "error") {
+    showState("ready");
+  }
   composer.focus();
 });
 keyForm.addEventListener("submit", (event) => {

@@ -64,6 +64,18 @@ export function partOf(kind, type, url) {
 }
 
 /**
+ * A refusal as whoever chose the files knows it: by the file's name, where it names a file by its place in the request.
+ * @param {import("./api.js").ApiError} refusal
+ * @param {number} at the question's place among the messages
+ * @param {Medium[]} media of the question, the first of its parts
+ */
+export function inFileNames({ message, param }, at, media) {
+  const [, asked, place] = /^messages\[(\d+)\]\.content\[(\d+)\]\./.exec(param ?? "") ?? [];
+  const medium = Number(asked) === at ? media[Number(place)] : undefined;
+  return param && medium ? message.replace(param, () => medium.name) : message;
+}
+
+/**
  * @param {File} file
  * @returns {Promise<string>}
  */

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Asks through the gateway with nothing but curl and base64: about a picture, streamed, and for a text read aloud.
+# Usage: examples/curl_openai.sh PICTURE.png WAV [http://HOST:PORT]
+set -euo pipefail
+
+picture=$1
+wav=$2
+gateway=${3:-http://localhost:8080}
+
+# Streamed: server-sent events, each with the text that is new. A picture may be longer than a command line.
+{
+    printf '{"model": "qwen2_5_omni", "stream": true, "messages": [{"role": "user", "content": ['
+    printf '{"type": "image_url", "image_url": {"url": "data:image/png;base64,%s"}}, ' "$(base64 -w0 "$picture")"
+    printf '{"type": "text", "text": "What is in the picture?"}]}]}'
+} | curl -sfN "$gateway/v1/chat/completions" --data-binary @-
+
+# Read aloud: a WAV file, written while it comes.
+curl -sf "$gateway/v1/audio/speech" -o "$wav" \
+    -d '{"model": "qwen2_5_omni", "voice": "Ethan", "input": "The sea is deep.", "seed": 7}'
