@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import av
 import numpy as np
@@ -117,3 +118,15 @@ def _write_sound(container: av.container.OutputContainer, stream: av.AudioStream
         frame.sample_rate, frame.pts, frame.time_base = 48000, start, Fraction(1, 48000)
         container.mux(stream.encode(frame))
     container.mux(stream.encode(None))
+
+
+def media_files(folder: Path) -> list[Path]:
+    """An image, a sound and a video in `folder`."""
+    contents = {
+        "picture.png": image_file("png", 112, 84),
+        "sound.flac": audio_file("flac", seconds=1.0),
+        "film.mp4": video_file("mp4", seconds=1.0),
+    }
+    for name, data in contents.items():
+        (folder / name).write_bytes(data)
+    return [folder / name for name in contents]
