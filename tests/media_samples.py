@@ -7,9 +7,10 @@ Knows the codecs' libraries only, nothing of the server.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -58,6 +59,14 @@ def image_file(kind: str = "png", width: int = 64, height: int = 48, seed: int =
     return encode_image(Image.fromarray(picture(width, height, seed)), kind, **options)
 
 
+def image_of(made: Mapping[str, Any]) -> Image.Image:
+    """`picture` in a mode of Pillow's; one with transparency is half transparent."""
+    image = Image.fromarray(picture(made["width"], made["height"]))
+    if made.get("mode") == "RGBA":
+        image.putalpha(128)
+    return image.convert(made.get("mode", "RGB"))
+
+
 def encode_image(image: Image.Image, kind: str, **options: object) -> bytes:
     """An encoded png, jpeg or webp of any Pillow image."""
     out = io.BytesIO()
@@ -69,7 +78,7 @@ def video_file(
     kind: str = "mp4",
     *,
     seconds: float = 1.0,
-    fps: int = 8,
+    fps: int | Fraction = 8,
     width: int = 64,
     height: int = 48,
     audio: bool = False,
@@ -98,6 +107,11 @@ def video_file(
         if sound is not None:
             _write_sound(container, sound, seconds)
     return out.getvalue()
+
+
+def video_of(made: Mapping[str, Any]) -> bytes:
+    """`video_file` with arguments as JSON has them: the rate is a fraction in a string."""
+    return video_file(**{**made, "fps": Fraction(made["fps"])})
 
 
 def _sound_stream(container: av.container.OutputContainer, kind: str) -> av.AudioStream:
