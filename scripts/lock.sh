@@ -35,6 +35,7 @@ for part in cublas cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cu
 
 compile uv
 compile tritonserver --no-deps
+compile perf_analyzer --no-deps
 compile page
 compile deploy --no-deps
 compile cpu --override requirements/overrides.txt --override requirements/overrides-cpu.txt --override "$cuda_parts"

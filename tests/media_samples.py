@@ -7,8 +7,10 @@ Knows the codecs' libraries only, nothing of the server.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -57,6 +59,14 @@ def image_file(kind: str = "png", width: int = 64, height: int = 48, seed: int =
     return encode_image(Image.fromarray(picture(width, height, seed)), kind, **options)
 
 
+def image_of(made: Mapping[str, Any]) -> Image.Image:
+    """`picture` in a mode of Pillow's; one with transparency is half transparent."""
+    image = Image.fromarray(picture(made["width"], made["height"]))
+    if made.get("mode") == "RGBA":
+        image.putalpha(128)
+    return image.convert(made.get("mode", "RGB"))
+
+
 def encode_image(image: Image.Image, kind: str, **options: object) -> bytes:
     """An encoded png, jpeg or webp of any Pillow image."""
     out = io.BytesIO()
@@ -68,7 +78,7 @@ def video_file(
     kind: str = "mp4",
     *,
     seconds: float = 1.0,
-    fps: int = 8,
+    fps: int | Fraction = 8,
     width: int = 64,
     height: int = 48,
     audio: bool = False,
@@ -99,6 +109,11 @@ def video_file(
     return out.getvalue()
 
 
+def video_of(made: Mapping[str, Any]) -> bytes:
+    """`video_file` with arguments as JSON has them: the rate is a fraction in a string."""
+    return video_file(**{**made, "fps": Fraction(made["fps"])})
+
+
 def _sound_stream(container: av.container.OutputContainer, kind: str) -> av.AudioStream:
     stream = container.add_stream("aac" if kind == "mp4" else "libopus", rate=48000)
     stream.layout = "mono"
@@ -117,3 +132,15 @@ def _write_sound(container: av.container.OutputContainer, stream: av.AudioStream
         frame.sample_rate, frame.pts, frame.time_base = 48000, start, Fraction(1, 48000)
         container.mux(stream.encode(frame))
     container.mux(stream.encode(None))
+
+
+def media_files(folder: Path) -> list[Path]:
+    """An image, a sound and a video in `folder`."""
+    contents = {
+        "picture.png": image_file("png", 112, 84),
+        "sound.flac": audio_file("flac", seconds=1.0),
+        "film.mp4": video_file("mp4", seconds=1.0),
+    }
+    for name, data in contents.items():
+        (folder / name).write_bytes(data)
+    return [folder / name for name in contents]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -35,24 +36,34 @@ def about(hf: HfReference, kind: str, medium: Any) -> ThinkerPrompt:
     return ThinkerPrompt(ids, {kind: [medium]})
 
 
+def clip(frames: int, width: int = 84, height: int = 56) -> np.ndarray:
+    """uint8 [frames, height, width, 3]"""
+    return np.stack([picture(width, height, seed=seed) for seed in range(frames)])
+
+
 def test_requests_that_come_together_share_each_encoders_pass(tiny_checkpoint: Path, hf: HfReference) -> None:
     prompts = {
         "small image": about(hf, "image", Image.fromarray(picture(56, 56))),
         "short sound": about(hf, "audio", tone(0.6)),
         "large image": about(hf, "image", Image.fromarray(picture(112, 84, seed=3))),
         "long sound": about(hf, "audio", tone(1.5)),
+        "small video": about(hf, "video", clip(4, 56, 56)),
+        "large video": about(hf, "video", clip(6)),
     }
     engine = make_engine(tiny_checkpoint, max_num_batched_tokens=1024)
-    passes: list[str] = []
+    passes: list[tuple[str, int]] = []
     for name in ("visual", "audio_tower"):
-        getattr(engine._model, name).register_forward_pre_hook(lambda *_, name=name: passes.append(name))
-    together = run(engine, prompts)
-    assert sorted(passes) == ["audio_tower", "visual"]
-    for key, prompt in prompts.items():
-        alone = run(engine, {key: prompt})[key]
-        assert together[key].token_ids == alone.token_ids
-    assert sorted(passes) == ["audio_tower"] * 3 + ["visual"] * 3
-    assert REPLY.max_tokens >= len(alone.token_ids) > 0
+        getattr(engine._model, name).register_forward_pre_hook(
+            lambda _, given, name=name: passes.append((name, len(given[0]) if name == "visual" else 0))
+        )
+    together, shared = run(engine, prompts), sorted(passes)
+    passes.clear()
+    alone = {key: run(engine, {key: prompt})[key] for key, prompt in prompts.items()}
+    patches = dict(zip(prompts, (count for _, count in passes), strict=True))
+    images, videos = (patches[f"small {kind}"] + patches[f"large {kind}"] for kind in ("image", "video"))
+    assert shared == [("audio_tower", 0), ("visual", images), ("visual", videos)]
+    assert_answers_are(together, alone, set(prompts))
+    assert all(REPLY.max_tokens >= len(answer.token_ids) > 0 for answer in alone.values())
     engine.close()
 
 

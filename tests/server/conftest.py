@@ -58,6 +58,14 @@ def server(shared_server: Served) -> Iterator[Served]:
     shared_server.wait_until_idle()
 
 
+@pytest.fixture
+def key(server: Served) -> str:
+    """The key of this server, as its operator could have set it."""
+    control = server.supervisor._control
+    assert control is not None
+    return control._key
+
+
 @pytest.fixture(scope="session")
 def shared_gateway(shared_server: Served) -> Iterator[RunningGateway]:
     """An OpenAI gateway before the shared server."""

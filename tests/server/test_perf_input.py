@@ -13,7 +13,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from typer.testing import CliRunner
 
-from media_samples import audio_file, image_file, video_file
+from media_samples import media_files
 from server.serving import Served
 from triton_omni_client import cli
 from triton_omni_client.bench.workload import Workload
@@ -25,15 +25,7 @@ QUESTION = "what is this?"
 
 @pytest.fixture
 def media(tmp_path: Path) -> list[Path]:
-    """Files of all kinds."""
-    contents = {
-        "picture.png": image_file("png", 112, 84),
-        "sound.flac": audio_file("flac", seconds=1.0),
-        "film.mp4": video_file("mp4", seconds=1.0),
-    }
-    for name, data in contents.items():
-        (tmp_path / name).write_bytes(data)
-    return [tmp_path / name for name in contents]
+    return media_files(tmp_path)
 
 
 @pytest.fixture

@@ -47,14 +47,6 @@ GUARDED_PATHS = [
 ]
 
 
-@pytest.fixture
-def key(server: Served) -> str:
-    """The key of this server, as its operator could have set it."""
-    control = server.supervisor._control
-    assert control is not None
-    return control._key
-
-
 @pytest.mark.parametrize("name", GUARDED_CALLS)
 def test_what_runs_the_server_wants_its_key_over_grpc(server: Served, name: str) -> None:
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel, pytest.raises(grpc.RpcError) as caught:

@@ -36,6 +36,17 @@ def test_a_streamed_export_gives_the_figures_of_a_measurement(tmp_path: Path) ->
     assert notes == list(profile_export.MISSING)
 
 
+def test_an_export_that_was_cut_off_is_told_from_other_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.json", experiment("concurrency", 2, *[streamed(BEGIN)] * 20))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:65536])
+    with pytest.raises(BadRequest, match=profile_export.CUT_OFF):
+        read_profile_export(path)
+    path.write_bytes(whole[:65535])
+    with pytest.raises(BadRequest, match="not a profile export"):
+        read_profile_export(path)
+
+
 def test_a_request_rate_is_an_open_loop_without_its_schedule(tmp_path: Path) -> None:
     runs, notes = read_profile_export(write(tmp_path / "p.json", experiment("request_rate", 1.5, streamed(BEGIN))))
     assert runs[0].load.label == "rate 1.5/s"

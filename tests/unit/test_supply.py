@@ -30,7 +30,7 @@ BY_VERSION_ALONE = {"torch", "torchvision"}
 
 def test_there_is_something_to_look_at() -> None:
     assert len(SOURCES) > 150
-    assert len(LOCKS) == 6
+    assert len(LOCKS) == 7
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))

@@ -196,7 +196,7 @@ class _VideoFile:
     def _room(self, count: int, first: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """An empty result: the frames share `max_video_pixels`, but none is scaled under 1.05 x the least size.
 
-        qwen-vl-utils divides its `total_pixels` in the same way.
+        qwen-vl-utils divides its `total_pixels` in the same way, but counts a pair of frames, which become one, once.
         """
         least = self.sizes.frame.low
         most = max(min(self.sizes.frame.high, self.limits.max_video_pixels // count), int(least * 1.05))

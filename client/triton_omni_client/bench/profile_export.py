@@ -32,6 +32,12 @@ MISSING = (
 NO_SCHEDULE = "latencies of a request rate count from the sending: the export does not have the scheduled arrival"
 ONE_RESPONSE = "one response a request: time to first text and first audio are those of the whole reply, gaps are none"
 NO_OUTPUTS = "no text, audio and token figures: the export has no response_outputs"
+_BLOCK_BYTES = 65536
+CUT_OFF = (
+    "perf_analyzer has cut this export off, as it does where an empty tensor's memory, which it writes all the same, "
+    "holds no number: measure again"
+)
+"""It ends with exit code 0 then, and leaves the whole blocks of the file that it had written."""
 
 
 def read_profile_export(path: Path) -> tuple[list[Run], list[str]]:
@@ -41,12 +47,15 @@ def read_profile_export(path: Path) -> tuple[list[Run], list[str]]:
         BadRequest: the file cannot be read, or is no such export.
     """
     try:
-        export = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        data = path.read_bytes()
+        export = json.loads(data.decode("utf-8", errors="replace"))
         runs = [_run(experiment) for experiment in export["experiments"]]
     except OSError as error:
         raise BadRequest(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadRequest(f"{path}: not a profile export of perf_analyzer: {error!r}") from error
+        cut_off = isinstance(error, json.JSONDecodeError) and data and len(data) % _BLOCK_BYTES == 0
+        reason = CUT_OFF if cut_off else f"not a profile export of perf_analyzer: {error!r}"
+        raise BadRequest(f"{path}: {reason}") from error
     return runs, [*MISSING, *_notes(export["experiments"], runs)]
 
 
