@@ -83,9 +83,11 @@ class PerfAnalyzer:
         result = self.run(way, key, *options, "--profile-export-file", str(export))
         assert result.returncode == 0, result.stdout[:2000]
         try:
-            read_profile_export(export)
+            _, notes = read_profile_export(export)
         except BadRequest as error:
-            raise CutOff(error.message) if CUT_OFF in error.message else error from error
+            raise CutOff(error.message) if "cut off" in error.message else error from error
+        if CUT_OFF in notes:
+            raise CutOff(CUT_OFF)
 
 
 def find_perf_analyzer(server: Served, folder: Path) -> PerfAnalyzer:

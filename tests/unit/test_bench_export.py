@@ -36,15 +36,19 @@ def test_a_streamed_export_gives_the_figures_of_a_measurement(tmp_path: Path) ->
     assert notes == list(profile_export.MISSING)
 
 
-def test_an_export_that_was_cut_off_is_told_from_other_files(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.json", experiment("concurrency", 2, *[streamed(BEGIN)] * 20))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:65536])
-    with pytest.raises(BadRequest, match=profile_export.CUT_OFF):
-        read_profile_export(path)
-    path.write_bytes(whole[:65535])
-    with pytest.raises(BadRequest, match="not a profile export"):
-        read_profile_export(path)
+def test_of_an_export_that_was_cut_off_the_whole_requests_count(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.json", *[experiment("concurrency", at, *[streamed(BEGIN)] * 2) for at in (1, 2)])
+    whole = json.dumps(json.loads(path.read_text()), separators=(",", ":")).encode()  # as perf_analyzer writes it
+    (end,) = {65536 * blocks for blocks in range(9)} & set(range(whole.rindex(b'"timestamp"') + 20, len(whole)))
+    path.write_bytes(whole[:end])
+    runs, notes = read_profile_export(path)
+    assert [(len(run.records), run.complete) for run in runs] == [(2, True), (1, False)]
+    assert all(len(record.chunks) == 2 for run in runs for record in run.records)
+    assert profile_export.CUT_OFF in notes
+    for data, reason in ((whole[: end - 1], "not a profile export"), (whole[:65536], "cut off before the first")):
+        path.write_bytes(data)
+        with pytest.raises(BadRequest, match=reason):
+            read_profile_export(path)
 
 
 def test_a_request_rate_is_an_open_loop_without_its_schedule(tmp_path: Path) -> None:

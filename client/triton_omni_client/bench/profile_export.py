@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,12 +33,14 @@ MISSING = (
 NO_SCHEDULE = "latencies of a request rate count from the sending: the export does not have the scheduled arrival"
 ONE_RESPONSE = "one response a request: time to first text and first audio are those of the whole reply, gaps are none"
 NO_OUTPUTS = "no text, audio and token figures: the export has no response_outputs"
-_BLOCK_BYTES = 65536
 CUT_OFF = (
     "perf_analyzer has cut this export off, as it does where an empty tensor's memory, which it writes all the same, "
-    "holds no number: measure again"
+    "holds no number: only the requests before are counted"
 )
 """It ends with exit code 0 then, and leaves the whole blocks of the file that it had written."""
+_BLOCK_BYTES = 65536
+_NEXT_REQUEST = '},{"timestamp":'
+"""No text of a request or a reply holds it: quotes are escaped there."""
 
 
 def read_profile_export(path: Path) -> tuple[list[Run], list[str]]:
@@ -47,16 +50,29 @@ def read_profile_export(path: Path) -> tuple[list[Run], list[str]]:
         BadRequest: the file cannot be read, or is no such export.
     """
     try:
-        data = path.read_bytes()
-        export = json.loads(data.decode("utf-8", errors="replace"))
+        export, cut_off = _parsed(path.read_bytes())
         runs = [_run(experiment) for experiment in export["experiments"]]
     except OSError as error:
         raise BadRequest(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        cut_off = isinstance(error, json.JSONDecodeError) and data and len(data) % _BLOCK_BYTES == 0
-        reason = CUT_OFF if cut_off else f"not a profile export of perf_analyzer: {error!r}"
-        raise BadRequest(f"{path}: {reason}") from error
-    return runs, [*MISSING, *_notes(export["experiments"], runs)]
+        raise BadRequest(f"{path}: not a profile export of perf_analyzer: {error!r}") from error
+    if cut_off:
+        runs[-1] = replace(runs[-1], complete=False)
+    return runs, [*MISSING, *([CUT_OFF] if cut_off else []), *_notes(export["experiments"], runs)]
+
+
+def _parsed(data: bytes) -> tuple[dict[str, Any], bool]:
+    """What the file says, and whether it was cut off: then without the request that it ends in."""
+    text = data.decode("utf-8", errors="replace")
+    try:
+        return json.loads(text), False
+    except json.JSONDecodeError as error:
+        if len(data) % _BLOCK_BYTES:
+            raise
+        whole, begun, _ = text.rpartition(_NEXT_REQUEST)
+        if not begun:
+            raise ValueError("it was cut off before the first request is whole; measure again") from error
+        return json.loads(whole + "}]}]}"), True
 
 
 def _notes(experiments: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> list[str]:
