@@ -4,8 +4,8 @@
 #
 #   deploy/smoke.sh image IMAGE [OPTIONS of docker run]     starts IMAGE with random weights of the tiny size; this
 #                                                           project's needs a GPU: image triton-omni --gpus all
-#   deploy/smoke.sh server PID HTTP GRPC                    PID is the supervisor's, which is stopped at the end;
-#                                                           HTTP and GRPC are HOST:PORT, as in its READY line
+#   deploy/smoke.sh server PID HTTP GRPC                    PID is the supervisor's, or of the command that started it,
+#                                                           and is stopped at the end; HTTP and GRPC are HOST:PORT
 #
 # Environment: SMOKE_READY_S (600), SMOKE_REVIVED_S (300), SMOKE_STOP_S (10), SMOKE_STAGE (token2wav)
 set -euo pipefail
@@ -87,11 +87,14 @@ check_confinement() {
 stage_process() {
     # shellcheck disable=SC2016 # expanded by the shell that is started
     inside bash -c '
-        for server in $(cat /proc/"$1"/task/*/children); do
-            for child in $(cat /proc/"$server"/task/*/children); do
+        find_stage() {
+            local child
+            for child in $(cat /proc/"$1"/task/*/children 2>/dev/null); do
                 if tr "\0" " " </proc/"$child"/cmdline | grep -q "/$2/1/model.py"; then echo "$child"; fi
+                find_stage "$child" "$2"
             done
-        done' bash "$SUPERVISOR" "$STAGE"
+        }
+        find_stage "$@"' bash "$SUPERVISOR" "$STAGE"
 }
 
 check_revival() {

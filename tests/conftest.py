@@ -50,7 +50,6 @@ UNHURRIED = {
         "metadata.py",
         "mixed_media.py",
         "observability.py",
-        "own_server.py",
         "overload.py::test_a_closed_loop_of_as_many_clients_as_sessions_is_never_refused",
         "overload.py::test_refused_requests_leave_none_of_their_bytes",
         "perf_analyzer.py",

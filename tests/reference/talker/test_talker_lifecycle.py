@@ -202,7 +202,7 @@ def test_overload_is_refused_at_open_and_heals(tiny_checkpoint, cases, expected)
 
 def test_a_prompt_that_leaves_no_room_is_refused(engine, voices):
     prompt = TalkerPrompt(MAX_LEN - 2, torch.arange(MAX_LEN).expand(3, -1), voices[0], max_rows=MAX_LEN + 40)
-    with pytest.raises(TooLarge, match="510 prompt tokens"):
+    with pytest.raises(TooLarge, match="the prompt has 510 tokens, which leave the talker no room"):
         engine.open("s", prompt, GREEDY)
 
 
