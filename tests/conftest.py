@@ -39,7 +39,6 @@ UNHURRIED = {
     f"{WITH_A_SERVER}test_{name}"
     for name in (
         "calling.py",
-        "compare.py",
         "contract.py",
         "control.py",
         "examples.py",
@@ -49,7 +48,6 @@ UNHURRIED = {
         "idle.py",
         "metadata.py",
         "mixed_media.py",
-        "observability.py",
         "overload.py::test_a_closed_loop_of_as_many_clients_as_sessions_is_never_refused",
         "overload.py::test_refused_requests_leave_none_of_their_bytes",
         "perf_analyzer.py",
@@ -63,6 +61,8 @@ UNHURRIED = {
 }
 """The same of tests that need a server. Its other tests look at the clock: beside them no other test has all its
 share of the processors."""
+WITH_SERVERS_OF_THEIR_OWN = {f"{WITH_A_SERVER}test_{name}" for name in ("compare.py", "observability.py")}
+"""Of these, what any worker may run beside the first: the shared server is none of theirs, and they have no clock."""
 FIRST, LAST = "tests with a server", "tests with a server and a clock"
 
 
@@ -74,7 +74,11 @@ def scope_of(nodeid: str) -> str:
     if not module.startswith(WITH_A_SERVER):
         return module
     # On a GPU all of them come last: vLLM's engines of the other tests need its memory.
-    return FIRST if {module, f"{module}::{function}"} & UNHURRIED and not torch.cuda.is_available() else LAST
+    if torch.cuda.is_available():
+        return LAST
+    if module in WITH_SERVERS_OF_THEIR_OWN:
+        return module
+    return FIRST if {module, f"{module}::{function}"} & UNHURRIED else LAST
 
 
 def is_patient(scope: str) -> bool:
