@@ -18,9 +18,8 @@ def core_step(client: Any, runner: Any) -> list[EngineCoreOutput]:
         runner: the model runner of this process, the only one where the scheduler is a `SteadyScheduleMixin`.
     """
     core = client.engine_core
-    # Synchronous steps are all vLLM's own.
-    ahead = core.batch_queue is not None and isinstance(core.scheduler, SteadyScheduleMixin)
-    step = core.scheduler.schedule_further() if ahead else None
+    # Others' steps, synchronous ones among them, are all vLLM's own.
+    step = core.scheduler.schedule_further() if isinstance(core.scheduler, SteadyScheduleMixin) else None
     given: list[EngineCoreOutput] = client.get_output().outputs if step is None else _go_on(core, runner, step)
     return given
 

@@ -32,15 +32,16 @@ class ThinkerDecodeMixin(CounterNoiseMixin, SteadyDecodeMixin):
         if drawn is None:
             raise RuntimeError("a step goes on behind one that drew nothing")
         embeddings = self.inputs_embeds.gpu
-        embeddings[: len(drawn)].copy_(self._network.embed_input_ids(drawn[:, 0]))
+        embeddings[: len(drawn)].copy_(self.network.embed_input_ids(drawn[:, 0]))
         return {"inputs_embeds": embeddings[: len(layout.ids)]}
 
     def _draw_decoded(self, hidden: Tensor) -> Tensor:
-        logits = self._network.compute_logits(hidden[: self.input_batch.num_reqs])
+        logits = self.network.compute_logits(hidden[: self.input_batch.num_reqs])
         return self._sample(logits, None).sampled_token_ids[:, 0]
 
     @property
-    def _network(self) -> ThinkerNetwork:
+    def network(self) -> ThinkerNetwork:
+        """The network; there is one once it is loaded."""
         return cast(ThinkerNetwork, self.get_model())
 
     def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:

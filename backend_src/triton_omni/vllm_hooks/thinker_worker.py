@@ -45,7 +45,7 @@ class ThinkerWorker(StageWorker):
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's, and the vision tower's, which vLLM leaves to the first image, in a step that others share."""
         times = super().compile_or_warm_up_model()
-        cast(thinker_networks.ThinkerNetwork, self.runner.get_model()).warm_vision_up()
+        self.runner.network.warm_vision_up()
         return times
 
     @property
