@@ -30,6 +30,7 @@ from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Rotation, dec
 from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product, most_rows, split_product
 from triton_omni.vllm_hooks.draw_kernels import fused_draw
 from triton_omni.vllm_hooks.talker_columns import Column
+from triton_omni.vllm_hooks.talker_draw import Setting
 from triton_omni.vllm_hooks.talker_step_kernels import Layout, Memory, Rules, begin, draw
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -96,12 +97,11 @@ def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65
     index = zeros(count, len(Column), dtype=torch.int64)
     drawn = zeros(count, dtype=torch.int32)
     positions, places = zeros(3, count, dtype=torch.int64), zeros(count, dtype=torch.int64)
-    memory = Memory(
-        zeros(64, width), zeros(slots, vocabulary, dtype=torch.bool), zeros(slots, dtype=torch.int32), drawn
-    )
+    used, faults = zeros(slots, vocabulary, dtype=torch.int32), zeros(slots, dtype=torch.int32)
+    memory = Memory(zeros(64, width), used, faults, drawn)
     begin(Layout(index, drawn.clone(), positions, places), memory, zeros(vocabulary, width), 8296)
     some = zeros(vocabulary, dtype=torch.bool)
-    rules = Rules(some, some, zeros(slots, dtype=FLOAT), zeros(5, slots, dtype=FLOAT))
+    rules = Rules(some, some, zeros(len(Setting), slots, dtype=FLOAT))
     draw(zeros(count, vocabulary), index, memory, rules, 8296)
 
 

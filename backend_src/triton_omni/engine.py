@@ -37,11 +37,11 @@ class Sampling:
     min_tokens: int = 0
     """No id that ends the sequence is drawn before so many tokens."""
     presence_penalty: float = 0.0
-    """Thinker only, as all that follows. Taken off the logit of each id that the reply has, as in OpenAI's API."""
+    """Taken off the logit of each id that the reply has, as in OpenAI's API."""
     frequency_penalty: float = 0.0
     """Taken off as often as the reply has the id."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(id, what is added to its logit) before the penalties; each id once."""
+    """Thinker only, as all that follows: (id, what is added to its logit) before the penalties; each id once."""
     stop: tuple[str, ...] = ()
     """Strings at the first of which the reply's text ends; the string itself is not shown."""
     json_schema: str | None = None

@@ -78,6 +78,8 @@ class TalkerOptions(StrictModel):
     top_k: TopK = 40
     min_p: MinP = 0.0
     repetition_penalty: Penalty = 1.05
+    presence_penalty: AdditivePenalty = 0.0
+    frequency_penalty: AdditivePenalty = 0.0
     max_tokens: TokenCount | None = None
     """Codec codes, 50 a second; None = what the deployment allows."""
     min_tokens: LeastTokens = 0

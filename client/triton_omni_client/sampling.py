@@ -21,6 +21,10 @@ class TalkerOptions(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     """0.1 to 10; 1 = none."""
+    presence_penalty: float
+    """-2 to 2, once for each token that the reply has."""
+    frequency_penalty: float
+    """-2 to 2, as often as the reply has the token."""
     max_tokens: int
     min_tokens: int
     """It does not end by itself before."""
@@ -29,10 +33,6 @@ class TalkerOptions(TypedDict, total=False):
 class ThinkerOptions(TalkerOptions, total=False):
     """How the reply's text is drawn, and what it keeps to."""
 
-    presence_penalty: float
-    """-2 to 2, once for each token that the reply has."""
-    frequency_penalty: float
-    """-2 to 2, as often as the reply has the token."""
     logit_bias: Mapping[int, float] | Mapping[str, float]
     """Token id to -100 … 100."""
     stop: Sequence[str]

@@ -349,7 +349,7 @@ def _talker_result(seen: _Seen, prompt_length: int) -> TalkerResult:
     )
 
 
-class _AdditivePenalties(LogitsProcessor):  # type: ignore[misc]
+class AdditivePenalties(LogitsProcessor):  # type: ignore[misc]
     """OpenAI's presence and frequency penalties, which HF does not have: off the logits of ids in the reply."""
 
     def __init__(self, sampling: Sampling, prompt_length: int) -> None:
@@ -373,7 +373,7 @@ def _generation(model: str, sampling: Sampling, prompt_length: int) -> dict[str,
     if sampling.logit_bias:
         arguments["sequence_bias"] = {(token,): bias for token, bias in sampling.logit_bias}
     if sampling.presence_penalty or sampling.frequency_penalty:
-        arguments["logits_processor"] = LogitsProcessorList([_AdditivePenalties(sampling, prompt_length)])
+        arguments["logits_processor"] = LogitsProcessorList([AdditivePenalties(sampling, prompt_length)])
     if sampling.temperature > 0:
         arguments |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     return {f"{model}_{name}": value for name, value in arguments.items()}

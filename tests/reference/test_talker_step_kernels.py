@@ -21,7 +21,7 @@ SETTINGS = [
     Sampling(temperature=1.3, top_k=5, min_tokens=100, seed=4),
     Sampling(temperature=1.0, top_p=0.3, repetition_penalty=2.0, seed=5),
     Sampling(temperature=0.7, min_p=0.2, seed=6),
-    Sampling(temperature=1.0, seed=7),
+    Sampling(temperature=1.0, seed=7, presence_penalty=0.8, frequency_penalty=-0.5),
 ]
 """A slot each; what the published checkpoints use is the second."""
 
@@ -41,10 +41,10 @@ def make_step(fused: bool) -> Any:
     prompt = TalkerPrompt(2, torch.arange(4).expand(3, -1), 0, max_rows=10)
     index[:, Column.SLOT] = rows.idle_slot
     for number, sampling in enumerate(SETTINGS):
-        sequence = rows.open(str(number), prompt, torch.zeros(WIDTH, device=DEVICE), None, sampling.repetition_penalty)
+        sequence = rows.open(str(number), prompt, torch.zeros(WIDTH, device=DEVICE), None)
         rows.feed(sequence, torch.randn(8, WIDTH, generator=random).to(DEVICE))
         step.draws.choose(sequence.slot, sampling, 4)
-        rows.seen[sequence.slot] = (torch.rand(VOCABULARY, generator=random) < 0.3).to(DEVICE)
+        rows.used[sequence.slot] = (torch.rand(VOCABULARY, generator=random) * 4 - 2).clamp(min=0).ceil().to(DEVICE)
         uniform = torch.rand(1, generator=random, dtype=torch.float64)
         told = [sequence.base + number, sequence.slot, 4 + number, int(uniform.view(torch.int64)), number % 2, 50, 60]
         index[number] = torch.tensor(told, device=DEVICE)
@@ -59,7 +59,7 @@ def both(act: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     for fused in (False, True):
         step = make_step(fused)
         kept = dict(act(step))
-        kept |= {"seen": step.rows.seen, "faults": step.rows.faults, "drawn": step.drawn, "slots": step.cache_slots}
+        kept |= {"used": step.rows.used, "faults": step.rows.faults, "drawn": step.drawn, "slots": step.cache_slots}
         results.append({name: value.clone() for name, value in kept.items()})
     return results[0], results[1]
 
@@ -125,7 +125,7 @@ def test_ids_as_likely_as_the_last_kept_are_all_kept() -> None:
     step, draws = make_step(fused=True), 16
     assert SETTINGS[2].top_k == 5
     slot, seen = int(step.index[2, Column.SLOT]), set()
-    step.rows.seen[slot] = False
+    step.rows.used[slot] = 0
     logits = torch.full((1, VOCABULARY), -20.0, device=DEVICE)
     logits[0, 10:18] = 1.0
     for place in range(draws):

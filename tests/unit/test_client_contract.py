@@ -51,6 +51,8 @@ TALKER: TalkerOptions = {
     "top_k": 3,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
     "max_tokens": 50,
     "min_tokens": 1,
 }

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from triton_omni.engine import TalkerPrompt
+from triton_omni.engine import Sampling, TalkerPrompt
 from triton_omni.talker.conditioning import CodecIds
 from triton_omni.vllm_hooks.talker_columns import Column
 from triton_omni.vllm_hooks.talker_rows import TalkerRows
@@ -27,8 +27,9 @@ class Bench:
         self.index[:, Column.SLOT] = self.rows.idle_slot
         self.step = TalkerStep(self.rows, self.index, IDS, SPEAKABLE, SEQUENCES)
         prompt = TalkerPrompt(2, torch.arange(4).expand(3, -1), 0, max_rows=8)
-        self.open = [self.rows.open(str(n), prompt, torch.zeros(WIDTH), None, 1.0 + n) for n in range(SEQUENCES)]
+        self.open = [self.rows.open(str(n), prompt, torch.zeros(WIDTH), None) for n in range(SEQUENCES)]
         for number, sequence in enumerate(self.open):
+            self.step.draws.choose(sequence.slot, Sampling(repetition_penalty=1.0 + number), 0)
             self.rows.feed(sequence, torch.full((4, WIDTH), 10.0 * (number + 1)))
 
     def decode(self, ids, logits, padded=0):
@@ -63,6 +64,39 @@ def test_ids_that_were_read_are_penalised_in_their_own_sequence(bench):
     torch.testing.assert_close(adjusted[:, 3:6], torch.tensor(expected))
 
 
+def test_penalties_are_vllm_s_and_stops_have_none_for_being_in_the_prompt():
+    """vLLM's take what a reply has from a list of its ids; a prompt's are of no weight in two of three."""
+    from vllm.model_executor.layers.utils import apply_penalties
+
+    bench, generator = Bench(), torch.Generator().manual_seed(0)
+    asked = [(1.0, 0.7, 0.3), (1.5, -0.4, 1.1), (2.0, 0.0, -0.6)]
+    for sequence, values in zip(bench.open, asked, strict=True):
+        repetition, presence, frequency = values
+        asked_of = Sampling(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+        bench.step.draws.choose(sequence.slot, asked_of, 0)
+        bench.rows.used[sequence.slot, IDS.pad] = 1
+    said = torch.randint(SPEAKABLE, (10, SEQUENCES), generator=generator)
+    for ids in said[:-1]:
+        bench.decode(ids.tolist(), torch.randn(SEQUENCES, VOCABULARY, generator=generator))
+    logits = torch.randn(SEQUENCES, VOCABULARY, generator=generator)
+    _, adjusted, _ = bench.decode(said[-1].tolist(), logits)
+    repetition, presence, frequency = torch.tensor(asked).unbind(1)
+    prompts = torch.full((SEQUENCES, 1), IDS.pad)
+    expected = apply_penalties(logits.clone(), prompts, said.T.contiguous(), presence, frequency, repetition)
+    drawable = [*range(SPEAKABLE), *IDS.stops]
+    torch.testing.assert_close(adjusted[:, drawable], expected[:, drawable])
+
+
+def test_a_sequence_that_is_computed_again_counts_anew(bench):
+    logits = torch.zeros(3, VOCABULARY)
+    bench.decode([3, 4, 5], logits)
+    slot = bench.open[0].slot
+    bench.rows.begin(slot)
+    assert not bench.rows.used[slot].any()
+    bench.decode([3, 4, 5], logits)
+    assert [int(bench.rows.used[found.slot].sum()) for found in bench.open] == [1, 2, 2]
+
+
 def test_only_speakable_and_stop_ids_can_be_drawn(bench):
     _, adjusted, _ = bench.decode([1, 2, 3], torch.zeros(3, VOCABULARY))
     assert set(adjusted[0].isfinite().nonzero().flatten().tolist()) == {*range(SPEAKABLE), *IDS.stops}
@@ -87,7 +121,7 @@ def test_a_compiled_step_gives_the_same(bench, monkeypatch):
         logits = torch.randn(len(ids), VOCABULARY, generator=generator)
         for plain, found in zip(bench.decode(ids, logits), compiled.decode(ids, logits), strict=True):
             assert torch.equal(plain, found)
-    assert torch.equal(bench.rows.seen, compiled.rows.seen)
+    assert torch.equal(bench.rows.used, compiled.rows.used)
 
 
 def test_only_tokens_that_follow_are_laid_out_by_the_step(bench):

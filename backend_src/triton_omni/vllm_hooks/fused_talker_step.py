@@ -16,8 +16,8 @@ class FusedTalkerStep(TalkerStep):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._memory = Memory(self.rows.pool, self.rows.seen, self.rows.faults, self.drawn)
-        self._rules = Rules(self.forbidden, self.draws.stops, self.rows.penalties, self.draws.settings)
+        self._memory = Memory(self.rows.pool, self.rows.used, self.rows.faults, self.drawn)
+        self._rules = Rules(self.forbidden, self.draws.stops, self.draws.settings)
 
     def begin_decode(self, ids: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         """As the plain step's."""

@@ -21,7 +21,7 @@ from triton_omni.vllm_hooks.compat import apply_top_k_top_p
 from triton_omni.vllm_hooks.sampling import counter_uniforms, draw
 
 
-class _Setting(IntEnum):
+class Setting(IntEnum):
     """Rows of the table of settings; counts and places up to 2**24 are exact in float32."""
 
     TEMPERATURE = 0
@@ -29,6 +29,12 @@ class _Setting(IntEnum):
     TOP_K = 2
     LOG_MIN_P = 3
     FIRST_STOP = 4
+    REPETITION = 5
+    """HF's penalty: divides a positive logit of an id that was used, multiplies a negative one. 1 = none."""
+    PRESENCE = 6
+    """OpenAI's: taken off the logit of a code that was spoken. 0 = none."""
+    FREQUENCY = 7
+    """Taken off as often as the code was spoken."""
 
 
 class SlotDraws:
@@ -41,8 +47,8 @@ class SlotDraws:
 
     def __init__(self, slots: int, stops: Tensor) -> None:
         self.stops, self._vocabulary = stops, stops.shape[0]
-        self.settings = torch.zeros(len(_Setting), slots, dtype=torch.float32, device=stops.device)
-        """fp32 [settings, slots], in the order of `_Setting`."""
+        self.settings = torch.zeros(len(Setting), slots, dtype=torch.float32, device=stops.device)
+        """fp32 [settings, slots], in the order of `Setting`."""
         self._seeds = np.zeros(slots, dtype=np.uint64)
         self._write(slice(None), Sampling(), 0)
 
@@ -53,12 +59,15 @@ class SlotDraws:
 
     def _write(self, slots: int | slice, sampling: Sampling, prompt_length: int) -> None:
         values = {
-            _Setting.TEMPERATURE: sampling.temperature,
-            _Setting.TOP_P: sampling.top_p,
-            _Setting.TOP_K: min(sampling.top_k, self._vocabulary) if sampling.top_k > 0 else self._vocabulary,
-            _Setting.LOG_MIN_P: math.log(sampling.min_p) if sampling.min_p else float("-inf"),
+            Setting.TEMPERATURE: sampling.temperature,
+            Setting.TOP_P: sampling.top_p,
+            Setting.TOP_K: min(sampling.top_k, self._vocabulary) if sampling.top_k > 0 else self._vocabulary,
+            Setting.LOG_MIN_P: math.log(sampling.min_p) if sampling.min_p else float("-inf"),
             # The first code is drawn at the prompt's last position.
-            _Setting.FIRST_STOP: prompt_length - 1 + sampling.min_tokens,
+            Setting.FIRST_STOP: prompt_length - 1 + sampling.min_tokens,
+            Setting.REPETITION: sampling.repetition_penalty,
+            Setting.PRESENCE: sampling.presence_penalty,
+            Setting.FREQUENCY: sampling.frequency_penalty,
         }
         for setting, value in values.items():
             # As a kernel's argument: a copy from pageable memory would wait for all of the device's work.
@@ -79,7 +88,7 @@ class SlotDraws:
             slots, positions: int64 [B], whose logits they are and at which place.
             uniforms: float64 [B].
         """
-        temperature, top_p, top_k, log_min_p, first_stop = self.settings.index_select(1, slots).unbind(0)
+        temperature, top_p, top_k, log_min_p, first_stop = self.settings[: Setting.REPETITION, slots]
         too_early = positions < first_stop
         logits.masked_fill_(too_early.unsqueeze(-1) & self.stops, float("-inf"))
         greedy, likeliest = temperature == 0, logits.argmax(dim=-1)

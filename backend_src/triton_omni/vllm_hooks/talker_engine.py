@@ -95,7 +95,7 @@ class TalkerVllmEngine:
         self._check_prompt(key, prompt)
         checked = self._check_sampling(sampling)
         text_bos = self._text_rows[prompt.text_bos_id]
-        sequence = self._rows.open(key, prompt, text_bos, self._parameters(checked), checked.repetition_penalty)
+        sequence = self._rows.open(key, prompt, text_bos, self._parameters(checked))
         sequence.priority = priority
         self._runner.step.draws.choose(sequence.slot, checked, prompt_length(prompt.prompt_rows))
         self._open[key] = sequence
@@ -235,6 +235,8 @@ class TalkerVllmEngine:
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
                 repetition_penalty=sampling.repetition_penalty,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
                 max_tokens=limit,
                 min_tokens=sampling.min_tokens,
             )

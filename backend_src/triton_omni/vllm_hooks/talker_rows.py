@@ -86,21 +86,21 @@ class TalkerRows:
         tail: [2, H], the text embeddings of text_eos and text_pad; gives dtype, device and width of the pool.
         rows: rows that all open sequences share.
         slots: sequences open at once.
-        prompt_seen: bool [V] on the same device, ids that count as used before the first code.
+        prompt_ids: bool [V] on the same device, ids that count as used before the first code.
         max_positions: positions of the longest sequence; rows past it are never used and not kept.
     """
 
-    def __init__(self, tail: Tensor, rows: int, slots: int, prompt_seen: Tensor, max_positions: int) -> None:
+    def __init__(self, tail: Tensor, rows: int, slots: int, prompt_ids: Tensor, max_positions: int) -> None:
         device = tail.device
         self.pool = torch.zeros(_TAIL_ROWS + rows, tail.shape[1], dtype=tail.dtype, device=device)
         self.pool[:_TAIL_ROWS].copy_(tail)
         self.idle_slot = slots
         """A slot of nobody: rows of the batch whose draw is thrown away write there."""
-        self.seen = torch.zeros(slots + 1, prompt_seen.shape[0], dtype=torch.bool, device=device)
+        self.used = torch.zeros(slots + 1, prompt_ids.shape[0], dtype=torch.int32, device=device)
+        """How often each id was read, by slot; ids of the prompt at least once."""
         self.faults = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         """How often a row that is not finite was read, by slot."""
-        self.penalties = torch.ones(slots + 1, dtype=torch.float32, device=device)
-        self._prompt_seen = prompt_seen
+        self._prompt_ids = prompt_ids.to(torch.int32)
         self._max_positions = max_positions
         self._bases = np.zeros(slots + 1, dtype=np.int64)
         self._stored = np.zeros(slots + 1, dtype=np.int64)
@@ -112,9 +112,7 @@ class TalkerRows:
         """Rows reserved by open sequences."""
         return self._spans.used
 
-    def open(
-        self, key: str, prompt: TalkerPrompt, text_bos: Tensor, parameters: object, repetition_penalty: float
-    ) -> Sequence:
+    def open(self, key: str, prompt: TalkerPrompt, text_bos: Tensor, parameters: object) -> Sequence:
         """Reserve a sequence's rows and slot; `text_bos` [H] is its speaker's row.
 
         Raises:
@@ -130,9 +128,7 @@ class TalkerRows:
                 retry_after_ms=_RETRY_MS,
             )
         slot, base = self._free_slots.pop(), start + _TAIL_ROWS
-        self.seen[slot].copy_(self._prompt_seen)
         self.faults[slot].zero_()
-        self.penalties[slot].fill_(repetition_penalty)
         self.pool[base + prompt.prompt_rows].copy_(text_bos)
         self._bases[slot], self._stored[slot] = base, 0
         return Sequence(key, prompt, parameters, slot, base, reserved)
@@ -190,11 +186,13 @@ class TalkerRows:
         self.faults.index_add_(0, slots, (~_rows_are_finite(rows)).to(torch.int32))
         return rows.nan_to_num_(0.0, 0.0, 0.0)
 
-    def mark_seen(self, slots: Tensor, ids: Tensor) -> None:
-        """Count ids [N], read by the sequences of `slots` int64 [N], as used from now on."""
-        # Assigning a Python value at tensor indices would copy it from pageable memory, which waits for all of the
-        # device's work and so for the step just launched.
-        self.seen.view(-1).index_fill_(0, slots * self.seen.shape[1] + ids, True)
+    def begin(self, slot: int) -> None:
+        """Let the prompt's ids be all that a sequence has used; also of one that is computed again from its begin."""
+        self.used[slot].copy_(self._prompt_ids)
+
+    def count(self, slots: Tensor, ids: Tensor) -> None:
+        """Count ids [N], read by the sequences of `slots` int64 [N], as used once more from now on."""
+        self.used.view(-1).index_add_(0, slots * self.used.shape[1] + ids, torch.ones_like(ids, dtype=torch.int32))
 
     def sound(self, slots: Tensor, logits: Tensor) -> Tensor:
         """bool [B]: whether every row that the sequences used so far, and their `logits` [B, V], are finite."""

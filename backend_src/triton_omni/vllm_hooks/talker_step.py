@@ -15,7 +15,7 @@ from torch import Tensor
 from triton_omni.checkpoint.config import OmniConfig, load_config
 from triton_omni.talker.conditioning import CodecIds, prompt_ids
 from triton_omni.vllm_hooks.talker_columns import Column
-from triton_omni.vllm_hooks.talker_draw import SlotDraws
+from triton_omni.vllm_hooks.talker_draw import Setting, SlotDraws
 from triton_omni.vllm_hooks.talker_rows import TalkerRows
 from triton_omni.vllm_hooks.text_rows import TextRows
 
@@ -36,7 +36,7 @@ class TalkerStep:
         self.rows, self.index, self.mask_id = rows, index, ids.mask
         self.decoding = False
         """Whether the step that runs has one token a sequence; set before it."""
-        vocabulary = rows.seen.shape[1]
+        vocabulary = rows.used.shape[1]
         self.forbidden = _forbidden(vocabulary, ids, speakable).to(index.device)
         """bool [V], ids that are never drawn."""
         stops = torch.zeros(vocabulary, dtype=torch.bool)
@@ -77,12 +77,12 @@ class TalkerStep:
     def condition(self, ids: Tensor, codes: Tensor) -> Tensor:
         """Inputs [N, H] of a step's tokens: each one's hidden row plus `codes` [N, H], the embeddings of `ids` [N].
 
-        An id that is read counts as used from here on, which is how HF's repetition penalty sees it.
+        An id that is read counts as used from here on, which is how HF's repetition penalty and OpenAI's see it.
         """
         count = ids.shape[0]
         slots = self.index[:count, Column.SLOT]
         inputs = self.rows.gather(self.index[:count, Column.ROW], slots)
-        self.rows.mark_seen(slots, ids)
+        self.rows.count(slots, ids)
         return inputs.add_(codes * (ids != self.mask_id).unsqueeze(-1))
 
     def finish_decode(self, logits: Tensor) -> None:
@@ -105,18 +105,23 @@ class TalkerStep:
         return torch.where(sound, drawn, self.mask_id).to(torch.int32)
 
     def adjust(self, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, V] after HF's repetition penalty (`RepetitionPenaltyLogitsProcessor`) and the fixed mask.
+        """Logits [B, V] after the penalties and the fixed mask.
 
-        vLLM's own penalty would need the codes on the host, so a step would wait for the one before.
+        HF's of repetition (`RepetitionPenaltyLogitsProcessor`), then OpenAI's, as vLLM does it. The prompt's ids, which
+        the first counts and the others do not, are stops or never drawn.
+
+        vLLM's own penalties would need the codes on the host, so a step would wait for the one before.
 
         Returns:
             float32 [B, V], and bool [B]: whether the sequence is finite so far; where it is not, its logits are of 0.
         """
         sound = self.rows.sound(slots, logits)
         logits = torch.where(sound.unsqueeze(-1), logits.float(), 0.0)
-        penalty = self.rows.penalties[slots].unsqueeze(-1)
-        penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
-        logits = torch.where(self.rows.seen[slots], penalised, logits)
+        repetition, presence, frequency = self.draws.settings[Setting.REPETITION :, slots].unsqueeze(-1)
+        times = self.rows.used[slots]
+        penalised = torch.where(logits < 0, logits * repetition, logits / repetition)
+        logits = torch.where(times > 0, penalised, logits)
+        logits = logits - torch.where(self.draws.stops, 0.0, frequency * times + presence * (times > 0))
         return logits.masked_fill_(self.forbidden, float("-inf")), sound
 
 
@@ -155,13 +160,13 @@ def make_step(
     config = load_config(checkpoint)
     ids, talker = codec_ids(config), config.talker
     text = TextRows(checkpoint, dtype, index.device)
-    seen = torch.zeros(talker.decoder.vocab_size, dtype=torch.bool)
-    seen[prompt_ids(1, ids)] = True
+    used = torch.zeros(talker.decoder.vocab_size, dtype=torch.bool)
+    used[prompt_ids(1, ids)] = True
     pool = TalkerRows(
         torch.stack([text[talker.text_eos_id], text[talker.text_pad_id]]),
         rows=rows,
         slots=sessions,
-        prompt_seen=seen.to(index.device),
+        prompt_ids=used.to(index.device),
         max_positions=max_positions,
     )
     index[:, Column.SLOT] = pool.idle_slot

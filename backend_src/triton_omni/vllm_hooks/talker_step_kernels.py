@@ -16,6 +16,7 @@ from torch import Tensor
 
 from triton_omni.vllm_hooks.early_kernels import early_launch, wait_for_inputs
 from triton_omni.vllm_hooks.talker_columns import Column
+from triton_omni.vllm_hooks.talker_draw import Setting
 
 
 class Layout(NamedTuple):
@@ -36,8 +37,8 @@ class Memory(NamedTuple):
 
     pool: Tensor
     """[rows, H], hidden rows."""
-    seen: Tensor
-    """bool [slots, V]."""
+    used: Tensor
+    """int32 [slots, V], how often each id was read."""
     faults: Tensor
     """int32 [slots], how often a row that is not finite was read."""
     drawn: Tensor
@@ -53,7 +54,7 @@ def _begin(
     drawn,
     pool,
     table,
-    seen,
+    used,
     faults,
     inputs,
     index_stride,
@@ -82,7 +83,9 @@ def _begin(
         tl.store(positions + 2 * axis_stride + token, position)
         tl.store(cache_slots + token, tl.load(told + CACHE))
     slot = tl.load(told + SLOT)
-    tl.store(seen + slot * VOCABULARY + code, 1)
+    # A slot is one program's, but for the idle one, of which nothing counts.
+    times = used + slot * VOCABULARY + code
+    tl.store(times, tl.load(times) + 1)
     columns = tl.arange(0, TILE)
     inside = columns < WIDTH
     row = tl.load(pool + tl.load(told + ROW) * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
@@ -111,8 +114,7 @@ def begin(layout: Layout, memory: Memory, table: Tensor, mask_id: int) -> Tensor
         memory.drawn,
         memory.pool,
         table,
-        # The interpreter and the compiler agree on bytes, not on bool.
-        memory.seen.view(torch.uint8),
+        memory.used,
         memory.faults,
         inputs,
         layout.told.stride(0),
@@ -124,7 +126,7 @@ def begin(layout: Layout, memory: Memory, table: Tensor, mask_id: int) -> Tensor
         AXIS=Column.AXIS.value,
         CACHE=Column.CACHE.value,
         WIDTH=width,
-        VOCABULARY=memory.seen.shape[1],
+        VOCABULARY=memory.used.shape[1],
         TILE=triton.next_power_of_2(width),
         num_warps=8,
         **early_launch(inputs.device),
@@ -139,10 +141,8 @@ class Rules(NamedTuple):
     """bool [V], never."""
     stops: Tensor
     """bool [V], not before a sequence's least length."""
-    penalties: Tensor
-    """fp32 [slots], HF's repetition penalty."""
     settings: Tensor
-    """fp32 [5, slots]: temperature, top-p, top-k, log of min-p, place of the first stop."""
+    """fp32 [settings, slots], in the order of `Setting`."""
 
 
 @triton.jit
@@ -176,17 +176,16 @@ def _nucleus(keys, weights, mass):
     return high
 
 
-# One kernel and one function, long as it is: penalty, filters and draw share a row of logits that stays in registers.
+# One kernel and one function, long as it is: penalties, filters and draw share a row of logits that stays in registers.
 @triton.jit
 def _draw(
     logits,
     index,
     drawn,
-    seen,
+    used,
     faults,
     forbidden,
     stops,
-    penalties,
     settings,
     logits_stride,
     index_stride,
@@ -195,6 +194,14 @@ def _draw(
     SLOT: tl.constexpr,
     PLACE: tl.constexpr,
     UNIFORM: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    TOP_P: tl.constexpr,
+    TOP_K: tl.constexpr,
+    LOG_MIN_P: tl.constexpr,
+    FIRST_STOP: tl.constexpr,
+    REPETITION: tl.constexpr,
+    PRESENCE: tl.constexpr,
+    FREQUENCY: tl.constexpr,
     VOCABULARY: tl.constexpr,
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
@@ -208,15 +215,18 @@ def _draw(
     finite = tl.abs(tl.sum(values, 0)) < float("inf")
     sound = tl.where(tl.load(faults + slot) == 0, finite, False)
     values = tl.where(sound, values, 0.0)
-    penalty = tl.load(penalties + slot)
-    used = tl.load(seen + slot * VOCABULARY + ids, mask=inside, other=0) != 0
-    values = tl.where(used, tl.where(values < 0, values * penalty, values / penalty), values)
-
-    temperature, top_p = tl.load(settings + slot), tl.load(settings + slots + slot)
-    top_k, log_min_p = tl.load(settings + 2 * slots + slot), tl.load(settings + 3 * slots + slot)
-    early = place < tl.load(settings + 4 * slots + slot)
-    never = tl.load(forbidden + ids, mask=inside, other=1) != 0
+    times = tl.load(used + slot * VOCABULARY + ids, mask=inside, other=0)
+    repetition = tl.load(settings + REPETITION * slots + slot)
+    presence, frequency = tl.load(settings + PRESENCE * slots + slot), tl.load(settings + FREQUENCY * slots + slot)
+    values = tl.where(times > 0, tl.where(values < 0, values * repetition, values / repetition), values)
     ends = tl.load(stops + ids, mask=inside, other=0) != 0
+    taken = frequency * times.to(tl.float32) + tl.where(times > 0, presence, 0.0)
+    values = values - tl.where(ends, 0.0, taken)
+
+    temperature, top_p = tl.load(settings + TEMPERATURE * slots + slot), tl.load(settings + TOP_P * slots + slot)
+    top_k, log_min_p = tl.load(settings + TOP_K * slots + slot), tl.load(settings + LOG_MIN_P * slots + slot)
+    early = place < tl.load(settings + FIRST_STOP * slots + slot)
+    never = tl.load(forbidden + ids, mask=inside, other=1) != 0
     values = tl.where(never, float("-inf"), tl.where(ends, tl.where(early, float("-inf"), values), values))
     highest = tl.max(values, 0)
     likeliest = tl.min(tl.where(values == highest, ids, TILE), 0)
@@ -245,20 +255,20 @@ def _draw(
 def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, mask_id: int) -> None:
     """`TalkerStep.finish_decode`: draw from `logits` [N, V] into `memory.drawn`.
 
-    In the order of HF's and vLLM's steps: penalty, forbidden ids, least length, temperature, min-p, top-k, top-p; then
-    the cumulative distribution is inverted. Where ids at a bound are equally likely, all of them stay, whereas a sort
-    keeps some.
+    In the order of HF's and vLLM's steps: penalties, forbidden ids, least length, temperature, min-p, top-k, top-p;
+    then the cumulative distribution is inverted. Where ids at a bound are equally likely, all of them stay, whereas a
+    sort keeps some.
     """
-    (count, vocabulary), slots = logits.shape, memory.seen.shape[0]
+    (count, vocabulary), slots = logits.shape, memory.used.shape[0]
     _draw[(count,)](
         logits,
         index,
         memory.drawn,
-        memory.seen.view(torch.uint8),
+        memory.used,
         memory.faults,
+        # The interpreter and the compiler agree on bytes, not on bool.
         rules.forbidden.view(torch.uint8),
         rules.stops.view(torch.uint8),
-        rules.penalties,
         rules.settings,
         logits.stride(0),
         index.stride(0),
@@ -267,6 +277,7 @@ def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, mask_id: i
         SLOT=Column.SLOT.value,
         PLACE=Column.PLACE.value,
         UNIFORM=Column.UNIFORM.value,
+        **{setting.name: setting.value for setting in Setting},
         VOCABULARY=vocabulary,
         TILE=triton.next_power_of_2(vocabulary),
         num_warps=16,

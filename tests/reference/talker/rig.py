@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from PIL import Image
+from transformers import LogitsProcessorList
 
 from importing import more_is_imported
 from media_samples import picture, tone
+from reference.hf import AdditivePenalties
 from triton_omni.engine import Sampling, TalkerPrompt
 from triton_omni.settings import TalkerEngineSettings, TalkerSettings
 
@@ -89,6 +91,7 @@ class HfTalker:
         config = self.talker.config
         stops = [config.tts_codec_pad_token_id, config.tts_codec_end_token_id]
         self.talker.rope_deltas = None
+        additive = AdditivePenalties(sampling, case.prompt_rows + 2)
         out = self.talker.generate(
             **self.inputs(case),
             suppress_tokens=[config.tts_codec_start_token_id],
@@ -97,6 +100,7 @@ class HfTalker:
             min_new_tokens=sampling.min_tokens,
             do_sample=False,
             repetition_penalty=sampling.repetition_penalty,
+            logits_processor=LogitsProcessorList([additive]),
         )[0, case.prompt_rows + 2 :].tolist()
         ends = [place for place, code in enumerate(out) if code in stops]
         return (out[: ends[0]], "stop") if ends else (out, "length")

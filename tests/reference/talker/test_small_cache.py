@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "scheduled ahead"])
 def test_a_sequence_that_is_computed_again_speaks_the_same_codes(tiny_checkpoint, cases, monkeypatch, ahead):
     large = make_engine(tiny_checkpoint, ahead=ahead, max_model_len=128)
-    samplings = [SAMPLED if number % 2 else GREEDY for number in range(len(cases))]
+    counted = replace(SAMPLED, frequency_penalty=0.7, presence_penalty=-0.3)
+    samplings = [counted if number % 2 else GREEDY for number in range(len(cases))]
     expected = speak(large, cases, samplings)
     large.close()
     small = make_engine(tiny_checkpoint, ahead=ahead, max_model_len=128, kv_cache_tokens=320)

@@ -37,6 +37,23 @@ def test_greedy_codes_equal_hf_eight_at_once(engine, cases, expected):
     assert speak(engine, cases, [GREEDY] * len(cases)) == expected
 
 
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 0.6, "repetition_penalty": 1.0},
+        {"presence_penalty": -1.0, "frequency_penalty": 2.0},
+    ],
+    ids=", ".join,
+)
+def test_codes_with_penalties_equal_hf_in_company(engine, cases, expected, talker, penalties):
+    asked = [GREEDY, replace(GREEDY, **penalties)] * (len(cases) // 2)
+    wanted = [talker.codes(case, sampling) for case, sampling in zip(cases, asked, strict=True)]
+    assert speak(engine, cases, asked) == wanted
+    assert wanted[::2] == expected[::2]
+    assert wanted != expected
+
+
 def test_rows_of_whole_replies_give_the_codes_of_hf_generate(engine, hf, talker):
     replies = whole_replies(hf)
     cases = [
