@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -41,11 +41,14 @@ class EngineSettings(_Frozen):
 
     max_num_seqs: Positive = 32
     """Sequences that decode together."""
-    max_model_len: Annotated[int, Field(ge=64, le=131072)] = 4096
+    max_model_len: Annotated[int, Field(ge=64, le=131072)] = 32768
     """Prompt and reply tokens of one sequence."""
     kv_cache_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens of all sequences together that the KV cache holds; 0 = `max_num_seqs` times `max_model_len`. Where it is
-    less and not enough, the sequence that would be served last waits, and is computed again."""
+    """Tokens of all sequences together that the KV cache holds; 0 = `max_num_seqs` sequences of `usual_len`, or one of
+    `max_model_len` where that is more. Where it is not enough, the sequence that would be served last waits, and is
+    computed again."""
+    usual_len: ClassVar[int] = 4096
+    """Tokens of a sequence that is not unusually long."""
     max_num_batched_tokens: Annotated[int, Field(ge=32)] = 2048
     """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
     max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 2048
@@ -80,7 +83,12 @@ class EngineSettings(_Frozen):
     @property
     def cached_tokens(self) -> int:
         """Tokens of all sequences together for which there is room."""
-        return self.kv_cache_tokens or self.max_num_seqs * self.max_model_len
+        return self.kv_cache_tokens or max(self.max_num_seqs * self.usual_tokens, self.max_model_len)
+
+    @property
+    def usual_tokens(self) -> int:
+        """Tokens of one sequence for which there is always room, unless `kv_cache_tokens` says otherwise."""
+        return min(self.usual_len, self.max_model_len)
 
     @property
     def fuses_decode(self) -> bool:
@@ -114,8 +122,10 @@ class EngineSettings(_Frozen):
 class TalkerEngineSettings(EngineSettings):
     """Arguments of the talker's vLLM engine."""
 
-    max_model_len: Annotated[int, Field(ge=64, le=131072)] = 8194
-    """Positions of one sequence: a prompt of 4096 rows, two more, and `max_codes`."""
+    max_model_len: Annotated[int, Field(ge=64, le=131072)] = 32768
+    """Positions of one sequence: prompt rows, two more, and codes."""
+    usual_len: ClassVar[int] = 8194
+    """A prompt of the thinker's `usual_len`, two more, and `max_codes`."""
     max_num_batched_tokens: Annotated[int, Field(ge=32)] = 512
     """Tokens of one engine step: no more than of the longest that is recorded as a CUDA graph, since one with prompts
     that is launched kernel by kernel holds all others up."""
@@ -161,7 +171,7 @@ class ThinkerSettings(_Frozen):
     half precision). Media encoders and the links stay in `dtype`."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
     """GPUs that share each layer: the one that the stage is placed on, and those after it."""
-    steady_decode: bool = False
+    steady_decode: bool = True
     """A decode step of the sequences of the last one is laid out from that one, not anew as every other (GPU only, with
     `engine.async_scheduling`; one GPU)."""
     engine: EngineSettings = EngineSettings()

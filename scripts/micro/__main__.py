@@ -164,7 +164,7 @@ def main(
     enforce_eager: Annotated[bool, typer.Option(help="no CUDA graphs, in plain vLLM neither")] = False,
     torch_compile: Annotated[bool, typer.Option(help="compiled networks, in plain vLLM too")] = False,
     fused_decode: Annotated[bool, typer.Option(help="our fused decode steps, where they can be")] = True,
-    steady_decode: Annotated[bool, typer.Option(help="our thinker's steps laid out from the ones before")] = False,
+    steady_decode: Annotated[bool, typer.Option(help="our thinker's steps laid out from the ones before")] = True,
     quantization: Annotated[Quantization, typer.Option(help="of both thinkers")] = "none",
 ) -> None:
     """Time each stage alone, against plain vLLM and HF in the same run."""

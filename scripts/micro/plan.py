@@ -50,7 +50,7 @@ class Plan:
     """Networks compiled, in both alike."""
     fused_decode: bool = True
     """Our fused decode steps, where they can be; plain vLLM has none."""
-    steady_decode: bool = False
+    steady_decode: bool = True
     """Our thinker's decode steps laid out from the ones before."""
     quantization: Quantization = "none"
     """Of both thinkers."""

@@ -450,7 +450,7 @@ def test_a_preempted_sequence_gives_each_row_once(
 ) -> None:
     # Too few for both sequences at their ends.
     sizes = {"max_model_len": 256, "max_num_seqs": 2, "kv_cache_tokens": 256}
-    with engine_of(tiny_checkpoint, ahead=ahead, steady=ahead, **sizes) as small:
+    with engine_of(tiny_checkpoint, ahead=ahead, **sizes) as small:
         preempted = _count_calls(small._core.scheduler, "_preempt_request", monkeypatch)
         went_on = _count_calls(small._runner, "go_on", monkeypatch)
         answers = run(small, {text: ask(hf, text) for text in QUESTIONS[1:3]})

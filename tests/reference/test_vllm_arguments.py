@@ -62,6 +62,13 @@ def test_the_cache_holds_as_many_tokens_as_are_asked_for(engine_args: Any, any_d
     assert built.num_gpu_blocks_override == 9 + 1
 
 
+def test_a_small_engine_s_cache_holds_one_sequence_of_the_longest(
+    engine_args: Any, any_device: None, tmp_path: Path
+) -> None:
+    built = build(engine_args, tmp_path, EngineSettings(max_num_seqs=2, max_model_len=9000), GPU)
+    assert built.num_gpu_blocks_override == -(-9000 // 16) + 1
+
+
 def test_the_cpu_engine_is_eager_and_synchronous(engine_args: Any, any_device: None, tmp_path: Path) -> None:
     built = build(engine_args, tmp_path, EngineSettings(), CPU)
     assert built.enforce_eager

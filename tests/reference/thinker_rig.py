@@ -66,7 +66,7 @@ def engine_class() -> Any:
     return ThinkerVllmEngine
 
 
-def make_engine(checkpoint: Path, *, ahead: bool = False, steady: bool = False, **engine: Any) -> Any:
+def make_engine(checkpoint: Path, *, ahead: bool = False, steady: bool = True, **engine: Any) -> Any:
     """On a GPU, scheduling ahead goes with CUDA graphs, and step by step is the plain path."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -89,7 +89,7 @@ class _Ordered:
     def wait_stream(self, _: Any) -> None: ...
 
 
-def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch, *, steady: bool = False) -> None:
+def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch, *, steady: bool = True) -> None:
     """vLLM schedules ahead on a GPU alone, so the streams it needs are stood in."""
     from vllm.platforms.cpu import CpuPlatform
 
@@ -112,7 +112,7 @@ def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch, *, steady: bool =
 
 
 @contextmanager
-def engine_of(checkpoint: Path, *, ahead: bool, steady: bool = False, **engine: Any) -> Iterator[Any]:
+def engine_of(checkpoint: Path, *, ahead: bool, steady: bool = True, **engine: Any) -> Iterator[Any]:
     """An engine that schedules step by step, a step ahead, or where a step goes on hardly at all; closed at the end."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if ahead and DEVICE.type == "cpu":

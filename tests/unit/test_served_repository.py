@@ -89,16 +89,16 @@ def test_limits_are_the_lowest_of_all_that_have_a_say(repository: Path, tiny_che
     assert shipped["max_audio_seconds"] == 30 < RequestLimits().max_audio_seconds
     assert set(RequestLimits.model_fields) < set(shipped)
     assert {key: shipped[key] for key in ("max_prompt_tokens", "max_reply_tokens", "max_codes", "max_sessions")} == {
-        "max_prompt_tokens": 4095,
+        "max_prompt_tokens": 32765,
         "max_reply_tokens": 1024,
         "max_codes": 4096,
         "max_sessions": 64,
     }
-    change(repository, "thinker", {"limits": {"max_audio_seconds": 2}, "max_new_tokens": 5000, "max_sessions": 9})
+    change(repository, "thinker", {"limits": {"max_audio_seconds": 2}, "max_new_tokens": 40000, "max_sessions": 9})
     change(repository, "talker", {"engine": {"max_model_len": 2000}, "max_codes": 800, "max_sessions": 8})
     assert limits()["max_audio_seconds"] == 2
     assert limits()["max_prompt_tokens"] == 1997
-    assert limits()["max_reply_tokens"] == 4095
+    assert limits()["max_reply_tokens"] == 32767
     assert (limits()["max_codes"], limits()["max_sessions"]) == (800, 8)
     change(repository, "token2wav", {"max_codes": 700, "max_streams": 7})
     assert (limits()["max_codes"], limits()["max_sessions"]) == (700, 7)

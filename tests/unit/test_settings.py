@@ -12,6 +12,7 @@ from triton_omni.settings import (
     RequestLimits,
     SettingsError,
     StreamingPlan,
+    TalkerEngineSettings,
     TalkerSettings,
     ThinkerSettings,
     Token2WavSettings,
@@ -152,6 +153,21 @@ def test_fused_decode_steps_are_of_a_whole_thinker():
 def test_fused_decode_steps_are_of_one_way_to_run_alone(load, other):
     with pytest.raises(SettingsError, match=f"fused_decode true and {other} true exclude each other"):
         load(f"engine: {{fused_decode: true, {other}: true}}")
+
+
+@pytest.mark.parametrize(
+    ("engine", "tokens"),
+    [
+        (EngineSettings(), 32 * 4096),
+        (TalkerEngineSettings(), 32 * (4096 + 2 + TalkerSettings().max_codes)),
+        (EngineSettings(max_num_seqs=40), 40 * 4096),
+        (EngineSettings(max_num_seqs=2), 32768),
+        (EngineSettings(max_num_seqs=2, max_model_len=1000), 2000),
+        (EngineSettings(kv_cache_tokens=40000), 40000),
+    ],
+)
+def test_there_is_room_for_sequences_of_usual_length_or_one_of_the_longest(engine, tokens):
+    assert engine.cached_tokens == tokens
 
 
 def test_a_batch_larger_than_a_step_is_refused(load):

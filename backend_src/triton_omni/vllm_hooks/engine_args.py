@@ -72,14 +72,14 @@ def check_length(settings: EngineSettings, decoder: DecoderConfig) -> None:
 
 
 def kv_cache_blocks(settings: EngineSettings, block_size: int) -> int:
-    """Blocks that hold `max_num_seqs` sequences of `max_model_len`, so that nothing is ever preempted, or
-    `kv_cache_tokens` of any.
+    """Blocks that hold `kv_cache_tokens`, or else `max_num_seqs` usual sequences, each in whole blocks.
 
     One more is vLLM's null block, which it never gives out.
     """
-    if settings.kv_cache_tokens:
-        return -(-settings.kv_cache_tokens // block_size) + 1
-    return settings.max_num_seqs * -(-settings.max_model_len // block_size) + 1
+    blocks = -(-settings.cached_tokens // block_size)
+    if not settings.kv_cache_tokens:
+        blocks = max(blocks, settings.max_num_seqs * -(-settings.usual_tokens // block_size))
+    return blocks + 1
 
 
 def graph_sizes(settings: EngineSettings) -> list[int]:
