@@ -357,12 +357,15 @@ stamp() {
     echo "$PLATFORM $ROOT $(python_version "$VENV/bin/python")"
 }
 
-run_setup() {
-    [[ $(uname -sm) == 'Linux x86_64' ]] || fail "needs Linux on x86_64, found $(uname -sm)"
-    PLATFORM=$(platform)
-    mkdir -p "$LOGS" || fail "cannot write in $ROOT"
+# Two commands started together set up once.
+one_at_a_time() { # one_at_a_time COMMAND...
     exec 9>"$CACHE/setup.lock"
-    flock 9 # two commands started together set up once
+    flock 9
+    "$@"
+    exec 9>&-
+}
+
+make_everything() {
     make_environment
     if [[ "$(cat "$VENV/.setup-stamp" 2>/dev/null)" != "$(stamp)" ]]; then
         make_uv
@@ -372,7 +375,13 @@ run_setup() {
     fi
     make_tritonserver
     make_checkpoint
-    exec 9>&-
+}
+
+run_setup() {
+    [[ $(uname -sm) == 'Linux x86_64' ]] || fail "needs Linux on x86_64, found $(uname -sm)"
+    PLATFORM=$(platform)
+    mkdir -p "$LOGS" || fail "cannot write in $ROOT"
+    one_at_a_time make_everything
 }
 
 command_setup() {
@@ -405,14 +414,11 @@ fetch_page_tools() (
 )
 
 make_page_tools() {
-    exec 9>"$CACHE/setup.lock"
-    flock 9
     if [[ "$(cat "$PAGE_TOOLS/stamp" 2>/dev/null)" != "$(page_tools_stamp)" ]]; then
         need_disk 2
         use_pip_settings
         step "tools that check and test the page and deploy/" fetch_page_tools
     fi
-    exec 9>&-
 }
 
 # --- a tool of the server's tests -------------------------------------------------------------------------------------
@@ -430,14 +436,11 @@ unpack_perf_analyzer() {
 }
 
 make_perf_analyzer() {
-    exec 9>"$CACHE/setup.lock"
-    flock 9
     if [[ -z ${PERF_ANALYZER:-} ]] &&
         ! cmp -s "$ROOT/requirements/perf_analyzer.lock" "$PERF_ANALYZER_DIR/stamp"; then
         use_pip_settings
         step "perf_analyzer" unpack_perf_analyzer
     fi
-    exec 9>&-
 }
 
 # --- serve and demo ---------------------------------------------------------------------------------------------------
@@ -572,7 +575,7 @@ run_checks() {
 command_check() {
     (($# == 0)) || fail "check takes no argument, got '$1'; see ./build.sh check --help"
     run_setup
-    make_page_tools
+    one_at_a_time make_page_tools
     run_checks
 }
 
@@ -585,8 +588,8 @@ command_test() {
     # Where it is set, every one of the many processes that tests start would compile its libraries anew.
     unset PYTHONDONTWRITEBYTECODE
     run_setup
-    make_page_tools
-    make_perf_analyzer
+    one_at_a_time make_page_tools
+    one_at_a_time make_perf_analyzer
     if (($# > 0)); then
         exec "$VENV/bin/python" -m pytest "$@"
     fi
