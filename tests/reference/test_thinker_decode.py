@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,6 +32,8 @@ ASKED = {
     "at least ten": Sampling(max_tokens=40, min_tokens=10),
 }
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+COMPILED_S = 30
+"""Within which a schema is."""
 
 
 class Pair:
@@ -53,6 +56,8 @@ class Pair:
         for engine, answers in zip(self.engines, self.answers, strict=True):
             engine.add(key, engine.prepare(prompt), sampling, want_rows=want_rows)
             answers[key] = Answer()
+            # Compiled on another thread: each engine would begin the sequence at a step of its own.
+            wait_for_schema(engine._sequences[key].structured)
 
     def each(self, method: str, *arguments: Any) -> None:
         for engine in self.engines:
@@ -81,6 +86,13 @@ class Pair:
         return fast
 
 
+def wait_for_schema(structured: Any) -> None:
+    deadline = time.monotonic() + COMPILED_S
+    while structured is not None and not structured.is_grammar_ready:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def rows_of(answer: Answer) -> list[torch.Tensor]:
     return [output.rows for output in answer.outputs if output.rows is not None]
 
@@ -96,8 +108,15 @@ def engines(tiny_checkpoint: Path) -> Iterator[Sequence[Any]]:
 
 
 @pytest.fixture
-def pair(engines: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> Pair:
-    return Pair(engines, monkeypatch)
+def pair(engines: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    pair = Pair(engines, monkeypatch)
+    yield pair
+    # What a test that failed has left would fail the next one too.
+    for engine, answers in zip(engines, pair.answers, strict=True):
+        for key in answers:
+            engine.abort(key)
+        while engine.has_work():
+            engine.step()
 
 
 def test_steps_that_go_on_are_vllm_s_however_is_drawn(pair: Pair, hf: HfReference) -> None:

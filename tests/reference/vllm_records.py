@@ -85,4 +85,5 @@ def _of_decode_step(runner: Any) -> dict[str, Any]:
         "cache blocks": table.block_table.gpu[:count],
         "drawn": batch.prev_sampled_token_ids,
     }
-    return {name: tensor.tolist() for name, tensor in tensors.items() if tensor is not None}
+    # As text: what is not a number is never equal to itself.
+    return {name: str(tensor.tolist()) for name, tensor in tensors.items() if tensor is not None}
