@@ -22,7 +22,14 @@ from tritonclient.grpc import service_pb2_grpc
 from reference.hf import HfReference
 from server.asking import BATCH_TOLERANCE
 from server.parity import GREEDY, SYSTEM, check_reply, hf_reply
-from server.probes import BREAKING_TALKER, BREAKING_TOKEN2WAV, DYING_TALKER, DYING_TOKEN2WAV, SLOW_THINKER
+from server.probes import (
+    BREAKING_TALKER,
+    BREAKING_TOKEN2WAV,
+    CRAWLING_THINKER,
+    DYING_TALKER,
+    DYING_TOKEN2WAV,
+    SLOW_THINKER,
+)
 from server.serving import NEVER_S, STAGES, TINY, Served, note_figures, serve, wait_for
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import server_name
@@ -107,7 +114,7 @@ def test_a_deadline_is_kept_though_the_stage_that_is_to_answer_stands_still(cras
     request = Request(text="hello", seed=SLOW_THINKER, request_id="overdue", timeout=1.5, **LONG)
     with ThreadPoolExecutor(1) as pool:
         error = pool.submit(error_of, server, request)
-        wait_for(lambda: server.metrics('omni_sessions{stage="token2wav"}').popitem()[1] == 1, server.held)
+        wait_for(lambda: in_token2wav(server) == 1, server.held)
         os.kill(board.pid("token2wav"), signal.SIGSTOP)
         stopped_at = time.monotonic()
         told = error.result()
@@ -125,11 +132,12 @@ def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(crashing: Crash
     server, board = crashing.server, crashing.board
     epoch = board.epoch(stage)
     with ThreadPoolExecutor(STREAMS) as pool:
-        # The first slows the thinker down, so that none has ended before all have begun.
-        seeds = [SLOW_THINKER, *range(1, STREAMS)]
-        streams = [pool.submit(until_the_end, server, f"{stage} {seed}", seed) for seed in seeds]
+        # The first slows the thinker down, and is among those that it serves, so that none ends before all have begun.
+        streams = [pool.submit(until_the_end, server, f"{stage}, slow", CRAWLING_THINKER)]
+        wait_for(lambda: in_token2wav(server) == 1, server.held)
+        streams += [pool.submit(until_the_end, server, f"{stage} {seed}", seed) for seed in range(1, STREAMS)]
         wait_for(lambda: board.open_sessions() == STREAMS, board.open_sessions)
-        wait_for(lambda: server.metrics('omni_sessions{stage="token2wav"}').popitem()[1] == STREAMS, server.held)
+        wait_for(lambda: in_token2wav(server) == STREAMS, server.held)
         killed_at = time.monotonic()
         os.kill(board.pid(stage), signal.SIGKILL)
         assert_told(streams, stage, killed_at)
@@ -236,6 +244,11 @@ class Ended(Exception):
     def __init__(self, at: float) -> None:
         super().__init__(at)
         self.at = at
+
+
+def in_token2wav(server: Served) -> float:
+    """Sessions that are open there."""
+    return server.metrics('omni_sessions{stage="token2wav"}').popitem()[1]
 
 
 def assert_told(streams: list[Future[float]], stage: StageName, killed_at: float) -> None:

@@ -22,6 +22,11 @@ def data_messages(ensemble):
     return [m for t in ensemble.to_talker if (m := ThinkerMessage.from_tensors(t)).kind == Kind.DATA]
 
 
+def beats_behind_its_end(ensemble):
+    messages = [ThinkerMessage.from_tensors(tensors) for tensors in ensemble.to_talker]
+    return any(message.last for message in messages) and messages[-1].kind == Kind.HEARTBEAT
+
+
 def test_text_and_codes_arrive_whole_and_in_order():
     with pipeline() as p:
         reply = finished(p.ask("12345"))
@@ -308,11 +313,7 @@ def test_cancel_ends_all_stages_and_leaves_nothing(moment):
         if moment == "generating":
             wait_for(lambda: len(ensemble.reply.samples) > 4)
         elif moment == "after the thinker's end":
-            wait_for(
-                lambda: (
-                    ensemble.to_talker and ThinkerMessage.from_tensors(ensemble.to_talker[-1]).kind == Kind.HEARTBEAT
-                )
-            )
+            wait_for(lambda: beats_behind_its_end(ensemble))
             assert not thinker.open_keys
         ensemble.cancelled = True
         reply = finished(ensemble)
