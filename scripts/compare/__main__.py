@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,69 +21,93 @@ if not __package__:
     sys.path[0] = str(SCRIPTS)
 
 from compare.balancer import BalancerError  # noqa: E402
-from compare.running import BenchFailed, measure  # noqa: E402
+from compare.running import BenchFailed, Served, measure, serving  # noqa: E402
 from compare.table import compared  # noqa: E402
-from compare.variants import Variant, parse_variant, write_repository  # noqa: E402
+from compare.variants import ONLY, Load, Variant, parse_load, parse_variant, write_repository  # noqa: E402
 from triton_omni.serving.machine import ServerError  # noqa: E402
 from triton_omni.serving.model_folder import model_folder  # noqa: E402
 from triton_omni.serving.signals import on_signals  # noqa: E402
 from triton_omni.settings import SettingsError  # noqa: E402
 
 console = Console()
+Named = TypeVar("Named", Variant, Load)
 
 
 def main(
     *,
     variant: Annotated[list[str], typer.Option(metavar="NAME[=JSON]", help="what to serve; repeat it", default=...)],
+    load: Annotated[list[str] | None, typer.Option(metavar="NAME=OPTIONS", help="a run of bench; repeat it")] = None,
     options: Annotated[list[str] | None, typer.Argument(help="behind --: options of triton-omni bench")] = None,
     mps: Annotated[bool, typer.Option(help="each server under a CUDA MPS daemon of its own")] = False,
     out: Annotated[Path, typer.Option(help="folder of reports, logs and plots; made anew")] = Path("compare-out"),
     model: Annotated[str | None, typer.Option(envvar="OMNI_MODEL", help="checkpoint: a folder or a hub id")] = None,
     repository: Annotated[Path, typer.Option(help="model repository to serve")] = SCRIPTS.parent / "model_repository",
 ) -> None:
-    """Measure variants of the served stages one after another with the same load, and print them beside each other.
+    """Measure variants of the served stages one after another with the same loads, and print them beside each other.
 
     JSON has what a variant changes: {"thinker": {"engine": {"fused_decode": false}}, "replicas": 2}, and in "bench"
-    what it is asked beside the others: "--concurrency 64". Exit code 1: a variant could not be measured; the others
-    were.
+    what it is asked beside the others: "--concurrency 64". All loads of a variant are of one start of its servers.
+    Exit code 1: something could not be measured; the rest was.
     """
-    variants = _parsed(variant, options or [], out)
-    checkpoint = model_folder(model)
+    variants = _parsed(variant, parse_variant, "--variant")
+    loads = _parsed(load or [], parse_load, "--load") or [ONLY]
+    if out.exists():
+        raise typer.BadParameter(f"{out} exists already", param_hint="--out")
+    asked = [(wanted, [run.beside(options or [], wanted.options) for run in loads]) for wanted in variants]
+    _check(run for _, runs in asked for run in runs)
+    checkpoint, measured = model_folder(model), Measured()
     _lay_out(variants, repository, out)
-    failures, reports = [], {}
     with on_signals(_interrupt):
-        for wanted in variants:
-            console.rule(wanted.name)
-            try:
-                load = [*(options or []), *wanted.options]
-                report = measure(wanted, checkpoint, out / wanted.name, load, mps=mps)
-            except (BalancerError, BenchFailed, ServerError) as error:
-                failures.append(f"{wanted.name}: {error}")
-                continue
-            reports[wanted.name] = json.loads(report.read_text(encoding="utf-8"))
-    console.print(compared(reports))
-    for failure in failures:
+        for wanted, runs in asked:
+            measured.add(wanted.name, runs, serving(wanted, checkpoint, out / wanted.name, mps=mps))
+    console.print(compared(measured.reports))
+    for failure in measured.failures:
         console.print(f"error: {failure}", style="red", markup=False)
-    if failures:
+    if measured.failures:
         raise typer.Exit(1)
 
 
-def _parsed(texts: Sequence[str], options: Sequence[str], out: Path) -> list[Variant]:
-    """What is wrong with the options is told before minutes are spent."""
+@dataclass(frozen=True)
+class Measured:
+    """What came of all variants and loads."""
+
+    reports: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """By variant and load."""
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, variant: str, loads: Sequence[Load], start: AbstractContextManager[Served]) -> None:
+        """Start a variant's servers, and measure its loads one after another."""
+        try:
+            with start as served:
+                for load in loads:
+                    self._add(variant, load, served)
+        except (BalancerError, ServerError) as error:
+            self.failures.append(f"{variant}: {error}")
+
+    def _add(self, variant: str, load: Load, served: Served) -> None:
+        console.rule(variant if load.name == ONLY.name else f"{variant}, {load.name}")
+        try:
+            self.reports[variant, load.name] = measure(served, load)
+        except BenchFailed as error:
+            self.failures.append(f"{variant}, {load.name}: {error}")
+
+
+def _parsed(texts: Sequence[str], parse: Callable[[str], Named], option: str) -> list[Named]:
     try:
-        variants = [parse_variant(text) for text in texts]
+        found = [parse(text) for text in texts]
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--variant") from error
-    names = [variant.name for variant in variants]
-    if len(set(names)) < len(names):
-        raise typer.BadParameter("two have the same name", param_hint="--variant")
-    if out.exists():
-        raise typer.BadParameter(f"{out} exists already", param_hint="--out")
-    for wanted in variants:
-        check = [sys.executable, "-m", "triton_omni_client", "bench", "--check", *options, *wanted.options]
+        raise typer.BadParameter(str(error), param_hint=option) from error
+    if len({one.name for one in found}) < len(found):
+        raise typer.BadParameter("two have the same name", param_hint=option)
+    return found
+
+
+def _check(loads: Iterable[Load]) -> None:
+    """What is wrong with a load is told before minutes are spent."""
+    for load in loads:
+        check = [sys.executable, "-m", "triton_omni_client", "bench", "--check", *load.options]
         if code := subprocess.run(check, check=False).returncode:
             raise typer.Exit(code)
-    return variants
 
 
 def _lay_out(variants: Sequence[Variant], repository: Path, out: Path) -> None:

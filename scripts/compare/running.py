@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a variant, loads it with `triton-omni bench`, stops it."""
+"""Serves a variant, and loads it with `triton-omni bench`."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from triton_omni.ledger_layout import STAGES
 from triton_omni.serving.machine import visible_gpus
@@ -17,7 +19,7 @@ from triton_omni.serving.server_options import ServerConfig
 from triton_omni.serving.supervisor import Supervisor
 
 from .balancer import on_loopback, run_envoy
-from .variants import Variant
+from .variants import Load, Variant
 
 
 class BenchFailed(RuntimeError):
@@ -31,35 +33,33 @@ class Served:
     grpc_url: str
     metrics_url: str
     """Of the first of them."""
+    folder: Path
+    """Of what is written about them."""
 
 
-def measure(variant: Variant, model: Path, folder: Path, options: Sequence[str], *, mps: bool) -> Path:
-    """Serve a variant and load it; the path of the report.
-
-    Args:
-        variant: what to serve.
-        model: the checkpoint.
-        folder: holds the variant's `repository`, and gets logs, the report and its plots.
-        options: of `triton-omni bench`.
-        mps: whether each server runs under a CUDA MPS daemon of its own.
+def measure(served: Served, load: Load) -> Any:
+    """Load servers, and write what `triton-omni bench` reports, with its plots beside it; the report's JSON.
 
     Raises:
-        ServerError: a server does not start.
-        BalancerError: several servers, and no Envoy to put before them.
         BenchFailed: the load could not be measured.
     """
-    report = folder / "bench.json"
-    with serving(variant, model, folder, mps=mps) as served:
-        where = ["--url", served.grpc_url, "--metrics-url", served.metrics_url]
-        command = [sys.executable, "-m", "triton_omni_client", "bench", *where, "-o", str(report), *options]
-        if code := subprocess.run(command, check=False).returncode:
-            raise BenchFailed(f"{variant.name}: triton-omni bench ended with {code}")
-    return report
+    report = served.folder / f"{load.name}.json"
+    where = ["--url", served.grpc_url, "--metrics-url", served.metrics_url]
+    command = [sys.executable, "-m", "triton_omni_client", "bench", *where, "-o", str(report), *load.options]
+    if code := subprocess.run(command, check=False).returncode:
+        raise BenchFailed(f"triton-omni bench ended with {code}")
+    return json.loads(report.read_text(encoding="utf-8"))
 
 
 @contextmanager
 def serving(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterator[Served]:
-    """The variant's servers by the repository in `folder`, ready; behind Envoy where they are several.
+    """The variant's servers, ready; behind Envoy where they are several.
+
+    Args:
+        variant: what to serve.
+        model: the checkpoint.
+        folder: holds the variant's `repository`, and gets logs.
+        mps: whether each server runs under a CUDA MPS daemon of its own.
 
     Raises:
         ServerError: a server does not start.
@@ -84,4 +84,4 @@ def serving(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterat
         url = servers[0].grpc_url
         if len(servers) > 1:
             url, _ = stack.enter_context(run_envoy(on_loopback([server.grpc_url for server in servers]), folder))
-        yield Served(url, f"http://{servers[0].metrics_url}/metrics")
+        yield Served(url, f"http://{servers[0].metrics_url}/metrics", folder)

@@ -9,6 +9,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from .variants import ONLY
+
 _FIGURES = (
     "first\ntext ms",
     "first audio\nms, p50/p95",
@@ -20,14 +22,14 @@ _FIGURES = (
 )
 
 
-def compared(reports: Mapping[str, Any]) -> Table:
+def compared(reports: Mapping[tuple[str, str], Any]) -> Table:
     """One line a load and variant, the variants of one load beside each other; underruns and silence of a reply.
 
     Args:
-        reports: by variant, the JSON of its report (docs/benchmarking.md).
+        reports: by variant and load, the JSON of its report (docs/benchmarking.md).
     """
     table = Table(box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("load", min_width=5)
+    table.add_column("load", min_width=5, no_wrap=True)
     table.add_column("variant", min_width=7, overflow="fold")
     for heading in _FIGURES:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -36,13 +38,15 @@ def compared(reports: Mapping[str, Any]) -> Table:
     return table
 
 
-def _rows(reports: Mapping[str, Any]) -> Iterator[tuple[tuple[str, float], list[str]]]:
+def _rows(reports: Mapping[tuple[str, str], Any]) -> Iterator[tuple[tuple[int, str, float], list[str]]]:
     """What each row is sorted by, and its cells; a row sorts behind those of variants before it."""
-    for name, report in reports.items():
+    loads = list(dict.fromkeys(load for _, load in reports))
+    for (variant, load), report in reports.items():
         for run in report["runs"]:
-            load = run["load"]
-            label = f"{load['value']:g}" if load["mode"] == "closed" else f"{load['value']:g}/s"
-            yield (load["mode"], load["value"]), [label, name, *_figures(run["summary"])]
+            mode, value = run["load"]["mode"], run["load"]["value"]
+            label = f"{value:g}" if mode == "closed" else f"{value:g}/s"
+            name = "" if load == ONLY.name else f"{load} "
+            yield (loads.index(load), mode, value), [f"{name}{label}", variant, *_figures(run["summary"])]
 
 
 def _figures(found: Mapping[str, Any]) -> Iterator[str]:

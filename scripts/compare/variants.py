@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared: the shipped model repository with some settings changed, on one server or several."""
+"""What is compared: the shipped model repository with some settings changed, on one server or several, under loads."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -51,7 +51,47 @@ class Variant:
     placement: Mapping[str, int] = field(default_factory=dict)
     """GPU of each stage of a single server; empty = the first that is free."""
     options: tuple[str, ...] = ()
-    """Of the load, behind those that all variants have; the last of two equal ones counts."""
+    """Of each load, behind those that all variants have."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One run of `triton-omni bench`."""
+
+    name: str
+    """Also of its report."""
+    options: tuple[str, ...] = ()
+
+    def beside(self, before: Iterable[str], behind: Iterable[str]) -> Load:
+        """The same with more options; the last of two equal ones counts."""
+        return Load(self.name, (*before, *self.options, *behind))
+
+
+ONLY: Final = Load("bench")
+"""The load where none is named."""
+
+
+def parse_load(text: str) -> Load:
+    """`NAME=OPTIONS`, as in `listeners=--concurrency 32 --listen`.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
+    name, _, options = text.partition("=")
+    return Load(_checked(name), _split(name, options))
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of letters, digits, '.', '_' and '-'")
+    return name
+
+
+def _split(name: str, options: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(options))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def parse_variant(text: str) -> Variant:
@@ -62,8 +102,7 @@ def parse_variant(text: str) -> Variant:
         ValueError: naming what is wrong.
     """
     name, equals, changes = text.partition("=")
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of letters, digits, '.', '_' and '-'")
+    _checked(name)
     try:
         found = _Changes.model_validate_json(changes) if equals else _Changes()
     except ValidationError as error:

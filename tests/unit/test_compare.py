@@ -84,29 +84,34 @@ def test_settings_that_a_stage_does_not_take_are_refused(compare, tmp_path):
         variants.write_repository(ROOT / "model_repository", tmp_path / "x", variant)
 
 
-def test_variants_stand_beside_each_other_load_by_load(compare):
-    def run(mode, value, first_audio_s):
-        return {
-            "load": {"mode": mode, "value": value},
-            "summary": {
-                "time_to_first_text_s": {"p50": 0.02},
-                "time_to_first_audio_s": {"p50": first_audio_s, "p95": None},
-                "real_time_factor": {"p50": 0.123},
-                "audio_seconds_per_s": 8.14,
-                "underruns": 6,
-                "completed": 4,
-                "silence_per_request_s": {"mean": 0.256},
-                "errors": {"overloaded": 2, "internal": 1},
-            },
-        }
-
-    reports = {
-        "b": {"runs": [run("closed", 8, 0.5), run("open", 2.5, 0.6), run("closed", 32, 0.7)]},
-        "a": {"runs": [run("closed", 8, 0.4)]},
+def run_of(mode, value, first_audio_s):
+    return {
+        "load": {"mode": mode, "value": value},
+        "summary": {
+            "time_to_first_text_s": {"p50": 0.02},
+            "time_to_first_audio_s": {"p50": first_audio_s, "p95": None},
+            "real_time_factor": {"p50": 0.123},
+            "audio_seconds_per_s": 8.14,
+            "underruns": 6,
+            "completed": 4,
+            "silence_per_request_s": {"mean": 0.256},
+            "errors": {"overloaded": 2, "internal": 1},
+        },
     }
+
+
+def rows_of(table):
     out = io.StringIO()
-    Console(file=out, width=80).print(compare("table").compared(reports))
-    rows = [line.split() for line in out.getvalue().splitlines() if "/-" in line]
+    Console(file=out, width=80).print(table)
+    return [line.split() for line in out.getvalue().splitlines() if "/-" in line]
+
+
+def test_variants_stand_beside_each_other_load_by_load(compare):
+    reports = {
+        ("b", "bench"): {"runs": [run_of("closed", 8, 0.5), run_of("open", 2.5, 0.6), run_of("closed", 32, 0.7)]},
+        ("a", "bench"): {"runs": [run_of("closed", 8, 0.4)]},
+    }
+    rows = rows_of(compare("table").compared(reports))
     assert [row[:4] for row in rows] == [
         ["8", "b", "20", "500/-"],
         ["8", "a", "20", "400/-"],
@@ -114,3 +119,37 @@ def test_variants_stand_beside_each_other_load_by_load(compare):
         ["2.5/s", "b", "20", "600/-"],
     ]
     assert rows[0][4:] == ["0.12", "8.1", "1.5", "0.26", "3"]
+
+
+def test_named_loads_stand_in_the_order_in_which_they_were_asked(compare):
+    runs = {"together": 0.5, "listeners": 0.4}
+    reports = {
+        (variant, load): {"runs": [run_of("closed", 32, seconds)]}
+        for variant in ("a", "b")
+        for load, seconds in runs.items()
+    }
+    assert [row[:3] for row in rows_of(compare("table").compared(reports))] == [
+        ["together", "32", "a"],
+        ["together", "32", "b"],
+        ["listeners", "32", "a"],
+        ["listeners", "32", "b"],
+    ]
+
+
+def test_a_load_is_asked_between_what_all_are_and_what_its_variant_is(compare):
+    load = compare("variants").parse_load("listeners=--listen --system ''")
+    assert load.name == "listeners"
+    assert load.beside(["--seed", "1"], ["--rate", "2"]).options == (
+        *("--seed", "1"),
+        *("--listen", "--system", ""),
+        *("--rate", "2"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("a b=--listen", "'a b' is no name of letters"), ("a=--system '", "a: No closing quotation")],
+)
+def test_a_load_that_says_nothing_sensible_is_refused(compare, text, sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        compare("variants").parse_load(text)
