@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Measures what docs/benchmarks.md tells, on random weights of the published sizes, on one NVIDIA GPU of 80 GB or more.
+#
+#   scripts/benchmarks.sh OUT [PART...]     every part, or those named, each into OUT/PART, which must not be there yet
+#
+# After `./build.sh setup`. A part takes two to eight minutes; `replicas` is for two GPUs. Exit code 1: something could
+# not be measured; the rest was. PYTHON: where the project is installed, instead of .venv.
+set -euo pipefail
+
+PARTS=(served plans fp8 small steps windows whole media triton replicas)
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
+
+compare() { # compare PART SIZE OPTIONS...: served variants, each request 100 tokens, 150 of text and 20 s of speech
+    local part=$1 size=$2
+    shift 2
+    "$PYTHON" "$ROOT/scripts/compare" --out "$OUT/$part" --model "random:$size" --mps "$@" -- \
+        --fixed-lengths --prompt-tokens 100 --system "" --max-tokens 150 --talker-max-tokens 1000
+}
+
+micro() { # micro PART OPTIONS...: stages alone
+    local part=$1
+    shift
+    mkdir -p "$OUT/${part%/*}"
+    "$PYTHON" "$ROOT/scripts/micro" --random-weights 7b -o "$OUT/$part.json" "$@"
+}
+
+ONE='one=--concurrency 1 --requests 8'
+TOGETHER='together=--concurrency 32 --requests 96'
+AFTER='after=--concurrency 32 --requests 96 --ramp-up 8'
+LISTENERS='listeners=--concurrency 32 --requests 96 --ramp-up 20 --listen'
+
+part_served() {
+    compare served 7b --variant shipped --load 'first=--concurrency 1 --requests 3 --warm-up 0' --load "$ONE" \
+        --load 'eight=--concurrency 8 --requests 32' --load "$TOGETHER" --load "$AFTER" --load "$LISTENERS" \
+        --load 'text=--concurrency 1,32 --requests 64 --text-only'
+}
+
+part_plans() {
+    compare plans 7b --variant 'steady={"token2wav": {"plan": "steady"}}' \
+        --variant 'low_latency={"token2wav": {"plan": "low_latency"}}' --load "$ONE" --load "$LISTENERS"
+}
+
+part_fp8() {
+    compare fp8 7b --variant shipped --variant 'fp8={"thinker": {"quantization": "fp8"}}' --load "$ONE" --load "$TOGETHER"
+}
+
+part_small() {
+    compare small 3b --variant shipped --variant 'low_latency={"token2wav": {"plan": "low_latency"}}' --load "$ONE"
+}
+
+part_steps() {
+    micro steps/steady --only thinker,thinker-vllm,talker --steps 60 &&
+        micro steps/anew --only thinker,thinker-vllm --steps 60 --no-steady-decode
+}
+
+part_windows() {
+    micro windows/windows --only token2wav-windows,token2wav-quality,token2wav-kernels,seeds
+}
+
+part_whole() {
+    micro whole/whole --only token2wav-offline,token2wav-offline-hf --repeats 3
+}
+
+part_media() {
+    local photo="$OUT/media/photo.jpg" # 12 megapixels
+    micro media/media --only media,media-vllm &&
+        "$PYTHON" -c "from PIL import Image; Image.effect_noise((4032, 3024), 64).convert('RGB').save('$photo')" &&
+        compare media/photo 7b --variant shipped --load \
+            "photo=--concurrency 1,8 --requests 16 --image '$photo' --max-tokens 30 --talker-max-tokens 100"
+}
+
+part_triton() {
+    micro triton/triton --only pipeline,served
+}
+
+part_replicas() {
+    compare replicas 7b --variant one --variant 'two={"replicas": 2, "bench": "--concurrency 64 --requests 192"}' \
+        --load "$AFTER"
+}
+
+usage() {
+    sed -n '3,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    echo "Parts: ${PARTS[*]}"
+}
+
+main() {
+    case ${1:-} in
+        "" | -h | --help) usage && exit ;;
+    esac
+    OUT=$1
+    shift
+    (($# > 0)) || set -- "${PARTS[@]}"
+    local part
+    for part in "$@"; do
+        [[ " ${PARTS[*]} " == *" $part "* ]] || { echo "no part is named '$part': ${PARTS[*]}" >&2 && exit 2; }
+        [[ ! -e $OUT/$part ]] || { echo "$OUT/$part exists already" >&2 && exit 2; }
+    done
+    mkdir -p "$OUT"
+    OUT=$(cd "$OUT" && pwd)
+    local failed=()
+    for part in "$@"; do
+        "part_$part" || failed+=("$part")
+    done
+    ((${#failed[@]} == 0)) || { echo "not all measured: ${failed[*]}" >&2 && exit 1; }
+}
+
+main "$@"

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The script behind docs/benchmarks.md, with a recorder in the place of what it runs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from triton_omni_client import cli
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "benchmarks.sh"
+RECORDER = """#!/bin/sh
+python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >> "$RECORDED"
+for word; do case $word in random:3b) exit 1 ;; esac; done
+"""
+
+
+class Recorded:
+    """What the script runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log, self.python = folder, folder / "log", folder / "python"
+        self.python.write_text(RECORDER)
+        self.python.chmod(0o700)
+
+    def run(self, *arguments: str) -> tuple[int, str, list[list[str]]]:
+        """Exit code, what is said, and the commands that were run."""
+        environment = os.environ | {"PYTHON": str(self.python), "RECORDED": str(self.log)}
+        done = subprocess.run(
+            [SCRIPT, *arguments], capture_output=True, text=True, check=False, env=environment, timeout=60
+        )
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return done.returncode, done.stdout + done.stderr, [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    return Recorded(tmp_path)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module
+
+
+def parsed(app: typer.Typer, arguments: list[str]) -> dict[str, Any]:
+    """The parameters by which a command would be run."""
+    context = typer.main.get_command(app).make_context("command", arguments)
+    return context.params
+
+
+def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script: Any) -> None:
+    code, said, commands = recorded.run(str(recorded.folder / "out"))
+    assert (code, said.splitlines()[-1]) == (1, "not all measured: small")
+    programs = {"compare": typer.Typer(), "micro": script("micro.__main__").app}
+    programs["compare"].command()(script("compare.__main__").main)
+    found = [
+        (name, parsed(programs[name], command[1:]))
+        for command in commands
+        if (name := Path(command[0]).name) in programs
+    ]
+    assert [name for name, _ in found] == ["compare"] * 4 + ["micro"] * 5 + ["compare", "micro", "compare"]
+    assert len({str(parameters["out"]) for _, parameters in found}) == len(found)
+    for name, parameters in found:
+        if name == "compare":
+            assert_loads(script("compare.variants"), parameters)
+
+
+def assert_loads(variants: Any, parameters: dict[str, Any]) -> None:
+    """As `scripts/compare` puts them together; the photo of the script is not there."""
+    for variant in map(variants.parse_variant, parameters["variant"]):
+        for load in map(variants.parse_load, parameters["load"]):
+            options = load.beside(parameters["options"], variant.options).options
+            options = tuple(str(SCRIPT.parents[1] / "docs/images/soak.png") if "photo" in o else o for o in options)
+            checked = CliRunner().invoke(cli.app, ["bench", "--check", *options])
+            assert checked.exit_code == 0, checked.output
+
+
+def test_a_part_alone_and_none_that_is_not_there_or_was_measured(recorded: Recorded) -> None:
+    out = recorded.folder / "out"
+    code, _, commands = recorded.run(str(out), "whole")
+    assert (code, len(commands)) == (0, 1)
+    for part, sentence in (("whole", f"{out}/whole exists already"), ("wohle", "no part is named 'wohle': served")):
+        code, said, commands = recorded.run(str(out), "windows", part)
+        assert (code, len(commands)) == (2, 1)
+        assert said.startswith(sentence)
+    assert recorded.run()[0] == 0
