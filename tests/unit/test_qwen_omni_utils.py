@@ -26,6 +26,8 @@ GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "qwen_omni_utils.j
 LIMITS, SIZES = RequestLimits(), VisionSizes()
 COLOUR = 1.5
 """Of 255, in a mean over a quarter of a picture: what two builds of a decoder may differ in."""
+ENCODERS_DB = 45
+"""FFmpeg's encoders of sound give other bits on other processors; a sample's shift would be 15 dB."""
 
 
 def made_as(case: dict[str, Any]) -> str:
@@ -111,4 +113,6 @@ def test_the_sound_of_a_video_becomes_the_same_samples(case: dict[str, Any]) -> 
     decoded = decode_video(data, case["made"]["kind"], LIMITS, SIZES, with_audio=True)
     assert decoded.audio is not None
     assert len(decoded.audio.samples) == case["length"]
-    np.testing.assert_allclose(decoded.audio.samples[::53], case["samples"], atol=2e-3)
+    expected = np.array(case["samples"])
+    noise = decoded.audio.samples[::53] - expected
+    assert 10 * np.log10(np.mean(expected**2) / np.mean(noise**2)) > ENCODERS_DB
