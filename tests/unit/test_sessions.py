@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
+from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine, LinkOutlet
 from session_rig import WAIT_S, finished, pipeline, wait_for
 from triton_omni.engine import Sampling
 from triton_omni.errors import InternalError
@@ -418,6 +418,37 @@ def test_message_of_a_forged_session_is_closed_empty():
 
 def replace_nonce(key):
     return type(key)(key.slot, key.generation, "0" * 32)
+
+
+def test_a_forged_message_leaves_the_heartbeat_that_a_session_of_its_name_has_at_the_talker():
+    with pipeline(intake=FakeIntake(delay_s=0.3)) as p:
+        ensemble = p.ask()
+        wait_for(lambda: p.talker._unopened)
+        (held,) = ensemble.outlets[1:]
+        key = ThinkerMessage.from_tensors(ensemble.to_talker[0]).key
+        other = FakeEnsemble(p.thinker, p.talker, p.token2wav)
+        other.forward_to_talker(
+            ThinkerMessage(key=replace_nonce(key), kind=Kind.HEARTBEAT).to_tensors(HIDDEN, torch.float32)
+        )
+        assert other.reply.done.wait(WAIT_S)
+        assert held.finals == 0
+        assert finished(ensemble).error is None
+
+
+def test_a_forged_message_leaves_the_text_of_a_session_of_its_name():
+    with pipeline(intake=FakeIntake(delay_s=0.3)) as p:
+        ensemble, go = p.ask(), threading.Event()
+        wait_for(lambda: ensemble.to_talker)
+        key = ThinkerMessage.from_tensors(ensemble.to_talker[0]).key
+        p.token2wav._loop.post(lambda: go.wait(WAIT_S))
+        other = FakeEnsemble(p.thinker, p.talker, p.token2wav)
+        # It waits for the loop, while what the session's own messages bring is relayed.
+        p.token2wav.submit(
+            TalkerMessage(key=replace_nonce(key), kind=Kind.OPEN).to_tensors(), LinkOutlet(other, lambda _: None)
+        )
+        wait_for(lambda: ensemble.reply.text.startswith("w0 "))
+        go.set()
+        assert finished(ensemble).text == "".join(f"w{i} " for i in range(10))
 
 
 def test_message_out_of_sequence_fails_the_session():
