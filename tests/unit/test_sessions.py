@@ -11,7 +11,7 @@ import torch
 from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine, LinkOutlet
 from session_rig import WAIT_S, finished, pipeline, wait_for
 from triton_omni.engine import Sampling
-from triton_omni.errors import InternalError
+from triton_omni.errors import InternalError, Overloaded
 from triton_omni.outbox import CREDITS
 from triton_omni.settings import TalkerSettings, ThinkerSettings
 from triton_omni.token2wav.stage import TextRelay
@@ -636,6 +636,36 @@ def test_sequence_that_the_engine_cannot_take_fails_alone(stage, monkeypatch):
         assert reply.error.message == "handling a message failed: KeyError"
         assert reply.error.to_text().endswith(f"[omni:internal;stage={stage}]")
         assert finished(p.ask()).error is None
+        p.wait_until_empty()
+
+
+@pytest.mark.parametrize("stage", ["talker", "token2wav"])
+def test_sequence_has_the_place_of_one_whose_client_went_during_the_last_step(stage, monkeypatch):
+    engine, thinker, go = ENGINES[stage](), FakeThinkerEngine(length=10**9), threading.Event()
+    thinker.step_s = 0.001
+    open_sequence, step = engine.open, engine.step
+
+    def open_one(key, *args, **kwargs):
+        if engine.open_keys:
+            raise Overloaded("one is enough", stage=stage)
+        open_sequence(key, *args, **kwargs)
+
+    def step_long():
+        assert go.wait(WAIT_S)
+        return step()
+
+    monkeypatch.setattr(engine, "open", open_one)
+    with pipeline(thinker=thinker, **{ARGUMENTS[stage]: engine}) as p:
+        gone = p.ask()
+        wait_for(lambda: engine.open_keys)
+        monkeypatch.setattr(engine, "step", step_long)
+        thinker.length, gone.cancelled = 1, True
+        key = ThinkerMessage.from_tensors(gone.to_talker[0]).key
+        wait_for(lambda: p.ledgers[0].cancelled(key))
+        late = p.ask()
+        wait_for(lambda: len(late.to_talker if stage == "talker" else late.to_token2wav) > 1)
+        go.set()
+        assert finished(late).error is None
         p.wait_until_empty()
 
 
