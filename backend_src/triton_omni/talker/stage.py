@@ -75,8 +75,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._text_bos_id = text_bos_id
         self._pace = Pace()
         self._codes = 0
-        # Of sessions that are not open yet, the last heartbeat's request; by the whole key, since what has only the name
-        # of a session is none of it.
+        # Of sessions that are not open yet, the last heartbeat's request. By the whole key: what has only the name of a
+        # session must not end it.
         self._unopened: dict[SessionKey, Outlet] = {}
 
     def poll(self) -> float:
