@@ -18,7 +18,7 @@ from typing import Final, Generic, Protocol, TypeVar
 import torch
 
 from triton_omni.engine import EngineStats
-from triton_omni.errors import ErrorCode, InternalError, OmniError, StageName
+from triton_omni.errors import ErrorCode, InternalError, OmniError, Overloaded, StageName
 from triton_omni.events import log_event
 from triton_omni.figures import POWERS, Figure, Histogram, LeakWatch
 from triton_omni.hops import HopTimes, Until
@@ -256,9 +256,21 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
             self._fail(session, InternalError(self._broken, stage=self._name))
             return
         try:
-            self._open_sequence(session, message)
+            self._open_where_room_is(session, message)
         except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
             self._fail(session, as_omni_error(error, request.request_id))
+
+    def _open_where_room_is(self, session: SessionT, message: MessageT) -> None:
+        """Open it in the engine, if need be in the place of sessions that are over and have not been looked after
+        since: a listener who interrupts a reply asks again at once.
+        """
+        try:
+            self._open_sequence(session, message)
+        except Overloaded:
+            for other in list(self._open.values()):
+                if other is not session:
+                    self._attend(other)
+            self._open_sequence(session, message)
 
     def _observe_hop(self, message: MessageT, arrived_ns: int) -> None:
         self.hops["arrived"].observe(message.sent_ns, arrived_ns)

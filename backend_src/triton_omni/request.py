@@ -26,7 +26,9 @@ AudioFormat = Literal["f32", "pcm16", "wav"]
 
 _TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 """One spelling an id, so that none is given twice."""
-MAX_SEED = 2**63 - 1
+MAX_SEED: Final = 2**63 - 1
+_TALKER_SEEDS: Final = MAX_SEED + 1
+"""Where the talker's seeds begin."""
 MAX_PARAMETERS_BYTES = 1 << 16
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
@@ -88,6 +90,14 @@ class TalkerOptions(StrictModel):
     def to_sampling(self, seed: int, limit: int) -> Sampling:
         """The engine's `Sampling`; at most `limit` codes, whatever was asked."""
         return _sampling(self.model_dump(), seed, limit)
+
+
+def talker_seed(seed: int) -> int:
+    """The talker's seed in [2^63, 2^64) of a request's in [0, 2^63).
+
+    Thinker and talker draw by the same function of (seed, position): with one seed they would draw by the same numbers.
+    """
+    return seed + _TALKER_SEEDS
 
 
 def _sampling(options: dict[str, Any], seed: int, limit: int) -> Sampling:

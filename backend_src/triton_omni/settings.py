@@ -205,7 +205,7 @@ class TalkerSettings(_Frozen):
     max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
     """Sequences open at once; those beyond `engine.max_num_seqs` queue, their rows reserved."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
-    """Longest spoken reply in codec codes (50 a second)."""
+    """Longest spoken reply in codec codes (50 a second); no more than token2wav's `max_codes`."""
 
 
 class StreamingPlan(_Frozen):

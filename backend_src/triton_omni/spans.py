@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class FirstFit:
@@ -18,9 +18,9 @@ class FirstFit:
         """Places taken now."""
         return sum(self._spans.values())
 
-    def take(self, count: int) -> int | None:
-        """First place of a span of `count`, or None where no gap is large enough."""
-        for start, end in self._gaps():
+    def take(self, count: int, *, avoid: Iterable[range] = ()) -> int | None:
+        """First place of a span of `count`, or None where no gap beside `avoid` is large enough."""
+        for start, end in self._gaps(avoid):
             if end - start >= count:
                 self._spans[start] = count
                 return start
@@ -30,9 +30,11 @@ class FirstFit:
         """Free the span that `take` returned."""
         del self._spans[start]
 
-    def _gaps(self) -> Iterator[tuple[int, int]]:
+    def _gaps(self, avoid: Iterable[range]) -> Iterator[tuple[int, int]]:
+        taken = [(base, base + count) for base, count in self._spans.items()]
         start = 0
-        for base in sorted(self._spans):
+        for base, end in sorted([*taken, *((places.start, places.stop) for places in avoid)]):
             yield start, base
-            start = base + self._spans[base]
+            # What is to be avoided may overlap what is taken.
+            start = max(start, end)
         yield start, self.capacity

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,6 +80,30 @@ def test_replies_are_json_of_their_schemas_and_others_are_as_they_were(
     for name in ("free", "behind"):
         assert answers[name].token_ids == plain.token_ids
         torch.testing.assert_close(answers[name].rows, plain.rows, rtol=2e-5, atol=ROW_TOLERANCE)
+
+
+def test_while_a_grammar_is_compiled_no_step_follows_the_other_at_once(
+    engine: Any, hf: HfReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton_omni.vllm_hooks.steady_engine import NAP_S
+
+    compiler, went_on = engine._schemas.prepare(), threading.Event()
+    compile_grammar = compiler.compile_grammar
+
+    def compile_late(*arguments: Any, **named: Any) -> Any:
+        assert went_on.wait(30)
+        return compile_grammar(*arguments, **named)
+
+    monkeypatch.setattr(compiler, "compile_grammar", compile_late)
+    engine.add("late", engine.prepare(ask(hf, QUESTION)), held_to(COLOUR), want_rows=True)
+    steps, end = 0, time.monotonic() + 0.5
+    while time.monotonic() < end:
+        assert engine.has_work()
+        assert engine.step() == []
+        steps += 1
+    assert steps <= 0.5 / NAP_S + 1
+    went_on.set()
+    assert json.loads(drain(engine, {"late": Answer()})["late"].text) in COLOUR["enum"]
 
 
 def test_rows_are_those_of_the_tokens_that_the_schema_let_through(engine: Any, hf: HfReference) -> None:

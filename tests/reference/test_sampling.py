@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from triton_omni.request import talker_seed
+
 # vLLM's import walks over every attribute of torch.distributed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
 
@@ -73,6 +75,19 @@ def test_neighbouring_seeds_and_positions_are_independent(sampling, vary):
     counter, fixed = np.arange(DRAWS, dtype=np.uint64), np.full(DRAWS, 3, dtype=np.uint64)
     first = sampling.counter_uniforms(*((counter, fixed) if vary == "seed" else (fixed, counter)))
     pairs = np.histogram2d(first[:-1], first[1:], 8, ((0, 1), (0, 1)))[0].ravel()
+    statistic, bound = chi_square(pairs, np.full(64, 1 / 64))
+    assert statistic < bound
+
+
+@pytest.mark.parametrize("vary", ["seed", "position"])
+def test_the_talkers_numbers_are_independent_of_the_thinkers(sampling, vary):
+    counter, fixed = range(DRAWS), [3] * DRAWS
+    seeds, positions = (counter, fixed) if vary == "seed" else (fixed, counter)
+    thinker, talker = (
+        sampling.counter_uniforms(np.asarray(found, dtype=np.uint64), np.asarray(positions, dtype=np.uint64))
+        for found in (seeds, [talker_seed(seed) for seed in seeds])
+    )
+    pairs = np.histogram2d(thinker, talker, 8, ((0, 1), (0, 1)))[0].ravel()
     statistic, bound = chi_square(pairs, np.full(64, 1 / 64))
     assert statistic < bound
 

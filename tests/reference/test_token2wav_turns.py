@@ -14,6 +14,7 @@ from hf_token2wav import DEVICE, lent, next_outputs
 from torch import Tensor
 
 from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
+from triton_omni.errors import Overloaded
 from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
 from triton_omni.token2wav import flight
 from triton_omni.token2wav.acceleration import Vocoder
@@ -73,7 +74,7 @@ def sound_of(outputs: list[AudioOutput], key: str) -> Tensor:
 def alone(engine: Token2WavEngine) -> dict[str, Tensor]:
     """The sound of each stream by itself."""
     sounds = {}
-    for key in "abcdef":
+    for key in "abcdefg":
         begin(engine, key)
         go_on(engine, key)
         sounds[key] = sound_of(drain(engine), key)
@@ -108,8 +109,7 @@ def test_a_listener_who_hears_nothing_goes_between(
     assert len(engine._climbs) == 1
     go_on(engine, "f")
     outputs = climbing + outputs + drain(engine)
-    for key, sound in alone.items():
-        torch.testing.assert_close(sound_of(outputs, key), sound, atol=1e-5, rtol=0)
+    assert_sound_is_that_alone(outputs, alone, "abcdef")
 
 
 @pytest.mark.usefixtures("token2wav_clock")
@@ -169,7 +169,7 @@ def test_who_has_more_sound_left_does_not_go_between(engine: Token2WavEngine, cl
     assert sorted(output.key for output in outputs) == list("abcde")
 
 
-def test_what_is_dropped_on_the_way_keeps_its_pages_until_the_batch_is_through(
+def test_pages_into_which_a_batch_still_writes_are_not_taken_while_there_are_others(
     engine: Token2WavEngine, climbing: list[AudioOutput], alone: dict[str, Tensor]
 ) -> None:
     page = engine._streams["b"].page
@@ -183,11 +183,49 @@ def test_what_is_dropped_on_the_way_keeps_its_pages_until_the_batch_is_through(
     assert len(sound_of(outputs, "b")) < len(alone["b"])
 
 
+def test_a_newcomer_has_the_pages_of_who_was_dropped_on_the_way_behind_the_batch_that_writes_there(
+    engine: Token2WavEngine, climbing: list[AudioOutput], alone: dict[str, Tensor]
+) -> None:
+    begin(engine, "f")
+    pages = engine._streams["b"].pages
+    engine.abort("b")
+    begin(engine, "g")
+    assert engine._streams["g"].pages == pages
+    with pytest.raises(Overloaded):
+        begin(engine, "h")
+    # Nobody else waits.
+    assert [output.key for output in next_outputs(engine)] == ["f"]
+    assert len(engine._climbs) == 1
+    engine.abort("f")
+    go_on(engine, "g")
+    outputs = climbing + drain(engine)
+    for key in "acdeg":
+        torch.testing.assert_close(sound_of(outputs, key), alone[key], atol=1e-5, rtol=0)
+
+
+def test_pages_go_from_one_who_was_dropped_to_the_next_while_the_batch_writes_there(
+    engine: Token2WavEngine, climbing: list[AudioOutput], alone: dict[str, Tensor]
+) -> None:
+    begin(engine, "f")
+    engine.abort("b")
+    begin(engine, "g")
+    engine.abort("g")
+    begin(engine, "g")
+    with pytest.MonkeyPatch.context() as patched:
+        # What the batch writes back is no later than what the newcomer leaves.
+        in_the_vocoder(engine, lambda keys: len(keys) > 2, patched)
+        go_on(engine, "f")
+        go_on(engine, "g")
+        outputs = climbing + drain(engine)
+    for key in "acdefg":
+        torch.testing.assert_close(sound_of(outputs, key), alone[key], atol=1e-5, rtol=0)
+
+
 def test_a_batch_of_which_nobody_is_left_is_given_up(engine: Token2WavEngine, climbing: list[AudioOutput]) -> None:
     del climbing
     for key in "abcde":
         engine.abort(key)
-    assert engine.stats().kv_blocks_used > 0
+    assert engine.has_work()
     assert engine.step() == []
     assert not engine.has_work()
     assert engine.stats() == EngineStats(0, 0, 0, 0)

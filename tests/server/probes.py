@@ -242,6 +242,7 @@ def _probe_intake(recorder: Recorder) -> None:
 def _probe_talker(recorder: Recorder) -> None:
     import torch
 
+    from triton_omni.request import talker_seed
     from triton_omni.talker import stage
     from triton_omni.vllm_hooks import talker_engine
 
@@ -250,7 +251,7 @@ def _probe_talker(recorder: Recorder) -> None:
 
         def open(self, key: str, prompt: Any, sampling: Any, *, priority: int = 0) -> None:
             super().open(key, prompt, sampling, priority=priority)
-            self.begin(key, sampling.seed)
+            self.begin(key, sampling.seed - talker_seed(0))
 
     class ProbedTalkerStage(stage.TalkerStage):
         def submit(self, tensors: Any, outlet: Any) -> None:

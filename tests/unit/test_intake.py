@@ -13,7 +13,7 @@ from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.engine import Sampling, StreamOptions, ThinkerPlaced
 from triton_omni.errors import BadRequest, TooLarge
-from triton_omni.request import RawRequest
+from triton_omni.request import MAX_SEED, RawRequest, talker_seed
 from triton_omni.settings import EngineSettings, RequestLimits, ThinkerSettings
 from triton_omni.thinker.intake import RequestIntake
 from triton_omni.wire import MediaTokens
@@ -73,7 +73,8 @@ def test_a_plain_request_gets_the_deployments_defaults(make, checkpoint):
     assert (session.want_audio, session.audio_format, session.voice) == (True, "f32", speakers.default.name)
     assert (session.prompt_tokens, session.max_rows) == (prompt, prompt + 50)
     assert prepared.sampling == Sampling(max_tokens=50, seed=session.seed)
-    assert session.talker == Sampling(0.9, 0.8, 40, 0.0, 1.05, config.talker.sampling.max_new_tokens, session.seed)
+    codes = config.talker.sampling.max_new_tokens
+    assert session.talker == Sampling(0.9, 0.8, 40, 0.0, 1.05, codes, talker_seed(session.seed))
     assert session.token2wav == StreamOptions()
 
 
@@ -107,9 +108,16 @@ def test_what_a_request_asks_for_reaches_every_stage(make):
     assert (session.voice, session.seed, session.audio_format) == ("Ethan", 7, "wav")
     assert timeouts == [2.5]
     assert prepared.sampling == Sampling(temperature=0.5, max_tokens=9, seed=7)
-    assert (session.talker.top_k, session.talker.max_tokens, session.talker.seed) == (3, 11, 7)
+    assert (session.talker.top_k, session.talker.max_tokens, session.talker.seed) == (3, 11, talker_seed(7))
     assert session.token2wav == StreamOptions(solver="euler", num_steps=4)
     assert engine.max_tokens == [9]
+
+
+@pytest.mark.parametrize("seed", [0, 7, MAX_SEED])
+def test_the_talkers_seed_is_no_requests(make, seed):
+    prepared = make()[0].prepare(raw(seed=seed), 0)
+    assert (prepared.sampling.seed, prepared.session.seed) == (seed, seed)
+    assert MAX_SEED < prepared.session.talker.seed == talker_seed(seed) < 2**64
 
 
 def test_a_schema_is_compiled_before_media_are_decoded(make):

@@ -100,8 +100,8 @@ def test_limits_are_the_lowest_of_all_that_have_a_say(repository: Path, tiny_che
     assert limits()["max_prompt_tokens"] == 1997
     assert limits()["max_reply_tokens"] == 32767
     assert (limits()["max_codes"], limits()["max_sessions"]) == (800, 8)
-    change(repository, "token2wav", {"max_codes": 700, "max_streams": 7})
-    assert (limits()["max_codes"], limits()["max_sessions"]) == (700, 7)
+    change(repository, "token2wav", {"max_codes": 800, "max_streams": 7})
+    assert (limits()["max_codes"], limits()["max_sessions"]) == (800, 7)
 
 
 def test_a_repository_of_other_models_is_served_as_it_is(tmp_path: Path) -> None:
@@ -116,6 +116,19 @@ def test_settings_that_cannot_be_used_are_told_by_name(repository: Path, tiny_ch
         pytest.raises(ServerError, match=r"talker/1/stage\.yaml: max_code: unknown key"),
         served_repository(repository, tiny_checkpoint),
     ):
+        pass
+
+
+def test_speech_that_token2wav_cannot_take_is_refused_at_the_start(repository: Path, tiny_checkpoint: Path) -> None:
+    change(repository, "token2wav", {"max_codes": 700})
+    change(repository, "talker", {"max_codes": 701})
+    with (
+        pytest.raises(ServerError, match=r"talker/1/stage\.yaml: max_codes: 701 must be at most token2wav's .*, 700"),
+        served_repository(repository, tiny_checkpoint),
+    ):
+        pass
+    change(repository, "talker", {"max_codes": 700})
+    with served_repository(repository, tiny_checkpoint):
         pass
 
 

@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
+from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine, LinkOutlet
 from session_rig import WAIT_S, finished, pipeline, wait_for
 from triton_omni.engine import Sampling
-from triton_omni.errors import InternalError
+from triton_omni.errors import InternalError, Overloaded
 from triton_omni.outbox import CREDITS
 from triton_omni.settings import TalkerSettings, ThinkerSettings
 from triton_omni.token2wav.stage import TextRelay
@@ -420,6 +420,37 @@ def replace_nonce(key):
     return type(key)(key.slot, key.generation, "0" * 32)
 
 
+def test_a_forged_message_leaves_the_heartbeat_that_a_session_of_its_name_has_at_the_talker():
+    with pipeline(intake=FakeIntake(delay_s=0.3)) as p:
+        ensemble = p.ask()
+        wait_for(lambda: p.talker._unopened)
+        (held,) = ensemble.outlets[1:]
+        key = ThinkerMessage.from_tensors(ensemble.to_talker[0]).key
+        other = FakeEnsemble(p.thinker, p.talker, p.token2wav)
+        other.forward_to_talker(
+            ThinkerMessage(key=replace_nonce(key), kind=Kind.HEARTBEAT).to_tensors(HIDDEN, torch.float32)
+        )
+        assert other.reply.done.wait(WAIT_S)
+        assert held.finals == 0
+        assert finished(ensemble).error is None
+
+
+def test_a_forged_message_leaves_the_text_of_a_session_of_its_name():
+    with pipeline(intake=FakeIntake(delay_s=0.3)) as p:
+        ensemble, go = p.ask(), threading.Event()
+        wait_for(lambda: ensemble.to_talker)
+        key = ThinkerMessage.from_tensors(ensemble.to_talker[0]).key
+        p.token2wav._loop.post(lambda: go.wait(WAIT_S))
+        other = FakeEnsemble(p.thinker, p.talker, p.token2wav)
+        # It waits for the loop, while what the session's own messages bring is relayed.
+        p.token2wav.submit(
+            TalkerMessage(key=replace_nonce(key), kind=Kind.OPEN).to_tensors(), LinkOutlet(other, lambda _: None)
+        )
+        wait_for(lambda: ensemble.reply.text.startswith("w0 "))
+        go.set()
+        assert finished(ensemble).text == "".join(f"w{i} " for i in range(10))
+
+
 def test_message_out_of_sequence_fails_the_session():
     with pipeline(thinker=FakeThinkerEngine(length=500)) as p:
         original, dropped = p.talker.submit, []
@@ -605,6 +636,36 @@ def test_sequence_that_the_engine_cannot_take_fails_alone(stage, monkeypatch):
         assert reply.error.message == "handling a message failed: KeyError"
         assert reply.error.to_text().endswith(f"[omni:internal;stage={stage}]")
         assert finished(p.ask()).error is None
+        p.wait_until_empty()
+
+
+@pytest.mark.parametrize("stage", ["talker", "token2wav"])
+def test_sequence_has_the_place_of_one_whose_client_went_during_the_last_step(stage, monkeypatch):
+    engine, thinker, go = ENGINES[stage](), FakeThinkerEngine(length=10**9), threading.Event()
+    thinker.step_s = 0.001
+    open_sequence, step = engine.open, engine.step
+
+    def open_one(key, *args, **kwargs):
+        if engine.open_keys:
+            raise Overloaded("one is enough", stage=stage)
+        open_sequence(key, *args, **kwargs)
+
+    def step_long():
+        assert go.wait(WAIT_S)
+        return step()
+
+    monkeypatch.setattr(engine, "open", open_one)
+    with pipeline(thinker=thinker, **{ARGUMENTS[stage]: engine}) as p:
+        gone = p.ask()
+        wait_for(lambda: engine.open_keys)
+        monkeypatch.setattr(engine, "step", step_long)
+        thinker.length, gone.cancelled = 1, True
+        key = ThinkerMessage.from_tensors(gone.to_talker[0]).key
+        wait_for(lambda: p.ledgers[0].cancelled(key))
+        late = p.ask()
+        wait_for(lambda: len(late.to_talker if stage == "talker" else late.to_token2wav) > 1)
+        go.set()
+        assert finished(late).error is None
         p.wait_until_empty()
 
 

@@ -45,12 +45,24 @@ _INSTANCES = re.compile(r"^\s*instance_group\b", re.MULTILINE)
 
 @dataclass(frozen=True)
 class StageSettings:
-    """Of all stages of one repository, and of its unary model where it has one."""
+    """Of all stages of one repository, and of its unary model where it has one.
+
+    Raises:
+        SettingsError: token2wav could not take a reply that the talker may speak.
+    """
 
     thinker: ThinkerSettings
     talker: TalkerSettings
     token2wav: Token2WavSettings
     unary: UnarySettings | None
+
+    def __post_init__(self) -> None:
+        spoken, taken = self.talker.max_codes, self.token2wav.max_codes
+        if spoken > taken:
+            raise SettingsError(
+                f"talker/1/stage.yaml: max_codes: {spoken} must be at most token2wav's max_codes, {taken}: "
+                "a longer reply would fail where it is spoken; lower it, or raise token2wav's"
+            )
 
 
 @contextmanager
@@ -67,7 +79,8 @@ def served_repository(repository: Path, checkpoint: Path, placement: Mapping[str
             none, and one whose `config.pbtxt` has an `instance_group` keeps it.
 
     Raises:
-        ServerError: a `stage.yaml` or the checkpoint's configuration cannot be used, or the folder cannot be written.
+        ServerError: a `stage.yaml` or the checkpoint's configuration cannot be used, two stages' settings do not go
+            together, or the folder cannot be written.
     """
     public = [name for name in (STREAMING_MODEL, UNARY_MODEL) if (repository / name / CONFIG_FILE).is_file()]
     if not public:
@@ -99,7 +112,7 @@ def stage_settings(repository: Path) -> StageSettings:
     """The settings of all models of a repository.
 
     Raises:
-        SettingsError: a `stage.yaml` cannot be used.
+        SettingsError: a `stage.yaml` cannot be used, or two do not go together.
     """
     return StageSettings(
         _settings(repository, "thinker", ThinkerSettings),
@@ -138,7 +151,7 @@ def effective_limits(stages: StageSettings, config: OmniConfig) -> dict[str, Any
         # The talker's sequence has two rows behind the prompt's, and a code.
         "max_prompt_tokens": min(tokens, talker.engine.max_model_len - 3),
         "max_reply_tokens": min(thinker.max_new_tokens, tokens),
-        "max_codes": min(talker.max_codes, token2wav.max_codes, config.talker.sampling.max_new_tokens),
+        "max_codes": min(talker.max_codes, config.talker.sampling.max_new_tokens),
         "max_sessions": min(thinker.max_sessions, talker.max_sessions, token2wav.max_streams),
     }
 

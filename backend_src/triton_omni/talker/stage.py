@@ -75,8 +75,9 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._text_bos_id = text_bos_id
         self._pace = Pace()
         self._codes = 0
-        # Of sessions that are not open yet, the last heartbeat's request.
-        self._unopened: dict[str, tuple[SessionKey, Outlet]] = {}
+        # Of sessions that are not open yet, the last heartbeat's request. By the whole key: what has only the name of a
+        # session must not end it.
+        self._unopened: dict[SessionKey, Outlet] = {}
 
     def poll(self) -> float:
         """Pace the text by how many sessions still have some; look after every session."""
@@ -86,7 +87,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._engine.hold(held)
         if held:
             delay = min(delay, CLAIMED_POLL_S)
-        for key, outlet in list(self._unopened.values()):
+        for key, outlet in list(self._unopened.items()):
             self._attend_unopened(key, outlet)
         return min(delay, SOON_S) if self._unopened else delay
 
@@ -118,10 +119,10 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         request of the client's that could be answered.
         """
         key = message.key
-        if (held := self._unopened.pop(key.name, None)) is not None:
-            self._give_back(*held)
+        if (held := self._unopened.pop(key, None)) is not None:
+            self._give_back(key, held)
         if message.kind == Kind.HEARTBEAT and key.name not in self._open and self._ledger.is_current(key):
-            self._unopened[key.name] = (key, outlet)
+            self._unopened[key] = outlet
         else:
             super()._receive(message, outlet, arrived_ns)
 
@@ -129,14 +130,14 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         lost = self._ledger.lost_stages(key)
         if not (lost or self._ledger.is_over(key) or self._ledger.closed(key, "thinker")):
             return
-        del self._unopened[key.name]
+        del self._unopened[key]
         if lost:
             outlet.fail(lost_error(lost[0]), functools.partial(self._ledger.count_returned, key))
         else:
             self._give_back(key, outlet)
 
     def _end_all(self) -> None:
-        for key, outlet in self._unopened.values():
+        for key, outlet in self._unopened.items():
             self._give_back(key, outlet)
 
     def _begin(self, message: ThinkerMessage, request: Session, outlet: Outlet) -> _Open:

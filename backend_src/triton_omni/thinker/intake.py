@@ -17,7 +17,7 @@ from triton_omni.checkpoint.config import OmniConfig
 from triton_omni.checkpoint.speakers import Speakers
 from triton_omni.engine import ThinkerEngine, ThinkerPlaced
 from triton_omni.media import decode_media
-from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request
+from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request, talker_seed
 from triton_omni.settings import ThinkerSettings
 from triton_omni.strict_json import compact_json
 from triton_omni.thinker.prepared import Prepared
@@ -91,7 +91,7 @@ class RequestIntake:
             voice=self._speakers.get(request.voice).name,
             seed=seed,
             priority=request.priority,
-            talker=request.talker.to_sampling(seed, self._defaults.max_codes),
+            talker=request.talker.to_sampling(talker_seed(seed), self._defaults.max_codes),
             prompt_tokens=prompt_tokens,
             media_tokens=self._media_tokens(placed.prompt_token_ids),
             max_rows=prompt_tokens + sampling.max_tokens,

@@ -172,11 +172,11 @@ class Token2WavEngine:
         stream = self._streams.pop(key, None)
         if stream is None or stream.page is None:
             return
-        climb = next((climb for climb in self._climbs if climb.holds(stream)), None)
-        if climb is None:
-            self._sampler.past.give(stream.page)
-        else:
-            climb.pages.append(stream.page)
+        # Another may have them at once: its windows wait for a batch that still writes there.
+        self._sampler.past.give(stream.page)
+        for climb in self._climbs:
+            if climb.holds(stream):
+                climb.left.append(stream.pages)
 
     def stats(self) -> EngineStats:
         """Open streams, windows due (waiting), pages of their pasts (KV blocks) and mel frames held (rows used)."""
@@ -219,7 +219,7 @@ class Token2WavEngine:
                 f"num_steps: {flow.num_steps} points of {flow.solver} need more room than all of max_streams {most}",
                 stage="token2wav",
             )
-        page = past.take(flow.pages)
+        page = past.take(flow.pages, avoid=[pages for climb in self._climbs for pages in climb.left])
         if page is None:
             raise Overloaded(
                 f"the pasts of {len(self._streams)} open streams leave no room for another's, see max_streams {most}",
@@ -234,7 +234,7 @@ class Token2WavEngine:
         chunks = ((stream, stream.due()) for stream in self._streams.values())
         due = [Due(stream, chunk, stream.deadline_ns) for stream, chunk in chunks if chunk is not None]
         if self._climbs:
-            due = [item for item in due if not any(climb.holds(item.stream) for climb in self._climbs)]
+            due = [item for item in due if not any(climb.holds_up(item.stream) for climb in self._climbs)]
         return sorted(due, key=lambda item: item.deadline_ns)
 
     def _batch(self, due: Sequence[Due]) -> list[Due]:
@@ -334,10 +334,8 @@ class Token2WavEngine:
         return AudioOutput(stream.key, torch.empty(0), final=True, error=wrong)
 
     def _end_climb(self, climb: Climb) -> None:
-        """It launches nothing more; whoever gets its pages now writes to them behind it."""
+        """It launches nothing more; whoever has pages of it writes to them behind it."""
         self._climbs.remove(climb)
-        for page in climb.pages:
-            self._sampler.past.give(page)
         climb.steps.close()
 
     def _land(self) -> list[AudioOutput]:

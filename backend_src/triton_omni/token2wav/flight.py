@@ -89,8 +89,8 @@ class Climb:
 
     batch: Sequence[Due]
     steps: Steps[Flight]
-    pages: list[int] = field(default_factory=list)
-    """Of streams that were dropped meanwhile, into which it still writes."""
+    left: list[range] = field(default_factory=list)
+    """Pages of streams that were dropped meanwhile, into which it still writes."""
     has_begun: bool = False
     """Whether anything of it was launched, so that it may hold memory."""
     _ahead: deque[torch.cuda.Event | None] = field(default_factory=deque)
@@ -130,6 +130,12 @@ class Climb:
     def holds(self, stream: Stream) -> bool:
         """Whether a window of the stream is in it."""
         return any(due.stream is stream for due in self.batch)
+
+    def holds_up(self, stream: Stream) -> bool:
+        """Whether a window of the stream may only be launched behind all of it: one is in it, or the stream has pages
+        into which it writes."""
+        pages = stream.pages
+        return self.holds(stream) or any(left.start < pages.stop and pages.start < left.stop for left in self.left)
 
 
 def take_off(batch: Sequence[Due], sampler: Sampler, vocoder: Vocoder, device: torch.device) -> Steps[Flight]:

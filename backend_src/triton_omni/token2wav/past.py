@@ -146,9 +146,12 @@ class PastPool:
         """Pages that open streams have."""
         return self._spans.used
 
-    def take(self, pages: int) -> int | None:
-        """First of `pages` pages for one stream, or None where they are not free."""
-        return self._spans.take(pages)
+    def take(self, pages: int, *, avoid: Sequence[range] = ()) -> int | None:
+        """First of `pages` pages for one stream, or None where they are not free; of those to `avoid` only if there are
+        no others.
+        """
+        page = self._spans.take(pages, avoid=avoid)
+        return self._spans.take(pages) if page is None else page
 
     def give(self, page: int) -> None:
         """Free what `take` returned."""

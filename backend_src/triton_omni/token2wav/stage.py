@@ -133,7 +133,8 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         self._engine = engine
         self._sample_rate = sample_rate
         self._claim = DeviceClaim()
-        self._relays: dict[str, TextRelay] = {}
+        # By the whole key: what has only the name of a session must not end its relay.
+        self._relays: dict[SessionKey, TextRelay] = {}
         self._samples = 0
         self._times = {
             name: Histogram(SECONDS)
@@ -172,23 +173,22 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         return TalkerMessage.from_tensors(tensors)
 
     def _relay(self, message: TalkerMessage, outlet: Outlet) -> None:
-        name = message.key.name
         if message.kind == Kind.OPEN:
-            self._relays.setdefault(name, TextRelay(outlet))
-        elif message.kind != Kind.HEARTBEAT and (relay := self._relays.get(name)) is not None:
+            self._relays.setdefault(message.key, TextRelay(outlet))
+        elif message.kind != Kind.HEARTBEAT and (relay := self._relays.get(message.key)) is not None:
             relay.take(message)
 
     def _receive(self, message: TalkerMessage, outlet: Outlet, arrived_ns: int) -> None:
         super()._receive(message, outlet, arrived_ns)
         if message.kind == Kind.OPEN and message.key.name not in self._open:
-            self._relays.pop(message.key.name, None)
+            self._relays.pop(message.key, None)
 
     def _end_all(self) -> None:
         for session in list(self._open.values()):
             self._answer_held_error(session)
 
     def _begin(self, message: TalkerMessage, request: Session, outlet: Outlet) -> _Open:
-        relay = self._relays.setdefault(message.key.name, TextRelay(outlet))
+        relay = self._relays.setdefault(message.key, TextRelay(outlet))
         return _Open(message.key, outlet, request, relay=relay, audio_done=not request.want_audio)
 
     def _open_sequence(self, session: _Open, message: TalkerMessage) -> None:
@@ -363,7 +363,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _drop(self, session: _Open) -> None:
         held = self._open.pop(session.key.name, None)
-        self._relays.pop(session.key.name, None)
+        self._relays.pop(session.key, None)
         session.relay.close()
         if held is not None and session.relay.first_ns:
             waited_ns = session.relay.first_ns - session.session.accepted_ns

@@ -100,6 +100,11 @@ class Stream:
         self._find_due()
 
     @property
+    def pages(self) -> range:
+        """Pages that keep its past; none of a reply that is one window."""
+        return range(0) if self.page is None else range(self.page, self.page + self.request.flow.pages)
+
+    @property
     def ended(self) -> bool:
         """Whether no more codes will come."""
         return self.ended_ns > 0

@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, Final
 
 from triton_omni.vllm_hooks.compat import EngineCoreOutput
 from triton_omni.vllm_hooks.steady_decode import SteadyStep
 from triton_omni.vllm_hooks.steady_schedule import SteadyScheduleMixin
 
+NAP_S: Final = 0.001
+"""How long a step rests that found nothing to do, as those of vLLM's own processes do."""
+
 
 def core_step(client: Any, runner: Any) -> list[EngineCoreOutput]:
     """What one step gave; with steps scheduled ahead that is the one before.
+
+    Where nobody can go on now, such as a sequence whose grammar is being compiled, it rests for a moment.
 
     Args:
         client: vLLM's in-process client of its engine's core.
@@ -21,7 +27,17 @@ def core_step(client: Any, runner: Any) -> list[EngineCoreOutput]:
     # Others' steps, synchronous ones among them, are all vLLM's own.
     step = core.scheduler.schedule_further() if isinstance(core.scheduler, SteadyScheduleMixin) else None
     given: list[EngineCoreOutput] = client.get_output().outputs if step is None else _go_on(core, runner, step)
+    if not given and core.scheduler.idle and _nobody_goes_on(core):
+        time.sleep(NAP_S)
     return given
+
+
+def _nobody_goes_on(core: Any) -> bool:
+    """Whether no step is under way that computes anything, and yet somebody is to be served."""
+    under_way = core.batch_queue or ()
+    if any(scheduled.total_num_scheduled_tokens for _, scheduled, _ in under_way):
+        return False
+    return bool(core.scheduler.has_unfinished_requests())
 
 
 def _go_on(core: Any, runner: Any, step: SteadyStep) -> list[EngineCoreOutput]:

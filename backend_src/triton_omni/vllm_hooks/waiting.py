@@ -6,10 +6,11 @@ One mixin over vLLM's two schedulers. It asks how many positions are ready; what
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from triton_omni.vllm_hooks.compat import Request, Scheduler
+from triton_omni.vllm_hooks.compat import Request, Scheduler, SchedulerOutput
 from triton_omni.vllm_hooks.holding import HoldingMixin
 from triton_omni.vllm_hooks.steady_schedule import SteadyAsyncScheduler
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     _Scheduler = Scheduler
 else:
     _Scheduler = object
+
+
+STARVED_S: Final = 0.02
+"""How long a sequence for which there were no cache blocks is not tried again, unless one comes free."""
 
 
 class WaitingMixin(HoldingMixin, _Scheduler):
@@ -29,6 +34,9 @@ class WaitingMixin(HoldingMixin, _Scheduler):
     """
 
     _ready_positions: Callable[[str], int] | None = None
+    _starved_until = 0.0
+    _starved_with = 0
+    """Cache blocks that were free at that step."""
 
     def wait_for(self, ready_positions: Callable[[str], int]) -> None:
         """Ask `ready_positions(request_id)` from now on; a sequence must be ready for one position when added."""
@@ -40,7 +48,27 @@ class WaitingMixin(HoldingMixin, _Scheduler):
             return False
         if not all(map(self.waits, self.running)):
             return True
-        return bool(self.waiting) and len(self.running) < self.max_num_running_reqs
+        return bool(self.waiting) and len(self.running) < self.max_num_running_reqs and not self._is_starved
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """A step in vLLM's own way; where it is empty, those that have no place lack cache blocks."""
+        output = super().schedule(throttle_prefills)
+        # A step that takes a place away tries nobody who has none.
+        if self.idle and not output.preempted_req_ids:
+            self._starved_until, self._starved_with = time.monotonic() + STARVED_S, self._blocks_there
+        return output
+
+    @property
+    def _is_starved(self) -> bool:
+        """Whether those that have no place were tried just now, in vain: what others have that wait for rows comes free
+        once these have come, until when vLLM would run one empty step after the other.
+        """
+        return self._blocks_there <= self._starved_with and time.monotonic() < self._starved_until
+
+    @property
+    def _blocks_there(self) -> int:
+        free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return free
 
     def waits(self, request: Request) -> bool:
         """Whether the next row of a request that runs is not there."""
