@@ -163,22 +163,6 @@ class HiddenRowsMixin(_Runner):
         # Every rank has all rows; those of rank 0 are taken.
         self._gives_rows = not self.parallel_config.rank
 
-    def clear_cache_of(self, request_id: str) -> None:
-        """Zero the KV cache blocks of a request that failed, or may have, before they are given to another.
-
-        Attention multiplies what lies behind a sequence's end by zero, and zero times NaN is NaN. Ordered after
-        every step already launched; the request may have ended, its blocks are known here until the next step.
-        """
-        state = self.requests.get(request_id)
-        if state is not None:
-            self.clear_blocks([block for group in state.block_ids for block in group])
-
-    def clear_blocks(self, blocks: list[int]) -> None:
-        """Zero KV cache blocks; the first call compiles what does that on a GPU."""
-        if self.device.type != "cpu" and not hasattr(self, "_kv_block_zeroer"):
-            self._init_kv_zero_meta()
-        self._zero_block_ids(blocks)
-
     def _model_forward(
         self,
         input_ids: Tensor | None = None,
