@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from reference.hf import HfReference
 from reference.thinker_rig import NOTHING_HELD, REPLY, Answer, ask, assert_equals_hf, drain, engine_of
+from triton_omni.engine import Sampling
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -55,9 +57,9 @@ def step(engine: Any, answers: Mapping[str, Answer]) -> None:
         answers[output.key].outputs.append(output)
 
 
-def begin(engine: Any, hf: HfReference) -> dict[str, Answer]:
+def begin(engine: Any, hf: HfReference, sampling: Sampling = REPLY) -> dict[str, Answer]:
     for text in (STAYS, LEAVES):
-        engine.add(text, engine.prepare(ask(hf, text)), REPLY, want_rows=True)
+        engine.add(text, engine.prepare(ask(hf, text)), sampling, want_rows=True)
     return {STAYS: Answer(), LEAVES: Answer()}
 
 
@@ -86,5 +88,21 @@ def test_what_a_preempted_sequence_wrote_is_gone_before_its_blocks_are_another_s
     step_until_preempted(engine, answers, spoil)
     assert not any(cache.isnan().any() for cache in caches(engine))
     drain(engine, answers)
+    for text, answer in answers.items():
+        assert_equals_hf(answer, hf.thinker(hf.ask(text), REPLY))
+
+
+def test_rows_that_were_given_are_not_held_again_behind_those_that_a_stop_string_may_take(
+    engine: Any, hf: HfReference
+) -> None:
+    # 16 characters may always begin one that never comes.
+    asked, held = replace(REPLY, stop=("\0" * 17,)), []
+    answers = begin(engine, hf, asked)
+    step_until_preempted(engine, answers, lambda _: held.append(engine.stats().rows_used))
+    while engine.has_work():
+        step(engine, answers)
+        held.append(engine.stats().rows_used)
+    # A row a character of either sequence, and what a step or two under way add.
+    assert 0 < max(held) <= 2 * 20
     for text, answer in answers.items():
         assert_equals_hf(answer, hf.thinker(hf.ask(text), REPLY))
