@@ -155,6 +155,7 @@ _OTHER_METHODS = {
     EngineCore: ("step", "step_with_batch_queue"),
     KVCacheManager: ("allocate_slots", "take_new_block_ids"),
     Scheduler: ("_reserve_prefill_lookahead", "has_requests", "schedule", "update_from_output"),
+    SamplingParams: ("_validate_structured_outputs",),
     UniProcExecutor: ("_distributed_args", "_init_executor", "collective_rpc", "shutdown"),
     Worker: ("_make_model_runner",),
     WorkerProc: ("wait_for_ready", "worker_main"),

@@ -25,7 +25,6 @@ from triton_omni.vllm_hooks.compat import (
     LLMEngine,
     RequestOutput,
     RequestOutputKind,
-    SamplingParams,
     StructuredOutputsConfig,
     StructuredOutputsParams,
     VLLMValidationError,
@@ -39,7 +38,7 @@ from triton_omni.vllm_hooks.engine_args import (
     schedules_ahead,
 )
 from triton_omni.vllm_hooks.hidden_rows import RowTap
-from triton_omni.vllm_hooks.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
+from triton_omni.vllm_hooks.json_schemas import GRAMMAR_BACKEND, CheckedParams, JsonSchemas, why_given_up
 from triton_omni.vllm_hooks.lone_groups import lone_groups
 from triton_omni.vllm_hooks.prompt_media import check_placeholders, expanded_length, medium_refused
 from triton_omni.vllm_hooks.row_release import Piece, RowRelease, StopCut
@@ -169,6 +168,8 @@ class ThinkerVllmEngine:
     def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0) -> None:
         """Queue a sequence; `want_rows` False (a text-only request) gives no rows. The lowest `priority` is next.
 
+        A JSON schema that `check_schema` refuses fails its sequence at a later step.
+
         Raises:
             ValueError: the key is in use.
             TooLarge: prompt and `sampling.max_tokens` exceed `max_model_len`.
@@ -274,11 +275,11 @@ class ThinkerVllmEngine:
         rendered: Mapping[str, Any] = engine_input
         return rendered
 
-    def _sampling_params(self, sampling: Sampling) -> SamplingParams:
+    def _sampling_params(self, sampling: Sampling) -> CheckedParams:
         schema, ends = sampling.json_schema, self._end_ids
         if schema is not None:
             ends = [*ends, self._schemas.end_id]
-        return SamplingParams(
+        return CheckedParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
