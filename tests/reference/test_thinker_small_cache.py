@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from media_samples import tone
 from reference.hf import HfReference
-from reference.thinker_rig import NOTHING_HELD, REPLY, Answer, ask, assert_equals_hf, drain, engine_of
-from triton_omni.engine import Sampling
+from reference.thinker_rig import NOTHING_HELD, REPLY, Answer, ask, assert_equals_hf, drain, engine_of, token_ids
+from triton_omni.engine import Sampling, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
+AUDIO = {"type": "audio"}
 STAYS, LEAVES = "what is the weather like in Paris today?", "a" * 100
 """The later of two with the same priority is preempted."""
 
@@ -48,6 +50,7 @@ def step_until_preempted(engine: Any, answers: Mapping[str, Answer], when: Calla
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._core.scheduler, "_preempt_request", watched)
         while not preempted:
+            assert engine.has_work()
             step(engine, answers)
     assert [engine._keys[request_id] for request_id in preempted] == [LEAVES]
 
@@ -106,3 +109,18 @@ def test_rows_that_were_given_are_not_held_again_behind_those_that_a_stop_string
     assert 0 < max(held) <= 2 * 20
     for text, answer in answers.items():
         assert_equals_hf(answer, hf.thinker(hf.ask(text), REPLY))
+
+
+def test_a_preempted_sequence_s_media_are_encoded_again(engine: Any, hf: HfReference) -> None:
+    long = replace(REPLY, min_tokens=REPLY.max_tokens)
+    question, sound = {"type": "text", "text": "what?" * 3}, tone(1.3)
+    prompts = {STAYS: ask(hf, STAYS), LEAVES: ThinkerPrompt(token_ids(hf, AUDIO, question), {"audio": [sound]})}
+    for key, prompt in prompts.items():
+        engine.add(key, engine.prepare(prompt), long, want_rows=True)
+    answers = {key: Answer() for key in prompts}
+    step_until_preempted(engine, answers, lambda _: None)
+    drain(engine, answers)
+    heard = hf.prepare([{"role": "user", "content": [AUDIO, question]}], audios=[sound])
+    assert_equals_hf(answers[LEAVES], hf.thinker(heard, long))
+    assert_equals_hf(answers[STAYS], hf.thinker(hf.ask(STAYS), long))
+    assert not engine._runner.encoder_cache

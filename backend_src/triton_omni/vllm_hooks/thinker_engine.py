@@ -22,6 +22,7 @@ from triton_omni.settings import ThinkerSettings
 from triton_omni.vllm_hooks import thinker_networks
 from triton_omni.vllm_hooks.compat import (
     CompletionOutput,
+    EncoderCacheManagerConfig,
     LLMEngine,
     RequestOutput,
     RequestOutputKind,
@@ -46,6 +47,7 @@ from triton_omni.vllm_hooks.sampling import seed_args
 from triton_omni.vllm_hooks.steady_engine import core_step
 
 _WORKER = "triton_omni.vllm_hooks.thinker_worker.ThinkerWorker"
+_MEDIA_CACHE = "triton_omni.vllm_hooks.media_schedule.MediaCache"
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -110,6 +112,7 @@ class ThinkerVllmEngine:
             renderer_num_workers=settings.preprocess_threads,
             mm_processor_cache_gb=0,
             skip_mm_profiling=True,
+            ec_manager_config=EncoderCacheManagerConfig(encoder_cache_manager_cls=_MEDIA_CACHE),
             structured_outputs_config=StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
         )
         with lone_groups(settings.tensor_parallel_size):

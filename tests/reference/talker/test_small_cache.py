@@ -60,6 +60,7 @@ def step_until_preempted(engine, spoken, when):
 
     with mock.patch.object(engine._core.scheduler, "_preempt_request", watched):
         while not preempted:
+            assert engine.has_work()
             spoken.step(engine)
     assert [engine._by_request[request_id].key for request_id in preempted] == ["leaves"]
 
