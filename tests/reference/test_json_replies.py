@@ -157,6 +157,26 @@ def test_a_schema_that_cannot_be_compiled_is_refused_by_name_and_harms_nobody(
     assert drain(engine, answers)["free"].token_ids == plain.token_ids
 
 
+def test_a_schema_that_was_checked_is_not_checked_again_where_everybody_waits(
+    engine: Any, hf: HfReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.structured_output import backend_guidance
+
+    sampling = held_to(SCHEMAS["flat"])
+    assert sampling.json_schema is not None
+    engine.check_schema(sampling.json_schema)
+    monkeypatch.setattr(backend_guidance, "validate_guidance_grammar", lambda *_, **__: pytest.fail("checked again"))
+    answer = run(engine, {"json": ask(hf, QUESTION)}, sampling)["json"]
+    jsonschema.validate(json.loads(answer.text), SCHEMAS["flat"])
+
+
+def test_a_schema_that_nobody_checked_fails_its_sequence_alone(engine: Any, hf: HfReference, plain: Answer) -> None:
+    asked = {"bad": held_to({"type": "bogus"}), "free": REPLY}
+    answers = run(engine, dict.fromkeys(asked, ask(hf, QUESTION)), asked)
+    assert answers["free"].token_ids == plain.token_ids
+    assert answers["bad"].last.error
+
+
 def test_schemas_are_checked_from_many_threads_at_once(engine: Any) -> None:
     good, bad = json.dumps(SCHEMAS["flat"]), json.dumps({"type": "bogus"})
     with ThreadPoolExecutor(8) as pool:

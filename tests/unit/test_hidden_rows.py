@@ -95,6 +95,19 @@ def test_a_step_in_which_nobody_wants_rows_gathers_none() -> None:
     assert record(tap, {"a": (0, 2)}, hidden, embeds).rows is None
 
 
+def test_what_is_computed_again_is_not_taken_again() -> None:
+    tap = RowTap()
+    tap.want("a", np.array([True, False, False, False]))
+    embeds, hidden = batch(8)
+    assert len(record(tap, {"a": (0, 6)}, hidden, embeds).segments) == 1
+    again = record(tap, {"b": (3, 2), "a": (0, 4)}, hidden, embeds)
+    assert again.rows is None
+    assert [segment.request_id for segment in again.segments] == ["b"]
+    last = record(tap, {"a": (4, 3), "b": (5, 1)}, hidden, embeds)
+    assert [(segment.start, segment.stop, segment.flag_offset) for segment in last.segments] == [(6, 7, 2), (5, 6, 3)]
+    torch.testing.assert_close(last.rows, (hidden + embeds)[2:3])
+
+
 class ResidualRunner:
     """A runner whose network adds 1 to every row of its inputs, in place."""
 

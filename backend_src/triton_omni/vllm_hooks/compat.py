@@ -75,7 +75,13 @@ unused_parts.set_aside()
 try:
     from vllm import ModelRegistry, SamplingParams
     from vllm.compilation.decorators import support_torch_compile
-    from vllm.config import CompilationMode, CUDAGraphMode, StructuredOutputsConfig, VllmConfig
+    from vllm.config import (
+        CompilationMode,
+        CUDAGraphMode,
+        EncoderCacheManagerConfig,
+        StructuredOutputsConfig,
+        VllmConfig,
+    )
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import VLLMValidationError
@@ -105,6 +111,7 @@ try:
     from vllm.sequence import IntermediateTensors
     from vllm.utils.system_utils import get_mp_context
     from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -153,8 +160,16 @@ _RUNNER_METHODS = (
 
 _OTHER_METHODS = {
     EngineCore: ("step", "step_with_batch_queue"),
+    EncoderCacheManager: ("free_encoder_input",),
     KVCacheManager: ("allocate_slots", "take_new_block_ids"),
-    Scheduler: ("_reserve_prefill_lookahead", "has_requests", "schedule", "update_from_output"),
+    Scheduler: (
+        "_reserve_prefill_lookahead",
+        "_try_schedule_encoder_inputs",
+        "has_requests",
+        "schedule",
+        "update_from_output",
+    ),
+    SamplingParams: ("_validate_structured_outputs",),
     UniProcExecutor: ("_distributed_args", "_init_executor", "collective_rpc", "shutdown"),
     Worker: ("_make_model_runner",),
     WorkerProc: ("wait_for_ready", "worker_main"),
@@ -188,6 +203,8 @@ __all__ = [
     "CommonAttentionMetadata",
     "CompilationMode",
     "CompletionOutput",
+    "EncoderCacheManager",
+    "EncoderCacheManagerConfig",
     "EncoderCudaGraphConfig",
     "EngineArgs",
     "EngineCoreOutput",

@@ -17,7 +17,7 @@ import torch
 
 from triton_omni.checkpoint.facts import DecoderConfig
 from triton_omni.settings import Dtype, EngineSettings, Quantization, SettingsError
-from triton_omni.vllm_hooks.compat import CompilationMode, EngineArgs, current_platform
+from triton_omni.vllm_hooks.compat import CompilationMode, EngineArgs, VllmConfig, current_platform
 from triton_omni.vllm_hooks.fused_decode import FUSED_DECODE
 from triton_omni.vllm_hooks.tensor_parallel import TensorParallelExecutor
 from triton_omni.vllm_hooks.vision_graphs import vision_graphs
@@ -30,6 +30,22 @@ _CLASS_PREFIXES = ("triton_omni.", "vllm.")
 _STAGES = 3
 _TOWERS = ("visual.*", "audio_tower.*")
 """vLLM's names of the thinker's layers that are not its decoder's."""
+
+
+class _StageArgs(EngineArgs):
+    """vLLM's arguments, with room for media as long as a whole prompt.
+
+    vLLM would have room for the longest medium by its own rule: a longer one is refused, and a video that needs room
+    together with its sound waits for ever.
+    """
+
+    def create_engine_config(self, *args: Any, **kwargs: Any) -> VllmConfig:
+        config = super().create_engine_config(*args, **kwargs)
+        scheduler, longest = config.scheduler_config, config.model_config.max_model_len
+        # Both in tokens: of what a step encodes, and of what is kept until it was read.
+        scheduler.max_num_encoder_input_tokens = max(scheduler.max_num_encoder_input_tokens, longest)
+        scheduler.encoder_cache_size = max(scheduler.encoder_cache_size, longest)
+        return config
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
@@ -148,7 +164,7 @@ def build_engine_args(
     on_gpu = device.type == "cuda"
     fuses = settings.fuses_decode and on_gpu and tensor_parallel_size == 1
     block_size = GPU_BLOCK_SIZE if on_gpu else CPU_BLOCK_SIZE
-    return EngineArgs(
+    return _StageArgs(
         model=str(checkpoint),
         dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
         seed=0,

@@ -95,28 +95,43 @@ class GatherPlan:
         return taken.add_(hidden.index_select(0, _to_device(self.indices, hidden.device)))
 
 
+@dataclass
+class _Wanted:
+    """A request that wants rows: its media's positions bool [P], and from which position on none was taken yet."""
+
+    media: NDArray[np.bool_]
+    untaken: int = 0
+
+    def take(self, start: int, stop: int) -> int:
+        """Take positions [start, stop); returns where those begin that were not taken before."""
+        first = start if start >= self.untaken else min(self.untaken, stop)
+        self.untaken = max(self.untaken, stop)
+        return first
+
+
 class RowTap:
     """Which requests want rows, and what the steps gave until it is taken.
 
+    Each row is taken once: of what a preempted sequence computes again, whoever waits for rows has them already.
     `want` and `forget` are called between steps, on the thread that steps the engine.
     """
 
     def __init__(self) -> None:
-        self._media: dict[str, NDArray[np.bool_]] = {}
+        self._wanted: dict[str, _Wanted] = {}
         self.steps: deque[StepRows] = deque()
 
     def want(self, request_id: str, media: NDArray[np.bool_]) -> None:
         """Give rows of this request; `media` bool [P] marks the prompt's positions whose embedding counts as zero."""
-        self._media[request_id] = media
+        self._wanted[request_id] = _Wanted(media)
 
     def forget(self, request_id: str) -> None:
         """Give no more rows of this request; an unknown one is ignored."""
-        self._media.pop(request_id, None)
+        self._wanted.pop(request_id, None)
 
     def plan(
         self, request_ids: list[str], starts: NDArray[np.integer[Any]], bounds: NDArray[np.integer[Any]]
     ) -> GatherPlan:
-        """What to take from a step's batch.
+        """What to take from a step's batch; asked once a step.
 
         Args:
             request_ids: of the batch, in its order.
@@ -126,19 +141,25 @@ class RowTap:
         count = len(request_ids)
         firsts, edges = starts[:count].tolist(), bounds[: count + 1].tolist()
         segments, total, media_spans = [], 0, []
+        gathered = np.repeat([request_id in self._wanted for request_id in request_ids], np.diff(bounds[: count + 1]))
         for request_id, first, begin, end in zip(request_ids, firsts, edges, edges[1:], strict=False):
-            media, tokens = self._media.get(request_id), end - begin
-            segments.append(Segment(request_id, first, first + tokens, begin, None if media is None else total))
-            if media is not None:
-                if first < len(media):
-                    media_spans.append((total, media[first : first + tokens]))
-                total += tokens
-        wanted = np.array([segment.row_offset is not None for segment in segments], dtype=np.bool_)
-        indices = np.flatnonzero(np.repeat(wanted, np.diff(bounds[: count + 1])))
+            wanted, stop = self._wanted.get(request_id), first + end - begin
+            if wanted is None:
+                segments.append(Segment(request_id, first, stop, begin, None))
+                continue
+            start = wanted.take(first, stop)
+            fresh = begin + start - first
+            if start > first:
+                gathered[begin:fresh] = False
+            if start < len(wanted.media):
+                media_spans.append((total, wanted.media[start:stop]))
+            if start < stop:
+                segments.append(Segment(request_id, start, stop, fresh, total))
+            total += stop - start
         zeroed = np.zeros(total, dtype=np.bool_)
         for offset, span in media_spans:
             zeroed[offset : offset + len(span)] = span
-        return GatherPlan(tuple(segments), indices, zeroed)
+        return GatherPlan(tuple(segments), np.flatnonzero(gathered), zeroed)
 
     def record(self, plan: GatherPlan, taken: Tensor | None, hidden: Tensor) -> None:
         """Finish a step's rows and flags, off the device's buffers; nothing here waits for the device."""
@@ -162,22 +183,6 @@ class HiddenRowsMixin(_Runner):
         self.row_tap = RowTap()
         # Every rank has all rows; those of rank 0 are taken.
         self._gives_rows = not self.parallel_config.rank
-
-    def clear_cache_of(self, request_id: str) -> None:
-        """Zero the KV cache blocks of a request that failed, or may have, before they are given to another.
-
-        Attention multiplies what lies behind a sequence's end by zero, and zero times NaN is NaN. Ordered after
-        every step already launched; the request may have ended, its blocks are known here until the next step.
-        """
-        state = self.requests.get(request_id)
-        if state is not None:
-            self.clear_blocks([block for group in state.block_ids for block in group])
-
-    def clear_blocks(self, blocks: list[int]) -> None:
-        """Zero KV cache blocks; the first call compiles what does that on a GPU."""
-        if self.device.type != "cpu" and not hasattr(self, "_kv_block_zeroer"):
-            self._init_kv_zero_meta()
-        self._zero_block_ids(blocks)
 
     def _model_forward(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from triton_omni.vllm_hooks.compat import AsyncScheduler, Scheduler, SchedulerOutput
+from triton_omni.vllm_hooks.media_schedule import MediaScheduleMixin
 
 if TYPE_CHECKING:
     _Scheduler = Scheduler
@@ -35,9 +36,9 @@ class HoldingMixin(_Scheduler):
         return not self.held and bool(super().has_requests())
 
 
-class HoldingScheduler(HoldingMixin, Scheduler):
+class HoldingScheduler(HoldingMixin, MediaScheduleMixin, Scheduler):
     """For synchronous steps (the CPU, or asynchronous scheduling switched off)."""
 
 
-class HoldingAsyncScheduler(HoldingMixin, AsyncScheduler):
+class HoldingAsyncScheduler(HoldingMixin, MediaScheduleMixin, AsyncScheduler):
     """For steps scheduled while the device still runs the one before."""

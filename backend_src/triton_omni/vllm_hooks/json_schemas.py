@@ -17,6 +17,7 @@ from triton_omni.errors import BadRequest
 from triton_omni.strict_json import shown
 from triton_omni.vllm_hooks.compat import (
     GuidanceBackend,
+    SamplingParams,
     StructuredOutputGrammar,
     StructuredOutputOptions,
     VllmConfig,
@@ -54,6 +55,17 @@ class _LockedBackend(GuidanceBackend):
     ) -> StructuredOutputGrammar:
         with self.lock:
             return super().compile_grammar(request_type, grammar_spec, stop_token_ids)
+
+
+class CheckedParams(SamplingParams):
+    """vLLM's parameters of a request whose schema, if it has one, `JsonSchemas.check` has seen.
+
+    vLLM would check it once more as it takes the request, on the thread that steps everybody.
+    """
+
+    def _validate_structured_outputs(self, *_: Any) -> None:
+        if self.structured_outputs is not None:
+            self.structured_outputs._backend = GRAMMAR_BACKEND
 
 
 class JsonSchemas:

@@ -19,6 +19,7 @@ from triton_omni.vllm_hooks.compat import (
     SchedulerOutput,
 )
 from triton_omni.vllm_hooks.holding import HoldingMixin
+from triton_omni.vllm_hooks.media_schedule import MediaScheduleMixin
 from triton_omni.vllm_hooks.steady_decode import SteadyStep
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
         )
 
 
-class SteadyAsyncScheduler(SteadyScheduleMixin, AsyncScheduler):
+class SteadyAsyncScheduler(SteadyScheduleMixin, MediaScheduleMixin, AsyncScheduler):
     """For steps scheduled while the device still runs the one before."""
 
 

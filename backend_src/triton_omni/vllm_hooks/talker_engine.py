@@ -76,6 +76,8 @@ class TalkerVllmEngine:
         self._runner: Any = self._core.model_executor.driver_worker.worker.model_runner
         self._rows: TalkerRows = self._runner.step.rows
         self._runner.serve(self._by_request)
+        # vLLM's null block, which nobody reads: not at the first abort, which would hold up every stream.
+        self._runner.clear_blocks([0])
         self._core.scheduler.wait_for(lambda request_id: self._by_request[request_id].ready_positions)
         if device.type == "cuda":
             # The thread that steps may not be this one, and its stream would not wait for this one's.
@@ -159,7 +161,7 @@ class TalkerVllmEngine:
         if sequence is None:
             return
         if sequence.request_id is not None:
-            self._runner.scrub(sequence.request_id)
+            self._runner.clear_cache_of(sequence.request_id)
             self._llm.abort_request([sequence.request_id], internal=True)
         self._close(sequence)
 
@@ -261,7 +263,7 @@ class TalkerVllmEngine:
         codes = sequence.accept(len(ids), spoken=len(ids) - (finish == "stop"))
         error = self._reason_of_failure(finish, found.stop_reason) if finish else None
         if error:
-            self._runner.scrub(sequence.request_id)
+            self._runner.clear_cache_of(sequence.request_id)
         if finish:
             self._close(sequence)
         return TalkerOutput(

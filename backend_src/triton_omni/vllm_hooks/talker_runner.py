@@ -25,6 +25,7 @@ from triton_omni.vllm_hooks.compat import (
     VllmConfig,
 )
 from triton_omni.vllm_hooks.fused_decode import FusedDecodeMixin
+from triton_omni.vllm_hooks.left_blocks import LeftBlocksMixin
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
 from triton_omni.vllm_hooks.steady_decode import Layout, SteadyDecodeMixin
@@ -114,24 +115,6 @@ class TalkerRunnerMixin(FusedDecodeMixin):
     def serve(self, sequences: dict[str, Sequence]) -> None:
         """Take inputs from `sequences`, the open ones by vLLM's request id, kept up to date by the owner."""
         self._sequences = sequences
-
-    @torch.inference_mode()
-    def scrub(self, request_id: str) -> None:
-        """Zero the cache blocks of a sequence that ends before its values are known to be finite.
-
-        A later owner of a block reads what lies behind its last position times zero, and NaN times zero is NaN.
-        Must run before the scheduler gives the blocks away, that is before its next step.
-        """
-        state = self.requests.get(request_id)
-        if state is None:
-            return
-        blocks = torch.tensor([block for group in state.block_ids for block in group], dtype=torch.int64)
-        if self.device.type == "cuda":
-            blocks = blocks.pin_memory()
-        blocks = blocks.to(self.device, non_blocking=True)
-        for cache in self.kv_caches:
-            # Blocks come first in every layer's view; an attention kernel may split one into several.
-            torch.unflatten(cache, 0, (self.kv_cache_config.num_blocks, -1)).index_fill_(0, blocks, 0)
 
     def _init_mrope_positions(self, req_state: CachedRequestState) -> None:
         """The thinker computed the positions; vLLM's own way would need the media's grids."""
@@ -248,7 +231,7 @@ class TalkerRunnerMixin(FusedDecodeMixin):
                 sequence.sampled.append(SampledStep(code, ready))
 
 
-class TalkerRunner(TalkerRunnerMixin, SteadyDecodeMixin, PrefillGraphsMixin, PlatformRunner):
+class TalkerRunner(TalkerRunnerMixin, LeftBlocksMixin, SteadyDecodeMixin, PrefillGraphsMixin, PlatformRunner):
     """vLLM's runner with hidden rows added, draws of its own, graphs of prompts, and little to do for a step that goes
     on."""
 

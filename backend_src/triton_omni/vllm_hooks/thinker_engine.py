@@ -22,10 +22,10 @@ from triton_omni.settings import ThinkerSettings
 from triton_omni.vllm_hooks import thinker_networks
 from triton_omni.vllm_hooks.compat import (
     CompletionOutput,
+    EncoderCacheManagerConfig,
     LLMEngine,
     RequestOutput,
     RequestOutputKind,
-    SamplingParams,
     StructuredOutputsConfig,
     StructuredOutputsParams,
     VLLMValidationError,
@@ -39,7 +39,7 @@ from triton_omni.vllm_hooks.engine_args import (
     schedules_ahead,
 )
 from triton_omni.vllm_hooks.hidden_rows import RowTap
-from triton_omni.vllm_hooks.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
+from triton_omni.vllm_hooks.json_schemas import GRAMMAR_BACKEND, CheckedParams, JsonSchemas, why_given_up
 from triton_omni.vllm_hooks.lone_groups import lone_groups
 from triton_omni.vllm_hooks.prompt_media import check_placeholders, expanded_length, medium_refused
 from triton_omni.vllm_hooks.row_release import Piece, RowRelease, StopCut
@@ -47,6 +47,7 @@ from triton_omni.vllm_hooks.sampling import seed_args
 from triton_omni.vllm_hooks.steady_engine import core_step
 
 _WORKER = "triton_omni.vllm_hooks.thinker_worker.ThinkerWorker"
+_MEDIA_CACHE = "triton_omni.vllm_hooks.media_schedule.MediaCache"
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -111,6 +112,7 @@ class ThinkerVllmEngine:
             renderer_num_workers=settings.preprocess_threads,
             mm_processor_cache_gb=0,
             skip_mm_profiling=True,
+            ec_manager_config=EncoderCacheManagerConfig(encoder_cache_manager_cls=_MEDIA_CACHE),
             structured_outputs_config=StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
         )
         with lone_groups(settings.tensor_parallel_size):
@@ -168,6 +170,8 @@ class ThinkerVllmEngine:
 
     def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0) -> None:
         """Queue a sequence; `want_rows` False (a text-only request) gives no rows. The lowest `priority` is next.
+
+        A JSON schema that `check_schema` refuses fails its sequence at a later step.
 
         Raises:
             ValueError: the key is in use.
@@ -274,11 +278,11 @@ class ThinkerVllmEngine:
         rendered: Mapping[str, Any] = engine_input
         return rendered
 
-    def _sampling_params(self, sampling: Sampling) -> SamplingParams:
+    def _sampling_params(self, sampling: Sampling) -> CheckedParams:
         schema, ends = sampling.json_schema, self._end_ids
         if schema is not None:
             ends = [*ends, self._schemas.end_id]
-        return SamplingParams(
+        return CheckedParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

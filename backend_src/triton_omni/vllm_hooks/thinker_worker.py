@@ -15,6 +15,7 @@ from triton_omni.vllm_hooks import thinker_networks
 from triton_omni.vllm_hooks.compat import SchedulerOutput
 from triton_omni.vllm_hooks.fused_decode import FusedDecodeMixin
 from triton_omni.vllm_hooks.hidden_rows import HiddenRowsMixin
+from triton_omni.vllm_hooks.left_blocks import LeftBlocksMixin
 from triton_omni.vllm_hooks.media_memory import MediaMemoryMixin
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
@@ -23,7 +24,13 @@ from triton_omni.vllm_hooks.thinker_decode import ThinkerDecodeMixin
 
 
 class ThinkerRunner(
-    HiddenRowsMixin, MediaMemoryMixin, ThinkerDecodeMixin, FusedDecodeMixin, PrefillGraphsMixin, PlatformRunner
+    HiddenRowsMixin,
+    LeftBlocksMixin,
+    MediaMemoryMixin,
+    ThinkerDecodeMixin,
+    FusedDecodeMixin,
+    PrefillGraphsMixin,
+    PlatformRunner,
 ):
     """vLLM's runner with hidden rows, media that may find no memory, batched seeded sampling, graphs of prompts, and
     little to do for a step that goes on."""
@@ -64,9 +71,9 @@ class ThinkerWorker(StageWorker):
             return super().sample_tokens(grammar_output)
 
     def clear_cache_of(self, request_id: str) -> None:
-        """See `HiddenRowsMixin.clear_cache_of`."""
+        """See `LeftBlocksMixin.clear_cache_of`."""
         self.runner.clear_cache_of(request_id)
 
     def clear_blocks(self, blocks: list[int]) -> None:
-        """See `HiddenRowsMixin.clear_blocks`."""
+        """See `LeftBlocksMixin.clear_blocks`."""
         self.runner.clear_blocks(blocks)

@@ -8,12 +8,13 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch
 
 from reference.talker.rig import GREEDY, SAMPLED, Spoken, assert_nothing_held, make_engine, speak
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
 
-
+LONG = replace(GREEDY, max_tokens=60, min_tokens=60)
 WAYS = pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "scheduled ahead"])
 TURNS_S = 0.5
 
@@ -66,3 +67,65 @@ def test_who_finds_no_cache_block_is_tried_now_and_then_while_the_others_wait_fo
     assert [len(spoken.codes[key]) for key in ("slow", "long")] == [100, 220]
     assert_nothing_held(small)
     small.close()
+
+
+@pytest.fixture(params=[False, True], ids=["step by step", "scheduled ahead"])
+def small(request, tiny_checkpoint):
+    engine = make_engine(tiny_checkpoint, ahead=request.param, max_model_len=128, max_num_seqs=2, kv_cache_tokens=128)
+    yield engine
+    assert_nothing_held(engine)
+    engine.close()
+
+
+def begin(engine, cases):
+    """Two sequences, of which the later one will be preempted."""
+    for key in ("stays", "leaves"):
+        engine.open(key, cases[2].prompt, LONG)
+        engine.feed(key, cases[2].rows)
+        engine.end(key)
+    return Spoken()
+
+
+def step_until_preempted(engine, spoken, when):
+    """Step until a sequence is preempted, and a step after; `when` is told its id at the moment."""
+    preempted, preempt = [], engine._core.scheduler._preempt_request
+
+    def watched(request, *arguments, **named):
+        preempted.append(request.request_id)
+        when(request.request_id)
+        preempt(request, *arguments, **named)
+
+    with mock.patch.object(engine._core.scheduler, "_preempt_request", watched):
+        while not preempted:
+            assert engine.has_work()
+            spoken.step(engine)
+    assert [engine._by_request[request_id].key for request_id in preempted] == ["leaves"]
+
+
+def test_the_end_of_a_preempted_sequence_leaves_the_blocks_of_others(small, talker, cases):
+    spoken = begin(small, cases)
+    step_until_preempted(small, spoken, lambda _: None)
+    # Until the other one has written to a block that the preempted one had.
+    for _ in range(4):
+        spoken.step(small)
+    before = [cache.clone() for cache in small._runner.kv_caches]
+    small.abort("leaves")
+    assert all(torch.equal(one, other) for one, other in zip(before, small._runner.kv_caches, strict=True))
+    assert spoken.drain(small).of("stays") == talker.codes(cases[2], LONG)
+
+
+def test_what_a_preempted_sequence_wrote_is_gone_before_its_blocks_are_another_s(small, talker, cases):
+    runner = small._runner
+
+    def spoil(request_id):
+        """As a step under way may, which nobody has looked at yet."""
+        (blocks,) = runner.requests[request_id].block_ids
+        with torch.inference_mode():
+            for cache in runner.kv_caches:
+                torch.unflatten(cache, 0, (runner.kv_cache_config.num_blocks, -1))[blocks] = float("nan")
+
+    spoken = begin(small, cases)
+    step_until_preempted(small, spoken, spoil)
+    assert not any(cache.isnan().any() for cache in runner.kv_caches)
+    spoken.drain(small)
+    assert [spoken.of(key) for key in ("stays", "leaves")] == [talker.codes(cases[2], LONG)] * 2
