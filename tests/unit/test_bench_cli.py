@@ -228,7 +228,7 @@ def test_errors_are_counted_and_do_not_fail_the_run(server: FakeEnsemble, tmp_pa
     server.script = lambda *_: iter([chunk(text="so far"), failure("full [omni:overloaded;stage=thinker]")])
     result = _bench(server.url, tmp_path / "r.json", "--concurrency", "2", "--requests", "3", "--warm-up", "0")
     assert result.exit_code == 0
-    assert "errors: 3 overloaded" in result.stdout
+    assert "errors: 3 overloaded; the first: full" in result.stdout
     (run,) = _report(tmp_path / "r.json")["runs"]
     assert run["summary"]["errors"] == {"overloaded": 3}
     assert {request["stage"] for request in run["requests"]} == {"thinker"}
