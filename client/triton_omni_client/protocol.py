@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import grpc  # type: ignore[import-untyped]
 import numpy as np
@@ -49,7 +50,10 @@ _UNKNOWN_MODEL = re.compile(r"Request for unknown model: '(?P<model>[^']*)' is n
 _STREAMS_ONLY = "doesn't support models with decoupled transaction policy"
 _NOT_CONNECTED = "failed to connect to all addresses"
 _OTHER_PROTOCOL = re.compile(rf"^{_NOT_CONNECTED}; .*(?:Socket closed$|Trying to connect an http1\.x server)")
-_NO_SOCKET = re.compile(rf"^{_NOT_CONNECTED}; .*Failed to connect to remote host: (?:connect: )?(?P<cause>.+)$")
+_NO_SOCKET = re.compile(
+    rf"^{_NOT_CONNECTED}; .*?(?:ipv[46]:)?(?P<where>\S+): "
+    r"Failed to connect to remote host: (?:connect: )?(?P<cause>.+)$"
+)
 
 _NO_SUCH_PATH = ("Not Found", "Method Not Allowed")
 """What Triton's ports of HTTP and of metrics say of a path that they do not have."""
@@ -114,7 +118,7 @@ def _cause(details: str) -> str:
     if _OTHER_PROTOCOL.search(details):
         return "what listens there is not gRPC; Triton's HTTP port is asked as http://HOST:PORT"
     found = _NO_SOCKET.search(details)
-    return details if found is None else found["cause"]
+    return details if found is None else f"{unquote(found['where'])}: {found['cause']}"
 
 
 class SharedRegion(Protocol):

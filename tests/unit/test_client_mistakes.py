@@ -127,6 +127,7 @@ def test_ready_says_why_not(scheme: str) -> None:
     result = run("ready", url=f"{scheme}127.0.0.1:1")
     assert result.exit_code == 1
     assert result.stderr.startswith(f"not ready: {scheme}127.0.0.1:1: ")
+    assert "127.0.0.1:1: " in result.stderr.removeprefix(f"not ready: {scheme}127.0.0.1:1: ")
     assert "Connection refused" in result.stderr
     assert "failed to connect to all addresses" not in result.stderr
 
