@@ -42,4 +42,6 @@ async def main(prompts: str, output: str, url: str = "localhost:8001") -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     asyncio.run(main(*sys.argv[1:]))

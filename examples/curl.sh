@@ -4,7 +4,7 @@
 # Usage: examples/curl.sh PICTURE.png [http://HOST:PORT]
 set -euo pipefail
 
-picture=$1
+picture=${1:?"usage: $0 PICTURE.png [http://HOST:PORT]"}
 server=${2:-http://localhost:8000}
 
 # `messages` and `sampling_parameters` are JSON in a JSON string, so their quotes are escaped.

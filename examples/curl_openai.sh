@@ -4,8 +4,8 @@
 # Usage: examples/curl_openai.sh PICTURE.png WAV [http://HOST:PORT]
 set -euo pipefail
 
-picture=$1
-wav=$2
+picture=${1:?"usage: $0 PICTURE.png WAV [http://HOST:PORT]"}
+wav=${2:?"usage: $0 PICTURE.png WAV [http://HOST:PORT]"}
 gateway=${3:-http://localhost:8080}
 
 # Streamed: server-sent events, each with the text that is new. A picture may be longer than a command line.

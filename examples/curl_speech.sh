@@ -4,7 +4,7 @@
 # Usage: examples/curl_speech.sh WAV [http://HOST:PORT]
 set -euo pipefail
 
-wav=$1
+wav=${1:?"usage: $0 WAV [http://HOST:PORT]"}
 models=${2:-http://localhost:8000}/v2/models
 
 # Streamed: server-sent events, each with the text that is new. `sampling_parameters` is JSON in a JSON string.

@@ -43,4 +43,6 @@ def main(picture: str, output: str = "answer.wav", base_url: str = "http://local
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

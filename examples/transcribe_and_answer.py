@@ -24,4 +24,6 @@ def main(sound: str, output: str = "answer.wav", url: str = "localhost:8001") ->
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

@@ -29,4 +29,6 @@ def main(video: str, url: str = "localhost:8001") -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

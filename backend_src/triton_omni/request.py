@@ -134,6 +134,17 @@ class _Parameters(StrictModel):
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 
+def sampling_places(key: str) -> list[str]:
+    """Where `sampling_parameters` has a key of this name; nowhere is empty."""
+    stages: dict[str, type[StrictModel]] = {
+        "thinker": ThinkerOptions,
+        "talker": TalkerOptions,
+        "token2wav": Token2WavOptions,
+    }
+    places = ["sampling_parameters"] if key in _Parameters.model_fields else []
+    return places + [f"sampling_parameters.{name}" for name, kind in stages.items() if key in kind.model_fields]
+
+
 @dataclass(frozen=True)
 class RawRequest:
     """The inputs of one request as Triton gives them; an absent input is None (`media`: empty)."""

@@ -19,8 +19,9 @@ from typing import Any, Self
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
+from .address import DEFAULT_URL, grpc_address
 from .catalog import KNOWN, ServedModel, config_of, index_of, served_model
-from .client import DEFAULT_TIMEOUT, DEFAULT_URL, POLL_SECONDS, READY_TIMEOUT, Connect
+from .client import DEFAULT_TIMEOUT, POLL_SECONDS, READY_TIMEOUT, Connect, not_ready
 from .deltas import AsyncDeltaIterator
 from .errors import Cancelled, OmniClientError, Overloaded
 from .messages import MODEL, Delta, Media, Request
@@ -171,7 +172,7 @@ class AsyncOmniClient:
         retry: Retry = DEFAULT_RETRY,
         shared_memory: bool = False,
     ) -> None:
-        options = channel_options(max_message_bytes)
+        options, url = channel_options(max_message_bytes), grpc_address(url)
         self._model = model
         self._sharing = Sharing(url, credentials) if shared_memory else None
         self._streams_sharing: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
@@ -220,12 +221,16 @@ class AsyncOmniClient:
 
     async def ready(self, timeout: float = READY_TIMEOUT) -> bool:
         """Whether the server and the model take requests; a server that cannot be reached is not ready."""
+        return await self.obstacle(timeout) is None
+
+    async def obstacle(self, timeout: float = READY_TIMEOUT) -> str | None:
+        """Why the server or the model takes no requests; None where both do."""
         try:
             server = await self._stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=timeout)
             model = await self._stub.ModelReady(service_pb2.ModelReadyRequest(name=self._model), timeout=timeout)
-        except grpc.RpcError:
-            return False
-        return bool(server.ready and model.ready)
+        except grpc.RpcError as error:
+            return from_grpc(error).message
+        return not_ready(server.ready, model.ready, self._model)
 
     async def wait_ready(self, seconds: float) -> bool:
         """Ask again until the server is ready or `seconds` have passed; asks once when `seconds` is 0."""

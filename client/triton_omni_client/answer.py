@@ -10,6 +10,7 @@ from functools import partial
 
 import typer
 
+from .address import is_http
 from .audio import WavWriter
 from .client import OmniClient, Stream
 from .http import HttpClient
@@ -17,7 +18,7 @@ from .interrupt import Interrupts
 from .messages import MODEL, UNARY_MODEL, AudioDelta, Delta, Request, TextDelta
 from .player import Player
 from .reply import Reply, ReplyBuilder
-from .terminal import INTERRUPTED, Screen, last_line, print_json, summary, wav_file
+from .terminal import INTERRUPTED, Screen, check_wav_name, last_line, print_json, summary, wav_file
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Answer:
     def __post_init__(self) -> None:
         if self.as_json and self.output == "-":
             raise typer.BadParameter("--json and -o - both want stdout")
+        check_wav_name(self.output)
 
     def give(self, request: Request) -> None:
         """Ask, show the reply as it comes, and its times or summary at the end.
@@ -95,12 +97,12 @@ class Answer:
 
 
 def client_of(url: str, model: str) -> OmniClient | HttpClient:
-    """The client that fits the URL: HTTP where it names a scheme, else gRPC.
+    """The client that fits the URL: HTTP where it begins so, else gRPC.
 
     Raises:
-        BadRequest: a scheme other than HTTP's.
+        BadRequest: it is neither a URL of HTTP nor an address of gRPC.
     """
-    if "://" in url:
+    if is_http(url):
         return HttpClient(url, model=model or UNARY_MODEL)
     return OmniClient(url, model=model or MODEL)
 

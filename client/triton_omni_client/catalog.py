@@ -48,7 +48,7 @@ def served_model(entry: Mapping[str, Any], config: Mapping[str, Any] | None) -> 
     policy = known.get("model_transaction_policy") or {}
     steps = (known.get("ensemble_scheduling") or {}).get("step") or []
     voices, limits = _parameter(known, "voices"), _parameter(known, "limits")
-    sample_rate, checkpoint = _parameter(known, "sample_rate"), _parameter(known, "checkpoint")
+    sample_rate = _parameter(known, "sample_rate")
     return ServedModel(
         name=str(entry.get("name", "")),
         version=str(entry.get("version", "")),
@@ -59,8 +59,14 @@ def served_model(entry: Mapping[str, Any], config: Mapping[str, Any] | None) -> 
         voices=tuple(map(str, voices)) if isinstance(voices, list) else None,
         limits=limits if isinstance(limits, dict) else None,
         sample_rate=sample_rate if isinstance(sample_rate, int) else None,
-        checkpoint=checkpoint if isinstance(checkpoint, str) else None,
+        checkpoint=checkpoint_of(known),
     )
+
+
+def checkpoint_of(config: Mapping[str, Any]) -> str | None:
+    """The checkpoint that a model's configuration names."""
+    found = _parameter(config, "checkpoint")
+    return found if isinstance(found, str) else None
 
 
 def index_of(answer: Any) -> list[Mapping[str, Any]]:

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from .address import DEFAULT_URL
 from .answer import Answer, client_of
 from .bench.cli import bench
-from .client import DEFAULT_URL
 from .commands.ask import EXAMPLES as ASK_EXAMPLES
 from .commands.ask import ask
 from .commands.capacity import EXAMPLES as CAPACITY_EXAMPLES
@@ -87,12 +87,13 @@ def ready(
 ) -> None:
     """Exit with 0 when the server and its model take requests, else with 1."""
     with errors(url, as_json=as_json):
-        is_ready = client_of(url, model).wait_ready(wait)
+        client = client_of(url, model)
+        obstacle = None if client.wait_ready(wait) else client.obstacle()
     if as_json:
-        print_json({"ready": is_ready})
+        print_json({"ready": obstacle is None} | ({} if obstacle is None else {"message": obstacle}))
     else:
-        typer.echo("ready" if is_ready else f"not ready: {url}", err=not is_ready)
-    if not is_ready:
+        typer.echo("ready" if obstacle is None else f"not ready: {url}: {obstacle}", err=obstacle is not None)
+    if obstacle is not None:
         raise typer.Exit(FAILED)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
+from .address import DEFAULT_URL, grpc_address
 from .catalog import KNOWN, ServedModel, config_of, index_of, served_model
 from .deltas import DeltaIterator
 from .errors import OmniClientError, Overloaded
@@ -28,7 +29,6 @@ from .retry import DEFAULT_RETRY, NO_RETRY, Retry
 from .settling import cancel_late, settle
 from .shared_media import SharedMedia, shared_part
 
-DEFAULT_URL = "localhost:8001"
 DEFAULT_TIMEOUT = 150.0
 """Seconds until the client gives up on a request without a timeout of its own: above the server's default of 120."""
 READY_TIMEOUT = 5.0
@@ -192,6 +192,13 @@ def wait_until(ready: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
+def not_ready(server: bool, model: bool, name: str) -> str | None:
+    """What is missing of a server that answers, in words; None where nothing is."""
+    if not server:
+        return "the server says that it is not ready"
+    return None if model else f"the server has no model {name!r}, or has not loaded it"
+
+
 class OmniClient:
     """A connection to a server, for any number of requests at once and from any thread.
 
@@ -204,6 +211,9 @@ class OmniClient:
         retry: how a refusal for want of room is waited out; `NO_RETRY` raises it at once.
         shared_memory: whether media travel in system shared memory, for a server on this machine that sees its
             `/dev/shm`; released with each request, however it ends.
+
+    Raises:
+        BadRequest: `url` is no address of gRPC.
     """
 
     def __init__(
@@ -217,7 +227,7 @@ class OmniClient:
         retry: Retry = DEFAULT_RETRY,
         shared_memory: bool = False,
     ) -> None:
-        options = channel_options(max_message_bytes)
+        options, url = channel_options(max_message_bytes), grpc_address(url)
         self._model = model
         self._shared_memory = shared_memory
         self._sharing: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -267,12 +277,16 @@ class OmniClient:
 
     def ready(self, timeout: float = READY_TIMEOUT) -> bool:
         """Whether the server and the model take requests; a server that cannot be reached is not ready."""
+        return self.obstacle(timeout) is None
+
+    def obstacle(self, timeout: float = READY_TIMEOUT) -> str | None:
+        """Why the server or the model takes no requests; None where both do."""
         try:
             server = self._stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=timeout)
             model = self._stub.ModelReady(service_pb2.ModelReadyRequest(name=self._model), timeout=timeout)
-        except grpc.RpcError:
-            return False
-        return bool(server.ready and model.ready)
+        except grpc.RpcError as error:
+            return from_grpc(error).message
+        return not_ready(server.ready, model.ready, self._model)
 
     def wait_ready(self, seconds: float) -> bool:
         """Ask again until the server is ready or `seconds` have passed; asks once when `seconds` is 0."""

@@ -17,7 +17,7 @@ from .deltas import AsyncDeltaIterator, DeltaIterator
 from .errors import OmniClientError
 from .heard import heard_text
 from .http import HttpClient
-from .messages import Delta, Media, Request
+from .messages import Delta, Media, Request, media_fields
 from .reply import Reply, Timings
 
 StreamT = TypeVar("StreamT", bound=Stream | AsyncStream)
@@ -76,9 +76,9 @@ class Conversation:
         """
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages += [message for turn in self._turns for message in turn.messages()]
-        shown = [medium.data for turn in self._turns for medium in turn.media] + [medium.data for medium in media]
+        shown = [*(medium for turn in self._turns for medium in turn.media), *media]
         messages.append(user_message(text, media))
-        return Request(messages=messages, media=shown, **(self.options | options))
+        return Request(messages=messages, **media_fields(shown), **(self.options | options))
 
     def add(self, text: str, media: Sequence[Media], reply: str) -> None:
         """Keep a turn that was held in another way, for example by `HttpClient.unary`."""

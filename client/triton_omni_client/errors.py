@@ -12,6 +12,8 @@ import re
 from typing import ClassVar
 
 _TAIL = re.compile(r"\s*\[omni:(?P<code>[a-z_]+)(?P<fields>(?:;[a-z_]+=[^;\]]*)*)\]\s*$")
+_ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
+"""What Triton puts in front of a stage's error."""
 _DEAD_STAGE = re.compile(r"Stub process '(?P<stage>\w+?)(?:_\d+)+' is not healthy")
 """What Triton itself says of a request that it was handing to a stage's process when that died."""
 
@@ -86,6 +88,7 @@ def from_text(text: str, *, otherwise: type[OmniClientError] = Internal) -> Omni
         text: the error text as it came over gRPC or HTTP.
         otherwise: the class of a text without that part (an error of Triton itself).
     """
+    text = _ENSEMBLE.sub("", text)
     found = _TAIL.search(text)
     if found is None:
         return _without_code(text, otherwise)

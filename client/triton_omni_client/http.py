@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from .catalog import KNOWN, ServedModel, served_model
-from .client import DEFAULT_TIMEOUT, READY_TIMEOUT, Stream, wait_until
+from .client import DEFAULT_TIMEOUT, READY_TIMEOUT, Stream, not_ready, wait_until
 from .errors import BadRequest, ConnectionFailed, Internal, Timeout
 from .http_call import EventCall, typed_errors
 from .messages import MODEL, UNARY_MODEL, Delta, Media, Request
@@ -121,13 +121,16 @@ class HttpClient:
 
     def ready(self, timeout: float = READY_TIMEOUT) -> bool:
         """Whether the server and the model take requests; a server that cannot be reached is not ready."""
+        return self.obstacle(timeout) is None
+
+    def obstacle(self, timeout: float = READY_TIMEOUT) -> str | None:
+        """Why the server or the model takes no requests; None where both do."""
+        paths = ("/v2/health/ready", f"/v2/models/{self._model}/ready")
         try:
-            return all(
-                self._ask("GET", path, timeout)[0] == 200
-                for path in ("/v2/health/ready", f"/v2/models/{self._model}/ready")
-            )
-        except (ConnectionFailed, Timeout):
-            return False
+            server, model = (self._ask("GET", path, timeout)[0] == 200 for path in paths)
+        except (ConnectionFailed, Timeout) as error:
+            return error.message
+        return not_ready(server, model, self._model)
 
     def wait_ready(self, seconds: float) -> bool:
         """Ask again until the server is ready or `seconds` have passed; asks once when `seconds` is 0."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +24,15 @@ def typed_errors(host: str, late: str) -> Iterator[None]:
     except TimeoutError as error:
         raise Timeout(late) from error
     except (OSError, http.client.HTTPException) as error:
-        raise ConnectionFailed(f"{host}: {error or type(error).__name__}") from error
+        raise ConnectionFailed(f"{host}: {_cause(error)}") from error
+
+
+def _cause(error: OSError | http.client.HTTPException) -> str:
+    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, OSError):
+        return "what answers there is not HTTP; Triton's gRPC port is asked as HOST:PORT, without http://"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS ({error.reason}); a server without it is asked as http://"
+    return str(error) or type(error).__name__
 
 
 class EventCall:

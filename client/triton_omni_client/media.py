@@ -59,4 +59,4 @@ def load_media(path: str | Path) -> Media:
         data = Path(path).read_bytes()
     except OSError as error:
         raise BadRequest(f"{path}: cannot be read: {error.strerror}") from error
-    return Media(media_kind(data, Path(path).name), data)
+    return Media(media_kind(data, Path(path).name), data, str(path))

@@ -102,6 +102,8 @@ class Media:
 
     kind: MediaKind
     data: bytes = field(repr=False)
+    name: str = field(default="", compare=False)
+    """What errors call it, such as the name of its file; empty where it has none."""
 
     @classmethod
     def from_file(cls, kind: MediaKind, path: str | Path) -> Media:
@@ -111,7 +113,7 @@ class Media:
             BadRequest: the file cannot be read.
         """
         try:
-            return cls(kind, Path(path).read_bytes())
+            return cls(kind, Path(path).read_bytes(), str(path))
         except OSError as error:
             raise BadRequest(f"{kind} {path}: cannot be read: {error.strerror}") from error
 
@@ -130,6 +132,8 @@ class Request:
     """A chat, OpenAI style; a part `{"type": "image" | "audio" | "video"}` takes the next element of `media`."""
     media: Sequence[bytes] = field(default=(), repr=False)
     """Encoded files, in the order of the parts that take them."""
+    media_names: Sequence[str] = field(default=(), repr=False, compare=False)
+    """What errors call the media, in their order; empty is by kind and number."""
     modalities: Sequence[Modality] | None = None
     voice: str | None = None
     seed: int | None = None
@@ -173,7 +177,7 @@ class Request:
         if text:
             content.append({"type": "text", "text": text})
         message = {"role": "user", "content": content}
-        return cls(messages=[message], media=[medium.data for medium in media], **options)
+        return cls(messages=[message], **media_fields(media), **options)
 
     def sampling_parameters(self) -> dict[str, Any]:
         """The JSON object of that name: what was chosen, and nothing of what was left to the server."""
@@ -207,6 +211,12 @@ class Request:
         if parameters := self.sampling_parameters():
             tensors.append(Tensor.of_bytes("sampling_parameters", [_json("sampling_parameters", parameters)]))
         return tensors
+
+
+def media_fields(media: Sequence[Media]) -> dict[str, Any]:
+    """The fields of a `Request` that hold these media; one without a name is called by kind and number."""
+    names = [medium.name or f"medium {number} ({medium.kind})" for number, medium in enumerate(media)]
+    return {"media": [medium.data for medium in media], "media_names": names}
 
 
 def _utf8(name: str, text: str) -> bytes:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import grpc  # type: ignore[import-untyped]
 import numpy as np
@@ -27,7 +29,7 @@ from .errors import (
     TooLarge,
     from_text,
 )
-from .messages import OUTPUTS, Delta, Info, OutputDecoder, Request, Tensor
+from .messages import MODEL, OUTPUTS, UNARY_MODEL, Delta, Info, OutputDecoder, Request, Tensor
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Largest gRPC message sent or taken: 1 GiB, room for the media a request may bring (gRPC's own: 4 MiB)."""
@@ -42,6 +44,21 @@ EVENT = b"data:"
 """What a line of server-sent events begins with."""
 
 _TRACEPARENT = "traceparent"
+
+_MODELS = f"{MODEL} streams, {UNARY_MODEL} answers once"
+_UNKNOWN_MODEL = re.compile(r"Request for unknown model: '(?P<model>[^']*)' is not found")
+_STREAMS_ONLY = "doesn't support models with decoupled transaction policy"
+_NOT_CONNECTED = "failed to connect to all addresses"
+_OTHER_PROTOCOL = re.compile(rf"^{_NOT_CONNECTED}; .*(?:Socket closed$|Trying to connect an http1\.x server)")
+_NO_SOCKET = re.compile(
+    rf"^{_NOT_CONNECTED}; .*?(?:ipv[46]:)?(?P<where>\S+): "
+    r"Failed to connect to remote host: (?:connect: )?(?P<cause>.+)$"
+)
+
+_NO_SUCH_PATH = ("Not Found", "Method Not Allowed")
+"""What Triton's ports of HTTP and of metrics say of a path that they do not have."""
+_MEDIUM = re.compile(r"\bmedium (?P<number>[0-9]{1,4}) \((?:image|audio|video)\)")
+"""How the server names a medium of a request."""
 
 _GRPC_ERRORS: dict[grpc.StatusCode, type[OmniClientError]] = {
     grpc.StatusCode.CANCELLED: Cancelled,
@@ -79,7 +96,29 @@ def from_grpc(error: grpc.RpcError) -> OmniClientError:
     """The error that a failed call means; the machine-readable part wins over the code of gRPC."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Timeout("the reply was not complete when its timeout had passed")
-    return from_text(error.details() or error.code().name, otherwise=_GRPC_ERRORS.get(error.code(), Internal))
+    return refusal(_cause(error.details() or error.code().name), _GRPC_ERRORS.get(error.code(), Internal))
+
+
+def refusal(text: str, otherwise: type[OmniClientError] = Internal) -> OmniClientError:
+    """The error that a text of the server means; `otherwise` is the class of one that does not say.
+
+    Triton's own texts about a model of another name are the caller's to mend, unless the model is a public one, which
+    a server may miss for a while.
+    """
+    found = _UNKNOWN_MODEL.search(text)
+    if found is not None and found["model"] not in (MODEL, UNARY_MODEL):
+        return BadRequest(f"the server has no model {found['model']!r}; {_MODELS}")
+    if _STREAMS_ONLY in text:
+        return BadRequest(f"this model answers in streams, by gRPC or generate_stream; {_MODELS}")
+    return from_text(text, otherwise=otherwise)
+
+
+def _cause(details: str) -> str:
+    """What kept gRPC from connecting, without its account of addresses that it tried."""
+    if _OTHER_PROTOCOL.search(details):
+        return "what listens there is not gRPC; Triton's HTTP port is asked as http://HOST:PORT"
+    found = _NO_SOCKET.search(details)
+    return details if found is None else f"{unquote(found['where'])}: {found['cause']}"
 
 
 class SharedRegion(Protocol):
@@ -114,10 +153,23 @@ def to_grpc(request: Request, model: str, shared: Mapping[str, SharedRegion] | N
     return message
 
 
+def with_media_names(error: OmniClientError, request: Request) -> OmniClientError:
+    """An error that names the media of its request as the caller does, who may not know their numbers."""
+
+    def name(found: re.Match[str]) -> str:
+        number = int(found["number"])
+        return request.media_names[number] if number < len(request.media_names) else found[0]
+
+    error.message = _MEDIUM.sub(name, error.message)
+    error.args = (error.message,)
+    return error
+
+
 class StreamReader:
     """The responses of one streamed request, in order, to deltas; knows when the request has ended."""
 
     def __init__(self, request: Request) -> None:
+        self._request = request
         self._decoder = OutputDecoder(request.audio_format)
         self.final = False
         """The server has said that nothing follows."""
@@ -131,11 +183,14 @@ class StreamReader:
             OmniClientError: the server's error (nothing follows), or an answer outside of the contract.
         """
         if response.error_message:
-            raise from_text(response.error_message)
+            raise self._named(refusal(response.error_message))
         inferred = response.infer_response
         if inferred.parameters["triton_final_response"].bool_param:
             self.final = self.whole = True
         return self._decoded(_outputs_of(inferred))
+
+    def _named(self, error: OmniClientError) -> OmniClientError:
+        return with_media_names(error, self._request)
 
     def _decoded(self, outputs: Mapping[str, Tensor]) -> list[Delta]:
         deltas = self._decoder.feed(outputs)
@@ -189,7 +244,7 @@ def from_http(request: Request, status: int, headers: Mapping[str, str], body: b
         OmniClientError: the server's error, or an answer outside of the contract.
     """
     if status != 200:
-        raise http_refusal(status, body)
+        raise with_media_names(http_refusal(status, body), request)
     length = headers.get(HEADER_LENGTH, "")
     if not length.isdecimal():
         raise Internal(f"the answer has no {HEADER_LENGTH} header: not an answer of Triton's /infer")
@@ -199,7 +254,12 @@ def from_http(request: Request, status: int, headers: Mapping[str, str], body: b
 
 def http_refusal(status: int, body: bytes) -> OmniClientError:
     """The error that an answer with another status than 200 means."""
-    return from_text(_http_error(status, body), otherwise=_HTTP_ERRORS.get(status, Internal))
+    text = _http_error(status, body)
+    if text in _NO_SUCH_PATH:
+        return BadRequest(
+            f"there is no Triton behind this URL (HTTP status {status}): http://HOST:PORT of Triton is wanted"
+        )
+    return refusal(text, _HTTP_ERRORS.get(status, Internal))
 
 
 def _http_error(status: int, body: bytes) -> str:
@@ -252,7 +312,7 @@ class EventReader(StreamReader):
         except (ValueError, TypeError, AttributeError) as error:
             raise Internal(f"an event is outside of Triton's protocol: {error!r}") from error
         if "error" in event:
-            raise from_text(str(event["error"]))
+            raise self._named(refusal(str(event["error"])))
         return self._decoded(outputs)
 
 

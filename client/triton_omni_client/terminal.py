@@ -29,6 +29,7 @@ from .reply import Reply, Timings
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 EXIT_CODES = "Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted (what was received is kept)."
+OTHER_FORMATS = frozenset({".aac", ".flac", ".m4a", ".mp3", ".mp4", ".oga", ".ogg", ".opus", ".pcm", ".raw", ".webm"})
 LARGE_UPLOAD = 1 << 20
 """Bytes of media from which their sending is shown."""
 
@@ -92,6 +93,18 @@ class Screen:
 
 def _megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
+
+
+def check_wav_name(output: str) -> None:
+    """Refuse a file whose name promises another format.
+
+    Raises:
+        typer.BadParameter: so it does.
+    """
+    if (suffix := Path(output).suffix.lower()) in OTHER_FORMATS:
+        raise typer.BadParameter(
+            f"{output}: speech is written as WAV, not as {suffix[1:]}; give a name in .wav", param_hint="-o"
+        )
 
 
 @contextmanager

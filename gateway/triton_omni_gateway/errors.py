@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,8 +29,6 @@ _MEANINGS: Mapping[str, tuple[int, str, Mapping[str, str]]] = {
     "internal": (500, SERVER, {}),
 }
 """Status, OpenAI's `type` and headers by the code of the client's error, or by OpenAI's where it has one of its own."""
-_ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
-"""What Triton puts in front of a stage's error."""
 _OF_THE_REQUEST = ("bad_request", "too_large")
 
 
@@ -123,7 +120,7 @@ def from_client(error: OmniClientError, naming: Naming = Told) -> GatewayError:
         error: of the client, or of the server behind it.
         naming: puts a refusal in the words of the request's caller.
     """
-    told = Told(_ENSEMBLE.sub("", error.message))
+    told = Told(error.message)
     if error.code in _OF_THE_REQUEST:
         told = naming(told.message)
     if error.code == "overloaded":

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from triton_omni_client.address import grpc_address
+from triton_omni_client.errors import BadRequest
+
 MIB = 1 << 20
 TEXT_MARK = "{input}"
 SPEECH_PROMPT = "Read the following text aloud, word for word, and say nothing else:\n\n{input}"
@@ -45,9 +48,10 @@ class GatewaySettings:
 
     def __post_init__(self) -> None:
         for url in self.triton_urls:
-            host, _, port = url.rpartition(":")
-            if not host or not port.isdecimal() or "://" in url:
-                raise SettingsError(f"--url must be the HOST:PORT of Triton's gRPC endpoint (got {url!r})")
+            try:
+                grpc_address(url)
+            except BadRequest as error:
+                raise SettingsError(f"--url must be the HOST:PORT of Triton's gRPC endpoint (got {url!r})") from error
             if self.triton_urls.count(url) > 1:
                 raise SettingsError(f"--url names {url} more than once")
         if not self.triton_urls:

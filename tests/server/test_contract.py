@@ -240,6 +240,33 @@ def test_wrong_request_is_http_400(server: Served) -> None:
     assert answer["error"].endswith("[omni:bad_request;stage=thinker]")
 
 
+def test_a_field_in_the_wrong_place_is_refused_by_name_by_every_way(server: Served) -> None:
+    says = "temperature: not a field of a request, it belongs into sampling_parameters.thinker"
+    status, answer = generate(server, text_input="hello", temperature=1)
+    assert status == 400
+    assert says in answer["error"]
+    body = json.dumps({"text_input": "hello", "parameters": {"temperature": 1}})
+    _, text = server.post(f"/v2/models/{MODEL}/generate_stream", body)
+    assert says in text
+    message = infer_request({"text_input": [b"hello"]}, MODEL)
+    message.parameters["temperature"].double_param = 1
+    with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
+        [only] = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([message]), timeout=60)
+    assert says in only.error_message
+
+
+def test_parameters_of_triton_pass(server: Served) -> None:
+    triton_s: dict[str, int | bool] = {"sequence_id": 5, "sequence_start": True, "sequence_end": True}
+    status, _ = generate(server, text_input="hello", id="sequence", sampling_parameters='{"seed": 1}', **triton_s)
+    assert status == 200
+    message = to_grpc(Request(text="hello", request_id="parameters", seed=1), UNARY_MODEL)
+    for name, value in ({"priority": 1, "timeout": 60_000_000} | triton_s).items():
+        field = "bool_param" if isinstance(value, bool) else "int64_param"
+        setattr(message.parameters[name], field, value)
+    with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
+        assert service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(message, timeout=60).outputs
+
+
 def test_no_free_session_is_refused_with_a_time_to_retry_and_the_next_request_is_served(server: Served) -> None:
     busy = [
         server.client.stream(Request(text="hello", seed=CRAWLING_THINKER, request_id=f"busy {i}")) for i in range(8)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -236,6 +237,16 @@ def overwrite(path: Path, content: bytes, at: int) -> None:
     with path.open("r+b") as file:
         file.seek(at)
         file.write(content)
+
+
+def test_every_line_of_a_start_that_looks_like_an_error_is_explained(observed: Observed) -> None:
+    start = observed.server.log().partition("Started GRPCInferenceService")[0]
+    told = re.findall(r"^[EW]\d{4} .*?\] \"(.*)\"$", start, re.MULTILINE)
+    told += re.findall(r"^\S+ \S+ WARNING (.*)$", start, re.MULTILINE)
+    document = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
+    known = [name.rstrip("…. ") for name in re.findall(r"`(?:[EW]… |WARNING )\"?([^`\"]*)\"?`", document)]
+    assert known
+    assert [line for line in told if not any(line.startswith(name) for name in known)] == []
 
 
 def test_each_stage_logs_what_became_of_a_request_under_its_name(observed: Observed) -> None:

@@ -22,9 +22,11 @@ from typer.testing import CliRunner, Result
 
 import triton_omni_client
 from bench_exports import BEGIN, experiment, streamed, write
-from client_fakes import INFO, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc
+from client_fakes import INFO, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
 from triton_omni_client import cli
+from triton_omni_client.bench.cli import subtitle
 from triton_omni_client.bench.records import Load
+from triton_omni_client.bench.report import Report
 from triton_omni_client.bench.runner import Plan
 from triton_omni_client.bench.workload import PROMPTS, Workload
 
@@ -42,6 +44,7 @@ class FakeEnsemble(FakeTriton):
         response.config.name = request.name
         for name in ("thinker", "talker"):
             response.config.ensemble_scheduling.step.add(model_name=name)
+        tell(response.config, checkpoint="Qwen/Qwen2.5-Omni-7B")
         return response
 
     def ModelMetadata(self, request: Any, _context: Any) -> Any:  # noqa: N802
@@ -85,6 +88,7 @@ def test_loads_are_measured_in_turn_and_reported(server: FakeEnsemble, tmp_path:
         "name": "triton",
         "version": "2.51.0",
         "models": ["qwen2_5_omni:1", "thinker:1", "talker:1"],
+        "checkpoint": "Qwen/Qwen2.5-Omni-7B",
     }
     assert "concurrency 1" in result.stdout
     assert "rate 200/s" in result.stdout
@@ -92,6 +96,33 @@ def test_loads_are_measured_in_turn_and_reported(server: FakeEnsemble, tmp_path:
     assert [parameters_of(request)["seed"] for request in server.requests[:4]] == [5, 6, 7, 8]
     assert (tmp_path / "r-time-to-first-audio-closed.png").exists()
     assert f"written: {path}" in result.stderr
+
+
+def test_plots_name_the_checkpoint_the_server_and_the_day() -> None:
+    server = {"version": "2.51.0", "checkpoint": "Qwen/Qwen2.5-Omni-7B"}
+    environment: dict[str, Any] = {"date": "2026-11-24T10:00:00+00:00", "gpus": ["NVIDIA H200"], "server": server}
+    assert subtitle(Report(environment, {})) == "NVIDIA H200 · Qwen/Qwen2.5-Omni-7B · Triton 2.51.0 · 2026-11-24"
+    environment["server"] = {"version": "2.51.0"}  # a report of before
+    assert subtitle(Report(environment, {})) == "NVIDIA H200 · Triton 2.51.0 · 2026-11-24"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("there", "is a folder"),
+        ("nowhere/r.json", "its folder does not exist"),
+        ("r.png", "the report is JSON, not png"),
+    ],
+)
+@pytest.mark.parametrize("check", [(), ("--check",)])
+def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measured(
+    server: FakeEnsemble, tmp_path: Path, name: str, says: str, check: tuple[str, ...]
+) -> None:
+    (tmp_path / "there").mkdir()
+    result = _bench(server.url, tmp_path / name, "--concurrency", "1", *check)
+    assert result.exit_code == 2
+    assert says in " ".join(result.stderr.replace("│", " ").split())
+    assert server.requests == []
 
 
 def test_every_option_reaches_the_requests(server: FakeEnsemble, tmp_path: Path) -> None:
@@ -197,7 +228,7 @@ def test_errors_are_counted_and_do_not_fail_the_run(server: FakeEnsemble, tmp_pa
     server.script = lambda *_: iter([chunk(text="so far"), failure("full [omni:overloaded;stage=thinker]")])
     result = _bench(server.url, tmp_path / "r.json", "--concurrency", "2", "--requests", "3", "--warm-up", "0")
     assert result.exit_code == 0
-    assert "errors: 3 overloaded" in result.stdout
+    assert "errors: 3 overloaded; the first: full" in result.stdout
     (run,) = _report(tmp_path / "r.json")["runs"]
     assert run["summary"]["errors"] == {"overloaded": 3}
     assert {request["stage"] for request in run["requests"]} == {"thinker"}

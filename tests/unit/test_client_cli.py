@@ -193,7 +193,11 @@ def test_ready_says_so_and_waits(server: FakeTriton) -> None:
     started = time.monotonic()
     result = _run("ready", "--wait", "0.3", url=server.url)
     assert time.monotonic() - started >= 0.3
-    assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"not ready: {server.url}\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        1,
+        "",
+        f"not ready: {server.url}: the server has no model 'qwen2_5_omni', or has not loaded it\n",
+    )
 
 
 def test_interrupt_cancels_on_the_server_keeps_the_audio_and_exits_with_130(server: FakeTriton, tmp_path: Path) -> None:

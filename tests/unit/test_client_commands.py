@@ -308,7 +308,8 @@ def test_ready_under_json(server: FakeTriton) -> None:
     assert json.loads(run("ready", "--json", url=server.url).stdout) == {"ready": True}
     server.is_ready = False
     result = run("ready", "--json", url=server.url)
-    assert (result.exit_code, json.loads(result.stdout)) == (1, {"ready": False})
+    missing = "the server has no model 'qwen2_5_omni', or has not loaded it"
+    assert (result.exit_code, json.loads(result.stdout)) == (1, {"ready": False, "message": missing})
 
 
 @pytest.mark.parametrize("command", ["say", "ask", "chat", "play", "models", "ready"])

@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import secrets
+import socket
 import subprocess
 import threading
 import time
@@ -270,6 +271,68 @@ def test_without_any_server_nothing_is_sound(
     with pytest.raises(SystemExit) as ended:
         doctor.main(["--server", str(2**22 - 7)])
     assert ended.value.code == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_address_that_is_none_of_metrics_is_not_sound(
+    answering: tuple[Server, dict[str, tuple[int, str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, answers = answering
+    answers["/"] = (200, "")
+    assert doctor.main(["--metrics-url", f"http://{server.http_address}/", "--persist", "0"]) == 1
+    assert "what answers there has no metrics of Triton" in capsys.readouterr().out
+    answers["/"] = (200, "nv_inference_count 3\n")  # a server that was not asked yet
+    assert doctor.main(["--metrics-url", f"http://{server.http_address}/", "--persist", "0"]) == 0
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_port_that_does_not_speak_http_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"\x00\x00\x06\x04\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/metrics"
+        assert doctor.main(["--metrics-url", url, "--persist", "0"]) == 1
+    assert f"wrong: {url}: the metrics cannot be read: " in capsys.readouterr().out
+
+
+def test_a_url_without_a_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["--metrics-url", "localhost:8002"])
+    assert ended.value.code == 2
+    assert "'localhost:8002' is no URL such as http://HOST:8002/metrics" in capsys.readouterr().err
+
+
+def test_another_process_than_a_tritonserver_is_told_with_those_there_are(
+    answering: tuple[Server, dict[str, tuple[int, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(doctor, "running_servers", lambda: iter([answering[0]]))
+    for pid, says in ((os.getpid(), "is no tritonserver with stages loaded"), (2**22 - 7, "does not run")):
+        with pytest.raises(SystemExit) as ended:
+            doctor.main(["--server", str(pid)])
+        assert ended.value.code == 1
+        said = f"error: --server: process {pid} {says}; this user's servers here: {answering[0].name}\n"
+        assert capsys.readouterr().err == said
+
+
+@pytest.mark.usefixtures("quick")
+def test_figures_are_whole_where_a_terminal_is_narrow(
+    answering: tuple[Server, dict[str, tuple[int, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    doctor.main(["--metrics-url", answering[0].metrics_url])
+    told = capsys.readouterr().out
+    assert "token2wav" in told
+    assert "…" not in told
 
 
 def test_a_server_is_found_by_its_ledger(monkeypatch: pytest.MonkeyPatch) -> None:

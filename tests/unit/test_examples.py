@@ -55,6 +55,17 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return call
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.*")))
+def test_without_its_arguments_an_example_says_how_it_is_used(name: str) -> None:
+    if name == "stream_text_and_audio.py":  # needs none
+        return
+    command = ["bash"] if name.endswith(".sh") else [sys.executable]
+    told = subprocess.run([*command, EXAMPLES / name], check=False, capture_output=True, text=True)
+    assert told.returncode == 1
+    assert "usage: " in told.stderr.lower()
+    assert "Traceback" not in told.stderr
+
+
 def is_speech(path: Path, samples: np.ndarray = SPOKEN) -> bool:
     return path.read_bytes() == wav_header(len(samples)) + pcm16_from_waveform(samples)
 

@@ -138,6 +138,12 @@ def test_the_environment_chooses_the_format(chosen, is_json):
     assert (json.loads(told)["message"] == "hello") if is_json else ("{" not in told)
 
 
+def test_an_unknown_level_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv("OMNI_LOG_LEVEL", "chatty")
+    with pytest.raises(SettingsError, match=r"OMNI_LOG_LEVEL must be one of DEBUG, INFO, .*, not 'chatty'"):
+        configure_logging()
+
+
 def test_another_format_is_refused_by_name(monkeypatch, capsys):
     monkeypatch.setenv("OMNI_LOG_FORMAT", "xml")
     with pytest.raises(SettingsError, match="OMNI_LOG_FORMAT must be plain or json, not 'xml'"):

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ from triton_omni.ledger import SessionLedger
 from triton_omni.request import RawRequest
 from triton_omni.serving.metrics import StageMetrics
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
+from triton_omni.serving.request_parameters import CLIENT_INPUTS, NONE_FORWARDED, read_parameters
 from triton_omni.serving.tensors import LinkCounter, read_bytes, read_tensors
 from triton_omni.stage import Outlet, Stage
 from triton_omni.talker.stage import TalkerStage
@@ -28,8 +29,6 @@ from triton_omni.tracing import NO_TRACER, Tracer
 
 SENDING_THREADS = 4
 """A send takes a few tenths of a millisecond, most of it in Triton's process; sessions are spread over the threads."""
-
-CLIENT_INPUTS = ("text_input", "messages", "media", "sampling_parameters")
 
 Submit = Callable[[Any, Outlet], None]
 
@@ -100,14 +99,18 @@ class StageAdapter:
 
 
 def adapt_thinker(
-    pb_utils: Any, stage: ThinkerStage, ledger: SessionLedger, tracer: Tracer = NO_TRACER
+    pb_utils: Any,
+    stage: ThinkerStage,
+    ledger: SessionLedger,
+    tracer: Tracer = NO_TRACER,
+    forwarded: re.Pattern[str] = NONE_FORWARDED,
 ) -> StageAdapter:
-    """The thinker takes clients' requests."""
+    """The thinker takes clients' requests; `forwarded` names headers that come as their parameters."""
 
     def submit(request: Any, outlet: Outlet) -> None:
         try:
             callers.check_outputs(request.requested_output_names())
-            raw = read_client_request(request, traced=tracer.is_on)
+            raw = read_client_request(request, traced=tracer.is_on, forwarded=forwarded)
         except Exception as error:
             stage.accounts.count_unread(error)
             raise
@@ -145,17 +148,21 @@ def _adapt_link(
     return StageAdapter(pb_utils, name, stage, submit, counter=counter, ledger=ledger, hops=stage.hops, tracer=tracer)
 
 
-def read_client_request(request: Any, *, traced: bool = False) -> RawRequest:
+def read_client_request(
+    request: Any, *, traced: bool = False, forwarded: re.Pattern[str] = NONE_FORWARDED
+) -> RawRequest:
     """The four public inputs of a Triton request, still unchecked, and its parameter `traceparent` where it is traced.
 
     Raises:
-        BadRequest: an input of another number of elements, or an id that is not UTF-8, which Triton's HTTP frontend
-            does not check.
+        BadRequest: an input of another number of elements, an unknown parameter, or an id that is not UTF-8, which
+            Triton's HTTP frontend does not check.
     """
     try:
         request_id = request.request_id()
     except ValueError as error:
         raise BadRequest("id: not UTF-8") from error
+    # W3C's header, which gRPC and HTTP clients give as a parameter of the request.
+    traceparent = read_parameters(request, forwarded).get("traceparent")
     given = read_bytes(request, CLIENT_INPUTS)
     return RawRequest(
         text_input=_one(given["text_input"], "text_input"),
@@ -163,17 +170,8 @@ def read_client_request(request: Any, *, traced: bool = False) -> RawRequest:
         media=tuple(given["media"] or ()),
         sampling_parameters=_one(given["sampling_parameters"], "sampling_parameters"),
         request_id=request_id,
-        traceparent=_traceparent(request) if traced else "",
+        traceparent=traceparent if traced and isinstance(traceparent, str) else "",
     )
-
-
-def _traceparent(request: Any) -> str:
-    """W3C's header, which gRPC and HTTP clients give as a parameter of the request."""
-    try:
-        given = json.loads(request.parameters() or "{}").get("traceparent")
-    except ValueError:
-        return ""
-    return given if isinstance(given, str) else ""
 
 
 def _one(values: list[bytes] | None, name: str) -> bytes | None:

@@ -60,7 +60,7 @@ class Sample:
 
 def findings(sample: Sample) -> dict[str, str]:
     """All that is wrong at this moment: sentences by name."""
-    found = [*sample.faults]
+    found = [*sample.faults, *_of_page(sample.metrics)]
     if sample.ledger is not None:
         for stage, view in sample.ledger.stages.items():
             found += _of_stage(stage, view)
@@ -68,6 +68,15 @@ def findings(sample: Sample) -> dict[str, str]:
     for stage in STAGES:
         found += _of_figures(stage, sample)
     return dict(found)
+
+
+def _of_page(page: MetricsPage | None) -> Iterator[Finding]:
+    """A page of something else has no figure that could be wrong."""
+    if page is not None and not any(name.startswith(("nv_", "omni_")) for name in page.names):
+        yield (
+            "server/page",
+            "what answers there has no metrics of Triton, which are at http://HOST:8002/metrics unless told otherwise",
+        )
 
 
 def _of_stage(stage: StageName, view: StageView) -> Iterator[Finding]:

@@ -128,8 +128,9 @@ def _look_at_ledger(server: Server, faults: list[Finding]) -> tuple[LedgerView |
 def _ask(ask: Callable[[], Any], what: str, faults: list[Finding]) -> Any:
     try:
         return ask()
-    except (OSError, ValueError, LedgerError) as error:
-        faults.append((f"server/{what}", f"the {what} cannot be read: {error}"))
+    except (OSError, http.client.HTTPException, ValueError, LedgerError) as error:
+        cause = " ".join(str(error).split()) or type(error).__name__
+        faults.append((f"server/{what}", f"the {what} cannot be read: {cause}"))
         return None
 
 
@@ -174,10 +175,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     out = Console(soft_wrap=True)
     wrong: dict[str, str] = {}
+    if given.metrics_url and not given.metrics_url.startswith(("http://", "https://")):
+        parser.error(f"--metrics-url: {given.metrics_url!r} is no URL such as http://HOST:8002/metrics")
     try:
         servers = _chosen(given)
     except OSError:
-        parser.exit(1, f"error: --server: no process {given.server} of this user runs here\n")
+        parser.exit(1, f"error: --server: {_not_found(given.server)}\n")
     if not (given.server or given.metrics_url):
         wrong |= dict(leftovers())
         if not servers:
@@ -220,10 +223,19 @@ def _parser() -> argparse.ArgumentParser:
 def _chosen(given: argparse.Namespace) -> list[Server]:
     if given.server is not None:
         server = server_of_process(given.server)
+        if server.ledger is None or not server.ledger.exists():
+            raise FileNotFoundError(f"process {given.server} has no session ledger")
         return [Server(server.name, given.metrics_url or server.metrics_url, server.ledger, server.http_address)]
     if given.metrics_url:
         return [Server(given.metrics_url, given.metrics_url)]
     return list(running_servers())
+
+
+def _not_found(pid: int) -> str:
+    """Why the process is not examined, and which ones could be."""
+    names = ", ".join(server.name for server in running_servers()) or "none"
+    what = "is no tritonserver with stages loaded" if Path(f"/proc/{pid}").exists() else "does not run"
+    return f"process {pid} {what}; this user's servers here: {names}"
 
 
 if __name__ == "__main__":

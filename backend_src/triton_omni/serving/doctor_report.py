@@ -33,7 +33,8 @@ def print_report(out: Console, name: str, metrics_url: str, sample: Sample) -> N
     for stage in STAGES:
         table.add_row(stage, *_of_ledger(stage, sample), *(_told(sample.figure(figure, stage)) for figure in _FIGURES))
     # A terminal that is too narrow breaks lines; figures that are cut off would be of no use.
-    out.print(table, width=max(out.width, _TABLE_WIDTH), crop=False)
+    out.width = max(out.width, _TABLE_WIDTH)
+    out.print(table, crop=False)
     out.print(_sessions(sample), highlight=False, markup=False)
 
 

@@ -16,6 +16,7 @@ from triton_omni.settings import SettingsError
 FORMAT_VARIABLE: Final = "OMNI_LOG_FORMAT"
 LEVEL_VARIABLE: Final = "OMNI_LOG_LEVEL"
 FORMATS: Final = ("plain", "json")
+LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 # What could begin a line of its own, or drive a terminal.
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
@@ -54,14 +55,17 @@ def configure_logging() -> None:
     """Write this process's records to standard error, as the environment says.
 
     Raises:
-        SettingsError: `OMNI_LOG_FORMAT` is neither `plain` nor `json`.
+        SettingsError: `OMNI_LOG_FORMAT` is neither `plain` nor `json`, or `OMNI_LOG_LEVEL` no level.
     """
     chosen = os.environ.get(FORMAT_VARIABLE) or "plain"
     if chosen not in FORMATS:
         raise SettingsError(f"{FORMAT_VARIABLE} must be plain or json, not {chosen!r:.80}")
+    level = os.environ.get(LEVEL_VARIABLE) or "INFO"
+    if level.upper() not in logging.getLevelNamesMapping():
+        raise SettingsError(f"{LEVEL_VARIABLE} must be one of {', '.join(LEVELS)}, not {level!r:.80}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if chosen == "json" else PlainFormatter())
-    logging.basicConfig(level=os.environ.get(LEVEL_VARIABLE, "INFO").upper(), handlers=[handler])
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     if chosen == "json":
         # Else vLLM writes its records itself, in its own form.
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")

@@ -8,6 +8,7 @@ Exit codes: 0 done (requests may have failed: the report counts them), 1 nothing
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from triton_omni_client.client import DEFAULT_URL
+from triton_omni_client.address import DEFAULT_URL
 from triton_omni_client.errors import BadRequest, ConnectionFailed, OmniClientError
 from triton_omni_client.messages import MODEL
 from triton_omni_client.options import Files, StageJson, json_object, known_audio_format, read_media
@@ -129,6 +130,7 @@ def bench(
     check: Check = False,
 ) -> None:
     """Measure a server: load it, and report what a listener would have heard."""
+    _check_output(output, plots=plots)
     with _errors(url):
         if from_profile_export is not None:
             _report_export(from_profile_export, output, plots)
@@ -210,7 +212,7 @@ def _conclude(report: Report, out: Console, output: Path, plots: bool) -> None:
     written = [output]
     if plots:
         try:
-            written += write_plots(report.runs, output.with_suffix(""), _subtitle(report))
+            written += write_plots(report.runs, output.with_suffix(""), subtitle(report))
         except PlotError as error:
             report.notes.append(str(error))
     report.write(output)
@@ -218,10 +220,11 @@ def _conclude(report: Report, out: Console, output: Path, plots: bool) -> None:
     typer.echo("written: " + ", ".join(str(path) for path in written), err=True)
 
 
-def _subtitle(report: Report) -> str:
+def subtitle(report: Report) -> str:
     """What the plots say of where their figures come from."""
     parts = list(report.environment.get("gpus", []))
     if server := report.environment.get("server"):
+        parts += [checkpoint] if (checkpoint := server.get("checkpoint")) else []
         parts.append(f"Triton {server['version']}")
     if export := report.workload.get("profile_export"):
         parts.append(f"perf_analyzer, {Path(export).name}")
@@ -275,6 +278,21 @@ def _check_lengths(max_tokens: int | None, talker_max_tokens: int | None, *, fix
     if fixed and (max_tokens is None or (talker_max_tokens is None and not text_only)):
         needed = "--max-tokens" if text_only else "--max-tokens and --talker-max-tokens"
         raise typer.BadParameter(f"needs {needed}", param_hint="--fixed-lengths")
+
+
+def _check_output(output: Path, *, plots: bool) -> None:
+    """Before anything is measured that could then not be written."""
+    faults = {
+        "is a folder; give a file in it": output.is_dir(),
+        "its folder does not exist": not output.parent.is_dir(),
+        "cannot be written": not os.access(output if output.exists() else output.parent, os.W_OK),
+        "its folder cannot be written, which the plots need (--no-plots)": plots
+        and not os.access(output.parent, os.W_OK),
+        f"the report is JSON, not {output.suffix[1:]}; give a name in .json": output.suffix not in ("", ".json"),
+    }
+    for fault, found in faults.items():
+        if found:
+            raise typer.BadParameter(f"{output}: {fault}", param_hint="-o")
 
 
 def _stage(option: str, text: str, max_tokens: int | None, *, fixed: bool) -> dict[str, Any]:

@@ -90,7 +90,7 @@ async def measure(plan: Plan, report: Report, console: Console, on_run: Callable
     with _stop_at_interrupt(stop), ExitStack() as stack:
         async with AsyncOmniClient(plan.url, model=plan.model, retry=NO_RETRY) as client:
             if not await client.wait_ready(plan.wait_s):
-                raise ConnectionFailed(f"the model {plan.model} is not ready")
+                raise ConnectionFailed(await client.obstacle() or f"the model {plan.model} is not ready")
             monitor = await _look_around(plan, report, stack)
             if plan.prompt_tokens is not None:
                 plan = await _fit_prompts(plan, plan.prompt_tokens, client, report)
@@ -110,7 +110,12 @@ async def _look_around(plan: Plan, report: Report, stack: ExitStack) -> Monitor:
     facts = await server_facts(plan.url, plan.model)
     monitor, gpus = await asyncio.to_thread(find_monitor, plan.url, plan.metrics_url, stack)
     stack.enter_context(monitor)
-    server = {"name": facts.name, "version": facts.version, "models": list(facts.models)}
+    server = {
+        "name": facts.name,
+        "version": facts.version,
+        "models": list(facts.models),
+        "checkpoint": facts.checkpoint,
+    }
     report.environment = {**report.environment, "url": plan.url, "server": server, "gpus": gpus}
     report.notes.extend(facts.notes)
     return monitor

@@ -12,6 +12,8 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
+from triton_omni_client.catalog import checkpoint_of, config_of
+
 CALL_TIMEOUT_S = 5.0
 
 
@@ -23,6 +25,8 @@ class ServerFacts:
     version: str | None = None
     models: tuple[str, ...] = ()
     """The model asked, then the models that its ensemble is made of, as `name:version`."""
+    checkpoint: str | None = None
+    """What it serves; None where it does not tell."""
     notes: tuple[str, ...] = ()
 
 
@@ -33,12 +37,13 @@ async def server_facts(url: str, model: str) -> ServerFacts:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         server = await _ask(stub.ServerMetadata, service_pb2.ServerMetadataRequest(), notes)
         config = await _ask(stub.ModelConfig, service_pb2.ModelConfigRequest(name=model), notes)
+        checkpoint = None if config is None else checkpoint_of(config_of(config))
         steps = [] if config is None else [step.model_name for step in config.config.ensemble_scheduling.step]
         models = [await _model(stub, name, notes) for name in [model, *steps]]
     found = tuple(name for name in models if name is not None)
     if server is None:
-        return ServerFacts(models=found, notes=tuple(notes))
-    return ServerFacts(server.name, server.version, found, tuple(notes))
+        return ServerFacts(models=found, checkpoint=checkpoint, notes=tuple(notes))
+    return ServerFacts(server.name, server.version, found, checkpoint, tuple(notes))
 
 
 async def _model(stub: Any, name: str, notes: list[str]) -> str | None:

@@ -19,6 +19,8 @@ from .statistics import PERCENTILES, Distribution
 from .summary import Summary
 
 MISSING = "-"
+_SAID = 200
+"""Characters of an error's message."""
 
 Format = Callable[[float], str]
 
@@ -86,7 +88,9 @@ def run_lines(run: Run) -> list[str]:
         _underruns(summary),
     ]
     if summary.errors:
-        lines.append("errors: " + ", ".join(f"{count} {code}" for code, count in summary.errors.items()))
+        told = next((record.message for record in run.records if record.message and not record.warm_up), None)
+        counts = ", ".join(f"{count} {code}" for code, count in summary.errors.items())
+        lines.append(f"errors: {counts}" + (f"; the first: {told:.{_SAID}}" if told else ""))
     return lines + _hops(run) + _resources(run)
 
 

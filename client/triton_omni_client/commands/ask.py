@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from triton_omni_client.address import DEFAULT_URL
 from triton_omni_client.answer import Answer
-from triton_omni_client.client import DEFAULT_URL
 from triton_omni_client.conversation import Conversation
 from triton_omni_client.messages import Request
 from triton_omni_client.terminal import errors

@@ -12,15 +12,26 @@ from typing import Annotated
 
 import typer
 
+from triton_omni_client.address import DEFAULT_URL
 from triton_omni_client.audio import WavWriter
-from triton_omni_client.client import DEFAULT_URL, OmniClient
+from triton_omni_client.client import OmniClient
 from triton_omni_client.conversation import Conversation, SpokenTurn
-from triton_omni_client.errors import OmniClientError
+from triton_omni_client.errors import BadRequest, OmniClientError
 from triton_omni_client.interrupt import Interrupts
 from triton_omni_client.media import load_media
 from triton_omni_client.messages import MODEL, AudioDelta, Media
 from triton_omni_client.player import Player
-from triton_omni_client.terminal import INTERRUPTED, Screen, errors, last_line, print_json, report, summary, wav_file
+from triton_omni_client.terminal import (
+    INTERRUPTED,
+    Screen,
+    check_wav_name,
+    errors,
+    last_line,
+    print_json,
+    report,
+    summary,
+    wav_file,
+)
 
 from .options import (
     AsJson,
@@ -75,6 +86,7 @@ def chat(
     """Talk with the model, turn by turn; /help lists what else can be typed. Ctrl-C stops a reply, again leaves."""
     if output == "-":
         raise typer.BadParameter("chat writes to a file; - is for say, ask and play", param_hint="-o")
+    check_wav_name(output)
     if play and text_only:
         raise typer.BadParameter("--play and --text-only: there is nothing to hear")
     if "://" in url:
@@ -83,9 +95,22 @@ def chat(
     conversation = Conversation(system=system, use_audio_in_video=video_sound or None, **options)
     with errors(url, as_json=as_json), ExitStack() as stack:
         client = stack.enter_context(OmniClient(url, model=model or MODEL))
+        check_voice(client, voice or "")
         writer = stack.enter_context(wav_file(output))
         player = stack.enter_context(Player(device)) if play else None
         Chat(client, conversation, url, writer, player, as_json=as_json).run()
+
+
+def check_voice(client: OmniClient, name: str) -> None:
+    """Refuse a voice that the server does not have, where it tells its voices; an empty name is its own.
+
+    Raises:
+        BadRequest: the voice is none of them.
+        OmniClientError: the server could not be asked.
+    """
+    told = {voice for model in (client.models() if name else ()) for voice in model.voices or ()}
+    if told and name not in told:
+        raise BadRequest(f"voice {name!r} is not one of: {', '.join(sorted(told))}")
 
 
 class Chat:
@@ -213,6 +238,7 @@ class Chat:
         self._say(f"{medium.kind} {path} goes with the next message")
 
     def _voice(self, name: str) -> None:
+        check_voice(self._client, name)
         self._conversation.options["voice"] = name or None
         self._say(f"voice {name}" if name else "the server's own voice")
 

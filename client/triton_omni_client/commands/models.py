@@ -8,9 +8,10 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
+from triton_omni_client.address import DEFAULT_URL
 from triton_omni_client.answer import client_of
 from triton_omni_client.catalog import ServedModel
-from triton_omni_client.client import DEFAULT_URL, READY_TIMEOUT
+from triton_omni_client.client import READY_TIMEOUT
 from triton_omni_client.terminal import errors, print_json
 
 from .options import AsJson, Timeout, Url, examples

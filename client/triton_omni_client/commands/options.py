@@ -78,4 +78,4 @@ def read_question(text: str, paths: list[str] | None) -> tuple[str, list[Media]]
 
 def _from_stdin() -> Media:
     data = sys.stdin.buffer.read()
-    return Media(media_kind(data, "stdin"), data)
+    return Media(media_kind(data, "stdin"), data, "stdin")

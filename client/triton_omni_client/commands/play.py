@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+from triton_omni_client.address import DEFAULT_URL
 from triton_omni_client.answer import Answer
-from triton_omni_client.client import DEFAULT_URL
 from triton_omni_client.player import Player
-from triton_omni_client.terminal import errors
+from triton_omni_client.terminal import check_wav_name, errors
 
 from .ask import question
 from .options import (
@@ -51,6 +51,7 @@ def play(
     model: Model = "",
 ) -> None:
     """Ask, and play the reply on this machine's sound device (needs the package's extra `play`); Ctrl-C stops it."""
+    check_wav_name(output)
     options = request_options(voice=voice, seed=seed, text_only=False, timeout=timeout, max_tokens=max_tokens)
     with errors(url, as_json=as_json):
         request = question(text, files, system, video_sound=video_sound, **options)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a server listens, as a user writes it down: a wrong address is refused before anything is asked."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import BadRequest
+
+DEFAULT_URL = "localhost:8001"
+
+_SCHEME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):(?![0-9]+$)")
+"""Of gRPC's other ways to name a server, which it checks itself; not a host of such a name with its port."""
+
+
+def is_http(url: str) -> bool:
+    """Whether an address is a URL of HTTP."""
+    return url.lower().startswith(("http://", "https://"))
+
+
+def grpc_address(url: str) -> str:
+    """`url`, if gRPC can be asked there.
+
+    Raises:
+        BadRequest: it is no HOST:PORT; left to itself gRPC would take another port, or none.
+    """
+    if _SCHEME.match(url):
+        return url
+    host, colon, port = url.rpartition(":")
+    if "://" in url:
+        raise BadRequest(f"{url!r} is no address of gRPC, which is HOST:PORT without a scheme, such as {DEFAULT_URL}")
+    if not colon:
+        raise BadRequest(f"{url!r} has no port; HOST:PORT of gRPC is wanted, such as {DEFAULT_URL}")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise BadRequest(f"{url!r}: {port!r} is no port from 1 to 65535; HOST:PORT of gRPC is such as {DEFAULT_URL}")
+    if not host or (":" in host and not host.startswith("[")):
+        raise BadRequest(f"{url!r} has no host; HOST:PORT of gRPC is such as {DEFAULT_URL} or [::1]:8001")
+    return url
