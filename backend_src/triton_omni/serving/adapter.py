@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from triton_omni.ledger import SessionLedger
 from triton_omni.request import RawRequest
 from triton_omni.serving.metrics import StageMetrics
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
-from triton_omni.serving.request_parameters import CLIENT_INPUTS, NONE_FORWARDED, read_parameters
+from triton_omni.serving.request_parameters import CLIENT_INPUTS, read_parameters
 from triton_omni.serving.tensors import LinkCounter, read_bytes, read_tensors
 from triton_omni.stage import Outlet, Stage
 from triton_omni.talker.stage import TalkerStage
@@ -99,18 +98,14 @@ class StageAdapter:
 
 
 def adapt_thinker(
-    pb_utils: Any,
-    stage: ThinkerStage,
-    ledger: SessionLedger,
-    tracer: Tracer = NO_TRACER,
-    forwarded: re.Pattern[str] = NONE_FORWARDED,
+    pb_utils: Any, stage: ThinkerStage, ledger: SessionLedger, tracer: Tracer = NO_TRACER
 ) -> StageAdapter:
-    """The thinker takes clients' requests; `forwarded` names headers that come as their parameters."""
+    """The thinker takes clients' requests."""
 
     def submit(request: Any, outlet: Outlet) -> None:
         try:
             callers.check_outputs(request.requested_output_names())
-            raw = read_client_request(request, traced=tracer.is_on, forwarded=forwarded)
+            raw = read_client_request(request, traced=tracer.is_on)
         except Exception as error:
             stage.accounts.count_unread(error)
             raise
@@ -148,21 +143,19 @@ def _adapt_link(
     return StageAdapter(pb_utils, name, stage, submit, counter=counter, ledger=ledger, hops=stage.hops, tracer=tracer)
 
 
-def read_client_request(
-    request: Any, *, traced: bool = False, forwarded: re.Pattern[str] = NONE_FORWARDED
-) -> RawRequest:
+def read_client_request(request: Any, *, traced: bool = False) -> RawRequest:
     """The four public inputs of a Triton request, still unchecked, and its parameter `traceparent` where it is traced.
 
     Raises:
-        BadRequest: an input of another number of elements, an unknown parameter, or an id that is not UTF-8, which
-            Triton's HTTP frontend does not check.
+        BadRequest: an input of another number of elements, a parameter that was meant as an input, or an id that is not
+            UTF-8, which Triton's HTTP frontend does not check.
     """
     try:
         request_id = request.request_id()
     except ValueError as error:
         raise BadRequest("id: not UTF-8") from error
     # W3C's header, which gRPC and HTTP clients give as a parameter of the request.
-    traceparent = read_parameters(request, forwarded).get("traceparent")
+    traceparent = read_parameters(request).get("traceparent")
     given = read_bytes(request, CLIENT_INPUTS)
     return RawRequest(
         text_input=_one(given["text_input"], "text_input"),

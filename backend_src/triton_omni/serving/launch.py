@@ -89,7 +89,6 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
         from triton_omni.checkpoint.config import load_config
         from triton_omni.checkpoint.speakers import load_speakers
         from triton_omni.serving.adapter import adapt_thinker
-        from triton_omni.serving.request_parameters import forwarded_headers
         from triton_omni.thinker.intake import RequestIntake
         from triton_omni.thinker.stage import ThinkerStage
         from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
@@ -110,7 +109,7 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
         dtype=engine.dtype,
         tracer=tracer,
     )
-    return adapt_thinker(pb_utils, stage, ledger, tracer, forwarded_headers(command_line(os.getppid())))
+    return adapt_thinker(pb_utils, stage, ledger, tracer)
 
 
 def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdapter:
