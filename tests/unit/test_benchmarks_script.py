@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,3 +96,9 @@ def test_a_part_alone_and_none_that_is_not_there_or_was_measured(recorded: Recor
         assert (code, len(commands)) == (2, 1)
         assert said.startswith(sentence)
     assert recorded.run()[0] == 0
+
+
+def test_the_docs_name_every_part(recorded: Recorded) -> None:
+    _, said, _ = recorded.run()
+    parts = said.splitlines()[-1].removeprefix("Parts: ").split()
+    assert re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "benchmarks.md").read_text(), re.MULTILINE) == parts
