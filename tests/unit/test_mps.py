@@ -246,7 +246,7 @@ def test_the_daemon_quits_when_the_server_fails_to_load(
 
 def test_the_daemon_quits_when_the_server_cannot_be_run(record: Record, config: ServerConfig, tmp_path: Path) -> None:
     (tmp_path / "bin" / "tritonserver").write_text("#!/nowhere\n")
-    with pytest.raises(OSError, match="tritonserver"):
+    with pytest.raises(ServerError, match="tritonserver cannot be started: No such file or directory"):
         Supervisor(config).start()
     assert record.events() == ["start", "server", "quit", "end"]
     assert record.nothing_is_left()

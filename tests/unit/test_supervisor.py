@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -333,6 +335,26 @@ def test_two_services_cannot_share_a_port() -> None:
 def test_a_host_that_is_not_here_is_refused() -> None:
     with pytest.raises(ServerError, match=r"http cannot listen on 192\.0\.2\.1:0"):
         choose_ports("192.0.2.1", {"http": 0})
+
+
+def test_a_server_that_cannot_be_guarded_is_ended_before_the_start_fails(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, popen = [], subprocess.Popen
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(popen(*arguments, **options))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    server = Supervisor(config(repository))
+    with pytest.raises(ServerError, match=r"^a process cannot be started: Resource temporarily unavailable$"):
+        server.start()
+    assert started[0].poll() == -signal.SIGKILL
+    with pytest.raises(ServerError, match="not started"):
+        print(server.pid)
 
 
 def test_a_server_is_started_once(repository: Path) -> None:

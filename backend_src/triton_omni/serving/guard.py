@@ -13,12 +13,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from triton_omni.ledger_layout import server_name
-from triton_omni.serving.leftovers import end_group_of, remove_shared_memory
+from triton_omni.serving.leftovers import end_group, end_group_of, remove_shared_memory
+from triton_omni.serving.machine import ServerError
 
 
 @contextmanager
@@ -42,6 +43,38 @@ def guarded(leader: int, *, regions: str = "", folder: Path | None = None) -> It
             yield
         finally:
             guard.kill()
+
+
+@contextmanager
+def guarded_process(
+    command: Sequence[str], environment: Mapping[str, str], regions: str, folder: Path | None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a server in a group of its own, `guarded` until the end, which does not end it; its output is a pipe.
+
+    A terminal's Ctrl-C reaches the supervisor alone, which then stops the server in order, and what is left of the
+    server can be ended whole.
+
+    Raises:
+        ServerError: a process cannot be started; none is left.
+    """
+    with ExitStack() as guard:
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            with ExitStack() as unguarded:
+                unguarded.enter_context(process)
+                unguarded.callback(end_group, process)
+                guard.enter_context(guarded(process.pid, regions=regions, folder=folder))
+                unguarded.pop_all()
+        except OSError as error:
+            raise ServerError(f"{error.filename or 'a process'} cannot be started: {error.strerror}") from error
+        yield process
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,13 +13,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
 from triton_omni.ledger_layout import server_name
 from triton_omni.serving.draining import drain, end_sessions
-from triton_omni.serving.guard import guarded
+from triton_omni.serving.guard import guarded_process
 from triton_omni.serving.leftovers import (
     end_group,
     has_followers,
@@ -162,11 +162,11 @@ class Supervisor:
                 regions=self.regions,
                 pools=[pool] * gpus,
             )
-            self._process = self._launch(command, environment | preloaded(environment))
-            self._control = control
             # A repository that was not laid out for this start is not ours to write to.
             laid_out = repository if repository != self.config.model_repository else None
-            outliving.enter_context(guarded(self._process.pid, regions=self.regions, folder=laid_out))
+            started = guarded_process(command, environment | preloaded(environment), self.regions, laid_out)
+            self._process = outliving.enter_context(started)
+            self._control = control
             if laid_out is not None:
                 self._readiness = Readiness(control, repository)
                 outliving.callback(self._readiness.join, _KILL_AFTER_S)
@@ -315,18 +315,6 @@ class Supervisor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-    def _launch(self, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, which then stops the server in order,
-        # and what is left of the server can be ended whole.
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
