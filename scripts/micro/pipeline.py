@@ -114,6 +114,9 @@ class _Request:
     def request_id(self) -> str:
         return "pipeline"
 
+    def parameters(self) -> str:
+        return "{}"
+
     def get_response_sender(self) -> _Request:
         return self
 
@@ -148,7 +151,10 @@ def serve(model: str, started: Any, stage: str, inbox: Any, outbox: Any) -> None
     adapter = start(PLAIN_UTILS, {"model_instance_device_id": "0"}, MODELS / stage / "1")
     started.put(stage)
     while (tensors := inbox.get()) is not None:
-        adapter.execute([_Request(tensors, outbox.put)])
+        if "error" in tensors:
+            outbox.put(tensors)
+        else:
+            adapter.execute([_Request(tensors, outbox.put)])
     launch.end_process(adapter.close)
 
 

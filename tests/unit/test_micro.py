@@ -6,8 +6,10 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
+import queue
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -183,6 +185,20 @@ def test_a_tensor_passes_between_the_stages_without_triton(micro, tensor):
     found = read_tensor(micro("pipeline").PlainTensor("ROWS", pickle.loads(ForkingPickler.dumps(sent.value))))
     assert found.shape == tensor.shape
     assert torch.equal(found.to(tensor.dtype), tensor)
+
+
+def test_a_stage_of_the_pipeline_hands_an_error_on(micro, monkeypatch):
+    from triton_omni.serving import launch
+
+    adapter, inbox, outbox = mock.Mock(), queue.SimpleQueue(), queue.SimpleQueue()
+    monkeypatch.setenv(launch.CHECKPOINT_VARIABLE, "")
+    monkeypatch.setattr(launch, "start_talker", lambda *_: adapter)
+    monkeypatch.setattr(launch, "end_process", lambda close: close())
+    for given in ({"error": "no such voice"}, None):
+        inbox.put(given)
+    micro("pipeline").serve("model", queue.SimpleQueue(), "talker", inbox, outbox)
+    assert outbox.get_nowait() == {"error": "no such voice"}
+    adapter.execute.assert_not_called()
 
 
 def test_the_pipeline_is_measured_on_request_alone(micro):
