@@ -66,7 +66,7 @@ def test_a_stop_reaches_every_stage_and_what_was_heard_is_kept(
     browser: Any, server: Served, gateway: RunningGateway
 ) -> None:
     whole = server.ask("whole", "hello", seed=SLOW_TALKER, modalities=["text"])
-    with visit(browser, gateway.base, {"seed": SLOW_TALKER}) as at:
+    with visit(browser, gateway.base, {"seed": SLOW_TALKER, "talker": TALKER}) as at:
         at.state("ready")
         with at.page.expect_response("**/v1/chat/completions") as answered:
             at.write("hello")
