@@ -14,6 +14,7 @@ import torch
 from media_samples import tone
 from reference.hf import HfReference
 from reference.thinker_rig import NOTHING_HELD, REPLY, Answer, ask, assert_equals_hf, drain, engine_of, token_ids
+from reference.vllm_records import preemptions
 from triton_omni.engine import Sampling, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -39,16 +40,7 @@ def caches(engine: Any) -> list[torch.Tensor]:
 
 def step_until_preempted(engine: Any, answers: Mapping[str, Answer], when: Callable[[str], None]) -> None:
     """Step until a sequence is preempted, and a step after; `when` is told its id at the moment."""
-    preempted: list[str] = []
-    preempt = engine._core.scheduler._preempt_request
-
-    def watched(request: Any, *arguments: Any, **named: Any) -> None:
-        preempted.append(request.request_id)
-        when(request.request_id)
-        preempt(request, *arguments, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._core.scheduler, "_preempt_request", watched)
+    with preemptions(engine, when) as preempted:
         while not preempted:
             assert engine.has_work()
             step(engine, answers)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM knows of its sequences between two steps, of two engines that are told the same."""
+"""What vLLM knows of its sequences between two steps, of two engines that are told the same; and whom it preempts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 
 def different_records(one: Any, other: Any) -> list[str]:
@@ -87,3 +90,18 @@ def _of_decode_step(runner: Any) -> dict[str, Any]:
     }
     # As text: what is not a number is never equal to itself.
     return {name: str(tensor.tolist()) for name, tensor in tensors.items() if tensor is not None}
+
+
+@contextmanager
+def preemptions(engine: Any, when: Callable[[str], None]) -> Iterator[list[str]]:
+    """vLLM's ids of the sequences that are preempted within; `when` is told each at the moment."""
+    preempted: list[str] = []
+    preempt = engine._core.scheduler._preempt_request
+
+    def watched(request: Any, *arguments: Any, **named: Any) -> None:
+        preempted.append(request.request_id)
+        when(request.request_id)
+        preempt(request, *arguments, **named)
+
+    with mock.patch.object(engine._core.scheduler, "_preempt_request", watched):
+        yield preempted

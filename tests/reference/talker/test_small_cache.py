@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from reference.talker.rig import GREEDY, SAMPLED, Spoken, assert_nothing_held, make_engine, speak
+from reference.vllm_records import preemptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
 
@@ -88,14 +89,7 @@ def begin(engine, cases):
 
 def step_until_preempted(engine, spoken, when):
     """Step until a sequence is preempted, and a step after; `when` is told its id at the moment."""
-    preempted, preempt = [], engine._core.scheduler._preempt_request
-
-    def watched(request, *arguments, **named):
-        preempted.append(request.request_id)
-        when(request.request_id)
-        preempt(request, *arguments, **named)
-
-    with mock.patch.object(engine._core.scheduler, "_preempt_request", watched):
+    with preemptions(engine, when) as preempted:
         while not preempted:
             assert engine.has_work()
             spoken.step(engine)
