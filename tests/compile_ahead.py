@@ -24,10 +24,18 @@ from triton_omni.token2wav.kernels import (
     fused_standard_normal,
     residual_norm,
 )
+from triton_omni.token2wav.layer_kernels import LayerTilings, own_block_attention, product, tilings_for
 from triton_omni.token2wav.past import LayerPast
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Rotation, decode_attention
-from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product, most_rows, split_product
+from triton_omni.vllm_hooks.decode_product_kernels import (
+    add_norm,
+    biased_product,
+    gated_product,
+    is_narrow,
+    most_rows,
+    split_product,
+)
 from triton_omni.vllm_hooks.draw_kernels import fused_draw
 from triton_omni.vllm_hooks.talker_columns import Column
 from triton_omni.vllm_hooks.talker_draw import Setting
@@ -89,6 +97,8 @@ def products(count: int, hidden: int, inner: int) -> None:
     """Of a layer."""
     rows, residual = zeros(count, hidden), zeros(count, hidden)
     gated = gated_product(rows, zeros(2 * inner, hidden))
+    if is_narrow(hidden):
+        biased_product(rows, zeros(2560, hidden), zeros(2560))
     add_norm(split_product(gated, zeros(hidden, inner)), residual, zeros(hidden), 1e-6)
 
 
@@ -109,7 +119,7 @@ def transformer(blocks: int, width: int = 1024, heads: int = 16) -> None:
     """A DiT's layer."""
     rows, head = blocks * 24, width // heads
     hidden, part = zeros(rows, width, dtype=FLOAT), zeros(width, dtype=FLOAT)
-    for branch in (None, zeros(rows, width)):
+    for branch in (None, zeros(rows, width), zeros(2, rows, width, dtype=FLOAT)):
         residual_norm(hidden, branch, part, part, part, eps=1e-6, dtype=HALF)
     number = zeros(blocks, dtype=torch.int32)
     angles = zeros(rows, head // 2, dtype=FLOAT)
@@ -121,6 +131,25 @@ def transformer(blocks: int, width: int = 1024, heads: int = 16) -> None:
         found = past if reach[0] else None
         block_attention(qkv, (angles, angles), neighbours, reach, found, heads=heads, rotary_heads=1)
     leave_past(qkv, past, heads=heads)
+
+
+def tiled_layer(tilings: LayerTilings, rows: int, width: int = 1024, inner: int = 2048, heads: int = 16) -> None:
+    """A DiT's layer of few rows."""
+    few = zeros(rows, width)
+    if tilings.qkv is not None:
+        product(few, zeros(3 * width, width), zeros(3 * width), tilings.qkv)
+    if tilings.attention is not None:
+        angles, valid = zeros(rows, width // heads // 2, dtype=FLOAT), zeros(rows // 24, dtype=torch.int32)
+        weights, biases = zeros(3 * width, width), zeros(3 * width)
+        own_block_attention(
+            few, weights, biases, (angles, angles), valid, tilings.attention, heads=heads, rotary_heads=1
+        )
+    if tilings.out is not None:
+        product(few, zeros(width, width), zeros(width), tilings.out)
+    if tilings.enter is not None:
+        product(few, zeros(inner, width), zeros(inner), tilings.enter, gelu=True)
+    if tilings.leave is not None:
+        product(zeros(rows, inner), zeros(width, inner), zeros(width), tilings.leave)
 
 
 def waveform(frames: int, windows: int) -> None:
@@ -149,6 +178,8 @@ def main() -> None:
     talker_steps(3, 3584)
     talker_steps(3, 2048)
     transformer(4)
+    for rows in (48, 96, 192, 384):
+        tiled_layer(tilings_for(rows), rows)
     waveform(96, windows=1)
     print("again", flush=True)
     waveform(97, windows=3)

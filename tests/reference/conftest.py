@@ -141,7 +141,7 @@ def plain_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Tensor:
         del eps
         if branch is not None:
-            hidden += gate * branch
+            hidden += gate * (branch.sum(0) if branch.ndim > hidden.ndim else branch)
         return modulate(hidden, shift, scale).to(dtype)
 
     if not torch.cuda.is_available():

@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triton_omni.vllm_hooks.decode_attention_kernels import KEYS, Cache, Rotation, decode_attention, splits
-from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product, shares, split_product
+from triton_omni.vllm_hooks.decode_product_kernels import (
+    add_norm,
+    biased_product,
+    gated_product,
+    shares,
+    split_product,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK = 16
@@ -145,7 +151,7 @@ def normal(*sizes: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes))) * scale).to(DEVICE)
 
 
-@pytest.mark.parametrize("shape", [(1, 896, 2000), (3, 96, 128), (33, 64, 100), (64, 160, 1), (64, 40, 300)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 896, 2000), (3, 96, 128), (33, 64, 100), (64, 160, 4), (64, 40, 300)], ids=str)
 def test_parts_of_a_product_sum_up_to_it(shape: tuple[int, int, int]) -> None:
     count, width, depth = shape
     rows, weights = normal(count, depth), normal(width, depth)
@@ -158,6 +164,14 @@ def test_a_small_product_is_shared_by_many_programs() -> None:
     assert shares(896, 18944) == (10, 1920)
     assert shares(10000, 256) == (1, 256)
     assert shares(32, 100) == (1, 128)
+
+
+@pytest.mark.parametrize("shape", [(1, 2560, 896), (5, 70, 96), (64, 64, 100)], ids=str)
+def test_biased_product_is_a_linear_layer(shape: tuple[int, int, int]) -> None:
+    count, width, depth = shape
+    rows, weights, biases = normal(count, depth), normal(width, depth), normal(width)
+    ours = biased_product(rows, weights, biases)
+    torch.testing.assert_close(ours, F.linear(rows, weights, biases), atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(1, 2000, 896), (3, 128, 96), (33, 100, 64), (64, 1, 160)], ids=str)
@@ -177,7 +191,20 @@ def test_add_norm_adds_in_place_and_norms(width: int) -> None:
     torch.testing.assert_close(normed, F.rms_norm(total, (width,), weight, 1e-6), atol=1e-5, rtol=1e-5)
 
 
-def test_a_layer_computes_a_recorded_step_by_the_kernel_and_others_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+class Same:
+    """A linear layer that changes nothing; its product is its matrix' own."""
+
+    def __init__(self, width: int) -> None:
+        self.weight, self.bias = torch.eye(width, device=DEVICE), torch.zeros(width, device=DEVICE)
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, None]:
+        return hidden, None
+
+
+@pytest.mark.parametrize("own_product", [False, True])
+def test_a_layer_computes_a_recorded_step_by_the_kernel_and_others_plainly(
+    monkeypatch: pytest.MonkeyPatch, own_product: bool
+) -> None:
     from triton_omni.vllm_hooks import fused_layers
 
     step = Step([40, 3])
@@ -185,7 +212,7 @@ def test_a_layer_computes_a_recorded_step_by_the_kernel_and_others_plainly(monke
     rotary = SimpleNamespace(mrope_section=list(SECTIONS[step.width]), _match_cos_sin_cache_dtype=lambda _: step.angles)
     layer = SimpleNamespace(
         forward=lambda positions, hidden_states: hidden_states,
-        qkv_proj=lambda hidden: (hidden, None),
+        qkv_proj=Same(step.projected.shape[1]),
         o_proj=lambda seen: (seen @ outer, None),
         rotary_emb=rotary,
         attn=SimpleNamespace(layer_name="a", kv_cache=step.blocks),
@@ -196,7 +223,7 @@ def test_a_layer_computes_a_recorded_step_by_the_kernel_and_others_plainly(monke
     known = SimpleNamespace(attn_metadata={"a": SimpleNamespace(block_table=step.table, seq_lens=lengths)})
     monkeypatch.setattr(fused_layers, "get_forward_context", lambda: known)
     switch = fused_layers.Switch(arrivals())
-    attention = fused_layers.FusedAttention(layer, switch)
+    attention = fused_layers.FusedAttention(layer, switch, own_product=own_product)
     assert attention(positions=step.positions, hidden_states=step.projected) is step.projected
     expected = step.expected()[0] @ outer
     switch.on = True

@@ -19,9 +19,9 @@ from triton_omni.token2wav.networks import Networks
 from triton_omni.token2wav.past import PastPool
 from triton_omni.token2wav.sampler import FlowOptions, FlowSolver, Sampler, StepwiseSolver
 
-GRAPHED_BLOCKS = (*range(2, 16, 2), *range(16, 49, 4), 60, 72)
+GRAPHED_BLOCKS = (1, *range(2, 16, 2), *range(16, 49, 4), 60, 72)
 """Blocks of a batch, one half of guidance counted, for which a solver's step is recorded: a long window of the plan
-`balanced` has four, a first one two. Beyond, a kernel takes longer than its launch."""
+`balanced` has four, a first one two, one of `low_latency` one. Beyond, a kernel takes longer than its launch."""
 
 LARGEST_VOCODER_BATCH = 8
 """Chunks of one recorded pass: more of them take proportionally longer, and a start longer to record."""

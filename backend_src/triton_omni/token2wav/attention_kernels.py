@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_omni.early_kernels import early_launch, wait_for_inputs
 from triton_omni.tiles import padded_rows
 from triton_omni.token2wav.batching import Neighbours
 from triton_omni.token2wav.past import LayerPast
@@ -91,7 +92,9 @@ def _block_attention(
     TILE: tl.constexpr,
     BACK: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     block, head = tl.program_id(0), tl.program_id(1)
     inner: tl.constexpr = HEADS * HEAD_DIM
     places = tl.arange(0, TILE)
@@ -180,6 +183,7 @@ def block_attention(
         BACK=reach[0],
         AHEAD=reach[1],
         num_warps=2,
+        **early_launch(qkv.device),
     )
     return mixed
 
@@ -195,7 +199,9 @@ def _leave_past(
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     block, head = tl.program_id(0), tl.program_id(1)
     inner: tl.constexpr = HEADS * HEAD_DIM
     page = tl.load(left + block)
@@ -231,4 +237,5 @@ def leave_past(qkv: Tensor, past: LayerPast, *, heads: int) -> None:
         BLOCK=block_size,
         TILE=triton.next_power_of_2(block_size),
         num_warps=2,
+        **early_launch(qkv.device),
     )

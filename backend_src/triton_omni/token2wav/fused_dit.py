@@ -2,7 +2,8 @@
 """The DiT's velocity in half precision with few launches: four matrix products and three fused kernels a layer.
 
 The same function as `DiT.forward`, its reference. The residual stream, norms, softmax and the solver's state stay in
-float32; what a matrix product reads, and its output, are in the half precision asked for.
+float32; what a matrix product reads, and its output, are in the half precision asked for. Products of few rows are our
+own (`layer_kernels.py`), all others a library's.
 """
 
 from __future__ import annotations
@@ -18,14 +19,23 @@ from triton_omni.token2wav.attention_kernels import block_attention, leave_past
 from triton_omni.token2wav.batching import BlockLayout, Neighbours
 from triton_omni.token2wav.dit import FINAL_PARTS, LAYER_PARTS, NORM_EPS, DiT, Layer
 from triton_omni.token2wav.kernels import residual_norm
+from triton_omni.token2wav.layer_kernels import (
+    LIBRARY,
+    LayerTilings,
+    Tiling,
+    fit,
+    own_block_attention,
+    product,
+    tilings_for,
+)
 from triton_omni.token2wav.ode import Velocity
-from triton_omni.token2wav.past import Past
+from triton_omni.token2wav.past import LayerPast, Past
 from triton_omni.token2wav.rotary import ROTARY_HEADS, Rotary
 
 
 @dataclass(frozen=True)
 class _Projection:
-    """Weight [in, out] and bias [out] of a linear layer, as `addmm` takes them."""
+    """Weight [out, in] and bias [out] of a linear layer."""
 
     weight: Tensor
     bias: Tensor
@@ -35,15 +45,20 @@ class _Projection:
         """Linear layers of one input as one, their outputs side by side."""
         parts = [cast(nn.Linear, linear) for linear in linears]
         weight = torch.cat([part.weight for part in parts]).to(dtype)
-        return cls(weight.t(), torch.cat([part.bias for part in parts]).to(dtype))
+        return cls(weight, torch.cat([part.bias for part in parts]).to(dtype))
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return torch.addmm(self.bias, rows, self.weight)
+    def __call__(self, rows: Tensor, tiling: Tiling | None = None) -> Tensor:
+        """[R, out], or parts of it; see `layer_kernels.product`."""
+        if tiling is not None:
+            return product(rows, self.weight, self.bias, tiling)
+        return torch.addmm(self.bias, rows, self.weight.t())
 
-    def gelu(self, rows: Tensor) -> Tensor:
+    def gelu(self, rows: Tensor, tiling: Tiling | None) -> Tensor:
         """The same under a GELU of the tanh form; on a GPU within the product's epilogue."""
+        if tiling is not None:
+            return product(rows, self.weight, self.bias, tiling, gelu=True)
         if rows.is_cuda:
-            return torch._addmm_activation(self.bias, rows, self.weight, use_gelu=True)
+            return torch._addmm_activation(self.bias, rows, self.weight.t(), use_gelu=True)
         return F.gelu(self(rows), approximate="tanh")
 
 
@@ -68,6 +83,7 @@ class FusedDiT:
         self._dit = dit
         self._dtype = dtype
         self._heads = dit.config.num_heads
+        self._tiled = fit(dit.rotary_frequencies.device, dtype)
         self._layers = [self._fuse(cast(Layer, layer)) for layer in dit.transformer_blocks]
         self._leave = _Projection.of(dit.proj_out, dtype=dtype)
 
@@ -96,28 +112,41 @@ class FusedDiT:
         hidden = (halves + projected).flatten(0, 2)
         angles = (rotary.cos.flatten(0, 2), rotary.sin.flatten(0, 2))
         norms = modulation[number, :-FINAL_PARTS].view(-1, LAYER_PARTS, modulation.shape[2])
+        tilings = tilings_for(len(hidden)) if self._tiled else LIBRARY
         branch: Tensor | None = None
         gate = norms[0, 2]
         for place, (layer, parts) in enumerate(zip(self._layers, norms, strict=True)):
             shift, scale, attention_gate, ff_shift, ff_scale, ff_gate = parts.unbind(0)
             normed = self._residual_norm(hidden, branch, gate, shift, scale)
-            qkv, layer_past = layer.qkv(normed), past.at(number, place)
-            mixed = block_attention(
-                qkv,
-                angles,
-                neighbours,
-                layer.reach,
-                layer_past,
-                heads=self._heads,
-                rotary_heads=ROTARY_HEADS,
-            )
-            if layer_past is not None:
-                leave_past(qkv, layer_past, heads=self._heads)
-            normed = self._residual_norm(hidden, layer.out(mixed), attention_gate, ff_shift, ff_scale)
-            branch, gate = layer.leave(layer.enter.gelu(normed)), ff_gate
+            layer_past = past.at(number, place)
+            mixed = self._attend(layer, normed, angles=angles, neighbours=neighbours, past=layer_past, tilings=tilings)
+            out = layer.out(mixed, tilings.out)
+            normed = self._residual_norm(hidden, out, attention_gate, ff_shift, ff_scale)
+            branch, gate = layer.leave(layer.enter.gelu(normed, tilings.enter), tilings.leave), ff_gate
         scale, shift = modulation[number, -FINAL_PARTS:].unbind(0)
         velocity = self._leave(self._residual_norm(hidden, branch, gate, shift, scale))
         return velocity.float().view(*condition.shape[:2], -1)
+
+    def _attend(
+        self,
+        layer: _FusedLayer,
+        rows: Tensor,
+        *,
+        angles: tuple[Tensor, Tensor],
+        neighbours: Neighbours,
+        past: LayerPast | None,
+        tilings: LayerTilings,
+    ) -> Tensor:
+        """What the layer's heads see [R, H] of the normed `rows` [R, H]."""
+        heads = {"heads": self._heads, "rotary_heads": ROTARY_HEADS}
+        if tilings.attention is not None and not any(layer.reach):
+            qkv, valid = layer.qkv, neighbours.valid_frames
+            return own_block_attention(rows, qkv.weight, qkv.bias, angles, valid, tilings.attention, **heads)
+        projected = layer.qkv(rows, tilings.qkv)
+        mixed = block_attention(projected, angles, neighbours, layer.reach, past, **heads)
+        if past is not None:
+            leave_past(projected, past, heads=self._heads)
+        return mixed
 
     def _residual_norm(
         self, hidden: Tensor, branch: Tensor | None, gate: Tensor, shift: Tensor, scale: Tensor

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from triton_omni.early_kernels import early_launch, wait_for_inputs
 from triton_omni.tiles import padded_rows
 from triton_omni.token2wav.noise import counters
 from triton_omni.token2wav.transfer import to_device
@@ -30,16 +31,22 @@ def _residual_norm(
     scale,
     normed,
     eps,
+    part_stride,
     WIDTH: tl.constexpr,
-    HAS_BRANCH: tl.constexpr,
+    PARTS: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     columns = tl.arange(0, TILE)
     inside = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
     row = tl.load(hidden + places, mask=inside, other=0.0)
-    if HAS_BRANCH:
+    if PARTS > 0:
         added = tl.load(branch + places, mask=inside, other=0.0).to(tl.float32)
+        # Unrolled, so that all parts are on their way at once.
+        for part in tl.static_range(1, PARTS):
+            added += tl.load(branch + part * part_stride + places, mask=inside, other=0.0)
         row += tl.load(gate + columns, mask=inside, other=0.0) * added
         tl.store(hidden + places, row, mask=inside)
     centred = tl.where(inside, row - tl.sum(row, 0) / WIDTH, 0.0)
@@ -63,7 +70,7 @@ def residual_norm(
 
     Args:
         hidden: [R, H] fp32, the residual stream.
-        branch: [R, H] what a layer adds; None for nothing.
+        branch: [R, H] what a layer adds, or [S, R, H] fp32, whose sum it adds; None for nothing.
         gate, shift, scale: [H] fp32.
         eps: of the norm.
         dtype: of the result.
@@ -73,6 +80,7 @@ def residual_norm(
     """
     rows, width = hidden.shape
     normed = torch.empty(rows, width, dtype=dtype, device=hidden.device)
+    parts = 0 if branch is None else len(branch) if branch.ndim > hidden.ndim else 1
     _residual_norm[(rows,)](
         hidden,
         hidden if branch is None else branch,
@@ -81,10 +89,12 @@ def residual_norm(
         scale,
         normed,
         eps,
+        hidden.numel(),
         WIDTH=width,
-        HAS_BRANCH=branch is not None,
+        PARTS=parts,
         TILE=triton.next_power_of_2(width),
         num_warps=8,
+        **early_launch(hidden.device),
     )
     return normed
 

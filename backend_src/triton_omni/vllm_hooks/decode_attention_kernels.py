@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_omni.early_kernels import early_launch, wait_for_inputs
 from triton_omni.tiles import padded_rows
-from triton_omni.vllm_hooks.early_kernels import early_launch, wait_for_inputs
 
 KEYS = 64
 """Cached keys that a program of attention takes at a time."""

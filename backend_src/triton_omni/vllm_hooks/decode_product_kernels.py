@@ -8,25 +8,34 @@ float32. It knows tensors, neither vLLM nor the networks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from triton_omni.early_kernels import early_launch, wait_for_inputs
 from triton_omni.tiles import padded_rows
-from triton_omni.vllm_hooks.early_kernels import early_launch, wait_for_inputs
 
 _NARROW = 1024
 """Hidden states of a talker, whose products fill no GPU."""
-_COLUMNS = 32
+_COLUMNS = 64
+"""Of a program: as many lines of weights as Hopper's tensor cores take at once."""
+_GATED_COLUMNS = 32
+"""Of each of two matrices."""
 _STRIDE = 128
-"""Columns of a program, and its depth at a time: 8 KB of each matrix."""
+"""Depth at a time."""
+_STAGES = 4
+"""Tiles on their way, one more than are waited for."""
 _MOST_PARTS = 16
 """Of a product whose depth is shared out."""
-_ENOUGH_PROGRAMS = 264
-"""Two a multiprocessor of the largest GPUs."""
+_ENOUGH_PROGRAMS = 132
+"""One a multiprocessor of the largest GPUs; more of them leave more parts to be added up."""
+
+
+def is_narrow(width: int) -> bool:
+    """Whether hidden states of `width` are projected faster here, too, to queries, keys and values."""
+    return width <= _NARROW
 
 
 def most_rows(width: int) -> int:
@@ -34,13 +43,7 @@ def most_rows(width: int) -> int:
 
     More are faster by a library: of 7B's wide thinker 64 took 1.1 to 1.3 times as long, of its narrow talker half.
     """
-    return 64 if width <= _NARROW else 32
-
-
-def _tiling(rows: Tensor) -> dict[str, Any]:
-    """How a product of `rows` [M, K] is launched."""
-    tile = {"ROWS": padded_rows(len(rows)), "COLUMNS": _COLUMNS, "STRIDE": _STRIDE}
-    return {**tile, "num_warps": 4, "num_stages": 4, **early_launch(rows.device)}
+    return 64 if is_narrow(width) else 32
 
 
 @triton.jit
@@ -83,17 +86,36 @@ def gated_product(rows: Tensor, weights: Tensor) -> Tensor:
     Source: Shazeer, GLU Variants Improve Transformer (2020); HF's `Qwen2MLP`.
     """
     (count, depth), width = rows.shape, len(weights) // 2
-    output = torch.empty(count, width, dtype=rows.dtype, device=rows.device)
-    _gated_product[(triton.cdiv(width, _COLUMNS),)](
+    output, tile = torch.empty(count, width, dtype=rows.dtype, device=rows.device), padded_rows(count)
+    _gated_product[(triton.cdiv(width, _GATED_COLUMNS),)](
         rows,
         weights,
         output,
         count,
         WIDTH=width,
         DEPTH=depth,
-        **_tiling(rows),
+        ROWS=tile,
+        COLUMNS=_GATED_COLUMNS,
+        STRIDE=_STRIDE,
+        # With fewer threads, each has its part of the sums in fewer moves.
+        num_warps=2 if tile <= 32 else 4,
+        num_stages=_STAGES,
+        **early_launch(rows.device),
     )
     return output
+
+
+@triton.jit
+def _sum_of_products(rows, weights, first, begin, end, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
+    """fp32 [COLUMNS, ROWS]: weights from the `first` on times all rows, from depth `begin` to `end`.
+
+    Weights are on the left: there Hopper's tensor cores take 64 lines of them at once, straight from shared memory.
+    """
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for at in range(begin, end, STRIDE):
+        ours, theirs = rows.load([0, at]), weights.load([first, at])
+        total = tl.dot(theirs, ours.T, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
@@ -111,18 +133,12 @@ def _split_product(
     EARLY: tl.constexpr,
 ):
     wait_for_inputs(EARLY)
-    part, row = tl.program_id(1), tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    wanted, inside = (row < count)[:, None], (column < WIDTH)[None, :]
-    left, right = rows + row[:, None] * DEPTH, weights + column.to(tl.int64)[None, :] * DEPTH
-    summed = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for at in range(part * SHARE, tl.minimum((part + 1) * SHARE, DEPTH), STRIDE):
-        depth = at + tl.arange(0, STRIDE)
-        known = depth < DEPTH
-        ours = tl.load(left + depth[None, :], mask=wanted & known[None, :], other=0.0)
-        theirs = tl.load(right + depth[:, None], mask=inside & known[:, None], other=0.0)
-        summed += tl.dot(ours, theirs, input_precision="ieee")
-    tl.store(parts + (part * count + row[:, None]) * WIDTH + column[None, :], summed, mask=wanted & inside)
+    part, row, first = tl.program_id(1), tl.arange(0, ROWS), tl.program_id(0) * COLUMNS
+    begin = part * SHARE
+    summed = _sum_of_products(rows, weights, first, begin, tl.minimum(begin + SHARE, DEPTH), ROWS, COLUMNS, STRIDE)
+    column = first + tl.arange(0, COLUMNS)
+    wanted = (column < WIDTH)[:, None] & (row < count)[None, :]
+    tl.store(parts + (part * count + row[None, :]) * WIDTH + column[:, None], summed, mask=wanted)
 
 
 def shares(width: int, depth: int) -> tuple[int, int]:
@@ -136,20 +152,73 @@ def split_product(rows: Tensor, weights: Tensor) -> Tensor:
     """Parts [S, M, N] fp32 whose sum is `rows` [M, K] times the transpose of `weights` [N, K]; both contiguous.
 
     A library gives each program a tile of the output, of which a narrow one has fewer than there are multiprocessors.
-    Here several programs share a tile's depth (split-K), and whoever reads the product adds their parts up.
+    Here several programs share a tile's depth (split-K), and whoever reads the product adds their parts up. A line of
+    either is a multiple of 16 bytes, as Hopper's copy engine fetches them.
     """
     (count, depth), width = rows.shape, len(weights)
     parts, share = shares(width, depth)
     output = torch.empty(parts, count, width, dtype=torch.float32, device=rows.device)
+    tile = padded_rows(count)
     _split_product[(triton.cdiv(width, _COLUMNS), parts)](
-        rows,
-        weights,
+        TensorDescriptor.from_tensor(rows, [tile, _STRIDE]),
+        TensorDescriptor.from_tensor(weights, [_COLUMNS, _STRIDE]),
         output,
         count,
         WIDTH=width,
         DEPTH=depth,
         SHARE=share,
-        **_tiling(rows),
+        ROWS=tile,
+        COLUMNS=_COLUMNS,
+        STRIDE=_STRIDE,
+        num_warps=4,
+        num_stages=_STAGES,
+        **early_launch(rows.device),
+    )
+    return output
+
+
+@triton.jit
+def _biased_product(
+    rows,
+    weights,
+    biases,
+    output,
+    count,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_inputs(EARLY)
+    row, first = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS
+    summed = _sum_of_products(rows, weights, first, 0, DEPTH, ROWS, COLUMNS, STRIDE)
+    column = first + tl.arange(0, COLUMNS)
+    summed += tl.load(biases + column, mask=column < WIDTH, other=0.0).to(tl.float32)[:, None]
+    wanted = (column < WIDTH)[:, None] & (row < count)[None, :]
+    tl.store(output + row[None, :] * WIDTH + column[:, None], summed.to(output.dtype.element_ty), mask=wanted)
+
+
+def biased_product(rows: Tensor, weights: Tensor, biases: Tensor) -> Tensor:
+    """`rows` [M, K] times the transpose of `weights` [N, K], plus `biases` [N]: [M, N]; see `split_product`."""
+    (count, depth), width = rows.shape, len(weights)
+    output = torch.empty(count, width, dtype=rows.dtype, device=rows.device)
+    tile = padded_rows(count)
+    _biased_product[(triton.cdiv(width, _COLUMNS),)](
+        TensorDescriptor.from_tensor(rows, [tile, _STRIDE]),
+        TensorDescriptor.from_tensor(weights, [_COLUMNS, _STRIDE]),
+        biases,
+        output,
+        count,
+        WIDTH=width,
+        DEPTH=depth,
+        ROWS=tile,
+        COLUMNS=_COLUMNS,
+        STRIDE=_STRIDE,
+        num_warps=4,
+        num_stages=_STAGES,
+        **early_launch(rows.device),
     )
     return output
 

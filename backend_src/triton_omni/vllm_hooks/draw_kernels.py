@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_omni.early_kernels import early_launch, wait_for_inputs
 from triton_omni.tiles import padded_rows
-from triton_omni.vllm_hooks.early_kernels import early_launch, wait_for_inputs
 
 _BLOCK = 512
 """Ids whose weights are summed by one program's row, and walked along by whoever finds them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How decoder layers compute a recorded step of one token a sequence: four kernels and a product in place of twelve.
+"""How decoder layers compute a recorded step of one token a sequence: seven kernels in place of twelve.
 
 The layers are vLLM's, and keep their weights and their cache; other steps are computed by their own `forward`.
 """
@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from triton_omni.vllm_hooks.compat import UnquantizedLinearMethod, get_forward_context
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Rotation, decode_attention
-from triton_omni.vllm_hooks.decode_product_kernels import add_norm, gated_product, most_rows, split_product
+from triton_omni.vllm_hooks.decode_product_kernels import (
+    add_norm,
+    biased_product,
+    gated_product,
+    is_narrow,
+    most_rows,
+    split_product,
+)
 from triton_omni.vllm_hooks.fused_decode import decoder_of
 
 
@@ -30,10 +37,17 @@ class Switch:
 
 
 class FusedAttention:
-    """Stands in for the `forward` of a layer's attention."""
+    """Stands in for the `forward` of a layer's attention.
 
-    def __init__(self, attention: Any, switch: Switch) -> None:
+    Args:
+        attention: vLLM's.
+        switch: of all layers.
+        own_product: whether queries, keys and values are projected here too, of a plain matrix with a bias.
+    """
+
+    def __init__(self, attention: Any, switch: Switch, *, own_product: bool = False) -> None:
         self._attention, self._switch, self._plain = attention, switch, attention.forward
+        self._own_product = own_product
 
     def __call__(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """[N, hidden] of positions [3, N] and hidden states [N, hidden]."""
@@ -48,7 +62,7 @@ class FusedAttention:
         layer, cached = self._attention, self._attention.attn
         steps: Any = get_forward_context().attn_metadata
         step = steps[cached.layer_name]
-        projected, _ = layer.qkv_proj(hidden_states)
+        projected = self._project(hidden_states)
         return decode_attention(
             projected,
             self._rotation(positions, projected),
@@ -57,6 +71,13 @@ class FusedAttention:
             heads=layer.num_heads,
             scale=layer.scaling,
         )
+
+    def _project(self, hidden_states: Tensor) -> Tensor:
+        matrix = self._attention.qkv_proj
+        if self._own_product and len(hidden_states) <= most_rows(hidden_states.shape[1]):
+            return biased_product(hidden_states, matrix.weight, matrix.bias)
+        projected: Tensor = matrix(hidden_states)[0]
+        return projected
 
     def _rotation(self, positions: Tensor, projected: Tensor) -> Rotation:
         rotary = self._attention.rotary_emb
@@ -119,11 +140,18 @@ def fuse(network: nn.Module, max_sequences: int) -> Switch:
     switch = Switch(torch.zeros(most, dtype=torch.int32, device=next(network.parameters()).device))
     plain_products = _products_are_plain(layers)
     for layer in layers:
-        attention = layer.self_attn.forward = FusedAttention(layer.self_attn, switch)
+        own = _projects_here(layer.self_attn.qkv_proj)
+        attention = layer.self_attn.forward = FusedAttention(layer.self_attn, switch, own_product=own)
         if plain_products:
             layer.forward = FusedLayer(layer, attention, switch)
     decoder.norm.forward = FusedNorm(decoder.norm)
     return switch
+
+
+def _projects_here(matrix: Any) -> bool:
+    """Whether queries, keys and values of a step are a product of ours."""
+    plain = isinstance(matrix.quant_method, UnquantizedLinearMethod) and matrix.bias is not None
+    return plain and is_narrow(matrix.weight.shape[1])
 
 
 def _products_are_plain(layers: list[Any]) -> bool:

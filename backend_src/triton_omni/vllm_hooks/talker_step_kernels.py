@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.vllm_hooks.early_kernels import early_launch, wait_for_inputs
+from triton_omni.early_kernels import early_launch, wait_for_inputs
 from triton_omni.vllm_hooks.talker_columns import Column
 from triton_omni.vllm_hooks.talker_draw import Setting
 
