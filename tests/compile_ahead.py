@@ -25,8 +25,10 @@ from triton_omni.token2wav.kernels import (
     residual_norm,
 )
 from triton_omni.token2wav.layer_kernels import LayerTilings, own_block_attention, product, tilings_for
+from triton_omni.token2wav.ode import EVALUATIONS_A_STEP
 from triton_omni.token2wav.past import LayerPast
 from triton_omni.token2wav.rotary import Rotary
+from triton_omni.token2wav.solver_kernels import advance
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Rotation, decode_attention
 from triton_omni.vllm_hooks.decode_product_kernels import (
     add_norm,
@@ -152,6 +154,17 @@ def tiled_layer(tilings: LayerTilings, rows: int, width: int = 1024, inner: int 
         product(zeros(rows, inner), zeros(width, inner), zeros(width), tilings.leave)
 
 
+def solvers() -> None:
+    """What lies between evaluations."""
+    state, width = zeros(4, 24, 80, dtype=FLOAT), zeros(1, dtype=FLOAT)[0]
+    for guided in (True, False):
+        velocity, scale = zeros(4 << guided, 24, 80), zeros(4, 24, 1, dtype=FLOAT) if guided else None
+        for solver, evaluations in EVALUATIONS_A_STEP.items():
+            slopes = zeros(evaluations - 1, *state.shape, dtype=FLOAT)
+            for number in range(evaluations):
+                advance(velocity, scale, width, state, slopes, solver=solver, number=number)
+
+
 def waveform(frames: int, windows: int) -> None:
     """The vocoder's filter and the noise."""
     fused_standard_normal([(1, 0, frames)], 80, torch.device("cpu"))
@@ -180,6 +193,7 @@ def main() -> None:
     transformer(4)
     for rows in (48, 96, 192, 384):
         tiled_layer(tilings_for(rows), rows)
+    solvers()
     waveform(96, windows=1)
     print("again", flush=True)
     waveform(97, windows=3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The early launch that the kernels of a fused decode step share, in the Triton language."""
+"""The early launch that kernels share which follow each other, in the Triton language."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ def wait_for_inputs(EARLY: tl.constexpr):
         gdc_wait()
 
 
-@functools.cache
-def early_launch(device: torch.device) -> dict[str, Any]:
+def early_launch(device: torch.device, *, early: bool = True) -> dict[str, Any]:
     """Arguments of a launch whose kernel is laid out on the GPU while the one before ends, where the GPU can.
 
+    Not `early`, where the kernel before is a library's, which lets none begin: it would only cost.
     Source: programmatic dependent launch, CUDA Programming Guide; from compute capability 9.0 (Hopper) on.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
-        return {"EARLY": True, "launch_pdl": True}
-    return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if early and _launches_early(device) else {"EARLY": False}
+
+
+@functools.cache
+def _launches_early(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -138,8 +138,9 @@ def plain_norm(monkeypatch: pytest.MonkeyPatch) -> None:
         *,
         eps: float,
         dtype: torch.dtype,
+        early: bool,
     ) -> Tensor:
-        del eps
+        del eps, early
         if branch is not None:
             hidden += gate * (branch.sum(0) if branch.ndim > hidden.ndim else branch)
         return modulate(hidden, shift, scale).to(dtype)

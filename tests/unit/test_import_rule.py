@@ -27,6 +27,7 @@ LAYERS = [
             "precision",
             "spans",
             "tiles",
+            "early_kernels",
             "tracing",
         }
     },
@@ -176,7 +177,18 @@ def test_the_gateway_is_the_client_and_a_web_server_alone():
 def test_token2wav_is_torch_and_numpy_alone():
     # pydantic: its ValidationError is what settings raise.
     allowed = {"torch", "numpy", "pydantic", "triton_omni", *sys.stdlib_module_names}
-    ours = {"settings", "engine", "errors", "precision", "spans", "streams", "tiles", "checkpoint", "token2wav"}
+    ours = {
+        "settings",
+        "engine",
+        "errors",
+        "precision",
+        "spans",
+        "streams",
+        "tiles",
+        "early_kernels",
+        "checkpoint",
+        "token2wav",
+    }
     kernels = {"triton_omni.token2wav.kernels", "triton_omni.token2wav.attention_kernels"}
     decode = {
         f"triton_omni.vllm_hooks.{kind}_kernels"

@@ -142,6 +142,7 @@ def block_attention(
     *,
     heads: int,
     rotary_heads: int,
+    early: bool = False,
 ) -> Tensor:
     """Rotary embedding and attention of every block over the blocks it can see (`attention.block_attention`).
 
@@ -152,6 +153,7 @@ def block_attention(
         reach: (look-back, look-ahead) in blocks, each 0 or 1.
         past: what a layer that looks back finds before blocks that have no previous one, in the dtype of `qkv`.
         heads: of them the first `rotary_heads` are rotated.
+        early: see `early_launch`.
 
     Returns:
         [R, heads x head_dim] in the dtype of `qkv`.
@@ -183,7 +185,7 @@ def block_attention(
         BACK=reach[0],
         AHEAD=reach[1],
         num_warps=2,
-        **early_launch(qkv.device),
+        **early_launch(qkv.device, early=early),
     )
     return mixed
 
@@ -215,13 +217,14 @@ def _leave_past(
         tl.store(target + inner, tl.load(source + inner, mask=inside), mask=inside)
 
 
-def leave_past(qkv: Tensor, past: LayerPast, *, heads: int) -> None:
+def leave_past(qkv: Tensor, past: LayerPast, *, heads: int, early: bool = False) -> None:
     """Write the keys and values of the blocks that are left to later windows (`past.LayerPast.leave`).
 
     Args:
         qkv: [R, 3 x heads x head_dim], see `block_attention`, which must have been launched before.
         past: pages in the dtype of `qkv`.
         heads: of the attention.
+        early: see `early_launch`.
     """
     rows, width = qkv.shape
     blocks = len(past.left)
@@ -237,5 +240,5 @@ def leave_past(qkv: Tensor, past: LayerPast, *, heads: int) -> None:
         BLOCK=block_size,
         TILE=triton.next_power_of_2(block_size),
         num_warps=2,
-        **early_launch(qkv.device),
+        **early_launch(qkv.device, early=early),
     )

@@ -106,6 +106,21 @@ class FusedDiT:
         past: Past,
     ) -> Tensor:
         """See `DiT.forward`; a condition of twice the blocks takes the state for each half."""
+        velocity = self.evaluate(number, state, condition, modulation, rotary=rotary, neighbours=neighbours, past=past)
+        return velocity.float()
+
+    def evaluate(
+        self,
+        number: int,
+        state: Tensor,
+        condition: Tensor,
+        modulation: Tensor,
+        *,
+        rotary: Rotary,
+        neighbours: Neighbours,
+        past: Past,
+    ) -> Tensor:
+        """The same as the last product gives it, in the dtype of the products."""
         # The state's few channels stay in float32: noise of half precision would be heard.
         projected = self._dit.input_embed.mel(state)
         halves = condition.view(-1, *projected.shape)
@@ -113,19 +128,20 @@ class FusedDiT:
         angles = (rotary.cos.flatten(0, 2), rotary.sin.flatten(0, 2))
         norms = modulation[number, :-FINAL_PARTS].view(-1, LAYER_PARTS, modulation.shape[2])
         tilings = tilings_for(len(hidden)) if self._tiled else LIBRARY
+        early = tilings is not LIBRARY
         branch: Tensor | None = None
         gate = norms[0, 2]
         for place, (layer, parts) in enumerate(zip(self._layers, norms, strict=True)):
             shift, scale, attention_gate, ff_shift, ff_scale, ff_gate = parts.unbind(0)
-            normed = self._residual_norm(hidden, branch, gate, shift, scale)
+            normed = self._residual_norm(hidden, branch, gate, shift, scale, early=early)
             layer_past = past.at(number, place)
             mixed = self._attend(layer, normed, angles=angles, neighbours=neighbours, past=layer_past, tilings=tilings)
             out = layer.out(mixed, tilings.out)
-            normed = self._residual_norm(hidden, out, attention_gate, ff_shift, ff_scale)
+            normed = self._residual_norm(hidden, out, attention_gate, ff_shift, ff_scale, early=early)
             branch, gate = layer.leave(layer.enter.gelu(normed, tilings.enter), tilings.leave), ff_gate
         scale, shift = modulation[number, -FINAL_PARTS:].unbind(0)
-        velocity = self._leave(self._residual_norm(hidden, branch, gate, shift, scale))
-        return velocity.float().view(*condition.shape[:2], -1)
+        velocity = self._leave(self._residual_norm(hidden, branch, gate, shift, scale, early=early))
+        return velocity.view(*condition.shape[:2], -1)
 
     def _attend(
         self,
@@ -138,20 +154,20 @@ class FusedDiT:
         tilings: LayerTilings,
     ) -> Tensor:
         """What the layer's heads see [R, H] of the normed `rows` [R, H]."""
-        heads = {"heads": self._heads, "rotary_heads": ROTARY_HEADS}
+        heads, early = {"heads": self._heads, "rotary_heads": ROTARY_HEADS}, tilings is not LIBRARY
         if tilings.attention is not None and not any(layer.reach):
             qkv, valid = layer.qkv, neighbours.valid_frames
             return own_block_attention(rows, qkv.weight, qkv.bias, angles, valid, tilings.attention, **heads)
         projected = layer.qkv(rows, tilings.qkv)
-        mixed = block_attention(projected, angles, neighbours, layer.reach, past, **heads)
+        mixed = block_attention(projected, angles, neighbours, layer.reach, past, **heads, early=early)
         if past is not None:
-            leave_past(projected, past, heads=self._heads)
+            leave_past(projected, past, heads=self._heads, early=early)
         return mixed
 
     def _residual_norm(
-        self, hidden: Tensor, branch: Tensor | None, gate: Tensor, shift: Tensor, scale: Tensor
+        self, hidden: Tensor, branch: Tensor | None, gate: Tensor, shift: Tensor, scale: Tensor, *, early: bool
     ) -> Tensor:
-        return residual_norm(hidden, branch, gate, shift, scale, eps=NORM_EPS, dtype=self._dtype)
+        return residual_norm(hidden, branch, gate, shift, scale, eps=NORM_EPS, dtype=self._dtype, early=early)
 
     def _fuse(self, layer: Layer) -> _FusedLayer:
         attention, forward = layer.attn, layer.ff.ff

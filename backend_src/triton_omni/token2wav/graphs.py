@@ -21,10 +21,11 @@ from triton_omni.token2wav.batching import Neighbours
 from triton_omni.token2wav.dit import DiT
 from triton_omni.token2wav.fused_dit import FusedDiT
 from triton_omni.token2wav.fused_vocoder import FusedVocoder
-from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, STEPS, Solver, guide
+from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Solver
 from triton_omni.token2wav.past import NONE, Past, PastPool
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.token2wav.sampler import Flow, StepwiseSolver
+from triton_omni.token2wav.solver_kernels import advance
 from triton_omni.token2wav.steps import Steps
 from triton_omni.token2wav.transfer import to_device
 
@@ -249,24 +250,22 @@ class GraphedSolver:
         return self._graphs[kind]
 
     def _step(self, inputs: _Inputs, solver: Solver) -> Tensor:
-        condition = inputs.condition.flatten(0, 1)
-
-        def velocity(number: int, state: Tensor) -> Tensor:
-            output = self._fused(
+        condition, state = inputs.condition.flatten(0, 1), inputs.state
+        scale = inputs.scale if len(inputs.condition) > 1 else None
+        evaluations, place = EVALUATIONS_A_STEP[solver], state
+        slopes = torch.empty(evaluations - 1, *state.shape, device=state.device)
+        for number in range(evaluations):
+            velocity = self._fused.evaluate(
                 number,
-                state,
+                place,
                 condition,
                 inputs.modulation,
                 rotary=inputs.rotary,
                 neighbours=inputs.neighbours,
                 past=inputs.past,
             )
-            if len(inputs.condition) == 1:
-                return output
-            conditional, unconditional = output.chunk(2)
-            return guide(conditional, unconditional, inputs.scale)
-
-        return inputs.state.copy_(STEPS[solver](velocity, inputs.width, inputs.state))
+            place = advance(velocity, scale, inputs.width, state, slopes, solver=solver, number=number)
+        return place
 
 
 class GraphedVocoder:

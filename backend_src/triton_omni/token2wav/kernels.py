@@ -65,6 +65,7 @@ def residual_norm(
     *,
     eps: float,
     dtype: torch.dtype,
+    early: bool = False,
 ) -> Tensor:
     """`hidden += gate * branch` in place, then the adaptive norm of it (`dit.modulate`).
 
@@ -74,6 +75,7 @@ def residual_norm(
         gate, shift, scale: [H] fp32.
         eps: of the norm.
         dtype: of the result.
+        early: see `early_launch`.
 
     Returns:
         [R, H] in `dtype`.
@@ -94,7 +96,7 @@ def residual_norm(
         PARTS=parts,
         TILE=triton.next_power_of_2(width),
         num_warps=8,
-        **early_launch(hidden.device),
+        **early_launch(hidden.device, early=early),
     )
     return normed
 

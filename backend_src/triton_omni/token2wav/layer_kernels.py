@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -104,8 +104,8 @@ def fit(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the tilings fit: into a GPU with so much shared memory, in half precision; the interpreter has any."""
     if device.type != "cuda":
         return True
-    found: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return dtype.itemsize == 2 and found >= SHARED_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)
+    return dtype.itemsize == 2 and properties.shared_memory_per_block_optin >= SHARED_BYTES
 
 
 @triton.jit
