@@ -24,7 +24,7 @@ from triton_omni.token2wav.kernels import (
     fused_standard_normal,
     residual_norm,
 )
-from triton_omni.token2wav.layer_kernels import LayerTilings, own_block_attention, product, tilings_for
+from triton_omni.token2wav.layer_kernels import LayerTilings, product, tilings_for
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP
 from triton_omni.token2wav.past import LayerPast
 from triton_omni.token2wav.rotary import Rotary
@@ -135,17 +135,11 @@ def transformer(blocks: int, width: int = 1024, heads: int = 16) -> None:
     leave_past(qkv, past, heads=heads)
 
 
-def tiled_layer(tilings: LayerTilings, rows: int, width: int = 1024, inner: int = 2048, heads: int = 16) -> None:
+def tiled_layer(tilings: LayerTilings, rows: int, width: int = 1024, inner: int = 2048) -> None:
     """A DiT's layer of few rows."""
     few = zeros(rows, width)
     if tilings.qkv is not None:
         product(few, zeros(3 * width, width), zeros(3 * width), tilings.qkv)
-    if tilings.attention is not None:
-        angles, valid = zeros(rows, width // heads // 2, dtype=FLOAT), zeros(rows // 24, dtype=torch.int32)
-        weights, biases = zeros(3 * width, width), zeros(3 * width)
-        own_block_attention(
-            few, weights, biases, (angles, angles), valid, tilings.attention, heads=heads, rotary_heads=1
-        )
     if tilings.out is not None:
         product(few, zeros(width, width), zeros(width), tilings.out)
     if tilings.enter is not None:

@@ -37,7 +37,6 @@ from triton_omni.token2wav.layer_kernels import (
     LIBRARY,
     LayerTilings,
     Tiling,
-    own_block_attention,
     product,
     tilings_for,
 )
@@ -196,24 +195,6 @@ def test_a_product_of_few_rows_is_a_linear_layer(gelu: bool) -> None:
     expected = F.linear(rows, weights, biases)
     ours = product(rows, weights, biases, Tiling(64, 32, 32, 3), gelu=gelu)
     torch.testing.assert_close(ours, F.gelu(expected, approximate="tanh") if gelu else expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("rows", [32, 64, 128])
-@pytest.mark.parametrize("lengths", [(5,), (24, 30), (24,) * 7], ids=str)
-def test_attention_to_the_own_block_is_the_same_without_queries_keys_and_values(
-    rows: int, lengths: tuple[int, ...]
-) -> None:
-    heads, head_dim, depth = 2, 32, 64
-    layout = block_layout(lengths, 24, DEVICE)
-    hidden = layout.pack(random(sum(lengths), depth)).flatten(0, 1)
-    weights, biases = random(3 * heads * head_dim, depth, seed=1) / 8, random(3 * heads * head_dim, seed=2)
-    angles = random(len(hidden), head_dim // 2, seed=3)
-    rotary = angles.cos(), angles.sin()
-    projected, options = F.linear(hidden, weights, biases), {"heads": heads, "rotary_heads": 1}
-    expected = fused_block_attention(projected, rotary, layout.neighbours, (0, 0), None, **options)
-    valid, tiling = layout.neighbours.valid_frames, Tiling(rows, head_dim, 32, 3)
-    ours = own_block_attention(hidden, weights, biases, rotary, valid, tiling, **options)
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [48, 96, 192, 384, 6144])

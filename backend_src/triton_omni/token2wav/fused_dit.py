@@ -21,15 +21,13 @@ from triton_omni.token2wav.dit import FINAL_PARTS, LAYER_PARTS, NORM_EPS, DiT, L
 from triton_omni.token2wav.kernels import residual_norm
 from triton_omni.token2wav.layer_kernels import (
     LIBRARY,
-    LayerTilings,
     Tiling,
     fit,
-    own_block_attention,
     product,
     tilings_for,
 )
 from triton_omni.token2wav.ode import Velocity
-from triton_omni.token2wav.past import LayerPast, Past
+from triton_omni.token2wav.past import Past
 from triton_omni.token2wav.rotary import ROTARY_HEADS, Rotary
 
 
@@ -134,35 +132,25 @@ class FusedDiT:
         for place, (layer, parts) in enumerate(zip(self._layers, norms, strict=True)):
             shift, scale, attention_gate, ff_shift, ff_scale, ff_gate = parts.unbind(0)
             normed = self._residual_norm(hidden, branch, gate, shift, scale, early=early)
-            layer_past = past.at(number, place)
-            mixed = self._attend(layer, normed, angles=angles, neighbours=neighbours, past=layer_past, tilings=tilings)
+            qkv, layer_past = layer.qkv(normed, tilings.qkv), past.at(number, place)
+            mixed = block_attention(
+                qkv,
+                angles,
+                neighbours,
+                layer.reach,
+                layer_past,
+                heads=self._heads,
+                rotary_heads=ROTARY_HEADS,
+                early=early,
+            )
+            if layer_past is not None:
+                leave_past(qkv, layer_past, heads=self._heads, early=early)
             out = layer.out(mixed, tilings.out)
             normed = self._residual_norm(hidden, out, attention_gate, ff_shift, ff_scale, early=early)
             branch, gate = layer.leave(layer.enter.gelu(normed, tilings.enter), tilings.leave), ff_gate
         scale, shift = modulation[number, -FINAL_PARTS:].unbind(0)
         velocity = self._leave(self._residual_norm(hidden, branch, gate, shift, scale, early=early))
         return velocity.view(*condition.shape[:2], -1)
-
-    def _attend(
-        self,
-        layer: _FusedLayer,
-        rows: Tensor,
-        *,
-        angles: tuple[Tensor, Tensor],
-        neighbours: Neighbours,
-        past: LayerPast | None,
-        tilings: LayerTilings,
-    ) -> Tensor:
-        """What the layer's heads see [R, H] of the normed `rows` [R, H]."""
-        heads, early = {"heads": self._heads, "rotary_heads": ROTARY_HEADS}, tilings is not LIBRARY
-        if tilings.attention is not None and not any(layer.reach):
-            qkv, valid = layer.qkv, neighbours.valid_frames
-            return own_block_attention(rows, qkv.weight, qkv.bias, angles, valid, tilings.attention, **heads)
-        projected = layer.qkv(rows, tilings.qkv)
-        mixed = block_attention(projected, angles, neighbours, layer.reach, past, **heads, early=early)
-        if past is not None:
-            leave_past(projected, past, heads=self._heads, early=early)
-        return mixed
 
     def _residual_norm(
         self, hidden: Tensor, branch: Tensor | None, gate: Tensor, shift: Tensor, scale: Tensor, *, early: bool
