@@ -88,24 +88,9 @@ class FusedDiT:
     def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: Past) -> Velocity:
         """See `DiT.begin`; the pages of `past` are in the same dtype as the matrix products."""
         rotary = self._dit.rotary(layout.positions)
-        return lambda number, state: self(
+        return lambda number, state: self.evaluate(
             number, state, condition, modulation, rotary=rotary, neighbours=layout.neighbours, past=past
-        )
-
-    def __call__(
-        self,
-        number: int,
-        state: Tensor,
-        condition: Tensor,
-        modulation: Tensor,
-        *,
-        rotary: Rotary,
-        neighbours: Neighbours,
-        past: Past,
-    ) -> Tensor:
-        """See `DiT.forward`; a condition of twice the blocks takes the state for each half."""
-        velocity = self.evaluate(number, state, condition, modulation, rotary=rotary, neighbours=neighbours, past=past)
-        return velocity.float()
+        ).float()
 
     def evaluate(
         self,
@@ -118,7 +103,9 @@ class FusedDiT:
         neighbours: Neighbours,
         past: Past,
     ) -> Tensor:
-        """The same as the last product gives it, in the dtype of the products."""
+        """See `DiT.forward`; a condition of twice the blocks takes the state for each half, and the velocity is in the
+        dtype of the products.
+        """
         # The state's few channels stay in float32: noise of half precision would be heard.
         projected = self._dit.input_embed.mel(state)
         halves = condition.view(-1, *projected.shape)

@@ -23,10 +23,13 @@ SHARED_BYTES = 227 << 10
 """Shared memory of a program, which the tilings below take most of; Hopper's and the datacentre's Blackwell have it."""
 
 
+_ROWS = 64
+"""Of a program: as many as Hopper's tensor cores take at once."""
+
+
 class Tiling(NamedTuple):
     """What a program takes of a product at a time."""
 
-    rows: int
     columns: int
     stride: int
     """Of the depth."""
@@ -46,51 +49,19 @@ class LayerTilings:
     leave: Tiling | None
 
 
-_TILINGS = (
-    (
-        64,
-        LayerTilings(
-            qkv=Tiling(64, 32, 128, 5),
-            out=Tiling(64, 32, 128, 5, parts=4),
-            enter=Tiling(64, 32, 128, 6),
-            leave=Tiling(64, 32, 128, 5, parts=4),
-        ),
-    ),
-    (
-        128,
-        LayerTilings(
-            qkv=Tiling(64, 64, 128, 5),
-            out=Tiling(64, 64, 128, 5, parts=4),
-            enter=Tiling(64, 32, 128, 5),
-            leave=Tiling(64, 64, 128, 5, parts=4),
-        ),
-    ),
-    (
-        256,
-        LayerTilings(
-            qkv=Tiling(64, 128, 64, 5),
-            out=Tiling(64, 64, 128, 5, parts=2),
-            enter=Tiling(64, 64, 128, 5),
-            leave=Tiling(64, 64, 128, 5, parts=2),
-        ),
-    ),
-    (
-        512,
-        LayerTilings(
-            qkv=None,
-            out=Tiling(64, 64, 128, 5),
-            enter=None,
-            leave=Tiling(64, 64, 128, 5),
-        ),
-    ),
-)
-"""By the most rows for which they are the fastest of those tried on an H200, a layer being as wide as published."""
 LIBRARY = LayerTilings(None, None, None, None)
+_TILINGS = {
+    64: LayerTilings(Tiling(32, 128, 5), Tiling(32, 128, 5, 4), Tiling(32, 128, 6), Tiling(32, 128, 5, 4)),
+    128: LayerTilings(Tiling(64, 128, 5), Tiling(64, 128, 5, 4), Tiling(32, 128, 5), Tiling(64, 128, 5, 4)),
+    256: LayerTilings(Tiling(128, 64, 5), Tiling(64, 128, 5, 2), Tiling(64, 128, 5), Tiling(64, 128, 5, 2)),
+    512: LayerTilings(None, Tiling(64, 128, 5), None, Tiling(64, 128, 5)),
+}
+"""By the most rows for which they are the fastest of those tried on an H200, a layer being as wide as published."""
 
 
 def tilings_for(rows: int) -> LayerTilings:
     """How a layer of so many rows is computed."""
-    return next((tilings for most, tilings in _TILINGS if rows <= most), LIBRARY)
+    return next((tilings for most, tilings in _TILINGS.items() if rows <= most), LIBRARY)
 
 
 def fit(device: torch.device, dtype: torch.dtype) -> bool:
@@ -147,8 +118,8 @@ def product(rows: Tensor, weights: Tensor, biases: Tensor, tiling: Tiling, *, ge
     (count, depth), width, parts = rows.shape, len(weights), tiling.parts
     shape, dtype = ((count, width), rows.dtype) if parts == 1 else ((parts, count, width), torch.float32)
     output = torch.empty(shape, dtype=dtype, device=rows.device)
-    _product[(triton.cdiv(width, tiling.columns), triton.cdiv(count, tiling.rows), parts)](
-        TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.stride]),
+    _product[(triton.cdiv(width, tiling.columns), triton.cdiv(count, _ROWS), parts)](
+        TensorDescriptor.from_tensor(rows, [_ROWS, tiling.stride]),
         TensorDescriptor.from_tensor(weights, [tiling.columns, tiling.stride]),
         biases,
         output,
@@ -156,7 +127,7 @@ def product(rows: Tensor, weights: Tensor, biases: Tensor, tiling: Tiling, *, ge
         WIDTH=width,
         SHARE=triton.cdiv(triton.cdiv(depth, tiling.stride), parts) * tiling.stride,
         GELU=gelu,
-        ROWS=tiling.rows,
+        ROWS=_ROWS,
         COLUMNS=tiling.columns,
         STRIDE=tiling.stride,
         num_warps=4,

@@ -8,6 +8,8 @@ float32. It knows tensors, neither vLLM nor the networks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -148,6 +150,17 @@ def shares(width: int, depth: int) -> tuple[int, int]:
     return triton.cdiv(depth, share), share
 
 
+def _by_tiles(rows: Tensor, weights: Tensor) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Rows [M, K] and weights [N, K] as the copy engine fetches them, and how their product is launched."""
+    tile = padded_rows(len(rows))
+    tiles = (
+        TensorDescriptor.from_tensor(rows, [tile, _STRIDE]),
+        TensorDescriptor.from_tensor(weights, [_COLUMNS, _STRIDE]),
+    )
+    sizes = {"ROWS": tile, "COLUMNS": _COLUMNS, "STRIDE": _STRIDE}
+    return tiles, {**sizes, "num_warps": 4, "num_stages": _STAGES, **early_launch(rows.device)}
+
+
 def split_product(rows: Tensor, weights: Tensor) -> Tensor:
     """Parts [S, M, N] fp32 whose sum is `rows` [M, K] times the transpose of `weights` [N, K]; both contiguous.
 
@@ -158,22 +171,9 @@ def split_product(rows: Tensor, weights: Tensor) -> Tensor:
     (count, depth), width = rows.shape, len(weights)
     parts, share = shares(width, depth)
     output = torch.empty(parts, count, width, dtype=torch.float32, device=rows.device)
-    tile = padded_rows(count)
-    _split_product[(triton.cdiv(width, _COLUMNS), parts)](
-        TensorDescriptor.from_tensor(rows, [tile, _STRIDE]),
-        TensorDescriptor.from_tensor(weights, [_COLUMNS, _STRIDE]),
-        output,
-        count,
-        WIDTH=width,
-        DEPTH=depth,
-        SHARE=share,
-        ROWS=tile,
-        COLUMNS=_COLUMNS,
-        STRIDE=_STRIDE,
-        num_warps=4,
-        num_stages=_STAGES,
-        **early_launch(rows.device),
-    )
+    tiles, launched = _by_tiles(rows, weights)
+    grid = triton.cdiv(width, _COLUMNS), parts
+    _split_product[grid](*tiles, output, count, WIDTH=width, DEPTH=depth, SHARE=share, **launched)
     return output
 
 
@@ -204,21 +204,9 @@ def biased_product(rows: Tensor, weights: Tensor, biases: Tensor) -> Tensor:
     """`rows` [M, K] times the transpose of `weights` [N, K], plus `biases` [N]: [M, N]; see `split_product`."""
     (count, depth), width = rows.shape, len(weights)
     output = torch.empty(count, width, dtype=rows.dtype, device=rows.device)
-    tile = padded_rows(count)
+    tiles, launched = _by_tiles(rows, weights)
     _biased_product[(triton.cdiv(width, _COLUMNS),)](
-        TensorDescriptor.from_tensor(rows, [tile, _STRIDE]),
-        TensorDescriptor.from_tensor(weights, [_COLUMNS, _STRIDE]),
-        biases,
-        output,
-        count,
-        WIDTH=width,
-        DEPTH=depth,
-        ROWS=tile,
-        COLUMNS=_COLUMNS,
-        STRIDE=_STRIDE,
-        num_warps=4,
-        num_stages=_STAGES,
-        **early_launch(rows.device),
+        *tiles, biases, output, count, WIDTH=width, DEPTH=depth, **launched
     )
     return output
 
