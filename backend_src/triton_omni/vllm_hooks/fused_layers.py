@@ -150,8 +150,7 @@ def fuse(network: nn.Module, max_sequences: int) -> Switch:
 
 def _projects_here(matrix: Any) -> bool:
     """Whether queries, keys and values of a step are a product of ours."""
-    plain = isinstance(matrix.quant_method, UnquantizedLinearMethod) and matrix.bias is not None
-    return plain and is_narrow(matrix.weight.shape[1])
+    return _is_plain(matrix) and matrix.bias is not None and is_narrow(matrix.weight.shape[1])
 
 
 def _products_are_plain(layers: list[Any]) -> bool:
@@ -159,4 +158,8 @@ def _products_are_plain(layers: list[Any]) -> bool:
     matrices = [
         matrix for layer in layers for matrix in (layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
     ]
-    return all(isinstance(matrix.quant_method, UnquantizedLinearMethod) and matrix.bias is None for matrix in matrices)
+    return all(_is_plain(matrix) and matrix.bias is None for matrix in matrices)
+
+
+def _is_plain(matrix: Any) -> bool:
+    return isinstance(matrix.quant_method, UnquantizedLinearMethod)
