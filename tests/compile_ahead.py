@@ -8,7 +8,7 @@ the line `again` are launches of other sizes, as requests bring them to a server
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,13 +29,13 @@ from triton_omni.token2wav.ode import EVALUATIONS_A_STEP
 from triton_omni.token2wav.past import LayerPast
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.token2wav.solver_kernels import advance
-from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Rotation, decode_attention
+from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Projected, Rotation, decode_attention
 from triton_omni.vllm_hooks.decode_product_kernels import (
+    Unscaled,
     add_norm,
-    biased_product,
     gated_product,
-    is_narrow,
     most_rows,
+    residual_product,
     split_product,
 )
 from triton_omni.vllm_hooks.draw_kernels import fused_draw
@@ -44,10 +44,26 @@ from triton_omni.vllm_hooks.talker_draw import Setting
 from triton_omni.vllm_hooks.talker_step_kernels import Layout, Memory, Rules, begin, draw
 
 HALF, FLOAT = torch.float16, torch.float32
-ATTENTIONS = [(28, 4, 128), (16, 2, 128), (12, 4, 128), (14, 2, 64)]
-"""Heads, key heads and head width of the thinkers and talkers."""
-LAYERS = [(3584, 18944), (2048, 11008), (896, 18944), (896, 4864)]
-"""Their hidden and inner widths."""
+
+
+class Sizes(NamedTuple):
+    """Of a decoder layer."""
+
+    heads: int
+    key_heads: int
+    width: int
+    """Of a head."""
+    hidden: int
+    inner: int
+
+
+LAYERS = [
+    Sizes(28, 4, 128, 3584, 18944),
+    Sizes(16, 2, 128, 2048, 11008),
+    Sizes(12, 4, 128, 896, 18944),
+    Sizes(14, 2, 64, 896, 4864),
+]
+"""Of the thinkers and talkers."""
 
 
 class Ahead:
@@ -85,23 +101,33 @@ def zeros(*sizes: int, dtype: torch.dtype = HALF) -> Tensor:
     return torch.zeros(*sizes, dtype=dtype)
 
 
-def attentions(count: int) -> None:
-    """Of all published sizes."""
-    for heads, key_heads, width in ATTENTIONS:
-        blocks = zeros(4, key_heads, 16, 2 * width)
-        cache = Cache(blocks, zeros(count, 8, dtype=torch.int32), zeros(count, dtype=torch.int32))
-        rotation = Rotation(zeros(3, count, dtype=torch.int64), zeros(64, width), (16, width // 2 - 40, 24))
-        projected = zeros(count, (heads + 2 * key_heads) * width)
-        decode_attention(projected, rotation, cache, zeros(256, dtype=torch.int32), heads=heads, scale=0.1)
-
-
-def products(count: int, hidden: int, inner: int) -> None:
+def attention(count: int, sizes: Sizes, projected: Projected) -> Tensor:
     """Of a layer."""
-    rows, residual = zeros(count, hidden), zeros(count, hidden)
-    gated = gated_product(rows, zeros(2 * inner, hidden))
-    if is_narrow(hidden):
-        biased_product(rows, zeros(2560, hidden), zeros(2560))
-    add_norm(split_product(gated, zeros(hidden, inner)), residual, zeros(hidden), 1e-6)
+    blocks = zeros(4, sizes.key_heads, 16, 2 * sizes.width)
+    cache = Cache(blocks, zeros(count, 8, dtype=torch.int32), zeros(count, dtype=torch.int32))
+    sections = 16, sizes.width // 2 - 40, 24
+    rotation, arrivals = Rotation(zeros(3, count, dtype=torch.int64), zeros(64, sizes.width), sections), counts()
+    return decode_attention(projected, rotation, cache, arrivals, heads=sizes.heads, scale=0.1)
+
+
+def counts() -> Tensor:
+    """Of arrivals."""
+    return zeros(256, dtype=torch.int32)
+
+
+def layers(count: int, sizes: Sizes) -> None:
+    """The first, one behind it, and what the last does; before them attention alone."""
+    hidden, inner = sizes.hidden, sizes.inner
+    residual, columns = zeros(count, hidden), (sizes.heads + 2 * sizes.key_heads) * sizes.width
+    attention(count, sizes, Projected(zeros(1, count, columns)))
+    entering, gain = Unscaled(residual, None, 0.0), zeros(hidden)
+    for _ in range(2):
+        parts = split_product(entering.values, zeros(columns, hidden))
+        seen = attention(count, sizes, Projected(parts, zeros(columns), entering.squares, entering.eps, hidden))
+        between = residual_product(seen, zeros(hidden, seen.shape[1]), residual, gain, 1e-6, counts())
+        gated = gated_product(between, zeros(2 * inner, hidden))
+        entering = residual_product(gated, zeros(hidden, inner), residual, gain, 1e-6, counts())
+    add_norm(split_product(gated, zeros(hidden, inner)), residual, gain, 1e-6)
 
 
 def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65) -> None:
@@ -176,11 +202,9 @@ def waveform(frames: int, windows: int) -> None:
 def main() -> None:
     """Every kernel."""
     compile_only()
-    for count in (1, 64):
-        attentions(count)
-    for hidden, inner in LAYERS:
-        for count in (1, most_rows(hidden)):
-            products(count, hidden, inner)
+    for sizes in LAYERS:
+        for count in (1, most_rows(sizes.hidden)):
+            layers(count, sizes)
     fused_draw(zeros(3, 152064, dtype=FLOAT), zeros(3, dtype=torch.float64))
     talker_steps(3, 3584)
     talker_steps(3, 2048)

@@ -13,8 +13,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def let_next_begin(EARLY: tl.constexpr):
+    """To be called first where a kernel reads before `wait_for_inputs`: what none before it may still be writing."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """To be called before anything is read: a kernel that is launched early begins while the one before still runs."""
+    """To be called before anything is read: a kernel that is launched early begins while the one before still runs.
+
+    Also before a program ends: the next kernel waits for this one alone.
+    """
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()

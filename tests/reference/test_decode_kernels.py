@@ -13,11 +13,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from triton_omni.vllm_hooks.decode_attention_kernels import KEYS, Cache, Rotation, decode_attention, splits
+from triton_omni.vllm_hooks.decode_attention_kernels import (
+    KEYS,
+    Cache,
+    Projected,
+    Rotation,
+    decode_attention,
+    splits,
+)
 from triton_omni.vllm_hooks.decode_product_kernels import (
+    Unscaled,
     add_norm,
-    biased_product,
     gated_product,
+    residual_product,
     shares,
     split_product,
 )
@@ -57,13 +65,14 @@ class Step:
         angles = torch.arange(500)[:, None] / 10000 ** (torch.arange(self.width // 2) / (self.width // 2))
         self.angles = torch.cat([angles.cos(), angles.sin()], 1).to(DEVICE, self.dtype)
 
-    def run(self, arrivals: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, arrivals: Tensor, projected: Projected | None = None) -> tuple[Tensor, Tensor]:
         """What the kernel gives, and the cache behind it."""
         blocks = self.blocks.clone()
         cache = Cache(blocks, self.table, torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE))
         rotation = Rotation(self.positions, self.angles, SECTIONS[self.width])
         scale = 1 / math.sqrt(self.width)
-        return decode_attention(self.projected, rotation, cache, arrivals, heads=self.heads, scale=scale), blocks
+        given = projected or Projected(self.projected[None])
+        return decode_attention(given, rotation, cache, arrivals, heads=self.heads, scale=scale), blocks
 
     def rotated(self, heads: Tensor, row: int) -> Tensor:
         """Heads [H, D] of one token, as HF's `apply_multimodal_rotary_pos_emb` rotates them."""
@@ -143,6 +152,23 @@ def test_a_sequence_is_none_of_its_neighbours_business() -> None:
     torch.testing.assert_close(alone.run(arrivals())[0][1], ours[1], atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("tiles", [0, 1, 5])
+def test_attention_finishes_the_projection_that_it_reads(parts: int, tiles: int) -> None:
+    step, width = Step([90, 0, 17]), 48
+    biases, squares, root = normal(step.projected.shape[1]), None, torch.ones(3, 1, device=DEVICE)
+    if tiles:
+        squares = normal(tiles, 3).square()
+        root = (squares.sum(0) / width + 0.01).sqrt()[:, None]
+    unfinished = (step.projected - biases) * root
+    shared_out = normal(parts, *unfinished.shape)
+    shared_out[0] += unfinished - shared_out.sum(0)
+    ours, cache = step.run(arrivals(), Projected(shared_out, biases, squares, 0.01, width))
+    expected, plain_cache = step.expected()
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(cache, plain_cache, atol=1e-5, rtol=1e-4, equal_nan=True)
+
+
 def test_the_work_is_split_the_more_the_fewer_sequences_there_are() -> None:
     assert [splits(pairs) for pairs in (1, 4, 16, 32, 64, 128, 256, 1000)] == [16, 16, 16, 8, 4, 2, 1, 1]
 
@@ -166,20 +192,36 @@ def test_a_small_product_is_shared_by_many_programs() -> None:
     assert shares(32, 100) == (1, 128)
 
 
-@pytest.mark.parametrize("shape", [(1, 2560, 896), (5, 70, 96), (64, 64, 100)], ids=str)
-def test_biased_product_is_a_linear_layer(shape: tuple[int, int, int]) -> None:
+def norm_of(hidden: Unscaled) -> Tensor:
+    """The RMS norm in whose middle the hidden states are."""
+    width = hidden.values.shape[1]
+    return (
+        hidden.values
+        if hidden.squares is None
+        else hidden.values / (hidden.squares.sum(0) / width + hidden.eps).sqrt().unsqueeze(1)
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 896, 2000), (3, 96, 128), (33, 64, 100), (64, 160, 4), (64, 40, 300)], ids=str)
+def test_a_product_joins_the_residual_and_begins_its_norm(shape: tuple[int, int, int]) -> None:
     count, width, depth = shape
-    rows, weights, biases = normal(count, depth), normal(width, depth), normal(width)
-    ours = biased_product(rows, weights, biases)
-    torch.testing.assert_close(ours, F.linear(rows, weights, biases), atol=1e-3, rtol=1e-4)
+    rows, weights, gain = normal(count, depth), normal(width, depth), normal(width)
+    residual, counted = normal(count, width, scale=2), arrivals()
+    expected = residual + rows @ weights.T
+    hidden = residual_product(rows, weights, residual, gain, 1e-3, counted)
+    torch.testing.assert_close(residual, expected, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(norm_of(hidden), F.rms_norm(expected, (width,), gain, 1e-3), atol=1e-3, rtol=1e-4)
+    assert not counted.any(), "the next launch would take its parts for complete too early"
 
 
 @pytest.mark.parametrize("shape", [(1, 2000, 896), (3, 128, 96), (33, 100, 64), (64, 1, 160)], ids=str)
-def test_gated_product_is_silu_of_one_half_times_the_other(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("tiles", [0, 1, 14])
+def test_gated_product_is_silu_of_one_half_times_the_other(shape: tuple[int, int, int], tiles: int) -> None:
     count, width, depth = shape
     rows, weights = normal(count, depth), normal(2 * width, depth, scale=0.1)
-    gate, up = (rows @ weights.T).split(width, 1)
-    torch.testing.assert_close(gated_product(rows, weights), F.silu(gate) * up, atol=1e-4, rtol=1e-4)
+    hidden = Unscaled(rows, depth / tiles * normal(tiles, count).square() if tiles else None, 0.01)
+    gate, up = (norm_of(hidden) @ weights.T).split(width, 1)
+    torch.testing.assert_close(gated_product(hidden, weights), F.silu(gate) * up, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("width", [96, 896, 1024])
@@ -201,10 +243,7 @@ class Same:
         return hidden, None
 
 
-@pytest.mark.parametrize("own_product", [False, True])
-def test_a_layer_computes_a_recorded_step_by_the_kernel_and_others_plainly(
-    monkeypatch: pytest.MonkeyPatch, own_product: bool
-) -> None:
+def test_a_layer_computes_a_recorded_step_by_the_kernel_and_others_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton_omni.vllm_hooks import fused_layers
 
     step = Step([40, 3])
@@ -223,11 +262,13 @@ def test_a_layer_computes_a_recorded_step_by_the_kernel_and_others_plainly(
     known = SimpleNamespace(attn_metadata={"a": SimpleNamespace(block_table=step.table, seq_lens=lengths)})
     monkeypatch.setattr(fused_layers, "get_forward_context", lambda: known)
     switch = fused_layers.Switch(arrivals())
-    attention = fused_layers.FusedAttention(layer, switch, own_product=own_product)
+    attention = fused_layers.FusedAttention(layer, switch)
     assert attention(positions=step.positions, hidden_states=step.projected) is step.projected
     expected = step.expected()[0] @ outer
     switch.on = True
     ours = attention(positions=step.positions, hidden_states=step.projected)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    ours = attention.heads(step.positions, Unscaled(step.projected, None, 0.0)) @ outer
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -257,7 +298,9 @@ def test_layers_and_the_norm_behind_them_give_what_plain_ones_give() -> None:
             for size in ((hidden, hidden), (2 * inner, hidden), (hidden, inner))
         )
         norms = [Norm(torch.rand(hidden, generator=random).to(DEVICE) + 0.5) for _ in range(2)]
-        attend = SimpleNamespace(heads=lambda positions, states: states.sin(), o_proj=SimpleNamespace(weight=a))
+        attend = SimpleNamespace(
+            heads=lambda positions, states: norm_of(states).sin(), o_proj=SimpleNamespace(weight=a)
+        )
         mlp = SimpleNamespace(gate_up_proj=SimpleNamespace(weight=b), down_proj=SimpleNamespace(weight=c))
 
         def forward(positions: Tensor, states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -282,7 +325,11 @@ def test_layers_and_the_norm_behind_them_give_what_plain_ones_give() -> None:
 
     positions, plain = torch.zeros(3, count, dtype=torch.int64), [plain_layer(0), plain_layer(1)]
     switch, last = Switch(arrivals()), Norm(normal(hidden))
-    layers, norm = [FusedLayer(layer, layer.self_attn, switch) for layer in plain], FusedNorm(last)
+    layers: list[Any] = [
+        FusedLayer(layer, layer.self_attn, following, switch)
+        for layer, following in zip(plain, [plain[1].input_layernorm, None], strict=True)
+    ]
+    norm = FusedNorm(last)
     expected = through([layer.forward for layer in plain], last.forward)
     torch.testing.assert_close(through(layers, norm), expected, atol=0, rtol=0)
     switch.on = True

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.early_kernels import early_launch, wait_for_inputs
+from triton_omni.early_kernels import early_launch, let_next_begin, wait_for_inputs
 from triton_omni.tiles import padded_rows
+from triton_omni.vllm_hooks.decode_product_kernels import inverse_rms
 
 KEYS = 64
 """Cached keys that a program of attention takes at a time."""
@@ -51,74 +52,107 @@ class Rotation(NamedTuple):
     """Pairs of each axis."""
 
 
+class Projected(NamedTuple):
+    """Queries, keys and values of each sequence's new token, by head, as a projection leaves them."""
+
+    parts: Tensor
+    """[S, B, (heads + 2 key heads) D], to be summed."""
+    biases: Tensor | None = None
+    """[(heads + 2 key heads) D], not yet added."""
+    squares: Tensor | None = None
+    """fp32 [T, B]: see `Unscaled`, by whose root the sums are still to be divided."""
+    eps: float = 0.0
+    """Of that norm."""
+    width: int = 1
+    """Of what was projected."""
+
+
 @triton.jit
-def _rotated(base, cosine, sine, rows, wanted, HALF: tl.constexpr):
-    """Both halves [rows, HALF] of heads, rotated; in the dtype of what is loaded, as the plain path rounds."""
-    places = base + rows[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
-    first = tl.load(places, mask=wanted[:, None], other=0.0).to(tl.float32)
-    second = tl.load(places + HALF, mask=wanted[:, None], other=0.0).to(tl.float32)
-    kind = base.dtype.element_ty
+def _column(parts, biases, at, wanted, scale, part_stride, PARTS: tl.constexpr, kind: tl.constexpr):
+    """What was projected to the columns `at`, where `wanted`: rounded where the plain path has a tensor; fp32."""
+    total = tl.load(parts + at, mask=wanted, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * part_stride + at, mask=wanted, other=0.0)
+    total *= scale
+    if biases is not None:
+        total += tl.load(biases + at, mask=wanted, other=0.0).to(tl.float32)
+    return total.to(kind).to(tl.float32)
+
+
+@triton.jit
+def _rotated(
+    parts,
+    biases,
+    at,
+    wanted,
+    scale,
+    cosine,
+    sine,
+    part_stride,
+    PARTS: tl.constexpr,
+    HALF: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """Both halves of heads, the first of which was projected to the columns `at`, rotated."""
+    first = _column(parts, biases, at, wanted, scale, part_stride, PARTS, kind)
+    second = _column(parts, biases, at + HALF, wanted, scale, part_stride, PARTS, kind)
     return (first * cosine - second * sine).to(kind), (second * cosine + first * sine).to(kind)
 
 
 @triton.jit
+def _own_tiles(length, split, TILE: tl.constexpr, SPLITS: tl.constexpr):
+    """How many programs share a sequence's keys, and from which to which tile they are this one's."""
+    tiles = tl.cdiv(length, TILE)
+    share = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
+    return tl.cdiv(tiles, share), split * share, tl.minimum((split + 1) * share, tiles)
+
+
+@triton.jit
+def _nothing_seen(GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """A running softmax at its beginning: largest scores, sums of weights, weighted values."""
+    best = tl.full([GROUP], _LOWEST, tl.float32)
+    return best, tl.zeros([GROUP], tl.float32), tl.zeros([GROUP, WIDTH], tl.float32)
+
+
+@triton.jit
 def _merge(best, total, summed, other_best, other_total, other_summed):
-    """Join two running softmaxes: their largest scores, sums of weights and weighted values."""
+    """Join two running softmaxes."""
     joined = tl.maximum(best, other_best)
     ours, theirs = tl.exp2(best - joined), tl.exp2(other_best - joined)
     return joined, total * ours + other_total * theirs, summed * ours[:, None] + other_summed * theirs[:, None]
 
 
 @triton.jit
-def _over_cache(
-    query_1,
-    query_2,
-    own,
-    table,
-    from_tile,
-    to_tile,
-    past,
-    scale,
-    block_stride,
-    place_stride,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+def _cached_tile(
+    own, table, tile, past, block_stride, place_stride, BLOCK: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr
 ):
-    """A running softmax over the cached keys of some tiles: largest scores, sums of weights, weighted values."""
-    GROUP: tl.constexpr = query_1.shape[0]
-    HALF: tl.constexpr = query_1.shape[1]
-    lanes, dims = tl.arange(0, HALF), tl.arange(0, 2 * HALF)
-    best = tl.full([GROUP], _LOWEST, tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    summed = tl.zeros([GROUP, 2 * HALF], tl.float32)
-    for tile in range(from_tile, to_tile):
-        places = tile * TILE + tl.arange(0, TILE)
-        cached = places < past
-        blocks = tl.load(table + places // BLOCK, mask=cached, other=0).to(tl.int64)
-        at = own + blocks * block_stride + (places % BLOCK) * place_stride
-        key_1 = tl.load(at[None, :] + lanes[:, None], mask=cached[None, :], other=0.0)
-        key_2 = tl.load(at[None, :] + HALF + lanes[:, None], mask=cached[None, :], other=0.0)
-        value = tl.load(at[:, None] + 2 * HALF + dims[None, :], mask=cached[:, None], other=0.0)
-        scores = tl.dot(query_1, key_1, input_precision="ieee") + tl.dot(query_2, key_2, input_precision="ieee")
-        scores = tl.where(cached[None, :], scores * scale, float("-inf"))
-        highest = tl.maximum(best, tl.max(scores, 1))
-        weights, kept = tl.exp2(scores - highest[:, None]), tl.exp2(best - highest)
-        total = total * kept + tl.sum(weights, 1)
-        summed = summed * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        best = highest
-    return best, total, summed
+    """Both halves of a tile's keys [HALF, TILE] and its values [TILE, 2 HALF]; 0 from `past` on."""
+    lanes, dims, places = tl.arange(0, HALF), tl.arange(0, 2 * HALF), tile * TILE + tl.arange(0, TILE)
+    cached = places < past
+    blocks = tl.load(table + places // BLOCK, mask=cached, other=0).to(tl.int64)
+    at = own + blocks * block_stride + (places % BLOCK) * place_stride
+    key_1 = tl.load(at[None, :] + lanes[:, None], mask=cached[None, :], other=0.0)
+    key_2 = tl.load(at[None, :] + HALF + lanes[:, None], mask=cached[None, :], other=0.0)
+    return key_1, key_2, tl.load(at[:, None] + 2 * HALF + dims[None, :], mask=cached[:, None], other=0.0)
 
 
 @triton.jit
-def _with_own_token(best, total, summed, query_1, query_2, keys, values, kept, cosine, sine, scale):
-    """Join the step's own token, whose key and value come from the projection, and keep both in the cache."""
+def _over_tile(best, total, summed, query_1, query_2, key_1, key_2, value, cached, scale):
+    """Join a tile of cached keys to a running softmax."""
+    scores = tl.dot(query_1, key_1, input_precision="ieee") + tl.dot(query_2, key_2, input_precision="ieee")
+    scores = tl.where(cached[None, :], scores * scale, float("-inf"))
+    highest = tl.maximum(best, tl.max(scores, 1))
+    weights, kept = tl.exp2(scores - highest[:, None]), tl.exp2(best - highest)
+    summed = summed * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return highest, total * kept + tl.sum(weights, 1), summed
+
+
+@triton.jit
+def _with_own_token(best, total, summed, query_1, query_2, key_1, key_2, value, kept, scale):
+    """Join the step's own token, and keep its key and value in the cache."""
     GROUP: tl.constexpr = query_1.shape[0]
     HALF: tl.constexpr = query_1.shape[1]
     lanes, dims = tl.arange(0, HALF), tl.arange(0, 2 * HALF)
-    first, second = tl.load(keys + lanes).to(tl.float32), tl.load(keys + HALF + lanes).to(tl.float32)
-    key_1 = (first * cosine - second * sine).to(keys.dtype.element_ty)
-    key_2 = (second * cosine + first * sine).to(keys.dtype.element_ty)
-    value = tl.load(values + dims)
     tl.store(kept + lanes, key_1)
     tl.store(kept + HALF + lanes, key_2)
     tl.store(kept + 2 * HALF + dims, value)
@@ -129,13 +163,20 @@ def _with_own_token(best, total, summed, query_1, query_2, keys, values, kept, c
 
 
 @triton.jit
+def _leave(part, best, total, summed):
+    """Leave a running softmax in rows `part` [GROUP] for whoever puts all of them together."""
+    WIDTH: tl.constexpr = summed.shape[1]
+    tl.store(part[:, None] + tl.arange(0, WIDTH)[None, :], summed)
+    tl.store(part + WIDTH, best)
+    tl.store(part + WIDTH + 1, total)
+
+
+@triton.jit
 def _all_parts(parts, used, PART: tl.constexpr, WIDTH: tl.constexpr):
     """Put together what programs on other multiprocessors left, past this one's own cache (.cg)."""
     GROUP: tl.constexpr = parts.shape[0]
     dims = tl.arange(0, WIDTH)
-    best = tl.full([GROUP], _LOWEST, tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    summed = tl.zeros([GROUP, WIDTH], tl.float32)
+    best, total, summed = _nothing_seen(GROUP, WIDTH)
     for part in range(used):
         theirs = parts + part * PART
         values = tl.load(theirs[:, None] + dims[None, :], cache_modifier=".cg")
@@ -148,6 +189,8 @@ def _all_parts(parts, used, PART: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def _decode_attention(
     projected,
+    biases,
+    squares,
     positions,
     rotations,
     cache,
@@ -156,13 +199,19 @@ def _decode_attention(
     partials,
     arrivals,
     output,
+    count,
+    eps,
     scale,
+    part_stride,
     projected_stride,
     axis_stride,
     block_stride,
     head_stride,
     place_stride,
     table_stride,
+    PARTS: tl.constexpr,
+    INPUT_WIDTH: tl.constexpr,
+    INPUT_TILES: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -174,52 +223,55 @@ def _decode_attention(
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     pair, split = tl.program_id(0), tl.program_id(1)
     sequence, head = pair // KEY_HEADS, pair % KEY_HEADS
     SHARED: tl.constexpr = HEADS // KEY_HEADS
     WIDTH: tl.constexpr = 2 * HALF
     rows, lanes, dims = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, WIDTH)
     queries = rows < SHARED
+    # What earlier steps have left in the cache is on its way while the projection still runs.
     length = tl.load(lengths + sequence)
+    used, from_tile, to_tile = _own_tiles(length, split, TILE, SPLITS)
+    past, own, blocks_of = length - 1, cache + head * head_stride, table + sequence * table_stride
+    known = tl.minimum(past, to_tile * TILE)
+    key_1, key_2, value = _cached_tile(own, blocks_of, from_tile, known, block_stride, place_stride, BLOCK, TILE, HALF)
+
+    wait_for_inputs(EARLY)
     written = output + (sequence * HEADS + head * SHARED + rows[:, None]) * WIDTH + dims[None, :]
     if length == 0:
         if split == 0:
             tl.store(written, tl.zeros([GROUP, WIDTH], output.dtype.element_ty), mask=queries[:, None])
         return
-    tiles = tl.cdiv(length, TILE)
-    share = tl.cdiv(tiles, SPLITS)
-    used = tl.cdiv(tiles, share)
     if split >= used:
         return
-
-    row = projected + sequence.to(tl.int64) * projected_stride
     axis = tl.where(lanes < FIRST, 0, tl.where(lanes < SECOND, 1, 2))
     angles = tl.load(positions + axis * axis_stride + sequence) * WIDTH + lanes
     cosine, sine = tl.load(rotations + angles).to(tl.float32), tl.load(rotations + angles + HALF).to(tl.float32)
-    query_1, query_2 = _rotated(row + head * SHARED * WIDTH, cosine[None, :], sine[None, :], rows, queries, HALF)
-
-    past, own, blocks_of = length - 1, cache + head * head_stride, table + sequence * table_stride
-    best, total, summed = _over_cache(
-        query_1,
-        query_2,
-        own,
-        blocks_of,
-        split * share,
-        tl.minimum((split + 1) * share, tiles),
-        past,
-        scale,
-        block_stride,
-        place_stride,
-        BLOCK,
-        TILE,
+    kind: tl.constexpr = cache.dtype.element_ty
+    row = projected + sequence.to(tl.int64) * projected_stride
+    norm = tl.sum(inverse_rms(squares, count, sequence + tl.zeros([1], tl.int32), eps, INPUT_WIDTH, INPUT_TILES), 0)
+    at = (head * SHARED + rows[:, None]) * WIDTH + lanes[None, :]
+    query_1, query_2 = _rotated(
+        row, biases, at, queries[:, None], norm, cosine[None, :], sine[None, :], part_stride, PARTS, HALF, kind
     )
+
+    best, total, summed = _nothing_seen(GROUP, WIDTH)
+    for tile in range(from_tile, to_tile):
+        # The next is fetched before this one is used.
+        next_1, next_2, following = _cached_tile(
+            own, blocks_of, tile + 1, known, block_stride, place_stride, BLOCK, TILE, HALF
+        )
+        cached = tile * TILE + tl.arange(0, TILE) < past
+        best, total, summed = _over_tile(best, total, summed, query_1, query_2, key_1, key_2, value, cached, scale)
+        key_1, key_2, value = next_1, next_2, following
     if split == used - 1:
-        keys = row + (HEADS + head) * WIDTH
-        values = row + (HEADS + KEY_HEADS + head) * WIDTH
+        key_at, value_at = (HEADS + head) * WIDTH + lanes, (HEADS + KEY_HEADS + head) * WIDTH + dims
+        own_1, own_2 = _rotated(row, biases, key_at, lanes < HALF, norm, cosine, sine, part_stride, PARTS, HALF, kind)
+        own_value = _column(row, biases, value_at, dims < WIDTH, norm, part_stride, PARTS, kind).to(kind)
         kept = own + tl.load(blocks_of + past // BLOCK).to(tl.int64) * block_stride + (past % BLOCK) * place_stride
         best, total, summed = _with_own_token(
-            best, total, summed, query_1, query_2, keys, values, kept, cosine, sine, scale
+            best, total, summed, query_1, query_2, own_1, own_2, own_value, kept, scale
         )
 
     if used == 1:
@@ -229,9 +281,7 @@ def _decode_attention(
     PART: tl.constexpr = GROUP * (WIDTH + 2)
     parts = partials + pair.to(tl.int64) * (SPLITS * PART) + rows * (WIDTH + 2)
     mine = parts + split * PART
-    tl.store(mine[:, None] + dims[None, :], summed)
-    tl.store(mine + WIDTH, best)
-    tl.store(mine + WIDTH + 1, total)
+    _leave(mine, best, total, summed)
     # All threads' stores must be there before the one that counts arrivals says so.
     tl.debug_barrier()
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") < used - 1:
@@ -248,7 +298,7 @@ def splits(pairs: int) -> int:
 
 
 def decode_attention(
-    projected: Tensor, rotation: Rotation, cache: Cache, arrivals: Tensor, *, heads: int, scale: float
+    projected: Projected, rotation: Rotation, cache: Cache, arrivals: Tensor, *, heads: int, scale: float
 ) -> Tensor:
     """Attention of one new token a sequence, rotated here, to the sequence so far; its key and value join the cache.
 
@@ -256,7 +306,7 @@ def decode_attention(
     Flash-Decoding (Dao et al., 2023); whoever is last puts the parts together.
 
     Args:
-        projected: [B, (heads + 2 key heads) D], queries, keys and values of each sequence's new token, by head.
+        projected: the new tokens.
         rotation: of the new tokens.
         cache: of this layer; what is behind a sequence's length may be anything.
         arrivals: int32, zeros for every pair of a sequence and a key head; zeros again behind the launch.
@@ -264,18 +314,21 @@ def decode_attention(
         scale: of the scores.
 
     Returns:
-        [B, heads D] in the dtype of `projected`, 0 where there is no sequence.
+        [B, heads D] in the dtype of the cache, 0 where there is no sequence.
     """
-    count, (_, key_heads, block, double) = len(projected), cache.blocks.shape
+    parts, biases, squares, eps, width = projected
+    (summands, count, _), device, (_, key_heads, block, double) = parts.shape, parts.device, cache.blocks.shape
     half, pairs = double // 4, count * key_heads
     group = padded_rows(heads // key_heads)
     shares = splits(pairs)
-    partials = torch.empty(pairs * shares * group * (double // 2 + 2), dtype=torch.float32, device=projected.device)
-    output = torch.empty(count, heads * double // 2, dtype=projected.dtype, device=projected.device)
+    partials = torch.empty(pairs * shares * group * (double // 2 + 2), dtype=torch.float32, device=device)
+    output = torch.empty(count, heads * double // 2, dtype=cache.blocks.dtype, device=device)
     block_stride, head_stride, place_stride, _ = cache.blocks.stride()
     first, second, _ = rotation.sections
     _decode_attention[(pairs, shares)](
-        projected,
+        parts,
+        biases,
+        squares,
         rotation.positions,
         rotation.table,
         cache.blocks,
@@ -284,13 +337,19 @@ def decode_attention(
         partials,
         arrivals,
         output,
+        count,
+        eps,
         scale * _LOG2_E,
-        projected.stride(0),
+        parts.stride(0),
+        parts.stride(1),
         rotation.positions.stride(0),
         block_stride,
         head_stride,
         place_stride,
         cache.table.stride(0),
+        PARTS=summands,
+        INPUT_WIDTH=width,
+        INPUT_TILES=0 if squares is None else len(squares),
         HEADS=heads,
         KEY_HEADS=key_heads,
         HALF=half,
@@ -302,6 +361,6 @@ def decode_attention(
         SPLITS=shares,
         num_warps=4,
         num_stages=2,
-        **early_launch(projected.device),
+        **early_launch(device),
     )
     return output

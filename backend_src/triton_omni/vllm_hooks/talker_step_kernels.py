@@ -153,27 +153,31 @@ def _ordered(values):
 
 
 @triton.jit
-def _kth_largest(keys, k):
-    """The largest key that at least `k` keys reach; found bit by bit, without sorting."""
-    low, high = tl.full([], -0x80000000, tl.int64), tl.full([], 0x7FFFFFFF, tl.int64)
-    for _ in range(32):
-        middle = (low + high + 1) >> 1
-        enough = tl.sum((keys >= middle).to(tl.int32), 0) >= k
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    return low
+def _added(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
 
 
 @triton.jit
-def _nucleus(keys, weights, mass):
-    """The smallest key above which less than `mass` of the weights lies."""
-    low, high = tl.full([], -0x80000000, tl.int64), tl.full([], 0x7FFFFFFF, tl.int64)
-    for _ in range(32):
-        middle = (low + high) >> 1
-        less = tl.sum(tl.where(keys > middle, weights, 0.0), 0) < mass
-        high = tl.where(less, middle, high)
-        low = tl.where(less, low, middle + 1)
-    return high
+def _reached(keys, weights, least):
+    """The largest key such that the weights of it and of all larger ones sum up to `least`; the smallest if none do.
+
+    Found without sorting, by two bits in each round: a round waits for its sums, three of them as long as for one.
+    """
+    low, step = tl.full([], -0x80000000, tl.int32), tl.full([], 1 << 30, tl.int32)
+    for _ in range(16):
+        first, second = low + step, low + step + step
+        a, b, c = tl.reduce(
+            (
+                tl.where(keys >= first, weights, 0),
+                tl.where(keys >= second, weights, 0),
+                tl.where(keys >= second + step, weights, 0),
+            ),
+            0,
+            _added,
+        )
+        low += step * ((a >= least).to(tl.int32) + (b >= least).to(tl.int32) + (c >= least).to(tl.int32))
+        step >>= 2
+    return low
 
 
 # One kernel and one function, long as it is: penalties, filters and draw share a row of logits that stays in registers.
@@ -237,9 +241,9 @@ def _draw(
     kept = scaled >= highest + log_min_p
     keys = _ordered(scaled)
     keys = tl.where(kept, keys, -0x80000000)
-    kept = kept & (keys >= _kth_largest(keys, top_k))
+    kept = kept & (keys >= _reached(keys, tl.full([TILE], 1, tl.int32), top_k))
     weights = tl.where(kept & inside, tl.exp(scaled - highest), 0.0)
-    reached = _nucleus(keys, weights / tl.sum(weights, 0), top_p)
+    reached = _reached(keys, weights / tl.sum(weights, 0), top_p)
     weights = tl.where(top_p >= 1.0, weights, tl.where(keys >= reached, weights, 0.0))
 
     summed = tl.cumsum(weights.to(tl.float64), 0)
