@@ -31,11 +31,9 @@ from triton_omni.token2wav.rotary import Rotary
 from triton_omni.token2wav.solver_kernels import advance
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Projected, Rotation, decode_attention
 from triton_omni.vllm_hooks.decode_product_kernels import (
-    Unscaled,
     add_norm,
     gated_product,
     most_rows,
-    residual_product,
     split_product,
 )
 from triton_omni.vllm_hooks.draw_kernels import fused_draw
@@ -103,31 +101,26 @@ def zeros(*sizes: int, dtype: torch.dtype = HALF) -> Tensor:
 
 def attention(count: int, sizes: Sizes, projected: Projected) -> Tensor:
     """Of a layer."""
-    blocks = zeros(4, sizes.key_heads, 16, 2 * sizes.width)
+    blocks, arrivals = zeros(4, sizes.key_heads, 16, 2 * sizes.width), zeros(256, dtype=torch.int32)
     cache = Cache(blocks, zeros(count, 8, dtype=torch.int32), zeros(count, dtype=torch.int32))
     sections = 16, sizes.width // 2 - 40, 24
-    rotation, arrivals = Rotation(zeros(3, count, dtype=torch.int64), zeros(64, sizes.width), sections), counts()
+    rotation = Rotation(zeros(3, count, dtype=torch.int64), zeros(64, sizes.width), sections)
     return decode_attention(projected, rotation, cache, arrivals, heads=sizes.heads, scale=0.1)
 
 
-def counts() -> Tensor:
-    """Of arrivals."""
-    return zeros(256, dtype=torch.int32)
-
-
-def layers(count: int, sizes: Sizes) -> None:
-    """The first, one behind it, and what the last does; before them attention alone."""
-    hidden, inner = sizes.hidden, sizes.inner
-    residual, columns = zeros(count, hidden), (sizes.heads + 2 * sizes.key_heads) * sizes.width
+def layer(count: int, sizes: Sizes) -> None:
+    """All of it, and attention behind a library's product."""
+    hidden, columns = sizes.hidden, (sizes.heads + 2 * sizes.key_heads) * sizes.width
     attention(count, sizes, Projected(zeros(1, count, columns)))
-    entering, gain = Unscaled(residual, None, 0.0), zeros(hidden)
-    for _ in range(2):
-        parts = split_product(entering.values, zeros(columns, hidden))
-        seen = attention(count, sizes, Projected(parts, zeros(columns), entering.squares, entering.eps, hidden))
-        between = residual_product(seen, zeros(hidden, seen.shape[1]), residual, gain, 1e-6, counts())
-        gated = gated_product(between, zeros(2 * inner, hidden))
-        entering = residual_product(gated, zeros(hidden, inner), residual, gain, 1e-6, counts())
-    add_norm(split_product(gated, zeros(hidden, inner)), residual, gain, 1e-6)
+    residual, gain, projected = (
+        zeros(count, hidden),
+        zeros(hidden),
+        split_product(zeros(count, hidden), zeros(columns, hidden)),
+    )
+    seen = attention(count, sizes, Projected(projected, zeros(columns)))
+    normed = add_norm(split_product(seen, zeros(hidden, seen.shape[1])), residual, gain, 1e-6)
+    gated = gated_product(normed, zeros(2 * sizes.inner, hidden))
+    add_norm(split_product(gated, zeros(hidden, sizes.inner)), residual, gain, 1e-6)
 
 
 def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65) -> None:
@@ -204,7 +197,7 @@ def main() -> None:
     compile_only()
     for sizes in LAYERS:
         for count in (1, most_rows(sizes.hidden)):
-            layers(count, sizes)
+            layer(count, sizes)
     fused_draw(zeros(3, 152064, dtype=FLOAT), zeros(3, dtype=torch.float64))
     talker_steps(3, 3584)
     talker_steps(3, 2048)

@@ -45,6 +45,7 @@ def main(
     exact: Annotated[bool, typer.Option(help="hold equal requests to equal replies (float32 or deterministic)")] = True,
     mps: Annotated[bool, typer.Option(help="run the server under a CUDA MPS daemon of its own")] = False,
     growth: Annotated[float, typer.Option(min=0, help="MiB a process may grow by, beside its noise")] = 64,
+    warm_up: Annotated[float, typer.Option(min=0, max=0.9, help="share of the run before growth is measured")] = 0.2,
     seed: Annotated[int, typer.Option(help="of all that is drawn")] = 0,
     out: Annotated[Path, typer.Option(help="folder of soak.json, soak.png and the server's log")] = Path("soak-out"),
     model: Annotated[str | None, typer.Option(envvar="OMNI_MODEL", help="checkpoint: a folder or a hub id")] = None,
@@ -59,7 +60,16 @@ def main(
     if cancelled + malformed + slow + hurried > 1:
         raise typer.BadParameter("--cancelled, --malformed, --slow and --hurried are together over 1")
     options = Options(
-        requests, minutes, concurrency, shares, kills, seed, length=length, exact=exact, growth_allowed_mib=growth
+        requests,
+        minutes,
+        concurrency,
+        shares,
+        kills,
+        seed,
+        length=length,
+        exact=exact,
+        growth_allowed_mib=growth,
+        warm_up=warm_up,
     )
     config = ServerConfig(repository, model=str(model_folder(model)), log_path=out / "server.log", mps=mps)
     try:

@@ -25,8 +25,6 @@ STOP_S = 10.0
 _AUDIO_WITHIN = 2.0
 """Times to first audio at the end may be so many times those at the start, and a moment more."""
 _AUDIO_MOMENT_S = 0.1
-_WARM_UP = 0.2
-"""Share of a process's samples that are its warm-up."""
 _SHOWN = 20
 
 
@@ -62,6 +60,8 @@ class Soaked:
     """Whether equal requests must have got equal replies."""
     growth_allowed: float = 64.0 * MIB
     """Bytes a process."""
+    warm_up: float = 0.2
+    """Share of a process's samples that are left out of its growth."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def disturbed(self, ended: Ended) -> bool:
@@ -74,7 +74,7 @@ class Soaked:
         found = []
         for process in self.processes:
             first, last = max(undisturbed, process.seconds[0]), process.seconds[-1]
-            found.append(Growth.of(process.since(first + _WARM_UP * (last - first))))
+            found.append(Growth.of(process.since(first + self.warm_up * (last - first))))
         return [growth for growth in found if growth is not None]
 
     def first_audio(self) -> tuple[float, float]:

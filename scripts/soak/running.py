@@ -62,6 +62,8 @@ class Options:
     """Equal requests get equal replies, as in float32 and in deterministic mode."""
     sample_every_s: float = 1.0
     growth_allowed_mib: float = 64.0
+    warm_up: float = 0.2
+    """Share of the run before a process's growth is measured."""
 
 
 class Run:
@@ -116,6 +118,7 @@ class Run:
             overload_expected=options.concurrency >= _places(self._server.config.model_repository),
             exact=options.exact,
             growth_allowed=options.growth_allowed_mib * MIB,
+            warm_up=options.warm_up,
             options=asdict(options),
         )
 

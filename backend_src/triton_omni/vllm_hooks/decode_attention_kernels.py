@@ -17,7 +17,6 @@ from torch import Tensor
 
 from triton_omni.early_kernels import early_launch, let_next_begin, wait_for_inputs
 from triton_omni.tiles import padded_rows
-from triton_omni.vllm_hooks.decode_product_kernels import inverse_rms
 
 KEYS = 64
 """Cached keys that a program of attention takes at a time."""
@@ -58,22 +57,15 @@ class Projected(NamedTuple):
     parts: Tensor
     """[S, B, (heads + 2 key heads) D], to be summed."""
     biases: Tensor | None = None
-    """[(heads + 2 key heads) D], not yet added."""
-    squares: Tensor | None = None
-    """fp32 [T, B]: see `Unscaled`, by whose root the sums are still to be divided."""
-    eps: float = 0.0
-    """Of that norm."""
-    width: int = 1
-    """Of what was projected."""
+    """[(heads + 2 key heads) D], to be added."""
 
 
 @triton.jit
-def _column(parts, biases, at, wanted, scale, part_stride, PARTS: tl.constexpr, kind: tl.constexpr):
+def _column(parts, biases, at, wanted, part_stride, PARTS: tl.constexpr, kind: tl.constexpr):
     """What was projected to the columns `at`, where `wanted`: rounded where the plain path has a tensor; fp32."""
     total = tl.load(parts + at, mask=wanted, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(parts + part * part_stride + at, mask=wanted, other=0.0)
-    total *= scale
     if biases is not None:
         total += tl.load(biases + at, mask=wanted, other=0.0).to(tl.float32)
     return total.to(kind).to(tl.float32)
@@ -81,21 +73,11 @@ def _column(parts, biases, at, wanted, scale, part_stride, PARTS: tl.constexpr, 
 
 @triton.jit
 def _rotated(
-    parts,
-    biases,
-    at,
-    wanted,
-    scale,
-    cosine,
-    sine,
-    part_stride,
-    PARTS: tl.constexpr,
-    HALF: tl.constexpr,
-    kind: tl.constexpr,
+    parts, biases, at, wanted, cosine, sine, part_stride, PARTS: tl.constexpr, HALF: tl.constexpr, kind: tl.constexpr
 ):
     """Both halves of heads, the first of which was projected to the columns `at`, rotated."""
-    first = _column(parts, biases, at, wanted, scale, part_stride, PARTS, kind)
-    second = _column(parts, biases, at + HALF, wanted, scale, part_stride, PARTS, kind)
+    first = _column(parts, biases, at, wanted, part_stride, PARTS, kind)
+    second = _column(parts, biases, at + HALF, wanted, part_stride, PARTS, kind)
     return (first * cosine - second * sine).to(kind), (second * cosine + first * sine).to(kind)
 
 
@@ -138,9 +120,9 @@ def _cached_tile(
 
 @triton.jit
 def _over_tile(best, total, summed, query_1, query_2, key_1, key_2, value, cached, scale):
-    """Join a tile of cached keys to a running softmax."""
+    """Join a tile's keys, of which `cached` are there, to a running softmax."""
     scores = tl.dot(query_1, key_1, input_precision="ieee") + tl.dot(query_2, key_2, input_precision="ieee")
-    scores = tl.where(cached[None, :], scores * scale, float("-inf"))
+    scores = tl.where(tl.arange(0, key_1.shape[1])[None, :] < cached, scores * scale, float("-inf"))
     highest = tl.maximum(best, tl.max(scores, 1))
     weights, kept = tl.exp2(scores - highest[:, None]), tl.exp2(best - highest)
     summed = summed * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
@@ -190,7 +172,6 @@ def _all_parts(parts, used, PART: tl.constexpr, WIDTH: tl.constexpr):
 def _decode_attention(
     projected,
     biases,
-    squares,
     positions,
     rotations,
     cache,
@@ -199,8 +180,6 @@ def _decode_attention(
     partials,
     arrivals,
     output,
-    count,
-    eps,
     scale,
     part_stride,
     projected_stride,
@@ -210,8 +189,6 @@ def _decode_attention(
     place_stride,
     table_stride,
     PARTS: tl.constexpr,
-    INPUT_WIDTH: tl.constexpr,
-    INPUT_TILES: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -234,8 +211,7 @@ def _decode_attention(
     length = tl.load(lengths + sequence)
     used, from_tile, to_tile = _own_tiles(length, split, TILE, SPLITS)
     past, own, blocks_of = length - 1, cache + head * head_stride, table + sequence * table_stride
-    known = tl.minimum(past, to_tile * TILE)
-    key_1, key_2, value = _cached_tile(own, blocks_of, from_tile, known, block_stride, place_stride, BLOCK, TILE, HALF)
+    key_1, key_2, value = _cached_tile(own, blocks_of, from_tile, past, block_stride, place_stride, BLOCK, TILE, HALF)
 
     wait_for_inputs(EARLY)
     written = output + (sequence * HEADS + head * SHARED + rows[:, None]) * WIDTH + dims[None, :]
@@ -250,25 +226,22 @@ def _decode_attention(
     cosine, sine = tl.load(rotations + angles).to(tl.float32), tl.load(rotations + angles + HALF).to(tl.float32)
     kind: tl.constexpr = cache.dtype.element_ty
     row = projected + sequence.to(tl.int64) * projected_stride
-    norm = tl.sum(inverse_rms(squares, count, sequence + tl.zeros([1], tl.int32), eps, INPUT_WIDTH, INPUT_TILES), 0)
     at = (head * SHARED + rows[:, None]) * WIDTH + lanes[None, :]
     query_1, query_2 = _rotated(
-        row, biases, at, queries[:, None], norm, cosine[None, :], sine[None, :], part_stride, PARTS, HALF, kind
+        row, biases, at, queries[:, None], cosine[None, :], sine[None, :], part_stride, PARTS, HALF, kind
     )
 
     best, total, summed = _nothing_seen(GROUP, WIDTH)
-    for tile in range(from_tile, to_tile):
-        # The next is fetched before this one is used.
-        next_1, next_2, following = _cached_tile(
-            own, blocks_of, tile + 1, known, block_stride, place_stride, BLOCK, TILE, HALF
-        )
-        cached = tile * TILE + tl.arange(0, TILE) < past
+    cached = past - from_tile * TILE
+    best, total, summed = _over_tile(best, total, summed, query_1, query_2, key_1, key_2, value, cached, scale)
+    for tile in range(from_tile + 1, to_tile):
+        key_1, key_2, value = _cached_tile(own, blocks_of, tile, past, block_stride, place_stride, BLOCK, TILE, HALF)
+        cached = past - tile * TILE
         best, total, summed = _over_tile(best, total, summed, query_1, query_2, key_1, key_2, value, cached, scale)
-        key_1, key_2, value = next_1, next_2, following
     if split == used - 1:
         key_at, value_at = (HEADS + head) * WIDTH + lanes, (HEADS + KEY_HEADS + head) * WIDTH + dims
-        own_1, own_2 = _rotated(row, biases, key_at, lanes < HALF, norm, cosine, sine, part_stride, PARTS, HALF, kind)
-        own_value = _column(row, biases, value_at, dims < WIDTH, norm, part_stride, PARTS, kind).to(kind)
+        own_1, own_2 = _rotated(row, biases, key_at, lanes < HALF, cosine, sine, part_stride, PARTS, HALF, kind)
+        own_value = _column(row, biases, value_at, dims < WIDTH, part_stride, PARTS, kind).to(kind)
         kept = own + tl.load(blocks_of + past // BLOCK).to(tl.int64) * block_stride + (past % BLOCK) * place_stride
         best, total, summed = _with_own_token(
             best, total, summed, query_1, query_2, own_1, own_2, own_value, kept, scale
@@ -316,7 +289,7 @@ def decode_attention(
     Returns:
         [B, heads D] in the dtype of the cache, 0 where there is no sequence.
     """
-    parts, biases, squares, eps, width = projected
+    parts, biases = projected
     (summands, count, _), device, (_, key_heads, block, double) = parts.shape, parts.device, cache.blocks.shape
     half, pairs = double // 4, count * key_heads
     group = padded_rows(heads // key_heads)
@@ -328,7 +301,6 @@ def decode_attention(
     _decode_attention[(pairs, shares)](
         parts,
         biases,
-        squares,
         rotation.positions,
         rotation.table,
         cache.blocks,
@@ -337,8 +309,6 @@ def decode_attention(
         partials,
         arrivals,
         output,
-        count,
-        eps,
         scale * _LOG2_E,
         parts.stride(0),
         parts.stride(1),
@@ -348,8 +318,6 @@ def decode_attention(
         place_stride,
         cache.table.stride(0),
         PARTS=summands,
-        INPUT_WIDTH=width,
-        INPUT_TILES=0 if squares is None else len(squares),
         HEADS=heads,
         KEY_HEADS=key_heads,
         HALF=half,

@@ -8,8 +8,6 @@ float32. It knows tensors, neither vLLM nor the networks.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -35,17 +33,6 @@ _ENOUGH_PROGRAMS = 132
 """One a multiprocessor of the largest GPUs; more of them leave more parts to be added up."""
 
 
-class Unscaled(NamedTuple):
-    """Hidden states in the middle of an RMS norm: times its weights, not yet divided by the root of the mean square."""
-
-    values: Tensor
-    """[M, N]."""
-    squares: Tensor | None
-    """fp32 [T, M], sums of squares of T parts of each row before the weights; None = nothing is left to do."""
-    eps: float
-    """Of the norm."""
-
-
 def most_rows(width: int) -> int:
     """Tokens of a step for which these products are made, `width` being that of the hidden states.
 
@@ -55,29 +42,13 @@ def most_rows(width: int) -> int:
 
 
 @triton.jit
-def inverse_rms(squares, count, row, eps, WIDTH: tl.constexpr, TILES: tl.constexpr):
-    """fp32 [ROWS] of `row` [ROWS]: what an `Unscaled` of `count` rows of WIDTH is to be multiplied by."""
-    if TILES > 0:
-        tile = tl.arange(0, triton.next_power_of_2(TILES))
-        wanted = (tile < TILES)[:, None] & (row < count)[None, :]
-        found = tl.load(squares + tile[:, None] * count + row[None, :], mask=wanted, other=0.0)
-        inverse = tl.rsqrt(tl.sum(found, 0) / WIDTH + eps)
-    else:
-        inverse = tl.full(row.shape, 1.0, tl.float32)
-    return inverse
-
-
-@triton.jit
 def _gated_product(
     rows,
     weights,
-    squares,
     output,
     count,
-    eps,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
-    TILES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -85,7 +56,6 @@ def _gated_product(
 ):
     wait_for_inputs(EARLY)
     row, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    scale = inverse_rms(squares, count, row, eps, DEPTH, TILES)[:, None]
     wanted, inside = (row < count)[:, None], (column < WIDTH)[None, :]
     left, right = rows + row[:, None] * DEPTH, weights + column.to(tl.int64)[None, :] * DEPTH
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -100,29 +70,25 @@ def _gated_product(
         up += tl.dot(ours, ups, input_precision="ieee")
     # Rounded where the plain path has a tensor.
     kind = output.dtype.element_ty
-    gate, up = (gate * scale).to(kind).to(tl.float32), (up * scale).to(kind).to(tl.float32)
+    gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
     gated = (gate / (1.0 + tl.exp(-gate)) * up).to(kind)
     tl.store(output + row[:, None] * WIDTH + column[None, :], gated, mask=wanted & inside)
 
 
-def gated_product(hidden: Unscaled, weights: Tensor) -> Tensor:
-    """SwiGLU's first half, `silu(gate) * up` [M, I], of `hidden` [M, K] and `weights` [2 I, K], all gates first.
+def gated_product(rows: Tensor, weights: Tensor) -> Tensor:
+    """SwiGLU's first half, `silu(gate) * up` [M, I], of `rows` [M, K] and `weights` [2 I, K]: all gates, then the rest.
 
     Source: Shazeer, GLU Variants Improve Transformer (2020); HF's `Qwen2MLP`.
     """
-    rows, squares, eps = hidden
     (count, depth), width = rows.shape, len(weights) // 2
     output, tile = torch.empty(count, width, dtype=rows.dtype, device=rows.device), padded_rows(count)
     _gated_product[(triton.cdiv(width, _GATED_COLUMNS),)](
         rows,
         weights,
-        squares,
         output,
         count,
-        eps,
         WIDTH=width,
         DEPTH=depth,
-        TILES=0 if squares is None else len(squares),
         ROWS=tile,
         COLUMNS=_GATED_COLUMNS,
         STRIDE=_STRIDE,
@@ -132,19 +98,6 @@ def gated_product(hidden: Unscaled, weights: Tensor) -> Tensor:
         **early_launch(rows.device),
     )
     return output
-
-
-@triton.jit
-def _sum_of_products(rows, weights, first, begin, end, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
-    """fp32 [COLUMNS, ROWS]: weights from the `first` on times all rows, from depth `begin` to `end`.
-
-    Weights are on the left: there Hopper's tensor cores take 64 lines of them at once, straight from shared memory.
-    """
-    total = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for at in range(begin, end, STRIDE):
-        ours, theirs = rows.load([0, at]), weights.load([first, at])
-        total = tl.dot(theirs, ours.T, total, input_precision="ieee")
-    return total
 
 
 @triton.jit
@@ -163,8 +116,11 @@ def _split_product(
 ):
     wait_for_inputs(EARLY)
     part, row, first = tl.program_id(1), tl.arange(0, ROWS), tl.program_id(0) * COLUMNS
-    begin = part * SHARE
-    summed = _sum_of_products(rows, weights, first, begin, tl.minimum(begin + SHARE, DEPTH), ROWS, COLUMNS, STRIDE)
+    summed = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for at in range(part * SHARE, tl.minimum((part + 1) * SHARE, DEPTH), STRIDE):
+        ours, theirs = rows.load([0, at]), weights.load([first, at])
+        # Weights are on the left: there Hopper's tensor cores take 64 lines of them at once, from shared memory.
+        summed = tl.dot(theirs, ours.T, summed, input_precision="ieee")
     column = first + tl.arange(0, COLUMNS)
     wanted = (column < WIDTH)[:, None] & (row < count)[None, :]
     tl.store(parts + (part * count + row[None, :]) * WIDTH + column[:, None], summed, mask=wanted)
@@ -177,17 +133,6 @@ def shares(width: int, depth: int) -> tuple[int, int]:
     return triton.cdiv(depth, share), share
 
 
-def _by_tiles(rows: Tensor, weights: Tensor) -> tuple[tuple[Any, Any], dict[str, Any]]:
-    """Rows [M, K] and weights [N, K] as the copy engine fetches them, and how their product is launched."""
-    tile = padded_rows(len(rows))
-    tiles = (
-        TensorDescriptor.from_tensor(rows, [tile, _STRIDE]),
-        TensorDescriptor.from_tensor(weights, [_COLUMNS, _STRIDE]),
-    )
-    sizes = {"ROWS": tile, "COLUMNS": _COLUMNS, "STRIDE": _STRIDE}
-    return tiles, {**sizes, "num_warps": 4, "num_stages": _STAGES, **early_launch(rows.device)}
-
-
 def split_product(rows: Tensor, weights: Tensor) -> Tensor:
     """Parts [S, M, N] fp32 whose sum is `rows` [M, K] times the transpose of `weights` [N, K]; both contiguous.
 
@@ -198,94 +143,23 @@ def split_product(rows: Tensor, weights: Tensor) -> Tensor:
     (count, depth), width = rows.shape, len(weights)
     parts, share = shares(width, depth)
     output = torch.empty(parts, count, width, dtype=torch.float32, device=rows.device)
-    tiles, launched = _by_tiles(rows, weights)
-    grid = triton.cdiv(width, _COLUMNS), parts
-    _split_product[grid](*tiles, output, count, WIDTH=width, DEPTH=depth, SHARE=share, **launched)
-    return output
-
-
-# One kernel and one function, long as it is: all but one of its programs end in its middle.
-@triton.jit
-def _residual_product(
-    rows,
-    weights,
-    residual,
-    gain,
-    parts,
-    arrivals,
-    values,
-    squares,
-    count,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SHARE: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    wait_for_inputs(EARLY)
-    tile, part, row = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
-    first, begin = tile * COLUMNS, part * SHARE
-    summed = _sum_of_products(rows, weights, first, begin, tl.minimum(begin + SHARE, DEPTH), ROWS, COLUMNS, STRIDE)
-    column = first + tl.arange(0, COLUMNS)
-    at = row[None, :] * WIDTH + column[:, None]
-    wanted = (column < WIDTH)[:, None] & (row < count)[None, :]
-    tl.store(parts + part * count * WIDTH + at, summed, mask=wanted)
-    # All threads' stores must be there before the one that counts arrivals says so.
-    tl.debug_barrier()
-    if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") < PARTS - 1:
-        return
-    tl.store(arrivals + tile, 0)
-    total = tl.load(residual + at, mask=wanted, other=0.0).to(tl.float32)
-    # Unrolled, so that all parts are on their way at once; they lie past this multiprocessor's own cache (.cg).
-    for other in tl.static_range(PARTS):
-        total += tl.load(parts + other * count * WIDTH + at, mask=wanted, other=0.0, cache_modifier=".cg")
-    kind = residual.dtype.element_ty
-    rounded = total.to(kind)
-    tl.store(residual + at, rounded, mask=wanted)
-    total = rounded.to(tl.float32)
-    weighed = total * tl.load(gain + column, mask=column < WIDTH, other=0.0).to(tl.float32)[:, None]
-    tl.store(values + at, weighed.to(kind), mask=wanted)
-    tl.store(squares + tile * count + row, tl.sum(total * total, 0), mask=row < count)
-
-
-def residual_product(
-    rows: Tensor, weights: Tensor, residual: Tensor, gain: Tensor, eps: float, arrivals: Tensor
-) -> Unscaled:
-    """Add `rows` [M, K] times the transpose of `weights` [N, K] to `residual` [M, N] in place; gives its RMS norm.
-
-    As `split_product`, but the last program of a tile adds the parts up. A norm needs the whole row, which no program
-    has, so whoever reads it divides: the next product's sums, in place of its input.
-
-    Args:
-        gain: [N], the weight of the norm.
-        eps: of the norm.
-        arrivals: int32, zeros for every `columns` of N; zeros again behind the launch.
-    """
-    (count, depth), width = rows.shape, len(weights)
-    parts, share = shares(width, depth)
-    tiles = triton.cdiv(width, _COLUMNS)
-    partials = torch.empty(parts, count, width, dtype=torch.float32, device=rows.device)
-    values, squares = torch.empty_like(residual), partials.new_empty(tiles, count)
-    descriptors, launched = _by_tiles(rows, weights)
-    _residual_product[(tiles, parts)](
-        *descriptors,
-        residual,
-        gain,
-        partials,
-        arrivals,
-        values,
-        squares,
+    tile = padded_rows(count)
+    _split_product[(triton.cdiv(width, _COLUMNS), parts)](
+        TensorDescriptor.from_tensor(rows, [tile, _STRIDE]),
+        TensorDescriptor.from_tensor(weights, [_COLUMNS, _STRIDE]),
+        output,
         count,
         WIDTH=width,
         DEPTH=depth,
         SHARE=share,
-        PARTS=parts,
-        **launched,
+        ROWS=tile,
+        COLUMNS=_COLUMNS,
+        STRIDE=_STRIDE,
+        num_warps=4,
+        num_stages=_STAGES,
+        **early_launch(rows.device),
     )
-    return Unscaled(values, squares, eps)
+    return output
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How decoder layers compute a recorded step of one token a sequence: five kernels in place of twelve.
+"""How decoder layers compute a recorded step of one token a sequence: seven kernels in place of twelve.
 
 The layers are vLLM's, and keep their weights and their cache; other steps are computed by their own `forward`.
 """
@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from triton_omni.vllm_hooks.compat import UnquantizedLinearMethod, get_forward_context
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Projected, Rotation, decode_attention
 from triton_omni.vllm_hooks.decode_product_kernels import (
-    Unscaled,
     add_norm,
     gated_product,
     most_rows,
-    residual_product,
     split_product,
 )
 from triton_omni.vllm_hooks.fused_decode import decoder_of
@@ -28,7 +26,7 @@ class Switch:
     """Whether the step that is launched is one of one token a sequence, to be recorded.
 
     Args:
-        arrivals: see `decode_attention` and `residual_product`; of all layers, whose kernels run one after another.
+        arrivals: see `decode_attention`; of all layers, which run one after another.
     """
 
     def __init__(self, arrivals: Tensor) -> None:
@@ -56,11 +54,10 @@ class FusedAttention:
         output: Tensor = self._attention.o_proj(self._seen(positions, projected))[0]
         return output
 
-    def heads(self, positions: Tensor, hidden: Unscaled) -> Tensor:
-        """What the heads see [N, heads x head_dim], not yet projected; of plain matrices alone."""
-        matrix, (values, squares, eps) = self._attention.qkv_proj, hidden
-        parts = split_product(values, matrix.weight)
-        return self._seen(positions, Projected(parts, matrix.bias, squares, eps, values.shape[1]))
+    def heads(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """What the heads see [N, heads x head_dim], not yet projected; where the matrices are plain."""
+        matrix = self._attention.qkv_proj
+        return self._seen(positions, Projected(split_product(hidden_states, matrix.weight), matrix.bias))
 
     def _seen(self, positions: Tensor, projected: Projected) -> Tensor:
         layer, cached = self._attention, self._attention.attn
@@ -84,41 +81,29 @@ class FusedAttention:
 class FusedLayer:
     """Stands in for the `forward` of a decoder layer, its attention being fused.
 
-    Between such layers the hidden states travel in the middle of the next one's norm, behind the last as the parts of
-    a sum [S, N, hidden], which the norm there adds up.
-
-    Args:
-        layer: vLLM's.
-        attention: of the layer.
-        next_norm: of the layer behind, None = this is the last.
-        switch: of all layers.
+    Between such layers the hidden states travel as the parts of a sum [S, N, hidden], which the next norm adds up.
     """
 
-    def __init__(self, layer: Any, attention: FusedAttention, next_norm: Any, switch: Switch) -> None:
+    def __init__(self, layer: Any, attention: FusedAttention, switch: Switch) -> None:
         self._layer, self._attention, self._switch, self._plain = layer, attention, switch, layer.forward
-        self._next_norm, self._most_rows = next_norm, most_rows(layer.mlp.down_proj.weight.shape[0])
+        self._most_rows = most_rows(layer.mlp.down_proj.weight.shape[0])
 
-    def __call__(
-        self, positions: Tensor, hidden_states: Any, residual: Tensor | None
-    ) -> tuple[Tensor | Unscaled, Tensor]:
-        """Hidden states, and the residual [N, hidden], updated in place."""
+    def __call__(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Parts of the hidden states, and the residual [N, hidden], updated in place."""
         if not self._switch.on or positions.shape[-1] > self._most_rows:
             plain: tuple[Tensor, Tensor] = self._plain(positions, hidden_states, residual)
             return plain
         layer = self._layer
         if residual is None:
-            hidden_states, residual = Unscaled(layer.input_layernorm(hidden_states), None, 0.0), hidden_states
+            hidden_states, residual = layer.input_layernorm(hidden_states), hidden_states
+        else:
+            hidden_states = _add_norm(hidden_states, residual, layer.input_layernorm)
         seen = self._attention.heads(positions, hidden_states)
-        hidden_states = self._to_residual(seen, layer.self_attn.o_proj, residual, layer.post_attention_layernorm)
-        gated = gated_product(hidden_states, layer.mlp.gate_up_proj.weight)
-        if self._next_norm is None:
-            return split_product(gated, layer.mlp.down_proj.weight), residual
-        return self._to_residual(gated, layer.mlp.down_proj, residual, self._next_norm), residual
-
-    def _to_residual(self, rows: Tensor, matrix: Any, residual: Tensor, norm: Any) -> Unscaled:
-        return residual_product(
-            rows, matrix.weight, residual, norm.weight, norm.variance_epsilon, self._switch.arrivals
+        hidden_states = _add_norm(
+            split_product(seen, layer.self_attn.o_proj.weight), residual, layer.post_attention_layernorm
         )
+        gated = gated_product(hidden_states, layer.mlp.gate_up_proj.weight)
+        return split_product(gated, layer.mlp.down_proj.weight), residual
 
 
 class FusedNorm:
@@ -131,32 +116,32 @@ class FusedNorm:
         """As the plain norm, of hidden states in parts too."""
         if residual is None or hidden_states.ndim == residual.ndim:
             return self._plain(hidden_states, residual)
-        return add_norm(hidden_states, residual, self._norm.weight, self._norm.variance_epsilon), residual
+        return _add_norm(hidden_states, residual, self._norm), residual
+
+
+def _add_norm(parts: Tensor, residual: Tensor, norm: Any) -> Tensor:
+    return add_norm(parts, residual, norm.weight, norm.variance_epsilon)
 
 
 def fuse(network: nn.Module, max_sequences: int) -> Switch:
     """Let each decoder layer of a network be computed in either way; the switch that is returned says in which.
 
-    Where a layer's matrices are quantised, or their products might not fit float16 before a norm has divided them, only
-    its attention has another way.
+    Where a layer's matrices are quantised, only its attention has another way.
     """
     decoder, layers = decoder_of(network)
-    weight = next(network.parameters())
-    pairs = max_sequences * max(layer.self_attn.num_kv_heads for layer in layers)
-    switch = Switch(torch.zeros(max(pairs, decoder.norm.weight.numel()), dtype=torch.int32, device=weight.device))
-    plain_products = weight.dtype == torch.bfloat16 and _products_are_plain(layers)
-    norms = [layer.input_layernorm for layer in layers[1:]]
-    for layer, next_norm in zip(layers, [*norms, None], strict=True):
+    most = max_sequences * max(layer.self_attn.num_kv_heads for layer in layers)
+    switch = Switch(torch.zeros(most, dtype=torch.int32, device=next(network.parameters()).device))
+    plain_products = _products_are_plain(layers)
+    for layer in layers:
         attention = layer.self_attn.forward = FusedAttention(layer.self_attn, switch)
         if plain_products:
-            layer.forward = FusedLayer(layer, attention, next_norm, switch)
+            layer.forward = FusedLayer(layer, attention, switch)
     decoder.norm.forward = FusedNorm(decoder.norm)
     return switch
 
 
 def _products_are_plain(layers: list[Any]) -> bool:
-    """Whether the matrices that the kernels multiply by are as the checkpoint has them, with a bias at most where it is
-    added."""
+    """Whether the matrices are as the checkpoint has them, with a bias at most where one is added."""
     within = [
         matrix for layer in layers for matrix in (layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
     ]
