@@ -131,8 +131,8 @@ def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65
     used, faults = zeros(slots, vocabulary, dtype=torch.int32), zeros(slots, dtype=torch.int32)
     memory = Memory(zeros(64, width), used, faults, drawn)
     begin(Layout(index, drawn.clone(), positions, places), memory, zeros(vocabulary, width), 8296)
-    some = zeros(vocabulary, dtype=torch.bool)
-    rules = Rules(some, some, zeros(len(Setting), slots, dtype=FLOAT))
+    forbidden = torch.arange(vocabulary) >= 8193
+    rules = Rules.of(forbidden, zeros(vocabulary, dtype=torch.bool), zeros(len(Setting), slots, dtype=FLOAT), 8192)
     draw(zeros(count, vocabulary), index, memory, rules, 8296)
 
 

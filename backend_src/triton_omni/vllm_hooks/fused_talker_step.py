@@ -17,7 +17,7 @@ class FusedTalkerStep(TalkerStep):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._memory = Memory(self.rows.pool, self.rows.used, self.rows.faults, self.drawn)
-        self._rules = Rules(self.forbidden, self.draws.stops, self.draws.settings)
+        self._rules = Rules.of(self.forbidden, self.draws.stops, self.draws.settings, self.speakable)
 
     def begin_decode(self, ids: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         """As the plain step's."""

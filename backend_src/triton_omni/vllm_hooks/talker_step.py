@@ -33,7 +33,7 @@ class TalkerStep:
     """
 
     def __init__(self, rows: TalkerRows, index: Tensor, ids: CodecIds, speakable: int, max_sequences: int) -> None:
-        self.rows, self.index, self.mask_id = rows, index, ids.mask
+        self.rows, self.index, self.mask_id, self.speakable = rows, index, ids.mask, speakable
         self.decoding = False
         """Whether the step that runs has one token a sequence; set before it."""
         vocabulary = rows.used.shape[1]

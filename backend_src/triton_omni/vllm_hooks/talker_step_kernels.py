@@ -138,11 +138,21 @@ class Rules(NamedTuple):
     """Which ids may be drawn, and how each slot draws."""
 
     forbidden: Tensor
-    """bool [V], never."""
+    """uint8 [V], 1 = never; the interpreter and the compiler agree on bytes, not on bool."""
     stops: Tensor
-    """bool [V], not before a sequence's least length."""
+    """uint8 [V], 1 = not before a sequence's least length."""
     settings: Tensor
     """fp32 [settings, slots], in the order of `Setting`."""
+    codes: int
+    """So many ids at the beginning are codes."""
+    others: Tensor
+    """int32 [F], the ids behind them that may be drawn, in their order: a handful."""
+
+    @classmethod
+    def of(cls, forbidden: Tensor, stops: Tensor, settings: Tensor, codes: int) -> Rules:
+        """Of bool [V] each."""
+        others = codes + (~forbidden[codes:]).nonzero().flatten()
+        return cls(forbidden.view(torch.uint8), stops.view(torch.uint8), settings, codes, others.to(torch.int32))
 
 
 @triton.jit
@@ -158,7 +168,21 @@ def _added(a, b, c, other_a, other_b, other_c):
 
 
 @triton.jit
-def _reached(keys, weights, least):
+def _from(keys, weights, first, second, third):
+    """Sums of the weights whose keys reach each of three bounds."""
+    return tl.reduce(
+        (
+            tl.where(keys >= first, weights, 0),
+            tl.where(keys >= second, weights, 0),
+            tl.where(keys >= third, weights, 0),
+        ),
+        0,
+        _added,
+    )
+
+
+@triton.jit
+def _reached(keys, weights, other_keys, other_weights, least):
     """The largest key such that the weights of it and of all larger ones sum up to `least`; the smallest if none do.
 
     Found without sorting, by two bits in each round: a round waits for its sums, three of them as long as for one.
@@ -166,21 +190,38 @@ def _reached(keys, weights, least):
     low, step = tl.full([], -0x80000000, tl.int32), tl.full([], 1 << 30, tl.int32)
     for _ in range(16):
         first, second = low + step, low + step + step
-        a, b, c = tl.reduce(
-            (
-                tl.where(keys >= first, weights, 0),
-                tl.where(keys >= second, weights, 0),
-                tl.where(keys >= second + step, weights, 0),
-            ),
-            0,
-            _added,
+        third = second + step
+        a, b, c = _from(keys, weights, first, second, third)
+        other_a, other_b, other_c = _from(other_keys, other_weights, first, second, third)
+        low += step * (
+            (a + other_a >= least).to(tl.int32)
+            + (b + other_b >= least).to(tl.int32)
+            + (c + other_c >= least).to(tl.int32)
         )
-        low += step * ((a >= least).to(tl.int32) + (b >= least).to(tl.int32) + (c >= least).to(tl.int32))
         step >>= 2
     return low
 
 
+@triton.jit
+def _adjusted(values, ids, there, used, stops, forbidden, repetition, presence, frequency, early):
+    """Logits of `ids` where they are `there`, after the penalties; minus infinity where they must not be drawn."""
+    times = tl.load(used + ids, mask=there, other=0)
+    values = tl.where(times > 0, tl.where(values < 0, values * repetition, values / repetition), values)
+    ends = tl.load(stops + ids, mask=there, other=0) != 0
+    taken = frequency * times.to(tl.float32) + tl.where(times > 0, presence, 0.0)
+    values = values - tl.where(ends, 0.0, taken)
+    never = tl.load(forbidden + ids, mask=there, other=1) != 0
+    return tl.where(never, float("-inf"), tl.where(ends, tl.where(early, float("-inf"), values), values))
+
+
+@triton.jit
+def _at(numbers, number, values):
+    """Of `values`, the one at a number; 0 if there is none."""
+    return tl.sum(tl.where(numbers == number, values, 0), 0)
+
+
 # One kernel and one function, long as it is: penalties, filters and draw share a row of logits that stays in registers.
+# The few ids behind the codes are a tensor of their own: together they would need one of twice the size.
 @triton.jit
 def _draw(
     logits,
@@ -191,6 +232,7 @@ def _draw(
     forbidden,
     stops,
     settings,
+    others,
     logits_stride,
     index_stride,
     slots,
@@ -207,51 +249,75 @@ def _draw(
     PRESENCE: tl.constexpr,
     FREQUENCY: tl.constexpr,
     VOCABULARY: tl.constexpr,
+    CODES: tl.constexpr,
     TILE: tl.constexpr,
+    REST_TILE: tl.constexpr,
+    OTHERS: tl.constexpr,
+    OTHERS_TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait_for_inputs(EARLY)
-    token, ids = tl.program_id(0), tl.arange(0, TILE)
-    inside = ids < VOCABULARY
-    told = index + token * index_stride
+    token, ids, numbers = tl.program_id(0), tl.arange(0, TILE), tl.arange(0, OTHERS_TILE)
+    told, row = index + token * index_stride, logits + token * logits_stride
     slot, place = tl.load(told + SLOT), tl.load(told + PLACE)
-    values = tl.load(logits + token * logits_stride + ids, mask=inside, other=0.0).to(tl.float32)
-    finite = tl.abs(tl.sum(values, 0)) < float("inf")
-    sound = tl.where(tl.load(faults + slot) == 0, finite, False)
-    values = tl.where(sound, values, 0.0)
-    times = tl.load(used + slot * VOCABULARY + ids, mask=inside, other=0)
+    other_ids = tl.load(others + numbers, mask=numbers < OTHERS, other=0)
+    values = tl.load(row + ids, mask=ids < CODES, other=0.0).to(tl.float32)
+    other_values = tl.load(row + other_ids, mask=numbers < OTHERS, other=0.0).to(tl.float32)
+    rest = CODES + tl.arange(0, REST_TILE)
+    summed = tl.sum(values, 0) + tl.sum(tl.load(row + rest, mask=rest < VOCABULARY, other=0.0).to(tl.float32), 0)
+    sound = tl.where(tl.load(faults + slot) == 0, tl.abs(summed) < float("inf"), False)
     repetition = tl.load(settings + REPETITION * slots + slot)
     presence, frequency = tl.load(settings + PRESENCE * slots + slot), tl.load(settings + FREQUENCY * slots + slot)
-    values = tl.where(times > 0, tl.where(values < 0, values * repetition, values / repetition), values)
-    ends = tl.load(stops + ids, mask=inside, other=0) != 0
-    taken = frequency * times.to(tl.float32) + tl.where(times > 0, presence, 0.0)
-    values = values - tl.where(ends, 0.0, taken)
+    early = place < tl.load(settings + FIRST_STOP * slots + slot)
+    times = used + slot * VOCABULARY
+    values = _adjusted(
+        tl.where(sound, values, 0.0), ids, ids < CODES, times, stops, forbidden, repetition, presence, frequency, early
+    )
+    other_values = _adjusted(
+        tl.where(sound, other_values, 0.0),
+        other_ids,
+        numbers < OTHERS,
+        times,
+        stops,
+        forbidden,
+        repetition,
+        presence,
+        frequency,
+        early,
+    )
+    highest = tl.maximum(tl.max(values, 0), tl.max(other_values, 0))
+    likeliest = tl.minimum(
+        tl.min(tl.where(values == highest, ids, VOCABULARY), 0),
+        tl.min(tl.where(other_values == highest, other_ids, VOCABULARY), 0),
+    )
 
     temperature, top_p = tl.load(settings + TEMPERATURE * slots + slot), tl.load(settings + TOP_P * slots + slot)
     top_k, log_min_p = tl.load(settings + TOP_K * slots + slot), tl.load(settings + LOG_MIN_P * slots + slot)
-    early = place < tl.load(settings + FIRST_STOP * slots + slot)
-    never = tl.load(forbidden + ids, mask=inside, other=1) != 0
-    values = tl.where(never, float("-inf"), tl.where(ends, tl.where(early, float("-inf"), values), values))
-    highest = tl.max(values, 0)
-    likeliest = tl.min(tl.where(values == highest, ids, TILE), 0)
-
     greedy = temperature == 0
-    scaled = values / tl.where(greedy, 1.0, temperature)
-    highest = tl.max(scaled, 0)
-    kept = scaled >= highest + log_min_p
-    keys = _ordered(scaled)
-    keys = tl.where(kept, keys, -0x80000000)
-    kept = kept & (keys >= _reached(keys, tl.full([TILE], 1, tl.int32), top_k))
-    weights = tl.where(kept & inside, tl.exp(scaled - highest), 0.0)
-    reached = _reached(keys, weights / tl.sum(weights, 0), top_p)
-    weights = tl.where(top_p >= 1.0, weights, tl.where(keys >= reached, weights, 0.0))
+    divisor = tl.where(greedy, 1.0, temperature)
+    scaled, other_scaled, highest = values / divisor, other_values / divisor, highest / divisor
+    lowest = highest + log_min_p
+    keys = tl.where(scaled >= lowest, _ordered(scaled), -0x80000000)
+    other_keys = tl.where(other_scaled >= lowest, _ordered(other_scaled), -0x80000000)
+    one, other_one = tl.full([TILE], 1, tl.int32), tl.full([OTHERS_TILE], 1, tl.int32)
+    reached = _reached(keys, one, other_keys, other_one, top_k)
+    weights = tl.where((scaled >= lowest) & (keys >= reached), tl.exp(scaled - highest), 0.0)
+    other_weights = tl.where((other_scaled >= lowest) & (other_keys >= reached), tl.exp(other_scaled - highest), 0.0)
+    mass = top_p * (tl.sum(weights, 0) + tl.sum(other_weights, 0))
+    reached = tl.where(top_p >= 1.0, reached, _reached(keys, weights, other_keys, other_weights, mass))
+    weights = tl.where(keys >= reached, weights, 0.0)
+    other_weights = tl.where(other_keys >= reached, other_weights, 0.0)
 
-    summed = tl.cumsum(weights.to(tl.float64), 0)
+    below = tl.cumsum(weights.to(tl.float64), 0)
+    other_below = tl.max(below, 0) + tl.cumsum(other_weights.to(tl.float64), 0)
     uniform = tl.load(told + UNIFORM).to(tl.float64, bitcast=True)
-    target = uniform * tl.max(summed, 0)
-    chosen = tl.sum((summed <= target).to(tl.int32), 0)
+    target = uniform * tl.max(other_below, 0)
+    # All of the tile, where it is one of the others.
+    at, other_at = tl.sum((below <= target).to(tl.int32), 0), tl.sum((other_below <= target).to(tl.int32), 0)
+    is_code = at < TILE
+    chosen = tl.where(is_code, at, _at(numbers, other_at, other_ids))
     # Rounding may end between two ids, or behind the last.
-    weight = tl.sum(tl.where(ids == chosen, weights, 0.0), 0)
+    weight = tl.where(is_code, _at(ids, at, weights), _at(numbers, other_at, other_weights))
     chosen = tl.where(greedy, likeliest, tl.where(weight > 0, chosen, likeliest))
     tl.store(drawn + token, tl.where(sound, chosen, mask_id).to(tl.int32))
 
@@ -263,17 +329,17 @@ def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, mask_id: i
     then the cumulative distribution is inverted. Where ids at a bound are equally likely, all of them stay, whereas a
     sort keeps some.
     """
-    (count, vocabulary), slots = logits.shape, memory.used.shape[0]
+    (count, vocabulary), slots, others = logits.shape, memory.used.shape[0], len(rules.others)
     _draw[(count,)](
         logits,
         index,
         memory.drawn,
         memory.used,
         memory.faults,
-        # The interpreter and the compiler agree on bytes, not on bool.
-        rules.forbidden.view(torch.uint8),
-        rules.stops.view(torch.uint8),
+        rules.forbidden,
+        rules.stops,
         rules.settings,
+        rules.others,
         logits.stride(0),
         index.stride(0),
         slots,
@@ -283,7 +349,11 @@ def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, mask_id: i
         UNIFORM=Column.UNIFORM.value,
         **{setting.name: setting.value for setting in Setting},
         VOCABULARY=vocabulary,
-        TILE=triton.next_power_of_2(vocabulary),
+        CODES=rules.codes,
+        TILE=triton.next_power_of_2(rules.codes),
+        REST_TILE=triton.next_power_of_2(vocabulary - rules.codes),
+        OTHERS=others,
+        OTHERS_TILE=triton.next_power_of_2(others),
         num_warps=16,
         **early_launch(logits.device),
     )
