@@ -134,3 +134,22 @@ def test_ids_as_likely_as_the_last_kept_are_all_kept() -> None:
         step.finish_decode(logits)
         seen.add(int(step.drawn[0]))
     assert seen == set(range(10, 18))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_last_code_and_the_ids_behind_it_have_their_places_in_the_distribution(fused: bool) -> None:
+    from triton_omni.vllm_hooks.talker_columns import Column
+
+    step, wanted = make_step(fused), [0, SPEAKABLE - 1, IDS.pad, IDS.eos]
+    step.rows.used.zero_()
+    logits = torch.full((1, VOCABULARY), -200.0, device=DEVICE)
+    logits[0, wanted] = 1.0
+    logits[0, [SPEAKABLE, IDS.mask, IDS.bos]] = 9.0
+    step.index[0].copy_(step.index[3])
+    step.draws.choose(int(step.index[3, Column.SLOT]), Sampling(temperature=1.0), 4)
+    seen = []
+    for place in range(8):
+        step.index[0, Column.UNIFORM] = torch.tensor((place + 0.5) / 8, dtype=torch.float64).view(torch.int64)
+        step.finish_decode(logits.clone())
+        seen.append(int(step.drawn[0]))
+    assert seen == [code for code in wanted for _ in range(2)]

@@ -44,7 +44,7 @@ def server_command(
         f"--grpc-address={config.host}",
         f"--grpc-port={ports['grpc']}",
         # A stream that is kept for the next keeps every reply's bytes that it ever held; one is as quickly made anew.
-        "--grpc-infer-allocation-pool-size=8",
+        "--grpc-infer-allocation-pool-size=0",
         "--allow-metrics=true",
         f"--metrics-address={config.host}",
         f"--metrics-port={ports['metrics']}",
