@@ -59,4 +59,5 @@ def test_streams_that_have_ended_leave_nothing_of_what_they_held(
     before = in_use()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(ask, range(REQUESTS)))
-    assert in_use() - before < 2 * TEXT_BYTES
+    # Connections, which last, have buffers for some messages; a stream of each at once would be more.
+    assert in_use() - before < AT_ONCE * TEXT_BYTES * 3 // 4
