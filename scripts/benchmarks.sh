@@ -39,7 +39,7 @@ part_served() {
 
 part_plans() {
     compare plans 7b --variant 'steady={"token2wav": {"plan": "steady"}}' \
-        --variant 'low_latency={"token2wav": {"plan": "low_latency"}}' --load "$ONE" --load "$LISTENERS"
+        --variant 'low_latency={"token2wav": {"plan": "low_latency"}}' --load "$ONE" --load "$TOGETHER" --load "$LISTENERS"
 }
 
 part_fp8() {
