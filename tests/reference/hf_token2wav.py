@@ -146,6 +146,16 @@ def solved_by(solver: Solver) -> Iterator[None]:
         yield
 
 
+def _vocoded_lengths(plan: StreamingPlan) -> list[int]:
+    """Mel frames that the vocoder reads of each chunk of a reply that goes on for long, the shortest first."""
+    context, lengths, kept = plan.vocoder_context_frames, set(), 0
+    lag = max(0, context - 24 * plan.look_ahead_blocks)
+    for blocks in (*plan.chunk_blocks, *plan.chunk_blocks[-1:] * 4):
+        given, kept = max(0, kept - lag), kept + 24 * blocks
+        lengths.add(min(kept - lag + context, kept + 24 * plan.look_ahead_blocks) - max(0, given - context))
+    return sorted(lengths)
+
+
 def streamed_waveform(
     hf: HfToken2Wav, codes: Tensor, plan: StreamingPlan, voice: str, seed: int, **options: float
 ) -> list[Tensor]:
@@ -172,8 +182,11 @@ def streamed_waveform(
         heard = torch.cat([kept, mel])
         kept = heard[: 2 * end]
         give = 2 * end - (0 if final else lag)
-        left = max(0, given - context)
-        samples = hf.vocoder(heard[left : give + context].T[None]).reshape(-1)
+        left, right = max(0, given - context), min(give + context, len(heard))
+        if final:
+            # The last one is heard with as many frames before it as make another one's length.
+            left = right - next((n for n in _vocoded_lengths(plan) if right - left <= n <= right), right - left)
+        samples = hf.vocoder(heard[left:right].T[None]).reshape(-1)
         chunks.append(samples[(given - left) * HOP : (give - left) * HOP])
         start, given = end, give
         if final:

@@ -44,7 +44,8 @@ def test_chunks_cover_every_frame_once_and_each_sample_has_its_context(settings:
             assert spans[-1].end == total
             assert all(left.end == right.start for left, right in itertools.pairwise(spans))
         for chunk in chunks:
-            assert chunk.vocoder.start == max(0, chunk.audio.start - plan.vocoder_context)
+            begins = max(0, chunk.audio.start - plan.vocoder_context)
+            assert chunk.vocoder.start <= begins if chunk.final else chunk.vocoder.start == begins
             assert chunk.vocoder.end == min(total, chunk.audio.end + plan.vocoder_context)
             assert chunk.kept.start == chunk.solved.start
             assert chunk.final or len(chunk.kept) % 24 == 0  # its last block is whole: the next window's past
@@ -62,7 +63,27 @@ def test_mel_frames_for_the_vocoder_are_there_when_the_chunk_runs(settings: Stre
             assert tail.start <= chunk.vocoder.start <= chunk.kept.end
             assert chunk.vocoder.end <= chunk.solved.end
             tail = Span(plan.tail_start(chunk), chunk.kept.end)
-            assert len(tail) <= max(2 * plan.vocoder_context, 1)
+            assert len(tail) <= plan.vocoder_lengths[-1] + plan.vocoder_context
+
+
+@pytest.mark.parametrize("settings", PLANS, ids=str)
+def test_the_vocoder_is_given_as_many_frames_of_a_final_chunk_as_of_some_regular_one(settings: StreamingPlan) -> None:
+    plan = in_codes(settings)
+    regular = {len(chunk.vocoder) for chunk in chunks_of(plan, 1000)[:-1]}
+    assert set(plan.vocoder_lengths) == regular
+    for codes in LENGTHS:
+        final = chunks_of(plan, codes)[-1]
+        needed = final.vocoder.end - max(0, final.audio.start - plan.vocoder_context)
+        fitting = [length for length in regular if needed <= length <= 2 * codes]
+        assert len(final.vocoder) == min(fitting, default=needed)
+
+
+def test_replies_of_many_lengths_need_few_lengths_of_the_vocoder() -> None:
+    plan = in_codes(StreamingPlan())
+    assert {len(chunk.vocoder) for codes in range(24, 500) for chunk in chunks_of(plan, codes)} <= {
+        *plan.vocoder_lengths,
+        *range(48, 2 * 24 + 2 * 12 + 1),
+    }
 
 
 @pytest.mark.parametrize("settings", PLANS, ids=str)

@@ -20,6 +20,7 @@ def test_stages_find_this_interpreter_and_its_libraries_before_others() -> None:
     assert environment["OMNI_MODEL"] == "/models/omni"
 
 
-def test_heaps_are_few_unless_the_operator_says_how_many() -> None:
+def test_heaps_and_kept_plans_are_few_unless_the_operator_says_how_many() -> None:
     assert stub_environment({}, INSTALL, MODEL)["MALLOC_ARENA_MAX"] == "4"
+    assert stub_environment({}, INSTALL, MODEL)["TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT"] == "2000"
     assert stub_environment({"MALLOC_ARENA_MAX": "16"}, INSTALL, MODEL)["MALLOC_ARENA_MAX"] == "16"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from triton_omni.settings import Dtype, SettingsError, Token2WavSettings
-from triton_omni.token2wav.chunking import UNBOUNDED, streaming_plan
+from triton_omni.token2wav.chunking import streaming_plan
 from triton_omni.token2wav.dit import DiT
 from triton_omni.token2wav.networks import Networks
 from triton_omni.token2wav.past import PastPool
@@ -90,12 +90,9 @@ def vocoder_shapes(settings: Token2WavSettings, networks: Networks) -> list[tupl
     together, up to `LARGEST_VOCODER_BATCH` and no more chunks than are solved together."""
     config, chosen = networks.dit.config, settings.plans[settings.plan]
     plan = streaming_plan(chosen, block_frames=config.block_size, frames_per_code=config.repeats)
-    # The chunk behind the last listed one has frames of another before it, so all later ones are like it.
-    chunks = (plan.chunk(index, UNBOUNDED, ended=False) for index in range(len(chosen.chunk_blocks) + 1))
     shapes = set()
-    for chunk in chunks:
-        if chunk is not None:
-            most = min(settings.most_together, max(1, settings.max_batch_frames // len(chunk.solved)))
-            powers = range(min(most, LARGEST_VOCODER_BATCH).bit_length())
-            shapes |= {(2**power, len(chunk.vocoder)) for power in powers}
+    for chunk in plan.regular_chunks():
+        most = min(settings.most_together, max(1, settings.max_batch_frames // len(chunk.solved)))
+        powers = range(min(most, LARGEST_VOCODER_BATCH).bit_length())
+        shapes |= {(2**power, len(chunk.vocoder)) for power in powers}
     return sorted(shapes)

@@ -23,12 +23,16 @@ One regular chunk, here with one block of look-ahead::
   where the vocoder pads as it does offline.
 - A chunk is regular if the reply has more codes than it keeps, and at least its look-ahead; else it is the final
   one and covers all that is left (one look-ahead more than a regular chunk at most), with nothing behind it.
+- The vocoder reads, of a final chunk, as many frames as of some regular one, if the reply has them: more of those
+  before it. Replies are of any length, but a pass is only recorded for some.
 - Offline is the plan whose first chunk is never full: the final chunk is the whole reply.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from triton_omni.settings import StreamingPlan
@@ -75,6 +79,19 @@ class WindowPlan:
     """Mel frames a side."""
     frames_per_code: int
 
+    def regular_chunks(self) -> Iterator[Chunk]:
+        """The first of a reply without end, down to one that all later ones are like."""
+        # One behind the last listed, and as many more as the vocoder's context may reach back to the beginning.
+        reached = (self.vocoder_context + self._lag) // (self.frames_per_code * min(self.chunk_codes))
+        for index in range(len(self.chunk_codes) + 1 + reached):
+            if (chunk := self.chunk(index, UNBOUNDED, ended=False)) is not None:
+                yield chunk
+
+    @functools.cached_property
+    def vocoder_lengths(self) -> tuple[int, ...]:
+        """Mel frames into BigVGAN of regular chunks, in rising order."""
+        return tuple(sorted({len(chunk.vocoder) for chunk in self.regular_chunks()}))
+
     def chunk(self, index: int, codes: int, *, ended: bool) -> Chunk | None:
         """Chunk `index` of a stream that has `codes` codes, or None while it is not due.
 
@@ -95,21 +112,27 @@ class WindowPlan:
 
     def tail_start(self, chunk: Chunk) -> int:
         """First mel frame that the chunk after `chunk` may need; earlier ones can be dropped."""
-        return max(0, chunk.audio.end - self.vocoder_context)
+        return max(0, chunk.audio.end - max(self.vocoder_lengths, default=0))
 
     def _chunk(self, index: int, start: int, end: int, solved_end: int, *, final: bool) -> Chunk:
         frames = self.frames_per_code
         audio_start = 0 if index == 0 else start * frames - self._lag
         audio_end = end * frames - (0 if final else self._lag)
         context = self.vocoder_context
+        vocoder = Span(max(0, audio_start - context), min(audio_end + context, solved_end * frames))
         return Chunk(
             index=index,
             final=final,
             solved=Span(start * frames, solved_end * frames),
             kept=Span(start * frames, end * frames),
-            vocoder=Span(max(0, audio_start - context), min(audio_end + context, solved_end * frames)),
+            vocoder=self._of_regular_length(vocoder) if final else vocoder,
             audio=Span(audio_start, audio_end),
         )
+
+    def _of_regular_length(self, span: Span) -> Span:
+        """The frames of a final chunk, and of those before it as many as make a regular length."""
+        length = next((length for length in self.vocoder_lengths if len(span) <= length <= span.end), len(span))
+        return Span(span.end - length, span.end)
 
     @property
     def _lag(self) -> int:
