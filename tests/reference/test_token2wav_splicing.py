@@ -13,6 +13,7 @@ from torch import Tensor
 from triton_omni.settings import StreamingPlan
 from triton_omni.token2wav.chunking import WindowPlan, offline_plan, streaming_plan
 from triton_omni.token2wav.dit import Voice
+from triton_omni.token2wav.flight import vocode
 from triton_omni.token2wav.sampler import FlowOptions
 from triton_omni.token2wav.splicing import Due, splice
 from triton_omni.token2wav.streaming import Stream, StreamRequest
@@ -94,3 +95,31 @@ def test_a_stream_keeps_what_later_chunks_need_and_no_more() -> None:
         # A final chunk behind may want as many frames before it as a regular one has.
         first = max(0, chunk.audio.end - plan.vocoder_lengths[-1])
         torch.testing.assert_close(stream.tail, frames(1, first, chunk.kept.end))
+
+
+class EchoingVocoder:
+    """Gives the frames that it is given as samples, four of each."""
+
+    samples_per_frame = 4
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, int]] = []
+
+    def __call__(self, mel: Tensor) -> Tensor:
+        self.batches.append((len(mel), mel.shape[2]))
+        return mel[:, 0].repeat_interleave(self.samples_per_frame, 1)
+
+
+def test_chunks_of_one_length_share_a_pass_of_the_vocoder_whatever_part_of_it_is_heard() -> None:
+    plan = streaming_plan(StreamingPlan(), block_frames=24, frames_per_code=2)
+    # The third of long replies, and the end of a short one.
+    chunks = [plan.chunk(2, 200, ended=False), plan.chunk(2, 50, ended=True), plan.chunk(2, 200, ended=False)]
+    found = sorted((chunk for chunk in chunks if chunk is not None), key=lambda chunk: chunk.final)
+    assert len({len(chunk.vocoder) for chunk in found}) == 1 < len({chunk.heard.start for chunk in found})
+    mels = torch.cat([frames(number, chunk.vocoder.start, chunk.vocoder.end) for number, chunk in enumerate(found)])
+    vocoder = EchoingVocoder()
+    waveforms = [row for rows in vocode(found, mels, vocoder) for row in rows]
+    assert vocoder.batches == [(3, len(found[0].vocoder))]
+    for number, (chunk, waveform) in enumerate(zip(found, waveforms, strict=True)):
+        heard = frames(number, chunk.audio.start, chunk.audio.end)[:, 0]
+        torch.testing.assert_close(waveform, heard.repeat_interleave(4), atol=0, rtol=0)

@@ -145,8 +145,8 @@ def take_off(batch: Sequence[Due], sampler: Sampler, vocoder: Vocoder, device: t
     Raises:
         torch.OutOfMemoryError: the device has no memory for it; streams and pages are as if it had not begun.
     """
-    # Those of one shape side by side: they share a batch of the vocoder, and batches of like windows a layout.
-    batch = sorted(batch, key=lambda due: (*_shape(due.chunk), len(due.chunk.solved)))
+    # Those of one length side by side: they share a batch of the vocoder, and batches of like windows a layout.
+    batch = sorted(batch, key=lambda due: (_length(due.chunk), _heard(due.chunk), len(due.chunk.solved)))
     windows = [due.stream.window(due.chunk) for due in batch]
     flow = batch[0].stream.request.flow
     before = sampler.past.save([window.past for window in windows], flow.pages)
@@ -164,7 +164,7 @@ def take_off(batch: Sequence[Due], sampler: Sampler, vocoder: Vocoder, device: t
 
 def _sound(spliced: Spliced, vocoder: Vocoder) -> tuple[Tensor, tuple[int, ...]]:
     """`Flight.host` and `Flight.lengths` of a batch."""
-    waveforms = list(_vocode([due.chunk for due in spliced.batch], spliced.frames, vocoder))
+    waveforms = list(vocode([due.chunk for due in spliced.batch], spliced.frames, vocoder))
     finite = torch.cat([torch.isfinite(rows).all(1) for rows in waveforms])
     clamped = torch.stack([due.stream.clamped for due in spliced.batch])
     # The flags ride behind the samples: one copy a batch.
@@ -173,15 +173,22 @@ def _sound(spliced: Spliced, vocoder: Vocoder) -> tuple[Tensor, tuple[int, ...]]
     return to_host(torch.cat(parts)), tuple(lengths)
 
 
-def _shape(chunk: Chunk) -> tuple[int, int, int]:
-    """What chunks that share a batch of the vocoder have in common."""
-    return len(chunk.vocoder), chunk.heard.start, chunk.heard.stop
+def _length(chunk: Chunk) -> int:
+    """Mel frames that the vocoder reads: what chunks that share a batch of it have in common."""
+    return len(chunk.vocoder)
 
 
-def _vocode(chunks: Sequence[Chunk], frames: Tensor, vocoder: Vocoder) -> Iterator[Tensor]:
-    """Mel frames [sum of T, M] of chunks, one behind another, to waveforms [W, S], chunks of one shape together."""
-    for (length, start, stop), group in itertools.groupby(chunks, _shape):
-        count = sum(1 for _ in group)
-        rows, frames = frames[: count * length], frames[count * length :]
-        samples = vocoder(rows.view(count, length, -1).transpose(1, 2))
-        yield samples[:, start * vocoder.samples_per_frame : stop * vocoder.samples_per_frame]
+def _heard(chunk: Chunk) -> tuple[int, int]:
+    """Of these, from which to which are heard."""
+    return chunk.heard.start, chunk.heard.stop
+
+
+def vocode(chunks: Sequence[Chunk], frames: Tensor, vocoder: Vocoder) -> Iterator[Tensor]:
+    """Mel frames [sum of T, M] of chunks, one behind another, to waveforms [W, S], chunks of one length together."""
+    for length, group in itertools.groupby(chunks, _length):
+        together = list(group)
+        rows, frames = frames[: len(together) * length], frames[len(together) * length :]
+        samples = vocoder(rows.view(len(together), length, -1).transpose(1, 2))
+        for (start, stop), alike in itertools.groupby(together, _heard):
+            own, samples = torch.tensor_split(samples, [sum(1 for _ in alike)])
+            yield own[:, start * vocoder.samples_per_frame : stop * vocoder.samples_per_frame]
