@@ -77,7 +77,7 @@ def stub_environment(base: Mapping[str, str], install: TritonInstall, model: Pat
     # As glibc comes, up to eight heaps a core keep what is freed out of order: under load tritonserver grew by 64 MiB
     # in 390 s, with four heaps by 17.
     env.setdefault("MALLOC_ARENA_MAX", "4")
-    # As torch comes, it keeps cuDNN's plans of 10,000 convolutions, some 200 KiB each. A vocoder has eighty for each
+    # As torch comes, it keeps cuDNN's plans of 10,000 convolutions, some 200 KiB each. A vocoder has 62 for each
     # length, and whole replies have ever new lengths.
     env.setdefault("TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT", "2000")
     # Everything is read from the folder: no look-ups at start, no statistics sent.

@@ -43,7 +43,7 @@ def server_command(
         "--allow-grpc=true",
         f"--grpc-address={config.host}",
         f"--grpc-port={ports['grpc']}",
-        # A stream that is kept for the next keeps every reply's bytes that it ever held; one is as quickly made anew.
+        # A stream that is kept for the next keeps all the bytes of its longest reply; one is as quickly made anew.
         "--grpc-infer-allocation-pool-size=0",
         "--allow-metrics=true",
         f"--metrics-address={config.host}",
