@@ -44,7 +44,7 @@ class Stream:
 
     Attributes:
         codes: int32 [max codes] on the device, `received` of them valid and each within the codec's table.
-        clamped: int64 scalar on the device, how many received codes were outside the table.
+        arrived: the same as they were received.
         tail: [t, M] on the device, the last mel frames kept, up to the next chunk's first.
         page: first of the pages that keep the stream's past; None for a reply that is one window.
         ended_ns: when its last code was known to be that, by the monotonic clock; 0 before.
@@ -55,7 +55,7 @@ class Stream:
     key: str
     request: StreamRequest
     codes: Tensor
-    clamped: Tensor
+    arrived: Tensor
     tail: Tensor
     opened_ns: int
     page: int | None = None
@@ -73,13 +73,13 @@ class Stream:
             key=key,
             request=request,
             codes=torch.zeros(max_codes, dtype=torch.int32, device=device),
-            clamped=torch.zeros((), dtype=torch.int64, device=device),
+            arrived=torch.zeros(max_codes, dtype=torch.int32, device=device),
             tail=torch.empty(0, mel_dim, device=device),
             opened_ns=time.monotonic_ns(),
         )
 
     def feed(self, codes: Tensor, last_code: int) -> None:
-        """Copy `codes` (int [N], any device), brought into [0, last_code]; counts on the device what was not.
+        """Copy `codes` (int [N], any device), as they are and brought into [0, last_code].
 
         Raises:
             TooLarge: the stream would exceed its code buffer.
@@ -87,12 +87,16 @@ class Stream:
         end = self.received + codes.shape[0]
         if end > self.codes.shape[0]:
             raise TooLarge(f"codes: {end} exceed max_codes {self.codes.shape[0]}", stage="token2wav")
-        arrived = codes.to(self.codes.device)
-        within = arrived.clamp(0, last_code)
-        self.codes[self.received : end] = within
-        self.clamped += (arrived != within).sum()
+        # Two operations, since the next window waits for them; what was clamped is counted behind it.
+        arrived = self.arrived[self.received : end].copy_(codes)
+        torch.clamp(arrived, 0, last_code, out=self.codes[self.received : end])
         self.received = end
         self._find_due()
+
+    @property
+    def clamped(self) -> Tensor:
+        """How many received codes were outside the table, int64 scalar on the device."""
+        return (self.arrived[: self.received] != self.codes[: self.received]).sum()
 
     def end(self) -> None:
         """No more codes will come."""

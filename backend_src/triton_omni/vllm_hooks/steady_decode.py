@@ -105,6 +105,9 @@ class Layout:
     attention: dict[str, Any]
     """Fields of the attention's metadata but for the longest length."""
     context: ForwardContext
+    is_planned: bool
+    """Whether attention has a plan for each step: all that recorded fused attention reads are `lengths` and the table
+    of cache blocks."""
     request_ids: list[str]
     rows_by_request: dict[str, int]
 
@@ -112,8 +115,14 @@ class Layout:
 class SteadyDecodeMixin(_Runner):
     """Adds `go_on` to vLLM's runner. What a network reads in a step, and how it draws, its stage says.
 
-    Put it right before the platform's runner in the bases.
+    Put it right before the platform's runner in the bases, which have a `FusedDecodeMixin` too.
     """
+
+    if TYPE_CHECKING:
+
+        @property
+        def fuses_decode_steps(self) -> bool:
+            """See `FusedDecodeMixin`."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -137,7 +146,8 @@ class SteadyDecodeMixin(_Runner):
             self._advance(layout, step)
             self._stage_decode(layout)
             layout.lengths.add_(1)
-            layout.context.attn_metadata = self._plan_attention(layout)
+            if layout.is_planned:
+                layout.context.attn_metadata = self._plan_attention(layout)
         with override_forward_context(layout.context):
             hidden = self._model_forward(positions=layout.positions, **self._decode_inputs(layout))
         drawn = self._draw_decoded(hidden)
@@ -170,7 +180,8 @@ class SteadyDecodeMixin(_Runner):
             num_scheduled_tokens_np=np.ones(count, dtype=np.int32),
             max_num_scheduled_tokens=1,
         )
-        padded = descriptor.num_tokens if mode == CUDAGraphMode.FULL else count
+        is_recorded = mode == CUDAGraphMode.FULL
+        padded = descriptor.num_tokens if is_recorded else count
         by_group, by_layer = self._get_slot_mappings(padded, padded, count)
         if by_group is None:
             raise RuntimeError("the runner has no key-value cache yet")
@@ -185,6 +196,7 @@ class SteadyDecodeMixin(_Runner):
             positions=self.mrope_positions.gpu[:, :padded] if self.uses_mrope else self.positions[:padded],
             attention=self._common_attention(padded, by_group[0]),
             context=self._context(mode, descriptor, by_layer),
+            is_planned=not (is_recorded and self.fuses_decode_steps),
             request_ids=list(batch.req_ids),
             rows_by_request=dict(batch.req_id_to_index),
         )

@@ -354,6 +354,6 @@ def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, mask_id: i
         REST_TILE=triton.next_power_of_2(vocabulary - rules.codes),
         OTHERS=others,
         OTHERS_TILE=triton.next_power_of_2(others),
-        num_warps=16,
+        num_warps=8,
         **early_launch(logits.device),
     )
