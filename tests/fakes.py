@@ -157,11 +157,16 @@ class FakeEnsemble:
 
 
 class FakeIntake:
-    """A prompt is `text_input`; `bad` is refused; P is its length."""
+    """A prompt is `text_input`; `bad` is refused; P is its length. What takes time, or is `later`, is for the pool."""
 
-    def __init__(self, delay_s: float = 0.0, **session) -> None:
-        self._delay_s = delay_s
+    def __init__(self, delay_s: float = 0.0, *, later: bool = False, **session) -> None:
+        self._delay_s, self._later = delay_s, later
         self._session = session
+
+    def prepare_at_once(
+        self, raw: RawRequest, accepted_ns: int, take_timeout: Callable[[float], None]
+    ) -> Prepared | None:
+        return None if self._later or self._delay_s else self.prepare(raw, accepted_ns, take_timeout)
 
     def prepare(self, raw: RawRequest, accepted_ns: int, take_timeout: Callable[[float], None]) -> Prepared:
         take_timeout(self._session.get("timeout_s", 30.0))

@@ -26,7 +26,7 @@ from triton_omni.ledger import SessionLedger
 from triton_omni.ledger_layout import CAPACITY
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.stage import SOON_S, Outlet, StageStats, as_omni_error, lost_error, memory_figures
-from triton_omni.streams import leave_default_stream, record_event
+from triton_omni.streams import record_event, settle_thread
 from triton_omni.tally import OUTCOMES
 from triton_omni.tracing import NO_SPAN, Span, Tracer
 from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage, Value
@@ -103,7 +103,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     def start(self) -> None:
         """Begin to serve."""
-        self._loop.post(functools.partial(leave_default_stream, self._device))
+        self._loop.post(functools.partial(settle_thread, self._device))
         self._loop.start()
 
     def submit(self, tensors: Mapping[str, Value], outlet: Outlet) -> None:

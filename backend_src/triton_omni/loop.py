@@ -16,6 +16,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 IDLE_POLL_S = 0.05
+COMMANDS_S = 0.004
+"""Commands that take longer together go on behind a step of the engine: of a crowd that comes at once the first then
+keep the device busy while the others are let in."""
 
 logger = logging.getLogger(__name__)
 
@@ -107,5 +110,8 @@ class StageLoop:
 
     def _run_commands(self) -> None:
         # Only what was there at the start of the turn, so that a flood of messages cannot starve the engine.
+        until = time.monotonic() + COMMANDS_S
         for _ in range(len(self._commands)):
             self._commands.popleft()()
+            if time.monotonic() > until and self._driven.has_work():
+                return

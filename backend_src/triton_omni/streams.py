@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams and events of a GPU, of which there are none on the CPU. It knows nothing of what is done on them."""
+"""Streams and events of a GPU, of which there are none on the CPU, and the thread that steps an engine.
+
+It knows nothing of what is done there.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,20 @@ def record_event(device: torch.device, *, blocking: bool = False) -> torch.cuda.
     return event
 
 
-def leave_default_stream(device: torch.device) -> None:
-    """Give the calling thread, which steps an engine, a stream of its own. Nothing to do on the CPU.
+def settle_thread(device: torch.device) -> None:
+    """Make the calling thread the one that steps an engine.
 
-    Triton's Python backend exports and copies GPU tensors on CUDA's legacy default stream (`PbTensor::FromDLPack`,
-    `PbMemory::CopyBuffer`), from other threads: a message would wait there for the engine's step that was launched
-    meanwhile. Streams of torch's pool and the legacy one do not wait for each other.
+    On a GPU it gets a stream of its own. Triton's Python backend exports and copies GPU tensors on CUDA's legacy
+    default stream (`PbTensor::FromDLPack`, `PbMemory::CopyBuffer`), from other threads: a message would wait there for
+    the engine's step that was launched meanwhile. Streams of torch's pool and the legacy one do not wait for each
+    other.
+
+    On the CPU it gets the process's number of threads for one operation. OpenMP keeps a number for each thread, and
+    torch sets it at a thread's first parallel operation: in the middle of a step for which vLLM's attention had planned
+    with another.
     """
     if device.type != "cuda":
+        torch.get_num_threads()
         return
     torch.cuda.set_device(device)
     # The networks were made on the default stream.

@@ -226,15 +226,20 @@ def _probe_thinker(recorder: Recorder) -> None:
 def _probe_intake(recorder: Recorder) -> None:
     from triton_omni.thinker import intake
 
+    def is_slow(raw: Any) -> bool:
+        return str(SLOW_INTAKE).encode() in (raw.sampling_parameters or b"")
+
     class ProbedIntake(intake.RequestIntake):
+        def prepare_at_once(self, raw: Any, accepted_ns: int, take_timeout: Any) -> Any:
+            return None if is_slow(raw) else super().prepare_at_once(raw, accepted_ns, take_timeout)
+
         def prepare(self, raw: Any, accepted_ns: int, take_timeout: Any) -> Any:
             def decode_slowly(timeout_s: float) -> None:
                 take_timeout(timeout_s)
                 recorder.write("preparing", "")
                 time.sleep(INTAKE_S)
 
-            slow = str(SLOW_INTAKE).encode() in (raw.sampling_parameters or b"")
-            return super().prepare(raw, accepted_ns, decode_slowly if slow else take_timeout)
+            return super().prepare(raw, accepted_ns, decode_slowly if is_slow(raw) else take_timeout)
 
     intake.RequestIntake = ProbedIntake
 

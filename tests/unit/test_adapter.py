@@ -266,12 +266,12 @@ def open_stage(name, thinker_ledger):
         yield start
 
 
-def thinker(name):
+def thinker(name, *, later=False):
     ledger = SessionLedger(name, "thinker")
     stage = ThinkerStage(
         ThinkerSettings(max_sessions=2),
         FakeThinkerEngine(length=3),
-        FakeIntake(),
+        FakeIntake(later=later),
         ledger,
         device=torch.device("cpu"),
         hidden_size=HIDDEN,
@@ -298,27 +298,36 @@ def link_tensors(kind, key):
     return TalkerMessage(key=key, kind=Kind.HEARTBEAT).to_tensors()
 
 
-def test_a_clients_request_opens_a_session_and_sends_its_messages(name):
-    adapter, talker = thinker(name), SessionLedger(name, "talker")
+@pytest.mark.parametrize(("later", "first"), [(True, Kind.HEARTBEAT), (False, Kind.OPEN)])
+def test_a_clients_request_opens_a_session_and_sends_its_messages(name, later, first):
+    adapter, talker = thinker(name, later=later), SessionLedger(name, "talker")
     request = ask("hello")
     adapter.execute([request])
     while Kind.OPEN not in (kinds := [message.kind for message in sent_by(request)]):
         assert not request.sender.done.wait(0.002)
-    assert kinds[0] == Kind.HEARTBEAT
+    assert kinds[0] == first
     adapter.close()
     talker.close()
-    # The talker holds the heartbeat's request, and an error would leak it.
+    # The talker holds the first message's request, and an error would leak it.
     assert answered(request).error is None
 
 
-def test_a_refused_request_tells_its_client_why(open_stage, name):
-    adapter, talker = open_stage("thinker"), SessionLedger(name, "talker")
+def test_a_refused_request_tells_its_client_why(open_stage):
+    request = ask("bad")
+    open_stage("thinker").execute([request])
+    assert answered(request).error.message() == "text_input: is bad [omni:bad_request;stage=thinker]"
+    assert not request.sender.outputs()
+
+
+def test_a_request_that_is_refused_later_tells_its_client_why(name):
+    adapter, talker = thinker(name, later=True), SessionLedger(name, "talker")
     request = ask("bad")
     adapter.execute([request])
     for heartbeat in sent_by(request):
         talker.count_returned(heartbeat.key)
     talker.close()
     assert answered(request).error.message() == "text_input: is bad [omni:bad_request;stage=thinker]"
+    adapter.close()
 
 
 def test_who_asks_the_thinker_for_all_its_outputs_is_refused_before_anything_is_read(open_stage):

@@ -15,7 +15,7 @@ from triton_omni.engine import Sampling, StreamOptions, ThinkerPlaced
 from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.request import MAX_SEED, RawRequest, talker_seed
 from triton_omni.settings import EngineSettings, RequestLimits, ThinkerSettings
-from triton_omni.thinker.intake import RequestIntake
+from triton_omni.thinker.intake import SHORT_BYTES, RequestIntake
 from triton_omni.wire import MediaTokens
 
 
@@ -196,6 +196,49 @@ def test_a_prompt_that_fills_the_engine_is_refused_by_the_engine(make):
     engine.max_model_len = 10
     with pytest.raises(TooLarge, match="too long"):
         intake.prepare(raw(), 0)
+
+
+def test_a_short_text_is_prepared_at_once_and_as_ever(make):
+    intake, _ = make()
+    chat = json.dumps([{"role": "user", "content": "hello"}]).encode()
+    for asked in (raw(seed=1), RawRequest(messages=chat, sampling_parameters=b'{"seed": 1}')):
+        timeouts = []
+        now, later = intake.prepare_at_once(asked, 5, timeouts.append), intake.prepare(asked, 5)
+        assert now.session == later.session
+        assert now.placed.prompt_token_ids == later.placed.prompt_token_ids
+        assert timeouts == [ThinkerSettings().timeout_s]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        raw("x" * SHORT_BYTES),
+        raw(thinker={"json_schema": {"type": "object"}}),
+        RawRequest(text_input=b"what is this?", media=(b"\x89PNG",)),
+        RawRequest(
+            messages=json.dumps(
+                [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}],
+                    }
+                ]
+            ).encode()
+        ),
+    ],
+    ids=["long", "schema", "medium", "medium in the chat"],
+)
+def test_what_may_take_long_is_not_prepared_at_once(make, asked):
+    intake, engine = make()
+    assert intake.prepare_at_once(asked, 0) is None
+    assert not engine.schemas
+    assert not engine.prompts
+
+
+def test_a_short_text_that_is_wrong_is_refused_at_once(make):
+    intake, _ = make()
+    with pytest.raises(BadRequest, match=r"sampling_parameters\.timeout: "):
+        intake.prepare_at_once(raw(timeout=-1), 0)
 
 
 def test_many_threads_prepare_at_once(make):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from triton_omni.loop import IDLE_POLL_S, StageLoop
+from triton_omni.loop import COMMANDS_S, IDLE_POLL_S, StageLoop
 
 WAIT_S = 5.0
 
@@ -111,6 +111,33 @@ def test_a_flood_of_commands_does_not_starve_the_engine(run):
     loop.post(again)
     wait_for(lambda: driven.steps == 20)
     flooding[0] = False
+
+
+def test_the_engine_steps_between_commands_that_take_long_together(run):
+    driven, seen = Driven(work=1 << 40), []
+    loop = run(driven)
+
+    def slow():
+        seen.append(driven.steps)
+        time.sleep(COMMANDS_S / 2)
+
+    loop.post(lambda: [loop.post(slow) for _ in range(20)])
+    wait_for(lambda: len(seen) == 20)
+    assert seen == sorted(seen)
+    assert 4 <= len(set(seen)) <= 14, "groups of commands with steps behind each"
+
+
+def test_commands_of_an_engine_without_work_are_run_in_one_go(run):
+    driven, seen = Driven(), []
+    loop = run(driven)
+
+    def slow():
+        seen.append(driven.polls)
+        time.sleep(COMMANDS_S / 2)
+
+    loop.post(lambda: [loop.post(slow) for _ in range(8)])
+    wait_for(lambda: len(seen) == 8)
+    assert len(set(seen)) == 1
 
 
 def test_sessions_are_polled_once_a_step(run):

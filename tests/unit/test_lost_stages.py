@@ -171,7 +171,7 @@ def test_the_talker_holds_one_heartbeat_of_a_request_until_it_opens():
 
 def test_a_refusal_of_a_stage_that_died_meanwhile_is_told_all_the_same():
     """The talker gives the heartbeat back no more for which a refusal waits."""
-    with watched() as (p, board):
+    with watched(intake=FakeIntake(later=True)) as (p, board):
         p.talker._loop.stop()
         ensemble = p.ask("bad")
         time.sleep(0.05)
@@ -228,7 +228,7 @@ def test_a_stage_whose_engine_failed_says_so_once_its_sessions_know(stage):
 
 
 def test_a_stop_answers_a_refusal_that_still_waits_for_the_talker():
-    with watched() as (p, _):
+    with watched(intake=FakeIntake(later=True)) as (p, _):
         p.talker._loop.stop()
         ensemble = p.ask("bad")
         time.sleep(0.05)

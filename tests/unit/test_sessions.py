@@ -11,7 +11,7 @@ import torch
 from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine, LinkOutlet
 from session_rig import WAIT_S, finished, pipeline, wait_for
 from triton_omni.engine import Sampling
-from triton_omni.errors import InternalError, Overloaded
+from triton_omni.errors import BadRequest, InternalError, Overloaded
 from triton_omni.outbox import CREDITS
 from triton_omni.settings import TalkerSettings, ThinkerSettings
 from triton_omni.token2wav.stage import TextRelay
@@ -263,12 +263,44 @@ def test_long_prompt_is_split_into_messages_of_bounded_size():
         assert max(len(m.rows) for m in data_messages(ensemble)) == 16
 
 
-def test_refusal_before_open_reaches_the_client_and_frees_the_slot():
-    with pipeline() as p:
+@pytest.mark.parametrize("later", [False, True])
+def test_refusal_before_open_reaches_the_client_and_frees_the_slot(later):
+    with pipeline(intake=FakeIntake(later=later)) as p:
         ensemble = p.ask("bad")
         reply = finished(ensemble)
         assert reply.error.to_text() == "text_input: is bad [omni:bad_request;stage=thinker]"
         assert [m for m in ensemble.to_talker if ThinkerMessage.from_tensors(m).kind != Kind.HEARTBEAT] == []
+        p.wait_until_empty()
+
+
+@pytest.mark.parametrize(("later", "first"), [(True, Kind.HEARTBEAT), (False, Kind.OPEN)])
+def test_the_talker_has_a_request_of_each_session_before_the_engine_does(later, first):
+    engine = FakeThinkerEngine()
+    told = []
+
+    def add(*args, add=engine.add, **kwargs):
+        told.append([ThinkerMessage.from_tensors(tensors).kind for tensors in ensemble.to_talker])
+        add(*args, **kwargs)
+
+    engine.add = add
+    with pipeline(thinker=engine, intake=FakeIntake(delay_s=0.05 if later else 0.0)) as p:
+        ensemble = p.ask("12345")
+        assert finished(ensemble).error is None
+        assert told[0][:1] in ([first], []), "nothing, or the first message, had reached the ensemble"
+        assert ThinkerMessage.from_tensors(ensemble.to_talker[0]).kind == first
+        p.wait_until_empty()
+
+
+def test_what_the_engine_refuses_of_an_open_session_reaches_the_client_through_it():
+    engine = FakeThinkerEngine()
+
+    def refuse(*args, **kwargs):
+        raise BadRequest("thinker.temperature: is no number")
+
+    engine.add = refuse
+    with pipeline(thinker=engine) as p:
+        reply = finished(p.ask("12345"))
+        assert reply.error.to_text() == "thinker.temperature: is no number [omni:bad_request;stage=thinker]"
         p.wait_until_empty()
 
 

@@ -11,6 +11,9 @@ from triton_omni.engine import Sampling, ThinkerPlaced
 from triton_omni.request import RawRequest
 from triton_omni.wire import Session
 
+TakeTimeout = Callable[[float], None]
+"""Is told a request's `timeout` in seconds."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -22,8 +25,11 @@ class Prepared:
 
 
 class Intake(Protocol):
-    """Makes a client's request ready for the engine; called on a pool of threads."""
+    """Makes a client's request ready for the engine; called on several threads."""
 
-    def prepare(self, raw: RawRequest, accepted_ns: int, take_timeout: Callable[[float], None]) -> Prepared:
-        """Check, decode and tokenise. `take_timeout` is told the request's `timeout` in seconds as soon as it is known,
-        before media are decoded. Raises `OmniError`."""
+    def prepare_at_once(self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout) -> Prepared | None:
+        """`prepare` of a short text, which takes no longer than to hand it to another thread; None of all else."""
+
+    def prepare(self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout) -> Prepared:
+        """Check, decode and tokenise. `take_timeout` is called as soon as the timeout is known, before media are
+        decoded. Raises `OmniError`."""

@@ -107,6 +107,9 @@ class PromptRenderer:
         self._plain.encode_special_tokens = True
         self._plain.no_truncation()
         self._plain.no_padding()
+        fixed = ("\n", "assistant\n", f"system\n{DEFAULT_SYSTEM_PROMPT}")
+        self._fixed = {text: self._tokenise(text) for text in fixed}
+        """Runs of most chats that are the template's alone."""
 
     def render(self, chat: Sequence[Message]) -> tuple[int, ...]:
         """Ids of `chat` and of the assistant's header; the default system prompt stands in for a missing one."""
@@ -141,6 +144,10 @@ class PromptRenderer:
         yield "\n"
 
     def _encode(self, text: str) -> list[int]:
+        known = self._fixed.get(text)
+        return self._tokenise(text) if known is None else known
+
+    def _tokenise(self, text: str) -> list[int]:
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids if text else []
         return ids
 

@@ -11,9 +11,10 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -38,13 +39,13 @@ from triton_omni.stage import (
     memory_figures,
     revival_refusal,
 )
-from triton_omni.streams import leave_default_stream
+from triton_omni.streams import settle_thread
 from triton_omni.tally import Ending
 from triton_omni.thinker import callers
 from triton_omni.thinker.accounts import ThinkerAccounts
 from triton_omni.thinker.open_session import OpenSession
 from triton_omni.thinker.positions import extend_positions
-from triton_omni.thinker.prepared import Intake, Prepared
+from triton_omni.thinker.prepared import Intake, Prepared, TakeTimeout
 from triton_omni.thinker.rest import Rest
 from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import Failure, Kind, ThinkerMessage, ThinkerReport
@@ -54,6 +55,8 @@ UNPACED_TOKENS = 2
 """The talker begins with the rows of the prompt and of the reply's first token, which comes with the second one."""
 FORGET_AFTER_S = 5.0
 """After this, a slot whose later stages stay silent is used again; its generation keeps late messages out."""
+
+PreparedT = TypeVar("PreparedT", bound=Prepared | None)
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +104,7 @@ class ThinkerStage:
 
     def start(self) -> None:
         """Begin to serve."""
-        self._loop.post(functools.partial(leave_default_stream, self._device))
+        self._loop.post(functools.partial(settle_thread, self._device))
         self._loop.start()
 
     def submit(self, raw: RawRequest, outlet: Outlet) -> None:
@@ -128,10 +131,7 @@ class ThinkerStage:
         outbox = Outbox(self._settings.rows_per_message)
         session = OpenSession(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox, span=span)
         log_event(logger, "accepted", stage="thinker", request=raw.request_id, session=key.name)
-        # The talker holds it until `OPEN`: should this process end, the client can be answered from there.
-        self._send(session, ThinkerMessage(key=key, kind=Kind.HEARTBEAT))
-        self._loop.post(functools.partial(self._begin, session))
-        self._pool.submit(self._prepare, session, raw)
+        self._make_ready(session, raw)
 
     def close(self) -> None:
         """End every session with an error, then stop the engine."""
@@ -162,23 +162,42 @@ class ThinkerStage:
         limit = self._settings.max_sessions
         return Overloaded(f"all {limit} sessions are in use", stage="thinker", retry_after_ms=RETRY_AFTER_MS)
 
+    def _make_ready(self, session: OpenSession, raw: RawRequest) -> None:
+        """Prepare a request here or, if it may take long, on the pool. Either way the talker has a message first and
+        holds its request: should this process end, the client can be answered from there.
+        """
+        prepared = self._prepare(self._intake.prepare_at_once, session, raw)
+        if isinstance(prepared, Prepared):
+            self._open_session(session, prepared)
+        elif prepared is None:
+            self._send(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
+        self._loop.post(functools.partial(self._begin, session))
+        if prepared is None:
+            self._pool.submit(self._prepare_later, session, raw)
+        else:
+            self._loop.post(functools.partial(self._admit, session, prepared))
+
+    def _prepare(
+        self, prepare: Callable[[RawRequest, int, TakeTimeout], PreparedT], session: OpenSession, raw: RawRequest
+    ) -> PreparedT | OmniError:
+        """What `prepare` gives, or why it gives nothing."""
+        try:
+            return prepare(raw, session.accepted_ns, functools.partial(self._take_timeout, session))
+        except OmniError as error:
+            error.stage = error.stage or "thinker"
+            return error
+        except Exception:
+            logger.exception("request %s: preparing it failed", session.label)
+            return InternalError("preparing the request failed", stage="thinker")
+
     # On the pool's threads.
 
-    def _prepare(self, session: OpenSession, raw: RawRequest) -> None:
+    def _prepare_later(self, session: OpenSession, raw: RawRequest) -> None:
         if session.ended_ns:
             # Its slot is free again: what is cancelled while it waits must not hold up the others here.
             return
-        try:
-            prepared = self._intake.prepare(raw, session.accepted_ns, functools.partial(self._take_timeout, session))
-        except OmniError as error:
-            error.stage = error.stage or "thinker"
-            self._loop.post(functools.partial(self._fail, session, error))
-        except Exception:
-            logger.exception("request %s: preparing it failed", session.label)
-            fault = InternalError("preparing the request failed", stage="thinker")
-            self._loop.post(functools.partial(self._fail, session, fault))
-        else:
-            self._loop.post(functools.partial(self._admit, session, prepared))
+        prepared = self._prepare(self._intake.prepare, session, raw)
+        self._loop.post(functools.partial(self._admit, session, prepared))
 
     def _take_timeout(self, session: OpenSession, seconds: float) -> None:
         session.deadline_ns = session.accepted_ns + int(seconds * 1e9)
@@ -229,9 +248,14 @@ class ThinkerStage:
         if self._broken is not None:
             self._fail(session, InternalError(self._broken, stage="thinker"))
 
-    def _admit(self, session: OpenSession, prepared: Prepared) -> None:
+    def _admit(self, session: OpenSession, prepared: Prepared | OmniError) -> None:
         if session.ended_ns:
             return
+        if isinstance(prepared, OmniError):
+            self._fail(session, prepared)
+            return
+        if session.session is None:
+            self._open_session(session, prepared)
         try:
             self._engine.add(
                 session.key.name,
@@ -244,9 +268,12 @@ class ThinkerStage:
             refusal = as_omni_error(error, session.label)
             refusal.stage = refusal.stage or "thinker"
             self._fail(session, refusal)
-            return
+        else:
+            self.accounts.prompt_tokens += prepared.session.prompt_tokens
+
+    def _open_session(self, session: OpenSession, prepared: Prepared) -> None:
+        """Tell the later stages of it; by its loop, or before its loop knows it."""
         session.session = msgspec.structs.replace(prepared.session, traceparent=session.span.traceparent)
-        self.accounts.prompt_tokens += prepared.session.prompt_tokens
         if not prepared.session.want_audio:
             session.outbox.finish_tensors()
         positions = extend_positions(prepared.placed.positions, 2)

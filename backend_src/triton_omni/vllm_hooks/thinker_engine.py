@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import GenerationConfig
 
 from triton_omni.checkpoint.config import load_config
@@ -187,7 +188,7 @@ class ThinkerVllmEngine:
         except VLLMValidationError as error:
             raise BadRequest(f"the thinker refused the request: {error}") from error
         if want_rows:
-            self._tap.want(request_id, np.isin(placed.prompt_token_ids, list(self._media_ids.values())))
+            self._tap.want(request_id, self._media_places(placed.prompt_token_ids))
         release = RowRelease(len(placed.prompt_token_ids), cut=StopCut(sampling.stop) if sampling.stop else None)
         # Kept, since vLLM forgets them before it tells how the reply ended.
         detokenizer = self._llm.output_processor.request_states[request_id].detokenizer
@@ -255,6 +256,11 @@ class ThinkerVllmEngine:
             self._give_up(key)
         self._tap.steps.clear()
         self._llm.engine_core.shutdown()
+
+    def _media_places(self, ids: tuple[int, ...]) -> NDArray[np.bool_]:
+        """bool [P]: the prompt's tokens that stand for a medium."""
+        media = list(self._media_ids.values())
+        return np.isin(ids, media) if any(token in ids for token in media) else np.zeros(len(ids), np.bool_)
 
     def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
         if prompt_tokens + max_tokens > self._max_model_len:

@@ -90,6 +90,9 @@ class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration, VisionGraphs):
         vLLM 0.32.0 lays the positions of sound inside video one token early, over the begin-of-audio token.
         Source: `get_rope_index` of transformers, where both begin tokens share a position, and both end tokens.
         """
+        if not mm_features:
+            # As both say of text, in a tenth of the time.
+            return torch.arange(len(input_tokens)).repeat(3, 1), 0
         positions, delta = super().get_mrope_input_positions(input_tokens, mm_features)
         sounding = [offset for offset, _, data in self.iter_mm_features(mm_features) if data.get("use_audio_in_video")]
         if not sounding:
