@@ -11,7 +11,7 @@ import torch
 from triton_omni.engine import Sampling
 from triton_omni.outbox import Outbox
 from triton_omni.thinker.open_session import OpenSession
-from triton_omni.thinker.rest import LONGEST_REST_NS, Rest
+from triton_omni.thinker.rest import LONGEST_REST_NS, TEXT_REST_NS, Rest
 from triton_omni.wire import Session, SessionKey, ThinkerReport
 
 PROMPT, FIRST = 5, 24
@@ -104,6 +104,17 @@ def test_it_rests_no_longer_than_its_limit(rest, ledger):
     assert rest.is_due([one], NOW + LONGEST_REST_NS - 1)
     assert not rest.is_due([one], NOW + LONGEST_REST_NS)
     assert not rest.is_due([one], NOW + 10 * LONGEST_REST_NS)
+
+
+def test_it_rests_for_a_moment_alone_while_somebody_reads(rest, ledger):
+    ledger.wants[0] = FIRST
+    both = [session(rows=FIRST), session(slot=1, want_audio=False)]
+    both[1].first_token_ns = NOW
+    assert rest.is_due(both, NOW)
+    assert rest.is_due(both, NOW + TEXT_REST_NS - 1)
+    assert not rest.is_due(both, NOW + TEXT_REST_NS)
+    both[1].ended_ns = NOW
+    assert rest.is_due(both, NOW + TEXT_REST_NS), "the reader has all"
 
 
 def test_who_comes_later_has_a_rest_of_his_own(rest, ledger):

@@ -15,8 +15,11 @@ from triton_omni.engine import ThinkerEngine
 from triton_omni.ledger import SessionLedger
 from triton_omni.thinker.open_session import OpenSession
 
-LONGEST_REST_NS: Final = 20_000_000
-"""After so long it goes on in any case: several times what the talker's last step and the way of its codes take."""
+LONGEST_REST_NS: Final = 80_000_000
+"""After so long it goes on in any case. One listener's first codes come within 10 ms; of a crowd that came at once the
+talker lags twenty steps and some prompts behind, which beside the thinker's steps take twice as long."""
+TEXT_REST_NS: Final = 20_000_000
+"""The same where anybody reads text alone, who gets none meanwhile."""
 _MANY: Final = 1 << 30
 """More rows than are under way: nobody knows yet how many."""
 
@@ -37,12 +40,13 @@ class Rest:
         """Whether first windows are on their way, and none waits for a row of a step that is yet to begin."""
         if not self._ledger.shares_device_with("token2wav"):
             return False
+        sessions = list(sessions)
         missing = [rows for rows in map(self._missing_rows, sessions) if rows is not None]
         if not missing or max(missing) > self._engine.steps_under_way:
             self._since_ns = 0
             return False
         self._since_ns = self._since_ns or now_ns
-        return now_ns - self._since_ns < LONGEST_REST_NS
+        return now_ns - self._since_ns < (TEXT_REST_NS if any(map(_reads, sessions)) else LONGEST_REST_NS)
 
     def _missing_rows(self, session: OpenSession) -> int | None:
         """How many rows of the reply the session's first window still lacks; None = it waits for none, or no longer."""
@@ -64,3 +68,9 @@ class Rest:
         # A code is drawn from a row.
         made = session.outbox.given + session.outbox.held - request.prompt_tokens
         return max(0, wanted - made)
+
+
+def _reads(session: OpenSession) -> bool:
+    """Whether text is being written for somebody who hears nothing."""
+    request = session.session
+    return request is not None and not request.want_audio and session.report is None and not session.ended_ns
