@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,10 @@ from triton_omni.errors import Overloaded
 from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
 from triton_omni.token2wav import flight
 from triton_omni.token2wav.acceleration import Vocoder
-from triton_omni.token2wav.engine import AT_ONCE_FRAMES, Token2WavEngine
+from triton_omni.token2wav.engine import AT_ONCE_FRAMES, GATHERING_NS, Token2WavEngine
 from triton_omni.token2wav.flight import STEPS_AHEAD
 from triton_omni.token2wav.past import LayerPast
-from triton_omni.token2wav.splicing import Spliced
+from triton_omni.token2wav.splicing import Due, Spliced
 
 STREAMS, FIRST, SECOND = 5, 24, 24
 """Streams of the large batch, and codes of which the first and second chunk come."""
@@ -79,6 +79,68 @@ def alone(engine: Token2WavEngine) -> dict[str, Tensor]:
         go_on(engine, key)
         sounds[key] = sound_of(drain(engine), key)
     return sounds
+
+
+@pytest.fixture
+def batches(engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of each batch that was begun."""
+    found: list[str] = []
+
+    def climb(batch: Sequence[Due], climb: Callable[[Sequence[Due]], flight.Climb] = engine._climb) -> flight.Climb:
+        found.append("".join(sorted(due.stream.key for due in batch)))
+        return climb(batch)
+
+    monkeypatch.setattr(engine, "_climb", climb)
+    return found
+
+
+def open_crowd(engine: Token2WavEngine, keys: str) -> None:
+    for key in keys:
+        engine.open(key, VOICE, 1, StreamOptions())
+    engine.feed(keys[0], codes_of(keys[0])[:FIRST])
+
+
+def test_the_first_windows_of_a_crowd_are_solved_together(
+    engine: Token2WavEngine, batches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton_omni.token2wav.engine.GATHERING_NS", 3600 * 10**9)
+    open_crowd(engine, "abcd")
+    for _ in range(3):
+        assert not engine.step()
+    assert not batches, "three more are about to have their codes"
+    engine.feed("b", codes_of("b")[:FIRST])
+    next_outputs(engine)
+    assert batches == ["ab"], "as many are there as are to come"
+
+
+def test_a_crowd_is_waited_for_no_longer_than_a_window_takes(engine: Token2WavEngine, batches: list[str]) -> None:
+    open_crowd(engine, "abcd")
+    begun = time.monotonic_ns()
+    next_outputs(engine)
+    assert batches == ["a"]
+    assert time.monotonic_ns() - begun >= GATHERING_NS
+
+
+def test_who_came_long_before_others_does_not_wait_for_them(
+    engine: Token2WavEngine, batches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton_omni.token2wav.engine.GATHERING_NS", 3600 * 10**9)
+    monkeypatch.setattr("triton_omni.token2wav.engine.CROWD_NS", 0)
+    open_crowd(engine, "abcd")
+    next_outputs(engine)
+    assert batches == ["a"]
+
+
+def test_later_windows_wait_for_no_crowd(
+    engine: Token2WavEngine, batches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton_omni.token2wav.engine.GATHERING_NS", 3600 * 10**9)
+    begin(engine, "a")
+    next_outputs(engine)
+    open_crowd(engine, "bcde")
+    go_on(engine, "a")
+    next_outputs(engine)
+    assert batches == ["a", "a"]
 
 
 @pytest.fixture

@@ -33,12 +33,16 @@ from triton_omni.token2wav.streaming import Stream, StreamRequest
 
 RETRY_AFTER_MS = 250
 NAP_S = 0.0005
-"""How long a step rests that finds nothing to do while a batch is on the device."""
+"""How long a step rests that finds nothing to do while a batch is on the device, or gathered."""
 SOON_SILENT_NS = 100_000_000
 """A listener with so little sound left is to be served as if there were none: a window takes about as long beside the
 steps of other stages."""
 AT_ONCE_FRAMES = 192
 """Batches of no more mel frames are launched at once: they are through before another could go between."""
+CROWD_NS = 100_000_000
+"""Streams that were opened within so long of each other have their first codes at about the same time."""
+GATHERING_NS = 25_000_000
+"""How long a first window waits for those of a crowd: about as long as it takes alone, and they behind it."""
 ENOUGH_NS = 500_000_000
 """A listener with so much sound left can wait for a batch of others who have none."""
 
@@ -148,7 +152,7 @@ class Token2WavEngine:
         if self._may_launch():
             outputs += self._launch()
         outputs = outputs or self._land()
-        if not outputs and (self._flights or self._is_far_ahead):
+        if not outputs and (self._flights or self._is_far_ahead or not self._climbs):
             time.sleep(NAP_S)
         return outputs
 
@@ -275,12 +279,24 @@ class Token2WavEngine:
         # An empty reply's only chunk.
         silent = [Landed(d.stream, d.chunk, torch.empty(0), True, 0) for d in due if not len(d.chunk.solved)]
         due = [item for item in due if len(item.chunk.solved)]
+        if self._gathers(due):
+            due = [item for item in due if not item.stream.is_silent]
         if self._climbs:
             due = [item for item in due if item.deadline_ns < self._climbs[-1].deadline_ns]
         if batch := self._batch(due):
             self._climbs.append(self._climb(batch))
         failed = self._advance_or_drop(self._climbs[-1]) if self._climbs else []
         return [*(self._finish(landed) for landed in silent), *failed]
+
+    def _gathers(self, due: Sequence[Due]) -> bool:
+        """Whether first windows wait for others of a crowd that came together, of which more have yet to get their
+        codes: one of them alone would hold up all others for as long as ten take together."""
+        first = [item.stream for item in due if item.stream.is_silent]
+        if not first or time.monotonic_ns() - min(stream.due_since_ns for stream in first) > GATHERING_NS:
+            return False
+        opened = min(stream.opened_ns for stream in first)
+        others = (stream for stream in self._streams.values() if stream.wants_first_codes)
+        return sum(abs(stream.opened_ns - opened) < CROWD_NS for stream in others) > len(first)
 
     def _climb(self, batch: Sequence[Due]) -> Climb:
         return Climb(batch, take_off(batch, self._sampler, self._vocoder, self._device))

@@ -49,6 +49,7 @@ class Stream:
         page: first of the pages that keep the stream's past; None for a reply that is one window.
         ended_ns: when its last code was known to be that, by the monotonic clock; 0 before.
         sound_until_ns: when the listener will have heard all that was launched, by the same clock; 0 before.
+        due_since_ns: when the codes of the next chunk were there, by the same clock; of no use before.
         finished: whether the final chunk was launched.
     """
 
@@ -63,6 +64,7 @@ class Stream:
     ended_ns: int = 0
     next_chunk: int = 0
     sound_until_ns: int = 0
+    due_since_ns: int = 0
     finished: bool = False
     _due: Chunk | None = None
 
@@ -124,8 +126,10 @@ class Stream:
         return lead_ns is not None and self.sound_until_ns - time.monotonic_ns() > lead_ns
 
     def _find_due(self) -> None:
-        plan = self.request.plan
+        plan, before = self.request.plan, self._due
         self._due = None if self.finished else plan.chunk(self.next_chunk, self.received, ended=self.ended)
+        if before is None or self._due is None or before.index != self._due.index:
+            self.due_since_ns = time.monotonic_ns()
 
     @property
     def wanted(self) -> int:
@@ -136,9 +140,14 @@ class Stream:
         return needed
 
     @property
+    def is_silent(self) -> bool:
+        """Whether it has a listener who hears nothing yet, since nothing was launched."""
+        return self.page is not None and not self.sound_until_ns
+
+    @property
     def wants_first_codes(self) -> bool:
         """Whether its listener hears nothing yet for want of codes."""
-        return self.page is not None and not self.sound_until_ns and self.due() is None
+        return self.is_silent and self.due() is None
 
     @property
     def deadline_ns(self) -> int:
