@@ -359,6 +359,22 @@ def test_windows_of_listeners_with_enough_sound_stay_out_of_an_urgent_batch(
     assert [output.key for output in next_outputs(engine)] == ["new", "old"]
 
 
+def test_windows_of_listeners_with_enough_sound_stay_out_of_a_batch_that_will_soon_be_urgent(
+    tiny_checkpoint: Path, token2wav_clock: list[int]
+) -> None:
+    engine = Token2WavEngine(tiny_checkpoint, SETTINGS, DEVICE)
+    for key, codes in (("old", 48), ("new", 24)):
+        engine.open(key, VOICE, 1, DEFAULTS)
+        engine.feed(key, some_codes(codes))
+    assert sorted(output.key for _ in range(2) for output in next_outputs(engine)) == ["new", "old", "old"]
+    for key in ("old", "new"):
+        engine.feed(key, some_codes(36))
+    # 0.24 s of sound were left of the new one's, 0.72 s of the old one's.
+    token2wav_clock[0] += 240_000_000 - engine_module.SOON_SILENT_NS
+    assert [output.key for output in next_outputs(engine)] == ["new"]
+    assert [output.key for output in next_outputs(engine)] == ["old"]
+
+
 def test_who_is_about_to_hear_nothing_waits_like_who_has_heard_nothing(
     engine: Token2WavEngine, token2wav_clock: list[int]
 ) -> None:

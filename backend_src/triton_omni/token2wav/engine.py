@@ -244,12 +244,13 @@ class Token2WavEngine:
     def _batch(self, due: Sequence[Due]) -> list[Due]:
         """The most urgent window and those that can share its batch, within the batch's limits.
 
-        A listener who has no sound does not wait for a batch full of windows of others who have enough.
+        A listener who has no sound, or soon will have none, does not wait for a batch full of windows of others who
+        have enough.
         """
         batch = list(due[:1])
         frames = sum(len(item.chunk.solved) for item in batch)
         now = time.monotonic_ns()
-        horizon = now + ENOUGH_NS if batch and batch[0].deadline_ns <= now else None
+        horizon = now + ENOUGH_NS if batch and batch[0].deadline_ns <= now + SOON_SILENT_NS else None
         for item in due[1:]:
             alike = item.stream.request.flow == batch[0].stream.request.flow
             fits = frames + len(item.chunk.solved) <= self._settings.max_batch_frames
