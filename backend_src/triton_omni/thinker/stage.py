@@ -11,10 +11,8 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 import msgspec
 import torch
@@ -45,7 +43,8 @@ from triton_omni.thinker import callers
 from triton_omni.thinker.accounts import ThinkerAccounts
 from triton_omni.thinker.open_session import OpenSession
 from triton_omni.thinker.positions import extend_positions
-from triton_omni.thinker.prepared import Intake, Prepared, TakeTimeout
+from triton_omni.thinker.prepared import Intake, Prepared
+from triton_omni.thinker.preparing import Preparing
 from triton_omni.thinker.rest import Rest
 from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import Failure, Kind, ThinkerMessage, ThinkerReport
@@ -55,8 +54,6 @@ UNPACED_TOKENS = 2
 """The talker begins with the rows of the prompt and of the reply's first token, which comes with the second one."""
 FORGET_AFTER_S = 5.0
 """After this, a slot whose later stages stay silent is used again; its generation keeps late messages out."""
-
-PreparedT = TypeVar("PreparedT", bound=Prepared | None)
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +83,12 @@ class ThinkerStage:
     ) -> None:
         self._settings = settings
         self._engine = engine
-        self._intake = intake
         self._ledger = ledger
         self._slots = Slots(ledger, settings.max_sessions)
         self._device = device
         self._hidden_size, self._dtype = hidden_size, dtype
         self._open: dict[str, OpenSession] = {}
-        self._pool = ThreadPoolExecutor(settings.preprocess_threads, thread_name_prefix="omni-intake")
+        self._preparing = Preparing(intake, settings.preprocess_threads)
         self._loop = StageLoop("omni-thinker", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
@@ -137,7 +133,7 @@ class ThinkerStage:
         """End every session with an error, then stop the engine."""
         self._loop.post(lambda: self._end_all(InternalError("the server is shutting down")))
         # Not waiting for what is being prepared: its answer was sent, and what it posts is of no consequence.
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._preparing.close()
         if self._loop.stop():
             self._refuse_all()
             self._engine.close()
@@ -163,40 +159,22 @@ class ThinkerStage:
         return Overloaded(f"all {limit} sessions are in use", stage="thinker", retry_after_ms=RETRY_AFTER_MS)
 
     def _make_ready(self, session: OpenSession, raw: RawRequest) -> None:
-        """Prepare a request here or, if it may take long, on the pool. Either way the talker has a message first and
+        """Prepare a request here or, if it may take long, elsewhere. Either way the talker has a message first and
         holds its request: should this process end, the client can be answered from there.
         """
-        prepared = self._prepare(self._intake.prepare_at_once, session, raw)
+        take_timeout = functools.partial(self._take_timeout, session)
+        prepared = self._preparing.at_once(session, raw, take_timeout)
         if isinstance(prepared, Prepared):
             self._open_session(session, prepared)
         elif prepared is None:
             self._send(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
         self._loop.post(functools.partial(self._begin, session))
         if prepared is None:
-            self._pool.submit(self._prepare_later, session, raw)
+            self._preparing.later(session, raw, take_timeout, functools.partial(self._post_admission, session))
         else:
-            self._loop.post(functools.partial(self._admit, session, prepared))
+            self._post_admission(session, prepared)
 
-    def _prepare(
-        self, prepare: Callable[[RawRequest, int, TakeTimeout], PreparedT], session: OpenSession, raw: RawRequest
-    ) -> PreparedT | OmniError:
-        """What `prepare` gives, or why it gives nothing."""
-        try:
-            return prepare(raw, session.accepted_ns, functools.partial(self._take_timeout, session))
-        except OmniError as error:
-            error.stage = error.stage or "thinker"
-            return error
-        except Exception:
-            logger.exception("request %s: preparing it failed", session.label)
-            return InternalError("preparing the request failed", stage="thinker")
-
-    # On the pool's threads.
-
-    def _prepare_later(self, session: OpenSession, raw: RawRequest) -> None:
-        if session.ended_ns:
-            # Its slot is free again: what is cancelled while it waits must not hold up the others here.
-            return
-        prepared = self._prepare(self._intake.prepare, session, raw)
+    def _post_admission(self, session: OpenSession, prepared: Prepared | OmniError) -> None:
         self._loop.post(functools.partial(self._admit, session, prepared))
 
     def _take_timeout(self, session: OpenSession, seconds: float) -> None:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who makes a request ready: whoever brings it, where that is quick, else one of a few threads.
+
+Its failures are values, for the stage's loop to deal with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from triton_omni.errors import InternalError, OmniError
+from triton_omni.request import RawRequest
+from triton_omni.thinker.open_session import OpenSession
+from triton_omni.thinker.prepared import Intake, Prepared, TakeTimeout
+
+PreparedT = TypeVar("PreparedT", bound=Prepared | None)
+_Prepare = Callable[[RawRequest, int, TakeTimeout], PreparedT]
+
+logger = logging.getLogger(__name__)
+
+
+class Preparing:
+    """Asks the intake.
+
+    Args:
+        threads: how many requests are prepared together at most, besides those that are prepared at once.
+    """
+
+    def __init__(self, intake: Intake, threads: int) -> None:
+        self._intake = intake
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="omni-intake")
+
+    def at_once(self, session: OpenSession, raw: RawRequest, take_timeout: TakeTimeout) -> Prepared | OmniError | None:
+        """The request made ready, or why it cannot be; None where it is to be done `later`."""
+        return _tried(self._intake.prepare_at_once, session, raw, take_timeout)
+
+    def later(
+        self,
+        session: OpenSession,
+        raw: RawRequest,
+        take_timeout: TakeTimeout,
+        then: Callable[[Prepared | OmniError], None],
+    ) -> None:
+        """Prepare on the pool, and call `then` there; not for a session that has ended before its turn came."""
+
+        def prepare() -> None:
+            # Its slot is free again: what is cancelled while it waits must not hold up the others here.
+            if not session.ended_ns:
+                then(_tried(self._intake.prepare, session, raw, take_timeout))
+
+        self._pool.submit(prepare)
+
+    def close(self) -> None:
+        """Begin nothing more. What is under way is not waited for; nobody takes what comes of it."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _tried(
+    prepare: _Prepare[PreparedT], session: OpenSession, raw: RawRequest, take_timeout: TakeTimeout
+) -> PreparedT | OmniError:
+    try:
+        return prepare(raw, session.accepted_ns, take_timeout)
+    except OmniError as error:
+        error.stage = error.stage or "thinker"
+        return error
+    except Exception:
+        logger.exception("request %s: preparing it failed", session.label)
+        return InternalError("preparing the request failed", stage="thinker")
