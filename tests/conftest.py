@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,10 @@ from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
 
 # Before any test module imports transformers' vision code.
 define_torchvision_operators()
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # Begun behind a shell's `&`, which has a command ignore Ctrl-C, and so all that it starts: some are to end by it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 WITH_A_SERVER = "tests/server/"

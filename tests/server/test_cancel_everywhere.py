@@ -156,7 +156,10 @@ def sessions_beside(server: Served, crowd: int) -> Iterator[StageBoard]:
         for _ in range(crowd):
             stack.enter_context(server.client.stream(Request(text="hello", seed=CRAWLING_THINKER, **LONG)))
         others = Sessions(server, board, begin_ns)
-        wait_for(lambda: len(others.keys("thinker", "tokens")) == crowd, board.open_sessions)
+        wait_for(
+            lambda: len(others.keys("thinker", "tokens")) == crowd,
+            lambda: (board.open_sessions(), others.keys("thinker", "added"), others.keys("thinker", "tokens")),
+        )
         yield board
 
 
