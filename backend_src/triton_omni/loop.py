@@ -16,9 +16,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 IDLE_POLL_S = 0.05
-COMMANDS_S = 0.004
-"""Commands that take longer together go on behind a step of the engine: of a crowd that comes at once the first then
-keep the device busy while the others are let in."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +37,18 @@ class Driven(Protocol):
 
 
 class StageLoop:
-    """Runs a `Driven` on a thread of its own."""
+    """Runs a `Driven` on a thread of its own.
 
-    def __init__(self, name: str, driven: Driven) -> None:
+    Args:
+        name: of the thread.
+        commands_s: commands that take longer together, and longer than the last step, go on behind a step of the
+            engine. For a stage to which nobody sends in answer to what it does: elsewhere what is late grows.
+    """
+
+    def __init__(self, name: str, driven: Driven, *, commands_s: float = float("inf")) -> None:
         self._driven = driven
+        self._commands_s = commands_s
+        self._step_s = 0.0
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._stopping = False
@@ -102,7 +107,9 @@ class StageLoop:
         self._run_commands()
         delay = self._driven.poll()
         if self._driven.has_work():
+            begun = time.monotonic()
             self._driven.step()
+            self._step_s = time.monotonic() - begun
             return
         with self._changed:
             if not self._commands and not self._stopping:
@@ -110,7 +117,7 @@ class StageLoop:
 
     def _run_commands(self) -> None:
         # Only what was there at the start of the turn, so that a flood of messages cannot starve the engine.
-        until = time.monotonic() + COMMANDS_S
+        until = time.monotonic() + max(self._commands_s, self._step_s)
         for _ in range(len(self._commands)):
             self._commands.popleft()()
             if time.monotonic() > until and self._driven.has_work():

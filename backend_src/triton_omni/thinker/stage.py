@@ -52,6 +52,8 @@ from triton_omni.wire import Failure, Kind, ThinkerMessage, ThinkerReport
 RETRY_AFTER_MS = 250
 UNPACED_TOKENS = 2
 """The talker begins with the rows of the prompt and of the reply's first token, which comes with the second one."""
+ADMISSION_S = 0.004
+"""Of a crowd that comes at once the first keep the device busy while the others are let in."""
 FORGET_AFTER_S = 5.0
 """After this, a slot whose later stages stay silent is used again; its generation keeps late messages out."""
 
@@ -89,7 +91,7 @@ class ThinkerStage:
         self._hidden_size, self._dtype = hidden_size, dtype
         self._open: dict[str, OpenSession] = {}
         self._preparing = Preparing(intake, settings.preprocess_threads)
-        self._loop = StageLoop("omni-thinker", self)
+        self._loop = StageLoop("omni-thinker", self, commands_s=ADMISSION_S)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
         self._rest = Rest(ledger, engine)
