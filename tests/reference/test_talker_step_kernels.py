@@ -48,6 +48,7 @@ def make_step(fused: bool) -> Any:
         uniform = torch.rand(1, generator=random, dtype=torch.float64)
         told = [sequence.base + number, sequence.slot, 4 + number, int(uniform.view(torch.int64)), number % 2, 50, 60]
         index[number] = torch.tensor(told, device=DEVICE)
+    rows.store()
     step.drawn.copy_(torch.randint(SPEAKABLE, (TOKENS + 2,), generator=random))
     step.cache_slots = torch.arange(TOKENS + 2, device=DEVICE)
     return step

@@ -31,6 +31,7 @@ class Bench:
         for number, sequence in enumerate(self.open):
             self.step.draws.choose(sequence.slot, Sampling(repetition_penalty=1.0 + number), 0)
             self.rows.feed(sequence, torch.full((4, WIDTH), 10.0 * (number + 1)))
+        self.rows.store()
 
     def decode(self, ids, logits, padded=0):
         """One step at each sequence's first position; logits as the step gives them, and what is sound."""

@@ -103,7 +103,8 @@ class TalkerVllmEngine:
         self._open[key] = sequence
 
     def feed(self, key: str, rows: Tensor) -> None:
-        """Copy the next rows [N, H] (prompt rows first, then the reply's); unknown keys are ignored.
+        """Take the next rows [N, H] (prompt rows first, then the reply's), which the next step copies; unknown keys are
+        ignored.
 
         Raises:
             InternalError: more rows than announced, another width, or rows after the end.

@@ -79,6 +79,15 @@ class Sequence:
         return SampledStep(joined, record_event(joined.device))
 
 
+class _Fed(NamedTuple):
+    """Rows [N, H] of a slot's sequence on their way into the pool."""
+
+    slot: int
+    start: int
+    """The pool's index of the first."""
+    rows: Tensor
+
+
 class TalkerRows:
     """The row pool and the per-slot state of every open sequence.
 
@@ -106,6 +115,8 @@ class TalkerRows:
         self._stored = np.zeros(slots + 1, dtype=np.int64)
         self._free_slots = list(range(slots))
         self._spans = FirstFit(rows)
+        self._fed: list[_Fed] = []
+        """Rows that the pool does not hold yet, oldest first."""
 
     @property
     def rows_used(self) -> int:
@@ -129,12 +140,14 @@ class TalkerRows:
             )
         slot, base = self._free_slots.pop(), start + _TAIL_ROWS
         self.faults[slot].zero_()
-        self.pool[base + prompt.prompt_rows].copy_(text_bos)
         self._bases[slot], self._stored[slot] = base, 0
-        return Sequence(key, prompt, parameters, slot, base, reserved)
+        sequence = Sequence(key, prompt, parameters, slot, base, reserved)
+        self._keep(sequence, prompt.prompt_rows, text_bos.unsqueeze(0))
+        return sequence
 
     def feed(self, sequence: Sequence, rows: Tensor) -> None:
-        """Copy the next rows [N, H] of a sequence into its reserve.
+        """Take the next rows [N, H] of a sequence, which the next `store` copies into its reserve; until then they must
+        stay as they are.
 
         Raises:
             InternalError: the rows do not fit what was announced at open, or come after the end.
@@ -150,19 +163,35 @@ class TalkerRows:
                 stage="talker",
             )
         first, second, at_first, at_second = split_at_text_bos(sequence.prompt.prompt_rows, sequence.fed, count)
-        self._store(sequence, at_first, rows[first])
-        self._store(sequence, at_second, rows[second])
+        self._keep(sequence, at_first, rows[first])
+        self._keep(sequence, at_second, rows[second])
         sequence.fed += count
         self._stored[sequence.slot] = stored_rows(sequence.prompt.prompt_rows, sequence.fed)
 
-    def _store(self, sequence: Sequence, position: int, rows: Tensor) -> None:
+    def _keep(self, sequence: Sequence, position: int, rows: Tensor) -> None:
         rows = rows[: max(sequence.reserved - position, 0)]
+        if rows.device != self.pool.device:
+            # Whoever waits for what was enqueued so far may then use the other device's memory again.
+            rows = rows.to(self.pool.device)
         if len(rows):
-            start = sequence.base + position
-            self.pool[start : start + len(rows)].copy_(rows)
+            self._fed.append(_Fed(sequence.slot, sequence.base + position, rows))
+
+    def store(self) -> None:
+        """Copy what was fed since the last call into the pool, before a step that reads it.
+
+        Together, by one kernel for a hundred messages: a copy each would take the thread that steps longer than the
+        step, since it gives Python's global lock up for each and then stands in line with the threads that read and
+        write the messages.
+        """
+        fed, self._fed = self._fed, []
+        if fed:
+            places = [self.pool[one.start : one.start + len(one.rows)] for one in fed]
+            torch._foreach_copy_(places, [one.rows for one in fed])
 
     def close(self, sequence: Sequence) -> None:
         """Free what `open` reserved. Steps in flight may still read it: later writes queue up behind them."""
+        # Its place may be another's before the next step.
+        self._fed = [one for one in self._fed if one.slot != sequence.slot]
         self._free_slots.append(sequence.slot)
         self._spans.give(sequence.base - _TAIL_ROWS)
         sequence.sampled.clear()

@@ -143,6 +143,7 @@ class TalkerRunnerMixin(FusedDecodeMixin):
         self.step.decoding = count == len(batch.sequences)
         for row in np.flatnonzero(self.input_batch.num_computed_tokens_cpu[: len(batch.sequences)] == 0):
             self.step.rows.begin(int(batch.slots[row]))
+        self.step.rows.store()
         self._stage_index(count, batch.slots)
         skipped = self.discard_request_mask.np[: len(batch.sequences)]
         self._drawing = list(batch.sequences)
@@ -178,6 +179,7 @@ class TalkerRunnerMixin(FusedDecodeMixin):
 
     def _stage_decode(self, layout: Layout) -> None:
         """Tell the step of one token a sequence that follows what the last drew."""
+        self.step.rows.store()
         computed = layout.computed
         self._ahead = self._ahead or self._look_ahead(computed)
         index, table = self._index.np[: len(computed)], self.input_batch.block_table[0]
