@@ -12,6 +12,7 @@ A session on each link: `OPEN` once, then any number of `DATA` (rows or codes, p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Final, Literal, TypeVar
@@ -139,6 +140,14 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """System-wide monotonic clock when the stage gave the message away, nanoseconds."""
 
 
+@functools.cache
+def _no_rows(hidden_size: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, hidden_size, dtype=dtype)
+
+
+_NO_CODES: Final = torch.empty(0, dtype=torch.int32)
+
+
 class ThinkerMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Thinker to talker."""
 
@@ -150,7 +159,7 @@ class ThinkerMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
 
     def to_tensors(self, hidden_size: int, dtype: torch.dtype) -> dict[str, Value]:
         """ROWS [N, H] and META; absent rows are a tensor of no rows, since none may be left out."""
-        rows = self.rows if self.rows is not None else torch.empty(0, hidden_size, dtype=dtype)
+        rows = self.rows if self.rows is not None else _no_rows(hidden_size, dtype)
         return {"ROWS": rows, "META": _pack(msgspec.structs.replace(self, rows=None))}
 
     @classmethod
@@ -176,7 +185,7 @@ class TalkerMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
 
     def to_tensors(self) -> dict[str, Value]:
         """CODES [N] and META."""
-        codes = self.codes if self.codes is not None else torch.empty(0, dtype=torch.int32)
+        codes = self.codes if self.codes is not None else _NO_CODES
         return {"CODES": codes, "META": _pack(msgspec.structs.replace(self, codes=None))}
 
     @classmethod

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,7 +11,10 @@ from torch import Tensor
 def extend_positions(positions: Tensor, count: int) -> Tensor:
     """M-RoPE positions [3, P] continued by `count` text tokens: [3, P + count].
 
-    Text after any prompt continues from the largest position on all three axes, as in HF's `get_rope_index`.
+    Text after any prompt continues from the largest position on all three axes, as in HF's `get_rope_index`. By numpy:
+    of a crowd each is let in beside a busy loop, for whose lock every call of torch would stand in line.
     """
-    after = int(positions.max()) + 1 if positions.numel() else 0
-    return torch.cat([positions, torch.arange(after, after + count).expand(3, count)], dim=1)
+    known = positions.numpy()
+    after = int(known.max()) + 1 if known.size else 0
+    more = np.broadcast_to(np.arange(after, after + count, dtype=known.dtype), (3, count))
+    return torch.from_numpy(np.concatenate([known, more], axis=1))
