@@ -108,9 +108,23 @@ def test_the_first_windows_of_a_crowd_are_solved_together(
     for _ in range(3):
         assert not engine.step()
     assert not batches, "three more are about to have their codes"
+    assert not engine.keeps_listeners_waiting, "a claim would keep the talker from making them"
     engine.feed("b", codes_of("b")[:FIRST])
+    assert engine.keeps_listeners_waiting
     next_outputs(engine)
-    assert batches == ["ab"], "as many are there as are to come"
+    assert batches == ["ab"], "two are too few to wait for"
+
+
+def test_who_is_being_launched_waits_for_no_crowd(engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_omni.token2wav.engine.GATHERING_NS", 3600 * 10**9)
+    monkeypatch.setattr("triton_omni.token2wav.engine.AT_ONCE_FRAMES", 0)
+    for key in "abc":
+        begin(engine, key)
+    assert engine.step() == []
+    assert len(engine._climbs) == 1
+    for key in "def":
+        engine.open(key, VOICE, 1, StreamOptions())
+    assert engine.keeps_listeners_waiting
 
 
 def test_a_crowd_is_waited_for_no_longer_than_a_window_takes(engine: Token2WavEngine, batches: list[str]) -> None:

@@ -39,10 +39,12 @@ SOON_SILENT_NS = 100_000_000
 steps of other stages."""
 AT_ONCE_FRAMES = 192
 """Batches of no more mel frames are launched at once: they are through before another could go between."""
-CROWD_NS = 100_000_000
+CROWD_NS = 120_000_000
 """Streams that were opened within so long of each other have their first codes at about the same time."""
-GATHERING_NS = 25_000_000
-"""How long a first window waits for those of a crowd: about as long as it takes alone, and they behind it."""
+GATHERING_NS = 60_000_000
+"""How long a first window waits for those of a crowd: as long as ten of them take together."""
+FEW = 2
+"""For so few, or for a tenth of those that are there, nobody waits."""
 ENOUGH_NS = 500_000_000
 """A listener with so much sound left can wait for a batch of others who have none."""
 
@@ -166,7 +168,9 @@ class Token2WavEngine:
         streams = [stream for stream in self._streams.values() if stream.page is not None]
         launched = (due for flight in self._flights for due in flight.batch if self._is_open(due.stream))
         deadlines = [due.deadline_ns for due in launched if due.stream.page is not None]
-        deadlines += [stream.deadline_ns for stream in streams if stream.due()]
+        # Who waits for others' codes must not keep the talker from making them.
+        gathered = self._gathered(self._due())
+        deadlines += [stream.deadline_ns for stream in streams if stream.due() and stream.key not in gathered]
         soon = time.monotonic_ns() + SOON_SILENT_NS
         waiting = sum(deadline <= soon for deadline in deadlines)
         return waiting > 0 and waiting >= sum(stream.wants_first_codes for stream in streams)
@@ -280,8 +284,8 @@ class Token2WavEngine:
         # An empty reply's only chunk.
         silent = [Landed(d.stream, d.chunk, torch.empty(0), True, 0) for d in due if not len(d.chunk.solved)]
         due = [item for item in due if len(item.chunk.solved)]
-        if self._gathers(due):
-            due = [item for item in due if not item.stream.is_silent]
+        gathered = self._gathered(due)
+        due = [item for item in due if item.stream.key not in gathered]
         if self._climbs:
             due = [item for item in due if item.deadline_ns < self._climbs[-1].deadline_ns]
         if batch := self._batch(due):
@@ -289,15 +293,16 @@ class Token2WavEngine:
         failed = self._advance_or_drop(self._climbs[-1]) if self._climbs else []
         return [*(self._finish(landed) for landed in silent), *failed]
 
-    def _gathers(self, due: Sequence[Due]) -> bool:
-        """Whether first windows wait for others of a crowd that came together, of which more have yet to get their
-        codes: one of them alone would hold up all others for as long as ten take together."""
+    def _gathered(self, due: Sequence[Due]) -> frozenset[str]:
+        """Streams whose first windows wait for others of a crowd that came together, which have yet to get their codes:
+        one of them alone would hold up all others for as long as ten take together."""
         first = [item.stream for item in due if item.stream.is_silent]
         if not first or time.monotonic_ns() - min(stream.due_since_ns for stream in first) > GATHERING_NS:
-            return False
+            return frozenset()
         opened = min(stream.opened_ns for stream in first)
         others = (stream for stream in self._streams.values() if stream.wants_first_codes)
-        return sum(abs(stream.opened_ns - opened) < CROWD_NS for stream in others) > len(first)
+        missing = sum(abs(stream.opened_ns - opened) < CROWD_NS for stream in others)
+        return frozenset(stream.key for stream in first) if missing > max(FEW, len(first) // 10) else frozenset()
 
     def _climb(self, batch: Sequence[Due]) -> Climb:
         return Climb(batch, take_off(batch, self._sampler, self._vocoder, self._device))
