@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from triton_omni.launching import Launching
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -154,6 +156,10 @@ class ThinkerEngine(Protocol):
             BadRequest: media and placeholders do not fit together.
         """
 
+    @property
+    def launching(self) -> Launching:
+        """Whether a step is being launched; for any thread."""
+
     def check_schema(self, schema: str) -> None:
         """See whether a JSON schema can be compiled; may be called from any thread.
 
@@ -201,9 +207,10 @@ class TalkerEngine(Protocol):
         """
 
     def feed(self, key: str, rows: Tensor) -> None:
-        """Copy the next rows [N, H] (prompt rows first, then the reply's) into the session's reserve.
+        """Take the next rows [N, H] (prompt rows first, then the reply's) into the session's reserve.
 
-        The copy is ordered after whatever was enqueued on the current stream; the caller may reuse `rows` afterwards.
+        The next step begins with the copy, ordered after whatever was enqueued on the current stream: until then `rows`
+        must stay as they are. The engine keeps them so long; of another device it has enqueued the copy at once.
         """
 
     def end(self, key: str) -> None:

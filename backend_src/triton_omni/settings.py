@@ -126,10 +126,10 @@ class TalkerEngineSettings(EngineSettings):
     """Positions of one sequence: prompt rows, two more, and codes."""
     usual_len: ClassVar[int] = 8194
     """A prompt of the thinker's `usual_len`, two more, and `max_codes`."""
-    max_num_batched_tokens: Annotated[int, Field(ge=32)] = 512
+    max_num_batched_tokens: Annotated[int, Field(ge=32)] = 1024
     """Tokens of one engine step: no more than of the longest that is recorded as a CUDA graph, since one with prompts
     that is launched kernel by kernel holds all others up."""
-    max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 512
+    max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 1024
 
 
 class RequestLimits(_Frozen):

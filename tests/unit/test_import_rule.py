@@ -24,6 +24,7 @@ LAYERS = [
             "heap",
             "cache_folder",
             "streams",
+            "launching",
             "precision",
             "spans",
             "tiles",

@@ -11,7 +11,7 @@ import torch
 from triton_omni.engine import Sampling
 from triton_omni.outbox import Outbox
 from triton_omni.thinker.open_session import OpenSession
-from triton_omni.thinker.rest import LONGEST_REST_NS, TEXT_REST_NS, Rest
+from triton_omni.thinker.rest import LONGEST_REST_NS, SESSIONS_A_ROW, TEXT_REST_NS, Rest
 from triton_omni.wire import Session, SessionKey, ThinkerReport
 
 PROMPT, FIRST = 5, 24
@@ -53,7 +53,7 @@ def session(slot=0, rows=0, **request):
     outbox = Outbox(512)
     outbox.put(torch.zeros(PROMPT + rows, 2))
     outbox.take(0)
-    told = {"want_audio": True, "prompt_tokens": PROMPT, **request}
+    told = {"want_audio": True, "prompt_tokens": PROMPT, "max_rows": 100, **request}
     return OpenSession(
         SessionKey(slot, 1, ""),
         SimpleNamespace(),
@@ -67,7 +67,6 @@ def session(slot=0, rows=0, **request):
             voice="Ethan",
             seed=1,
             talker=Sampling(),
-            max_rows=100,
             accepted_ns=0,
             **told,
         ),
@@ -86,6 +85,19 @@ def test_a_row_of_a_step_under_way_needs_no_step_more(rest, ledger, engine):
     assert rest.is_due([session(rows=FIRST - 1)], NOW)
 
 
+def test_for_a_crowd_rows_are_written_with_which_the_first_go_on_until_the_last_have_their_codes(rest, ledger):
+    crowd = 2 * SESSIONS_A_ROW
+    ledger.wants = dict.fromkeys(range(crowd), FIRST)
+    assert not rest.is_due([session(slot, rows=FIRST + 1) for slot in range(crowd)], NOW)
+    rested = [session(slot, rows=FIRST + 2) for slot in range(crowd)]
+    assert rest.is_due(rested, NOW)
+    held = session(rows=FIRST)
+    held.outbox.put(torch.zeros(1, 2))
+    assert not rest.completes_first_window(held)
+    held.outbox.put(torch.zeros(1, 2))
+    assert rest.completes_first_window(held)
+
+
 def test_it_goes_on_when_the_codes_have_come_and_rests_no_more_for_later_windows(rest, ledger):
     one = session(rows=FIRST)
     ledger.wants[0] = FIRST
@@ -95,6 +107,31 @@ def test_it_goes_on_when_the_codes_have_come_and_rests_no_more_for_later_windows
     one.outbox.put(torch.zeros(12, 2))
     one.outbox.take(1)
     assert not rest.is_due([one], NOW + 2)
+
+
+def test_rows_that_complete_the_first_window_are_known(rest, ledger):
+    one = session(rows=FIRST - 4)
+    one.outbox.put(torch.zeros(3, 2))
+    assert not rest.completes_first_window(one), "token2wav has not said what it wants"
+    ledger.wants[0] = FIRST
+    assert not rest.completes_first_window(one)
+    one.outbox.put(torch.zeros(1, 2))
+    assert rest.completes_first_window(one)
+    one.outbox.put(torch.zeros(2, 2))
+    assert rest.completes_first_window(one)
+    one.outbox.take(1)
+    assert not rest.completes_first_window(one), "they have left"
+    one.outbox.put(torch.zeros(1, 2))
+    assert not rest.completes_first_window(one)
+
+
+@pytest.mark.parametrize("told", [{"want_audio": False}, {"max_rows": FIRST - 1}])
+def test_who_has_no_first_window_completes_none(rest, ledger, told):
+    ledger.wants[0] = FIRST
+    one = session(**told)
+    one.first_token_ns = NOW
+    one.outbox.put(torch.zeros(FIRST, 2))
+    assert not rest.completes_first_window(one)
 
 
 def test_it_rests_no_longer_than_its_limit(rest, ledger):

@@ -108,6 +108,35 @@ def test_the_thinker_rests_while_the_first_window_is_on_its_way():
     assert min(rested) >= 6
 
 
+def test_a_request_is_made_ready_once_the_step_that_is_launched_has_been(monkeypatch):
+    monkeypatch.setattr("triton_omni.launching.LONGEST_WAIT_S", 60.0)
+    with pipeline() as p:
+        asked = []
+        with p.engines[0].launching:
+            thread = threading.Thread(target=lambda: asked.append(p.ask("12345")))
+            thread.start()
+            time.sleep(0.05)
+            assert not asked
+        thread.join()
+        finished(asked[0])
+        p.wait_until_empty()
+
+
+def test_the_prompt_s_rows_come_with_the_first_of_the_reply():
+    """The talker begins with both, and a message of rows costs the link what a word alone does not."""
+    thinker = FakeThinkerEngine(length=40)
+    thinker.step_s = 0.003
+    with pipeline(thinker=thinker) as p:
+        ensemble = p.ask("12345")
+        finished(ensemble)
+        p.wait_until_empty()
+    sent = [m for t in ensemble.to_talker if (m := ThinkerMessage.from_tensors(t)).kind in (Kind.DATA, Kind.TEXT)]
+    assert [(m.kind, m.text) for m in sent[:1]] == [(Kind.TEXT, "w0 ")], "the first word waits for no row"
+    rows = [len(m.rows) for m in sent if m.rows is not None]
+    assert rows[0] == 6, "five of the prompt and the reply's first"
+    assert sum(rows) == 5 + 39
+
+
 def test_token2wav_claims_the_device_while_listeners_wait_for_sound():
     waveform = FakeWaveformEngine()
     with pipeline(waveform=waveform) as p:

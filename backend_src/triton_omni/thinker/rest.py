@@ -15,11 +15,14 @@ from triton_omni.engine import ThinkerEngine
 from triton_omni.ledger import SessionLedger
 from triton_omni.thinker.open_session import OpenSession
 
-LONGEST_REST_NS: Final = 80_000_000
+LONGEST_REST_NS: Final = 150_000_000
 """After so long it goes on in any case. One listener's first codes come within 10 ms; of a crowd that came at once the
-talker lags twenty steps and some prompts behind, which beside the thinker's steps take twice as long."""
+talker lags twenty steps and some prompts behind, each of which takes 8 ms beside the thinker's steps and 1.5 alone."""
 TEXT_REST_NS: Final = 20_000_000
 """The same where anybody reads text alone, who gets none meanwhile."""
+SESSIONS_A_ROW: Final = 6
+"""Of a crowd those whose prompts the talker took first are some codes ahead: about one for so many of its sessions. The
+thinker writes rows for these before it rests, since the talker's steps are short while all of a batch go on."""
 _MANY: Final = 1 << 30
 """More rows than are under way: nobody knows yet how many."""
 
@@ -35,6 +38,8 @@ class Rest:
     def __init__(self, ledger: SessionLedger, engine: ThinkerEngine) -> None:
         self._ledger, self._engine = ledger, engine
         self._since_ns = 0
+        self._ahead = 0
+        """Rows of each session that are written for more than its first window, before the rest."""
 
     def is_due(self, sessions: Iterable[OpenSession], now_ns: int) -> bool:
         """Whether first windows are on their way, and none waits for a row of a step that is yet to begin."""
@@ -42,14 +47,27 @@ class Rest:
             return False
         sessions = list(sessions)
         missing = [rows for rows in map(self._missing_rows, sessions) if rows is not None]
-        if not missing or max(missing) > self._engine.steps_under_way:
+        self._ahead = len(missing) // SESSIONS_A_ROW
+        if not missing or max(missing) + self._ahead > self._engine.steps_under_way:
             self._since_ns = 0
             return False
         self._since_ns = self._since_ns or now_ns
         return now_ns - self._since_ns < (TEXT_REST_NS if any(map(_reads, sessions)) else LONGEST_REST_NS)
 
+    def completes_first_window(self, session: OpenSession) -> bool:
+        """Whether the last rows before a rest are held that a session's first window lacks: a crowd's would else leave
+        one session behind another by the pace, for as long as the talker takes for all."""
+        request = session.session
+        if request is None or not session.outbox.held:
+            return False
+        missing = self._missing_rows(session)
+        if missing is None or missing + self._ahead > 0:
+            return False
+        return session.outbox.given - request.prompt_tokens < session.first_wanted + self._ahead
+
     def _missing_rows(self, session: OpenSession) -> int | None:
-        """How many rows of the reply the session's first window still lacks; None = it waits for none, or no longer."""
+        """How many rows of the reply the session's first window still lacks, below 0 if there are more; None = it waits
+        for none, or no longer."""
         request = session.session
         if session.has_first_codes or session.ended_ns or request is None or session.report is not None:
             return None
@@ -67,7 +85,7 @@ class Rest:
             return None
         # A code is drawn from a row.
         made = session.outbox.given + session.outbox.held - request.prompt_tokens
-        return max(0, wanted - made)
+        return wanted - made
 
 
 def _reads(session: OpenSession) -> bool:

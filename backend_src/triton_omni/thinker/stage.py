@@ -51,7 +51,7 @@ from triton_omni.wire import Failure, Kind, ThinkerMessage, ThinkerReport
 
 RETRY_AFTER_MS = 250
 UNPACED_TOKENS = 2
-"""The talker begins with the rows of the prompt and of the reply's first token, which comes with the second one."""
+"""The row of the reply's first token, with which the talker begins, comes with the second one."""
 ADMISSION_S = 0.004
 """Of a crowd that comes at once the first keep the device busy while the others are let in."""
 FORGET_AFTER_S = 5.0
@@ -165,6 +165,7 @@ class ThinkerStage:
         holds its request: should this process end, the client can be answered from there.
         """
         take_timeout = functools.partial(self._take_timeout, session)
+        self._engine.launching.wait()
         prepared = self._preparing.at_once(session, raw, take_timeout)
         if isinstance(prepared, Prepared):
             self._open_session(session, prepared)
@@ -290,8 +291,11 @@ class ThinkerStage:
 
     def _flush(self, session: OpenSession) -> None:
         outbox, ledger = session.outbox, self._ledger
-        pace = self._pace if session.reply_tokens > UNPACED_TOKENS else None
-        while parcel := outbox.take(ledger.consumed(session.key, "talker"), pace=pace):
+        at_once = session.reply_tokens <= UNPACED_TOKENS or self._rest.completes_first_window(session)
+        pace = None if at_once else self._pace
+        # The talker begins with the reply's first row.
+        wanted = None if outbox.given or session.session is None else session.session.prompt_tokens + 1
+        while parcel := outbox.take(ledger.consumed(session.key, "talker"), pace=pace, wanted=wanted):
             self._send(session, session.to_message(parcel), parcel.ready)
 
     def _send(self, session: OpenSession, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:
