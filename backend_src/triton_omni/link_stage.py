@@ -297,7 +297,10 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         outlet.finish(self._outlive_copy(tensor), functools.partial(self._count_consumed, message, session.consumed))
 
     def _outlive_copy(self, tensor: torch.Tensor) -> torch.cuda.Event | None:
-        """Keep a tensor's memory until the copy just enqueued is done; an event to wait for where torch cannot."""
+        """Keep a tensor's memory until the engine's copy is done; an event to wait for where torch cannot.
+
+        Torch looks for the stream's end where the tensor is let go, which the engine does once the copy is enqueued.
+        """
         if tensor.is_cuda and tensor.device == self._device:
             tensor.record_stream(torch.cuda.current_stream(self._device))
             return None

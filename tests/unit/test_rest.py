@@ -143,6 +143,20 @@ def test_it_rests_no_longer_than_its_limit(rest, ledger):
     assert not rest.is_due([one], NOW + 10 * LONGEST_REST_NS)
 
 
+def test_who_has_had_a_whole_rest_gets_none_with_others(rest, ledger):
+    """A listener for whom the talker has no place keeps nobody's text back again and again."""
+    ledger.wants = {0: FIRST, 1: FIRST}
+    waiting, later = session(rows=FIRST), session(slot=1)
+    assert rest.is_due([waiting], NOW)
+    assert not rest.is_due([waiting], NOW + LONGEST_REST_NS)
+    assert not rest.is_due([waiting, later], NOW + LONGEST_REST_NS + 1)
+    later.outbox.put(torch.zeros(FIRST, 2))
+    begun = NOW + 2 * LONGEST_REST_NS
+    assert rest.is_due([waiting, later], begun)
+    ledger.wants[1] = FIRST + 12
+    assert not rest.is_due([waiting, later], begun + 1)
+
+
 def test_it_rests_for_a_moment_alone_while_somebody_reads(rest, ledger):
     ledger.wants[0] = FIRST
     both = [session(rows=FIRST), session(slot=1, want_audio=False)]

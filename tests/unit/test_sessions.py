@@ -137,6 +137,18 @@ def test_the_prompt_s_rows_come_with_the_first_of_the_reply():
     assert sum(rows) == 5 + 39
 
 
+def test_the_last_rows_of_the_first_window_wait_for_no_pace(monkeypatch):
+    monkeypatch.setattr("triton_omni.outbox.MESSAGE_NS", 3600 * 10**9)
+    waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
+    waveform.window, thinker.step_s = 7, 0.002
+    with pipeline(thinker=thinker, waveform=waveform) as p:
+        ensemble = p.ask("12345")
+        finished(ensemble)
+        p.wait_until_empty()
+    rows = [len(m.rows) for m in data_messages(ensemble) if m.rows is not None]
+    assert rows == [5 + 1, 7 - 1, 39 - 7], "the talker begins, the first window is whole, the reply is over"
+
+
 def test_token2wav_claims_the_device_while_listeners_wait_for_sound():
     waveform = FakeWaveformEngine()
     with pipeline(waveform=waveform) as p:
@@ -289,7 +301,9 @@ def test_long_prompt_is_split_into_messages_of_bounded_size():
     with pipeline(settings=ThinkerSettings(max_sessions=2, rows_per_message=16)) as p:
         ensemble = p.ask("x" * 100)
         finished(ensemble)
-        assert max(len(m.rows) for m in data_messages(ensemble)) == 16
+        rows = [len(m.rows) for m in data_messages(ensemble)]
+        assert max(rows) == 16
+        assert rows[:7] == [16] * 6 + [5], "the last four of the prompt wait for the reply's first"
 
 
 @pytest.mark.parametrize("later", [False, True])

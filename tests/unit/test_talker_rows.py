@@ -62,6 +62,20 @@ def test_what_was_fed_to_a_sequence_that_ended_is_not_stored_over_the_next_in_it
     assert stored(rows, stays, 6) == [50.0, 51.0, 52.0, BOS, 53.0, 54.0]
 
 
+def test_a_long_prompt_is_stored_as_it_comes(rows: TalkerRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step reads a prompt before all of it is there, and so much memory is not kept besides."""
+    monkeypatch.setattr("triton_omni.vllm_hooks.talker_rows.MOST_FED", 4)
+    first, second = begin(rows, "first"), begin(rows, "second")
+    rows.feed(first, rows_of(1, 1))
+    assert stored(rows, first, 1) == [0.0]
+    rows.feed(second, rows_of(100, 1))
+    assert (stored(rows, first, 1), stored(rows, second, 1)) == ([1.0], [100.0]), (
+        "with two rows of text_bos they are four"
+    )
+    rows.feed(first, rows_of(2, 1))
+    assert stored(rows, first, 2) == [1.0, 0.0]
+
+
 def test_rows_past_the_longest_sequence_are_not_kept(rows: TalkerRows) -> None:
     """A reserve is never longer than the positions that a sequence may have."""
     prompt = TalkerPrompt(PROMPT, torch.arange(PROMPT + 2).expand(3, -1), 0, max_rows=40)

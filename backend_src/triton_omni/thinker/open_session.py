@@ -45,6 +45,8 @@ class OpenSession:
     """Codes that token2wav wants for its first window; 0 = it has not said."""
     has_first_codes: bool = False
     """Whether it has them."""
+    has_rested: bool = False
+    """Whether the thinker has rested for its first window for as long as it may."""
     span: Span = NO_SPAN
     caller: Caller = field(default_factory=Caller)
 

@@ -46,13 +46,18 @@ class Rest:
         if not self._ledger.shares_device_with("token2wav"):
             return False
         sessions = list(sessions)
-        missing = [rows for rows in map(self._missing_rows, sessions) if rows is not None]
+        missing = {one.key: rows for one in sessions if (rows := self._missing_rows(one)) is not None}
         self._ahead = len(missing) // SESSIONS_A_ROW
-        if not missing or max(missing) + self._ahead > self._engine.steps_under_way:
+        if not missing or max(missing.values()) + self._ahead > self._engine.steps_under_way:
             self._since_ns = 0
             return False
         self._since_ns = self._since_ns or now_ns
-        return now_ns - self._since_ns < (TEXT_REST_NS if any(map(_reads, sessions)) else LONGEST_REST_NS)
+        rested_ns = now_ns - self._since_ns
+        if rested_ns >= LONGEST_REST_NS:
+            # Who waits on, for a place in the talker's batch perhaps, gets no rest with others who come later.
+            for one in sessions:
+                one.has_rested = one.has_rested or one.key in missing
+        return rested_ns < (TEXT_REST_NS if any(map(_reads, sessions)) else LONGEST_REST_NS)
 
     def completes_first_window(self, session: OpenSession) -> bool:
         """Whether the last rows before a rest are held that a session's first window lacks: a crowd's would else leave
@@ -69,7 +74,8 @@ class Rest:
         """How many rows of the reply the session's first window still lacks, below 0 if there are more; None = it waits
         for none, or no longer."""
         request = session.session
-        if session.has_first_codes or session.ended_ns or request is None or session.report is not None:
+        is_over = session.has_first_codes or session.ended_ns or session.report is not None
+        if is_over or request is None or session.has_rested:
             return None
         if not request.want_audio:
             # Whoever has no text yet waits for a step too.

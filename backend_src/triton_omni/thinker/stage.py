@@ -294,7 +294,8 @@ class ThinkerStage:
         at_once = session.reply_tokens <= UNPACED_TOKENS or self._rest.completes_first_window(session)
         pace = None if at_once else self._pace
         # The talker begins with the reply's first row.
-        wanted = None if outbox.given or session.session is None else session.session.prompt_tokens + 1
+        prompt_rows = session.session.prompt_tokens if session.session is not None else 0
+        wanted = prompt_rows + 1 if outbox.given <= prompt_rows else None
         while parcel := outbox.take(ledger.consumed(session.key, "talker"), pace=pace, wanted=wanted):
             self._send(session, session.to_message(parcel), parcel.ready)
 

@@ -24,6 +24,9 @@ from triton_omni.talker.conditioning import Indices, can_speak, pool_rows, split
 TEXT_EOS_ROW: Final = 0
 TEXT_PAD_ROW: Final = 1
 _TAIL_ROWS: Final = 2
+MOST_FED: Final = 512
+"""Rows that wait for a step at most: a long prompt, which no step reads before all of it is there, would keep as much
+memory besides."""
 UNBOUNDED: Final = 1 << 40
 """Positions that may be computed once the tail has begun."""
 _RETRY_MS: Final = 250
@@ -146,8 +149,8 @@ class TalkerRows:
         return sequence
 
     def feed(self, sequence: Sequence, rows: Tensor) -> None:
-        """Take the next rows [N, H] of a sequence, which the next `store` copies into its reserve; until then they must
-        stay as they are.
+        """Take the next rows [N, H] of a sequence, which `store` copies into its reserve before the next step; until then
+        they must stay as they are.
 
         Raises:
             InternalError: the rows do not fit what was announced at open, or come after the end.
@@ -162,17 +165,19 @@ class TalkerRows:
                 f"and {limit} rows in all were announced",
                 stage="talker",
             )
+        if rows.device != self.pool.device:
+            # Whoever waits for what was enqueued so far may then use the other device's memory again.
+            rows = rows.to(self.pool.device)
         first, second, at_first, at_second = split_at_text_bos(sequence.prompt.prompt_rows, sequence.fed, count)
         self._keep(sequence, at_first, rows[first])
         self._keep(sequence, at_second, rows[second])
         sequence.fed += count
         self._stored[sequence.slot] = stored_rows(sequence.prompt.prompt_rows, sequence.fed)
+        if sum(len(one.rows) for one in self._fed) >= MOST_FED:
+            self.store()
 
     def _keep(self, sequence: Sequence, position: int, rows: Tensor) -> None:
         rows = rows[: max(sequence.reserved - position, 0)]
-        if rows.device != self.pool.device:
-            # Whoever waits for what was enqueued so far may then use the other device's memory again.
-            rows = rows.to(self.pool.device)
         if len(rows):
             self._fed.append(_Fed(sequence.slot, sequence.base + position, rows))
 
