@@ -149,8 +149,8 @@ class TalkerRows:
         return sequence
 
     def feed(self, sequence: Sequence, rows: Tensor) -> None:
-        """Take the next rows [N, H] of a sequence, which `store` copies into its reserve before the next step; until then
-        they must stay as they are.
+        """Take the next rows [N, H] of a sequence, which `store` copies into its reserve before the next step; until
+        then they must stay as they are.
 
         Raises:
             InternalError: the rows do not fit what was announced at open, or come after the end.
