@@ -8,7 +8,7 @@
 # not be measured; the rest was. PYTHON: where the project is installed, instead of .venv.
 set -euo pipefail
 
-PARTS=(served plans fp8 small steps windows whole media triton replicas)
+PARTS=(served crowds plans fp8 small steps windows whole media triton replicas)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
@@ -35,6 +35,11 @@ part_served() {
     compare served 7b --variant shipped --load 'first=--concurrency 1 --requests 3 --warm-up 0' --load "$ONE" \
         --load 'eight=--concurrency 8 --requests 32' --load "$TOGETHER" --load "$AFTER" --load "$LISTENERS" \
         --load 'text=--concurrency 1,32 --requests 64 --text-only'
+}
+
+part_crowds() {
+    compare crowds 7b --variant shipped --variant 'low_latency={"token2wav": {"plan": "low_latency"}}' \
+        --load 'eight=--concurrency 8 --requests 64 --crowds' --load 'crowds=--concurrency 32 --requests 128 --crowds'
 }
 
 part_plans() {

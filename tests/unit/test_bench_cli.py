@@ -159,6 +159,35 @@ def test_listeners_hear_a_reply_before_they_ask_again(server: FakeEnsemble, tmp_
         assert after["start_s"] >= before["start_s"] + heard_s
 
 
+def test_a_crowd_waits_for_its_last(server: FakeEnsemble, tmp_path: Path) -> None:
+    arguments = ["--concurrency", "2", "--requests", "4", "--warm-up", "0", "--no-plots", "--crowds"]
+    result = _bench(server.url, tmp_path / "r.json", *arguments)
+    assert result.exit_code == 0, result.output
+    report = _report(tmp_path / "r.json")
+    assert report["workload"]["crowds"] is True
+    first, second, third, fourth = sorted(report["runs"][0]["requests"], key=lambda request: request["index"])
+    assert (first["start_s"], third["start_s"]) == (second["start_s"], fourth["start_s"])
+    assert third["start_s"] >= max(first["end_s"], second["end_s"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--rate", "2", "--crowds"], "not with --rate"),
+        (["--rate", "2", "--listen"], "not with --rate"),
+        (["--concurrency", "2", "--crowds", "--listen"], "not with --listen or --ramp-up"),
+        (["--concurrency", "2", "--crowds", "--ramp-up", "3"], "not with --listen or --ramp-up"),
+    ],
+)
+def test_loads_that_contradict_each_other_are_refused(
+    server: FakeEnsemble, tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    result = _bench(server.url, tmp_path / "r.json", *arguments)
+    assert result.exit_code == 2
+    assert says in " ".join(result.stderr.replace("│", " ").split())
+    assert server.requests == []
+
+
 def test_fixed_lengths_are_least_and_longest_at_once(server: FakeEnsemble, tmp_path: Path) -> None:
     arguments = ["--concurrency", "1", "--requests", "1", "--warm-up", "0", "--no-plots", "--fixed-lengths"]
     both = [*arguments, "--max-tokens", "150", "--talker-max-tokens", "1000"]

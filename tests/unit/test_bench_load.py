@@ -92,6 +92,33 @@ async def test_the_places_of_a_closed_loop_begin_over_the_ramp_up() -> None:
     assert all(start >= due for start, due in zip(begun, (0.0, 0.1, 0.2), strict=True))
 
 
+async def test_a_crowd_asks_at_once_and_the_next_when_all_were_answered() -> None:
+    open_now: set[int] = set()
+    seen: list[set[int]] = []
+
+    async def reply(number: int) -> AsyncIterator[Delta]:
+        open_now.add(number)
+        await asyncio.sleep(0.02)
+        seen.append(set(open_now))
+        if number == 4:
+            await asyncio.sleep(0.1)
+        open_now.discard(number)
+        if number == 5:
+            raise Internal("broken")
+        yield TextDelta("Hi")
+
+    run = LoadRun(FakeClient(reply), request, Counts())
+    await run.crowds(3, requests=5, warm_up=3)
+    crowds = [{0, 1, 2}, {3, 4, 5}, {6, 7}]
+    assert {frozenset(found) for found in seen} >= {frozenset(crowd) for crowd in crowds}
+    assert all(any(found <= crowd for crowd in crowds) for found in seen), "none meets another crowd"
+    records = sorted(run.records, key=lambda record: record.index)
+    assert [record.warm_up for record in records] == [True] * 3 + [False] * 5
+    starts = [record.start_s for record in records]
+    assert len({*starts[:3]}) == len({*starts[3:6]}) == len({*starts[6:]}) == 1
+    assert starts[6] >= max(record.end_s for record in records[3:6])
+
+
 async def test_who_listens_asks_again_once_a_reply_was_heard() -> None:
     async def reply(number: int) -> AsyncIterator[Delta]:
         if number == 1:

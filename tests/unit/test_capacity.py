@@ -48,11 +48,12 @@ def report(*runs: dict[str, Any]) -> dict[str, Any]:
 MEASURED = report(run(32, 60.0, 0.9, silent=40), run(1, 5.0, 0.25), run(8, 30.0, 0.4))
 
 
-def test_a_report_of_listeners_is_refused() -> None:
-    listening = report(run(8, 40.0, 0.4)) | {"workload": {"listens": True}}
-    with pytest.raises(BadRequest, match="--listen"):
-        measured_loads(listening)
-    assert measured_loads(listening | {"workload": {"listens": False}})
+@pytest.mark.parametrize(("asked", "option"), [("listens", "--listen"), ("crowds", "--crowds")])
+def test_a_report_of_an_idle_server_is_refused(asked: str, option: str) -> None:
+    idle = report(run(8, 40.0, 0.4)) | {"workload": {asked: True}}
+    with pytest.raises(BadRequest, match=option):
+        measured_loads(idle)
+    assert measured_loads(idle | {"workload": {asked: False}})
 
 
 def test_the_largest_load_within_the_targets_counts() -> None:

@@ -124,12 +124,13 @@ def measured_loads(report: Mapping[str, Any]) -> list[Measured]:
     """The closed loops of a report, the smallest first; those that were cut short are left out.
 
     Raises:
-        BadRequest: it is no report of this benchmark, has no such run, or is of listeners.
+        BadRequest: it is no report of this benchmark, has no such run, or is of listeners or crowds.
     """
     if report.get("schema") != SCHEMA or report.get("schema_version") != SCHEMA_VERSION:
         raise BadRequest(f"this is no report of `triton-omni bench` ({SCHEMA}, version {SCHEMA_VERSION})")
-    if report.get("workload", {}).get("listens"):
-        raise BadRequest("the report is of --listen, which leaves the server idle: measure without it")
+    for asked, option in (("listens", "--listen"), ("crowds", "--crowds")):
+        if report.get("workload", {}).get(asked):
+            raise BadRequest(f"the report is of {option}, which leaves the server idle: measure without it")
     runs = [run for run in report["runs"] if run["load"]["mode"] == _CLOSED and run["complete"]]
     found = [_measured(run) for run in runs if run["summary"]["audio_seconds_per_s"]]
     if not found:

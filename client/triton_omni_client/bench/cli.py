@@ -40,6 +40,7 @@ FAILED, INTERRUPTED = 1, 130
 DEFAULT_CONCURRENCY = "1,4"
 DEFAULT_OUTPUT = Path("bench.json")
 PROMPT_TOKENS = "--prompt-tokens"
+CROWDS = "--crowds"
 PERF_ANALYZER_REQUESTS = 64
 """Requests in perf_analyzer's input data where none are asked for; it begins anew after them."""
 
@@ -60,6 +61,9 @@ RampUp = Annotated[
 ]
 Listen = Annotated[
     bool, typer.Option("--listen", help="Closed loops: hear each reply to its end, at its own speed, before the next.")
+]
+Crowds = Annotated[
+    bool, typer.Option(CROWDS, help="Closed loops: all places ask at once, and again when the last was answered.")
 ]
 Prompts = Annotated[Path | None, typer.Option(help="Text file of prompts, one a line. Default: built-in ones.")]
 PromptWords = Annotated[int | None, typer.Option(min=1, help="Cut or repeat each prompt to N words.")]
@@ -103,6 +107,7 @@ def bench(
     warm_up: WarmUp = None,
     ramp_up: RampUp = 0,
     listen: Listen = False,
+    crowds: Crowds = False,
     prompts: Prompts = None,
     prompt_words: PromptWords = None,
     prompt_tokens: PromptTokens = None,
@@ -155,8 +160,11 @@ def bench(
             _write(write_perf_analyzer_input, perf_analyzer_input(workload, requests or PERF_ANALYZER_REQUESTS))
             return
         loads, metrics = _loads(concurrency, rate), metrics_url or default_metrics_url(url)
-        if listen and any(load.mode == "open" for load in loads):
-            raise typer.BadParameter("not with --rate, whose requests come when they come", param_hint="--listen")
+        if (listen or crowds) and any(load.mode == "open" for load in loads):
+            named = "--listen" if listen else CROWDS
+            raise typer.BadParameter("not with --rate, whose requests come when they come", param_hint=named)
+        if crowds and (listen or ramp_up):
+            raise typer.BadParameter("not with --listen or --ramp-up: a crowd comes at once", param_hint=CROWDS)
         plan = Plan(
             url,
             model,
@@ -168,11 +176,12 @@ def bench(
             wait_s=wait,
             ramp_up_s=ramp_up,
             listens=listen,
+            crowds=crowds,
             prompt_tokens=prompt_tokens,
         )
         if check:
             return
-        asked = _described(workload, prompts) | {"ramp_up_s": ramp_up, "listens": listen}
+        asked = _described(workload, prompts) | {"ramp_up_s": ramp_up, "listens": listen, "crowds": crowds}
         _measure(plan, Report(_environment(), asked), output, plots)
 
 

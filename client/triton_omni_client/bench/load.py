@@ -96,6 +96,14 @@ class LoadRun:
             for number in range(concurrency):
                 group.create_task(place(number * ramp_up_s / concurrency))
 
+    async def crowds(self, size: int, requests: int, warm_up: int) -> None:
+        """Send `size` requests at once, and the next as many when all of them have ended."""
+        for first in range(0, warm_up + requests, size):
+            now_s, last = self._now(), min(first + size, warm_up + requests)
+            async with asyncio.TaskGroup() as group:
+                for index in range(first, last):
+                    group.create_task(self._measure(index, now_s, warm_up=index < warm_up))
+
     async def open_loop(self, arrivals: Iterable[float], requests: int, warm_up: int) -> None:
         """Start a request at each arrival, in seconds after the run's begin, however many are open.
 

@@ -59,6 +59,8 @@ class Plan:
     """Over how long the places of a closed loop begin."""
     listens: bool = False
     """Whether they hear a reply to its end before they ask again."""
+    crowds: bool = False
+    """Whether they ask at once, and again when all were answered."""
     prompt_tokens: int | None = None
     """Length that the prompts are brought to; None leaves them as they are."""
 
@@ -154,6 +156,8 @@ class _Bench:
     def _offer(self, loop: LoadRun, load: Load, requests: int, warm_up: int) -> Coroutine[Any, Any, None]:
         if load.mode == "closed":
             plan = self.plan
+            if plan.crowds:
+                return loop.crowds(int(load.value), requests, warm_up)
             return loop.closed_loop(int(load.value), requests, warm_up, plan.ramp_up_s, listens=plan.listens)
         return loop.open_loop(poisson_arrivals(load.value, self.plan.workload.seed), requests, warm_up)
 
