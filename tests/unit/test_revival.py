@@ -234,6 +234,7 @@ def test_a_stage_that_hangs_is_ended_sooner_if_a_deadline_has_passed(
 def test_a_server_is_not_ready_while_a_stage_is_silent(server: Server) -> None:
     with watching(server) as reviver:
         server.silent["thinker"] = 9.0
+        wait_for(lambda: server.told_ready)
         time.sleep(3 * revival._POLL_S)
         assert server.told_ready == [True]
         server.silent["thinker"] = 11.0
