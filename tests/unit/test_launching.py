@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from triton_omni.launching import LONGEST_WAIT_S, Launching
-from triton_omni.vllm_hooks.platform import StageWorker
+from triton_omni.vllm_hooks.thinker_worker import ThinkerWorker
 
 
 def test_nobody_waits_while_nothing_is_launched() -> None:
@@ -61,8 +61,10 @@ def test_a_worker_tells_of_its_launches(call: str, monkeypatch: pytest.MonkeyPat
         seen.append((told, launching._over.is_set()))
         return "result"
 
-    monkeypatch.setattr(StageWorker.__mro__[1], call, launch)
-    worker: Any = StageWorker.__new__(StageWorker)
+    # The class that a `ThinkerWorker` adds to, whatever the platform.
+    monkeypatch.setattr(ThinkerWorker.__mro__[2], call, launch)
+    worker: Any = ThinkerWorker.__new__(ThinkerWorker)
+    worker.rank = 0
     assert getattr(worker, call)("step") == "result"
     worker.launching = launching
     assert getattr(worker, call)("step") == "result"

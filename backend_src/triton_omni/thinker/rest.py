@@ -46,17 +46,17 @@ class Rest:
         if not self._ledger.shares_device_with("token2wav"):
             return False
         sessions = list(sessions)
-        missing = {one.key: rows for one in sessions if (rows := self._missing_rows(one)) is not None}
-        self._ahead = len(missing) // SESSIONS_A_ROW
-        if not missing or max(missing.values()) + self._ahead > self._engine.steps_under_way:
+        waiting = [(one, rows) for one in sessions if (rows := self._missing_rows(one)) is not None]
+        self._ahead = len(waiting) // SESSIONS_A_ROW
+        if not waiting or max(rows for _, rows in waiting) + self._ahead > self._engine.steps_under_way:
             self._since_ns = 0
             return False
         self._since_ns = self._since_ns or now_ns
         rested_ns = now_ns - self._since_ns
         if rested_ns >= LONGEST_REST_NS:
             # Who waits on, for a place in the talker's batch perhaps, gets no rest with others who come later.
-            for one in sessions:
-                one.has_rested = one.has_rested or one.key in missing
+            for one, _ in waiting:
+                one.has_rested = True
         return rested_ns < (TEXT_REST_NS if any(map(_reads, sessions)) else LONGEST_REST_NS)
 
     def completes_first_window(self, session: OpenSession) -> bool:

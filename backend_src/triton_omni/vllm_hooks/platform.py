@@ -6,11 +6,9 @@ It knows which of vLLM's workers and runners this platform has, and nothing of w
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from triton_omni.launching import Launching
-from triton_omni.vllm_hooks.compat import GPUModelRunner, SchedulerOutput, VllmConfig, Worker, current_platform
+from triton_omni.vllm_hooks.compat import GPUModelRunner, VllmConfig, Worker, current_platform
 
 if TYPE_CHECKING:
     PlatformRunner = GPUModelRunner
@@ -52,18 +50,6 @@ class StageWorker(_PlatformWorker):
     runner_class: type[GPUModelRunner]
     tensor_parallel = False
     """Whether the runner can be one of several ranks."""
-    launching: Launching | None = None
-    """Told of launches of vLLM's own steps, of which one that only goes on has few; None = nobody waits for them."""
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """vLLM's step."""
-        with self.launching or nullcontext():
-            return super().execute_model(scheduler_output)
-
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's draws of the step."""
-        with self.launching or nullcontext():
-            return super().sample_tokens(grammar_output)
 
     def _make_model_runner(self) -> GPUModelRunner:
         refuse_unsupported(self.vllm_config, tensor_parallel=self.tensor_parallel)
