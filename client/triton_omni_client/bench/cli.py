@@ -160,11 +160,7 @@ def bench(
             _write(write_perf_analyzer_input, perf_analyzer_input(workload, requests or PERF_ANALYZER_REQUESTS))
             return
         loads, metrics = _loads(concurrency, rate), metrics_url or default_metrics_url(url)
-        if (listen or crowds) and any(load.mode == "open" for load in loads):
-            named = "--listen" if listen else CROWDS
-            raise typer.BadParameter("not with --rate, whose requests come when they come", param_hint=named)
-        if crowds and (listen or ramp_up):
-            raise typer.BadParameter("not with --listen or --ramp-up: a crowd comes at once", param_hint=CROWDS)
+        _check_places(loads, listen=listen, crowds=crowds, ramp_up=ramp_up)
         plan = Plan(
             url,
             model,
@@ -281,6 +277,15 @@ def _numbers(option: str, text: str, kind: type[int] | type[float]) -> Sequence[
 def _prompts(path: Path | None, words: int | None) -> Sequence[str]:
     found = PROMPTS if path is None else read_prompts(path)
     return found if words is None else [of_length(prompt, words) for prompt in found]
+
+
+def _check_places(loads: Sequence[Load], *, listen: bool, crowds: bool, ramp_up: float) -> None:
+    """Refuse what the places of closed loops cannot do, or not together."""
+    if (listen or crowds) and any(load.mode == "open" for load in loads):
+        named = "--listen" if listen else CROWDS
+        raise typer.BadParameter("not with --rate, whose requests come when they come", param_hint=named)
+    if crowds and (listen or ramp_up):
+        raise typer.BadParameter("not with --listen or --ramp-up: a crowd comes at once", param_hint=CROWDS)
 
 
 def _check_lengths(max_tokens: int | None, talker_max_tokens: int | None, *, fixed: bool, text_only: bool) -> None:
