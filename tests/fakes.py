@@ -27,7 +27,6 @@ from triton_omni.engine import (
     ThinkerPlaced,
 )
 from triton_omni.errors import BadRequest, OmniError
-from triton_omni.launching import Launching
 from triton_omni.request import RawRequest
 from triton_omni.thinker.prepared import Prepared
 from triton_omni.wire import Session, Value
@@ -205,7 +204,6 @@ class _FakeEngine:
         self.step_s = 0.0
         self.held = False
         self.steps_under_way = 0
-        self.launching = Launching()
         self.steps = 0
         self.closed = False
 

@@ -16,8 +16,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from triton_omni.launching import Launching
-
 FinishReason = Literal["stop", "length"]
 
 
@@ -155,10 +153,6 @@ class ThinkerEngine(Protocol):
             TooLarge: prompt and `max_tokens` exceed what a sequence may hold.
             BadRequest: media and placeholders do not fit together.
         """
-
-    @property
-    def launching(self) -> Launching:
-        """Whether a step is being launched; for any thread."""
 
     def check_schema(self, schema: str) -> None:
         """See whether a JSON schema can be compiled; may be called from any thread.

@@ -24,7 +24,6 @@ LAYERS = [
             "heap",
             "cache_folder",
             "streams",
-            "launching",
             "precision",
             "spans",
             "tiles",

@@ -11,7 +11,7 @@ import torch
 from triton_omni.engine import Sampling
 from triton_omni.outbox import Outbox
 from triton_omni.thinker.open_session import OpenSession
-from triton_omni.thinker.rest import LONGEST_REST_NS, SESSIONS_A_ROW, TEXT_REST_NS, Rest
+from triton_omni.thinker.rest import LONGEST_REST_NS, TEXT_REST_NS, Rest
 from triton_omni.wire import Session, SessionKey, ThinkerReport
 
 PROMPT, FIRST = 5, 24
@@ -83,19 +83,6 @@ def test_a_row_of_a_step_under_way_needs_no_step_more(rest, ledger, engine):
     ledger.wants[0], engine.steps_under_way = FIRST, 1
     assert not rest.is_due([session(rows=FIRST - 2)], NOW)
     assert rest.is_due([session(rows=FIRST - 1)], NOW)
-
-
-def test_for_a_crowd_rows_are_written_with_which_the_first_go_on_until_the_last_have_their_codes(rest, ledger):
-    crowd = 2 * SESSIONS_A_ROW
-    ledger.wants = dict.fromkeys(range(crowd), FIRST)
-    assert not rest.is_due([session(slot, rows=FIRST + 1) for slot in range(crowd)], NOW)
-    rested = [session(slot, rows=FIRST + 2) for slot in range(crowd)]
-    assert rest.is_due(rested, NOW)
-    held = session(rows=FIRST)
-    held.outbox.put(torch.zeros(1, 2))
-    assert not rest.completes_first_window(held)
-    held.outbox.put(torch.zeros(1, 2))
-    assert rest.completes_first_window(held)
 
 
 def test_it_goes_on_when_the_codes_have_come_and_rests_no_more_for_later_windows(rest, ledger):

@@ -108,20 +108,6 @@ def test_the_thinker_rests_while_the_first_window_is_on_its_way():
     assert min(rested) >= 6
 
 
-def test_a_request_is_made_ready_once_the_step_that_is_launched_has_been(monkeypatch):
-    monkeypatch.setattr("triton_omni.launching.LONGEST_WAIT_S", 60.0)
-    with pipeline() as p:
-        asked = []
-        with p.engines[0].launching:
-            thread = threading.Thread(target=lambda: asked.append(p.ask("12345")))
-            thread.start()
-            time.sleep(0.05)
-            assert not asked
-        thread.join()
-        finished(asked[0])
-        p.wait_until_empty()
-
-
 def test_the_prompt_s_rows_come_with_the_first_of_the_reply():
     """The talker begins with both, and a message of rows costs the link what a word alone does not."""
     thinker = FakeThinkerEngine(length=40)

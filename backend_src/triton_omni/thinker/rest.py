@@ -20,9 +20,6 @@ LONGEST_REST_NS: Final = 150_000_000
 talker lags twenty steps and some prompts behind, each of which takes 8 ms beside the thinker's steps and 1.5 alone."""
 TEXT_REST_NS: Final = 20_000_000
 """The same where anybody reads text alone, who gets none meanwhile."""
-SESSIONS_A_ROW: Final = 6
-"""Of a crowd those whose prompts the talker took first are some codes ahead: about one for so many of its sessions. The
-thinker writes rows for these before it rests, since the talker's steps are short while all of a batch go on."""
 _MANY: Final = 1 << 30
 """More rows than are under way: nobody knows yet how many."""
 
@@ -38,8 +35,6 @@ class Rest:
     def __init__(self, ledger: SessionLedger, engine: ThinkerEngine) -> None:
         self._ledger, self._engine = ledger, engine
         self._since_ns = 0
-        self._ahead = 0
-        """Rows of each session that are written for more than its first window, before the rest."""
 
     def is_due(self, sessions: Iterable[OpenSession], now_ns: int) -> bool:
         """Whether first windows are on their way, and none waits for a row of a step that is yet to begin."""
@@ -47,8 +42,7 @@ class Rest:
             return False
         sessions = list(sessions)
         waiting = [(one, rows) for one in sessions if (rows := self._missing_rows(one)) is not None]
-        self._ahead = len(waiting) // SESSIONS_A_ROW
-        if not waiting or max(rows for _, rows in waiting) + self._ahead > self._engine.steps_under_way:
+        if not waiting or max(rows for _, rows in waiting) > self._engine.steps_under_way:
             self._since_ns = 0
             return False
         self._since_ns = self._since_ns or now_ns
@@ -66,9 +60,9 @@ class Rest:
         if request is None or not session.outbox.held:
             return False
         missing = self._missing_rows(session)
-        if missing is None or missing + self._ahead > 0:
+        if missing is None or missing > 0:
             return False
-        return session.outbox.given - request.prompt_tokens < session.first_wanted + self._ahead
+        return session.outbox.given - request.prompt_tokens < session.first_wanted
 
     def _missing_rows(self, session: OpenSession) -> int | None:
         """How many rows of the reply the session's first window still lacks, below 0 if there are more; None = it waits

@@ -165,7 +165,6 @@ class ThinkerStage:
         holds its request: should this process end, the client can be answered from there.
         """
         take_timeout = functools.partial(self._take_timeout, session)
-        self._engine.launching.wait()
         prepared = self._preparing.at_once(session, raw, take_timeout)
         if isinstance(prepared, Prepared):
             self._open_session(session, prepared)

@@ -19,7 +19,6 @@ from transformers import GenerationConfig
 from triton_omni.checkpoint.config import load_config
 from triton_omni.engine import EngineStats, FinishReason, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
 from triton_omni.errors import BadRequest, TooLarge
-from triton_omni.launching import Launching
 from triton_omni.settings import ThinkerSettings
 from triton_omni.vllm_hooks import thinker_networks
 from triton_omni.vllm_hooks.compat import (
@@ -122,10 +121,6 @@ class ThinkerVllmEngine:
         self._core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
         self._schemas = JsonSchemas(self._llm.vllm_config, self._core.structured_output_manager)
         self._runner: Any = self._llm.model_executor.driver_worker.worker.model_runner
-        self.launching = Launching()
-        if device.type == "cuda":
-            # Elsewhere a step has been computed when it was launched, most of it without Python's lock.
-            self._llm.model_executor.driver_worker.worker.launching = self.launching
         self._tap: RowTap = self._runner.row_tap
         self._model: Any = self._runner.get_model()
         config: Any = self._llm.model_config.hf_config.thinker_config

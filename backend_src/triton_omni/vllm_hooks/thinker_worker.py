@@ -6,7 +6,6 @@ It puts the mixins together; what they do is in the modules that they are import
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -42,8 +41,6 @@ class ThinkerWorker(StageWorker):
 
     runner_class = ThinkerRunner
     tensor_parallel = True
-    launching: AbstractContextManager[None] = nullcontext()
-    """Entered for each launch of one of vLLM's own steps; one that only goes on has few calls."""
 
     def init_device(self) -> None:
         """Start the device, in a process that knows nothing yet where this is not the first rank."""
@@ -65,12 +62,12 @@ class ThinkerWorker(StageWorker):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """vLLM's step."""
-        with self.launching, failing_together(self.rank):
+        with failing_together(self.rank):
             return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's draws of the step."""
-        with self.launching, failing_together(self.rank):
+        with failing_together(self.rank):
             return super().sample_tokens(grammar_output)
 
     def clear_cache_of(self, request_id: str) -> None:
