@@ -130,7 +130,7 @@ def _output_stream(device: str) -> tuple[Any, type[Exception]]:
     try:
         import sounddevice  # type: ignore[import-not-found]
     except ImportError as error:
-        raise NoSoundDevice("playing needs the package sounddevice: pip install 'triton-omni-client[play]'") from error
+        raise NoSoundDevice("playing needs the package sounddevice: pip install sounddevice") from error
     except OSError as error:  # the package is there, PortAudio is not
         raise NoSoundDevice(f"playing needs PortAudio (on Debian and Ubuntu: libportaudio2): {error}") from error
     chosen = int(device) if device.isdecimal() else device or None

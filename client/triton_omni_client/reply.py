@@ -82,7 +82,9 @@ class ReplyBuilder:
         elif isinstance(delta, AudioDelta):
             self._waveforms.append(delta.samples)
             self._num_samples += len(delta.samples)
-            self._first_audio = now if self._first_audio is None else self._first_audio
+            # A reply that comes whole has a waveform also where it was to have none.
+            if len(delta.samples) and self._first_audio is None:
+                self._first_audio = now
         else:
             self._info = delta
 

@@ -253,14 +253,25 @@ def test_a_system_prompt_takes_the_place_of_the_servers(server: FakeEnsemble, tm
     assert _report(tmp_path / "r.json")["workload"]["system"] == ""
 
 
-def test_errors_are_counted_and_do_not_fail_the_run(server: FakeEnsemble, tmp_path: Path) -> None:
-    server.script = lambda *_: iter([chunk(text="so far"), failure("full [omni:overloaded;stage=thinker]")])
+@pytest.mark.parametrize("whole", [0, 1])
+def test_errors_are_counted_and_fail_a_run_without_a_whole_reply(
+    server: FakeEnsemble, tmp_path: Path, whole: int
+) -> None:
+    usual, asked = server.script, itertools.count()
+
+    def script(*given: Any) -> Any:
+        if next(asked) < whole:
+            return usual(*given)
+        return iter([chunk(text="so far"), failure("full [omni:overloaded;stage=thinker]")])
+
+    server.script = script
     result = _bench(server.url, tmp_path / "r.json", "--concurrency", "2", "--requests", "3", "--warm-up", "0")
-    assert result.exit_code == 0
-    assert "errors: 3 overloaded; the first: full" in result.stdout
+    assert result.exit_code == (0 if whole else 1)
+    assert ("error: not one reply was whole at concurrency 2\n" in result.stderr) == (not whole)
+    assert f"errors: {3 - whole} overloaded; the first: full" in result.stdout
     (run,) = _report(tmp_path / "r.json")["runs"]
-    assert run["summary"]["errors"] == {"overloaded": 3}
-    assert {request["stage"] for request in run["requests"]} == {"thinker"}
+    assert run["summary"]["errors"] == {"overloaded": 3 - whole}
+    assert {request["stage"] for request in run["requests"] if request["error"]} == {"thinker"}
 
 
 def test_a_server_that_does_not_say_what_it_is_leaves_notes(tmp_path: Path) -> None:

@@ -60,8 +60,10 @@ def test_the_largest_load_within_the_targets_counts() -> None:
     loads = measured_loads(MEASURED)
     assert [load.streams for load in loads] == [1, 8, 32]
     found = capacity(loads, HALF_A_SECOND)
-    assert found == Capacity(Fraction(8), Fraction(30), Fraction(20), "32 at once: first audio p95 0.9 s")
-    assert capacity(loads, Targets(first_audio_p95_s=0.9)).limit == "32 at once: 40 % of replies with underruns"
+    assert found == Capacity(Fraction(8), Fraction(30), Fraction(20), "32 at once: first audio p95 0.9 s, over 0.5 s")
+    assert (
+        capacity(loads, Targets(first_audio_p95_s=0.9)).limit == "32 at once: 40 % of replies with underruns, over 0 %"
+    )
     largest = capacity(loads, Targets(first_audio_p95_s=0.9, underruns=0.4))
     assert (largest.streams, largest.limit) == (32, None)
 
@@ -112,10 +114,10 @@ def test_conversations_that_cannot_be_are_refused(values: tuple[int, float, floa
 @pytest.mark.parametrize(
     ("only", "reason"),
     [
-        (run(4, 10, 0.7), "already 4 at once is too much: first audio p95 0.7 s"),
-        (run(4, 10, 0.2, silent=1), "1 % of replies with underruns"),
+        (run(4, 10, 0.7), "no load meets the targets: 4 at once, first audio p95 0.7 s, over 0.5 s"),
+        (run(4, 10, 0.2, silent=1), "1 % of replies with underruns, over 0 %"),
         (run(4, 10, 0.2, errors=3), "3 requests failed"),
-        (run(4, 10, None), "too few replies for a p95"),
+        (run(4, 10, None), "100 replies, and a p95 needs 20: measure with --requests 20 or more"),
     ],
 )
 def test_where_no_load_meets_the_targets_the_reason_is_told(only: dict[str, Any], reason: str) -> None:
@@ -167,7 +169,7 @@ def test_the_command_tells_all(tmp_path: Path) -> None:
         "replies_an_hour_per_gpu": 5400.0,
         "gpu_hours_of_1000_minutes": 0.555556,
         "cost_of_1000_minutes": 2.0,
-        "limited_by": "32 at once: first audio p95 0.9 s",
+        "limited_by": "32 at once: first audio p95 0.9 s, over 0.5 s",
         "gpus": 12,
         "cost_an_hour": 43.2,
         # 300 s of speech a second: 60,000 s in 200 s, for which 12 GPUs are paid.
@@ -195,7 +197,7 @@ def test_replies_of_another_length_are_warned_of(tmp_path: Path) -> None:
 def test_the_command_refuses_in_a_line(tmp_path: Path) -> None:
     result = told(tmp_path, "--first-audio", "0.1")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "already 1 at once is too much: first audio p95 0.25 s" in result.stderr
+    assert "no load meets the targets: 1 at once, first audio p95 0.25 s, over " in result.stderr
     missing = CliRunner().invoke(app, ["capacity", str(tmp_path / "nowhere"), "--first-audio", "1"])
     assert missing.exit_code == 1
     assert "nowhere: cannot be read" in missing.stderr

@@ -244,6 +244,8 @@ def test_times_are_those_of_the_first_text_and_the_first_audio() -> None:
 def test_a_reply_without_speech_has_no_real_time_factor_and_saves_an_empty_file(tmp_path: Path) -> None:
     builder = ReplyBuilder()
     builder.add(TextDelta("a"))
+    # As a whole reply has it that was to be text alone.
+    builder.add(AudioDelta(np.zeros(0, np.float32)))
     reply = builder.reply()
     assert (reply.timings.real_time_factor, reply.timings.first_audio, len(reply.audio)) == (None, None, 0)
     reply.save_wav(tmp_path / "none.wav")

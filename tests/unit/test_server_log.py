@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from triton_omni.serving.machine import ServerError
 from triton_omni.serving.readiness import NO_BACKEND
 from triton_omni.serving.server_log import ServerLog, find_reason
 
@@ -127,3 +128,19 @@ def test_the_output_goes_to_the_file_and_its_end_is_kept(tmp_path: Path) -> None
         log.close()
     assert (tmp_path / "logs" / "server.log").read_text() == "error: the first\nlast words ?\n"
     assert log.reason() == "the first"
+
+
+def test_a_log_is_emptied_but_never_that_of_a_server_that_runs(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text("of an earlier server")
+    running, second = ServerLog(path), ServerLog(path)
+    running.open()
+    assert path.read_text() == ""
+    path.write_text("what it said")
+    with pytest.raises(ServerError, match=r"server\.log is that of a running server: choose another with --log-file"):
+        second.open()
+    assert path.read_text() == "what it said"
+    running.close()
+    second.open()
+    assert path.read_text() == ""
+    second.close()

@@ -7,6 +7,7 @@ It starts nothing and knows nothing of models.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -134,8 +135,8 @@ def _bind(held: ExitStack, host: str, service: str, port: int) -> int:
         listener.listen()
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise ServerError(
-            f"{service} cannot listen on {host}:{port} ({reason}): "
-            f"end what listens there or choose another --{service}-port (0 = a free one)"
-        ) from error
+        port_way = f"end what listens there or choose another --{service}-port (0 = a free one)"
+        no_such_host = error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror)
+        way = "choose an address of this machine for --host" if no_such_host else port_way
+        raise ServerError(f"{service} cannot listen on {host}:{port} ({reason}): {way}") from error
     return int(listener.getsockname()[1])

@@ -6,6 +6,7 @@ It knows the form of Triton's log lines and of crashes, and nothing of the model
 
 from __future__ import annotations
 
+import fcntl
 import re
 import signal
 import subprocess
@@ -96,12 +97,12 @@ class ServerLog:
         """Make the file; to be called before there is output that would be lost.
 
         Raises:
-            ServerError: it cannot be made.
+            ServerError: it cannot be made, or is the log of a server that runs.
         """
         if self.path is not None:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._sink = self.path.open("w", encoding="utf-8")
+                self._sink = _own(self.path)
             except OSError as error:
                 raise ServerError(f"the log {self.path} cannot be written ({error.strerror})") from error
 
@@ -143,3 +144,19 @@ class ServerLog:
                 self._told = True
                 what = f"the log {self.path or 'on standard error'} cannot be written ({error.strerror})"
                 print(f"{what}: lines are lost, the server goes on", file=sys.stderr, flush=True)
+
+
+def _own(path: Path) -> IO[str]:
+    """Open a server's log, empty; a second server would take the lines of a first one that runs."""
+    sink = path.open("a", encoding="utf-8")
+    if path.is_file():
+        try:
+            fcntl.flock(sink, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            sink.close()
+            raise ServerError(f"the log {path} is that of a running server: choose another with --log-file") from error
+        except OSError:
+            # A file system without locks.
+            pass
+        sink.truncate(0)
+    return sink

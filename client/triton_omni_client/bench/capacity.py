@@ -59,17 +59,19 @@ class Measured:
     reply_s: Fraction
     """Mean length of a reply's speech, in seconds."""
     failed: int
+    replies: int
 
     def misses(self, targets: Targets) -> str | None:
         """Why this load is too much, or cannot be judged; None = it meets the targets."""
         if self.failed:
             return f"{self.failed} requests failed"
         if self.first_audio_p95_s is None:
-            return "too few replies for a p95 (20 are needed)"
+            return f"{self.replies} replies, and a p95 needs 20: measure with --requests 20 or more"
         if self.first_audio_p95_s > exact(targets.first_audio_p95_s):
-            return f"first audio p95 {float(self.first_audio_p95_s):g} s"
+            return f"first audio p95 {float(self.first_audio_p95_s):.3g} s, over {targets.first_audio_p95_s:g} s"
         if self.underruns > exact(targets.underruns):
-            return f"{float(100 * self.underruns):g} % of replies with underruns"
+            silent = float(100 * self.underruns)
+            return f"{silent:.3g} % of replies with underruns, over {100 * targets.underruns:g} %"
         return None
 
 
@@ -102,7 +104,7 @@ class Capacity:
         Args:
             conversations: at once.
             speaking: share of a conversation's time in which the model speaks, 0 to 1.
-            headroom: what is kept free, as a share of the load: conversations speak in bursts, and GPUs fail.
+            headroom: room on top, as a share of the load: conversations speak in bursts, and GPUs fail.
 
         Raises:
             BadRequest: a value is impossible.
@@ -148,6 +150,7 @@ def _measured(run: Mapping[str, Any]) -> Measured:
         speech_per_s=exact(summary["audio_seconds_per_s"]),
         reply_s=exact(summary["audio_s"]["mean"]),
         failed=sum(summary["errors"].values()),
+        replies=int(summary["completed"]),
     )
 
 
@@ -168,7 +171,7 @@ def capacity(loads: Sequence[Measured], targets: Targets, gpus: int = 1) -> Capa
             best = load
             continue
         if best is None:
-            raise BadRequest(f"already {load.streams} at once is too much: {missed}")
+            raise BadRequest(f"no load meets the targets: {load.streams} at once, {missed}")
         return _of(best, gpus, f"{load.streams} at once: {missed}")
     if best is None:
         raise BadRequest("no load was measured")

@@ -210,6 +210,9 @@ def _measure(plan: Plan, report: Report, output: Path, plots: bool) -> None:
             _conclude(report, out, output, plots)
     if not complete:
         raise typer.Exit(INTERRUPTED)
+    if without := [run.load.label for run in report.runs if not run.summary.completed]:
+        typer.echo(f"error: not one reply was whole at {', '.join(without)}", err=True)
+        raise typer.Exit(FAILED)
 
 
 def _conclude(report: Report, out: Console, output: Path, plots: bool) -> None:

@@ -49,7 +49,7 @@ class Nvml:
         try:
             self._nvml = importlib.import_module("pynvml") if library is None else library
         except ImportError as error:
-            raise NvmlError("nvidia-ml-py is not installed (pip install 'triton-omni-client[bench]')") from error
+            raise NvmlError("nvidia-ml-py is not installed (pip install nvidia-ml-py)") from error
         try:
             self._nvml.nvmlInit()
             count = self._nvml.nvmlDeviceGetCount()

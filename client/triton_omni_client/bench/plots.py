@@ -66,7 +66,7 @@ def _draw(runs: Sequence[Run], mode: LoadMode, panel: Panel, subtitle: str, path
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlotError("no plots: matplotlib is not installed (pip install 'triton-omni-client[bench]')") from error
+        raise PlotError("no plots: matplotlib is not installed (pip install matplotlib)") from error
     figure = Figure(figsize=(7, 4.5), dpi=_DPI, layout="constrained")
     axes = figure.subplots()
     heights = [height for line in LINES for height in _line(axes, runs, panel, line)]

@@ -36,7 +36,7 @@ def report_capacity(
     ] = None,
     conversations: Annotated[int | None, typer.Option(min=1, help="Conversations at once.")] = None,
     speaking: Annotated[float, typer.Option(help="Share of a conversation in which the model speaks.")] = 0.5,
-    headroom: Annotated[float, typer.Option(help="Share of the load to keep free.")] = 0.0,
+    headroom: Annotated[float, typer.Option(help="Share of the load to have room for on top.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Tell streams, speech and cost of a GPU within your targets, and GPUs for your conversations; asks no server."""
