@@ -168,7 +168,13 @@ class FakeIntake:
     ) -> Prepared | None:
         return None if self._later or self._delay_s else self.prepare(raw, accepted_ns, take_timeout)
 
-    def prepare(self, raw: RawRequest, accepted_ns: int, take_timeout: Callable[[float], None]) -> Prepared:
+    def prepare(
+        self,
+        raw: RawRequest,
+        accepted_ns: int,
+        take_timeout: Callable[[float], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> Prepared:
         take_timeout(self._session.get("timeout_s", 30.0))
         time.sleep(self._delay_s)
         text = (raw.text_input or b"").decode()

@@ -18,10 +18,12 @@ from triton_omni.errors import BadRequest, TooLarge
 MAX_DEPTH = 32
 SHOWN_CHARACTERS = 80
 
-# A whole string (skipped in one step) or one bracket outside of strings.
-_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
-# Base64 of a medium; `\` because some encoders write `/` as `\/`.
-_BASE64_RUN = re.compile(rb"[A-Za-z0-9+/=\\]{1024,}+")
+# A whole string (skipped in one step) or one bracket outside of strings. A string that never ends is one, too: else the
+# search would begin anew at each quote in it, for a time that grows with its length squared, and hold Python's lock.
+_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
+# Base64 of a medium; `\` because some encoders write `/` as `\/`. Of any length, as each is then looked at once.
+_BASE64_RUN = re.compile(rb"[A-Za-z0-9+/=\\]++")
+_SHORTEST_MEDIUM = 1024
 _PLAIN_KEY = re.compile(rf"[A-Za-z0-9_]{{1,{SHOWN_CHARACTERS}}}")
 
 
@@ -137,8 +139,11 @@ class _Constants:
 
 def _check_size(raw: bytes, name: str, max_bytes: int, max_media_bytes: int) -> None:
     size, media = len(raw), 0
+    if size > max_bytes + max_media_bytes:
+        raise TooLarge(f"{name}: {size} bytes, the limit is {max_bytes + max_media_bytes}")
     if size > max_bytes and max_media_bytes:
-        media = sum(run.end() - run.start() for run in _BASE64_RUN.finditer(raw))
+        runs = (run.end() - run.start() for run in _BASE64_RUN.finditer(raw))
+        media = sum(length for length in runs if length >= _SHORTEST_MEDIUM)
     if media > max_media_bytes:
         raise TooLarge(f"{name}: {media} bytes of base64, the limit is {max_media_bytes}")
     if size - media > max_bytes:

@@ -52,6 +52,10 @@ class SharedMedia:
         except grpc.RpcError as error:
             shared_memory.destroy_shared_memory_region(self._region)
             raise from_grpc(error) from error
+        except BaseException:
+            # As gRPC raises for a channel that was closed meanwhile.
+            shared_memory.destroy_shared_memory_region(self._region)
+            raise
 
     def _register(self) -> None:
         request = service_pb2.SystemSharedMemoryRegisterRequest(

@@ -16,6 +16,7 @@ import soundfile
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+import media_samples as samples
 from hostile import files
 from hostile.judging import Bounds, judge
 from hostile.sizes import cases
@@ -179,6 +180,9 @@ BOMBS: Mapping[str, Bomb] = {
     "mp4 of some edits": Bomb("video", lambda: files.mp4_of_edits(200, seconds=3), "limit"),
     "mp4 with packed tables": Bomb(
         "video", lambda: files.mp4_with_box(b"moov", b"\0\0\0\x10cmovxxxxxxxx"), "cmov", BadRequest
+    ),
+    "mp4 of a million boxes": Bomb(
+        "video", lambda: samples.video_file("mp4") + b"\0\0\0\x08free" * 1_000_000, "outermost boxes", BadRequest
     ),
     "VP9 of 16,000 x 16,000": Bomb("video", lambda: files.vp9_claiming(16_000, 16_000), "no size, or", BadRequest),
     "webm of laced pictures": Bomb(

@@ -233,13 +233,13 @@ def _probe_intake(recorder: Recorder) -> None:
         def prepare_at_once(self, raw: Any, accepted_ns: int, take_timeout: Any) -> Any:
             return None if is_slow(raw) else super().prepare_at_once(raw, accepted_ns, take_timeout)
 
-        def prepare(self, raw: Any, accepted_ns: int, take_timeout: Any) -> Any:
+        def prepare(self, raw: Any, accepted_ns: int, take_timeout: Any, is_wanted: Any = lambda: True) -> Any:
             def decode_slowly(timeout_s: float) -> None:
                 take_timeout(timeout_s)
                 recorder.write("preparing", "")
                 time.sleep(INTAKE_S)
 
-            return super().prepare(raw, accepted_ns, decode_slowly if is_slow(raw) else take_timeout)
+            return super().prepare(raw, accepted_ns, decode_slowly if is_slow(raw) else take_timeout, is_wanted)
 
     intake.RequestIntake = ProbedIntake
 

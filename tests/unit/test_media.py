@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize 
 
 import media_samples as samples
 from triton_omni.chat import MediaPart
-from triton_omni.errors import BadRequest, OmniError, TooLarge
+from triton_omni.errors import BadRequest, InternalError, OmniError, TooLarge
 from triton_omni.media import (
     Audio,
     PixelRange,
@@ -95,6 +95,12 @@ class TestErrorsNameTheMedium:
         assert [type(item).__name__ for item in decoded] == ["Video", "Audio", "Image"]
         assert decoded[0].audio is not None
         assert decode_media(parts, LIMITS, with_audio=False)[0].audio is None
+
+    def test_no_medium_is_begun_that_nobody_waits_for(self):
+        asked = iter([True, False])
+        parts = [MediaPart("image", samples.image_file()), MediaPart("video", b"never looked at")]
+        with pytest.raises(InternalError, match="nobody waits for medium 1 any more"):
+            decode_media(parts, LIMITS, with_audio=True, is_wanted=lambda: next(asked))
 
 
 class TestAudio:

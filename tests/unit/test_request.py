@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 import tracemalloc
 from contextlib import suppress
 
@@ -16,7 +17,7 @@ from triton_omni.chat import MediaPart, Message, TextPart
 from triton_omni.errors import BadRequest, OmniError, TooLarge
 from triton_omni.request import RawRequest, RequestDefaults, parse_request
 from triton_omni.settings import RequestLimits
-from triton_omni.strict_json import MAX_DEPTH, shown
+from triton_omni.strict_json import MAX_DEPTH, parse_json, shown
 
 LIMITS = RequestLimits(
     max_request_bytes=4096,
@@ -649,3 +650,17 @@ def test_every_penalty_and_bias_in_range_reaches_the_thinker_unchanged(penalties
     sampling = with_parameters({"thinker": asked}).thinker.to_sampling(0, 512)
     assert {name: getattr(sampling, name) for name in penalties} == penalties
     assert dict(sampling.logit_bias) == bias
+
+
+def test_long_input_is_searched_in_a_time_that_grows_with_its_length_alone() -> None:
+    quotes, runs = b'"' + b'\\"' * (1 << 20), (b"A" * 1023 + b'"') * 4096
+    begun = time.thread_time()
+    with pytest.raises(BadRequest, match="name: not JSON"):
+        parse_json(quotes, "name", max_bytes=1 << 22)
+    with pytest.raises(TooLarge, match="name: 4194304 bytes besides base64 media, the limit is 1000"):
+        parse_json(runs, "name", max_bytes=1000, max_media_bytes=1 << 23)
+    assert time.thread_time() - begun < 1.5
+    with pytest.raises(BadRequest, match="nested deeper"):
+        parse_json(b"[" * (MAX_DEPTH + 1) + quotes, "name", max_bytes=1 << 22)
+    with pytest.raises(TooLarge, match="name: 4194304 bytes, the limit is 3000"):
+        parse_json(runs, "name", max_bytes=1000, max_media_bytes=2000)

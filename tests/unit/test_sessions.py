@@ -735,7 +735,7 @@ def test_request_cancelled_before_its_turn_is_not_prepared():
     prepared = []
 
     class Intake(FakeIntake):
-        def prepare(self, raw, accepted_ns, take_timeout):
+        def prepare(self, raw, accepted_ns, take_timeout, is_wanted=None):
             prepared.append(raw.text_input)
             return super().prepare(raw, accepted_ns, take_timeout)
 
@@ -750,11 +750,20 @@ def test_request_cancelled_before_its_turn_is_not_prepared():
 
 
 def test_a_deadline_passes_while_a_request_is_prepared():
+    wanted = []
+
+    class Intake(FakeIntake):
+        def prepare(self, raw, accepted_ns, take_timeout, is_wanted=None):
+            wanted.append(is_wanted)
+            assert is_wanted()
+            return super().prepare(raw, accepted_ns, take_timeout)
+
     settings = ThinkerSettings(max_sessions=8, preprocess_threads=1, heartbeat_ms=10)
-    with pipeline(intake=FakeIntake(delay_s=2.0, timeout_s=0.1), settings=settings) as p:
+    with pipeline(intake=Intake(delay_s=2.0, timeout_s=0.1), settings=settings) as p:
         begin = time.monotonic()
         error = finished(p.ask()).error
         assert time.monotonic() - begin < 1.8
+        assert not wanted[0]()
         assert error.to_text() == "timeout: 0.1 s have passed [omni:timeout;stage=thinker]"
         p.wait_until_empty()
 

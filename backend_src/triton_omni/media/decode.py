@@ -6,11 +6,11 @@ Knows the magic numbers, no codec.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from triton_omni.chat import MediaKind, MediaPart
-from triton_omni.errors import BadRequest, OmniError
+from triton_omni.errors import BadRequest, InternalError, OmniError
 from triton_omni.media.audio import decode_audio
 from triton_omni.media.image import decode_image
 from triton_omni.media.types import Medium, VisionSizes
@@ -54,7 +54,12 @@ def sniff(data: bytes) -> FileType | None:
 
 
 def decode_media(
-    parts: Sequence[MediaPart], limits: RequestLimits, sizes: VisionSizes | None = None, *, with_audio: bool
+    parts: Sequence[MediaPart],
+    limits: RequestLimits,
+    sizes: VisionSizes | None = None,
+    *,
+    with_audio: bool,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> tuple[Medium, ...]:
     """Decode the media of a request one after another.
 
@@ -63,12 +68,19 @@ def decode_media(
         limits: of the deployment.
         sizes: what pictures are resized to; None = the defaults.
         with_audio: take the sound of videos (`use_audio_in_video`).
+        is_wanted: asked before each medium, which may take seconds.
 
     Raises:
         BadRequest, TooLarge: the message begins with the medium's index and kind.
+        InternalError: it is wanted no more.
     """
     chosen = sizes or VisionSizes()
-    return tuple(decode_medium(part, index, limits, chosen, with_audio=with_audio) for index, part in enumerate(parts))
+    media = []
+    for index, part in enumerate(parts):
+        if not is_wanted():
+            raise InternalError(f"nobody waits for medium {index} any more")
+        media.append(decode_medium(part, index, limits, chosen, with_audio=with_audio))
+    return tuple(media)
 
 
 def decode_medium(

@@ -18,6 +18,8 @@ SAMPLES_PER_SECOND: Final = 50_000
 """Uncompressed sound has the most: a sample of the table is one of the sound."""
 SHOWN_SAMPLES_FACTOR: Final = 2
 """Samples that edits may show, over those that the tables may hold."""
+MOST_BOXES: Final = 10_000
+"""Outermost boxes; a file in fragments of a tenth of a second has twenty a second."""
 
 _FFMPEG_REFUSES: Final = (2**32 - 1) // 24
 """FFmpeg makes no index of so many entries, so text that spells a box's name is left alone (its letters are more)."""
@@ -54,8 +56,11 @@ def check_tables(data: bytes, limits: RequestLimits) -> None:
 
 def _tables_outside_media(data: bytes) -> Iterator[tuple[int, int]]:
     """Where the name of a table begins and the outermost box around it ends; media data are skipped, as FFmpeg does."""
-    position = 0
+    position, boxes = 0, 0
     while position + 8 <= len(data):
+        boxes += 1
+        if boxes > MOST_BOXES:
+            raise BadRequest(f"it has over {MOST_BOXES} outermost boxes")
         size = int.from_bytes(data[position : position + 4])
         if size == 1:
             size = int.from_bytes(data[position + 8 : position + 16])

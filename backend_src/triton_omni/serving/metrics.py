@@ -89,7 +89,7 @@ class StageMetrics:
         self._families.clear()
 
     def _run(self) -> None:
-        rested = False
+        rested = told = False
         for number in itertools.count():
             if self._stopping.wait(INTERVAL_S):
                 return
@@ -102,8 +102,10 @@ class StageMetrics:
                     self._publish(self._slow())
                 rested = resting
             except Exception:
-                logger.exception("metrics could not be published")
-                return
+                # Of what comes every round, once: the next one may do, as where a file could not be opened.
+                if not told:
+                    logger.exception("metrics could not be published")
+                told = True
 
     def _held(self) -> Iterable[Figure]:
         for name, value in dataclasses.asdict(self._stage.stats()).items():

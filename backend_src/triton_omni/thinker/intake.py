@@ -20,7 +20,7 @@ from triton_omni.media import decode_media
 from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request, talker_seed
 from triton_omni.settings import ThinkerSettings
 from triton_omni.strict_json import compact_json
-from triton_omni.thinker.prepared import Prepared, TakeTimeout
+from triton_omni.thinker.prepared import IsWanted, Prepared, TakeTimeout
 from triton_omni.thinker.prompt import PromptRenderer, build_prompt
 from triton_omni.wire import MediaTokens, Session
 
@@ -32,6 +32,10 @@ SHORT_BYTES: Final = 4096
 
 def _ignore(timeout_s: float) -> None:
     pass
+
+
+def _always() -> bool:
+    return True
 
 
 class RequestIntake:
@@ -73,20 +77,28 @@ class RequestIntake:
             return None
         return self._prepare(request, accepted_ns, take_timeout)
 
-    def prepare(self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout = _ignore) -> Prepared:
+    def prepare(
+        self,
+        raw: RawRequest,
+        accepted_ns: int,
+        take_timeout: TakeTimeout = _ignore,
+        is_wanted: IsWanted = _always,
+    ) -> Prepared:
         """Check, decode and tokenise one request; see `prepared.Intake`.
 
         Raises:
             BadRequest: something is wrong in the request itself.
             TooLarge: a limit of this deployment is exceeded.
         """
-        return self._prepare(parse_request(raw, self._limits, self._defaults), accepted_ns, take_timeout)
+        return self._prepare(parse_request(raw, self._limits, self._defaults), accepted_ns, take_timeout, is_wanted)
 
-    def _prepare(self, request: OmniRequest, accepted_ns: int, take_timeout: TakeTimeout) -> Prepared:
+    def _prepare(
+        self, request: OmniRequest, accepted_ns: int, take_timeout: TakeTimeout, is_wanted: IsWanted = _always
+    ) -> Prepared:
         take_timeout(request.timeout_s)
         if (schema := request.thinker.json_schema) is not None:
             self._engine.check_schema(compact_json(schema))
-        media = decode_media(request.media, self._limits, with_audio=request.use_audio_in_video)
+        media = decode_media(request.media, self._limits, with_audio=request.use_audio_in_video, is_wanted=is_wanted)
         prompt = build_prompt(request, media, self._renderer)
         placed = self._engine.prepare(
             prompt, max_tokens=request.thinker.max_tokens or max(1, request.thinker.min_tokens)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from triton_omni.errors import OmniError, StageName
 from triton_omni.ledger import SessionLedger
 from triton_omni.outbox import Outbox, Parcel
+from triton_omni.request import RawRequest
 from triton_omni.stage import Outlet
 from triton_omni.tally import Ending
 from triton_omni.thinker.callers import Caller
@@ -28,6 +29,8 @@ class OpenSession:
     accepted_ns: int
     deadline_ns: int
     outbox: Outbox
+    raw: RawRequest | None = None
+    """The request, while it waits for a thread that makes it ready."""
     session: Session | None = None
     """What the later stages were told; None before `OPEN`."""
     refusal: OmniError | None = None

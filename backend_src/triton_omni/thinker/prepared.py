@@ -13,6 +13,8 @@ from triton_omni.wire import Session
 
 TakeTimeout = Callable[[float], None]
 """Is told a request's `timeout` in seconds."""
+IsWanted = Callable[[], bool]
+"""Whether anybody still waits for a request."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,6 @@ class Intake(Protocol):
     def prepare_at_once(self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout) -> Prepared | None:
         """`prepare` of a short text, which takes no longer than to hand it to another thread; None of all else."""
 
-    def prepare(self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout) -> Prepared:
+    def prepare(self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout, is_wanted: IsWanted) -> Prepared:
         """Check, decode and tokenise. `take_timeout` is called as soon as the timeout is known, before media are
-        decoded. Raises `OmniError`."""
+        decoded, and `is_wanted` is asked before each medium. Raises `OmniError`."""

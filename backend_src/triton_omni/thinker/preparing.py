@@ -6,6 +6,7 @@ Its failures are values, for the stage's loop to deal with.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -46,11 +47,15 @@ class Preparing:
     ) -> None:
         """Prepare on the pool, and call `then` there; not for a session that has ended before its turn came."""
 
-        def prepare() -> None:
-            # Its slot is free again: what is cancelled while it waits must not hold up the others here.
-            if not session.ended_ns:
-                then(_tried(self._intake.prepare, session, raw, take_timeout))
+        session.raw = raw
 
+        def prepare() -> None:
+            # The slot of one that was cancelled while it waited is free again: it must not hold up the others here.
+            waiting, session.raw = session.raw, None
+            if waiting is not None and not session.ended_ns:
+                then(_tried(wanted, session, waiting, take_timeout))
+
+        wanted = functools.partial(self._intake.prepare, is_wanted=lambda: not session.ended_ns)
         self._pool.submit(prepare)
 
     def close(self) -> None:

@@ -379,7 +379,7 @@ class ThinkerStage:
         session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key, session.sent))
 
     def _drop(self, session: OpenSession) -> None:
-        session.ended_ns = time.monotonic_ns()
+        session.ended_ns, session.raw = time.monotonic_ns(), None
         if self._broken is None:
             self._engine.abort(session.key.name)
         session.outbox = Outbox(self._settings.rows_per_message)
