@@ -6,14 +6,15 @@ Knows the magic numbers, no codec.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from triton_omni.chat import MediaKind, MediaPart
-from triton_omni.errors import BadRequest, InternalError, OmniError
+from triton_omni.errors import BadRequest, InternalError, OmniError, TooLarge
 from triton_omni.media.audio import decode_audio
 from triton_omni.media.image import decode_image
-from triton_omni.media.types import Medium, VisionSizes
+from triton_omni.media.types import Medium, Video, VisionSizes
 from triton_omni.media.video import decode_video
 from triton_omni.settings import RequestLimits
 
@@ -72,15 +73,29 @@ def decode_media(
 
     Raises:
         BadRequest, TooLarge: the message begins with the medium's index and kind.
+        TooLarge: the frames of all videos have more pixels than one video's may.
         InternalError: it is wanted no more.
     """
     chosen = sizes or VisionSizes()
-    media = []
+    media: list[Medium] = []
+    pixels = 0
     for index, part in enumerate(parts):
         if not is_wanted():
             raise InternalError(f"nobody waits for medium {index} any more")
         media.append(decode_medium(part, index, limits, chosen, with_audio=with_audio))
+        added = _pixels_of_frames(media[-1])
+        # All are held until the prompt is known to fit; one alone was scaled down to about so many.
+        if added and pixels and pixels + added > limits.max_video_pixels:
+            raise TooLarge(
+                f"medium {index} (video): with it {pixels + added} pixels in the frames of all videos, "
+                f"the limit is {limits.max_video_pixels}"
+            )
+        pixels += added
     return tuple(media)
+
+
+def _pixels_of_frames(medium: Medium) -> int:
+    return math.prod(medium.frames.shape[:3]) if isinstance(medium, Video) else 0
 
 
 def decode_medium(
