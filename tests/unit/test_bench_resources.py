@@ -127,7 +127,7 @@ def test_a_machine_without_a_driver_says_so() -> None:
 
 def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
-    with pytest.raises(NvmlError, match=r"triton-omni-client\[bench\]"):
+    with pytest.raises(NvmlError, match=r"pip install nvidia-ml-py"):
         Nvml()
 
 

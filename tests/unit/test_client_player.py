@@ -88,7 +88,7 @@ def test_a_device_that_goes_away_ends_the_wait_and_is_told(device: SoundDevice, 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sounddevice", None)
-    with pytest.raises(NoSoundDevice, match=r"triton-omni-client\[play\]"):
+    with pytest.raises(NoSoundDevice, match=r"pip install sounddevice"):
         Player()
 
 
