@@ -138,17 +138,17 @@ class _Constants:
 
 
 def _check_size(raw: bytes, name: str, max_bytes: int, max_media_bytes: int) -> None:
-    size, media = len(raw), 0
+    size = len(raw)
     if size > max_bytes + max_media_bytes:
         raise TooLarge(f"{name}: {size} bytes, the limit is {max_bytes + max_media_bytes}")
-    if size > max_bytes and max_media_bytes:
-        runs = (run.end() - run.start() for run in _BASE64_RUN.finditer(raw))
-        media = sum(length for length in runs if length >= _SHORTEST_MEDIUM)
+    if size <= max_bytes:
+        return
+    runs = (run.end() - run.start() for run in _BASE64_RUN.finditer(raw))
+    media = sum(length for length in runs if length >= _SHORTEST_MEDIUM)
     if media > max_media_bytes:
         raise TooLarge(f"{name}: {media} bytes of base64, the limit is {max_media_bytes}")
     if size - media > max_bytes:
-        besides = " besides base64 media" if max_media_bytes else ""
-        raise TooLarge(f"{name}: {size - media} bytes{besides}, the limit is {max_bytes}")
+        raise TooLarge(f"{name}: {size - media} bytes besides base64 media, the limit is {max_bytes}")
 
 
 def _check_depth(raw: bytes, name: str) -> None:

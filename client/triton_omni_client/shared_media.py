@@ -49,11 +49,8 @@ class SharedMedia:
         self._region = _filled(self.name, tensor)
         try:
             self._register()
-        except grpc.RpcError as error:
-            shared_memory.destroy_shared_memory_region(self._region)
-            raise from_grpc(error) from error
         except BaseException:
-            # As gRPC raises for a channel that was closed meanwhile.
+            # Also what gRPC raises for a channel that was closed meanwhile.
             shared_memory.destroy_shared_memory_region(self._region)
             raise
 
@@ -61,7 +58,10 @@ class SharedMedia:
         request = service_pb2.SystemSharedMemoryRegisterRequest(
             name=self.name, key=f"/{self.name}", offset=0, byte_size=self.size
         )
-        self._stub.SystemSharedMemoryRegister(request, timeout=CALL_SECONDS)
+        try:
+            self._stub.SystemSharedMemoryRegister(request, timeout=CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise from_grpc(error) from error
 
     def release(self) -> None:
         """Give the memory back, here at once and at the server as soon as the request lets go of it.

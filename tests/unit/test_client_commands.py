@@ -207,7 +207,7 @@ def test_play_without_a_device_refuses_before_it_asks(server: FakeTriton, monkey
     monkeypatch.setitem(sys.modules, "sounddevice", None)
     result = run("play", "hi", url=server.url)
     assert result.exit_code == 1
-    assert result.stderr == ("error: no_sound_device: playing needs the package sounddevice: pip install sounddevice\n")
+    assert result.stderr == "error: no_sound_device: playing needs the package sounddevice: pip install sounddevice\n"
     assert server.requests == []
 
 

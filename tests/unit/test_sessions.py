@@ -742,8 +742,11 @@ def test_request_cancelled_before_its_turn_is_not_prepared():
     settings = ThinkerSettings(max_sessions=8, preprocess_threads=1, heartbeat_ms=10)
     with pipeline(intake=Intake(delay_s=0.2), settings=settings) as p:
         first, second = p.ask("first"), p.ask("second")
+        wait_for(lambda: prepared and any(one.raw for one in p.thinker._open.values()))
+        (waiting,) = [one for one in p.thinker._open.values() if one.raw]
         second.cancelled = True
         finished(second)
+        assert waiting.raw is None
         assert finished(first).error is None
         assert finished(p.ask("third")).error is None
         assert prepared == [b"first", b"third"]

@@ -75,7 +75,7 @@ class RequestIntake:
         request = parse_request(raw, self._limits, self._defaults)
         if request.media or request.thinker.json_schema is not None:
             return None
-        return self._prepare(request, accepted_ns, take_timeout)
+        return self._prepare(request, accepted_ns, take_timeout, _always)
 
     def prepare(
         self,
@@ -93,7 +93,7 @@ class RequestIntake:
         return self._prepare(parse_request(raw, self._limits, self._defaults), accepted_ns, take_timeout, is_wanted)
 
     def _prepare(
-        self, request: OmniRequest, accepted_ns: int, take_timeout: TakeTimeout, is_wanted: IsWanted = _always
+        self, request: OmniRequest, accepted_ns: int, take_timeout: TakeTimeout, is_wanted: IsWanted
     ) -> Prepared:
         take_timeout(request.timeout_s)
         if (schema := request.thinker.json_schema) is not None:

@@ -46,16 +46,19 @@ class Preparing:
         then: Callable[[Prepared | OmniError], None],
     ) -> None:
         """Prepare on the pool, and call `then` there; not for a session that has ended before its turn came."""
-
+        # Its session has it, and not what waits here: a session that ends lets go of it.
         session.raw = raw
+
+        def is_wanted() -> bool:
+            return not session.ended_ns
 
         def prepare() -> None:
             # The slot of one that was cancelled while it waited is free again: it must not hold up the others here.
             waiting, session.raw = session.raw, None
-            if waiting is not None and not session.ended_ns:
-                then(_tried(wanted, session, waiting, take_timeout))
+            if waiting is not None and is_wanted():
+                asked = functools.partial(self._intake.prepare, is_wanted=is_wanted)
+                then(_tried(asked, session, waiting, take_timeout))
 
-        wanted = functools.partial(self._intake.prepare, is_wanted=lambda: not session.ended_ns)
         self._pool.submit(prepare)
 
     def close(self) -> None:
