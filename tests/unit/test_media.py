@@ -113,6 +113,50 @@ class TestErrorsNameTheMedium:
         with pytest.raises(InternalError, match="nobody waits for medium 1 any more"):
             decode_media(parts, LIMITS, with_audio=True, is_wanted=lambda: next(asked))
 
+    @pytest.mark.parametrize(
+        ("part", "least"),
+        [
+            # Its packets, its frames, its sound; of a sound each second.
+            (MediaPart("video", samples.video_file("mp4", seconds=3, audio=True)), 3 * 24),
+            (MediaPart("video", samples.video_file("webm", seconds=3, audio=True)), 3 * 24),
+            (MediaPart("audio", samples.audio_file("wav", seconds=2)), 1 + 2),
+            (MediaPart("audio", samples.audio_file("mp3", seconds=1.9)), 1 + 2),
+        ],
+        ids=["mp4", "webm", "wav", "mp3"],
+    )
+    def test_a_medium_is_given_up_wherever_it_has_come_to_when_nobody_waits_any_more(self, part, least):
+        asked = []
+        decode_media([part], LIMITS, with_audio=True, is_wanted=lambda: not asked.append(None))
+        assert len(asked) >= least
+        for many in range(len(asked)):
+            still = iter([True] * many)
+            with pytest.raises(InternalError, match=r"^nobody waits for medium 0 any more$"):
+                decode_media([part], LIMITS, with_audio=True, is_wanted=lambda still=still: next(still, False))
+
+    def test_the_sound_of_a_video_is_given_up_too(self):
+        part, asked = MediaPart("video", samples.video_file(seconds=3, audio=True)), {True: 0, False: 0}
+        for with_audio in asked:
+
+            def count(with_audio=with_audio):
+                asked[with_audio] += 1
+                return True
+
+            decode_media([part], LIMITS, with_audio=with_audio, is_wanted=count)
+        assert asked[True] > asked[False] + 3
+
+    def test_frames_that_nobody_waits_for_are_not_decoded(self, monkeypatch):
+        scaled, still = [], iter([True] * (1 + 24 + 6))  # before it, at its packets, at a quarter of its frames
+
+        def resize(*args):
+            scaled.append(True)
+            return resize_frame(*args)
+
+        monkeypatch.setattr("triton_omni.media.video.resize_frame", resize)
+        part = MediaPart("video", samples.video_file("webm", seconds=3))
+        with pytest.raises(InternalError, match="nobody waits for medium 0 any more"):
+            decode_media([part], LIMITS, with_audio=True, is_wanted=lambda: next(still, False))
+        assert 0 < len(scaled) < 3, "of six that are sampled"
+
 
 class TestAudio:
     @pytest.mark.parametrize("kind", ["wav", "flac"])

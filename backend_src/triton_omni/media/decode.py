@@ -7,7 +7,7 @@ Knows the magic numbers, no codec.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from triton_omni.chat import MediaKind, MediaPart
@@ -15,7 +15,8 @@ from triton_omni.errors import BadRequest, InternalError, OmniError, TooLarge
 from triton_omni.media.audio import decode_audio
 from triton_omni.media.image import decode_image
 from triton_omni.media.types import Medium, Video, VisionSizes
-from triton_omni.media.video import decode_video
+from triton_omni.media.video import Container, decode_video
+from triton_omni.media.wanted import IsWanted, Unwanted, always
 from triton_omni.settings import RequestLimits
 
 FileType = Literal["wav", "flac", "ogg", "mp3", "png", "jpeg", "webp", "mp4", "webm"]
@@ -60,7 +61,7 @@ def decode_media(
     sizes: VisionSizes | None = None,
     *,
     with_audio: bool,
-    is_wanted: Callable[[], bool] = lambda: True,
+    is_wanted: IsWanted = always,
 ) -> tuple[Medium, ...]:
     """Decode the media of a request one after another.
 
@@ -69,7 +70,7 @@ def decode_media(
         limits: of the deployment.
         sizes: what pictures are resized to; None = the defaults.
         with_audio: take the sound of videos (`use_audio_in_video`).
-        is_wanted: asked before each medium, which may take seconds.
+        is_wanted: asked before each medium, and again and again within a sound or a video, which may take seconds.
 
     Raises:
         BadRequest, TooLarge: the message begins with the medium's index and kind.
@@ -80,9 +81,7 @@ def decode_media(
     media: list[Medium] = []
     pixels = 0
     for index, part in enumerate(parts):
-        if not is_wanted():
-            raise InternalError(f"nobody waits for medium {index} any more")
-        media.append(decode_medium(part, index, limits, chosen, with_audio=with_audio))
+        media.append(decode_medium(part, index, limits, chosen, with_audio=with_audio, is_wanted=is_wanted))
         added = _pixels_of_frames(media[-1])
         # All are held until the prompt is known to fit; one alone was scaled down to about so many.
         if added and pixels and pixels + added > limits.max_video_pixels:
@@ -99,26 +98,40 @@ def _pixels_of_frames(medium: Medium) -> int:
 
 
 def decode_medium(
-    part: MediaPart, index: int, limits: RequestLimits, sizes: VisionSizes, *, with_audio: bool
+    part: MediaPart,
+    index: int,
+    limits: RequestLimits,
+    sizes: VisionSizes,
+    *,
+    with_audio: bool,
+    is_wanted: IsWanted = always,
 ) -> Medium:
     """Decode one medium; `index` counts the request's media in the order of the chat.
 
     Raises:
         BadRequest, TooLarge: the message begins with the medium's index and kind.
+        InternalError: it is wanted no more.
     """
     try:
-        return _decode(part, limits, sizes, with_audio=with_audio)
+        return _decode(part, limits, sizes, with_audio, is_wanted)
+    except Unwanted as given_up:
+        raise InternalError(f"nobody waits for medium {index} any more") from given_up
     except OmniError as error:
         raise type(error)(f"medium {index} ({part.kind}): {error.message}") from error
 
 
-def _decode(part: MediaPart, limits: RequestLimits, sizes: VisionSizes, *, with_audio: bool) -> Medium:
+def _decode(
+    part: MediaPart, limits: RequestLimits, sizes: VisionSizes, with_audio: bool, is_wanted: IsWanted
+) -> Medium:
+    if not is_wanted():
+        raise Unwanted
     found = sniff(part.data)
     if found is None or _KIND_OF[found] != part.kind:
         allowed = ", ".join(name for name, kind in _KIND_OF.items() if kind == part.kind)
         raise BadRequest(f"must be one of {allowed}; found {found or 'an unknown format'}")
     if part.kind == "audio":
-        return decode_audio(part.data, limits)
+        return decode_audio(part.data, limits, is_wanted)
     if part.kind == "image":
         return decode_image(part.data, limits, sizes)
-    return decode_video(part.data, "mp4" if found == "mp4" else "webm", limits, sizes, with_audio=with_audio)
+    container: Container = "mp4" if found == "mp4" else "webm"
+    return decode_video(part.data, container, limits, sizes, with_audio=with_audio, is_wanted=is_wanted)

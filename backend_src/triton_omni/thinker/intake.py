@@ -17,6 +17,7 @@ from triton_omni.checkpoint.config import OmniConfig
 from triton_omni.checkpoint.speakers import Speakers
 from triton_omni.engine import ThinkerEngine, ThinkerPlaced
 from triton_omni.media import decode_media
+from triton_omni.media.wanted import always
 from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request, talker_seed
 from triton_omni.settings import ThinkerSettings
 from triton_omni.strict_json import compact_json
@@ -32,10 +33,6 @@ SHORT_BYTES: Final = 4096
 
 def _ignore(timeout_s: float) -> None:
     pass
-
-
-def _always() -> bool:
-    return True
 
 
 class RequestIntake:
@@ -75,14 +72,14 @@ class RequestIntake:
         request = parse_request(raw, self._limits, self._defaults)
         if request.media or request.thinker.json_schema is not None:
             return None
-        return self._prepare(request, accepted_ns, take_timeout, _always)
+        return self._prepare(request, accepted_ns, take_timeout, always)
 
     def prepare(
         self,
         raw: RawRequest,
         accepted_ns: int,
         take_timeout: TakeTimeout = _ignore,
-        is_wanted: IsWanted = _always,
+        is_wanted: IsWanted = always,
     ) -> Prepared:
         """Check, decode and tokenise one request; see `prepared.Intake`.
 

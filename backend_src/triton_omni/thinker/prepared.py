@@ -34,4 +34,4 @@ class Intake(Protocol):
 
     def prepare(self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout, is_wanted: IsWanted) -> Prepared:
         """Check, decode and tokenise. `take_timeout` is called as soon as the timeout is known, before media are
-        decoded, and `is_wanted` is asked before each medium. Raises `OmniError`."""
+        decoded, and `is_wanted` is asked before each medium and within long ones. Raises `OmniError`."""
