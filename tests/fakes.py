@@ -55,6 +55,10 @@ class Reply:
         return bytes(self.responses[-1]["info"]).decode() if self.responses else ""
 
 
+class Refused(Exception):
+    """Triton does not take a response."""
+
+
 class LinkOutlet:
     """An outlet whose responses become requests of the next stage, as in the ensemble."""
 
@@ -62,16 +66,30 @@ class LinkOutlet:
         self._ensemble = ensemble
         self._deliver = deliver
         self._cancelled_at_birth = ensemble.cancelled
+        self._whole = True
         self.finals = 0
         ensemble.outlets.append(self)
 
     def bind(self, slot):
         pass
 
-    def send(self, tensors, ready=None):
+    def send(self, tensors, ready=None, lost=None):
         del ready
         assert self.finals == 0, "a response after the final"
-        self._deliver(tensors)
+        try:
+            self._deliver(tensors)
+        except Refused:
+            self._whole = False
+            if lost is not None:
+                lost()
+
+    def conclude(self, tensors, then, lost):
+        if self._whole:
+            self.send(tensors)
+        if self._whole:
+            self.finish(then=then)
+        else:
+            assert lost(), "nobody will end the request"
 
     def finish(self, ready=None, then=None):
         del ready
@@ -98,10 +116,19 @@ class LinkOutlet:
 class FakeEnsemble:
     """One client request on its way through the three stages; each link delivers on a thread of its own.
 
-    `transit_s` is how long a message is on its way.
+    `transit_s` is how long a message is on its way, `refuses` whether Triton does not take a response that would go to
+    the stage of this name, or to the "client".
     """
 
-    def __init__(self, thinker, talker, token2wav, transit_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        thinker,
+        talker,
+        token2wav,
+        transit_s: float = 0.0,
+        refuses: Callable[[str, Mapping[str, Value]], bool] = lambda to, tensors: False,
+    ) -> None:
+        self._refuses = refuses
         self._transit_s = transit_s
         self._thinker, self._talker, self._token2wav = thinker, talker, token2wav
         self._links = {stage: ThreadPoolExecutor(1) for stage in (talker, token2wav)}
@@ -131,12 +158,22 @@ class FakeEnsemble:
                 self.reply.done.set()
 
     def forward_to_talker(self, tensors) -> None:
+        self._accept("talker", tensors)
         self.to_talker.append(tensors)
         self._forward(self._talker, tensors, self._forward_to_token2wav)
 
     def _forward_to_token2wav(self, tensors) -> None:
+        self._accept("token2wav", tensors)
         self.to_token2wav.append(tensors)
-        self._forward(self._token2wav, tensors, self.reply.responses.append)
+        self._forward(self._token2wav, tensors, self._answer)
+
+    def _answer(self, tensors) -> None:
+        self._accept("client", tensors)
+        self.reply.responses.append(tensors)
+
+    def _accept(self, to, tensors) -> None:
+        if self._refuses(to, tensors):
+            raise Refused
 
     def _forward(self, stage, tensors, deliver) -> None:
         with self._lock:

@@ -32,8 +32,8 @@ class Pipeline:
     engines: tuple
     ledgers: tuple
 
-    def ask(self, text="a prompt", transit_s=0.0, **raw):
-        ensemble = FakeEnsemble(self.thinker, self.talker, self.token2wav, transit_s)
+    def ask(self, text="a prompt", transit_s=0.0, refuses=lambda to, tensors: False, **raw):
+        ensemble = FakeEnsemble(self.thinker, self.talker, self.token2wav, transit_s, refuses)
         ensemble.submit(RawRequest(text_input=text.encode(), request_id="r1", **raw))
         return ensemble
 

@@ -277,7 +277,8 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self.hops["taken"].observe(message.sent_ns, time.monotonic_ns())
 
     def _take_in_order(self, session: SessionT, message: MessageT, outlet: Outlet) -> None:
-        if message.sequence != session.expected:
+        # A failure may be that of a message before it, which the stage before could not send.
+        if message.sequence != session.expected and message.failure is None:
             wrong = f"message {message.sequence} came where {session.expected} was due"
             raise InternalError(wrong, stage=self._name)
         session.expected += 1

@@ -52,6 +52,7 @@ class StageLoop:
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._stopping = False
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -63,11 +64,17 @@ class StageLoop:
         """Whether the loop still takes commands."""
         return self._thread.is_alive()
 
-    def post(self, command: Callable[[], None]) -> None:
-        """Run `command` on the loop's thread, in the order of posting."""
+    def post(self, command: Callable[[], None]) -> bool:
+        """Run `command` on the loop's thread, in the order of posting.
+
+        Returns:
+            Whether it will be run; not if the loop has ended.
+        """
         with self._changed:
-            self._commands.append(command)
-            self._changed.notify()
+            if not self._ended:
+                self._commands.append(command)
+                self._changed.notify()
+            return not self._ended
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the loop after the commands already posted.
@@ -101,7 +108,8 @@ class StageLoop:
 
     def _finished(self) -> bool:
         with self._changed:
-            return self._stopping and not self._commands
+            self._ended = self._stopping and not self._commands
+            return self._ended
 
     def _turn(self) -> None:
         self._run_commands()

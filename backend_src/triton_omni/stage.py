@@ -35,7 +35,8 @@ _OWN_MEMORY: Final = Path("/proc/self/statm")
 class Outlet(Protocol):
     """Where one Triton request is answered. Calls only enqueue; a thread of the stage sends, in order.
 
-    `ready` is waited for before a message leaves; `then` runs on the sending thread once it has left.
+    `ready` is waited for before a message leaves; `then` runs on the sending thread once it has left, `lost` instead
+    if Triton refused it (its memory may be full).
     """
 
     def bind(self, slot: int) -> None:
@@ -43,14 +44,25 @@ class Outlet(Protocol):
         its `then`s never run side by side. To be called before anything is sent.
         """
 
-    def send(self, tensors: Mapping[str, Sent], ready: torch.cuda.Event | None = None) -> None:
-        """Send one response."""
+    def send(
+        self,
+        tensors: Mapping[str, Sent],
+        ready: torch.cuda.Event | None = None,
+        lost: Callable[[], object] | None = None,
+    ) -> None:
+        """Send one response; those after it are sent, too, if it is lost."""
+
+    def conclude(self, tensors: Mapping[str, Sent], then: Callable[[], None], lost: Callable[[], bool]) -> None:
+        """Send the last response of an answer and the empty final, unless it or a response before it was lost: a
+        client must not take an answer with a hole for a whole one. `lost` then says whether the request will be failed
+        by who is told so; if not, it is failed here and now.
+        """
 
     def finish(self, ready: torch.cuda.Event | None = None, then: Callable[[], None] | None = None) -> None:
         """Send the empty final; nothing may follow. A second call does nothing."""
 
     def fail(self, error: OmniError, then: Callable[[], None] | None = None) -> None:
-        """Send an error as the final; nothing may follow."""
+        """Send an error as the final; nothing may follow. `then` runs in any case, as that of `finish`."""
 
     def if_cancelled(self, then: Callable[[], None]) -> None:
         """Ask Triton whether the client is gone, and run `then` if so, both on the sending thread and before what is
@@ -114,6 +126,11 @@ def lost_error(stage: StageName) -> InternalError:
     """What a session ends with when the process of `stage` died during it."""
     cause = f"the process of {stage} ended unexpectedly and with it this reply; it is being started again"
     return InternalError(cause, stage=stage, retry_after_ms=REVIVED_AFTER_MS)
+
+
+def refused_error(stage: StageName) -> InternalError:
+    """What a session ends with when Triton did not take a response of `stage`."""
+    return InternalError(f"Triton refused what {stage} sent, a part of this reply: see the server's log", stage=stage)
 
 
 def leaving_error() -> Overloaded:

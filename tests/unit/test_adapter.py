@@ -10,6 +10,7 @@ import torch
 
 from fake_pb_utils import PbUtils, Request, Tensor, TritonError, text_tensor
 from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
+from triton_omni.engine import Sampling
 from triton_omni.errors import BadRequest, Overloaded
 from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import CANCEL_INTERVAL_NS
@@ -23,11 +24,11 @@ from triton_omni.serving.adapter import (
 )
 from triton_omni.serving.tensors import LinkCounter, read_tensors, write_tensors
 from triton_omni.settings import TalkerSettings, ThinkerSettings
-from triton_omni.stage import StageStats
+from triton_omni.stage import StageStats, refused_error
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
-from triton_omni.wire import Kind, SessionKey, TalkerMessage, ThinkerMessage
+from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage
 
 WAIT_S = 5.0
 CPU = torch.device("cpu")
@@ -408,3 +409,36 @@ def test_an_input_that_is_no_byte_string_is_an_error_of_ours(open_stage):
     request = Request([Tensor("text_input", None)])
     adapter.execute([request])
     assert answered(request).error.code() == TritonError.INTERNAL
+
+
+@pytest.mark.parametrize("refused", ["text", "info"])
+def test_a_reply_of_which_triton_refuses_a_part_ends_with_an_error(open_stage, name, thinker_ledger, refused):
+    key, talker = thinker_ledger.publish(0), SessionLedger(name, "talker")
+    session = Session(
+        request_id="r1",
+        want_audio=False,
+        audio_format="f32",
+        voice="Chelsie",
+        seed=7,
+        talker=Sampling(),
+        prompt_tokens=1,
+        max_rows=2,
+        accepted_ns=0,
+    )
+    messages = [
+        TalkerMessage(key=key, kind=Kind.OPEN, session=session),
+        TalkerMessage(key=key, kind=Kind.TEXT, sequence=1, text="hello" if refused == "text" else ""),
+        TalkerMessage(key=key, kind=Kind.TEXT, sequence=2, codes_done=True, last=True),
+    ]
+    requests = [Request(write_tensors(PbUtils(), message.to_tensors())) for message in messages]
+    requests[0].sender.fault = RuntimeError("shared memory is full")
+    open_stage("token2wav").execute(requests)
+    for request in requests[1:]:
+        answered(request)
+    assert not requests[0].sender.finals, "the others' requests are open"
+    thinker_ledger.mark_closed(key)
+    talker.mark_closed(key, len(messages))
+    sender = answered(requests[0])
+    assert sender.error.message() == refused_error("token2wav").to_text()
+    assert not sender.outputs()
+    talker.close()

@@ -44,6 +44,7 @@ LAYERS = [
             "loop",
             "stage",
             "outbox",
+            "text_relay",
             "strict_json",
             "schema_limits",
             "chat",

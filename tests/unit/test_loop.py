@@ -248,3 +248,11 @@ def test_stop_waits_no_longer_than_asked():
     gate.set()
     assert loop.stop()
     assert not loop.alive
+
+
+def test_who_posts_to_a_loop_that_has_ended_is_told_that_nothing_comes_of_it(run):
+    loop, seen = run(Driven()), []
+    assert loop.post(lambda: seen.append("run"))
+    assert loop.stop()
+    assert not loop.post(lambda: seen.append("never"))
+    assert seen == ["run"]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers to Triton: exactly one final, nothing after it, in order, and a fault of one answer harms no other."""
 
+import functools
 import threading
 
 import pytest
@@ -69,13 +70,14 @@ def test_answers_leave_in_order_and_the_final_is_empty(outlet, sender, thread):
     assert sender.finals == 1
 
 
-@pytest.mark.parametrize("first", ["finish", "fail"])
-@pytest.mark.parametrize("second", ["finish", "fail", "send"])
+@pytest.mark.parametrize("first", ["finish", "fail", "conclude"])
+@pytest.mark.parametrize("second", ["finish", "fail", "conclude", "send"])
 def test_nothing_follows_the_final(outlet, sender, thread, first, second):
     calls = {
         "finish": outlet.finish,
         "fail": lambda: outlet.fail(InternalError("x")),
         "send": lambda: outlet.send({"TEXT": b"late"}),
+        "conclude": lambda: outlet.conclude({"TEXT": b"last"}, lambda: None, lambda: False),
     }
     calls[first]()
     calls[second]()
@@ -83,7 +85,7 @@ def test_nothing_follows_the_final(outlet, sender, thread, first, second):
     calls[second]()
     drained(thread)
     assert sender.finals == 1
-    assert texts(sender) == []
+    assert texts(sender) == ([b"last"] if first == "conclude" else [])
 
 
 def test_of_many_threads_that_finish_at_once_one_final_is_sent(thread):
@@ -162,10 +164,19 @@ def test_what_comes_then_runs_after_the_final_has_left(outlet, sender, thread, h
     assert finals == [1]
 
 
-def test_then_runs_also_when_triton_refuses_the_final(outlet, sender, thread, monkeypatch):
+@pytest.mark.parametrize("how", ["finish", "fail", "conclude"])
+def test_then_runs_also_when_triton_refuses_the_final(outlet, sender, thread, monkeypatch, how):
+    def refuse_finals(response=None, flags=0):
+        assert not flags, "refused"
+
     ran = []
-    monkeypatch.setattr(sender, "send", lambda *args, **kwargs: 1 / 0)
-    outlet.finish(then=lambda: ran.append(True))
+    monkeypatch.setattr(sender, "send", refuse_finals)
+    then = functools.partial(ran.append, True)
+    {
+        "finish": lambda: outlet.finish(then=then),
+        "fail": lambda: outlet.fail(InternalError("x"), then),
+        "conclude": lambda: outlet.conclude({"TEXT": b"all"}, then, lambda: False),
+    }[how]()
     drained(thread)
     assert ran == [True]
 
@@ -187,17 +198,76 @@ def test_a_lost_device_still_gives_the_final_and_runs_then(outlet, sender, threa
     assert ran == [True]
 
 
-def test_an_answer_that_cannot_be_sent_harms_no_other(outlet, sender, thread, caplog):
+@pytest.mark.parametrize("cause", ["refused", "unwritable", "device lost"])
+def test_an_answer_that_cannot_be_sent_is_told_and_harms_no_other(outlet, sender, thread, caplog, cause):
+    told = []
+    sender.fault = RuntimeError("pool is full") if cause == "refused" else None
+    outlet.send(
+        {"TEXT": object() if cause == "unwritable" else b"lost"},
+        Event(fault=RuntimeError("device lost")) if cause == "device lost" else None,
+        lambda: told.append(threading.current_thread().name),
+    )
+    drained(thread)
+    sender.fault = None
+    outlet.send({"TEXT": b"next"}, lost=lambda: told.append("nothing"))
+    outlet.finish()
+    drained(thread)
+    assert told == ["test-send"]
+    assert texts(sender) == [b"next"]
+    assert sender.finals == 1
+    assert "could not be sent" in caplog.text
+
+
+def test_a_lost_answer_that_nobody_asks_about_harms_no_other(outlet, sender, thread):
     sender.fault = RuntimeError("pool is full")
     outlet.send({"TEXT": b"lost"})
     drained(thread)
     sender.fault = None
     outlet.send({"TEXT": b"next"})
-    outlet.finish()
     drained(thread)
     assert texts(sender) == [b"next"]
+
+
+def test_a_whole_answer_is_concluded_by_its_last_response_and_the_empty_final(outlet, sender, thread):
+    log = []
+    outlet.send({"TEXT": b"first"})
+    outlet.conclude({"TEXT": b"last"}, lambda: log.append(sender.finals), lambda: log.append("lost"))
+    drained(thread)
+    assert texts(sender) == [b"first", b"last"]
+    assert log == [1]
+
+
+@pytest.mark.parametrize("lost", ["first", "last"])
+def test_an_answer_with_a_hole_is_not_concluded_but_left_to_who_is_told(outlet, sender, thread, lost):
+    log = []
+
+    def take_over():
+        # From another thread, which may be quicker than the one that tells it.
+        failing = threading.Thread(target=outlet.fail, args=(InternalError("a hole"), lambda: log.append("failed")))
+        failing.start()
+        failing.join()
+        return True
+
+    sender.fault = RuntimeError("pool is full") if lost == "first" else None
+    outlet.send({"TEXT": b"first"})
+    drained(thread)
+    sender.fault = RuntimeError("pool is full") if lost == "last" else None
+    outlet.conclude({"TEXT": b"last"}, lambda: log.append("concluded"), take_over)
+    drained(thread)
+    drained(thread)
+    assert texts(sender) == ([b"first"] if lost == "last" else [])
+    assert sender.error.message() == "a hole [omni:internal]"
     assert sender.finals == 1
-    assert "could not be sent" in caplog.text
+    assert log == ["failed"]
+
+
+def test_an_answer_with_a_hole_that_nobody_takes_over_is_failed_at_once(outlet, sender, thread):
+    log = []
+    sender.fault = RuntimeError("pool is full")
+    outlet.conclude({"TEXT": b"last"}, lambda: log.append(sender.finals), lambda: False)
+    thread.close()
+    assert sender.error.message() == "a part of the reply could not be sent [omni:internal]"
+    assert log == [1]
 
 
 @pytest.fixture

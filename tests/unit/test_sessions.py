@@ -14,7 +14,7 @@ from triton_omni.engine import Sampling
 from triton_omni.errors import BadRequest, InternalError, Overloaded
 from triton_omni.outbox import CREDITS
 from triton_omni.settings import TalkerSettings, ThinkerSettings
-from triton_omni.token2wav.stage import TextRelay
+from triton_omni.text_relay import TextRelay
 from triton_omni.wire import Kind, MediaTokens, SessionKey, TalkerMessage, ThinkerMessage
 
 
@@ -595,7 +595,7 @@ def test_text_leaves_while_a_step_of_token2wav_runs():
 def relayed(*messages):
     """What a relay answered of messages with these sequence numbers and texts."""
     outlet = RecordingOutlet()
-    relay = TextRelay(outlet)
+    relay = TextRelay(outlet, lambda: None)
     for sequence, text in messages:
         relay.take(TalkerMessage(key=SessionKey(0, 1, "0" * 32), kind=Kind.TEXT, sequence=sequence, text=text))
     return outlet.texts, relay
@@ -605,8 +605,8 @@ class RecordingOutlet:
     def __init__(self):
         self.texts = []
 
-    def send(self, tensors, ready=None):
-        del ready
+    def send(self, tensors, ready=None, lost=None):
+        del ready, lost
         self.texts.append(tensors["text_output"].decode())
 
 

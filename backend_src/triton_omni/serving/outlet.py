@@ -9,6 +9,7 @@ nobody asks Triton whether a request is cancelled after its final (that would cr
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -68,30 +69,42 @@ class TritonOutlet:
         self._claim = threading.Lock()
         self._finished = False
         self._final_sent = False
+        # Of the sending thread: whether all that was to be sent has left.
+        self._whole = True
 
     def bind(self, slot: int) -> None:
         """Send on the thread of this slot."""
         self._thread = self._threads[slot % len(self._threads)]
 
-    def send(self, tensors: Mapping[str, Sent], ready: torch.cuda.Event | None = None) -> None:
+    def send(
+        self,
+        tensors: Mapping[str, Sent],
+        ready: torch.cuda.Event | None = None,
+        lost: Callable[[], object] | None = None,
+    ) -> None:
         """Send one response."""
         if not self._finished:
-            self._thread.put(lambda: self._send(tensors, ready))
+            self._thread.put(lambda: self._send(tensors, ready, lost))
+
+    def conclude(self, tensors: Mapping[str, Sent], then: Callable[[], None], lost: Callable[[], bool]) -> None:
+        """Send the last response and the empty final, where every response has left."""
+        if self._claim_final():
+            self._thread.put(lambda: self._conclude(tensors, then, lost))
 
     def answer(self, tensors: Mapping[str, Sent]) -> None:
         """Send one response as the final: all that a request of a model that is not decoupled may get."""
         if self._claim_final():
-            self._thread.put(lambda: self._send_final(self._response(tensors), None, None))
+            self._thread.put(lambda: self._send_final(functools.partial(self._response, tensors)))
 
     def finish(self, ready: torch.cuda.Event | None = None, then: Callable[[], None] | None = None) -> None:
         """Send the empty final."""
         if self._claim_final():
-            self._thread.put(lambda: self._send_final(None, ready, then))
+            self._thread.put(lambda: self._send_final(None, then, ready))
 
     def fail(self, error: OmniError, then: Callable[[], None] | None = None) -> None:
         """Send an error as the final."""
         if self._claim_final():
-            self._thread.put(lambda: self._send_final(self._error(error), None, then))
+            self._thread.put(lambda: self._send_final(functools.partial(self._error, error), then))
 
     def if_cancelled(self, then: Callable[[], None]) -> None:
         """Ask Triton on the sending thread whether the client is gone, and run `then` if so."""
@@ -126,13 +139,36 @@ class TritonOutlet:
             first, self._finished = not self._finished, True
             return first
 
-    def _send(self, tensors: Mapping[str, Sent], ready: torch.cuda.Event | None) -> None:
-        if ready is not None:
-            ready.synchronize()
-        self._sender.send(self._pb_utils.InferenceResponse(output_tensors=write_tensors(self._pb_utils, tensors)))
+    def _send(
+        self, tensors: Mapping[str, Sent], ready: torch.cuda.Event | None, lost: Callable[[], object] | None
+    ) -> None:
+        try:
+            if ready is not None:
+                ready.synchronize()
+            self._sender.send(self._pb_utils.InferenceResponse(output_tensors=write_tensors(self._pb_utils, tensors)))
+        except Exception:
+            logger.exception("a response could not be sent")
+            self._whole = False
+            if lost is not None:
+                lost()
+
+    def _conclude(self, tensors: Mapping[str, Sent], then: Callable[[], None], lost: Callable[[], bool]) -> None:
+        if self._whole:
+            self._send(tensors, None, None)
+        if self._whole:
+            self._send_final(None, then)
+            return
+        # Before anybody is told, who may fail it at once.
+        self._finished = False
+        if not lost() and self._claim_final():
+            error = InternalError("a part of the reply could not be sent")
+            self._send_final(functools.partial(self._error, error), then)
 
     def _send_final(
-        self, response: Any | None, ready: torch.cuda.Event | None, then: Callable[[], None] | None
+        self,
+        response: Callable[[], Any] | None,
+        then: Callable[[], None] | None = None,
+        ready: torch.cuda.Event | None = None,
     ) -> None:
         # Triton waits for the final and the other stages for `then`, also when the device is lost.
         with contextlib.ExitStack() as always:
@@ -142,11 +178,8 @@ class TritonOutlet:
             if ready is not None:
                 ready.synchronize()
 
-    def _send_flag(self, response: Any | None) -> None:
-        final = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+    def _send_flag(self, response: Callable[[], Any] | None) -> None:
+        sent = () if response is None else (response(),)
         with self._lock:
             self._final_sent = True
-            if response is None:
-                self._sender.send(flags=final)
-            else:
-                self._sender.send(response, flags=final)
+            self._sender.send(*sent, flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

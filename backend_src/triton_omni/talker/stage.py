@@ -23,7 +23,7 @@ from triton_omni.link_stage import LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
 from triton_omni.outbox import Outbox, Pace, Parcel, link_figures
 from triton_omni.settings import TalkerSettings
-from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, lost_error
+from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, lost_error, refused_error
 from triton_omni.tally import Ending
 from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import (
@@ -45,6 +45,8 @@ class _Open(LinkSession):
 
     outbox: Outbox = dataclasses.field(kw_only=True)
     sequence: int = 0
+    refused: int = 0
+    """Of so many messages, those that did not leave; of the sending thread."""
     codes: int = 0
     first_code_ns: int = 0
     thinker: ThinkerReport | None = None
@@ -234,7 +236,19 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     def _send(self, session: _Open, message: TalkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.sequence += 1
         stamped = msgspec.structs.replace(message, sent_ns=time.monotonic_ns())
-        session.outlet.send(stamped.to_tensors(), ready)
+        session.outlet.send(stamped.to_tensors(), ready, functools.partial(self._lose, session, message.kind))
+
+    def _lose(self, session: _Open, kind: Kind) -> None:
+        """On the sending thread: count a message that Triton refused, and have its session end."""
+        session.refused += 1
+        self._loop.post(functools.partial(self._end_refused, session, kind))
+
+    def _end_refused(self, session: _Open, kind: Kind) -> None:
+        if kind == Kind.OPEN:
+            # token2wav has not heard of it and could tell no client: the thinker does so, when all else has ended.
+            self._close(session, "internal")
+        elif session.key.name in self._open:
+            self._fail(session, refused_error("talker"))
 
     def _look_after(self, session: _Open) -> float:
         # Like the thinker, it stays until token2wav has answered all: an error may still have to pass through here.
@@ -251,7 +265,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     def _answer_error(self, session: _Open, error: OmniError) -> None:
         if self._drop(session, error.code):
             self._ledger.say_outcome(session.key, Ending.of(error, "talker"))
-            session.outlet.fail(error, functools.partial(self._mark_closed, session.key, session.sequence))
+            session.outlet.fail(error, functools.partial(self._mark_ended, session))
 
     def _relay_failure(self, session: _Open, failure: Failure) -> None:
         message = TalkerMessage(key=session.key, kind=Kind.ERROR, sequence=session.sequence, failure=failure)
@@ -260,7 +274,10 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _close(self, session: _Open, code: ErrorCode | None = None) -> None:
         if self._drop(session, code):
-            session.outlet.finish(then=functools.partial(self._mark_closed, session.key, session.sequence))
+            session.outlet.finish(then=functools.partial(self._mark_ended, session))
+
+    def _mark_ended(self, session: _Open) -> None:
+        self._mark_closed(session.key, session.sequence - session.refused)
 
     def _drop(self, session: _Open, code: ErrorCode | None) -> bool:
         """Forget the session, which ends with an error of this code, if any; False if it was forgotten before."""

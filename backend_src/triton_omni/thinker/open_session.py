@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from triton_omni.errors import OmniError, StageName
@@ -21,7 +22,9 @@ STILL_S = 1.0
 
 @dataclass
 class OpenSession:
-    """State of one session; changed by the loop's thread only, but for the deadline, which the request brings."""
+    """State of one session; changed by the loop's thread only, but for the deadline, which the request brings, and what
+    Triton refused, which the sending thread counts.
+    """
 
     key: SessionKey
     outlet: Outlet
@@ -37,6 +40,8 @@ class OpenSession:
     """Why it ended before `OPEN`; the client's answer waits until the talker has given back every heartbeat."""
     sequence: int = 0
     sent: int = 0
+    refused: int = 0
+    """Of so many messages, those that did not leave."""
     left_ns: int = 0
     reply_tokens: int = 0
     first_token_ns: int = 0
@@ -62,12 +67,30 @@ class OpenSession:
             return "preparing"
         return "writing" if self.report is None else "speaking"
 
+    @property
+    def delivered(self) -> int:
+        """Messages that the talker has, or will."""
+        return self.sent - self.refused
+
     def is_held_up(self, ledger: SessionLedger) -> bool:
         """Whether a later stage that has the session stands still. An error would not come through it; and should it be
         ended, nobody but the thinker, with its request still open, could tell the client.
         """
         later: tuple[StageName, ...] = ("talker", "token2wav") if self.session is not None else ()
         return any(ledger.silent_for(stage) > STILL_S for stage in later)
+
+    def finish_reply(self, reason: str, stop_string: str | None) -> None:
+        """All of the reply is written; why, and by which stop string, if any."""
+        self.outbox.finish_tensors()
+        self.outbox.finish_text()
+        self.report = ThinkerReport(
+            finish_reason=reason,
+            stop_string=stop_string,
+            prompt_tokens=self.session.prompt_tokens if self.session else 0,
+            reply_tokens=self.reply_tokens,
+            first_token_ns=self.first_token_ns - self.accepted_ns if self.first_token_ns else 0,
+            finished_ns=time.monotonic_ns() - self.accepted_ns,
+        )
 
     def to_message(self, parcel: Parcel) -> ThinkerMessage:
         """The session's next message, with what leaves."""

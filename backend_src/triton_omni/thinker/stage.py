@@ -35,6 +35,7 @@ from triton_omni.stage import (
     leaving_error,
     lost_error,
     memory_figures,
+    refused_error,
     revival_refusal,
 )
 from triton_omni.streams import settle_thread
@@ -47,7 +48,7 @@ from triton_omni.thinker.prepared import Intake, Prepared
 from triton_omni.thinker.preparing import Preparing
 from triton_omni.thinker.rest import Rest
 from triton_omni.tracing import NO_TRACER, Tracer
-from triton_omni.wire import Failure, Kind, ThinkerMessage, ThinkerReport
+from triton_omni.wire import Failure, Kind, ThinkerMessage
 
 RETRY_AFTER_MS = 250
 UNPACED_TOKENS = 2
@@ -273,20 +274,8 @@ class ThinkerStage:
         if output.rows is not None:
             session.outbox.put(output.rows, output.rows_ready)
         if output.finish_reason is not None:
-            self._finish_reply(session, output.finish_reason, output.stop_string)
+            session.finish_reply(output.finish_reason, output.stop_string)
         self._flush(session)
-
-    def _finish_reply(self, session: OpenSession, reason: str, stop_string: str | None) -> None:
-        session.outbox.finish_tensors()
-        session.outbox.finish_text()
-        session.report = ThinkerReport(
-            finish_reason=reason,
-            stop_string=stop_string,
-            prompt_tokens=session.session.prompt_tokens if session.session else 0,
-            reply_tokens=session.reply_tokens,
-            first_token_ns=session.first_token_ns - session.accepted_ns if session.first_token_ns else 0,
-            finished_ns=time.monotonic_ns() - session.accepted_ns,
-        )
 
     def _flush(self, session: OpenSession) -> None:
         outbox, ledger = session.outbox, self._ledger
@@ -303,11 +292,28 @@ class ThinkerStage:
         session.sequence += message.kind != Kind.HEARTBEAT
         session.sent += 1
         stamped = msgspec.structs.replace(message, sent_ns=session.left_ns)
-        session.outlet.send(stamped.to_tensors(self._hidden_size, self._dtype), ready)
+        lost = functools.partial(self._lose, session, message.kind)
+        session.outlet.send(stamped.to_tensors(self._hidden_size, self._dtype), ready, lost)
+
+    def _lose(self, session: OpenSession, kind: Kind) -> None:
+        """On the sending thread: count a message that Triton refused, and have its session end; a heartbeat is none."""
+        session.refused += 1
+        if kind != Kind.HEARTBEAT:
+            self._loop.post(functools.partial(self._end_refused, session, "thinker", unheard=kind == Kind.OPEN))
+
+    def _end_refused(self, session: OpenSession, stage: StageName, *, unheard: bool) -> None:
+        """End a session of which Triton refused a message of `stage`, by which later stages had not heard of it yet if
+        `unheard`: then nobody but the thinker can tell the client.
+        """
+        if unheard and not session.ended_ns:
+            session.session = None
+        self._fail(session, refused_error(stage))
 
     def _look_after(self, session: OpenSession, now: int) -> float:
         """One session's poll; returns the seconds until it should be looked at again."""
         lost = self._ledger.lost_stages(session.key)
+        # Asked before whether the session is over: then the talker leaves, too.
+        talker_left = self._ledger.in_transit(session.key, "talker", "token2wav") == 0
         if lost and (session.refusal is not None or not session.ended_ns):
             self._end_lost(session, lost[0])
         elif session.refusal is not None:
@@ -318,6 +324,9 @@ class ThinkerStage:
             return SOON_S
         elif self._ledger.is_over(session.key):
             self._end(session)
+        elif talker_left:
+            # What should have opened the session in token2wav was refused.
+            self._end_refused(session, "talker", unheard=True)
         elif session.caller.is_stranger(self._ledger, session.key, session.sent, now):
             # At once: there is no ensemble whose request could leak, and no later stage that has to end.
             self._drop(session)
@@ -353,7 +362,7 @@ class ThinkerStage:
 
     def _try_refuse(self, session: OpenSession, error: OmniError, now: int) -> float:
         """Answer the error once no heartbeat is open or on its way: the error would leak the client's request."""
-        returned = self._ledger.returned(session.key, "talker") == session.sent
+        returned = self._ledger.returned(session.key, "talker") == session.delivered
         if returned or now - session.ended_ns > FORGET_AFTER_S * 1e9:
             self._answer_error(session, error)
         return SOON_S
@@ -361,7 +370,7 @@ class ThinkerStage:
     def _answer_error(self, session: OpenSession, error: OmniError) -> None:
         session.refusal, session.ending = None, Ending.of(error, "thinker")
         self._slots.answer(session.key)
-        session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.sent))
+        session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.delivered))
 
     def _end_lost(self, session: OpenSession, stage: StageName) -> None:
         """Answer the error of a dead stage at once: its requests stay open for ever, so there is no better moment."""
@@ -376,7 +385,7 @@ class ThinkerStage:
 
     def _end(self, session: OpenSession) -> None:
         self._drop(session)
-        session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key, session.sent))
+        session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key, session.delivered))
 
     def _drop(self, session: OpenSession) -> None:
         session.ended_ns, session.raw = time.monotonic_ns(), None

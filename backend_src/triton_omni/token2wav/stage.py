@@ -11,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,8 +27,9 @@ from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import LinkEngine, LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
 from triton_omni.precedence import DeviceClaim
-from triton_omni.stage import SOON_S, Outlet
+from triton_omni.stage import SOON_S, Outlet, refused_error
 from triton_omni.tally import Ending
+from triton_omni.text_relay import TextRelay
 from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
 from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, Value
@@ -81,35 +81,6 @@ class _Open(LinkSession):
     orphaned_ns: int = 0
     upstream_busy_ns: int = 0
     """When a stage before this one was last seen in a long step."""
-
-
-class TextRelay:
-    """Answers a session's text as it arrives, on Triton's thread: a step of the loop takes longer than a listener's
-    first word. It sends what comes in its order, until it is closed.
-    """
-
-    def __init__(self, outlet: Outlet) -> None:
-        self._outlet = outlet
-        self._lock = threading.Lock()
-        self._expected = 1
-        self._open = True
-        self.first_ns = 0
-        """Monotonic clock when the first text was answered, nanoseconds; 0 = none was."""
-
-    def take(self, message: TalkerMessage) -> None:
-        """Answer the text of the next message, if it has one."""
-        with self._lock:
-            # What comes out of its order fails the session in the loop.
-            self._open = self._open and message.sequence == self._expected
-            self._expected += 1
-            if self._open and message.text:
-                self.first_ns = self.first_ns or time.monotonic_ns()
-                self._outlet.send(Answer(text=message.text).to_tensors())
-
-    def close(self) -> None:
-        """Answer no more; when it returns, nothing is being answered."""
-        with self._lock:
-            self._open = False
 
 
 class Token2WavStage(LinkStage[TalkerMessage, _Open]):
@@ -174,7 +145,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _relay(self, message: TalkerMessage, outlet: Outlet) -> None:
         if message.kind == Kind.OPEN:
-            self._relays.setdefault(message.key, TextRelay(outlet))
+            self._relays.setdefault(message.key, TextRelay(outlet, self._when_lost(message.key)))
         elif message.kind != Kind.HEARTBEAT and (relay := self._relays.get(message.key)) is not None:
             relay.take(message)
 
@@ -188,7 +159,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._answer_held_error(session)
 
     def _begin(self, message: TalkerMessage, request: Session, outlet: Outlet) -> _Open:
-        relay = self._relays.setdefault(message.key, TextRelay(outlet))
+        relay = self._relays.setdefault(message.key, TextRelay(outlet, self._when_lost(message.key)))
         return _Open(message.key, outlet, request, relay=relay, audio_done=not request.want_audio)
 
     def _open_sequence(self, session: _Open, message: TalkerMessage) -> None:
@@ -231,7 +202,8 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._observe_chunk(session)
             session.samples += len(output.samples)
             self._samples += len(output.samples)
-            session.outlet.send(self._encode(session, output.samples).to_tensors())
+            lost = self._when_lost(session.key)
+            session.outlet.send(self._encode(session, output.samples).to_tensors(), lost=lost)
             session.chunks += 1
         session.clamped_codes = output.clamped_codes
         session.audio_done = output.final
@@ -264,9 +236,29 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         self._drop(session)
         # Before the last response leaves: its client may ask again as soon as it has it.
         self._ledger.say_outcome(session.key, Ending())
+        lost = functools.partial(self._loop.post, functools.partial(self._take_back, session))
+        session.outlet.conclude(info.to_tensors(), functools.partial(self._end_whole, session), lost)
+
+    def _end_whole(self, session: _Open) -> None:
+        """On the sending thread, behind a reply of which all has left."""
         self._log_end(session, Ending())
-        session.outlet.send(info.to_tensors())
-        session.outlet.finish(then=functools.partial(self._mark_closed, session.key))
+        self._mark_closed(session.key)
+
+    def _when_lost(self, key: SessionKey) -> Callable[[], object]:
+        """What is to be done where a response of the session cannot be sent."""
+        return functools.partial(self._loop.post, functools.partial(self._end_refused, key))
+
+    def _end_refused(self, key: SessionKey) -> None:
+        if (session := self._open.get(key.name)) is not None:
+            self._fail(session, refused_error("token2wav"))
+
+    def _take_back(self, session: _Open) -> None:
+        """Fail a session whose reply was dropped as whole before all of it could be sent."""
+        error = refused_error("token2wav")
+        self._open[session.key.name] = session
+        # Before the other stages see the failure, and how it came to that.
+        self._ledger.say_outcome(session.key, Ending.of(error, "token2wav"))
+        self._fail(session, error)
 
     def _info(self, session: _Open, ending: TalkerMessage) -> dict[str, Any]:
         thinker, talker, audio = ending.thinker, ending.talker, session.session.want_audio

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Triton does not take from a stage (its memory is full, say) ends the session with an error at its client, in the
+protocol's order; no stream ends as if it were whole.
+"""
+
+import logging
+import time
+
+import pytest
+
+from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine
+from session_rig import finished, pipeline
+from triton_omni.settings import ThinkerSettings
+from triton_omni.stage import refused_error
+from triton_omni.tally import OUTCOMES
+from triton_omni.wire import Kind, TalkerMessage, ThinkerMessage
+
+SOON_S = 1.8
+"""Far from any deadline, and less than what an error waits for stages that do not stop."""
+MESSAGES = {"talker": ThinkerMessage, "token2wav": TalkerMessage}
+SENDERS = {"talker": "thinker", "token2wav": "talker", "client": "token2wav"}
+
+
+class Refusal:
+    """Refuses the first response to one receiver that matches, or, if it lasts, all from that one on."""
+
+    def __init__(self, to, matches, *, lasting=False):
+        self._to, self._matches, self._lasting = to, matches, lasting
+        self.count = 0
+
+    def __call__(self, to, tensors):
+        if to != self._to or (self.count and not self._lasting):
+            return False
+        found = MESSAGES[to].from_tensors(tensors) if to in MESSAGES else tensors
+        refused = self.count > 0 or bool(self._matches(found))
+        self.count += refused
+        return refused
+
+
+def failed_soon(p, refusal, **asked):
+    """The error that a client gets where something is refused; nothing stays, and the next request is served."""
+    begun = time.monotonic()
+    reply = finished(p.ask(refuses=refusal, **asked))
+    seconds = time.monotonic() - begun
+    assert refusal.count, "nothing was refused"
+    assert reply.error is not None, "the stream ended as if it were whole"
+    assert reply.error.code == "internal"
+    assert reply.info == ""
+    assert seconds < SOON_S
+    p.wait_until_empty()
+    assert finished(p.ask()).error is None
+    return reply.error
+
+
+class WaveformAtTheEnd(FakeWaveformEngine):
+    """Gives all sound in one chunk, which is the last."""
+
+    def has_work(self):
+        return any(state.ended for state in self.open_keys.values())
+
+
+@pytest.fixture
+def quick_stop(monkeypatch):
+    """How long an error waits that nobody brings."""
+    monkeypatch.setattr("triton_omni.token2wav.stage.UPSTREAM_STOP_S", 0.1)
+
+
+# To the client.
+
+
+@pytest.mark.parametrize("audio_format", ["f32", "wav"])
+@pytest.mark.parametrize(
+    "matches",
+    [
+        lambda answer: answer["text_output"] == b"w0 ",
+        lambda answer: len(answer["audio_output"]) or answer["audio_base64"],
+        lambda answer: answer["info"],
+    ],
+    ids=["text", "sound", "info"],
+)
+@pytest.mark.parametrize("transit_s", [0.0, 0.02])
+def test_a_refused_response_to_the_client_ends_its_stream_with_an_error(matches, audio_format, transit_s):
+    with pipeline(intake=FakeIntake(session={"audio_format": audio_format})) as p:
+        error = failed_soon(p, Refusal("client", matches), transit_s=transit_s)
+        assert error.to_text() == refused_error("token2wav").to_text()
+
+
+@pytest.mark.parametrize("output", ["text_output", "audio_output"])
+def test_a_long_reply_with_a_hole_does_not_go_on(output):
+    thinker = FakeThinkerEngine(length=10**9)
+    thinker.step_s = 0.001
+    with pipeline(thinker=thinker) as p:
+        reply = finished(p.ask(refuses=Refusal("client", lambda answer: len(answer[output]))))
+        assert reply.error.to_text() == refused_error("token2wav").to_text()
+        p.wait_until_empty()
+
+
+def test_the_refusal_of_the_last_sound_is_seen_although_the_reply_is_over():
+    with pipeline(waveform=WaveformAtTheEnd()) as p:
+        error = failed_soon(p, Refusal("client", lambda answer: len(answer["audio_output"])))
+        assert error.to_text() == refused_error("token2wav").to_text()
+
+
+def test_the_header_of_an_empty_wav_is_a_part_of_the_reply():
+    intake = FakeIntake(session={"audio_format": "wav"})
+    with pipeline(intake=intake, thinker=FakeThinkerEngine(length=1)) as p:
+        failed_soon(p, Refusal("client", lambda answer: answer["audio_base64"]))
+
+
+def test_a_refused_text_of_a_reply_without_sound_ends_it_with_an_error():
+    with pipeline(intake=FakeIntake(session={"want_audio": False})) as p:
+        failed_soon(p, Refusal("client", lambda answer: answer["text_output"]))
+
+
+def test_a_stream_of_which_nothing_more_is_taken_still_ends():
+    with pipeline() as p:
+        failed_soon(p, Refusal("client", lambda answer: answer["text_output"], lasting=True))
+
+
+def test_others_go_on():
+    with pipeline(thinker=FakeThinkerEngine(length=50)) as p:
+        others = [p.ask() for _ in range(3)]
+        refused = p.ask(refuses=Refusal("client", lambda answer: len(answer["audio_output"])))
+        assert finished(refused).error.code == "internal"
+        for other in others:
+            reply = finished(other)
+            assert reply.error is None
+            assert len(reply.samples) == 2 * 49
+
+
+def test_a_reply_whose_end_was_refused_is_told_once_and_as_failed(caplog):
+    caplog.set_level(logging.INFO, "triton_omni")
+    with pipeline() as p:
+        finished(p.ask(refuses=Refusal("client", lambda answer: answer["info"])))
+        p.wait_until_empty()
+    ends = [record for record in caplog.records if getattr(record, "event", "") in {*OUTCOMES.values(), "finished"}]
+    assert {(end.fields["stage"], end.event) for end in ends} == {(stage, "failed") for stage in SENDERS.values()}
+    assert len(ends) == len(SENDERS)
+
+
+# From stage to stage.
+
+
+@pytest.mark.parametrize("to", MESSAGES)
+@pytest.mark.parametrize(
+    "matches",
+    [lambda message: message.text, lambda message: message.kind == Kind.DATA],
+    ids=["text", "data"],
+)
+@pytest.mark.parametrize("transit_s", [0.0, 0.02])
+def test_a_refused_message_ends_the_session_with_an_error(to, matches, transit_s):
+    with pipeline() as p:
+        # By its sender, or by the receiver of the next one.
+        assert failed_soon(p, Refusal(to, matches), transit_s=transit_s).stage in (to, SENDERS[to])
+
+
+@pytest.mark.parametrize("to", MESSAGES)
+@pytest.mark.parametrize("want_audio", [True, False])
+def test_a_refused_last_message_ends_the_session_at_once_and_not_at_its_deadline(to, want_audio):
+    with pipeline(intake=FakeIntake(session={"want_audio": want_audio})) as p:
+        error = failed_soon(p, Refusal(to, lambda message: message.last))
+        assert error.to_text() == refused_error(SENDERS[to]).to_text()
+
+
+@pytest.mark.parametrize("to", MESSAGES)
+@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("transit_s", [0.0, 0.02])
+def test_a_client_whose_session_could_not_be_opened_is_told(to, lasting, later, transit_s):
+    """Nobody later holds a request through which an error could reach it."""
+    settings = ThinkerSettings(max_sessions=8, heartbeat_ms=10)
+    intake = FakeIntake(delay_s=0.05 if later else 0.0)
+    with pipeline(intake=intake, settings=settings) as p:
+        refusal = Refusal(to, lambda message: message.kind == Kind.OPEN, lasting=lasting)
+        error = failed_soon(p, refusal, transit_s=transit_s)
+        assert error.to_text() == refused_error(SENDERS[to]).to_text()
+
+
+@pytest.mark.parametrize("to", MESSAGES)
+def test_a_session_of_which_no_message_is_taken_any_more_still_ends_with_an_error(to, quick_stop):
+    with pipeline(thinker=FakeThinkerEngine(length=50)) as p:
+        error = failed_soon(p, Refusal(to, lambda message: message.kind == Kind.DATA, lasting=True))
+        assert error.message == "the stages before ended the session without an answer"
+
+
+def test_a_refused_heartbeat_harms_nobody():
+    settings, refusal = ThinkerSettings(max_sessions=8, heartbeat_ms=10), Refusal("talker", lambda message: True)
+    with pipeline(intake=FakeIntake(delay_s=0.05), settings=settings) as p:
+        assert finished(p.ask(refuses=refusal)).error is None
+        assert refusal.count == 1
+        p.wait_until_empty()
+
+
+def test_a_refusal_behind_a_refused_heartbeat_waits_for_those_alone_that_left():
+    settings = ThinkerSettings(max_sessions=8, heartbeat_ms=10)
+    with pipeline(intake=FakeIntake(delay_s=0.05), settings=settings) as p:
+        begun = time.monotonic()
+        reply = finished(p.ask("bad", refuses=Refusal("talker", lambda message: True)))
+        assert reply.error.message == "text_input: is bad"
+        assert time.monotonic() - begun < SOON_S
+        p.wait_until_empty()
