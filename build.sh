@@ -109,17 +109,20 @@ TEXT
 
 help_serve() {
     cat <<'TEXT'
-Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N] [--log-verbose N]
-                        [--log-format plain|json] [--mps] [--gpus STAGE=N,...] [--drain-timeout SECONDS]
-                        [--no-warm-up]
+Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N]
+                        [--log-file FILE] [--log-verbose N] [--log-format plain|json] [--mps] [--gpus STAGE=N,...]
+                        [--ready-timeout SECONDS] [--drain-timeout SECONDS] [--exit-timeout SECONDS] [--no-warm-up]
 
 Serves until Ctrl-C or SIGTERM. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded and a first reply,
 which is the server's own (--no-warm-up: none), was spoken.
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
+The server's log goes to .cache/logs/server.log, or to --log-file.
 With --mps the stages run on a GPU at once instead of by turns, under a CUDA MPS daemon that lives as long as the server.
 With --gpus a stage runs on another GPU than 0: thinker=0,talker=0,token2wav=1, for instance.
 Told to stop, it refuses new requests and finishes replies for --drain-timeout seconds at most (default 30); told again, it
 stops at once.
+It gives up a start that takes longer than --ready-timeout (default 900 s), and a Triton that takes longer to stop than
+--exit-timeout (default 30 s), counted from when no reply is under way.
 The server has no authentication: keep it on loopback, or behind something that has.
 TEXT
 }
@@ -146,7 +149,7 @@ Examines the servers that run here as this user, also under load, and only reads
 session ledger says, its process lives and its loop turns, no session is over its deadline, shared memory is somebody's,
 and the server is ready. What is wrong for 10 s (--persist) is told, a sentence each; what only moves does not stay.
 With --server only the tritonserver of this process id; with --metrics-url alone one elsewhere, by its metrics.
-Exit code: 0 = sound, 1 = something is wrong, or no server runs here.
+Exit code: 0 = sound, 1 = something is wrong, or no server runs here, 2 = wrong usage.
 TEXT
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from triton_omni_client import Conversation, OmniClient, load_media
+from triton_omni_client import Conversation, OmniClient, OmniClientError, load_media
 
 
 def main(picture: str, url: str = "localhost:8001") -> None:
@@ -27,4 +27,7 @@ def main(picture: str, url: str = "localhost:8001") -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except (OmniClientError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -24,6 +24,8 @@ async def main(prompts: str, output: str, url: str = "localhost:8001") -> None:
     places = asyncio.Semaphore(AT_ONCE)
 
     async with AsyncOmniClient(url) as client:
+        if obstacle := await client.obstacle():
+            sys.exit(f"error: {obstacle}")  # not once for each line
         with Progress() as bar:
             task = bar.add_task("replies", total=len(lines))
 
@@ -44,4 +46,7 @@ async def main(prompts: str, output: str, url: str = "localhost:8001") -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         sys.exit(__doc__)
-    asyncio.run(main(*sys.argv[1:]))
+    try:
+        asyncio.run(main(*sys.argv[1:]))
+    except (OmniClientError, OSError) as error:
+        sys.exit(f"error: {error}")

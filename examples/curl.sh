@@ -14,4 +14,4 @@ server=${2:-http://localhost:8000}
     printf '[{\\"role\\": \\"user\\", \\"content\\": ['
     printf '{\\"type\\": \\"image_url\\", \\"image_url\\": {\\"url\\": \\"data:image/png;base64,%s\\"}}, ' "$(base64 -w0 "$picture")"
     printf '{\\"type\\": \\"text\\", \\"text\\": \\"What is in the picture?\\"}]}]"}'
-} | curl -sN "$server/v2/models/qwen2_5_omni/generate_stream" --data-binary @-
+} | curl -sS --fail-with-body -N "$server/v2/models/qwen2_5_omni/generate_stream" --data-binary @- || exit 1

@@ -13,8 +13,11 @@ gateway=${3:-http://localhost:8080}
     printf '{"model": "qwen2_5_omni", "stream": true, "messages": [{"role": "user", "content": ['
     printf '{"type": "image_url", "image_url": {"url": "data:image/png;base64,%s"}}, ' "$(base64 -w0 "$picture")"
     printf '{"type": "text", "text": "What is in the picture?"}]}]}'
-} | curl -sfN "$gateway/v1/chat/completions" --data-binary @-
+} | curl -sS --fail-with-body -N "$gateway/v1/chat/completions" --data-binary @- || exit 1
 
-# Read aloud: a WAV file, written while it comes.
-curl -sf "$gateway/v1/audio/speech" -o "$wav" \
-    -d '{"model": "qwen2_5_omni", "voice": "Ethan", "input": "The sea is deep.", "seed": 7}'
+# Read aloud: a WAV file, written while it comes; a refusal, which is JSON, takes its place.
+if ! curl -sS --fail-with-body "$gateway/v1/audio/speech" -o "$wav" \
+    -d '{"model": "qwen2_5_omni", "voice": "Ethan", "input": "The sea is deep.", "seed": 7}'; then
+    grep -s '"error"' "$wav" >&2 || true
+    exit 1
+fi

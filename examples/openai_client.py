@@ -13,7 +13,7 @@ import sys
 import wave
 from pathlib import Path
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 
 def main(picture: str, output: str = "answer.wav", base_url: str = "http://localhost:8080/v1") -> None:
@@ -45,4 +45,7 @@ def main(picture: str, output: str = "answer.wav", base_url: str = "http://local
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except (OpenAIError, OSError) as error:
+        sys.exit(f"error: {error} {error.__cause__ or ''}".rstrip())

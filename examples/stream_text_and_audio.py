@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from triton_omni_client import AudioDelta, OmniClient, Request, TextDelta
+from triton_omni_client import AudioDelta, OmniClient, OmniClientError, Request, TextDelta
 from triton_omni_client.audio import WavWriter
 
 
@@ -32,4 +32,7 @@ def main(text: str = "Tell me a story", output: str = "story.wav", url: str = "l
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except (OmniClientError, OSError) as error:
+        sys.exit(f"error: {error}")

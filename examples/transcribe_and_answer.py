@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from triton_omni_client import OmniClient, load_media
+from triton_omni_client import OmniClient, OmniClientError, load_media
 
 
 def main(sound: str, output: str = "answer.wav", url: str = "localhost:8001") -> None:
@@ -26,4 +26,7 @@ def main(sound: str, output: str = "answer.wav", url: str = "localhost:8001") ->
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except (OmniClientError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -10,7 +10,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from triton_omni_client import AsyncOmniClient, AudioDelta, Conversation, TextDelta, load_media
+from triton_omni_client import AsyncOmniClient, AudioDelta, Conversation, OmniClientError, TextDelta, load_media
 from triton_omni_client.audio import WavWriter
 
 
@@ -32,4 +32,7 @@ async def main(url: str, *sounds: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         sys.exit(__doc__)
-    asyncio.run(main(*sys.argv[1:]))
+    try:
+        asyncio.run(main(*sys.argv[1:]))
+    except (OmniClientError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from urllib.parse import SplitResult, urlsplit
 
 from .errors import BadRequest
 
 DEFAULT_URL = "localhost:8001"
+DEFAULT_HTTP_URL = "http://localhost:8000"
 
 _SCHEME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):(?![0-9]+$)")
 """Of gRPC's other ways to name a server, which it checks itself; not a host of such a name with its port."""
@@ -16,6 +19,31 @@ _SCHEME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):(?![0-9]+$
 def is_http(url: str) -> bool:
     """Whether an address is a URL of HTTP."""
     return url.lower().startswith(("http://", "https://"))
+
+
+def http_url(url: str, example: str = DEFAULT_HTTP_URL) -> SplitResult:
+    """The parts of a URL of HTTP; `example` is told where it is none.
+
+    Raises:
+        BadRequest: so it is.
+    """
+    with contextlib.suppress(ValueError):
+        found = urlsplit(url)
+        if is_http(url) and found.hostname and found.port != 0:
+            return found
+    raise BadRequest(f"{url!r} is no HTTP URL such as {example}")
+
+
+def server_address(url: str) -> str:
+    """`url`, if a server can be asked there, over HTTP or gRPC.
+
+    Raises:
+        BadRequest: it is neither a URL of HTTP nor an address of gRPC.
+    """
+    if not is_http(url):
+        return grpc_address(url)
+    http_url(url)
+    return url
 
 
 def grpc_address(url: str) -> str:

@@ -18,7 +18,7 @@ from .interrupt import Interrupts
 from .messages import MODEL, UNARY_MODEL, AudioDelta, Delta, Request, TextDelta
 from .player import Player
 from .reply import Reply, ReplyBuilder
-from .terminal import INTERRUPTED, Screen, check_wav_name, last_line, print_json, summary, wav_file
+from .terminal import INTERRUPTED, Screen, errors, last_line, print_json, summary, wav_file
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,18 @@ class Answer:
 
     def __post_init__(self) -> None:
         if self.as_json and self.output == "-":
-            raise typer.BadParameter("--json and -o - both want stdout")
-        check_wav_name(self.output)
+            raise typer.BadParameter("not - with --json: both want stdout", param_hint="-o")
 
     def give(self, request: Request) -> None:
         """Ask, show the reply as it comes, and its times or summary at the end.
 
         Raises:
-            OmniClientError: the request was refused or failed; what came before is in the WAV file.
-            typer.Exit: with 130 after Ctrl-C, which cancels the request.
+            typer.BadParameter: the WAV file cannot be written.
+            typer.Exit: with 1 where the request was refused or failed, of which what came before is in the WAV file;
+                with 130 after Ctrl-C, which cancels the request.
         """
-        reply, interrupted = self._run(request)
+        with errors(self.url, as_json=self.as_json):
+            reply, interrupted = self._run(request)
         if self.as_json:
             print_json(summary(reply, self.output))
         else:

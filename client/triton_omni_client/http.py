@@ -15,18 +15,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
+from .address import DEFAULT_HTTP_URL, http_url
 from .catalog import KNOWN, ServedModel, served_model
 from .client import DEFAULT_TIMEOUT, READY_TIMEOUT, Stream, not_ready, wait_until
-from .errors import BadRequest, ConnectionFailed, Internal, Timeout
+from .errors import ConnectionFailed, Internal, Timeout
 from .http_call import EventCall, typed_errors
 from .messages import MODEL, UNARY_MODEL, Delta, Media, Request
 from .protocol import LONGEST_WAIT_S, EventReader, from_http, to_generate, to_http
 from .reply import Reply, ReplyBuilder
 from .retry import DEFAULT_RETRY, Retry
-
-DEFAULT_HTTP_URL = "http://localhost:8000"
 
 PIECE_BYTES = 1 << 18
 """Of a request's body, between two reports of progress."""
@@ -59,7 +57,7 @@ class HttpClient:
         timeout: float = DEFAULT_TIMEOUT,
         retry: Retry = DEFAULT_RETRY,
     ) -> None:
-        self._url = _http_url(url)
+        self._url = http_url(url)
         self._model = model
         self._stream_model = stream_model
         self._timeout = timeout
@@ -195,14 +193,3 @@ def _pieces(body: bytes, on_sent: OnSent | None) -> Iterator[bytes]:
         yield piece
         if on_sent is not None:
             on_sent(at + len(piece), len(body))
-
-
-def _http_url(url: str) -> SplitResult:
-    found = urlsplit(url)
-    try:
-        usable = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise BadRequest(f"{url!r} is no HTTP URL such as {DEFAULT_HTTP_URL}")
-    return found

@@ -1,18 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share: values of options, checked and read, and wrong ones refused by the option's name."""
+"""What the commands share: parsers of options' values, whose refusals have the value and what is allowed; typer adds
+the option's name.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Final, get_args
 
 import typer
 
 from .messages import AudioFormat, Media, MediaKind
+from .terminal import usage_errors
+
+OTHER_FORMATS = frozenset({".aac", ".flac", ".m4a", ".mp3", ".mp4", ".oga", ".ogg", ".opus", ".pcm", ".raw", ".webm"})
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[Any], int]:
+    """A parser of whole numbers from `least` on, up to `most` where there is one."""
+    allowed = f"a whole number from {least}" + (" on" if most is None else f" to {most}")
+
+    def parse(text: Any) -> int:
+        with suppress(ValueError):
+            value = int(text)
+            if least <= value and (most is None or value <= most):
+                return value
+        raise typer.BadParameter(f"{text!r} is not {allowed}")
+
+    return parse
+
+
+def number(
+    least: float, most: float = math.inf, *, above: bool = False, what: str = "a number"
+) -> Callable[[Any], float]:
+    """A parser of finite numbers from `least` on, or above it, up to `most`; `what` is what they are called."""
+    allowed = f"{what} {'above' if above else 'from'} {least:g}"
+    allowed += f" {'and up ' * above}to {most:g}" if most < math.inf else " on" * (not above)
+
+    def parse(text: Any) -> float:
+        with suppress(ValueError):
+            value = float(text)
+            if (least < value if above else least <= value) and value <= most and math.isfinite(value):
+                return value
+        raise typer.BadParameter(f"{text!r} is not {allowed}")
+
+    return parse
+
+
+def seconds(*, above: bool = False) -> Callable[[Any], float]:
+    """A parser of seconds from 0 on, or above 0."""
+    return number(0, above=above, what="a number of seconds")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A parser of JSON objects."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r:.200} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f'{text!r:.200} is not a JSON object such as {{"top_k": 40}}')
+    return value
+
+
+def audio_format(text: str) -> AudioFormat:
+    """A parser of audio formats."""
+    for known in get_args(AudioFormat):
+        if text == known:
+            found: AudioFormat = known
+            return found
+    raise typer.BadParameter(f"{text!r} is none of {', '.join(get_args(AudioFormat))}")
+
+
+def wav_name(output: str) -> str:
+    """A parser of names of files to write speech to, which must not promise another format."""
+    if (suffix := Path(output).suffix.lower()) in OTHER_FORMATS:
+        raise typer.BadParameter(f"{output}: speech is written as WAV, not as {suffix[1:]}; give a name in .wav")
+    return output
+
+
+def address(check: Callable[[str], object]) -> Callable[[str], str]:
+    """A parser of addresses; `check` raises `BadRequest` for those that are none."""
+
+    def parse(url: str) -> str:
+        with usage_errors():
+            check(url)
+        return url
+
+    return parse
+
 
 Files = list[Path] | None
-StageJson = Annotated[str, typer.Option(metavar="JSON", help="Parameters of this stage, a JSON object.")]
+A_FILE: Final[dict[str, Any]] = {"exists": True, "dir_okay": False, "readable": True, "metavar": "FILE"}
+"""Of an option that names a file to read; typer refuses what is none."""
+Images = Annotated[Files, typer.Option(**A_FILE, help="Image file to show; may be repeated.")]
+Audios = Annotated[Files, typer.Option(**A_FILE, help="Audio file to play; may be repeated.")]
+Videos = Annotated[Files, typer.Option(**A_FILE, help="Video file to show; may be repeated.")]
+StageJson = Annotated[
+    dict[str, Any] | None,
+    typer.Option(parser=json_object, metavar="JSON", help="Parameters of this stage, a JSON object."),
+]
 
 
 def read_media(image: Files, audio: Files, video: Files) -> list[Media]:
@@ -25,29 +116,13 @@ def read_media(image: Files, audio: Files, video: Files) -> list[Media]:
     return [Media.from_file(kind, path) for kind, paths in kinds for path in paths or []]
 
 
-def json_object(option: str, text: str) -> dict[str, Any]:
-    """A JSON object, empty when the option was not given.
+def with_limits(option: str, chosen: Mapping[str, Any] | None, limits: Mapping[str, int]) -> dict[str, Any]:
+    """Parameters of a stage: what its option says, and limits that have options of their own.
 
     Raises:
-        typer.BadParameter: something else.
+        typer.BadParameter: both say the same.
     """
-    try:
-        value = json.loads(text) if text else {}
-    except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}", param_hint=option) from error
-    if not isinstance(value, dict):
-        raise typer.BadParameter(f"expected a JSON object, found {text}", param_hint=option)
-    return value
-
-
-def known_audio_format(text: str) -> AudioFormat:
-    """The audio format of this name.
-
-    Raises:
-        typer.BadParameter: there is none.
-    """
-    for known in get_args(AudioFormat):
-        if text == known:
-            found: AudioFormat = known
-            return found
-    raise typer.BadParameter(f"{text!r} is none of f32, pcm16, wav", param_hint="--audio-format")
+    for name in limits:
+        if name in (chosen or {}):
+            raise typer.BadParameter(f"{name} is there, and another option says it already", param_hint=option)
+    return {**(chosen or {}), **limits}

@@ -28,8 +28,11 @@ from .messages import Delta, TextDelta
 from .reply import Reply, Timings
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
-EXIT_CODES = "Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted (what was received is kept)."
-OTHER_FORMATS = frozenset({".aac", ".flac", ".m4a", ".mp3", ".mp4", ".oga", ".ogg", ".opus", ".pcm", ".raw", ".webm"})
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 the server refused or the run failed, 2 wrong usage (an option, or a file that you named), "
+    "130 interrupted (what was received is kept)."
+)
+HOW_TO_START = "./build.sh serve starts a server, triton-omni ready --wait 60 waits for one that loads"
 LARGE_UPLOAD = 1 << 20
 """Bytes of media from which their sending is shown."""
 
@@ -95,24 +98,12 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
-def check_wav_name(output: str) -> None:
-    """Refuse a file whose name promises another format.
-
-    Raises:
-        typer.BadParameter: so it does.
-    """
-    if (suffix := Path(output).suffix.lower()) in OTHER_FORMATS:
-        raise typer.BadParameter(
-            f"{output}: speech is written as WAV, not as {suffix[1:]}; give a name in .wav", param_hint="-o"
-        )
-
-
 @contextmanager
 def wav_file(output: str) -> Iterator[WavWriter | None]:
     """A writer of the WAV file of this name; `-` is stdout, an empty name is none.
 
     Raises:
-        BadRequest: the file cannot be written.
+        typer.BadParameter: the file cannot be written.
     """
     if not output:
         yield None
@@ -126,12 +117,21 @@ def _open(output: str) -> BinaryIO:
     try:
         return Path(output).open("wb")
     except OSError as error:
-        raise BadRequest(f"{output}: cannot be written: {error.strerror}") from error
+        raise typer.BadParameter(f"{output}: cannot be written: {error.strerror}", param_hint="-o") from error
 
 
 def print_json(value: object) -> None:
     """One JSON object on one line of stdout."""
     typer.echo(json.dumps(value, ensure_ascii=False))
+
+
+@contextmanager
+def usage_errors(option: str | None = None) -> Iterator[None]:
+    """Turns what this client refuses by itself, before it asks anybody, into a refusal of wrong usage: exit code 2."""
+    try:
+        yield
+    except BadRequest as error:
+        raise typer.BadParameter(error.message, param_hint=option) from error
 
 
 @contextmanager
@@ -155,10 +155,15 @@ def report(error: OmniClientError, url: str, *, as_json: bool = False) -> None:
 def _sentence(error: OmniClientError, url: str) -> str:
     where = f" (in the {error.stage})" if error.stage else ""
     if isinstance(error, ConnectionFailed):
-        return f"no connection to {url}: {error.message}"
+        return f"no connection to {url}: {with_hint(error.message)}"
     if isinstance(error, Overloaded) and error.retry_after_ms is not None:
         return f"{error.code}: {error.message}{where}; try again in {error.retry_after_ms / 1000:g} s"
     return f"{error.code}: {error.message}{where}"
+
+
+def with_hint(reason: str) -> str:
+    """Why there is no connection, and how to get one where nothing listens."""
+    return f"{reason}; {HOW_TO_START}" if "Connection refused" in reason else reason
 
 
 def last_line(timings: Timings) -> str:

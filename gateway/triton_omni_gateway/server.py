@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import copy
 import ipaddress
+import math
 import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,10 +24,10 @@ from uvicorn.config import LOGGING_CONFIG
 from .app import create_app
 from .keys import VARIABLE, ApiKeys, read_keys
 from .pool import ServerPool
-from .settings import MIB, TEXT_MARK, GatewaySettings, SettingsError
+from .settings import MIB, PRIORITIES, TEXT_MARK, GatewaySettings, SettingsError
 
 DEFAULT_PORT = 8080
-_REFUSED = 1
+_FAILED, _USAGE = 1, 2
 _BACKLOG = 2048
 
 
@@ -114,21 +116,33 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     default = GatewaySettings()
     parser = _Parser(prog="triton-omni-gateway", description="OpenAI-compatible gateway of a triton-omni server.")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
-    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, metavar="N", help="default 8080; 0 = a free port")
+    parser.add_argument(
+        "--port", type=_whole(0, 65535), default=DEFAULT_PORT, metavar="N", help="default 8080; 0 = a free port"
+    )
     served = f"Triton's gRPC endpoint; may be repeated, to spread requests (default: {default.triton_urls[0]})"
     parser.add_argument("--url", action="append", metavar="HOST:PORT", help=served)
-    parser.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="for it to be ready (default 30)")
+    parser.add_argument(
+        "--wait", type=_seconds, default=30.0, metavar="SECONDS", help="for it to be ready (default 30)"
+    )
     named = "name of the model; may be repeated (default: qwen2_5_omni)"
     parser.add_argument("--model-name", action="append", metavar="NAME", help=named)
     keyed = f"file of API keys, one a line; also by {VARIABLE}, separated by commas (default: none, everybody may call)"
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help=keyed)
     urgent = "the most urgent priority that callers may ask for (default 0: of nobody before others; -100: any)"
-    parser.add_argument("--min-priority", type=int, default=default.min_priority, metavar="N", help=urgent)
-    parser.add_argument("--max-requests", type=int, default=default.max_requests, metavar="N", help="at once")
-    parser.add_argument("--max-body-mib", type=int, default=default.max_body_bytes // MIB, metavar="N")
+    parser.add_argument(
+        "--min-priority",
+        type=_whole(PRIORITIES[0], PRIORITIES[-1]),
+        default=default.min_priority,
+        metavar="N",
+        help=urgent,
+    )
+    parser.add_argument("--max-requests", type=_whole(1), default=default.max_requests, metavar="N", help="at once")
+    parser.add_argument("--max-body-mib", type=_whole(1), default=default.max_body_bytes // MIB, metavar="N")
     spoken = f"what makes the model read aloud; {TEXT_MARK} is the text's place"
     parser.add_argument("--speech-prompt", default=default.speech_prompt, metavar="TEXT", help=spoken)
-    parser.add_argument("--grace", type=int, default=10, metavar="SECONDS", help="for requests under way at a stop")
+    parser.add_argument(
+        "--grace", type=_whole(0), default=10, metavar="SECONDS", help="for requests under way at a stop"
+    )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_argument("--check", action="store_true", help="refuse what cannot be served with, then end")
     given = parser.parse_args(arguments)
@@ -144,10 +158,26 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     return Command(settings, keys, given.host, given.port, given.wait, given.grace, given.log_level, given.check)
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not in 0..65535")
-    return int(text)
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A type of argparse: a whole number from `least` on, up to `most` where there is one."""
+
+    def parse(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            value = int(text)
+            if least <= value and (most is None or value <= most):
+                return value
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number from {least} {'on' if most is None else f'to {most}'}"
+        )
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 on")
 
 
 async def serve(command: Command) -> None:
@@ -175,7 +205,8 @@ async def _wait_for_triton(urls: Sequence[str], seconds: float) -> None:
             return
         print(f"waiting for the triton-omni server at {where} (at most {seconds:g} s)", file=sys.stderr, flush=True)
         if not await pool.wait_ready(seconds):
-            raise SettingsError(f"no triton-omni server is ready at {where} (waited {seconds:g} s)")
+            said = f"no triton-omni server is ready at {where} (waited {seconds:g} s); ./build.sh serve starts one"
+            raise SettingsError(said)
 
 
 def _is_loopback(host: str) -> bool:
@@ -189,15 +220,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The console script.
 
     Returns:
-        The exit code: after a signal 128 + its number, as a shell has it (Ctrl-C 130, SIGTERM 143).
+        The exit code: 1 = it cannot serve, 2 = an option or a file of keys is wrong, and after a signal 128 + its
+        number, as a shell has it (Ctrl-C 130, SIGTERM 143).
     """
     # uvicorn ends in order on a signal, then raises it again: without handlers of its own that would be a traceback.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    code = _USAGE
     try:
-        asyncio.run(serve(parse_command(arguments)))
+        command = parse_command(arguments)
+        code = _FAILED
+        asyncio.run(serve(command))
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
-        return _REFUSED
+        return code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0

@@ -9,6 +9,8 @@ from triton_omni_client.address import grpc_address
 from triton_omni_client.errors import BadRequest
 
 MIB = 1 << 20
+PRIORITIES = range(-100, 101)
+"""What a request's `priority` may be; the lowest is the most urgent."""
 TEXT_MARK = "{input}"
 SPEECH_PROMPT = "Read the following text aloud, word for word, and say nothing else:\n\n{input}"
 
@@ -58,6 +60,8 @@ class GatewaySettings:
             raise SettingsError("--url names no Triton server")
         if not self.models or not all(self.models):
             raise SettingsError("--model-name must not be empty")
+        if self.min_priority not in PRIORITIES:
+            raise SettingsError(f"--min-priority must be {PRIORITIES[0]} to {PRIORITIES[-1]} (got {self.min_priority})")
         if TEXT_MARK not in self.speech_prompt:
             raise SettingsError(f"--speech-prompt has no {TEXT_MARK}, the place of the text to read")
         for option in (

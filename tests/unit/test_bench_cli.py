@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 import triton_omni_client
 from bench_exports import BEGIN, experiment, streamed, write
 from client_fakes import INFO, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
+from command_line import unframed
 from triton_omni_client import cli
 from triton_omni_client.bench.cli import subtitle
 from triton_omni_client.bench.records import Load
@@ -316,11 +317,32 @@ def test_an_unready_server_is_one_sentence(server: FakeEnsemble, tmp_path: Path)
         ["--fixed-lengths", "--text-only"],
         ["--prompt-tokens", "9", "--prompt-words", "9"],
         ["--prompt-tokens", "0"],
+        ["--seed", "-1"],
+        ["--ramp-up", "nan"],
+        ["--max-tokens", "9", "--thinker-json", '{"max_tokens": 8}'],
+        ["--prompts", "nowhere.txt"],
+        ["--image", "nowhere.png"],
+        ["--from-profile-export", "nowhere.json"],
     ],
 )
 def test_wrong_usage_exits_with_2_and_asks_nobody(server: FakeEnsemble, tmp_path: Path, arguments: list[str]) -> None:
     assert _bench(server.url, tmp_path / "r.json", *arguments).exit_code == 2
     assert server.requests == []
+
+
+@pytest.mark.parametrize("url", ["foo", "", "localhost:8002/metrics", "http://", "http://[::1"])
+def test_an_address_of_metrics_that_is_none_is_refused(server: FakeEnsemble, tmp_path: Path, url: str) -> None:
+    result = _bench(server.url, tmp_path / "r.json", "--check", "--metrics-url", url)
+    assert result.exit_code == 2
+    said = f"'--metrics-url': {url!r} is no HTTP URL such as http://localhost:8002/metrics"
+    assert unframed(said) in unframed(result.stderr)
+
+
+def test_a_file_of_prompts_without_any_is_wrong_usage(server: FakeEnsemble, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    result = _bench(server.url, tmp_path / "r.json", "--prompts", str(tmp_path / "empty.txt"))
+    assert (result.exit_code, server.requests) == (2, [])
+    assert unframed("no line holds a prompt") in unframed(result.stderr)
 
 
 def test_checking_asks_nobody_and_measures_nothing(server: FakeEnsemble, tmp_path: Path) -> None:
@@ -379,7 +401,7 @@ def test_the_input_data_of_perf_analyzer_is_written_without_a_server(tmp_path: P
     data = json.loads(path.read_text(encoding="utf-8"))["data"]
     assert [entry["text_input"][0] for entry in data] == [*PROMPTS, PROMPTS[0]]
     refused = _bench("127.0.0.1:1", path, "--write-perf-analyzer-input", str(tmp_path / "no" / "in.json"))
-    assert (refused.exit_code, "cannot be written" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "cannot be written" in refused.stderr) == (2, True)
 
 
 def test_a_load_has_enough_requests_for_its_percentiles() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from command_line import unframed
 from triton_omni_client.bench.capacity import Capacity, Targets, capacity, exact, measured_loads
 from triton_omni_client.bench.records import Chunk, Load, RequestRecord
 from triton_omni_client.bench.report import Report, Run
@@ -105,9 +106,17 @@ def test_gpus_for_conversations(conversations: int, speaking: float, headroom: f
     assert found.gpus(conversations, speaking, headroom) == gpus
 
 
-@pytest.mark.parametrize("values", [(0, 0.5, 0.0), (1, 0.0, 0.0), (1, 1.1, 0.0), (1, 0.5, -0.1)])
-def test_conversations_that_cannot_be_are_refused(values: tuple[int, float, float]) -> None:
-    with pytest.raises(BadRequest, match="conversations must be at least 1, the speaking share"):
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ((0, 0.5, 0.0), r"conversations must be at least 1 \(got 0\)"),
+        ((1, 0.0, 0.0), r"speaking share must be over 0 and at most 1 \(got 0\)"),
+        ((1, 1.1, 0.0), r"speaking share must be over 0 and at most 1 \(got 1.1\)"),
+        ((1, 0.5, -0.1), r"headroom must be at least 0 \(got -0.1\)"),
+    ],
+)
+def test_conversations_that_cannot_be_are_refused(values: tuple[int, float, float], says: str) -> None:
+    with pytest.raises(BadRequest, match=says):
         capacity(measured_loads(MEASURED), HALF_A_SECOND).gpus(*values)
 
 
@@ -175,9 +184,19 @@ def test_the_command_tells_all(tmp_path: Path) -> None:
         # 300 s of speech a second: 60,000 s in 200 s, for which 12 GPUs are paid.
         "cost_of_1000_minutes_as_used": 2.4,
     }
-    table = told(tmp_path, *options).stdout
-    assert re.search(r"cost of 1000 minutes +2 *\n", table)
-    assert re.search(r"gpus +10 *\n", table)
+    table = [re.split(r"  +", line.strip()) for line in told(tmp_path, *options).stdout.splitlines()]
+    assert table == [
+        ["what", "figure", "unit"],
+        ["streams at once, a GPU", "8", "streams"],
+        ["speech made, a GPU", "30", "s of speech a second"],
+        ["replies made, a GPU", "5,400", "replies an hour"],
+        ["GPU time of 1,000 min of speech", "0.555556", "GPU hours"],
+        ["cost of 1,000 min of speech, full use", "2", "in --gpu-hour's currency"],
+        ["GPUs for the conversations", "10", "GPUs"],
+        ["cost of an hour of these GPUs", "36", "in --gpu-hour's currency"],
+        ["cost of 1,000 min of speech, as used", "2", "in --gpu-hour's currency"],
+        ["limited by: 32 at once: first audio p95 0.9 s, over 0.5 s"],
+    ]
 
 
 def test_without_a_price_nothing_is_said_of_cost(tmp_path: Path) -> None:
@@ -198,9 +217,45 @@ def test_the_command_refuses_in_a_line(tmp_path: Path) -> None:
     result = told(tmp_path, "--first-audio", "0.1")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "no load meets the targets: 1 at once, first audio p95 0.25 s, over " in result.stderr
-    missing = CliRunner().invoke(app, ["capacity", str(tmp_path / "nowhere"), "--first-audio", "1"])
-    assert missing.exit_code == 1
-    assert "nowhere: cannot be read" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--headroom", "0.2"], "--headroom: 0.2 says nothing without --conversations"),
+        (["--speaking", "0.3"], "--speaking: 0.3 says nothing without --conversations"),
+        (["--conversations", "0"], "'--conversations': '0' is not a whole number from 1 on"),
+        (["--conversations", "9", "--speaking", "0"], "'--speaking': '0' is not a number above 0 and up to 1"),
+        (["--conversations", "9", "--speaking", "1.5"], "'--speaking': '1.5' is not a number above 0 and up to 1"),
+        (["--conversations", "9", "--headroom", "-1"], "'--headroom': '-1' is not a number from 0 on"),
+        (["--underruns", "2"], "'--underruns': '2' is not a number from 0 to 1"),
+        (["--gpu-hour", "inf"], "'--gpu-hour': 'inf' is not a number from 0 on"),
+        (["--gpus", "0"], "'--gpus': '0' is not a whole number from 1 on"),
+        (["--reply-seconds", "0"], "'--reply-seconds': '0' is not a number of seconds above 0"),
+        (["--first-audio", "nan"], "'--first-audio': 'nan' is not a number of seconds above 0"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named_with_its_value(tmp_path: Path, options: list[str], says: str) -> None:
+    result = told(tmp_path, "--first-audio", "0.5", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert unframed(f"Invalid value for {says}") in unframed(result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "'REPORT': file"),
+        ("[]", "expected a JSON object"),
+        ("{", "cannot be read"),
+        ("{}", "this is no report of `triton-omni bench`"),
+    ],
+)
+def test_a_report_that_cannot_be_used_is_wrong_usage(tmp_path: Path, text: str | None, says: str) -> None:
+    if text is not None:
+        (tmp_path / "r.json").write_text(text)
+    result = CliRunner().invoke(app, ["capacity", str(tmp_path / "r.json"), "--first-audio", "1"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert unframed(says) in unframed(result.stderr)
 
 
 def test_the_documented_example_follows_from_the_published_figures() -> None:

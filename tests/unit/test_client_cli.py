@@ -35,6 +35,7 @@ from client_fakes import (
     serve_grpc,
     serve_http,
 )
+from command_line import unframed
 from triton_omni_client import Timings, cli, terminal
 from triton_omni_client.audio import WavDecoder
 from triton_omni_client.messages import AudioDelta, TextDelta
@@ -139,6 +140,8 @@ def test_an_unreachable_server_is_named() -> None:
     result = _run("say", "hi", url="127.0.0.1:1")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: no connection to 127.0.0.1:1: ")
+    assert result.stderr.endswith(f"; {terminal.HOW_TO_START}\n")
+    assert "./build.sh serve" in terminal.HOW_TO_START
     assert result.stderr.count("\n") == 1
 
 
@@ -161,13 +164,12 @@ def test_wrong_usage_exits_with_2_and_asks_nobody(server: FakeTriton, arguments:
 
 def test_files_that_cannot_be_used_are_named(server: FakeTriton, tmp_path: Path) -> None:
     missing = _run("say", "hi", "--image", tmp_path / "none.png", url=server.url)
-    assert (missing.exit_code, missing.stderr) == (
-        1,
-        f"error: bad_request: image {tmp_path}/none.png: cannot be read: No such file or directory\n",
-    )
+    assert missing.exit_code == 2
+    said = f"Invalid value for '--image': file '{tmp_path}/none.png' does not exist."
+    assert unframed(said) in unframed(missing.stderr)
     refused = _run("say", "hi", "-o", tmp_path / "no" / "reply.wav", url=server.url)
-    assert refused.exit_code == 1
-    assert "reply.wav: cannot be written" in refused.stderr
+    assert refused.exit_code == 2
+    assert unframed("reply.wav: cannot be written: No such file or directory") in unframed(refused.stderr)
     assert server.requests == []
 
 
@@ -182,9 +184,10 @@ def test_a_url_of_http_gets_the_reply_in_one_answer(tmp_path: Path) -> None:
         assert json.loads(_run("say", "hi", "--json", url=fake.url).stdout)["info"] is None
 
 
-def test_a_url_of_no_known_kind_is_one_sentence() -> None:
+def test_a_url_of_no_known_kind_is_wrong_usage() -> None:
     result = _run("ready", url="ftp://x")
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert result.exit_code == 2
+    assert unframed("'TRITON_OMNI_URL'): 'ftp://x' is no address of gRPC") in unframed(result.stderr)
 
 
 def test_ready_says_so_and_waits(server: FakeTriton) -> None:

@@ -33,6 +33,7 @@ from client_fakes import (
     serve_http,
     tell,
 )
+from command_line import unframed
 from fake_sound import SoundDevice, plug_in
 from media_samples import audio_file, image_file, video_file
 from triton_omni_client import (
@@ -120,10 +121,10 @@ def test_wrong_usage_of_ask_exits_with_2_and_asks_nobody(server: FakeTriton, arg
 def test_a_file_that_is_no_medium_is_named(server: FakeTriton, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("milk")
     result = run("ask", "What?", tmp_path / "notes.txt", url=server.url)
-    assert result.exit_code == 1
-    assert result.stderr == (
-        "error: bad_request: notes.txt: neither an image nor a sound nor a video, by content and by name\n"
-    )
+    assert result.exit_code == 2
+    said = "Invalid value for files: notes.txt: neither an image nor a sound nor a video, by content and by name"
+    assert unframed(said) in unframed(result.stderr)
+    assert server.requests == []
 
 
 def test_a_file_in_the_place_of_the_text_is_not_sent_as_text(server: FakeTriton, files: dict[str, Path]) -> None:
@@ -214,7 +215,7 @@ def test_play_without_a_device_refuses_before_it_asks(server: FakeTriton, monkey
 def test_models_lists_what_the_server_serves(server: FakeTriton) -> None:
     result = run("models", url=server.url)
     assert result.exit_code == 0
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in result.stdout.splitlines()}
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in result.stdout.splitlines() if line}
     assert rows == {
         "model": "version state answers",
         "qwen2_5_omni": "1 ready a stream",
@@ -226,7 +227,7 @@ def test_models_lists_what_the_server_serves(server: FakeTriton) -> None:
         "checkpoint:": "this server does not tell",
         "sample": "rate: this server does not tell",
         "voices:": "this server does not tell",
-        "limits:": "this server does not tell",
+        "limits": "of a request: this server does not tell",
     }
 
 
@@ -237,7 +238,7 @@ def test_models_tells_what_the_server_tells_of_itself(server: FakeTriton) -> Non
     result = run("models", url=server.url)
     assert result.stdout.endswith(
         "checkpoint: Qwen/Omni [7B]\nsample rate: 24000 Hz\nvoices: Ethan, Chelsie\n"
-        "limits:\n  qwen2_5_omni.max_media_items 16\n"
+        "limits of a request:\n  max_media_items  16\n"
     )
     found = [json.loads(line) for line in run("models", "--json", url=server.url).stdout.splitlines()]
     assert [model["name"] for model in found][:2] == ["qwen2_5_omni", "qwen2_5_omni_unary"]
@@ -255,6 +256,26 @@ def test_models_tells_what_the_server_tells_of_itself(server: FakeTriton) -> Non
     }
     assert (found[1]["streams"], found[1]["voices"], found[1]["limits"]) == (False, ["Ethan", "Chelsie"], None)
     assert (found[2]["voices"], found[2]["sample_rate"], found[2]["checkpoint"]) == (None, None, None)
+
+
+def test_models_tells_each_limit_once_and_in_words(server: FakeTriton) -> None:
+    limits = {"max_media_bytes": 67108864, "max_audio_seconds": 300.0, "allowed_url_schemes": ["data"]}
+    tell(server.configs["qwen2_5_omni"], limits=limits | {"max_sessions": 64, "none": []})
+    tell(server.configs["qwen2_5_omni_unary"], limits=limits | {"max_sessions": 8, "none": []})
+    assert run("models", url=server.url).stdout.partition("limits of a request:\n")[2] == (
+        "  max_media_bytes      67,108,864 bytes\n"
+        "  max_audio_seconds    300 seconds\n"
+        "  allowed_url_schemes  data\n"
+        "  max_sessions         64 (qwen2_5_omni), 8 (qwen2_5_omni_unary)\n"
+        "  none                 none\n"
+    )
+
+
+def test_models_have_no_column_of_versions_that_nobody_tells(server: FakeTriton) -> None:
+    server.tells_index = False
+    head, *rows = run("models", url=server.url).stdout.splitlines()[:3]
+    assert head.split() == ["model", "state", "answers"]
+    assert [row.split()[1] for row in rows] == ["ready", "ready"]
 
 
 async def test_every_client_tells_the_same_models(server: FakeTriton) -> None:
@@ -310,9 +331,12 @@ def test_ready_under_json(server: FakeTriton) -> None:
     assert (result.exit_code, json.loads(result.stdout)) == (1, {"ready": False, "message": missing})
 
 
-@pytest.mark.parametrize("command", ["say", "ask", "chat", "play", "models", "ready"])
-def test_every_command_s_help_has_examples_that_parse_and_the_exit_codes(command: str) -> None:
-    found: Any = next(known for known in cli.app.registered_commands if known.callback.__name__ == command)
+@pytest.mark.parametrize("known", cli.app.registered_commands, ids=lambda known: known.callback.__name__)
+def test_every_command_s_help_has_examples_that_parse_and_the_exit_codes(
+    known: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = known
     lines = found.epilog.split("\n\n")
     assert lines[0] == "Examples:"
     assert lines[-1] == terminal.EXIT_CODES
@@ -324,6 +348,8 @@ def test_every_command_s_help_has_examples_that_parse_and_the_exit_codes(command
 def _parse(line: str) -> None:
     """Fails where the words of an example are no call of the command."""
     words = shlex.split(line.partition(" | ")[0].partition(" < ")[0])
+    for name in (word for word in words if Path(word).suffix):
+        Path(name).touch()
     assert words.pop(0) == "triton-omni"
     group: Any = typer.main.get_command(cli.app)
     command = group.commands[words[0]]

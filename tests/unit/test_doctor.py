@@ -267,7 +267,8 @@ def test_without_any_server_nothing_is_sound(
     monkeypatch.setattr(doctor, "running_servers", lambda: iter(()))
     monkeypatch.setattr(doctor, "leftovers", lambda: iter(()))
     assert doctor.main([]) == 1
-    assert "no server of this user runs here" in capsys.readouterr().out
+    said = "no server of this user runs here; --metrics-url names one elsewhere, and ./build.sh serve starts one"
+    assert capsys.readouterr().out == f"wrong: {said}\n"
     with pytest.raises(SystemExit) as ended:
         doctor.main(["--server", str(2**22 - 7)])
     assert ended.value.code == 1
@@ -283,6 +284,19 @@ def test_an_address_that_is_none_of_metrics_is_not_sound(
     assert "what answers there has no metrics of Triton" in capsys.readouterr().out
     answers["/"] = (200, "nv_inference_count 3\n")  # a server that was not asked yet
     assert doctor.main(["--metrics-url", f"http://{server.http_address}/", "--persist", "0"]) == 0
+
+
+def test_where_nothing_listens_that_is_said_with_how_to_start_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    url = "http://127.0.0.1:1/metrics"
+    assert doctor.main(["--metrics-url", url, "--persist", "0"]) == 1
+    said = "the metrics cannot be read: nothing listens there (connection refused); ./build.sh serve starts one"
+    assert capsys.readouterr().out == f"wrong: {url}: {said}\n"  # and no table of what nobody knows
+    unknown = "http://host.invalid:1/metrics"
+    assert doctor.main(["--metrics-url", unknown, "--persist", "0"]) == 1
+    told = capsys.readouterr().out
+    assert told.startswith(f"wrong: {unknown}: the metrics cannot be read: ")
+    assert "urlopen" not in told
+    assert "build.sh" not in told
 
 
 @pytest.mark.usefixtures("quick")
@@ -301,11 +315,24 @@ def test_a_port_that_does_not_speak_http_is_one_sentence(capsys: pytest.CaptureF
     assert f"wrong: {url}: the metrics cannot be read: " in capsys.readouterr().out
 
 
-def test_a_url_without_a_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--metrics-url", "localhost:8002", "'localhost:8002' is no URL such as http://HOST:8002/metrics"),
+        ("--metrics-url", "http://", "'http://' is no URL such as http://HOST:8002/metrics"),
+        ("--persist", "-1", "-1 is no number of seconds from 0 on"),
+        ("--persist", "nan", "nan is no number of seconds from 0 on"),
+        ("--persist", "long", "long is no number of seconds from 0 on"),
+        ("--server", "thinker", "thinker is no whole number from 0 on"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value_and_what_is_allowed(
+    option: str, value: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        doctor.main(["--metrics-url", "localhost:8002"])
+        doctor.main([option, value])
     assert ended.value.code == 2
-    assert "'localhost:8002' is no URL such as http://HOST:8002/metrics" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"error: argument {option}: {says}\n"
 
 
 def test_another_process_than_a_tritonserver_is_told_with_those_there_are(

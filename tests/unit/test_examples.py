@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -195,6 +196,58 @@ def test_curl_openai(server: FakeTriton, folder: Path) -> None:
     pictured, spoken = server.requests
     assert shown(pictured) == (folder / "a.png").read_bytes()
     assert (parameters_of(spoken)["voice"], parameters_of(spoken)["seed"]) == ("Ethan", 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("ask_about_an_image.py", ["a.png", "localhost:1"]),
+        ("batch_of_prompts.py", ["prompts.txt", "replies.jsonl", "localhost:1"]),
+        ("curl.sh", ["a.png", "http://localhost:1"]),
+        ("curl_openai.sh", ["a.png", "sea.wav", "http://localhost:1"]),
+        ("curl_speech.sh", ["sea.wav", "http://localhost:1"]),
+        ("openai_client.py", ["a.png", "sea.wav", "http://localhost:1/v1"]),
+        ("stream_text_and_audio.py", ["Hi", "sea.wav", "localhost:1"]),
+        ("transcribe_and_answer.py", ["b.mp3", "sea.wav", "localhost:1"]),
+        ("voice_loop.py", ["localhost:1", "a.wav"]),
+        ("watch_a_video.py", ["a.mp4", "localhost:1"]),
+    ],
+)
+def test_without_a_server_an_example_says_so_in_a_line(folder: Path, name: str, arguments: list[str]) -> None:
+    (folder / "prompts.txt").write_text("one\ntwo\n")
+    command = ["bash"] if name.endswith(".sh") else [sys.executable]
+    ended = subprocess.run([*command, EXAMPLES / name, *arguments], check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert re.fullmatch(r"(error|curl): .*(refused|connect to).*\n", ended.stderr), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "answered"),
+    [
+        ("curl.sh", ["a.png"], 0),
+        ("curl_openai.sh", ["a.png", "sea.wav"], 0),
+        ("curl_openai.sh", ["a.png", "sea.wav"], 1),
+        ("curl_speech.sh", ["sea.wav"], 0),
+        ("curl_speech.sh", ["sea.wav"], 1),
+    ],
+)
+def test_a_refusal_is_shown_with_its_cause(name: str, arguments: list[str], answered: int) -> None:
+    answers = [*[events("Hello")] * answered, (400, {}, b'{"error": "no such voice"}')]
+    with serve_http(FakeHttp(lambda: answers.pop(0))) as fake:
+        command = ["bash", EXAMPLES / name, *arguments, fake.url]
+        ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "no such voice" in ended.stdout + ended.stderr
+    assert "400" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_stream_that_breaks_off_is_told_by_its_error() -> None:
+    broken = 200, {"Content-Type": "text/event-stream"}, b'data: {"error": "the stage died"}\n\n'
+    with serve_http(FakeHttp(lambda: broken)) as fake:
+        command = ["bash", EXAMPLES / "curl_speech.sh", "sea.wav", fake.url]
+        ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "the stage died\n")
 
 
 def test_every_example_is_run_here() -> None:

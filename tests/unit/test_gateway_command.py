@@ -92,25 +92,48 @@ def test_an_empty_source_of_keys_does_not_open_the_gateway(text: str, tmp_path: 
         (["--url", "a:1", "--url", "a:1"], "--url names a:1 more than once"),
         (["--speech-prompt", "Say it"], "has no {input}"),
         (["--model-name", ""], "--model-name"),
-        (["--max-requests", "0"], "max_requests must be positive"),
         (["--api-keys", "/nowhere/keys"], "/nowhere/keys: cannot be read"),
     ],
 )
 def test_a_setting_that_cannot_be_served_with_is_refused_in_a_line(
     arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     found = capsys.readouterr().err
     assert what in found
     assert re.fullmatch(r"error: .*\n", found)
 
 
-@pytest.mark.parametrize("arguments", [["--port", "x"], ["--port", "70000"], ["--nonsense"]])
-def test_a_wrong_command_line_is_refused_in_a_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--port", "x"], "argument --port: 'x' is not a whole number from 0 to 65535"),
+        (["--port", "70000"], "argument --port: '70000' is not a whole number from 0 to 65535"),
+        (["--min-priority", "200"], "argument --min-priority: '200' is not a whole number from -100 to 100"),
+        (["--min-priority", "-101"], "argument --min-priority: '-101' is not a whole number from -100 to 100"),
+        (["--max-requests", "0"], "argument --max-requests: '0' is not a whole number from 1 on"),
+        (["--max-body-mib", "0"], "argument --max-body-mib: '0' is not a whole number from 1 on"),
+        (["--wait", "nan"], "argument --wait: 'nan' is not a number of seconds from 0 on"),
+        (["--wait", "-1"], "argument --wait: '-1' is not a number of seconds from 0 on"),
+        (["--grace", "-1"], "argument --grace: '-1' is not a whole number from 0 on"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_a_line(
+    arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert re.fullmatch(r"error: .*\n", capsys.readouterr().err)
+    assert capsys.readouterr().err == f"error: {what}\n"
+
+
+@pytest.mark.parametrize("field", ["max_requests", "max_body_bytes", "transcript_seconds"])
+def test_settings_that_are_no_options_are_checked_too(field: str) -> None:
+    with pytest.raises(SettingsError, match=rf"{field} must be positive \(got 0\)"):
+        GatewaySettings(**{field: 0})
+    with pytest.raises(SettingsError, match=r"--min-priority must be -100 to 100 \(got 101\)"):
+        GatewaySettings(min_priority=101)
 
 
 def test_a_taken_port_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +159,7 @@ def test_without_a_triton_server_nothing_is_served(capsys: pytest.CaptureFixture
     assert main(["--port", "0", "--url", "127.0.0.1:1", "--wait", "0"]) == 1
     waiting, refusal = capsys.readouterr().err.splitlines()
     assert waiting.startswith("waiting for the triton-omni server at 127.0.0.1:1")
-    assert refusal == "error: no triton-omni server is ready at 127.0.0.1:1 (waited 0 s)"
+    assert refusal == "error: no triton-omni server is ready at 127.0.0.1:1 (waited 0 s); ./build.sh serve starts one"
 
 
 def test_a_triton_server_that_loads_is_waited_for() -> None:

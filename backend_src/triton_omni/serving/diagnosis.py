@@ -40,6 +40,11 @@ class Sample:
     faults: tuple[Finding, ...] = ()
     """What could not be asked, and what is wrong with the machine."""
 
+    @property
+    def seen(self) -> bool:
+        """Whether anything of the server could be read."""
+        return self.ledger is not None or self.metrics is not None
+
     def figure(self, name: str, stage: StageName) -> int | None:
         """One of a stage's figures; None where its present process has published none, as before its first request.
 

@@ -18,11 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import STAGES, LedgerError, own_tables, server_name, server_of, table_path
+from triton_omni.serving.arguments import Parser, seconds, whole_number
 from triton_omni.serving.diagnosis import Finding, Sample, findings
 from triton_omni.serving.doctor_report import print_report
 from triton_omni.serving.endpoint import command_line, http_addresses
@@ -35,6 +38,8 @@ SETTLE_S = 0.05
 SETTLES = 8
 """Looks at the ledger before the metrics are read, so that a session is seen whose end they do not show yet."""
 PERSIST_S = 10.0
+HOW_TO_START = "./build.sh serve starts one"
+REFUSED = "nothing listens there (connection refused)"
 _ANSWERS_WITHIN_S = 5.0
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -129,9 +134,17 @@ def _ask(ask: Callable[[], Any], what: str, faults: list[Finding]) -> Any:
     try:
         return ask()
     except (OSError, http.client.HTTPException, ValueError, LedgerError) as error:
-        cause = " ".join(str(error).split()) or type(error).__name__
-        faults.append((f"server/{what}", f"the {what} cannot be read: {cause}"))
+        faults.append((f"server/{what}", f"the {what} cannot be read: {_cause(error)}"))
         return None
+
+
+def _cause(error: Exception) -> str:
+    """An error in one line; of one that `urllib` wraps, what it wraps."""
+    reason = error.reason if isinstance(error, URLError) else error
+    if isinstance(reason, ConnectionRefusedError):
+        return REFUSED
+    said = reason.strerror if isinstance(reason, OSError) and reason.strerror else str(reason)
+    return " ".join(said.split()) or type(reason).__name__
 
 
 def _ask_triton(address: str) -> Iterator[Finding]:
@@ -141,7 +154,7 @@ def _ask_triton(address: str) -> Iterator[Finding]:
             yield "server/ready", f"the server says that it is not ready (HTTP {status} of {address}/v2/health/ready)"
         yield from _client_regions(address)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        yield "server/http", f"HTTP at {address} does not answer: {error}"
+        yield "server/http", f"HTTP at {address} does not answer: {_cause(error)}"
 
 
 def _client_regions(address: str) -> Iterator[Finding]:
@@ -169,14 +182,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Examine servers and print what was found.
 
     Returns:
-        The exit code: 0 = all is sound, 1 = something is wrong, or no server was found.
+        The exit code: 0 = all is sound, 1 = something is wrong, or no server was found. A wrong option ends the process
+        with 2.
     """
     parser = _parser()
     given = parser.parse_args(arguments)
     out = Console(soft_wrap=True)
     wrong: dict[str, str] = {}
-    if given.metrics_url and not given.metrics_url.startswith(("http://", "https://")):
-        parser.error(f"--metrics-url: {given.metrics_url!r} is no URL such as http://HOST:8002/metrics")
     try:
         servers = _chosen(given)
     except OSError:
@@ -184,10 +196,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (given.server or given.metrics_url):
         wrong |= dict(leftovers())
         if not servers:
-            wrong["none"] = "no server of this user runs here; --metrics-url names one elsewhere"
+            wrong["none"] = f"no server of this user runs here; --metrics-url names one elsewhere, and {HOW_TO_START}"
     for server in servers:
         sample, found = examine(server, given.persist)
-        print_report(out, server.name, server.metrics_url, sample)
+        if sample.seen:
+            print_report(out, server.name, server.metrics_url, sample)
+        elif server.ledger is None:
+            found = {name: _with_hint(sentence) for name, sentence in found.items()}
         wrong |= {f"{server.name}/{name}": f"{server.name}: {sentence}" for name, sentence in found.items()}
     for sentence in wrong.values():
         out.print(f"wrong: {sentence}", style="red", highlight=False, markup=False)
@@ -196,28 +211,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
+def _with_hint(sentence: str) -> str:
+    """What is wrong with a server elsewhere, and what helps where there is none."""
+    return f"{sentence}; {HOW_TO_START}" if sentence.endswith(REFUSED) else sentence
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="doctor", description="Whether running servers are sound: exit code 0 = sound, 1 = something is wrong."
-    )
+    exit_codes = "exit code 0 = sound, 1 = something is wrong or no server runs, 2 = wrong usage"
+    parser = Parser(prog="doctor", description=f"Whether running servers are sound: {exit_codes}.")
     parser.add_argument(
-        "--server", type=int, metavar="PID", help="tritonserver's process id (default: all servers of this user here)"
+        "--server",
+        type=whole_number,
+        metavar="PID",
+        help="tritonserver's process id (default: all servers of this user here)",
     )
     parser.add_argument(
         "--metrics-url",
-        default="",
+        type=_metrics_url,
         metavar="URL",
         help="where the metrics are, http://HOST:PORT/metrics; without --server nothing else is asked, as of a server "
         "on another machine",
     )
     parser.add_argument(
         "--persist",
-        type=float,
+        type=seconds,
         default=PERSIST_S,
         metavar="SECONDS",
         help=f"how long something must be wrong to be told (default {PERSIST_S:g}): what only moves does not stay",
     )
     return parser
+
+
+def _metrics_url(text: str) -> str:
+    with contextlib.suppress(ValueError):
+        found = urlsplit(text)
+        if found.scheme in ("http", "https") and found.hostname:
+            return text
+    raise argparse.ArgumentTypeError(f"{text!r} is no URL such as http://HOST:8002/metrics")
 
 
 def _chosen(given: argparse.Namespace) -> list[Server]:

@@ -6,7 +6,6 @@ It starts nothing and knows nothing of models.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
@@ -30,6 +29,10 @@ class ServerError(RuntimeError):
 
 class ServerNotReady(ServerError):
     """The server was started and ended, or was stopped, before its models were loaded."""
+
+
+class _PortTaken(ServerError):
+    """Another port of this address may be free."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +124,12 @@ def _bind_free(held: ExitStack, host: str, service: str) -> int:
     """
     outgoing = int(_OUTGOING_PORTS.read_text().split()[0])
     for _ in range(_PORT_ATTEMPTS):
-        with contextlib.suppress(ServerError):
+        try:
             return _bind(held, host, service, random.randrange(_FIRST_PORT, max(outgoing, _FIRST_PORT + 1)))
+        except _PortTaken:
+            continue
+        except ServerError:
+            break  # of the host, whatever the port
     return _bind(held, host, service, 0)
 
 
@@ -134,9 +141,9 @@ def _bind(held: ExitStack, host: str, service: str, port: int) -> int:
         listener.bind((host, port))
         listener.listen()
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        port_way = f"end what listens there or choose another --{service}-port (0 = a free one)"
-        no_such_host = error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror)
-        way = "choose an address of this machine for --host" if no_such_host else port_way
-        raise ServerError(f"{service} cannot listen on {host}:{port} ({reason}): {way}") from error
+        said = f"{service} cannot listen on {host}:{port} ({error.strerror or error})"
+        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            raise ServerError(f"{said}: choose an address of this machine for --host") from error
+        way = f"end what listens there or choose another --{service}-port (0 = a free one)"
+        raise _PortTaken(f"{said}: {way}") from error
     return int(listener.getsockname()[1])

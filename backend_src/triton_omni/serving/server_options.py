@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
+from triton_omni.serving.arguments import Parser, port, seconds, whole_number
 from triton_omni.serving.log_format import FORMAT_VARIABLE, FORMATS
 from triton_omni.serving.placement import parse_placement
 from triton_omni.serving.revival import RevivalPolicy
@@ -52,54 +50,10 @@ class ServerConfig:
     """Added to the environment of the server and its stages."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, as every other refusal; `--help` tells the options."""
-        self.exit(2, f"error: {message}\n")
-
-
 def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
     """The command's options; a refusal ends the process with one line. The environment gives some defaults."""
-    parser = _Parser(prog="triton_omni.serving.supervisor", description="Serve a model repository.")
-    parser.add_argument("--model-repository", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--model", default=os.environ.get("OMNI_MODEL"), help="folder or hub id (default: OMNI_MODEL)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
-    parser.add_argument("--http-port", type=_port, default=8000, metavar="N", help="default 8000; 0 = a free port")
-    parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N", help="default 8001; 0 = a free port")
-    parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N", help="default 8002; 0 = a free port")
-    parser.add_argument("--log-file", type=Path, metavar="FILE", help="the server's log (default: standard error)")
-    parser.add_argument("--log-verbose", type=int, default=0, metavar="N")
-    parser.add_argument(
-        "--log-format", choices=FORMATS, help="of the stages' records (default: OMNI_LOG_FORMAT, or plain)"
-    )
-    parser.add_argument("--ready-timeout", type=float, default=900.0, metavar="SECONDS")
-    parser.add_argument("--exit-timeout", type=int, default=30, metavar="SECONDS")
-    parser.add_argument(
-        "--drain-timeout",
-        type=_seconds,
-        default=30.0,
-        metavar="SECONDS",
-        help="what replies under way are given when the server is told to stop (default 30; 0 = nothing)",
-    )
     by_variable = os.environ.get("OMNI_MPS") or "0"
-    parser.add_argument(
-        "--mps",
-        action=argparse.BooleanOptionalAction,
-        default=by_variable == "1",
-        help="run the stages on a GPU at once, under a CUDA MPS daemon of the server's own (default: OMNI_MPS, or not)",
-    )
-    parser.add_argument(
-        "--warm-up",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="have a short reply spoken at the start, so that the first caller's comes as soon as others' (default)",
-    )
-    parser.add_argument(
-        "--gpus",
-        default=os.environ.get("OMNI_GPUS", ""),
-        metavar="STAGE=N,...",
-        help="the GPU of each stage, thinker=0,token2wav=1 for instance (default: OMNI_GPUS, or all on GPU 0)",
-    )
+    parser = _parser(mps=by_variable == "1")
     given = parser.parse_args(arguments)
     try:
         placement = parse_placement(given.gpus)
@@ -126,14 +80,29 @@ def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
     )
 
 
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= (seconds := float(text)) < math.inf:
-            return seconds
-    raise argparse.ArgumentTypeError(f"{text} is no number of seconds from 0 on")
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not in 0..65535")
-    return int(text)
+def _parser(*, mps: bool) -> argparse.ArgumentParser:
+    """`mps` is whether the stages share the GPUs where no option says it."""
+    parser = Parser(prog="triton_omni.serving.supervisor", description="Serve a model repository.")
+    add = parser.add_argument
+    add("--model-repository", type=Path, required=True, metavar="FOLDER")
+    add("--model", default=os.environ.get("OMNI_MODEL"), help="folder or hub id (default: OMNI_MODEL)")
+    add("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
+    add("--http-port", type=port, default=8000, metavar="N", help="default 8000; 0 = a free port")
+    add("--grpc-port", type=port, default=8001, metavar="N", help="default 8001; 0 = a free port")
+    add("--metrics-port", type=port, default=8002, metavar="N", help="default 8002; 0 = a free port")
+    add("--log-file", type=Path, metavar="FILE", help="the server's log (default: standard error)")
+    add("--log-verbose", type=whole_number, default=0, metavar="N", help="Triton's own verbosity (default 0)")
+    add("--log-format", choices=FORMATS, help="of the stages' records (default: OMNI_LOG_FORMAT, or plain)")
+    start = "what loading all models may take (default 900)"
+    add("--ready-timeout", type=seconds, default=900.0, metavar="SECONDS", help=start)
+    stop = "what Triton is given to stop in once no reply is under way (default 30)"
+    add("--exit-timeout", type=whole_number, default=30, metavar="SECONDS", help=stop)
+    drain = "what replies under way are given when the server is told to stop (default 30; 0 = nothing)"
+    add("--drain-timeout", type=seconds, default=30.0, metavar="SECONDS", help=drain)
+    shared = "run the stages on a GPU at once, under a CUDA MPS daemon of the server's own (default: OMNI_MPS, or not)"
+    add("--mps", action=argparse.BooleanOptionalAction, default=mps, help=shared)
+    warm = "have a short reply spoken at the start, so that the first caller's comes as soon as others' (default)"
+    add("--warm-up", action=argparse.BooleanOptionalAction, default=True, help=warm)
+    placed = "the GPU of each stage, thinker=0,token2wav=1 for instance (default: OMNI_GPUS, or all on GPU 0)"
+    add("--gpus", default=os.environ.get("OMNI_GPUS", ""), metavar="STAGE=N,...", help=placed)
+    return parser

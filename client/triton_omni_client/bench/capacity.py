@@ -109,11 +109,12 @@ class Capacity:
         Raises:
             BadRequest: a value is impossible.
         """
-        if conversations < 1 or not 0 < speaking <= 1 or headroom < 0:
-            raise BadRequest(
-                "conversations must be at least 1, the speaking share over 0 and at most 1, the headroom at least 0 "
-                f"(got {conversations}, {speaking:g}, {headroom:g})"
-            )
+        if conversations < 1:
+            raise BadRequest(f"conversations must be at least 1 (got {conversations})")
+        if not 0 < speaking <= 1:
+            raise BadRequest(f"the speaking share must be over 0 and at most 1 (got {speaking:g})")
+        if not headroom >= 0:
+            raise BadRequest(f"the headroom must be at least 0 (got {headroom:g})")
         return math.ceil(conversations * exact(speaking) * (1 + exact(headroom)) / self.speech_per_s)
 
 

@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from triton_omni_client.bench.capacity import MINUTES, Capacity, Targets, capacity, exact, measured_loads
 from triton_omni_client.errors import BadRequest
-from triton_omni_client.terminal import errors, print_json
+from triton_omni_client.option_groups import grouped
+from triton_omni_client.options import A_FILE, number, seconds, whole_number
+from triton_omni_client.terminal import errors, print_json, usage_errors
 
 from .options import AsJson, examples
 
@@ -24,33 +27,108 @@ EXAMPLES = examples(
 )
 
 
+SPEAKING = 0.5
+"""Share of a conversation in which the model speaks, where it is not told."""
+
+FirstAudio = Annotated[
+    float,
+    typer.Option(
+        parser=seconds(above=True), metavar="SECONDS", help="Target: time to first audio of 95 % of all replies."
+    ),
+]
+Underruns = Annotated[
+    float,
+    typer.Option(parser=number(0, 1), metavar="SHARE", help="Target: share of replies that may fall silent, 0 to 1."),
+]
+Gpus = Annotated[int, typer.Option(parser=whole_number(1), metavar="N", help="GPUs of the server that was measured.")]
+GpuHour = Annotated[
+    float | None, typer.Option(parser=number(0), metavar="PRICE", help="Price of a GPU hour, in any currency.")
+]
+ReplySeconds = Annotated[
+    float | None,
+    typer.Option(parser=seconds(above=True), metavar="SECONDS", help="Speech of one reply. Default: as measured."),
+]
+Conversations = Annotated[
+    int | None, typer.Option(parser=whole_number(1), metavar="N", help="Conversations at once: tell the GPUs for them.")
+]
+Speaking = Annotated[
+    float | None,
+    typer.Option(
+        parser=number(0, 1, above=True),
+        metavar="SHARE",
+        help=f"Share of a conversation in which the model speaks, up to 1. Default {SPEAKING}.",
+    ),
+]
+Headroom = Annotated[
+    float | None,
+    typer.Option(
+        parser=number(0), metavar="SHARE", help="Share of the load to have room for on top, from 0 on. Default 0."
+    ),
+]
+
+_CURRENCY = "in --gpu-hour's currency"
+_SHOWN = {
+    "streams_per_gpu": ("streams at once, a GPU", "streams"),
+    "speech_seconds_per_s_per_gpu": ("speech made, a GPU", "s of speech a second"),
+    "replies_an_hour_per_gpu": ("replies made, a GPU", "replies an hour"),
+    f"gpu_hours_of_{MINUTES}_minutes": (f"GPU time of {MINUTES:,} min of speech", "GPU hours"),
+    f"cost_of_{MINUTES}_minutes": (f"cost of {MINUTES:,} min of speech, full use", _CURRENCY),
+    "gpus": ("GPUs for the conversations", "GPUs"),
+    "cost_an_hour": ("cost of an hour of these GPUs", _CURRENCY),
+    f"cost_of_{MINUTES}_minutes_as_used": (f"cost of {MINUTES:,} min of speech, as used", _CURRENCY),
+}
+"""What a figure is called in the table, and its unit, by its name in JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationOptions:
+    """Whom the GPUs are for."""
+
+    conversations: Conversations = None
+    speaking: Speaking = None
+    headroom: Headroom = None
+
+    def check(self) -> None:
+        """Refuse what says nothing without conversations.
+
+        Raises:
+            typer.BadParameter: so it does.
+        """
+        for option, value in (("--speaking", self.speaking), ("--headroom", self.headroom)):
+            if value is not None and self.conversations is None:
+                raise typer.BadParameter(f"{value:g} says nothing without --conversations", param_hint=option)
+
+    def facts(self, found: Capacity, gpu_hour: float | None) -> dict[str, Any]:
+        """GPUs for these conversations, and what their speech costs; nothing where there are none."""
+        if self.conversations is None:
+            return {}
+        speaking = SPEAKING if self.speaking is None else self.speaking
+        return conversing(found, self.conversations, speaking, self.headroom or 0.0, gpu_hour)
+
+
+@grouped
 def report_capacity(
-    report: Annotated[Path, typer.Argument(metavar="REPORT", help="JSON report of `triton-omni bench`.")],
+    report: Annotated[Path, typer.Argument(**{**A_FILE, "metavar": "REPORT"}, help="JSON of `triton-omni bench`.")],
     *,
-    first_audio: Annotated[float, typer.Option(help="Target: seconds to first audio, p95.")],
-    underruns: Annotated[float, typer.Option(help="Target: share of replies that may fall silent, 0 to 1.")] = 0.0,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the server that was measured.")] = 1,
-    gpu_hour: Annotated[float | None, typer.Option(min=0, help="Price of a GPU hour, in any currency.")] = None,
-    reply_seconds: Annotated[
-        float | None, typer.Option(min=0.001, help="Speech of one reply. Default: as measured.")
-    ] = None,
-    conversations: Annotated[int | None, typer.Option(min=1, help="Conversations at once.")] = None,
-    speaking: Annotated[float, typer.Option(help="Share of a conversation in which the model speaks.")] = 0.5,
-    headroom: Annotated[float, typer.Option(help="Share of the load to have room for on top.")] = 0.0,
+    first_audio: FirstAudio,
+    underruns: Underruns = 0,
+    gpus: Gpus = 1,
+    gpu_hour: GpuHour = None,
+    reply_seconds: ReplySeconds = None,
+    talks: ConversationOptions,
     as_json: AsJson = False,
 ) -> None:
     """Tell streams, speech and cost of a GPU within your targets, and GPUs for your conversations; asks no server."""
+    talks.check()
+    with usage_errors("REPORT"):
+        loads = measured_loads(_read(report))
     with errors(str(report), as_json=as_json):
-        found = capacity(
-            measured_loads(_read(report)), Targets(first_audio_p95_s=first_audio, underruns=underruns), gpus
-        )
-        length = float(found.reply_s) if reply_seconds is None else reply_seconds
-        told = facts(found, length, gpu_hour)
-        if conversations is not None:
-            told |= conversing(found, conversations, speaking, headroom, gpu_hour)
+        found = capacity(loads, Targets(first_audio_p95_s=first_audio, underruns=underruns), gpus)
+    length = float(found.reply_s) if reply_seconds is None else reply_seconds
     if not found.is_of_length(length):
         measured = f"{float(found.reply_s):g} s"
         typer.echo(f"warning: measured with replies of {measured}; measure some of {length:g} s", err=True)
+    told = facts(found, length, gpu_hour) | talks.facts(found, gpu_hour)
     if as_json:
         print_json(told)
     else:
@@ -100,7 +178,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _print(told: dict[str, Any]) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, value in told.items():
-        table.add_row(name.replace("_", " "), f"{value:g}" if isinstance(value, float) else str(value))
-    Console().print(table)
+    table = Table("what", Column("figure", justify="right"), "unit", box=None, pad_edge=False)
+    for name, (label, unit) in _SHOWN.items():
+        if isinstance(told.get(name), int | float):
+            table.add_row(label, f"{told[name]:,g}", unit)
+    out = Console(soft_wrap=True)
+    out.print(table)
+    out.print(f"limited by: {told['limited_by']}", highlight=False, markup=False)

@@ -20,11 +20,11 @@ from triton_omni_client.errors import BadRequest, OmniClientError
 from triton_omni_client.interrupt import Interrupts
 from triton_omni_client.media import load_media
 from triton_omni_client.messages import MODEL, AudioDelta, Media
+from triton_omni_client.option_groups import grouped
 from triton_omni_client.player import Player
 from triton_omni_client.terminal import (
     INTERRUPTED,
     Screen,
-    check_wav_name,
     errors,
     last_line,
     print_json,
@@ -33,22 +33,7 @@ from triton_omni_client.terminal import (
     wav_file,
 )
 
-from .options import (
-    AsJson,
-    Device,
-    MaxTokens,
-    Model,
-    Output,
-    Seed,
-    StreamUrl,
-    System,
-    TextOnly,
-    Timeout,
-    VideoSound,
-    Voice,
-    examples,
-    request_options,
-)
+from .options import AsJson, Device, Model, Output, StreamUrl, WrittenOptions, examples
 
 EXAMPLES = examples(
     "chat",
@@ -67,18 +52,13 @@ An empty message sends the files alone. Ctrl-C stops a reply, and leaves where n
 Play = Annotated[bool, typer.Option("--play", help="Play replies on this machine's sound device.")]
 
 
+@grouped
 def chat(
     *,
     play: Play = False,
     device: Device = "",
     output: Output = "",
-    system: System = None,
-    voice: Voice = None,
-    seed: Seed = None,
-    text_only: TextOnly = False,
-    video_sound: VideoSound = False,
-    max_tokens: MaxTokens = None,
-    timeout: Timeout = None,
+    options: WrittenOptions,
     as_json: AsJson = False,
     url: StreamUrl = DEFAULT_URL,
     model: Model = "",
@@ -86,16 +66,15 @@ def chat(
     """Talk with the model, turn by turn; /help lists what else can be typed. Ctrl-C stops a reply, again leaves."""
     if output == "-":
         raise typer.BadParameter("chat writes to a file; - is for say, ask and play", param_hint="-o")
-    check_wav_name(output)
-    if play and text_only:
-        raise typer.BadParameter("--play and --text-only: there is nothing to hear")
-    if "://" in url:
-        raise typer.BadParameter("chat needs a stream: host:port of gRPC", param_hint="--url")
-    options = request_options(voice=voice, seed=seed, text_only=text_only, timeout=timeout, max_tokens=max_tokens)
-    conversation = Conversation(system=system, use_audio_in_video=video_sound or None, **options)
+    options.check_output(output)
+    if play and options.text_only:
+        raise typer.BadParameter("not with --text-only, whose replies have no speech", param_hint="--play")
+    if device and not play:
+        raise typer.BadParameter(f"{device!r}: only with --play", param_hint="--device")
+    conversation = Conversation(system=options.system, **options.request_fields())
     with errors(url, as_json=as_json), ExitStack() as stack:
         client = stack.enter_context(OmniClient(url, model=model or MODEL))
-        check_voice(client, voice or "")
+        check_voice(client, options.voice or "")
         writer = stack.enter_context(wav_file(output))
         player = stack.enter_context(Player(device)) if play else None
         Chat(client, conversation, url, writer, player, as_json=as_json).run()

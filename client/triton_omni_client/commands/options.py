@@ -1,42 +1,177 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands have, spelled and explained the same way everywhere."""
+"""Options that several commands have, spelled, checked and explained the same way everywhere."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from triton_omni_client.address import DEFAULT_URL, grpc_address, server_address
+from triton_omni_client.conversation import Conversation
+from triton_omni_client.errors import BadRequest
 from triton_omni_client.media import load_media, media_kind
-from triton_omni_client.messages import Media
-from triton_omni_client.terminal import EXIT_CODES
+from triton_omni_client.messages import AudioFormat, Media, Request
+from triton_omni_client.options import (
+    StageJson,
+    address,
+    audio_format,
+    seconds,
+    wav_name,
+    whole_number,
+    with_limits,
+)
+from triton_omni_client.terminal import EXIT_CODES, usage_errors
+
+MAX_SEED = 2**63 - 1
+"""The server's bound."""
 
 Url = Annotated[
-    str, typer.Option(envvar="TRITON_OMNI_URL", help="host:port of gRPC (streams), or http://host:port (one answer).")
+    str,
+    typer.Option(
+        envvar="TRITON_OMNI_URL",
+        parser=address(server_address),
+        metavar="URL",
+        help="host:port of gRPC (streams), or http://host:port (one answer).",
+    ),
 ]
-StreamUrl = Annotated[str, typer.Option(envvar="TRITON_OMNI_URL", help="host:port of gRPC.")]
+StreamUrl = Annotated[
+    str,
+    typer.Option(
+        envvar="TRITON_OMNI_URL", parser=address(grpc_address), metavar="HOST:PORT", help="host:port of gRPC."
+    ),
+]
 Model = Annotated[str, typer.Option(help="Triton model; empty is the one that fits the URL.")]
 Voice = Annotated[str | None, typer.Option(help="Speaker; `triton-omni models` may list them.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of all sampling.")]
+Seed = Annotated[
+    int | None, typer.Option(parser=whole_number(0, MAX_SEED), metavar="N", help="Seed of all sampling, 0 to 2^63 - 1.")
+]
 TextOnly = Annotated[bool, typer.Option("--text-only", help="Ask for no speech.")]
 VideoSound = Annotated[bool, typer.Option("--video-sound", help="Hear the videos' sound too.")]
-Timeout = Annotated[float | None, typer.Option(help="Seconds for one whole reply.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option(parser=seconds(above=True), metavar="SECONDS", help="For one whole reply. Default: the server's."),
+]
 System = Annotated[
     str | None, typer.Option(help="System prompt. Default: the model card's, with which speech was trained.")
 ]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest reply, in tokens.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(parser=whole_number(1), metavar="N", help="Longest reply, in tokens, 1 or more.")
+]
+AudioFormatName = Annotated[
+    AudioFormat, typer.Option(parser=audio_format, metavar="FORMAT", help="How audio travels: f32, pcm16 or wav.")
+]
 Device = Annotated[str, typer.Option(help="Name or number of the sound device. Default: the system's.")]
 Output = Annotated[
-    str, typer.Option("-o", "--output", help="WAV file (24 kHz, mono, PCM16) for the reply; - is stdout.")
+    str,
+    typer.Option(
+        "-o",
+        "--output",
+        parser=wav_name,
+        metavar="FILE",
+        help="WAV file (24 kHz, mono, PCM16) for the reply; - is stdout.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON alone to stdout, one object a line.")]
-Text = Annotated[str, typer.Argument(help="What to say; - reads it from stdin; empty beside files says nothing.")]
+Text = Annotated[str, typer.Argument(help="What to say; - reads it from stdin; empty beside media says nothing.")]
 Paths = Annotated[
     list[str] | None,
     typer.Argument(help="Images, sounds and videos, told apart by content; - is stdin."),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How a reply is made; what is left out is the server's choice."""
+
+    system: System = None
+    voice: Voice = None
+    seed: Seed = None
+    max_tokens: MaxTokens = None
+    timeout: Timeout = None
+    audio_format: AudioFormatName = "f32"
+    thinker_json: StageJson = None
+    talker_json: StageJson = None
+    token2wav_json: StageJson = None
+
+    def request_fields(self) -> dict[str, Any]:
+        """The fields of `Request` that these options choose, but for the system prompt.
+
+        Raises:
+            typer.BadParameter: two options say the same.
+        """
+        limits = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        return {
+            "voice": self.voice,
+            "seed": self.seed,
+            "timeout": self.timeout,
+            "audio_format": self.audio_format,
+            "thinker": with_limits("--thinker-json", self.thinker_json, limits),
+            "talker": self.talker_json or {},
+            "token2wav": self.token2wav_json or {},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionOptions(SamplingOptions):
+    """How a question is asked."""
+
+    video_sound: VideoSound = False
+
+    def request_fields(self) -> dict[str, Any]:
+        """As `SamplingOptions` has it."""
+        return super().request_fields() | {"use_audio_in_video": self.video_sound or None}
+
+    def request(self, text: str, media: Sequence[Media]) -> Request:
+        """A request of one user message, behind the system prompt where there is one.
+
+        Raises:
+            typer.BadParameter: nothing is asked, or options do not go together.
+        """
+        if not text and not media:
+            raise typer.BadParameter("give a text, or files, or both")
+        if self.video_sound and not any(medium.kind == "video" for medium in media):
+            raise typer.BadParameter("there is no video whose sound could be heard", param_hint="--video-sound")
+        chosen = self.request_fields()
+        with usage_errors():
+            if self.system is None:
+                return Request.ask(text, media, **chosen)
+            return Conversation(system=self.system).request(text, media, **chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenOptions(QuestionOptions):
+    """How a question is asked whose reply need not be spoken."""
+
+    text_only: TextOnly = False
+
+    def request_fields(self) -> dict[str, Any]:
+        """As `SamplingOptions` has it."""
+        return super().request_fields() | {"modalities": ("text",) if self.text_only else None}
+
+    def check_output(self, output: str) -> None:
+        """Refuse a file for speech that is not asked for.
+
+        Raises:
+            typer.BadParameter: so it is.
+        """
+        if self.text_only and output:
+            raise typer.BadParameter(f"{output}: not with --text-only, whose reply has no speech", param_hint="-o")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhereOptions:
+    """Where a reply comes from and where it goes."""
+
+    output: Output = ""
+    as_json: AsJson = False
+    url: Url = DEFAULT_URL
+    model: Model = ""
 
 
 def examples(*commands: str) -> str:
@@ -44,38 +179,58 @@ def examples(*commands: str) -> str:
     return "\n\n".join(["Examples:", *(f"triton-omni {command}" for command in commands), EXIT_CODES])
 
 
-def request_options(
-    *, voice: str | None, seed: int | None, text_only: bool, timeout: float | None, max_tokens: int | None
-) -> dict[str, Any]:
-    """The fields of `Request` that these options choose; what is left to the server is None."""
-    return {
-        "modalities": ("text",) if text_only else None,
-        "voice": voice,
-        "seed": seed,
-        "timeout": timeout,
-        "thinker": {} if max_tokens is None else {"max_tokens": max_tokens},
-    }
-
-
 def read_question(text: str, paths: list[str] | None) -> tuple[str, list[Media]]:
     """Text and media of the arguments; at most one of them is stdin.
 
     Raises:
-        typer.BadParameter: stdin twice, a file in the place of the text, or nothing at all.
-        BadRequest: a file cannot be read, or is no medium.
+        typer.BadParameter: stdin twice, a file in the place of the text, or what is no text or no medium.
     """
     files = paths or []
     if [text, *files].count("-") > 1:
         raise typer.BadParameter("- can be given once: there is one stdin")
-    if text and Path(text).is_file():
+    if _is_file(text):
         raise typer.BadParameter(f'{text} is a file; give the text before it, or "" for none')
-    media = [_from_stdin() if path == "-" else load_media(path) for path in files]
-    said = sys.stdin.read().strip() if text == "-" else text
-    if not said and not media:
-        raise typer.BadParameter("give a text, or files, or both")
-    return said, media
+    with usage_errors("files"):
+        media = [_medium_of_stdin() if path == "-" else load_media(path) for path in files]
+    return read_text(text), media
 
 
-def _from_stdin() -> Media:
+def read_text(text: str) -> str:
+    """A text argument; `-` is what stdin says.
+
+    Raises:
+        typer.BadParameter: that is no text.
+    """
+    return _text_of_stdin() if text == "-" else text
+
+
+def _is_file(text: str) -> bool:
+    with suppress(OSError):  # a text may be too long for a name
+        return bool(text) and Path(text).is_file()
+    return False
+
+
+def _medium_of_stdin() -> Media:
     data = sys.stdin.buffer.read()
     return Media(media_kind(data, "stdin"), data, "stdin")
+
+
+def _text_of_stdin() -> str:
+    data = sys.stdin.buffer.read()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _no_text(data, f"byte 0x{data[error.start]:02x} at {error.start}") from error
+    if "\0" in text:
+        raise _no_text(data, f"byte 0x00 at {data.index(0)}")
+    return text.strip()
+
+
+def _no_text(data: bytes, why: str) -> typer.BadParameter:
+    """What is said of stdin that stands in the place of a text."""
+    try:
+        kind = media_kind(data)
+    except BadRequest:
+        return typer.BadParameter(f"stdin is not text in UTF-8: {why}", param_hint="text")
+    said = f'stdin is {kind}, not text; it goes behind one, which may be empty: ask "" -'
+    return typer.BadParameter(said, param_hint="text")

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands share of their command lines: refusals in one line, with the value and what is allowed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from typing import NoReturn
+
+USAGE = 2
+"""Exit code of a wrong command line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line, as every other refusal; `--help` tells the options."""
+        self.exit(USAGE, f"error: {message}\n")
+
+
+def seconds(text: str) -> float:
+    """Seconds from 0 on.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    with contextlib.suppress(ValueError):
+        if 0 <= (found := float(text)) < math.inf:
+            return found
+    raise argparse.ArgumentTypeError(f"{text} is no number of seconds from 0 on")
+
+
+def whole_number(text: str) -> int:
+    """A whole number from 0 on.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    with contextlib.suppress(ValueError):
+        if (found := int(text)) >= 0:
+            return found
+    raise argparse.ArgumentTypeError(f"{text} is no whole number from 0 on")
+
+
+def port(text: str) -> int:
+    """A port; 0 is a free one.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not in 0..65535")
+    return int(text)

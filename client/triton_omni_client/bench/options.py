@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of `triton-omni bench` by what they are about: what is asked, how often, and where the report goes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from triton_omni_client.commands.options import MAX_SEED, SamplingOptions, TextOnly
+from triton_omni_client.options import A_FILE, Audios, Images, Videos, read_media, seconds, whole_number, with_limits
+from triton_omni_client.terminal import usage_errors
+
+from .records import Load
+from .workload import BUILT_IN, PROMPTS, Workload, of_length, read_prompts
+
+DEFAULT_CONCURRENCY = "1,4"
+DEFAULT_OUTPUT = Path("bench.json")
+CROWDS = "--crowds"
+
+Concurrency = Annotated[
+    str, typer.Option(metavar="N,…", help=f"Closed loops: requests at once. Default {DEFAULT_CONCURRENCY}.")
+]
+Rate = Annotated[str, typer.Option(metavar="R,…", help="Open loops: requests a second (Poisson arrivals).")]
+Requests = Annotated[
+    int | None,
+    typer.Option(
+        parser=whole_number(1), metavar="N", help="Requests a load. Default: 4 a place, or 30 s of a rate; at least 20."
+    ),
+]
+WarmUp = Annotated[
+    int | None,
+    typer.Option(
+        parser=whole_number(0),
+        metavar="N",
+        help="Requests before, not counted. Default: one a place, or 1 s of a rate.",
+    ),
+]
+RampUp = Annotated[
+    float,
+    typer.Option(
+        parser=seconds(), metavar="SECONDS", help="Over which the places of a closed loop begin. 0: all at once."
+    ),
+]
+Listen = Annotated[
+    bool, typer.Option("--listen", help="Closed loops: hear each reply to its end, at its own speed, before the next.")
+]
+Crowds = Annotated[
+    bool, typer.Option(CROWDS, help="Closed loops: all places ask at once, and again when the last was answered.")
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(**A_FILE, help="Text file of prompts, one a line. Default: built-in ones."),
+]
+PromptWords = Annotated[
+    int | None, typer.Option(parser=whole_number(1), metavar="N", help="Cut or repeat each prompt to N words.")
+]
+PromptTokens = Annotated[
+    int | None,
+    typer.Option(
+        parser=whole_number(1), metavar="N", help="Cut or repeat each prompt to N tokens, as the server counts them."
+    ),
+]
+TalkerMaxTokens = Annotated[
+    int | None, typer.Option(parser=whole_number(1), metavar="N", help="Longest speech, in codes (50 a second).")
+]
+FixedLengths = Annotated[
+    bool, typer.Option("--fixed-lengths", help="Replies of exactly --max-tokens tokens and --talker-max-tokens codes.")
+]
+FirstSeed = Annotated[
+    int,
+    typer.Option(
+        parser=whole_number(0, MAX_SEED),
+        metavar="N",
+        help="Of the arrivals; request number i has this seed plus i.",
+    ),
+]
+Output = Annotated[
+    Path, typer.Option("-o", "--output", metavar="FILE", help="Report to write (JSON); the plots lie beside it.")
+]
+Plots = Annotated[bool, typer.Option(help="Write plots (PNG).")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How often, and with how many at once."""
+
+    concurrency: Concurrency = ""
+    rate: Rate = ""
+    requests: Requests = None
+    warm_up: WarmUp = None
+    ramp_up: RampUp = 0
+    listen: Listen = False
+    crowds: Crowds = False
+
+    def loads(self) -> list[Load]:
+        """The loads, closed loops first.
+
+        Raises:
+            typer.BadParameter: no list of numbers, or what their loops cannot do.
+        """
+        concurrency = self.concurrency or ("" if self.rate else DEFAULT_CONCURRENCY)
+        closed = [Load("closed", value) for value in _numbers("--concurrency", concurrency, int)]
+        opened = [Load("open", value) for value in _numbers("--rate", self.rate, float)]
+        if (self.listen or self.crowds) and opened:
+            named = "--listen" if self.listen else CROWDS
+            raise typer.BadParameter("not with --rate, whose requests come when they come", param_hint=named)
+        if self.crowds and (self.listen or self.ramp_up):
+            raise typer.BadParameter("not with --listen or --ramp-up: a crowd comes at once", param_hint=CROWDS)
+        return closed + opened
+
+    def described(self) -> dict[str, Any]:
+        """What the report has of them beside its loads."""
+        return {"ramp_up_s": self.ramp_up, "listens": self.listen, "crowds": self.crowds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions(SamplingOptions):
+    """What is asked."""
+
+    prompts: Prompts = None
+    prompt_words: PromptWords = None
+    prompt_tokens: PromptTokens = None
+    image: Images = None
+    audio: Audios = None
+    video: Videos = None
+    talker_max_tokens: TalkerMaxTokens = None
+    fixed_lengths: FixedLengths = False
+    seed: FirstSeed = 0
+    text_only: TextOnly = False
+
+    @property
+    def source(self) -> str:
+        """Where the prompts are from."""
+        return BUILT_IN if self.prompts is None else str(self.prompts)
+
+    def request_fields(self) -> dict[str, Any]:
+        """As `SamplingOptions` has it."""
+        return super().request_fields() | {
+            "modalities": ("text",) if self.text_only else None,
+            "thinker": with_limits("--thinker-json", self.thinker_json, self._limits(self.max_tokens)),
+            "talker": with_limits("--talker-json", self.talker_json, self._limits(self.talker_max_tokens)),
+        }
+
+    def workload(self) -> Workload:
+        """The requests.
+
+        Raises:
+            typer.BadParameter: a file cannot be used, or options do not go together.
+        """
+        self._check_lengths()
+        with usage_errors("--prompts"):
+            prompts = PROMPTS if self.prompts is None else read_prompts(self.prompts)
+        with usage_errors():
+            media = read_media(self.image, self.audio, self.video)
+        return Workload(
+            prompts=prompts if self.prompt_words is None else [of_length(each, self.prompt_words) for each in prompts],
+            media=media,
+            system=self.system,
+            **self.request_fields(),
+        )
+
+    def _limits(self, most: int | None) -> dict[str, int]:
+        if most is None:
+            return {}
+        return {"max_tokens": most} | ({"min_tokens": most} if self.fixed_lengths else {})
+
+    def _check_lengths(self) -> None:
+        if self.prompt_tokens is not None and self.prompt_words is not None:
+            raise typer.BadParameter("not with --prompt-words", param_hint="--prompt-tokens")
+        if self.fixed_lengths and (self.max_tokens is None or (self.talker_max_tokens is None and not self.text_only)):
+            needed = "--max-tokens" if self.text_only else "--max-tokens and --talker-max-tokens"
+            raise typer.BadParameter(f"needs {needed}", param_hint="--fixed-lengths")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Where the report goes."""
+
+    output: Output = DEFAULT_OUTPUT
+    plots: Plots = True
+
+    def check(self) -> None:
+        """Refuse what could not be written once everything is measured.
+
+        Raises:
+            typer.BadParameter: it could not.
+        """
+        output, folder = self.output, self.output.parent
+        faults = {
+            "is a folder; give a file in it": output.is_dir(),
+            "its folder does not exist": not folder.is_dir(),
+            "cannot be written": not os.access(output if output.exists() else folder, os.W_OK),
+            "its folder cannot be written, which the plots need (--no-plots)": self.plots
+            and not os.access(folder, os.W_OK),
+            f"the report is JSON, not {output.suffix[1:]}; give a name in .json": output.suffix not in ("", ".json"),
+        }
+        for fault, found in faults.items():
+            if found:
+                raise typer.BadParameter(f"{output}: {fault}", param_hint="-o")
+
+
+def _numbers(option: str, text: str, kind: type[int] | type[float]) -> Sequence[float]:
+    try:
+        values = [kind(part) for part in text.split(",")] if text else []
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no list of numbers such as 1,8,32", param_hint=option) from error
+    if not all(0 < value < float("inf") for value in values):
+        raise typer.BadParameter(f"{text!r}: every number must be above 0", param_hint=option)
+    return values

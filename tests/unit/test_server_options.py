@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor's options: what is refused, and that `build.sh serve --help` tells of each."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from triton_omni.serving.server_options import ServerConfig, parse_options
+
+BUILD = Path(__file__).parents[2] / "build.sh"
+GIVEN_BY_BUILD = {"--help", "--model-repository", "--model"}
+
+
+def options_of(text: str) -> set[str]:
+    return set(re.findall(r"--[a-z][a-z-]+", text))
+
+
+def test_build_s_help_tells_of_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(["--help"])
+    known = options_of(capsys.readouterr().out)
+    told = subprocess.run([BUILD, "serve", "--help"], check=True, capture_output=True, text=True).stdout
+    switches = {option for option in known if option.replace("--", "--no-", 1) in known}  # told by the one that acts
+    assert options_of(told) <= known
+    assert known - options_of(told) <= GIVEN_BY_BUILD | switches | {"--no-mps"}
+    assert {"--log-file", "--mps", "--no-warm-up"} <= options_of(told)
+
+
+def test_what_is_left_out_is_as_the_settings_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("OMNI_MODEL", "OMNI_MPS", "OMNI_GPUS"):
+        monkeypatch.delenv(variable, raising=False)
+    ports = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
+    assert parse_options(["--model-repository", "models"]) == ServerConfig(Path("models"), **ports)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--log-verbose", "-1", "-1 is no whole number from 0 on"),
+        ("--exit-timeout", "1.5", "1.5 is no whole number from 0 on"),
+        ("--ready-timeout", "nan", "nan is no number of seconds from 0 on"),
+        ("--grpc-port", "70000", "70000 is not in 0..65535"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_in_a_line(
+    option: str, value: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_options(["--model-repository", "models", option, value])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: argument {option}: {says}\n"
