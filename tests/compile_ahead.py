@@ -37,9 +37,11 @@ from triton_omni.vllm_hooks.decode_product_kernels import (
     split_product,
 )
 from triton_omni.vllm_hooks.draw_kernels import fused_draw
+from triton_omni.vllm_hooks.step_copy_kernels import DrawnIds, fetch
 from triton_omni.vllm_hooks.talker_columns import Column
 from triton_omni.vllm_hooks.talker_draw import Setting
-from triton_omni.vllm_hooks.talker_step_kernels import Layout, Memory, Rules, begin, draw
+from triton_omni.vllm_hooks.talker_draw_kernels import Rules, draw
+from triton_omni.vllm_hooks.talker_step_kernels import Layout, Memory, begin
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -124,7 +126,7 @@ def layer(count: int, sizes: Sizes) -> None:
 
 
 def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65) -> None:
-    """Both ends of a step."""
+    """Both ends of a step, and what passes between two."""
     index = zeros(count, len(Column), dtype=torch.int64)
     drawn = zeros(count, dtype=torch.int32)
     positions, places = zeros(3, count, dtype=torch.int64), zeros(count, dtype=torch.int64)
@@ -134,6 +136,8 @@ def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65
     forbidden = torch.arange(vocabulary) >= 8193
     rules = Rules.of(forbidden, zeros(vocabulary, dtype=torch.bool), zeros(len(Setting), slots, dtype=FLOAT), 8192)
     draw(zeros(count, vocabulary), index, memory, rules, 8296)
+    fetch(index, index.clone())
+    DrawnIds(count, index.device).leave(drawn)
 
 
 def transformer(blocks: int, width: int = 1024, heads: int = 16) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The talker's step with decode steps by the kernels of `talker_step_kernels.py`; all others are the plain step's."""
+"""The talker's step with decode steps by kernels of its own; all others are the plain step's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from triton_omni.vllm_hooks.talker_draw_kernels import Rules, draw
 from triton_omni.vllm_hooks.talker_step import TalkerStep
-from triton_omni.vllm_hooks.talker_step_kernels import Layout, Memory, Rules, begin, draw
+from triton_omni.vllm_hooks.talker_step_kernels import Layout, Memory, begin
 
 
 class FusedTalkerStep(TalkerStep):

@@ -33,6 +33,8 @@ from triton_omni.vllm_hooks.compat import (
 )
 
 if TYPE_CHECKING:
+    from triton_omni.vllm_hooks.step_copy_kernels import DrawnIds
+
     _Runner = GPUModelRunner
 else:
     _Runner = object
@@ -127,6 +129,17 @@ class SteadyDecodeMixin(_Runner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self._layout: Layout | None = None
+        self._drawn_ids: DrawnIds | None = None
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate the cache; where steps are fused, what they draw leaves by a kernel, which is compiled here."""
+        super().initialize_kv_cache(*args, **kwargs)
+        if self.fuses_decode_steps:
+            # The Triton language is imported where it is needed alone.
+            from triton_omni.vllm_hooks.step_copy_kernels import DrawnIds
+
+            self._drawn_ids = DrawnIds(self.max_num_reqs, self.device)
+            self._drawn_ids.leave(torch.zeros(1, dtype=torch.int32, device=self.device))
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
@@ -164,7 +177,8 @@ class SteadyDecodeMixin(_Runner):
 
     @abstractmethod
     def _draw_decoded(self, hidden: Tensor) -> Tensor:
-        """Ids int32 [B] that are drawn behind last hidden states [B and padding, H]; nobody writes to them later."""
+        """Ids int32 [B] that are drawn behind last hidden states [B and padding, H]; the next step may overwrite
+        them."""
 
     @abstractmethod
     def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:
@@ -265,11 +279,18 @@ class SteadyDecodeMixin(_Runner):
 
         On the step's own stream: the copy is of a few bytes, and another stream costs the host more than it saves.
         """
-        sampled = self.input_batch.prev_sampled_token_ids = drawn.unsqueeze(-1)
-        host = sampled.to("cpu", non_blocking=True)
-        ready = record_event(drawn.device, blocking=True)
-        self._hand_out(drawn, ready)
+        kept, host = self._leave(drawn)
+        self.input_batch.prev_sampled_token_ids, host = kept.unsqueeze(-1), host.unsqueeze(-1)
+        ready = record_event(kept.device, blocking=True)
+        self._hand_out(kept, ready)
         launched = StepInFlight(layout.request_ids, layout.rows_by_request, host, ready)
         # For penalties, which count what was drawn.
         self.input_batch.set_async_sampled_token_ids(host, cast(torch.Event, launched))
         return launched
+
+    def _leave(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of a step's ids [B]: of its own on the device, and one on its way to the host."""
+        if self._drawn_ids is not None:
+            return self._drawn_ids.leave(drawn)
+        kept = drawn.clone()
+        return kept, kept.to("cpu", non_blocking=True)

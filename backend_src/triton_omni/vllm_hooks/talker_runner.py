@@ -7,6 +7,7 @@ matter (`waiting.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -68,6 +69,8 @@ class TalkerRunnerMixin(FusedDecodeMixin):
         self._sequences: dict[str, Sequence] = {}
         self._batch = _Batch([], [], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._drawing: list[Sequence | None] = []
+        self._fetch: Callable[[Tensor, Tensor], None] | None = None
+        """Copies from pinned memory by a kernel, where decode steps have kernels of their own."""
         self._ahead: list[NDArray[np.int64]] = []
         """What is known of steps that only go on; of no use behind any other."""
 
@@ -103,6 +106,11 @@ class TalkerRunnerMixin(FusedDecodeMixin):
         """Allocate the cache, and let the step know where its slots are named."""
         super().initialize_kv_cache(*args, **kwargs)
         self.step.cache_slots = self.input_batch.block_table[0].slot_mapping.gpu
+        if self.fuses_decode_steps:
+            from triton_omni.vllm_hooks.step_copy_kernels import fetch
+
+            self._fetch = fetch
+            self._tell(1)
 
     def _warmup_and_capture(self, desc: BatchDescriptor, *args: Any, **kwargs: Any) -> None:
         """Record a step; a decode step's holds its draws too."""
@@ -188,7 +196,14 @@ class TalkerRunnerMixin(FusedDecodeMixin):
         index[:, Column.ROW] = self.step.rows.pool_rows(self._batch.slots, places)
         blocks = table.get_numpy_array()[self.arange_np[: len(computed)], places // size]
         index[:, Column.CACHE] += blocks * np.int64(size)
-        self._index.copy_to_gpu(len(computed))
+        self._tell(len(computed))
+
+    def _tell(self, count: int) -> None:
+        """Bring what is known of a step's `count` tokens to the device."""
+        if self._fetch is None:
+            self._index.copy_to_gpu(count)
+        else:
+            self._fetch(self._index.cpu[:count], self._index.gpu)
 
     def _look_ahead(self, computed: NDArray[np.int32]) -> list[NDArray[np.int64]]:
         """What the next steps can be told now of the batch's tokens [B, len(Column)], the latest step first.
@@ -215,14 +230,14 @@ class TalkerRunnerMixin(FusedDecodeMixin):
         return self._drawn()
 
     def _drawn(self) -> Tensor:
-        # A copy: the next step draws into the same memory.
-        return self.step.drawn[: len(self._batch.ids)].clone()
+        """The ids of a decode step, until the next."""
+        return self.step.drawn[: len(self._batch.ids)]
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
         """The step's draws: a decode step has made them already, behind the network."""
         if logits is None:
             raise RuntimeError("the talker runs on one rank, so every step has logits")
-        drawn = self._drawn() if self.step.decoding else self.step.draw(logits, self._last_tokens)
+        drawn = self._drawn().clone() if self.step.decoding else self.step.draw(logits, self._last_tokens)
         self._hand_out(drawn, record_event(drawn.device))
         return SamplerOutput(sampled_token_ids=drawn.unsqueeze(-1), logprobs_tensors=None)
 
