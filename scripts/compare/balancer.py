@@ -73,7 +73,7 @@ def run_envoy(configuration: dict[str, Any], folder: Path) -> Iterator[tuple[str
     grpc_url, operators = (
         "{address}:{port_value}".format(**listener["address"]["socket_address"]) for listener in listeners
     )
-    command = [find_envoy(), "--config-path", str(file), "--concurrency", "2", "--use-dynamic-base-id"]
+    command = [find_envoy(), "--config-path", str(file), "--concurrency", "2", "--disable-hot-restart"]
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         try:
             _wait_until_up(f"http://{operators}/stats/prometheus", _members(configuration), log)
