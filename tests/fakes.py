@@ -8,6 +8,7 @@ tested with real stages and threads and no server.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -64,6 +65,7 @@ class LinkOutlet:
 
     def __init__(self, ensemble: FakeEnsemble, deliver: Callable[[Mapping[str, Value]], None]) -> None:
         self._ensemble = ensemble
+        self._run = ensemble.sending_thread(deliver.__name__)
         self._deliver = deliver
         self._cancelled_at_birth = ensemble.cancelled
         self._whole = True
@@ -75,6 +77,22 @@ class LinkOutlet:
 
     def send(self, tensors, ready=None, lost=None):
         del ready
+        self._run(self._send, tensors, lost)
+
+    def conclude(self, tensors, then, lost):
+        self._run(self._conclude, tensors, then, lost)
+
+    def finish(self, ready=None, then=None):
+        del ready
+        self._run(self._finish, then)
+
+    def fail(self, error, then=None):
+        self._run(self._fail, error, then)
+
+    def if_cancelled(self, then):
+        self._run(self._tell_cancel, then)
+
+    def _send(self, tensors, lost):
         assert self.finals == 0, "a response after the final"
         try:
             self._deliver(tensors)
@@ -83,16 +101,15 @@ class LinkOutlet:
             if lost is not None:
                 lost()
 
-    def conclude(self, tensors, then, lost):
+    def _conclude(self, tensors, then, lost):
         if self._whole:
-            self.send(tensors)
+            self._send(tensors, None)
         if self._whole:
-            self.finish(then=then)
+            self._finish(then)
         else:
             assert lost(), "nobody will end the request"
 
-    def finish(self, ready=None, then=None):
-        del ready
+    def _finish(self, then):
         if self.finals:
             return
         self.finals += 1
@@ -100,7 +117,7 @@ class LinkOutlet:
             then()
         self._ensemble.check_done()
 
-    def fail(self, error, then=None):
+    def _fail(self, error, then):
         assert self.finals == 0, "an error after the final"
         self.finals += 1
         self._ensemble.fail(error, self)
@@ -108,7 +125,7 @@ class LinkOutlet:
             then()
         self._ensemble.check_done()
 
-    def if_cancelled(self, then):
+    def _tell_cancel(self, then):
         if self._cancelled_at_birth and not self.finals:
             then()
 
@@ -117,7 +134,8 @@ class FakeEnsemble:
     """One client request on its way through the three stages; each link delivers on a thread of its own.
 
     `transit_s` is how long a message is on its way, `refuses` whether Triton does not take a response that would go to
-    the stage of this name, or to the "client".
+    the stage of this name, or to the "client". `sends_after_s` is how long after the call each stage's sending thread
+    sends; None = in the call.
     """
 
     def __init__(
@@ -127,8 +145,12 @@ class FakeEnsemble:
         token2wav,
         transit_s: float = 0.0,
         refuses: Callable[[str, Mapping[str, Value]], bool] = lambda to, tensors: False,
+        *,
+        sends_after_s: float | None = None,
     ) -> None:
         self._refuses = refuses
+        self._sends_after_s = sends_after_s
+        self._sending: dict[str, ThreadPoolExecutor] = {}
         self._transit_s = transit_s
         self._thinker, self._talker, self._token2wav = thinker, talker, token2wav
         self._links = {stage: ThreadPoolExecutor(1) for stage in (talker, token2wav)}
@@ -144,6 +166,18 @@ class FakeEnsemble:
     def submit(self, raw: RawRequest) -> Reply:
         self._thinker.submit(raw, LinkOutlet(self, self.forward_to_talker))
         return self.reply
+
+    def sending_thread(self, name: str) -> Callable[..., object]:
+        """Runs what it is called with: here, or later and in order on the thread of this name."""
+        if self._sends_after_s is None:
+            return lambda job, *given: job(*given)
+        thread = self._sending.setdefault(name, ThreadPoolExecutor(1))
+
+        def run_later(job, *given):
+            time.sleep(self._sends_after_s)
+            job(*given)
+
+        return functools.partial(thread.submit, run_later)
 
     def fail(self, error: OmniError, outlet: LinkOutlet) -> None:
         # Triton leaks the request when any other request of it is open, or on its way, at an error response.

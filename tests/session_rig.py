@@ -32,8 +32,9 @@ class Pipeline:
     engines: tuple
     ledgers: tuple
 
-    def ask(self, text="a prompt", transit_s=0.0, refuses=lambda to, tensors: False, **raw):
-        ensemble = FakeEnsemble(self.thinker, self.talker, self.token2wav, transit_s, refuses)
+    def ask(self, text="a prompt", transit_s=0.0, refuses=lambda to, tensors: False, sends_after_s=None, **raw):
+        stages = (self.thinker, self.talker, self.token2wav)
+        ensemble = FakeEnsemble(*stages, transit_s, refuses, sends_after_s=sends_after_s)
         ensemble.submit(RawRequest(text_input=text.encode(), request_id="r1", **raw))
         return ensemble
 

@@ -157,6 +157,14 @@ class SessionLedger:
             return False
         return not all(self.closed(key, stage) for stage in STAGES)
 
+    def mark_reached(self, key: SessionKey) -> None:
+        """This stage has the session, and its client hears from it how that ends."""
+        self._write(key, layout.REACHED, key.generation)
+
+    def has_reached(self, key: SessionKey, stage: StageName) -> bool:
+        """Whether `stage` has the session, or had it."""
+        return self._words[layout.record(key.slot) + layout.FIELDS[stage] + layout.REACHED] == key.generation
+
     def mark_cancelled(self, key: SessionKey) -> None:
         """This stage saw that the client is gone."""
         self._write(key, layout.CANCELLED, key.generation)

@@ -38,11 +38,11 @@ DRAINING, ENDING = 1, 2
 """Values of LEAVING: no session begins any more; those that are open end now. 0 = the server goes on."""
 # Words of a stage's block.
 EPOCH, PID, BEAT, FINGERPRINT, DTYPE, HIDDEN, DEVICE, CLAIMED, BROKEN = range(9)
-# Words of a record: six of the thinker's, then seven of each stage.
+# Words of a record: six of the thinker's, then eight of each stage.
 GENERATION, NONCE_HIGH, NONCE_LOW, EPOCHS, OPENED, DEADLINE = range(6)
-CLOSED, CONSUMED, RETURNED, CANCELLED, FAILED, WANTED, OUTCOME = range(7)
+CLOSED, CONSUMED, RETURNED, CANCELLED, FAILED, WANTED, OUTCOME, REACHED = range(8)
 FIRST_STAGE_WORD: Final = 6
-SESSION_WORDS: Final = 7
+SESSION_WORDS: Final = 8
 
 COUNT_BITS: Final = 32
 COUNT_MASK: Final = (1 << COUNT_BITS) - 1

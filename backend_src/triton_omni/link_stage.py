@@ -314,8 +314,9 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     def _mark_closed(self, key: SessionKey, sent: int = 0) -> None:
         """The session's `OPEN` request has ended, too, after `sent` messages."""
-        self._ledger.count_returned(key)
+        # In this order: who sees that all it sent has ended can see how much this stage has sent.
         self._ledger.mark_closed(key, sent)
+        self._ledger.count_returned(key)
 
     def _log(self, session: SessionT, event: str, **fields: str | float | None) -> None:
         """A record of the log about the session, with its age."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import ErrorCode, InternalError, OmniError, StageName, from_code
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 Value = Tensor | bytes
 AudioFormat = Literal["f32", "pcm16", "wav"]

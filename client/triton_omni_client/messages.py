@@ -13,7 +13,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -194,6 +194,14 @@ class Request:
             "token2wav": dict(self.token2wav) or None,
         }
         return {name: value for name, value in chosen.items() if value is not None}
+
+    def check(self) -> None:
+        """Find out before it is sent whether it can be.
+
+        Raises:
+            BadRequest: it cannot, as `to_tensors` has it.
+        """
+        replace(self, media=()).to_tensors()
 
     def to_tensors(self) -> list[Tensor]:
         """The input tensors of either model; optional inputs that say nothing are left out.

@@ -60,7 +60,9 @@ def json_object(text: str) -> dict[str, Any]:
     """A parser of JSON objects."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+        # Python reads more numbers than JSON has, and gives up on deep nesting.
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"{text!r:.200} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise typer.BadParameter(f'{text!r:.200} is not a JSON object such as {{"top_k": 40}}')

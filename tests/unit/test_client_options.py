@@ -142,6 +142,9 @@ def test_a_value_that_cannot_be_is_told_with_what_can(
     [
         ("--audio-format", "mp3", "'mp3' is none of f32, pcm16, wav"),
         ("--thinker-json", "{", "'{' is not JSON"),
+        ("--thinker-json", '{"temperature": NaN}', """'{"temperature": NaN}' is not JSON"""),
+        ("--token2wav-json", '{"speed": 1e400}', """'{"speed": 1e400}' is not JSON"""),
+        ("--talker-json", "[" * 100_000, "'" + "[" * 40),
         ("--talker-json", "[1]", "'[1]' is not a JSON object"),
     ],
 )
@@ -208,6 +211,13 @@ def test_stdin_that_is_no_text_is_told_with_its_place(server: FakeTriton, stdin:
     assert server.requests == []
 
 
+@pytest.mark.parametrize("arguments", [["say", "a\udcff"], ["ask", "a\udcff"], ["ask", "hi", "--system", "\udcff"]])
+def test_a_text_that_is_no_unicode_is_wrong_usage(server: FakeTriton, arguments: list[str]) -> None:
+    """As the command line has what is not in UTF-8."""
+    assert refused(run(*arguments, url=server.url), "not valid Unicode text")
+    assert server.requests == []
+
+
 def test_a_text_may_be_too_long_for_a_file_s_name(server: FakeTriton) -> None:
     assert run("ask", "why? " * 1000, url=server.url).exit_code == 0
 
@@ -235,6 +245,16 @@ def test_a_file_that_cannot_be_used_is_wrong_usage(
     result = run(*arguments, url=server.url, stdin=b"hi\n")
     assert (result.exit_code, result.stdout, server.requests) == (2, "", [])
     assert "nowhere" in unframed(result.stderr)
+
+
+def test_a_report_that_is_not_written_need_not_be_writable(
+    server: FakeTriton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bench.json").mkdir()
+    assert run("bench", "--write-perf-analyzer-input", "in.json", url=server.url).exit_code == 0
+    assert (tmp_path / "in.json").is_file()
+    assert refused(run("bench", "--check", url=server.url), "-o: bench.json: is a folder")
 
 
 def test_what_the_server_refuses_or_does_not_answer_is_a_failure(server: FakeTriton) -> None:

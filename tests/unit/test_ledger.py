@@ -63,6 +63,7 @@ MARKS = {
     "closed": (SessionLedger.mark_closed, lambda ledger, key: ledger.closed(key, "talker")),
     "cancelled": (SessionLedger.mark_cancelled, SessionLedger.cancelled),
     "failed": (SessionLedger.mark_failed, SessionLedger.failed),
+    "reached": (SessionLedger.mark_reached, lambda ledger, key: ledger.has_reached(key, "talker")),
     "consumed": (
         lambda ledger, key: ledger.count_consumed(key, 7),
         lambda ledger, key: ledger.consumed(key, "talker") == 7,
@@ -209,7 +210,7 @@ class Model:
         self.marks = set()
 
     def says(self, mark, key):
-        if mark in ("closed", "consumed", "wanted"):
+        if mark in ("closed", "consumed", "wanted", "reached"):
             return (mark, key.name, "talker") in self.marks
         return any((mark, key.name, stage) in self.marks for stage in STAGES)
 

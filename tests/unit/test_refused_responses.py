@@ -9,8 +9,10 @@ import time
 import pytest
 
 from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine
-from session_rig import finished, pipeline
-from triton_omni.settings import ThinkerSettings
+from session_rig import finished, pipeline, wait_for
+from triton_omni.engine import Sampling
+from triton_omni.errors import InternalError
+from triton_omni.settings import TalkerSettings, ThinkerSettings
 from triton_omni.stage import refused_error
 from triton_omni.tally import OUTCOMES
 from triton_omni.wire import Kind, TalkerMessage, ThinkerMessage
@@ -59,10 +61,11 @@ class WaveformAtTheEnd(FakeWaveformEngine):
         return any(state.ended for state in self.open_keys.values())
 
 
-@pytest.fixture
-def quick_stop(monkeypatch):
-    """How long an error waits that nobody brings."""
-    monkeypatch.setattr("triton_omni.token2wav.stage.UPSTREAM_STOP_S", 0.1)
+class EngineThatTakesNothing(FakeThinkerEngine):
+    """Fails a session as soon as it is open."""
+
+    def add(self, *args, **kwargs):
+        raise InternalError("no place")
 
 
 # To the client.
@@ -138,6 +141,14 @@ def test_a_reply_whose_end_was_refused_is_told_once_and_as_failed(caplog):
     assert len(ends) == len(SENDERS)
 
 
+def test_the_first_text_of_a_reply_whose_end_was_refused_is_counted_once():
+    with pipeline() as p:
+        assert finished(p.ask(refuses=Refusal("client", lambda answer: answer["info"]))).error is not None
+        p.wait_until_empty()
+        figures = {figure.name: figure.value for figure in p.token2wav.figures()}
+        assert figures["omni_first_text_seconds_count"] == 1
+
+
 # From stage to stage.
 
 
@@ -177,10 +188,84 @@ def test_a_client_whose_session_could_not_be_opened_is_told(to, lasting, later, 
 
 
 @pytest.mark.parametrize("to", MESSAGES)
-def test_a_session_of_which_no_message_is_taken_any_more_still_ends_with_an_error(to, quick_stop):
+@pytest.mark.parametrize("sends_after_s", [None, 0.005])
+def test_a_session_of_which_no_message_is_taken_any_more_still_ends_with_an_error(to, sends_after_s):
+    """At once: no error can be on its way when all that left has come back."""
     with pipeline(thinker=FakeThinkerEngine(length=50)) as p:
-        error = failed_soon(p, Refusal(to, lambda message: message.kind == Kind.DATA, lasting=True))
+        refusal = Refusal(to, lambda message: message.kind == Kind.DATA, lasting=True)
+        error = failed_soon(p, refusal, sends_after_s=sends_after_s)
         assert error.message == "the stages before ended the session without an answer"
+
+
+@pytest.mark.parametrize("to", MESSAGES)
+@pytest.mark.parametrize("want_audio", [True, False])
+@pytest.mark.parametrize("sends_after_s", [None, 0.02])
+def test_a_session_that_could_not_be_opened_and_fails_by_itself_meanwhile_is_told(to, want_audio, sends_after_s):
+    """Its error is on its way to where nobody has heard of it."""
+    engine, intake = EngineThatTakesNothing(), FakeIntake(session={"want_audio": want_audio})
+    with pipeline(thinker=engine, intake=intake) as p:
+        refusal = Refusal(to, lambda message: message.kind == Kind.OPEN)
+        reply = finished(p.ask(refuses=refusal, transit_s=0.02, sends_after_s=sends_after_s))
+        assert refusal.count == 1
+        assert reply.error is not None, "the stream ended as if it were whole"
+        p.wait_until_empty(SOON_S)
+
+
+def test_a_session_that_the_talker_refuses_and_could_not_open_is_told():
+    limits = TalkerSettings(max_codes=100)
+    intake = FakeIntake(session={"talker": Sampling(max_tokens=4096, min_tokens=101)})
+    with pipeline(intake=intake, talker_settings=limits) as p:
+        reply = finished(p.ask(refuses=Refusal("token2wav", lambda message: message.kind == Kind.OPEN)))
+        assert reply.error.to_text() == refused_error("talker").to_text()
+        p.wait_until_empty(SOON_S)
+
+
+def test_a_stop_leaves_a_session_to_later_stages_that_were_told_of_its_end():
+    with pipeline(thinker=EngineThatTakesNothing()) as p:
+        p.talker._loop.stop()
+        ensemble = p.ask()
+        assert not ensemble.outlets[0].finals, "nobody else could tell the client yet"
+        p.thinker.close()
+        assert ensemble.outlets[0].finals == 1
+        assert ensemble.reply.error is None
+
+
+def test_a_session_is_left_to_later_stages_that_stand_still_for_long(monkeypatch):
+    monkeypatch.setattr("triton_omni.thinker.open_session.FORGET_AFTER_S", 0.1)
+    with pipeline(thinker=EngineThatTakesNothing()) as p:
+        p.talker._loop.stop()
+        ensemble = p.ask()
+        assert not ensemble.outlets[0].finals
+        wait_for(lambda: ensemble.outlets[0].finals)
+        assert ensemble.reply.error is None
+
+
+@pytest.mark.parametrize("stage", ["talker", "token2wav"])
+def test_a_stage_says_how_much_it_sent_before_it_gives_its_own_request_back(stage, monkeypatch):
+    """Who sees all given back that it sent may then ask whether that stage's messages are, too."""
+    with pipeline() as p:
+        ledger = getattr(p, stage)._ledger
+        said = []
+
+        def count_returned(key, count=ledger.count_returned):
+            said.append(ledger.closed(key, stage))
+            count(key)
+
+        monkeypatch.setattr(ledger, "count_returned", count_returned)
+        finished(p.ask())
+        p.wait_until_empty()
+    assert said[-1]
+    assert not any(said[:-1])
+
+
+def test_a_client_is_no_stranger_because_heartbeats_were_refused(monkeypatch):
+    monkeypatch.setattr("triton_omni.thinker.callers.UNHEARD_FOR_S", 0.05)
+    settings = ThinkerSettings(max_sessions=8, heartbeat_ms=10)
+    with pipeline(intake=FakeIntake(delay_s=0.3), settings=settings) as p:
+        begun = time.monotonic()
+        reply = finished(p.ask(refuses=lambda to, tensors: to == "talker" and time.monotonic() - begun < 0.25))
+        assert reply.error is None
+        p.wait_until_empty()
 
 
 def test_a_refused_heartbeat_harms_nobody():

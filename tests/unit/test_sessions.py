@@ -303,6 +303,15 @@ def test_refusal_before_open_reaches_the_client_and_frees_the_slot(later):
         p.wait_until_empty()
 
 
+def test_what_is_refused_at_once_sends_nothing_however_late_its_loop_hears_of_it(monkeypatch):
+    with pipeline() as p:
+        admit = p.thinker._post_admission
+        monkeypatch.setattr(p.thinker, "_post_admission", lambda *given: (time.sleep(0.05), admit(*given)))
+        ensemble = p.ask("bad")
+        assert finished(ensemble).error.code == "bad_request"
+        assert ensemble.to_talker == []
+
+
 @pytest.mark.parametrize(("later", "first"), [(True, Kind.HEARTBEAT), (False, Kind.OPEN)])
 def test_the_talker_has_a_request_of_each_session_before_the_engine_does(later, first):
     engine = FakeThinkerEngine()

@@ -236,18 +236,15 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     def _send(self, session: _Open, message: TalkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.sequence += 1
         stamped = msgspec.structs.replace(message, sent_ns=time.monotonic_ns())
-        session.outlet.send(stamped.to_tensors(), ready, functools.partial(self._lose, session, message.kind))
+        session.outlet.send(stamped.to_tensors(), ready, functools.partial(self._lose, session))
 
-    def _lose(self, session: _Open, kind: Kind) -> None:
+    def _lose(self, session: _Open) -> None:
         """On the sending thread: count a message that Triton refused, and have its session end."""
         session.refused += 1
-        self._loop.post(functools.partial(self._end_refused, session, kind))
+        self._loop.post(functools.partial(self._end_refused, session))
 
-    def _end_refused(self, session: _Open, kind: Kind) -> None:
-        if kind == Kind.OPEN:
-            # token2wav has not heard of it and could tell no client: the thinker does so, when all else has ended.
-            self._close(session, "internal")
-        elif session.key.name in self._open:
+    def _end_refused(self, session: _Open) -> None:
+        if session.key.name in self._open:
             self._fail(session, refused_error("talker"))
 
     def _look_after(self, session: _Open) -> float:

@@ -6,18 +6,23 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from triton_omni.engine import ThinkerOutput
 from triton_omni.errors import OmniError, StageName
 from triton_omni.ledger import SessionLedger
+from triton_omni.ledger_layout import STAGES
 from triton_omni.outbox import Outbox, Parcel
 from triton_omni.request import RawRequest
 from triton_omni.stage import Outlet
 from triton_omni.tally import Ending
 from triton_omni.thinker.callers import Caller
 from triton_omni.tracing import NO_SPAN, Span
-from triton_omni.wire import Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
+from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 
 STILL_S = 1.0
 """A later stage whose loop has not turned for so long is in a long step, or hangs."""
+
+FORGET_AFTER_S = 5.0
+"""After this, a slot whose later stages stay silent is used again; its generation keeps late messages out."""
 
 
 @dataclass
@@ -37,12 +42,13 @@ class OpenSession:
     session: Session | None = None
     """What the later stages were told; None before `OPEN`."""
     refusal: OmniError | None = None
-    """Why it ended before `OPEN`; the client's answer waits until the talker has given back every heartbeat."""
+    """Once it has ended, what its client is told unless token2wav has it and does so; None = that is settled."""
     sequence: int = 0
     sent: int = 0
     refused: int = 0
     """Of so many messages, those that did not leave."""
-    left_ns: int = 0
+    left_ns: int = field(init=False)
+    """When the last message did; before the first, when the request was accepted."""
     reply_tokens: int = 0
     first_token_ns: int = 0
     report: ThinkerReport | None = None
@@ -58,6 +64,9 @@ class OpenSession:
     span: Span = NO_SPAN
     caller: Caller = field(default_factory=Caller)
 
+    def __post_init__(self) -> None:
+        self.left_ns = self.accepted_ns
+
     @property
     def state(self) -> str:
         """What it waits for: its preparation, its text, the later stages' end, or their leave."""
@@ -72,6 +81,34 @@ class OpenSession:
         """Messages that the talker has, or will."""
         return self.sent - self.refused
 
+    @property
+    def wanted_rows(self) -> int | None:
+        """Rows without which the talker can do nothing: it begins with the reply's first. None = it can use each."""
+        prompt = self.session.prompt_tokens if self.session is not None else 0
+        return prompt + 1 if self.outbox.given <= prompt else None
+
+    def is_alone(self, ledger: SessionLedger) -> bool:
+        """Whether no message of it is open in a later stage or on its way there."""
+        returned = ledger.returned(self.key, "talker") == self.delivered
+        # None where the talker never had the session.
+        return returned and not ledger.in_transit(self.key, "talker", "token2wav")
+
+    def mark_closed(self, ledger: SessionLedger) -> None:
+        """On the sending thread, behind the final: by then it is known how many messages were refused."""
+        ledger.mark_closed(self.key, self.delivered)
+
+    def silent_stages(self, ledger: SessionLedger) -> list[StageName]:
+        """Which of those that have it have not closed it."""
+        stages: tuple[StageName, ...] = ("thinker",)
+        # Behind a stage that died, others may never have heard of the session.
+        if self.session is not None and not ledger.lost_stages(self.key):
+            stages = STAGES
+        return [stage for stage in stages if not ledger.closed(self.key, stage)]
+
+    def is_late(self, now_ns: int) -> bool:
+        """Whether it ended so long ago that nobody waits for the other stages any more."""
+        return now_ns - self.ended_ns >= FORGET_AFTER_S * 1e9
+
     def is_held_up(self, ledger: SessionLedger) -> bool:
         """Whether a later stage that has the session stands still. An error would not come through it; and should it be
         ended, nobody but the thinker, with its request still open, could tell the client.
@@ -79,8 +116,18 @@ class OpenSession:
         later: tuple[StageName, ...] = ("talker", "token2wav") if self.session is not None else ()
         return any(ledger.silent_for(stage) > STILL_S for stage in later)
 
-    def finish_reply(self, reason: str, stop_string: str | None) -> None:
-        """All of the reply is written; why, and by which stop string, if any."""
+    def put(self, output: ThinkerOutput) -> None:
+        """Have what a step of the engine gave wait to leave."""
+        self.reply_tokens += len(output.token_ids)
+        if output.token_ids and not self.first_token_ns:
+            self.first_token_ns = time.monotonic_ns()
+        self.outbox.put_text(output.text)
+        if output.rows is not None:
+            self.outbox.put(output.rows, output.rows_ready)
+        if output.finish_reason is not None:
+            self._finish_reply(output.finish_reason, output.stop_string)
+
+    def _finish_reply(self, reason: str, stop_string: str | None) -> None:
         self.outbox.finish_tensors()
         self.outbox.finish_text()
         self.report = ThinkerReport(
@@ -91,6 +138,16 @@ class OpenSession:
             first_token_ns=self.first_token_ns - self.accepted_ns if self.first_token_ns else 0,
             finished_ns=time.monotonic_ns() - self.accepted_ns,
         )
+
+    def stop(self) -> None:
+        """It ends now, with what still waits to leave."""
+        self.ended_ns, self.raw = time.monotonic_ns(), None
+        self.outbox = Outbox(self.outbox.largest)
+
+    def to_failure(self, error: OmniError) -> ThinkerMessage:
+        """The session's last message, with the error that ends it."""
+        failure = Failure.of(error, "thinker")
+        return ThinkerMessage(key=self.key, kind=Kind.ERROR, sequence=self.sequence, failure=failure)
 
     def to_message(self, parcel: Parcel) -> ThinkerMessage:
         """The session's next message, with what leaves."""

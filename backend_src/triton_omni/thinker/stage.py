@@ -48,15 +48,13 @@ from triton_omni.thinker.prepared import Intake, Prepared
 from triton_omni.thinker.preparing import Preparing
 from triton_omni.thinker.rest import Rest
 from triton_omni.tracing import NO_TRACER, Tracer
-from triton_omni.wire import Failure, Kind, ThinkerMessage
+from triton_omni.wire import Kind, ThinkerMessage
 
 RETRY_AFTER_MS = 250
 UNPACED_TOKENS = 2
 """The row of the reply's first token, with which the talker begins, comes with the second one."""
 ADMISSION_S = 0.004
 """Of a crowd that comes at once the first keep the device busy while the others are let in."""
-FORGET_AFTER_S = 5.0
-"""After this, a slot whose later stages stay silent is used again; its generation keeps late messages out."""
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +136,7 @@ class ThinkerStage:
         # Not waiting for what is being prepared: its answer was sent, and what it posts is of no consequence.
         self._preparing.close()
         if self._loop.stop():
-            self._refuse_all()
+            self._leave_all()
             self._engine.close()
 
     def stats(self) -> StageStats:
@@ -266,24 +264,14 @@ class ThinkerStage:
         if output.error is not None:
             self._fail(session, InternalError(output.error, stage="thinker"))
             return
-        session.reply_tokens += len(output.token_ids)
         self.accounts.reply_tokens += len(output.token_ids)
-        if output.token_ids and not session.first_token_ns:
-            session.first_token_ns = time.monotonic_ns()
-        session.outbox.put_text(output.text)
-        if output.rows is not None:
-            session.outbox.put(output.rows, output.rows_ready)
-        if output.finish_reason is not None:
-            session.finish_reply(output.finish_reason, output.stop_string)
+        session.put(output)
         self._flush(session)
 
     def _flush(self, session: OpenSession) -> None:
         outbox, ledger = session.outbox, self._ledger
         at_once = session.reply_tokens <= UNPACED_TOKENS or self._rest.completes_first_window(session)
-        pace = None if at_once else self._pace
-        # The talker begins with the reply's first row.
-        prompt_rows = session.session.prompt_tokens if session.session is not None else 0
-        wanted = prompt_rows + 1 if outbox.given <= prompt_rows else None
+        pace, wanted = None if at_once else self._pace, session.wanted_rows
         while parcel := outbox.take(ledger.consumed(session.key, "talker"), pace=pace, wanted=wanted):
             self._send(session, session.to_message(parcel), parcel.ready)
 
@@ -299,35 +287,29 @@ class ThinkerStage:
         """On the sending thread: count a message that Triton refused, and have its session end; a heartbeat is none."""
         session.refused += 1
         if kind != Kind.HEARTBEAT:
-            self._loop.post(functools.partial(self._end_refused, session, "thinker", unheard=kind == Kind.OPEN))
+            self._loop.post(functools.partial(self._end_refused, session, kind))
 
-    def _end_refused(self, session: OpenSession, stage: StageName, *, unheard: bool) -> None:
-        """End a session of which Triton refused a message of `stage`, by which later stages had not heard of it yet if
-        `unheard`: then nobody but the thinker can tell the client.
-        """
-        if unheard and not session.ended_ns:
-            session.session = None
-        self._fail(session, refused_error(stage))
+    def _end_refused(self, session: OpenSession, kind: Kind) -> None:
+        if kind == Kind.ERROR:
+            # That was to tell the talker, which now reads it here.
+            self._ledger.mark_failed(session.key)
+        self._fail(session, refused_error("thinker"))
 
     def _look_after(self, session: OpenSession, now: int) -> float:
         """One session's poll; returns the seconds until it should be looked at again."""
         lost = self._ledger.lost_stages(session.key)
-        # Asked before whether the session is over: then the talker leaves, too.
-        talker_left = self._ledger.in_transit(session.key, "talker", "token2wav") == 0
         if lost and (session.refusal is not None or not session.ended_ns):
             self._end_lost(session, lost[0])
         elif session.refusal is not None:
-            return self._try_refuse(session, session.refusal, now)
+            return self._try_leave(session, session.refusal, late=session.is_late(now))
         elif session.ended_ns:
             return self._try_release(session, now)
         elif self._ledger.awaits_talker(session.key):
             return SOON_S
         elif self._ledger.is_over(session.key):
-            self._end(session)
-        elif talker_left:
-            # What should have opened the session in token2wav was refused.
-            self._end_refused(session, "talker", unheard=True)
-        elif session.caller.is_stranger(self._ledger, session.key, session.sent, now):
+            # If by a failure that has not reached token2wav, that of the talker.
+            self._end(session, refused_error("talker"))
+        elif session.caller.is_stranger(self._ledger, session.key, session.delivered, now):
             # At once: there is no ensemble whose request could leak, and no later stage that has to end.
             self._drop(session)
             session.session = None
@@ -348,58 +330,58 @@ class ThinkerStage:
             return
         session.ending = Ending.of(error, "thinker")
         if session.session is None:
-            self._drop(session)
-            session.refusal = error
             # The talker then gives the heartbeat back that it holds.
             self._ledger.mark_failed(session.key)
-            self._try_refuse(session, error, session.ended_ns)
-            return
-        failure = Failure.of(error, "thinker")
-        message = ThinkerMessage(key=session.key, kind=Kind.ERROR, sequence=session.sequence, failure=failure)
-        # Not marked as failed in the ledger: the talker would see that first, close, and not relay the message.
-        self._send(session, message)
-        self._end(session)
+        else:
+            # Not marked as failed in the ledger: the talker would see that first, close, and not relay the message.
+            self._send(session, session.to_failure(error))
+        self._end(session, error)
 
-    def _try_refuse(self, session: OpenSession, error: OmniError, now: int) -> float:
-        """Answer the error once no heartbeat is open or on its way: the error would leak the client's request."""
-        returned = self._ledger.returned(session.key, "talker") == session.delivered
-        if returned or now - session.ended_ns > FORGET_AFTER_S * 1e9:
+    def _end(self, session: OpenSession, error: OmniError) -> None:
+        """Do nothing more for it, and leave it as soon as may be, with `error` if nobody else tells its client."""
+        self._drop(session)
+        session.refusal = error
+        self._try_leave(session, error, late=False)
+
+    def _try_leave(self, session: OpenSession, error: OmniError, *, late: bool) -> float:
+        """Leave a session to token2wav once that has it. If it never will, answer the error, when no message is open or
+        on its way: the error would leak the client's request.
+        """
+        ledger, key = self._ledger, session.key
+        # Asked first: what nobody holds any more has reached token2wav by now, or never will.
+        alone = session.is_alone(ledger)
+        if ledger.has_reached(key, "token2wav") or ledger.cancelled(key) or (late and session.session is not None):
+            session.refusal = None
+            session.outlet.finish(then=functools.partial(session.mark_closed, ledger))
+        elif alone or late:
+            session.session = None
             self._answer_error(session, error)
         return SOON_S
 
     def _answer_error(self, session: OpenSession, error: OmniError) -> None:
         session.refusal, session.ending = None, Ending.of(error, "thinker")
         self._slots.answer(session.key)
-        session.outlet.fail(error, functools.partial(self._ledger.mark_closed, session.key, session.delivered))
+        session.outlet.fail(error, functools.partial(session.mark_closed, self._ledger))
 
     def _end_lost(self, session: OpenSession, stage: StageName) -> None:
         """Answer the error of a dead stage at once: its requests stay open for ever, so there is no better moment."""
         self._drop(session)
         self._answer_error(session, session.refusal or lost_error(stage))
 
-    def _refuse_all(self) -> None:
-        """Answer what still waits for the talker; behind the loop's end nobody else does."""
+    def _leave_all(self) -> None:
+        """Leave those that wait for other stages; behind the loop's end nobody else does."""
         for session in self._open.values():
             if session.refusal is not None:
-                self._answer_error(session, session.refusal)
-
-    def _end(self, session: OpenSession) -> None:
-        self._drop(session)
-        session.outlet.finish(then=functools.partial(self._ledger.mark_closed, session.key, session.delivered))
+                self._try_leave(session, session.refusal, late=True)
 
     def _drop(self, session: OpenSession) -> None:
-        session.ended_ns, session.raw = time.monotonic_ns(), None
+        session.stop()
         if self._broken is None:
             self._engine.abort(session.key.name)
-        session.outbox = Outbox(self._settings.rows_per_message)
 
     def _try_release(self, session: OpenSession, now: int) -> float:
-        stages: tuple[StageName, ...] = ("thinker",)
-        # Behind a stage that died, others may never have heard of the session.
-        if session.session is not None and not self._ledger.lost_stages(session.key):
-            stages = ("thinker", "talker", "token2wav")
-        silent = [stage for stage in stages if not self._ledger.closed(session.key, stage)]
-        if silent and now - session.ended_ns < FORGET_AFTER_S * 1e9:
+        silent = session.silent_stages(self._ledger)
+        if silent and not session.is_late(now):
             return SOON_S
         if silent:
             logger.warning("request %s: %s did not close the session; its slot is reused", session.label, silent)

@@ -159,6 +159,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._answer_held_error(session)
 
     def _begin(self, message: TalkerMessage, request: Session, outlet: Outlet) -> _Open:
+        self._ledger.mark_reached(message.key)
         relay = self._relays.setdefault(message.key, TextRelay(outlet, self._when_lost(message.key)))
         return _Open(message.key, outlet, request, relay=relay, audio_done=not request.want_audio)
 
@@ -256,6 +257,8 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         """Fail a session whose reply was dropped as whole before all of it could be sent."""
         error = refused_error("token2wav")
         self._open[session.key.name] = session
+        # That time was counted when it was dropped.
+        session.relay.first_ns = 0
         # Before the other stages see the failure, and how it came to that.
         self._ledger.say_outcome(session.key, Ending.of(error, "token2wav"))
         self._fail(session, error)
@@ -304,7 +307,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _await_failure(self, session: _Open) -> None:
         """The thinker ends before this stage only with an error, which is on its way here or was lost."""
         session.orphaned_ns = session.orphaned_ns or time.monotonic_ns()
-        if self._waited_enough(session, session.orphaned_ns):
+        if self._others_ended(session.key) or self._waited_enough(session, session.orphaned_ns):
             self._fail(session, InternalError("the stages before ended the session without an answer"))
 
     def _fail(self, session: _Open, error: OmniError) -> None:

@@ -75,14 +75,14 @@ def bench(
     check: Check = False,
 ) -> None:
     """Measure a server: load it, and report what a listener would have heard."""
-    report.check()
     if from_profile_export is not None:
         _report_export(from_profile_export, report)
         return
-    workload = asked.workload()
     if write_perf_analyzer_input is not None:
-        _write_input(write_perf_analyzer_input, workload, asked, load.requests or PERF_ANALYZER_REQUESTS)
+        _write_input(write_perf_analyzer_input, asked, load.requests or PERF_ANALYZER_REQUESTS)
         return
+    report.check()
+    workload = asked.workload()
     plan = Plan(
         url,
         model,
@@ -103,6 +103,7 @@ def bench(
 
 
 def _report_export(path: Path, written: ReportOptions) -> None:
+    written.check()
     with usage_errors("--from-profile-export"):
         runs, notes = read_profile_export(path)
     out = Console()
@@ -170,7 +171,8 @@ def _described(workload: Workload, source: str) -> dict[str, Any]:
     return asdict(workload) | {"media": media, "prompts": list(workload.prompts), "prompts_from": source}
 
 
-def _write_input(path: Path, workload: Workload, asked: WorkloadOptions, requests: int) -> None:
+def _write_input(path: Path, asked: WorkloadOptions, requests: int) -> None:
+    workload = asked.workload()
     if asked.prompt_tokens is not None:
         raise typer.BadParameter("not with --write-perf-analyzer-input", param_hint="--prompt-tokens")
     try:

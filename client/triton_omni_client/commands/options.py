@@ -140,8 +140,11 @@ class QuestionOptions(SamplingOptions):
         chosen = self.request_fields()
         with usage_errors():
             if self.system is None:
-                return Request.ask(text, media, **chosen)
-            return Conversation(system=self.system).request(text, media, **chosen)
+                asked = Request.ask(text, media, **chosen)
+            else:
+                asked = Conversation(system=self.system).request(text, media, **chosen)
+            asked.check()
+        return asked
 
 
 @dataclass(frozen=True, kw_only=True)
