@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig
 
 from triton_omni.checkpoint.config import load_config
 from triton_omni.engine import EngineStats, FinishReason, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
@@ -26,9 +25,7 @@ from triton_omni.vllm_hooks.compat import (
     EncoderCacheManagerConfig,
     LLMEngine,
     RequestOutput,
-    RequestOutputKind,
     StructuredOutputsConfig,
-    StructuredOutputsParams,
     VLLMValidationError,
 )
 from triton_omni.vllm_hooks.engine_args import (
@@ -40,12 +37,12 @@ from triton_omni.vllm_hooks.engine_args import (
     schedules_ahead,
 )
 from triton_omni.vllm_hooks.hidden_rows import RowTap
-from triton_omni.vllm_hooks.json_schemas import GRAMMAR_BACKEND, CheckedParams, JsonSchemas, why_given_up
+from triton_omni.vllm_hooks.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
 from triton_omni.vllm_hooks.lone_groups import lone_groups
 from triton_omni.vllm_hooks.prompt_media import check_placeholders, expanded_length, medium_refused
 from triton_omni.vllm_hooks.row_release import Piece, RowRelease, StopCut
-from triton_omni.vllm_hooks.sampling import seed_args
 from triton_omni.vllm_hooks.steady_engine import core_step
+from triton_omni.vllm_hooks.thinker_sampling import end_ids, to_parameters
 
 _WORKER = "triton_omni.vllm_hooks.thinker_worker.ThinkerWorker"
 _MEDIA_CACHE = "triton_omni.vllm_hooks.media_schedule.MediaCache"
@@ -182,8 +179,9 @@ class ThinkerVllmEngine:
         if key in self._sequences:
             raise ValueError(f"key {key!r} is in use")
         self._check_length(len(placed.prompt_token_ids), sampling.max_tokens)
+        ends = self._end_ids if sampling.json_schema is None else [*self._end_ids, self._schemas.end_id]
         try:
-            parameters = self._sampling_params(sampling)
+            parameters = to_parameters(sampling, ends)
             request_id = self._llm.add_request(key, placed.engine_input, parameters, priority=priority)
         except VLLMValidationError as error:
             raise BadRequest(f"the thinker refused the request: {error}") from error
@@ -284,31 +282,6 @@ class ThinkerVllmEngine:
         rendered: Mapping[str, Any] = engine_input
         return rendered
 
-    def _sampling_params(self, sampling: Sampling) -> CheckedParams:
-        schema, ends = sampling.json_schema, self._end_ids
-        if schema is not None:
-            ends = [*ends, self._schemas.end_id]
-        return CheckedParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            logit_bias=dict(sampling.logit_bias) or None,
-            stop=list(sampling.stop),
-            structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            # The end ids are HF's, whatever the tokenizer calls its end.
-            ignore_eos=True,
-            stop_token_ids=ends,
-            skip_special_tokens=True,
-            output_kind=RequestOutputKind.DELTA,
-            extra_args=seed_args(sampling.seed),
-        )
-
     def _fail_for_memory(self) -> list[ThinkerOutput]:
         """Give up the sequences with a medium for which there was no memory in the step that was just begun."""
         found, self._runner.without_memory = self._runner.without_memory, {}
@@ -385,14 +358,6 @@ class ThinkerVllmEngine:
             self._keys.pop(sequence.request_id)
             self._tap.forget(sequence.request_id)
         return sequence
-
-
-def end_ids(thinker_config: Any) -> list[int]:
-    """Ids that end a reply, as HF's `generate` finds them: the generation config made from the thinker's config."""
-    found = GenerationConfig.from_model_config(thinker_config).eos_token_id
-    if found is None:
-        return []
-    return [found] if isinstance(found, int) else list(found)
 
 
 def _stop_string(completion: CompletionOutput) -> str | None:

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How vLLM is told to sample a thinker's sequence, and by which ids its reply ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import GenerationConfig
+
+from triton_omni.engine import Sampling
+from triton_omni.vllm_hooks.compat import RequestOutputKind, StructuredOutputsParams
+from triton_omni.vllm_hooks.json_schemas import CheckedParams
+from triton_omni.vllm_hooks.sampling import seed_args
+
+
+def end_ids(thinker_config: Any) -> list[int]:
+    """Ids that end a reply, as HF's `generate` finds them: the generation config made from the thinker's config."""
+    found = GenerationConfig.from_model_config(thinker_config).eos_token_id
+    if found is None:
+        return []
+    return [found] if isinstance(found, int) else list(found)
+
+
+def to_parameters(sampling: Sampling, ends: Sequence[int]) -> CheckedParams:
+    """vLLM's parameters.
+
+    Args:
+        sampling: of the request.
+        ends: ids that end its reply.
+
+    Raises:
+        VLLMValidationError: a value is out of range.
+    """
+    schema = sampling.json_schema
+    return CheckedParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias) or None,
+        stop=list(sampling.stop),
+        structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        # The end ids are HF's, whatever the tokenizer calls its end.
+        ignore_eos=True,
+        stop_token_ids=list(ends),
+        skip_special_tokens=True,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=seed_args(sampling.seed),
+    )
