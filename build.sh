@@ -492,6 +492,7 @@ command_doctor() {
 
 command_demo() {
     (($# <= 1)) || fail "demo takes one TEXT; put it in quotes"
+    [[ ${1:-} != -?* ]] || fail "demo takes one TEXT and no option (got '$1')"
     run_setup
     start_server demo
     child "$VENV/bin/triton-omni" say "${1:-Tell me a story}" -o reply.wav --url "$GRPC_URL"

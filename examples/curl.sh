@@ -6,6 +6,7 @@ set -euo pipefail
 
 picture=${1:?"usage: $0 PICTURE.png [http://HOST:PORT]"}
 server=${2:-http://localhost:8000}
+[[ -r $picture ]] || { echo "$picture: cannot be read" >&2 && exit 1; }
 
 # `messages` and `sampling_parameters` are JSON in a JSON string, so their quotes are escaped.
 # A picture may be longer than a command line: the body goes through a pipe.

@@ -7,6 +7,7 @@ set -euo pipefail
 picture=${1:?"usage: $0 PICTURE.png WAV [http://HOST:PORT]"}
 wav=${2:?"usage: $0 PICTURE.png WAV [http://HOST:PORT]"}
 gateway=${3:-http://localhost:8080}
+[[ -r $picture ]] || { echo "$picture: cannot be read" >&2 && exit 1; }
 
 # Streamed: server-sent events, each with the text that is new. A picture may be longer than a command line.
 {

@@ -7,6 +7,9 @@ Text goes to stdout, everything about it to stderr. Exit codes: `terminal.EXIT_C
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -31,6 +34,7 @@ from .commands.say import say
 from .options import seconds
 from .terminal import EXIT_CODES, FAILED, errors, print_json, with_hint
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Talk to a triton-omni server.", epilog=EXIT_CODES)
 Wait = Annotated[float, typer.Option(parser=seconds(), metavar="SECONDS", help="To wait for readiness.")]
 
@@ -66,5 +70,12 @@ app.command("capacity", epilog=CAPACITY_EXAMPLES)(report_capacity)
 
 
 def main() -> None:
-    """The console script."""
-    app()
+    """The console script; a stdout that takes no more is told in one sentence."""
+    try:
+        app()
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        typer.echo(f"error: stdout cannot be written: {error.strerror}", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+        sys.exit(FAILED)

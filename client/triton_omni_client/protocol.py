@@ -57,8 +57,10 @@ _NO_SOCKET = re.compile(
 
 _NO_SUCH_PATH = ("Not Found", "Method Not Allowed")
 """What Triton's ports of HTTP and of metrics say of a path that they do not have."""
-_MEDIUM = re.compile(r"\bmedium (?P<number>[0-9]{1,4}) \((?:image|audio|video)\)")
-"""How the server names a medium of a request."""
+_MEDIUM = re.compile(
+    r"\b(?:medium (?P<number>[0-9]{1,4}) \((?:image|audio|video)\)|media\[(?P<element>[0-9]{1,4})\](?=: ))"
+)
+"""How the server names a medium of a request: as such, or as an element of `media` where it is not looked into."""
 
 _GRPC_ERRORS: dict[grpc.StatusCode, type[OmniClientError]] = {
     grpc.StatusCode.CANCELLED: Cancelled,
@@ -157,7 +159,7 @@ def with_media_names(error: OmniClientError, request: Request) -> OmniClientErro
     """An error that names the media of its request as the caller does, who may not know their numbers."""
 
     def name(found: re.Match[str]) -> str:
-        number = int(found["number"])
+        number = int(found["number"] or found["element"])
         return request.media_names[number] if number < len(request.media_names) else found[0]
 
     error.message = _MEDIUM.sub(name, error.message)

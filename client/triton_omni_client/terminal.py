@@ -6,12 +6,12 @@ Text goes to stdout, everything about it to stderr. With `--json` stdout is obje
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import typer
@@ -98,26 +98,53 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
+class NotWritten(OmniClientError):
+    """A file took no more: the disk is full, say."""
+
+    code = "not_written"
+
+
+class _SpeechFile(io.FileIO):
+    """A file without a buffer: the header of what was written can still be set where no more can be."""
+
+    def write(self, data: Any, /) -> int:
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[super().write(left) :]
+        except OSError as error:
+            raise NotWritten(f"{self.name}: cannot be written: {error.strerror}") from error
+        return len(memoryview(data))
+
+
 @contextmanager
 def wav_file(output: str) -> Iterator[WavWriter | None]:
     """A writer of the WAV file of this name; `-` is stdout, an empty name is none.
 
     Raises:
         typer.BadParameter: the file cannot be written.
+        NotWritten: it cannot be written any more; what was written before is a whole WAV file.
     """
     if not output:
         yield None
         return
     with ExitStack() as stack:
         file: BinaryIO = sys.stdout.buffer if output == "-" else stack.enter_context(_open(output))
-        yield stack.enter_context(WavWriter(file))
+        yield stack.enter_context(_writer(file))
 
 
 def _open(output: str) -> BinaryIO:
     try:
-        return Path(output).open("wb")
+        return _SpeechFile(output, "wb")
     except OSError as error:
         raise typer.BadParameter(f"{output}: cannot be written: {error.strerror}", param_hint="-o") from error
+
+
+def _writer(file: BinaryIO) -> WavWriter:
+    try:
+        return WavWriter(file)
+    except NotWritten as error:
+        raise typer.BadParameter(error.message, param_hint="-o") from error
 
 
 def print_json(value: object) -> None:

@@ -58,8 +58,10 @@ def read_keys(environment: Mapping[str, str], file: Path | None = None) -> ApiKe
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"--api-keys {file}: cannot be read: {error}") from error
+        except OSError as error:
+            raise SettingsError(f"--api-keys {file}: cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise SettingsError(f"--api-keys {file}: not text in UTF-8 at byte {error.start}") from error
         keys += _some([line for line in lines if not line.lstrip().startswith("#")], f"--api-keys {file}")
     return ApiKeys(keys)
 

@@ -318,6 +318,7 @@ def test_an_unready_server_is_one_sentence(server: FakeEnsemble, tmp_path: Path)
         ["--prompt-tokens", "9", "--prompt-words", "9"],
         ["--prompt-tokens", "0"],
         ["--seed", "-1"],
+        ["--seed", str(2**63 - 1)],
         ["--ramp-up", "nan"],
         ["--max-tokens", "9", "--thinker-json", '{"max_tokens": 8}'],
         ["--prompts", "nowhere.txt"],
@@ -343,6 +344,27 @@ def test_a_file_of_prompts_without_any_is_wrong_usage(server: FakeEnsemble, tmp_
     result = _bench(server.url, tmp_path / "r.json", "--prompts", str(tmp_path / "empty.txt"))
     assert (result.exit_code, server.requests) == (2, [])
     assert unframed("no line holds a prompt") in unframed(result.stderr)
+
+
+def test_a_file_of_prompts_that_is_no_text_is_told_in_plain_words(server: FakeEnsemble, tmp_path: Path) -> None:
+    path = tmp_path / "p.bin"
+    path.write_bytes(b"ab\xff")
+    result = _bench(server.url, tmp_path / "r.json", "--prompts", str(path))
+    assert (result.exit_code, server.requests) == (2, [])
+    assert unframed(f"prompts {path}: not text in UTF-8 at byte 2") in unframed(result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--concurrency", "is no list of whole numbers such as 1,8,32"),
+        ("--rate", "is no list of numbers such as 2,4.5"),
+    ],
+)
+def test_a_load_that_is_none_is_told_what_one_is(tmp_path: Path, option: str, says: str) -> None:
+    result = _bench("127.0.0.1:1", tmp_path / "r.json", option, "2.5x")
+    assert result.exit_code == 2
+    assert unframed(f"'2.5x' {says}") in unframed(result.stderr)
 
 
 def test_checking_asks_nobody_and_measures_nothing(server: FakeEnsemble, tmp_path: Path) -> None:
@@ -402,6 +424,22 @@ def test_the_input_data_of_perf_analyzer_is_written_without_a_server(tmp_path: P
     assert [entry["text_input"][0] for entry in data] == [*PROMPTS, PROMPTS[0]]
     refused = _bench("127.0.0.1:1", path, "--write-perf-analyzer-input", str(tmp_path / "no" / "in.json"))
     assert (refused.exit_code, "cannot be written" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("second", ["--check", "--from-profile-export"])
+def test_only_one_option_that_measures_nothing_is_taken(tmp_path: Path, second: str) -> None:
+    export = write(tmp_path / "p.json", experiment("concurrency", 1, streamed(BEGIN)))
+    given = [second] if second == "--check" else [second, str(export)]
+    path = tmp_path / "in.json"
+    result = _bench("127.0.0.1:1", tmp_path / "r.json", "--write-perf-analyzer-input", str(path), *given)
+    assert (result.exit_code, path.exists(), "not with" in result.stderr) == (2, False, True)
+
+
+def test_a_report_of_an_export_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    export = write(tmp_path / "p.json", experiment("concurrency", 1, streamed(BEGIN)))
+    result = _bench("127.0.0.1:1", Path("/dev/full"), "--from-profile-export", str(export), "--no-plots")
+    assert result.exit_code == 1
+    assert result.stderr.endswith("error: bad_request: /dev/full: cannot be written: No space left on device\n")
 
 
 def test_a_load_has_enough_requests_for_its_percentiles() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from client_fakes import (
 )
 from command_line import unframed
 from triton_omni_client import Timings, cli, terminal
-from triton_omni_client.audio import WavDecoder
+from triton_omni_client.audio import WavDecoder, wav_header
 from triton_omni_client.messages import AudioDelta, TextDelta
 
 LAST_LINE = re.compile(
@@ -134,6 +135,47 @@ def test_a_failure_is_one_sentence_and_keeps_what_came(
     result = _run("say", "hi", "-o", tmp_path / "reply.wav", url=server.url)
     assert (result.exit_code, result.stdout, result.stderr) == (1, "so far\n", sentence + "\n")
     assert _samples(tmp_path / "reply.wav") == [16384]
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Files of this process take the header of a WAV file and two samples, and no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(wav_header(2)) + 4, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("full_disk")
+@pytest.mark.parametrize("pieces", [[[0.5], [0.5] * 9], [[0.5], [0.5], [0.5]]])
+def test_a_disk_that_is_full_is_one_sentence_and_keeps_what_came(
+    server: FakeTriton, tmp_path: Path, pieces: list[list[float]]
+) -> None:
+    server.script = lambda *_: iter([*(chunk(audio=floats(piece)) for piece in pieces), chunk(info=INFO), final()])
+    path = tmp_path / "reply.wav"
+    result = _run("say", "hi", "-o", path, url=server.url)
+    said = f"error: not_written: {path}: cannot be written: File too large\n"
+    assert (result.exit_code, result.stderr) == (1, said)
+    with path.open("rb") as file:
+        assert len(WavDecoder().feed(file.read())) == len(pieces) - 1
+
+
+def test_a_file_that_takes_nothing_is_wrong_usage_and_nobody_is_asked(server: FakeTriton) -> None:
+    result = _run("say", "hi", "-o", "/dev/full", url=server.url)
+    assert (result.exit_code, server.requests) == (2, [])
+    assert unframed("/dev/full: cannot be written: No space left on device") in unframed(result.stderr)
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("-o", "-")])
+def test_a_stdout_that_takes_nothing_is_one_sentence(server: FakeTriton, options: tuple[str, ...]) -> None:
+    server.script = lambda *_: iter([chunk(text="Hi", audio=floats([0.5])), chunk(info=INFO), final()])
+    command = [sys.executable, "-m", "triton_omni_client", "say", "hi", "--url", server.url, *options]
+    environment = os.environ | {"PYTHONPATH": str(Path(triton_omni_client.__file__).parents[1])}
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: stdout cannot be written: No space left on device"
+    assert "Traceback" not in done.stderr
 
 
 def test_an_unreachable_server_is_named() -> None:

@@ -171,6 +171,15 @@ def test_errors_name_media_by_their_files(server: FakeTriton, tmp_path: Path) ->
     assert said in run("chat", url=server.url, stdin=lines).stderr
 
 
+def test_a_medium_that_is_refused_unread_is_named_by_its_file_too(server: FakeTriton, tmp_path: Path) -> None:
+    server.script = lambda *_: iter([failure("media[1]: is empty [omni:bad_request;stage=thinker]")])
+    paths = [tmp_path / "one.wav", tmp_path / "two.wav"]
+    for path in paths:
+        path.touch()
+    said = f"error: bad_request: {paths[1]}: is empty (in the thinker)\n"
+    assert run("ask", "What?", *paths, url=server.url).stderr == said
+
+
 def test_errors_of_http_name_media_by_their_files(tmp_path: Path) -> None:
     path = tmp_path / "one.png"
     path.write_bytes(image_file("png"))

@@ -81,6 +81,9 @@ def test_an_empty_source_of_keys_does_not_open_the_gateway(text: str, tmp_path: 
     file.write_text("# none\n")
     with pytest.raises(SettingsError, match="holds no key"):
         read_keys({}, file)
+    file.write_bytes(b"one\n\xff")
+    with pytest.raises(SettingsError, match=r"^--api-keys .*/keys: not text in UTF-8 at byte 4$"):
+        read_keys({}, file)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def test_an_empty_source_of_keys_does_not_open_the_gateway(text: str, tmp_path: 
         (["--url", "a:1", "--url", "a:1"], "--url names a:1 more than once"),
         (["--speech-prompt", "Say it"], "has no {input}"),
         (["--model-name", ""], "--model-name"),
-        (["--api-keys", "/nowhere/keys"], "/nowhere/keys: cannot be read"),
+        (["--api-keys", "/nowhere/keys"], "/nowhere/keys: cannot be read: No such file or directory\n"),
     ],
 )
 def test_a_setting_that_cannot_be_served_with_is_refused_in_a_line(

@@ -53,3 +53,9 @@ def test_a_value_that_cannot_be_is_refused_in_a_line(
         parse_options(["--model-repository", "models", option, value])
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"error: argument {option}: {says}\n"
+
+
+def test_an_option_given_to_the_demo_is_refused_before_a_server_starts() -> None:
+    done = subprocess.run([BUILD, "demo", "--voice"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "build.sh: demo takes one TEXT and no option (got '--voice')\n"

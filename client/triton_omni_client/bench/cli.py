@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -75,6 +76,13 @@ def bench(
     check: Check = False,
 ) -> None:
     """Measure a server: load it, and report what a listener would have heard."""
+    _check_alone(
+        {
+            "--from-profile-export": from_profile_export is not None,
+            "--write-perf-analyzer-input": write_perf_analyzer_input is not None,
+            "--check": check,
+        }
+    )
     if from_profile_export is not None:
         _report_export(from_profile_export, report)
         return
@@ -102,6 +110,13 @@ def bench(
             _measure(plan, Report(_environment(), _described(workload, asked.source) | load.described()), report)
 
 
+def _check_alone(given: Mapping[str, bool]) -> None:
+    """Refuse two of the options that measure nothing: only one of them would be followed."""
+    first, *others = [option for option, found in given.items() if found] or [""]
+    if others:
+        raise typer.BadParameter(f"not with {' or '.join(others)}", param_hint=first)
+
+
 def _report_export(path: Path, written: ReportOptions) -> None:
     written.check()
     with usage_errors("--from-profile-export"):
@@ -109,7 +124,8 @@ def _report_export(path: Path, written: ReportOptions) -> None:
     out = Console()
     for run in runs:
         print_run(out, run)
-    _conclude(Report(_environment(), {"profile_export": str(path)}, runs, notes), out, written)
+    with errors(str(path)):
+        _conclude(Report(_environment(), {"profile_export": str(path)}, runs, notes), out, written)
 
 
 def _measure(plan: Plan, report: Report, written: ReportOptions) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from triton_omni_client.commands.options import MAX_SEED, SamplingOptions, TextOnly
+from triton_omni_client.commands.options import SamplingOptions, TextOnly
 from triton_omni_client.options import A_FILE, Audios, Images, Videos, read_media, seconds, whole_number, with_limits
 from triton_omni_client.terminal import usage_errors
 
@@ -21,6 +21,8 @@ from .workload import BUILT_IN, PROMPTS, Workload, of_length, read_prompts
 DEFAULT_CONCURRENCY = "1,4"
 DEFAULT_OUTPUT = Path("bench.json")
 CROWDS = "--crowds"
+MAX_FIRST_SEED = 2**62
+"""Far below the server's bound, which the seeds of all requests must keep."""
 
 Concurrency = Annotated[
     str, typer.Option(metavar="N,…", help=f"Closed loops: requests at once. Default {DEFAULT_CONCURRENCY}.")
@@ -74,9 +76,9 @@ FixedLengths = Annotated[
 FirstSeed = Annotated[
     int,
     typer.Option(
-        parser=whole_number(0, MAX_SEED),
+        parser=whole_number(0, MAX_FIRST_SEED),
         metavar="N",
-        help="Of the arrivals; request number i has this seed plus i.",
+        help="Of the arrivals, 0 to 2^62; request number i has this seed plus i.",
     ),
 ]
 Output = Annotated[
@@ -208,7 +210,8 @@ def _numbers(option: str, text: str, kind: type[int] | type[float]) -> Sequence[
     try:
         values = [kind(part) for part in text.split(",")] if text else []
     except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is no list of numbers such as 1,8,32", param_hint=option) from error
+        known = "whole numbers such as 1,8,32" if kind is int else "numbers such as 2,4.5"
+        raise typer.BadParameter(f"{text!r} is no list of {known}", param_hint=option) from error
     if not all(0 < value < float("inf") for value in values):
         raise typer.BadParameter(f"{text!r}: every number must be above 0", param_hint=option)
     return values

@@ -54,6 +54,8 @@ def read_profile_export(path: Path) -> tuple[list[Run], list[str]]:
         runs = [_run(experiment) for experiment in export["experiments"]]
     except OSError as error:
         raise BadRequest(f"{path}: cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise BadRequest(f"{path}: not a profile export of perf_analyzer: no JSON, {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadRequest(f"{path}: not a profile export of perf_analyzer: {error!r}") from error
     if cut_off:

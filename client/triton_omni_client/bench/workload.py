@@ -78,8 +78,10 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"prompts {path}: cannot be read: {error}") from error
+    except OSError as error:
+        raise BadRequest(f"prompts {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"prompts {path}: not text in UTF-8 at byte {error.start}") from error
     prompts = tuple(line.strip() for line in lines if line.strip())
     if not prompts:
         raise BadRequest(f"prompts {path}: no line holds a prompt")
