@@ -6,7 +6,6 @@ set -euo pipefail
 
 wav=${1:?"usage: $0 WAV [http://HOST:PORT]"}
 models=${2:-http://localhost:8000}/v2/models
-[[ -r $wav ]] || { echo "$wav: cannot be read" >&2 && exit 1; }
 
 # Streamed: server-sent events, each with the text that is new. `sampling_parameters` is JSON in a JSON string.
 curl -sS --fail-with-body -N "$models/qwen2_5_omni/generate_stream" \

@@ -45,7 +45,10 @@ def test_of_an_export_that_was_cut_off_the_whole_requests_count(tmp_path: Path) 
     assert [(len(run.records), run.complete) for run in runs] == [(2, True), (1, False)]
     assert all(len(record.chunks) == 2 for run in runs for record in run.records)
     assert profile_export.CUT_OFF in notes
-    for data, reason in ((whole[: end - 1], "not a profile export of perf_analyzer: no JSON"), (whole[:65536], "cut off before the first")):
+    for data, reason in (
+        (whole[: end - 1], "not a profile export of perf_analyzer: no JSON"),
+        (whole[:65536], "cut off before the first"),
+    ):
         path.write_bytes(data)
         with pytest.raises(BadRequest, match=reason):
             read_profile_export(path)

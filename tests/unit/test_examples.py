@@ -67,7 +67,7 @@ def test_without_its_arguments_an_example_says_how_it_is_used(name: str) -> None
     assert "Traceback" not in told.stderr
 
 
-@pytest.mark.parametrize("name", ["curl.sh", "curl_openai.sh", "curl_speech.sh"])
+@pytest.mark.parametrize("name", ["curl.sh", "curl_openai.sh"])
 def test_a_file_that_is_not_there_is_told_before_anybody_is_asked(name: str, tmp_path: Path) -> None:
     told = subprocess.run(
         ["bash", EXAMPLES / name, tmp_path / "none", tmp_path / "none"], check=False, capture_output=True, text=True
