@@ -370,7 +370,7 @@ def test_windows_of_listeners_with_enough_sound_stay_out_of_a_batch_that_will_so
     for key in ("old", "new"):
         engine.feed(key, some_codes(36))
     # 0.24 s of sound were left of the new one's, 0.72 s of the old one's.
-    token2wav_clock[0] += 240_000_000 - engine_module.SOON_SILENT_NS
+    token2wav_clock[0] += 240_000_000 - engine_module.LONG_BATCH_NS
     assert [output.key for output in next_outputs(engine)] == ["new"]
     assert [output.key for output in next_outputs(engine)] == ["old"]
 

@@ -37,6 +37,9 @@ NAP_S = 0.0005
 SOON_SILENT_NS = 100_000_000
 """A listener with so little sound left is to be served as if there were none: a window takes about as long beside the
 steps of other stages."""
+LONG_BATCH_NS = 200_000_000
+"""A listener with so little sound left shares no batch with those who have enough: one that is full of their long
+windows takes as long beside the steps of other stages."""
 AT_ONCE_FRAMES = 192
 """Batches of no more mel frames are launched at once: they are through before another could go between."""
 CROWD_NS = 120_000_000
@@ -248,13 +251,13 @@ class Token2WavEngine:
     def _batch(self, due: Sequence[Due]) -> list[Due]:
         """The most urgent window and those that can share its batch, within the batch's limits.
 
-        A listener who has no sound, or soon will have none, does not wait for a batch full of windows of others who
-        have enough.
+        A listener who would have no sound before a full batch is through does not share one with others who have
+        enough.
         """
         batch = list(due[:1])
         frames = sum(len(item.chunk.solved) for item in batch)
         now = time.monotonic_ns()
-        horizon = now + ENOUGH_NS if batch and batch[0].deadline_ns <= now + SOON_SILENT_NS else None
+        horizon = now + ENOUGH_NS if batch and batch[0].deadline_ns <= now + LONG_BATCH_NS else None
         for item in due[1:]:
             alike = item.stream.request.flow == batch[0].stream.request.flow
             fits = frames + len(item.chunk.solved) <= self._settings.max_batch_frames
