@@ -116,7 +116,7 @@ Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics
 Serves until Ctrl-C or SIGTERM. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded and a first reply,
 which is the server's own (--no-warm-up: none), was spoken.
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
-The server's log goes to .cache/logs/server.log, or to --log-file.
+The server's log goes to .cache/logs/server.log, or to --log-file, whose folder must be there.
 With --mps the stages run on a GPU at once instead of by turns, under a CUDA MPS daemon that lives as long as the server.
 With --gpus a stage runs on another GPU than 0: thinker=0,talker=0,token2wav=1, for instance.
 Told to stop, it refuses new requests and finishes replies for --drain-timeout seconds at most (default 30); told again, it
@@ -494,8 +494,11 @@ command_demo() {
     (($# <= 1)) || fail "demo takes one TEXT; put it in quotes"
     [[ ${1:-} != -?* ]] || fail "demo takes one TEXT and no option (got '$1')"
     run_setup
+    set -- say "${1:-Tell me a story}" -o reply.wav
+    # What would be refused is refused before a server takes its time to start.
+    TRITON_OMNI_URL='' child "$VENV/bin/triton-omni" "$@" --check || exit
     start_server demo
-    child "$VENV/bin/triton-omni" say "${1:-Tell me a story}" -o reply.wav --url "$GRPC_URL"
+    child "$VENV/bin/triton-omni" "$@" --url "$GRPC_URL"
 }
 
 # Whether the gateway with these options needs a server that we start.

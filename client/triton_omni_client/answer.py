@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import typer
 
@@ -14,11 +15,12 @@ from .address import is_http
 from .audio import WavWriter
 from .client import OmniClient, Stream
 from .http import HttpClient
-from .interrupt import Interrupts
+from .interrupt import INTERRUPTED, Interrupts
 from .messages import MODEL, UNARY_MODEL, AudioDelta, Delta, Request, TextDelta
+from .options import check_writable
 from .player import Player
 from .reply import Reply, ReplyBuilder
-from .terminal import INTERRUPTED, Screen, errors, last_line, print_json, summary, wav_file
+from .terminal import Screen, errors, last_line, print_json, summary, wav_file
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,15 @@ class Answer:
     output: str = ""
     """WAV file; `-` is stdout, empty is none."""
     as_json: bool = False
+    check: bool = False
+    """Ask for none: what could be refused before was refused."""
     player: Player | None = None
 
     def __post_init__(self) -> None:
         if self.as_json and self.output == "-":
             raise typer.BadParameter("not - with --json: both want stdout", param_hint="-o")
+        if self.output not in ("", "-"):
+            check_writable(Path(self.output))
 
     def give(self, request: Request) -> None:
         """Ask, show the reply as it comes, and its times or summary at the end.
@@ -45,6 +51,8 @@ class Answer:
             typer.Exit: with 1 where the request was refused or failed, of which what came before is in the WAV file;
                 with 130 after Ctrl-C, which cancels the request.
         """
+        if self.check:
+            return
         with errors(self.url, as_json=self.as_json):
             reply, interrupted = self._run(request)
         if self.as_json:

@@ -31,6 +31,7 @@ from .commands.play import EXAMPLES as PLAY_EXAMPLES
 from .commands.play import play
 from .commands.say import EXAMPLES as SAY_EXAMPLES
 from .commands.say import say
+from .interrupt import INTERRUPTED
 from .options import seconds
 from .terminal import EXIT_CODES, FAILED, errors, print_json, with_hint
 
@@ -70,9 +71,11 @@ app.command("capacity", epilog=CAPACITY_EXAMPLES)(report_capacity)
 
 
 def main() -> None:
-    """The console script; a stdout that takes no more is told in one sentence."""
+    """All of the command; a stdout that takes no more is told in one sentence."""
     try:
         app()
+    except KeyboardInterrupt:  # while typer makes its commands; of one that runs it answers so by itself
+        sys.exit(INTERRUPTED)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise

@@ -1,20 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C as a request to stop, for while a stream is read.
+"""Ctrl-C as a request to stop, for while a stream is read, and as the end, for while the command is imported.
 
-Python raises `KeyboardInterrupt` wherever the main thread is, and in the middle of gRPC's own code that can leave a
-lock taken for ever: the cancel that should follow would hang.
+Python raises `KeyboardInterrupt` wherever the main thread is. In the middle of gRPC's own code that can leave a
+lock taken for ever: the cancel that should follow would hang. In the middle of an import it may be printed and passed
+over. Nothing slow is imported here.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Final, NoReturn, Self
 
+INTERRUPTED: Final = 130
+"""The exit code, as a shell has it."""
 Stop = Callable[[], object]
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process without a word; for where there is nothing to be kept yet.
+
+    Where it is ignored, as in what a script runs in the background, it stays so.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def _end(_signal: int, _frame: FrameType | None) -> NoReturn:
+    os._exit(INTERRUPTED)
 
 
 class Interrupts:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -83,6 +84,25 @@ def wav_name(output: str) -> str:
     if (suffix := Path(output).suffix.lower()) in OTHER_FORMATS:
         raise typer.BadParameter(f"{output}: speech is written as WAV, not as {suffix[1:]}; give a name in .wav")
     return output
+
+
+def check_writable(output: Path) -> None:
+    """Refuse a file of `-o` that could not be written once there is something to write.
+
+    Raises:
+        typer.BadParameter: it could not.
+    """
+    try:
+        faults = {
+            "is a folder; give a file in it": output.is_dir(),
+            "its folder does not exist": not output.parent.is_dir(),
+            "cannot be written": not os.access(output if output.exists() else output.parent, os.W_OK),
+        }
+    except OSError as error:  # a name that is too long, or a folder that may not be searched
+        faults = {f"cannot be written: {error.strerror}": True}
+    for fault, found in faults.items():
+        if found:
+            raise typer.BadParameter(f"{output}: {fault}", param_hint="-o")
 
 
 def address(check: Callable[[str], object]) -> Callable[[str], str]:

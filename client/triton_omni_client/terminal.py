@@ -27,7 +27,7 @@ from .errors import BadRequest, ConnectionFailed, OmniClientError, Overloaded
 from .messages import Delta, TextDelta
 from .reply import Reply, Timings
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
+FAILED, USAGE = 1, 2
 EXIT_CODES = (
     "Exit codes: 0 done, 1 the server refused or the run failed, 2 wrong usage (an option, or a file that you named), "
     "130 interrupted (what was received is kept)."

@@ -77,10 +77,16 @@ def test_commands_attach_files_choose_a_voice_and_forget(server: FakeTriton, tmp
 
 def test_an_unknown_command_and_empty_lines_ask_nobody(server: FakeTriton) -> None:
     result = chat("", "/sing", "/help", url=server.url)
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert "/sing is none of /image, /audio, /video, /voice, /reset, /help, /quit" in result.stderr
+    assert (result.exit_code, result.stdout) == (1, "")  # as after a turn that failed
+    assert "error: bad_request: /sing is none of /image, /audio, /video, /voice, /reset, /help, /quit" in result.stderr
     assert "/reset" in result.stderr
     assert server.requests == []
+
+
+def test_an_unknown_command_is_an_object_under_json(server: FakeTriton) -> None:
+    result = chat("/sing", "Hi", url=server.url, options=("--json",))
+    refused, turn = map(json.loads, result.stdout.splitlines())
+    assert (refused["error"]["code"], turn["text"], result.exit_code) == ("bad_request", "Hello, sea.", 1)
 
 
 def test_an_error_ends_the_turn_and_not_the_conversation(server: FakeTriton, tmp_path: Path) -> None:

@@ -211,8 +211,34 @@ def test_files_that_cannot_be_used_are_named(server: FakeTriton, tmp_path: Path)
     assert unframed(said) in unframed(missing.stderr)
     refused = _run("say", "hi", "-o", tmp_path / "no" / "reply.wav", url=server.url)
     assert refused.exit_code == 2
-    assert unframed("reply.wav: cannot be written: No such file or directory") in unframed(refused.stderr)
+    assert unframed("reply.wav: its folder does not exist") in unframed(refused.stderr)
     assert server.requests == []
+
+
+@pytest.mark.parametrize("check", [[], ["--check"]])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("there", "is a folder; give a file in it"),
+        ("nowhere/reply.wav", "its folder does not exist"),
+        ("a" * 300, "cannot be written: File name too long"),
+    ],
+)
+def test_a_wav_file_that_could_not_be_written_is_refused_before_anybody_is_asked(
+    server: FakeTriton, tmp_path: Path, name: str, says: str, check: list[str]
+) -> None:
+    (tmp_path / "there").mkdir()
+    result = _run("say", "hi", "-o", tmp_path / name, *check, url=server.url)
+    assert (result.exit_code, server.requests) == (2, [])
+    assert unframed(f"{name}: {says}") in unframed(result.stderr)
+
+
+@pytest.mark.parametrize("command", ["say", "ask"])
+def test_a_check_asks_nobody_and_writes_nothing(server: FakeTriton, tmp_path: Path, command: str) -> None:
+    result = _run(command, "hi", "-o", tmp_path / "reply.wav", "--check", url=server.url)
+    assert (result.exit_code, result.output, server.requests) == (0, "", [])
+    assert list(tmp_path.iterdir()) == []
+    assert _run(command, " ", "--check", url=server.url).exit_code == 2
 
 
 def test_a_url_of_http_gets_the_reply_in_one_answer(tmp_path: Path) -> None:
@@ -307,3 +333,13 @@ def test_main_is_the_console_script(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         cli.main()
     assert caught.value.code == 0
     assert "say" in capsys.readouterr().out
+
+
+def test_ctrl_c_while_the_commands_are_made_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def press() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", press)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 130

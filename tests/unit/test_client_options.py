@@ -68,7 +68,7 @@ def test_say_and_ask_have_the_same_options_but_for_how_media_are_given() -> None
     assert say - ask == {"image", "audio", "video"}
     assert ask - say == {"files"}
     assert names_of("play") == ask - {"text_only"} | {"device"}
-    assert names_of("chat") == ask - {"text", "files"} | {"device", "play"}
+    assert names_of("chat") == ask - {"text", "files", "check"} | {"device", "play"}
 
 
 def test_say_has_what_ask_has(server: FakeTriton, film: Path) -> None:
@@ -215,6 +215,16 @@ def test_stdin_that_is_no_text_is_told_with_its_place(server: FakeTriton, stdin:
 def test_a_text_that_is_no_unicode_is_wrong_usage(server: FakeTriton, arguments: list[str]) -> None:
     """As the command line has what is not in UTF-8."""
     assert refused(run(*arguments, url=server.url), "not valid Unicode text")
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("command", ["say", "ask", "play"])
+@pytest.mark.parametrize(("text", "stdin"), [("", None), (" \t\n", None), ("-", b" \n")])
+def test_a_text_that_says_nothing_is_refused_without_a_medium(
+    server: FakeTriton, command: str, text: str, stdin: bytes | None
+) -> None:
+    result = run(command, text, url=server.url, stdin=stdin)
+    assert refused(result, "Invalid value for text: it says nothing; give a text, or files, or both")
     assert server.requests == []
 
 

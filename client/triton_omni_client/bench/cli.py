@@ -23,10 +23,11 @@ from rich.console import Console
 
 from triton_omni_client.address import DEFAULT_URL, http_url
 from triton_omni_client.commands.options import StreamUrl, examples
+from triton_omni_client.interrupt import INTERRUPTED
 from triton_omni_client.messages import MODEL
 from triton_omni_client.option_groups import grouped
 from triton_omni_client.options import A_FILE, address, seconds
-from triton_omni_client.terminal import FAILED, INTERRUPTED, errors, usage_errors
+from triton_omni_client.terminal import FAILED, errors, usage_errors
 
 from .options import LoadOptions, ReportOptions, WorkloadOptions
 from .plots import PlotError, write_plots

@@ -12,7 +12,17 @@ from typing import Annotated, Any
 import typer
 
 from triton_omni_client.commands.options import SamplingOptions, TextOnly
-from triton_omni_client.options import A_FILE, Audios, Images, Videos, read_media, seconds, whole_number, with_limits
+from triton_omni_client.options import (
+    A_FILE,
+    Audios,
+    Images,
+    Videos,
+    check_writable,
+    read_media,
+    seconds,
+    whole_number,
+    with_limits,
+)
 from triton_omni_client.terminal import usage_errors
 
 from .records import Load
@@ -192,13 +202,11 @@ class ReportOptions:
         Raises:
             typer.BadParameter: it could not.
         """
-        output, folder = self.output, self.output.parent
+        output = self.output
+        check_writable(output)
         faults = {
-            "is a folder; give a file in it": output.is_dir(),
-            "its folder does not exist": not folder.is_dir(),
-            "cannot be written": not os.access(output if output.exists() else folder, os.W_OK),
             "its folder cannot be written, which the plots need (--no-plots)": self.plots
-            and not os.access(folder, os.W_OK),
+            and not os.access(output.parent, os.W_OK),
             f"the report is JSON, not {output.suffix[1:]}; give a name in .json": output.suffix not in ("", ".json"),
         }
         for fault, found in faults.items():

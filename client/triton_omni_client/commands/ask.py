@@ -20,5 +20,5 @@ EXAMPLES = examples(
 def ask(text: Text = "", files: Paths = None, *, options: WrittenOptions, where: WhereOptions) -> None:
     """Ask about files: text, images, sounds and videos in one question."""
     options.check_output(where.output)
-    answer = Answer(where.url, where.model, where.output, where.as_json)
+    answer = Answer(where.url, where.model, where.output, where.as_json, where.check)
     answer.give(options.request(*read_question(text, files)))

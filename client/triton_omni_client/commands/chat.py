@@ -17,13 +17,12 @@ from triton_omni_client.audio import WavWriter
 from triton_omni_client.client import OmniClient
 from triton_omni_client.conversation import Conversation, SpokenTurn
 from triton_omni_client.errors import BadRequest, OmniClientError
-from triton_omni_client.interrupt import Interrupts
+from triton_omni_client.interrupt import INTERRUPTED, Interrupts
 from triton_omni_client.media import load_media
 from triton_omni_client.messages import MODEL, AudioDelta, Media
 from triton_omni_client.option_groups import grouped
 from triton_omni_client.player import Player
 from triton_omni_client.terminal import (
-    INTERRUPTED,
     Screen,
     errors,
     last_line,
@@ -135,7 +134,7 @@ class Chat:
 
         Raises:
             typer.Exit: with 130 after Ctrl-C while no reply ran; with 1 at the end when stdin is no terminal and a
-                turn failed.
+                turn or a command failed.
         """
         failed = False
         for line in self._lines():
@@ -168,9 +167,8 @@ class Chat:
             name, _, argument = line[1:].partition(" ")
             command = self._commands.get(name)
             if command is None:
-                self._say(f"/{name} is none of /{', /'.join([*self._commands, 'quit'])}")
-            else:
-                command(argument.strip())
+                raise BadRequest(f"/{name} is none of /{', /'.join([*self._commands, 'quit'])}")
+            command(argument.strip())
         elif line or self._media:
             self._talk(line)
 

@@ -77,6 +77,9 @@ Output = Annotated[
         help="WAV file (24 kHz, mono, PCM16) for the reply; - is stdout.",
     ),
 ]
+Check = Annotated[
+    bool, typer.Option("--check", help="Ask nothing: check the text, the options and the files they name.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON alone to stdout, one object a line.")]
 Text = Annotated[str, typer.Argument(help="What to say; - reads it from stdin; empty beside media says nothing.")]
 Paths = Annotated[
@@ -133,8 +136,8 @@ class QuestionOptions(SamplingOptions):
         Raises:
             typer.BadParameter: nothing is asked, or options do not go together.
         """
-        if not text and not media:
-            raise typer.BadParameter("give a text, or files, or both")
+        if not (text.strip() or media):
+            raise typer.BadParameter("it says nothing; give a text, or files, or both", param_hint="text")
         if self.video_sound and not any(medium.kind == "video" for medium in media):
             raise typer.BadParameter("there is no video whose sound could be heard", param_hint="--video-sound")
         chosen = self.request_fields()
@@ -173,6 +176,7 @@ class WhereOptions:
 
     output: Output = ""
     as_json: AsJson = False
+    check: Check = False
     url: Url = DEFAULT_URL
     model: Model = ""
 

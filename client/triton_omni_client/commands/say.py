@@ -30,7 +30,7 @@ def say(
 ) -> None:
     """Say something and hear the reply; media by options."""
     options.check_output(where.output)
-    answer = Answer(where.url, where.model, where.output, where.as_json)
+    answer = Answer(where.url, where.model, where.output, where.as_json, where.check)
     with usage_errors():
         media = read_media(image, audio, video)
     answer.give(options.request(read_text(text), media))
