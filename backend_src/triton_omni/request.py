@@ -53,9 +53,9 @@ class ThinkerOptions(StrictModel):
     repetition_penalty: Penalty = 1.0
     presence_penalty: AdditivePenalty = 0.0
     frequency_penalty: AdditivePenalty = 0.0
-    logit_bias: dict[str, Bias] = Field(default={})
+    logit_bias: dict[str, Bias] = Field(default_factory=dict)
     """By token id in decimal, since JSON has no other keys."""
-    stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default=[])
+    stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list)
     """The reply's text ends before the first of these strings."""
     json_schema: dict[str, Any] | None = None
     """The reply is JSON of this schema."""
@@ -69,7 +69,7 @@ class ThinkerOptions(StrictModel):
         bias = tuple((int(token), value) for token, value in self.logit_bias.items())
         schema = None if self.json_schema is None else compact_json(self.json_schema)
         chosen = {"logit_bias": bias, "stop": tuple(self.stop), "json_schema": schema}
-        return _sampling(self.model_dump() | chosen, seed, limit)
+        return _sampling(vars(self) | chosen, seed, limit)
 
 
 class TalkerOptions(StrictModel):
@@ -89,7 +89,7 @@ class TalkerOptions(StrictModel):
 
     def to_sampling(self, seed: int, limit: int) -> Sampling:
         """The engine's `Sampling`; at most `limit` codes, whatever was asked."""
-        return _sampling(self.model_dump(), seed, limit)
+        return _sampling(dict(vars(self)), seed, limit)
 
 
 def talker_seed(seed: int) -> int:
@@ -116,13 +116,17 @@ class Token2WavOptions(StrictModel):
 
     def to_stream_options(self) -> StreamOptions:
         """The engine's `StreamOptions`."""
-        return StreamOptions(**self.model_dump())
+        return StreamOptions(**vars(self))
+
+
+def _text_and_audio() -> list[Modality]:
+    return ["text", "audio"]
 
 
 class _Parameters(StrictModel):
     """The schema of `sampling_parameters`."""
 
-    modalities: Annotated[list[Modality], Field(min_length=1, max_length=2)] = Field(default=["text", "audio"])
+    modalities: Annotated[list[Modality], Field(min_length=1, max_length=2)] = Field(default_factory=_text_and_audio)
     voice: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     audio_format: AudioFormat = "f32"

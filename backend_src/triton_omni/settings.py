@@ -16,6 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from triton_omni.pydantic_words import wanted_kind, wanted_limit
+
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
@@ -343,34 +345,15 @@ def describe_validation(error: ValidationError, kind: type[BaseModel]) -> str:
     return "; ".join(parts)
 
 
-_TYPES = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "a string",
-    "tuple": "a list",
-    "dict": "a mapping",
-    "model": "a mapping",
-}
-_LIMITS = {
-    "greater_than": "must be greater than {gt:g}",
-    "greater_than_equal": "must be at least {ge:g}",
-    "less_than": "must be less than {lt:g}",
-    "less_than_equal": "must be at most {le:g}",
-    "literal_error": "must be {expected}",
-    "too_short": "must have at least {min_length} entry",
-}
-
-
 def _problem(code: str, context: dict[str, Any], message: str, value: object) -> str:
     """What is wrong with one value, by the code that pydantic gives it."""
     found = f"{value!r:.80}"
     if code == "value_error":  # a validator of ours, whose sentence has the values
         return str(context["error"])
-    if code in _LIMITS:
-        return f"{found} {_LIMITS[code].format(**context)}"
-    expected = _TYPES.get(code.partition("_")[0])
-    return f"expected {expected}, found {found}" if expected else f"{message} (found {found})"
+    if limit := wanted_limit(code, context):
+        return f"{found} must {limit}"
+    kind = wanted_kind(code)
+    return f"expected {kind}, found {found}" if kind else f"{message} (found {found})"
 
 
 def _unknown_key(key: str, known: Sequence[str]) -> str:

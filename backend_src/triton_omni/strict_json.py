@@ -12,8 +12,10 @@ import re
 from typing import NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from triton_omni.errors import BadRequest, TooLarge
+from triton_omni.pydantic_words import wanted_kind, wanted_limit
 
 MAX_DEPTH = 32
 SHOWN_CHARACTERS = 80
@@ -24,6 +26,7 @@ _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 # Base64 of a medium; `\` because some encoders write `/` as `\/`. Of any length, as each is then looked at once.
 _BASE64_RUN = re.compile(rb"[A-Za-z0-9+/=\\]++")
 _SHORTEST_MEDIUM = 1024
+_IN_JSON = {"a list": "an array", "a mapping": "an object"}
 _PLAIN_KEY = re.compile(rf"[A-Za-z0-9_]{{1,{SHOWN_CHARACTERS}}}")
 
 
@@ -106,7 +109,9 @@ def parse_json(raw: bytes, name: str, *, max_bytes: int, max_media_bytes: int = 
         raise BadRequest(f"{name}: not JSON: {error.msg} at character {error.pos}") from error
     except ValueError as error:  # an integer of thousands of digits
         raise BadRequest(f"{name}: not JSON: {error}") from error
-    _check_surrogates(tree, name)
+    # UTF-8 carries no half of a pair, so that only an escape can name one.
+    if b"\\u" in raw:
+        _check_surrogates(tree, name)
     return tree
 
 
@@ -152,6 +157,9 @@ def _check_size(raw: bytes, name: str, max_bytes: int, max_media_bytes: int) -> 
 
 
 def _check_depth(raw: bytes, name: str) -> None:
+    # Fewer brackets than levels, as in most documents, need no look at where they are.
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return
     depth = 0
     for token in _STRUCTURE.finditer(raw):
         first = raw[token.start()]
@@ -212,8 +220,13 @@ def _describe(error: ValidationError, path: str) -> str:
         text = f"{where}: unknown key"
     elif first["type"] == "missing":
         text = f"{where}: is required"
-    elif first["type"] == "model_type":  # pydantic would name our class
-        text = f"{where}: must be an object (got {shown(first['input'])})"
     else:
-        text = f"{where}: {first['msg']} (got {shown(first['input'])})"
+        text = f"{where}: {_allowed(first)} (got {shown(first['input'])})"
     return text if len(items) == 1 else f"{text}; and {len(items) - 1} more"
+
+
+def _allowed(fault: ErrorDetails) -> str:
+    if limit := wanted_limit(fault["type"], fault.get("ctx", {})):
+        return f"must {limit}"
+    kind = wanted_kind(fault["type"])
+    return f"must be {_IN_JSON.get(kind, kind)}" if kind else fault["msg"]

@@ -114,7 +114,7 @@ def test_media_in_a_conversation_are_understood(server: Served, gateway: Running
     ("options", "param", "what"),
     [
         ({**SPOKEN, "audio": {"voice": "alloy"}}, "audio.voice", "Chelsie, Ethan"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens: Input should be"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens: must be at least 1"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": NO_IMAGE}}]}]},
             "messages[0].content[0].image_url.url",

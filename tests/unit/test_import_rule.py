@@ -28,6 +28,7 @@ LAYERS = [
             "spans",
             "tiles",
             "early_kernels",
+            "pydantic_words",
             "tracing",
         }
     },

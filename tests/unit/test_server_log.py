@@ -121,12 +121,12 @@ def test_a_silent_server_is_told_as_silent() -> None:
 
 
 def test_the_output_goes_to_the_file_and_its_end_is_kept(tmp_path: Path) -> None:
-    log = ServerLog(tmp_path / "logs" / "server.log")
+    log = ServerLog(tmp_path / "server.log")
     command = [sys.executable, "-c", "print('error: the first\\nlast words \\udc80'.encode(errors='replace').decode())"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         log.follow(process)
         log.close()
-    assert (tmp_path / "logs" / "server.log").read_text() == "error: the first\nlast words ?\n"
+    assert (tmp_path / "server.log").read_text() == "error: the first\nlast words ?\n"
     assert log.reason() == "the first"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,14 @@ def test_an_option_given_to_the_demo_is_refused_before_a_server_starts() -> None
     done = subprocess.run([BUILD, "demo", "--voice"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "build.sh: demo takes one TEXT and no option (got '--voice')\n"
+
+
+@pytest.mark.skipif(Path(sys.prefix) != BUILD.parent / ".venv", reason="build.sh would set up an environment")
+@pytest.mark.parametrize(("text", "says"), [("hi", "reply.wav: is a folder"), ("  ", "it says nothing")])
+def test_what_the_demo_cannot_do_is_told_before_a_server_starts(tmp_path: Path, text: str, says: str) -> None:
+    if text.strip():
+        (tmp_path / "reply.wav").mkdir()
+    done = subprocess.run([BUILD, "demo", text], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert "starting the server" not in done.stderr

@@ -91,10 +91,11 @@ def test_given_keys_replace_defaults_and_leave_the_others(load):
         ("timeout_s: soon", "timeout_s: expected a number, found 'soon'"),
         ("engine: {enforce_eager: maybe}", "engine.enforce_eager: expected true or false, found 'maybe'"),
         ("device: tpu", "device: 'tpu' must be 'auto', 'cpu' or 'cuda'"),
+        ("engine: {fused_decode: maybe}", "engine.fused_decode: 'maybe' must be 'auto', true or false"),
         ("engine: 3", "engine: expected a mapping, found 3"),
         ("limits: {allowed_url_schemes: data}", "limits.allowed_url_schemes: expected a list, found 'data'"),
         ("limits: {allowed_url_schemes: [file]}", "limits.allowed_url_schemes.0: 'file' must be 'data'"),
-        ("3: 4", "3: Keys should be strings (found 3)"),
+        ("3: 4", "3: expected a string as key, found 3"),
         (
             "max_sessions: 0\nheartbeat_ms: 2000",
             "max_sessions: 0 must be greater than 0; heartbeat_ms: 2000 must be at most 1000",

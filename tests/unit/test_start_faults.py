@@ -224,6 +224,12 @@ def test_a_log_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         ServerLog(tmp_path / "file" / "server.log").open()
 
 
+def test_a_folder_of_the_log_that_is_not_there_is_told_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match=r"/no/logs/server\.log cannot be written: its folder does not exist"):
+        ServerLog(tmp_path / "no" / "logs" / "server.log").open()
+    assert list(tmp_path.iterdir()) == []
+
+
 TALKATIVE = "for number in range(20000): print(number, 'x' * 60)"
 
 

@@ -97,11 +97,12 @@ class ServerLog:
         """Make the file; to be called before there is output that would be lost.
 
         Raises:
-            ServerError: it cannot be made, or is the log of a server that runs.
+            ServerError: it cannot be made, as where its folder does not exist, or is the log of a server that runs.
         """
         if self.path is not None:
             try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+                if not self.path.parent.exists():
+                    raise ServerError(f"the log {self.path} cannot be written: its folder does not exist")
                 self._sink = _own(self.path)
             except OSError as error:
                 raise ServerError(f"the log {self.path} cannot be written ({error.strerror})") from error

@@ -90,7 +90,8 @@ def _parser(*, mps: bool) -> argparse.ArgumentParser:
     add("--http-port", type=port, default=8000, metavar="N", help="default 8000; 0 = a free port")
     add("--grpc-port", type=port, default=8001, metavar="N", help="default 8001; 0 = a free port")
     add("--metrics-port", type=port, default=8002, metavar="N", help="default 8002; 0 = a free port")
-    add("--log-file", type=Path, metavar="FILE", help="the server's log (default: standard error)")
+    log = "the server's log, in a folder that is there (default: standard error)"
+    add("--log-file", type=Path, metavar="FILE", help=log)
     add("--log-verbose", type=whole_number, default=0, metavar="N", help="Triton's own verbosity (default 0)")
     add("--log-format", choices=FORMATS, help="of the stages' records (default: OMNI_LOG_FORMAT, or plain)")
     start = "what loading all models may take (default 900)"
