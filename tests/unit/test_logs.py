@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes import FakeIntake
+from fakes import FakeIntake, FakeThinkerEngine
 from session_rig import finished, pipeline
 from triton_omni.events import LONGEST_VALUE, log_event
 from triton_omni.serving.log_format import JsonFormatter, PlainFormatter, configure_logging
@@ -52,6 +52,27 @@ def test_a_reply_is_told_by_every_stage_under_its_names(told):
     assert (by_stage["thinker"]["prompt_tokens"], by_stage["thinker"]["reply_tokens"]) == (5, 10)
     assert by_stage["talker"]["codes"] > 0
     assert by_stage["token2wav"]["audio_s"] == pytest.approx(by_stage["talker"]["codes"] * 2 / 24000, abs=1e-4)
+
+
+def test_a_request_is_told_of_behind_the_launch_that_its_listener_waits_for(told):
+    seen = []
+
+    class Engine(FakeThinkerEngine):
+        def step(self):
+            seen.append(events(told)[0])
+            return super().step()
+
+    with pipeline(thinker=Engine()) as p:
+        finished(p.ask("12345"))
+        p.wait_until_empty()
+    assert seen[:2] == [[], [("thinker", "accepted", None)]]
+
+
+def test_a_request_is_told_of_while_nothing_can_be_launched(told):
+    with pipeline() as p:
+        assert p.ask("bad").reply.done.wait(5)
+        p.wait_until_empty()
+    assert [event for _, event, _ in events(told)[0]] == ["accepted", "refused"]
 
 
 @pytest.mark.parametrize("engine", range(3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -43,6 +43,7 @@ class ThinkerAccounts:
         self.reply_tokens = 0
         self.batches = Histogram(POWERS)
         self._leaks = LeakWatch()
+        self._accepted: deque[OpenSession] = deque()
 
     def count_unread(self, error: Exception) -> None:
         """Count a request that ended with this error because it could not even be read."""
@@ -59,8 +60,22 @@ class ThinkerAccounts:
         self._end(Ending.of(error, "thinker"), span, request=raw.request_id)
         return error
 
+    def accept(self, session: OpenSession) -> None:
+        """Have it told of later that a request got a session.
+
+        Behind a rest a record of the log takes a quarter of a millisecond, for which a listener would wait.
+        """
+        self._accepted.append(session)
+
+    def tell_accepted(self) -> None:
+        """Write in the log who was accepted; on the loop's thread, once it has nothing more urgent to do."""
+        while self._accepted:
+            session = self._accepted.popleft()
+            log_event(logger, "accepted", stage="thinker", request=session.label, session=session.key.name)
+
     def close(self, session: OpenSession) -> None:
         """Count a session that no stage holds any more: by the stage that answered it, else by what ended it here."""
+        self.tell_accepted()
         ledger, key = self._ledger, session.key
         ending = ledger.outcome(key, "token2wav") or ledger.outcome(key, "talker") or session.ending
         if ending is None:

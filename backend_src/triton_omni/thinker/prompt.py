@@ -107,7 +107,7 @@ class PromptRenderer:
         self._plain.encode_special_tokens = True
         self._plain.no_truncation()
         self._plain.no_padding()
-        fixed = ("\n", "assistant\n", f"system\n{DEFAULT_SYSTEM_PROMPT}")
+        fixed = ("\n", "user\n", "assistant\n", "system\n", f"system\n{DEFAULT_SYSTEM_PROMPT}")
         self._fixed = {text: self._tokenise(text) for text in fixed}
         """Runs of most chats that are the template's alone."""
 

@@ -19,7 +19,6 @@ import torch
 
 from triton_omni.engine import EngineStats, ThinkerEngine, ThinkerOutput
 from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
-from triton_omni.events import log_event
 from triton_omni.figures import Figure
 from triton_omni.ledger import SessionLedger, Slots
 from triton_omni.loop import IDLE_POLL_S, StageLoop
@@ -107,8 +106,9 @@ class ThinkerStage:
     def submit(self, raw: RawRequest, outlet: Outlet) -> None:
         """Take a request; it is answered through `outlet`, always, and always with exactly one final."""
         accepted_ns = time.monotonic_ns()
-        # A name for logs and `info`, where the client gave none.
-        raw = replace(raw, request_id=raw.request_id or secrets.token_hex(8))
+        if not raw.request_id:
+            # A name for logs and `info`.
+            raw = replace(raw, request_id=secrets.token_hex(8))
         span = self.accounts.begin(raw, accepted_ns)
         if self._ledger.draining:
             outlet.fail(self.accounts.refuse(leaving_error(), raw, span))
@@ -127,7 +127,7 @@ class ThinkerStage:
         self._ledger.set_deadline(key, deadline_ns)
         outbox = Outbox(self._settings.rows_per_message)
         session = OpenSession(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox, span=span)
-        log_event(logger, "accepted", stage="thinker", request=raw.request_id, session=key.name)
+        self.accounts.accept(session)
         self._make_ready(session, raw)
 
     def close(self) -> None:
@@ -192,6 +192,7 @@ class ThinkerStage:
     def step(self) -> None:
         """One engine step; what it gave leaves as soon as its outbox lets it."""
         outputs = self._engine.step()
+        self.accounts.tell_accepted()
         if outputs:
             self.accounts.batches.add(len(outputs))
         for output in outputs:
@@ -212,6 +213,8 @@ class ThinkerStage:
         # Once a turn: whether there is work, and how long to sleep, must be said of the same moment.
         held = self._ledger.device_claimed() or self._rest.is_due(self._open.values(), now)
         self._engine.hold(held)
+        if not self.has_work():
+            self.accounts.tell_accepted()
         return CLAIMED_POLL_S if held else delay
 
     def fail(self, error: Exception) -> None:

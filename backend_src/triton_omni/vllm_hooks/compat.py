@@ -111,6 +111,7 @@ try:
     from vllm.sequence import IntermediateTensors
     from vllm.utils.system_utils import get_mp_context
     from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+    from vllm.v1.attention.backends.utils import PAD_SLOT_ID
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -126,6 +127,8 @@ try:
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.structured_output.backend_guidance import GuidanceBackend, serialize_guidance_grammar
     from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
+    from vllm.v1.worker.block_table import _COMPUTE_SLOT_MAPPING_KERNEL as SLOT_MAPPING_KERNEL
+    from vllm.v1.worker.block_table import BlockTable, MultiGroupBlockTable
     from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -193,11 +196,14 @@ _check_methods()
 
 __all__ = [
     "MULTIMODAL_REGISTRY",
+    "PAD_SLOT_ID",
+    "SLOT_MAPPING_KERNEL",
     "SUPPORTED_VLLM",
     "AsyncScheduler",
     "AttentionCGSupport",
     "AutoWeightsLoader",
     "BatchDescriptor",
+    "BlockTable",
     "CUDAGraphMode",
     "CachedRequestState",
     "CommonAttentionMetadata",
@@ -221,6 +227,7 @@ __all__ = [
     "MessageQueue",
     "ModelRegistry",
     "ModelRunnerOutput",
+    "MultiGroupBlockTable",
     "MultiModalFeatureSpec",
     "ParallelLMHead",
     "Qwen2DecoderLayer",

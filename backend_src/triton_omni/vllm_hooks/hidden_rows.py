@@ -153,7 +153,7 @@ class RowTap:
         count = len(request_ids)
         firsts, edges = starts[:count].tolist(), bounds[: count + 1].tolist()
         segments, total, media_spans = [], 0, []
-        gathered = np.repeat([request_id in self._wanted for request_id in request_ids], np.diff(bounds[: count + 1]))
+        runs: list[tuple[int, int]] = []
         for request_id, first, begin, end in zip(request_ids, firsts, edges, edges[1:], strict=False):
             wanted, stop = self._wanted.get(request_id), first + end - begin
             if wanted is None:
@@ -161,17 +161,16 @@ class RowTap:
                 continue
             start = wanted.take(first, stop)
             fresh = begin + start - first
-            if start > first:
-                gathered[begin:fresh] = False
             if start < len(wanted.media):
                 media_spans.append((total, wanted.media[start:stop]))
             if start < stop:
                 segments.append(Segment(request_id, start, stop, fresh, total))
+                _extend(runs, fresh, end)
             total += stop - start
         zeroed = np.zeros(total, dtype=np.bool_)
         for offset, span in media_spans:
             zeroed[offset : offset + len(span)] = span
-        return GatherPlan(tuple(segments), np.flatnonzero(gathered), zeroed)
+        return GatherPlan(tuple(segments), _indices(runs), zeroed)
 
     def record(self, plan: GatherPlan, taken: Tensor | None, hidden: Tensor) -> None:
         """Finish a step's rows and flags, off the device's buffers; nothing here waits for the device."""
@@ -219,6 +218,21 @@ class HiddenRowsMixin(_Runner):
         hidden = super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
         self.row_tap.record(plan, taken, hidden)
         return hidden
+
+
+def _extend(runs: list[tuple[int, int]], begin: int, end: int) -> None:
+    """Add [begin, end) to ranges that do not adjoin. Mostly all are one: an array operation takes as long as many of
+    these."""
+    if runs and runs[-1][1] == begin:
+        runs[-1] = (runs[-1][0], end)
+    else:
+        runs.append((begin, end))
+
+
+def _indices(runs: list[tuple[int, int]]) -> NDArray[np.int64]:
+    """The numbers of all these ranges, int64 [n]."""
+    parts = [np.arange(begin, end) for begin, end in runs]
+    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def _to_device(host: NDArray[Any], device: torch.device) -> Tensor:

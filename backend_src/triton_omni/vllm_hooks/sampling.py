@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from triton_omni.engine import Sampling
 from triton_omni.vllm_hooks.compat import GPUModelRunner, SchedulerOutput, VllmConfig, apply_top_k_top_p
 from triton_omni.vllm_hooks.fused_decode import wanted_fused
 
@@ -38,6 +39,19 @@ _BLOCK: Final = 512
 """Ids of one block of a larger one, where its size is a multiple of it; otherwise what divides both."""
 
 
+def drawing(sampling: Sampling) -> dict[str, Any]:
+    """Arguments of `SamplingParams` that say how an id is drawn; when a sequence ends is for its stage to say."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+    }
+
+
 def seed_args(seed: int) -> dict[str, int]:
     """What `SamplingParams.extra_args` must hold for a sequence with this seed.
 
@@ -56,8 +70,17 @@ def counter_uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -
     Returns:
         float64 [B], multiples of 2**-52.
     """
-    stream = _mix(seeds + _GOLDEN_GAMMA)
-    bits = _mix(stream + (positions + np.uint64(1)) * _GOLDEN_GAMMA)
+    return stream_uniforms(noise_streams(seeds), positions)
+
+
+def noise_streams(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Where the numbers of each seed begin, uint64 [B]; the same at all its positions."""
+    return _mix(seeds + _GOLDEN_GAMMA)
+
+
+def stream_uniforms(streams: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """`counter_uniforms` of the seeds of these `noise_streams`."""
+    bits = _mix(streams + (positions + np.uint64(1)) * _GOLDEN_GAMMA)
     return (bits >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64) * 2.0**-_UNIFORM_BITS
 
 
@@ -142,7 +165,7 @@ class CounterNoiseMixin(_Runner):
         super().__init__(vllm_config, device)
         self._uniforms = self._make_buffer(self.max_num_reqs, dtype=torch.float64)
         self._seeded: list[str] = []
-        self._seeds = np.zeros(0, dtype=np.uint64)
+        self._streams = np.zeros(0, dtype=np.uint64)
         sampler = CounterTopKTopPSampler(self._uniforms.gpu, _fused_draw() if wanted_fused(vllm_config) else draw)
         self.sampler.topk_topp_sampler = sampler  # type: ignore[assignment]
 
@@ -160,15 +183,16 @@ class CounterNoiseMixin(_Runner):
         if self.input_batch.all_greedy:
             return
         count = len(positions)
-        self._uniforms.np[:count] = counter_uniforms(self._batch_seeds(), positions.astype(np.uint64))
+        self._uniforms.np[:count] = stream_uniforms(self._batch_streams(), positions.astype(np.uint64))
         self._uniforms.copy_to_gpu(count)
 
-    def _batch_seeds(self) -> NDArray[np.uint64]:
-        """Seeds in the order of the batch's rows, uint64 [B]; read again only when the batch changes."""
+    def _batch_streams(self) -> NDArray[np.uint64]:
+        """Noise streams in the order of the batch's rows, uint64 [B]; found again only when the batch changes."""
         if self._seeded != self.input_batch.req_ids:
             self._seeded = list(self.input_batch.req_ids)
-            self._seeds = np.asarray([self._seed_of(request_id) for request_id in self._seeded], dtype=np.uint64)
-        return self._seeds
+            seeds = [self._seed_of(request_id) for request_id in self._seeded]
+            self._streams = noise_streams(np.asarray(seeds, dtype=np.uint64))
+        return self._streams
 
     def _seed_of(self, request_id: str) -> int:
         parameters = self.requests[request_id].sampling_params

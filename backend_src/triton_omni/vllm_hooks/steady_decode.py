@@ -31,6 +31,7 @@ from triton_omni.vllm_hooks.compat import (
     VllmConfig,
     override_forward_context,
 )
+from triton_omni.vllm_hooks.slot_mapping import launch_directly
 
 if TYPE_CHECKING:
     from triton_omni.vllm_hooks.step_copy_kernels import DrawnIds
@@ -134,6 +135,7 @@ class SteadyDecodeMixin(_Runner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache; where steps are fused, what they draw leaves by a kernel, which is compiled here."""
         super().initialize_kv_cache(*args, **kwargs)
+        launch_directly(self.input_batch.block_table)
         if self.fuses_decode_steps:
             # The Triton language is imported where it is needed alone.
             from triton_omni.vllm_hooks.step_copy_kernels import DrawnIds

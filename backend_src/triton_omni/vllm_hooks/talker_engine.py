@@ -33,6 +33,7 @@ from triton_omni.vllm_hooks.engine_args import (
     schedules_ahead,
 )
 from triton_omni.vllm_hooks.lone_groups import lone_groups
+from triton_omni.vllm_hooks.sampling import drawing
 from triton_omni.vllm_hooks.steady_engine import core_step
 from triton_omni.vllm_hooks.talker_network import register_talker, talker_config
 from triton_omni.vllm_hooks.talker_rows import Sequence, TalkerRows
@@ -232,17 +233,7 @@ class TalkerVllmEngine:
         """The values as vLLM takes them, which raises a very low temperature, and its refusals as ours."""
         limit = min(sampling.max_tokens, self._settings.max_codes)
         try:
-            checked = SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                repetition_penalty=sampling.repetition_penalty,
-                presence_penalty=sampling.presence_penalty,
-                frequency_penalty=sampling.frequency_penalty,
-                max_tokens=limit,
-                min_tokens=sampling.min_tokens,
-            )
+            checked = SamplingParams(**drawing(sampling), max_tokens=limit, min_tokens=sampling.min_tokens)
         except VLLMValidationError as error:
             raise BadRequest(f"the talker's sampling: {error}", stage="talker") from error
         return dataclasses.replace(sampling, temperature=checked.temperature, max_tokens=limit)

@@ -129,6 +129,10 @@ class ThinkerVllmEngine:
         }
         self._media_info: Any = self._llm.renderer.get_mm_processor().info
         self._end_ids = end_ids(config)
+        renderer: Any = self._llm.renderer
+        end = renderer.get_eos_token_id()
+        # vLLM has the tokenizer look it up for each request.
+        renderer.get_eos_token_id = lambda: end
         self._max_model_len = settings.engine.max_model_len
         self._sequences: dict[str, _Sequence] = {}
         self._keys: dict[str, str] = {}
@@ -150,13 +154,14 @@ class ThinkerVllmEngine:
         """
         self._check_length(len(prompt.token_ids), max_tokens)
         check_placeholders(prompt, self._media_ids)
-        # Before the media are processed, which takes memory and time by their size.
-        self._check_length(expanded_length(self._media_info, prompt, self._media_ids), max_tokens)
+        if prompt.multi_modal_data:
+            # Before the media are processed, which takes memory and time by their size.
+            self._check_length(expanded_length(self._media_info, prompt, self._media_ids), max_tokens)
         engine_input = self._render(prompt)
-        ids = tuple(engine_input["prompt_token_ids"])
+        ids: list[int] = engine_input["prompt_token_ids"]
         self._check_length(len(ids), max_tokens)
-        positions, _ = self._model.get_mrope_input_positions(list(ids), thinker_networks.media_features(engine_input))
-        return ThinkerPlaced(prompt_token_ids=ids, positions=positions.to(torch.int64), engine_input=engine_input)
+        positions, _ = self._model.get_mrope_input_positions(ids, thinker_networks.media_features(engine_input))
+        return ThinkerPlaced(tuple(ids), positions.to(torch.int64), engine_input)
 
     def check_schema(self, schema: str) -> None:
         """See whether a JSON schema can be compiled; may be called from any thread.
@@ -185,8 +190,9 @@ class ThinkerVllmEngine:
             request_id = self._llm.add_request(key, placed.engine_input, parameters, priority=priority)
         except VLLMValidationError as error:
             raise BadRequest(f"the thinker refused the request: {error}") from error
+        self._runner.place(request_id, placed.positions)
         if want_rows:
-            self._tap.want(request_id, self._media_places(placed.prompt_token_ids))
+            self._tap.want(request_id, self._media_places(placed))
         release = RowRelease(len(placed.prompt_token_ids), cut=StopCut(sampling.stop) if sampling.stop else None)
         # Kept, since vLLM forgets them before it tells how the reply ended.
         detokenizer = self._llm.output_processor.request_states[request_id].detokenizer
@@ -255,10 +261,12 @@ class ThinkerVllmEngine:
         self._tap.steps.clear()
         self._llm.engine_core.shutdown()
 
-    def _media_places(self, ids: tuple[int, ...]) -> NDArray[np.bool_]:
-        """bool [P]: the prompt's tokens that stand for a medium."""
-        media = list(self._media_ids.values())
-        return np.isin(ids, media) if any(token in ids for token in media) else np.zeros(len(ids), np.bool_)
+    def _media_places(self, placed: ThinkerPlaced) -> NDArray[np.bool_]:
+        """bool [P]: the prompt's tokens that stand for a medium; in text there are none, as `prepare` saw."""
+        ids = placed.prompt_token_ids
+        if not placed.engine_input.get("mm_placeholders"):
+            return np.zeros(len(ids), np.bool_)
+        return np.isin(ids, list(self._media_ids.values()))
 
     def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
         if prompt_tokens + max_tokens > self._max_model_len:
@@ -357,6 +365,7 @@ class ThinkerVllmEngine:
         if sequence is not None:
             self._keys.pop(sequence.request_id)
             self._tap.forget(sequence.request_id)
+            self._runner.forget_place(sequence.request_id)
         return sequence
 
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from triton_omni.engine import Sampling
 from triton_omni.vllm_hooks.compat import RequestOutputKind, StructuredOutputsParams
 from triton_omni.vllm_hooks.json_schemas import CheckedParams
-from triton_omni.vllm_hooks.sampling import seed_args
+from triton_omni.vllm_hooks.sampling import drawing, seed_args
 
 
 def end_ids(thinker_config: Any) -> list[int]:
@@ -34,13 +34,7 @@ def to_parameters(sampling: Sampling, ends: Sequence[int]) -> CheckedParams:
     """
     schema = sampling.json_schema
     return CheckedParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
+        **drawing(sampling),
         logit_bias=dict(sampling.logit_bias) or None,
         stop=list(sampling.stop),
         structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
@@ -52,4 +46,6 @@ def to_parameters(sampling: Sampling, ends: Sequence[int]) -> CheckedParams:
         skip_special_tokens=True,
         output_kind=RequestOutputKind.DELTA,
         extra_args=seed_args(sampling.seed),
+        # Made for this request alone: vLLM need not copy all that it holds.
+        skip_clone=True,
     )

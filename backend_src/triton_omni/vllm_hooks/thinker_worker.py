@@ -17,6 +17,7 @@ from triton_omni.vllm_hooks.fused_decode import FusedDecodeMixin
 from triton_omni.vllm_hooks.hidden_rows import HiddenRowsMixin
 from triton_omni.vllm_hooks.left_blocks import LeftBlocksMixin
 from triton_omni.vllm_hooks.media_memory import MediaMemoryMixin
+from triton_omni.vllm_hooks.placed_prompts import PlacedPromptsMixin
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
 from triton_omni.vllm_hooks.tensor_parallel import failing_together
@@ -27,6 +28,7 @@ class ThinkerRunner(
     HiddenRowsMixin,
     LeftBlocksMixin,
     MediaMemoryMixin,
+    PlacedPromptsMixin,
     ThinkerDecodeMixin,
     FusedDecodeMixin,
     PrefillGraphsMixin,

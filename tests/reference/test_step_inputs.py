@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prompt's first step is laid out from is what vLLM would lay it out from: positions and places in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from media_samples import tone
+from reference.hf import HfReference
+from reference.thinker_rig import REPLY, ask, make_engine, token_ids
+from triton_omni.engine import ThinkerPlaced, ThinkerPrompt
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Iterator[Any]:
+    made = make_engine(tiny_checkpoint)
+    yield made
+    made.close()
+
+
+def heard(engine: Any, hf: HfReference) -> ThinkerPlaced:
+    ids = token_ids(hf, {"type": "audio"}, {"type": "text", "text": "what is it?"})
+    placed: ThinkerPlaced = engine.prepare(ThinkerPrompt(ids, {"audio": [tone(0.4)]}))
+    return placed
+
+
+@pytest.mark.parametrize("kind", ["text", "sound"])
+def test_a_prompt_lies_where_vllm_would_lay_it(engine: Any, hf: HfReference, kind: str) -> None:
+    placed = engine.prepare(ask(hf, "hello there")) if kind == "text" else heard(engine, hf)
+    runner = engine._runner
+    found = {}
+    for key, knows in (("ours", True), ("vllm's", False)):
+        engine.add(key, placed, REPLY, want_rows=True)
+        request_id = engine._sequences[key].request_id
+        if not knows:
+            runner.forget_place(request_id)
+        engine.step()
+        state = runner.requests[request_id]
+        found[key] = state.mrope_positions, state.mrope_position_delta
+        assert not runner._placed
+        engine.abort(key)
+        engine.step()
+    assert torch.equal(found["ours"][0], found["vllm's"][0])
+    assert found["ours"][1] == found["vllm's"][1]
+
+
+def test_a_prompt_that_is_given_up_before_its_first_step_leaves_no_positions(engine: Any, hf: HfReference) -> None:
+    engine.add("given up", engine.prepare(ask(hf, "hello")), REPLY, want_rows=True)
+    assert engine._runner._placed
+    engine.abort("given up")
+    assert not engine._runner._placed
+
+
+def test_tokens_go_where_vllms_own_launch_sends_them(engine: Any) -> None:
+    (table,) = engine._runner.input_batch.block_table.block_tables
+    table.add_row([3, 5], 0)
+    table.add_row([2], 1)
+    table.commit_block_table(2)
+    device = table.slot_mapping.gpu.device
+    bounds = torch.tensor([0, 6, 9], dtype=torch.int32, device=device)
+    # A sequence that goes on in its second block, and one that begins.
+    positions = torch.tensor([*range(table.block_size - 3, table.block_size + 3), 0, 1, 2], device=device)
+    slots = []
+    for launch in (table.compute_slot_mapping, lambda *given: type(table).compute_slot_mapping(table, *given)):
+        table.slot_mapping.gpu.fill_(-7)
+        launch(2, bounds, positions)
+        slots.append(table.slot_mapping.gpu[: len(positions)].tolist())
+    size = table.block_size
+    expected = [3 * size + size - 3 + n for n in range(3)] + [5 * size + n for n in range(3)]
+    assert slots[0] == slots[1] == [*expected, *(2 * size + n for n in range(3))]
+    table.clear_row(0)
+    table.clear_row(1)
