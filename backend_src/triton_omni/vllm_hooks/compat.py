@@ -162,6 +162,7 @@ _RUNNER_METHODS = (
 
 
 _OTHER_METHODS = {
+    BlockTable: ("compute_slot_mapping",),
     EngineCore: ("step", "step_with_batch_queue"),
     EncoderCacheManager: ("free_encoder_input",),
     KVCacheManager: ("allocate_slots", "take_new_block_ids"),
