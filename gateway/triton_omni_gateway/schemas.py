@@ -226,24 +226,28 @@ def _refusal(problems: list[ErrorDetails]) -> GatewayError:
     """The refusal of the first key at fault; of a union's branches, the one that was followed farthest."""
     of_key = [found for found in problems if found["loc"][:1] == problems[0]["loc"][:1]]
     problem = max(of_key, key=lambda found: len(found["loc"]))
-    param = _path(problem["loc"])
+    param = _path(problem["loc"], own_key=problem["type"] == "extra_forbidden")
     match problem["type"]:
         case "json_invalid":
-            return bad_request(f"The body is not JSON: {problem['msg']}.", code="invalid_json")
+            said = problem["msg"].removeprefix("Invalid JSON: ")
+            return bad_request(f"The body is not JSON: {said}.", code="invalid_json")
+        case "model_type" if not problem["loc"]:
+            return bad_request("The body is JSON, but no object.", code="invalid_value")
         case "extra_forbidden":
             return bad_request(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
         case "missing":
             said = f"Missing required parameter: '{param}'."
             return bad_request(said, param=param, code="missing_required_parameter")
-    return bad_request(f"Invalid value for '{param}': {problem['msg']}.", param=param or None, code="invalid_value")
+    return bad_request(f"Invalid value for '{param}': {problem['msg']}.", param=param, code="invalid_value")
 
 
-def _path(steps: tuple[int | str, ...]) -> str:
-    """`messages[0].content`, cut where a caller's key is very long; the names of a union's branches are left out."""
+def _path(steps: tuple[int | str, ...], *, own_key: bool) -> str:
+    """`messages[0].content`, cut where a caller's key is very long; the names of a union's branches are left out, which
+    the last step is not where it is a key of the caller's own."""
     path = ""
-    for step in steps:
+    for place, step in enumerate(steps, 1):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step.isidentifier() and step != "str":
+        elif (own_key and place == len(steps)) or (step.isidentifier() and step != "str"):
             path += f".{step}" if path else step
     return path[:_SHOWN]

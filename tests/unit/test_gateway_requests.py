@@ -66,6 +66,14 @@ def test_the_detail_of_an_image_has_no_effect(detail: str) -> None:
     assert message["content"] == [{"type": "image_url", "image_url": image}]
 
 
+@pytest.mark.parametrize(
+    "image", ["data:image/png;base64,AA==", {"url": "data:image/png;base64,AA==", "detail": "so-so"}]
+)
+def test_what_an_image_must_not_be_is_given_on_and_the_server_refuses_it(image: Any) -> None:
+    content = [{"type": "image_url", "image_url": image}]
+    assert asked(messages=[{"role": "user", "content": content}]).messages == [{"role": "user", "content": content}]
+
+
 def test_a_developer_speaks_as_the_system() -> None:
     (first, _) = asked(messages=[{"role": "developer", "content": "Be brief."}, *USER]).messages or ()
     assert first == {"role": "system", "content": "Be brief."}
@@ -116,12 +124,18 @@ def test_a_format_of_the_reply_is_a_schema_for_the_thinker() -> None:
     assert asked(response_format={"type": "json_object"}).thinker == {"json_schema": {"type": "object"}}
 
 
+def test_a_length_may_be_given_under_both_names() -> None:
+    assert asked(max_tokens=3, max_completion_tokens=3).thinker == {"max_tokens": 3}
+
+
 def test_a_request_s_priority_is_passed_on() -> None:
     assert asked(priority=-3).priority == -3
 
 
 def test_a_reply_of_a_given_length_for_load_generators() -> None:
     assert asked(ignore_eos=True, max_tokens=5).thinker == {"min_tokens": 5, "max_tokens": 5}
+    as_text = {"response_format": {"type": "text"}}
+    assert asked(ignore_eos=True, max_tokens=5, **as_text).thinker == {"min_tokens": 5, "max_tokens": 5}
     assert refused(ignore_eos=True).param == "ignore_eos"
 
 
@@ -150,6 +164,9 @@ def test_what_changes_nothing_is_taken(extra: dict[str, Any]) -> None:
     [
         ({"nonsense": 1}, "nonsense", "Unknown parameter: 'nonsense'"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "Unknown parameter"),
+        ({"max-tokens": 1}, "max-tokens", "Unknown parameter: 'max-tokens'"),
+        ({"audio": {"str": 1}}, "audio.str", "Unknown parameter: 'audio.str'"),
+        ({"messages": [{"role": "user", "content": "x", "a b": 1}]}, "messages[0].a b", "Unknown parameter"),
         ({"n": 2}, "n", "should be 1"),
         ({"logprobs": True}, "logprobs", "should be False"),
         ({"tools": [{}]}, "tools", "at most 0 items"),
@@ -194,9 +211,18 @@ def test_what_is_not_offered_is_refused_by_name(extra: dict[str, Any], param: st
     assert re.search(what, refusal.message)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"model": "m"}', b"\xff"])
-def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
-    with pytest.raises(GatewayError) as caught:
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b"", "The body is not JSON: EOF"),
+        (b"{", "The body is not JSON: EOF"),
+        (b"[]", "The body is JSON, but no object"),
+        (b'{"model": "m"}', "Missing required parameter: 'messages'"),
+        (b"\xff", "The body is not JSON: "),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(body: bytes, what: str) -> None:
+    with pytest.raises(GatewayError, match=what) as caught:
         parse(ChatRequest, body)
     assert caught.value.status == 400
 
@@ -213,6 +239,11 @@ def test_a_spoken_reply_is_named_by_its_id_or_sent_with_its_transcript() -> None
     whole = {"role": "assistant", "content": None, "audio": {"id": "gone", "transcript": "Bye."}}
     messages = asked(messages=[*USER, by_id, *USER, whole, *USER]).messages or ()
     assert [message["content"] for message in messages] == ["hi", "Hello.", "hi", "Bye.", "hi"]
+
+
+@pytest.mark.parametrize("audio", [{"id": 5}, {"id": ["audio_1"]}, {"id": "gone", "transcript": 5}, {}])
+def test_an_earlier_reply_that_names_nothing_is_refused(audio: dict[str, Any]) -> None:
+    assert refused(messages=[{"role": "assistant", "audio": audio}]).param == "messages[0].audio.id"
 
 
 def test_speech_options_go_on() -> None:
