@@ -56,6 +56,17 @@ def test_positions_begin_anew_in_every_window() -> None:
         assert torch.equal(positions[:, 0], torch.arange(length))
 
 
+def test_each_block_knows_its_neighbours_in_its_window_and_its_frames() -> None:
+    near = block_layout((20, 1, 16), BLOCK, CPU).neighbours
+    assert near.previous.tolist() == [-1, 0, 1, -1, -1, 4]
+    assert near.following.tolist() == [1, 2, -1, -1, 5, -1]
+    assert near.valid_frames.tolist() == [8, 8, 4, 1, 8, 8]
+
+
+def test_each_row_knows_its_window() -> None:
+    assert block_layout((3, 1, 9), BLOCK, CPU).windows.tolist() == [0, 0, 0, 1, *[2] * 9]
+
+
 @pytest.mark.parametrize("attention", [block_attention, plain_attention])
 @pytest.mark.parametrize("reach", REACHES)
 def test_attention_over_a_ragged_batch_equals_its_definition_on_each_window(

@@ -171,6 +171,7 @@ def test_a_reply_without_speech_has_no_audio_figures() -> None:
 
 def test_a_reply_without_text_or_count_has_no_token_rate() -> None:
     assert metrics_of(replace(RECORD, text_at_s=())).text_tokens_per_s is None
+    assert metrics_of(replace(RECORD, text_at_s=(0.0,))).text_tokens_per_s is None
     assert metrics_of(replace(RECORD, reply_tokens=None)).text_tokens_per_s is None
 
 
@@ -241,6 +242,11 @@ def test_a_run_of_nothing_has_no_figures() -> None:
     found = summarise([])
     assert (found.requests, found.duration_s, found.requests_per_s, found.silence_share) == (0, 0.0, None, None)
     assert found.time_to_first_audio_s == Distribution(0)
+
+
+def test_a_run_of_less_than_a_second_has_rates() -> None:
+    found = summarise([replace(RECORD, end_s=0.5)])
+    assert (found.requests_per_s, found.audio_seconds_per_s, found.text_tokens_per_s) == (2.0, 2.0, 20.0)
 
 
 def test_tokens_a_second_are_unknown_where_one_reply_does_not_say() -> None:

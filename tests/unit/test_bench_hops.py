@@ -42,6 +42,11 @@ def test_a_stage_that_was_not_there_before_counts_from_nothing() -> None:
     }
 
 
+def test_a_percentile_within_the_first_bound_counts_from_nothing() -> None:
+    found = growth({}, parse_hops(page("talker", "taken", (20, 20, 20), 0.01)))
+    assert found["talker"]["taken"] == HopTimes(20, 0.0005, pytest.approx(0.0005), pytest.approx(0.00095))
+
+
 def test_too_few_messages_have_no_percentile() -> None:
     found = growth({}, parse_hops(page("talker", "taken", (1, 1, 1), 0.0005)))
     assert found["talker"]["taken"] == HopTimes(1, 0.0005, None, None)

@@ -83,6 +83,11 @@ def test_speech_and_cost_are_exact() -> None:
     assert found.replies_an_hour(0.1) == 1_080_000
 
 
+@pytest.mark.parametrize(("seconds", "is_so"), [(18, True), (22, True), (17.9, False), (22.1, False)])
+def test_replies_are_of_one_length_within_a_tenth(seconds: float, is_so: bool) -> None:
+    assert capacity(measured_loads(MEASURED), HALF_A_SECOND).is_of_length(seconds) is is_so
+
+
 def test_the_server_s_gpus_share_what_it_does() -> None:
     found = capacity(measured_loads(MEASURED), HALF_A_SECOND, gpus=3)
     assert (found.streams, found.speech_per_s) == (Fraction(8, 3), 10)
@@ -150,7 +155,20 @@ def test_what_is_no_report_with_such_a_run_is_refused(broken: dict[str, Any]) ->
         measured_loads(broken)
 
 
-@pytest.mark.parametrize("targets", [{"first_audio_p95_s": 0}, {"first_audio_p95_s": 1, "underruns": 1.5}])
+def test_of_no_loads_there_is_no_capacity() -> None:
+    with pytest.raises(BadRequest, match="no load was measured"):
+        capacity([], HALF_A_SECOND)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"first_audio_p95_s": 0},
+        {"first_audio_p95_s": float("nan")},
+        {"first_audio_p95_s": 1, "underruns": 1.5},
+        {"first_audio_p95_s": 1, "underruns": -0.1},
+    ],
+)
 def test_targets_that_cannot_be_are_refused(targets: dict[str, float]) -> None:
     with pytest.raises(BadRequest, match="got"):
         Targets(**targets)

@@ -13,7 +13,7 @@ from triton_omni.token2wav.chunking import Chunk, Span, WindowPlan, offline_plan
 
 PLANS = [
     StreamingPlan(chunk_blocks=blocks, look_ahead_blocks=ahead, vocoder_context_frames=context)
-    for blocks, ahead, context in itertools.product([(1,), (2,), (1, 2, 3), (4, 1)], [0, 1, 3], [0, 1, 24, 30])
+    for blocks, ahead, context in itertools.product([(1,), (2,), (1, 2, 3), (4, 1)], [0, 1, 3], [0, 1, 24, 30, 90])
     if (blocks[0] + ahead) * 24 > context
 ]
 LENGTHS = [0, 1, 2, 11, 12, 13, 23, 24, 25, 36, 37, 60, 72, 100, 143, 144, 145]

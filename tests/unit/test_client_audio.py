@@ -36,6 +36,12 @@ def _wav(samples: NDArray[np.int16], *, rate: int = SAMPLE_RATE, channels: int =
     return file.getvalue()
 
 
+def _tagged(tag: int) -> bytes:
+    """A WAV file whose header says this format."""
+    plain = _wav(ALL_VALUES[:8])
+    return plain[:20] + struct.pack("<H", tag) + plain[22:]
+
+
 def _decoded(values: NDArray[np.int16]) -> NDArray[np.float32]:
     return np.maximum(values.astype(np.float32) / np.float32(32767), np.float32(-1))
 
@@ -83,6 +89,18 @@ def test_chunks_around_the_samples_of_a_wav_file_are_skipped() -> None:
     np.testing.assert_array_equal(decoded, _decoded(ALL_VALUES[:8]))
 
 
+@pytest.mark.parametrize("size", [0, 0xFFFF_FFFF])
+def test_samples_of_a_length_that_is_not_told_are_read_to_the_end(size: int) -> None:
+    data = _wav(ALL_VALUES[:8])
+    decoder = WavDecoder()
+    pieces = [decoder.feed(part) for part in (data[:40] + struct.pack("<I", size) + data[44:], data[44:])]
+    np.testing.assert_array_equal(np.concatenate(pieces), _decoded(np.tile(ALL_VALUES[:8], 2)))
+
+
+def test_the_extensible_spelling_of_pcm16_is_read() -> None:
+    np.testing.assert_array_equal(WavDecoder().feed(_tagged(0xFFFE)), _decoded(ALL_VALUES[:8]))
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -91,6 +109,7 @@ def test_chunks_around_the_samples_of_a_wav_file_are_skipped() -> None:
         _wav(ALL_VALUES[:8], rate=16_000),
         _wav(ALL_VALUES[:8], channels=2),
         _wav(ALL_VALUES[:8], width=1),
+        _tagged(3),
     ],
 )
 def test_what_is_not_pcm16_mono_24_khz_is_refused(data: bytes) -> None:

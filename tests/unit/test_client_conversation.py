@@ -206,6 +206,7 @@ async def test_a_conversation_of_a_task(server: FakeTriton) -> None:
         (WORDS, 100, None, WORDS),
         (WORDS, 10, 10, WORDS),
         (WORDS, 5, 10, "one two three four five"),
+        (WORDS, 0, 0, WORDS),  # a reply of text alone
         ("", 5, 10, ""),
         ("Donaudampfschifffahrt", 0.5, None, ""),
         ("今天天气很好", 0.6, None, "今天天"),

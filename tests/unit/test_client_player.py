@@ -60,6 +60,7 @@ def test_writing_does_not_wait_and_stopping_tells_what_was_heard(monkeypatch: py
         player.write(np.ones(480, np.float32))
         player.drain()
         assert device.played[-480:].all()
+        assert player.heard < 0.1  # counted anew
 
 
 def test_what_is_still_in_the_device_was_not_heard(device: SoundDevice, player: Player) -> None:

@@ -121,6 +121,14 @@ def test_variants_stand_beside_each_other_load_by_load(compare):
     assert rows[0][4:] == ["0.12", "8.1", "1.5", "0.26", "3"]
 
 
+def test_every_figure_has_its_heading(compare):
+    out = io.StringIO()
+    Console(file=out, width=80).print(compare("table").compared({("a", "bench"): {"runs": [run_of("closed", 8, 0.4)]}}))
+    first, second = (line.split() for line in out.getvalue().splitlines()[1:3])
+    assert first == ["first", "first", "audio", "real-time", "speech", "under-", "silence"]
+    assert second == ["load", "variant", "text", "ms", "ms,", "p50/p95", "factor", "s/s", "runs", "s", "errors"]
+
+
 def test_named_loads_stand_in_the_order_in_which_they_were_asked(compare):
     runs = {"together": 0.5, "listeners": 0.4}
     reports = {
@@ -134,6 +142,24 @@ def test_named_loads_stand_in_the_order_in_which_they_were_asked(compare):
         ["listeners", "32", "a"],
         ["listeners", "32", "b"],
     ]
+
+
+def test_envoy_is_on_ports_of_its_own_before_all_servers(compare):
+    found = compare("balancer").on_loopback(["127.0.0.1:8101", "127.0.0.1:8201"])
+    resources = found["static_resources"]
+    listening = [listener["address"]["socket_address"] for listener in resources["listeners"]]
+    assert {address["address"] for address in listening} == {"127.0.0.1"}
+    admin = found["admin"]["address"]["socket_address"]["port_value"]
+    assert len({admin, *(address["port_value"] for address in listening)}) == 1 + len(listening)
+    asked = {
+        cluster["name"]: [
+            endpoint["endpoint"]["address"]["socket_address"]
+            for endpoint in cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
+        ]
+        for cluster in resources["clusters"]
+    }
+    assert asked["triton"] == [{"address": "127.0.0.1", "port_value": port} for port in (8101, 8201)]
+    assert [address["port_value"] for address in asked["admin"]] == [admin]
 
 
 def test_a_load_is_asked_between_what_all_are_and_what_its_variant_is(compare):

@@ -165,6 +165,17 @@ def test_a_session_after_its_deadline_is_named_with_those_who_hold_it(rig: Rig) 
     assert sentence == f"session {key.name} is open 11 s after its deadline; not closed by thinker, token2wav"
 
 
+def test_a_session_has_no_deadline_of_an_earlier_one_of_its_slot(rig: Rig) -> None:
+    rig.figures["thinker"]["sessions"] = 1
+    old = rig.open(7, seconds=-OVERDUE_S - 1)
+    new = rig.ledgers["thinker"].publish(7)
+    [session] = rig.sample().ledger.sessions
+    assert (session.name, session.overdue_s) == (new.name, float("-inf"))
+    assert 0 <= session.age_s < 60
+    rig.ledgers["thinker"].set_deadline(old, 1)
+    assert rig.wrong() == {}
+
+
 def test_a_stage_s_state_is_told(rig: Rig) -> None:
     board = StageBoard(rig.name)
     words, block = board._words, layout.BLOCKS["talker"]

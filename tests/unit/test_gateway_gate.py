@@ -145,6 +145,15 @@ def test_a_body_over_the_limit_is_refused_also_while_its_sender_still_sends(trit
     assert len(triton.requests) == 1
 
 
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_may_be_as_long_as_the_limit(triton: FakeTriton, declared: bool) -> None:
+    content = json.dumps(BODY).encode()
+    with run_gateway(triton.url, max_body_bytes=len(content)) as gateway:
+        for sent, status in ((content, 200), (content + b" ", 413)):
+            answer = gateway.http.post("/v1/chat/completions", content=sent if declared else iter([sent]))
+            assert answer.status_code == status
+
+
 def test_a_refused_sender_that_goes_on_for_ever_is_cut_off(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_LINGER_S", 0.2)
     with run_gateway(triton.url, max_body_bytes=1000) as gateway:

@@ -84,6 +84,7 @@ SCHEMA = "response_format.json_schema.schema"
         ({"seed": -1}, "seed", "seed: "),
         ({"modalities": ["audio"]}, "modalities", "modalities: must be"),
         ({"stop": "abcde"}, "stop", "stop: 5 characters, the limit is 4"),
+        ({"stop": ["abcde"]}, "stop[0]", "stop[0]: 5 characters, the limit is 4"),
         ({"stop": ["a", "abcde"]}, "stop[1]", "stop[1]: 5 characters, the limit is 4"),
         ({"stop": ["a", "b", "c"]}, "stop", "stop: 3 strings, the limit is 2"),
         ({"logit_bias": {"70": 1}}, "logit_bias", "logit_bias: token id 70"),

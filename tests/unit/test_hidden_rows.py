@@ -13,7 +13,7 @@ from hypothesis import given as for_all
 from hypothesis import strategies as st
 from torch import Tensor
 
-from triton_omni.vllm_hooks.hidden_rows import HiddenRowsMixin, RowTap, StepRows
+from triton_omni.vllm_hooks.hidden_rows import HiddenRowsMixin, RowTap, Segment, StepRows
 from triton_omni.vllm_hooks.row_release import Piece, RowRelease, StopCut
 
 HIDDEN = 4
@@ -76,6 +76,16 @@ def test_only_requests_that_want_rows_are_gathered_but_all_are_flagged() -> None
     assert (pieces["b"].start, pieces["b"].stop) == (5, 8)
 
 
+def test_neighbours_behind_one_that_wants_no_rows_have_their_own() -> None:
+    tap = RowTap()
+    for wanting in "acdfg":
+        tap.want(wanting, np.zeros(8, dtype=bool))
+    embeds, hidden = batch(10)
+    tokens = {"a": (0, 2), "b": (5, 1), "c": (1, 2), "d": (4, 1), "e": (0, 1), "f": (0, 2), "g": (3, 1)}
+    step = record(tap, tokens, hidden, embeds)
+    torch.testing.assert_close(step.rows, (hidden + embeds)[[0, 1, 3, 4, 5, 7, 8, 9]])
+
+
 def test_rows_do_not_share_memory_with_the_buffers_of_the_step() -> None:
     tap = RowTap()
     tap.want("a", np.zeros(2, dtype=bool))
@@ -108,6 +118,13 @@ def test_what_is_computed_again_is_not_taken_again() -> None:
     torch.testing.assert_close(last.rows, (hidden + embeds)[2:3])
 
 
+def test_a_step_has_arrived_with_its_event_and_at_once_without() -> None:
+    on_the_way: Any = SimpleNamespace(query=lambda: False)
+    arrived: Any = SimpleNamespace(query=lambda: True)
+    found = [StepRows((), None, torch.ones(1), ready).arrived for ready in (None, on_the_way, arrived)]
+    assert found == [True, False, True]
+
+
 class ResidualRunner:
     """A runner whose network adds 1 to every row of its inputs, in place."""
 
@@ -131,10 +148,15 @@ def test_rows_behind_a_steps_tokens_begin_at_zero_in_every_step(rank: int) -> No
     runner, embeds = PaddedRunner(rank), torch.zeros(4, HIDDEN)
     embeds[3] = float("nan")
     for step in (1, 2):
-        runner._model_forward(inputs_embeds=embeds)
+        assert runner._model_forward(inputs_embeds=embeds) is embeds
         assert embeds[:, 0].tolist() == [step, step, 1, 1]
         # Nobody takes what another rank would give.
         assert len(runner.row_tap.steps) == (0 if rank else step)
+
+
+def test_a_step_on_token_ids_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="ran on token ids"):
+        PaddedRunner(0)._model_forward(input_ids=torch.zeros(2, dtype=torch.long))
 
 
 def piece(start: int, stop: int) -> Piece:
@@ -187,6 +209,31 @@ def test_what_a_preempted_sequence_computes_again_is_not_given_twice() -> None:
     release.reply_tokens = 4
     assert given(release) == [6]
     assert release.held_rows == 0
+
+
+def test_what_is_computed_again_up_to_where_rows_were_given_is_no_piece() -> None:
+    release = RowRelease(prompt_tokens=4, reply_tokens=3)
+    release.held.append(piece(0, 6))
+    assert given(release) == [0, 1, 2, 3, 4, 5]
+    release.held.append(piece(0, 6))
+    assert release.take() == []
+    assert not release.held
+
+
+def test_a_part_of_a_piece_has_its_own_rows_and_flags() -> None:
+    whole = piece(5, 9)
+    assert whole.finite is not None
+    whole.finite[3] = False
+    parts = [whole.part(5, 8), whole.part(8, 9)]
+    assert [(part.start, part.stop, part.is_finite) for part in parts] == [(5, 8, True), (8, 9, False)]
+    assert [part.rows[:, 0].tolist() for part in parts if part.rows is not None] == [[5, 6, 7], [8]]
+
+
+def test_a_piece_of_a_finite_step_has_no_flags_and_may_want_no_rows() -> None:
+    step = StepRows((Segment("a", 5, 9, 2, None),), None, torch.ones(6, dtype=torch.bool), None)
+    part = Piece.of(step, step.segments[0], finite=True).part(6, 8)
+    assert part == Piece(6, 8, None, None, None)
+    assert part.is_finite
 
 
 def test_a_piece_that_reaches_past_the_known_tokens_is_split() -> None:

@@ -311,7 +311,7 @@ def test_a_refused_stage_leaves_no_trace(attach):
     attach("thinker", StageFacts(1, 1, 8))
     with pytest.raises(LedgerError):
         attach("talker", StageFacts(2, 1, 8))
-    assert attach("token2wav").epoch("talker") == 0
+    assert attach("token2wav", StageFacts(1, 1, 8)).epoch("talker") == 0
     attach("talker", StageFacts(1, 1, 8))
     attach("token2wav", StageFacts(1))
 

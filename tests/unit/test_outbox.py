@@ -289,6 +289,22 @@ def test_one_tensor_leaves_without_a_copy():
     assert parcel.tensor.data_ptr() == tensor.data_ptr()
 
 
+def test_rows_that_leave_as_they_came_keep_their_event():
+    outbox, ready = Outbox(largest=4), SimpleNamespace()
+    outbox.put(rows(0, 6), ready)
+    assert [parcel.ready for parcel in take_all(outbox)] == [ready, ready]
+
+
+def test_rows_that_leave_together_are_joined_behind_the_last_ones_event():
+    waited = []
+    outbox = Outbox(largest=8)
+    for number in range(3):
+        outbox.put(rows(number, 1), SimpleNamespace(wait=lambda number=number: waited.append(number)))
+    [parcel] = take_all(outbox)
+    assert waited == [2]
+    assert parcel.ready is None, "on the CPU they are there"
+
+
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.integers(0, 7)),

@@ -30,6 +30,15 @@ def test_behind_a_claim_the_others_have_as_long():
     assert claim.until_ns(True, 70 * MS) == 70 * MS + LONGEST_CLAIM_NS
 
 
+def test_a_claim_ends_at_its_limit_and_is_granted_again_after_as_long():
+    claim = DeviceClaim()
+    until = claim.until_ns(True, MS)
+    assert claim.until_ns(True, until - 1) == until
+    assert claim.until_ns(True, until) == 0
+    assert claim.until_ns(True, until + LONGEST_CLAIM_NS - 1) == 0
+    assert claim.until_ns(True, until + LONGEST_CLAIM_NS) == until + 2 * LONGEST_CLAIM_NS
+
+
 def test_whoever_waits_without_end_gets_half_of_the_time():
     claim, claimed = DeviceClaim(), 0
     for now in range(MS, 10_000 * MS, MS):

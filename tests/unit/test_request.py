@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from triton_omni.chat import MediaPart, Message, TextPart
+from triton_omni.chat import MAX_URL_HEADER, MediaPart, Message, TextPart
 from triton_omni.errors import BadRequest, OmniError, TooLarge
 from triton_omni.request import RawRequest, RequestDefaults, parse_request
 from triton_omni.settings import RequestLimits
@@ -236,6 +236,22 @@ def test_a_wrong_parameter_is_refused_by_its_key_path(parameters, message):
 
 
 @pytest.mark.parametrize(
+    "parameters",
+    [
+        {"thinker": {"max_tokens": 512, "min_tokens": 512}},
+        {"talker": {"max_tokens": 1024, "min_tokens": 1024}},
+        {"thinker": {"logit_bias": {"0": 1, "10": 1, "299": 1}}},
+        {"thinker": {"stop": ["a", "bcdef"]}},
+        {"thinker": {"json_schema": {"title": "b" * 48}}},
+        {"timeout": 100},
+        {"voice": "Ethan"},
+    ],
+)
+def test_a_parameter_may_be_exactly_at_its_limit(parameters):
+    with_parameters(parameters)
+
+
+@pytest.mark.parametrize(
     ("parameters", "message"),
     [
         ({"thinker": {"max_tokens": 513}}, r"thinker\.max_tokens: 513 .*limit of 512"),
@@ -322,6 +338,29 @@ def test_a_document_over_the_limit_is_refused_before_it_is_parsed():
         parse(RawRequest(text_input=b"a" * 4097))
     with pytest.raises(TooLarge, match="sampling_parameters: "):
         with_parameters(" " * 70000)
+
+
+def test_a_document_may_be_exactly_at_each_limit():
+    assert parse_json(b'"ab"', "a", max_bytes=4) == "ab"
+    run = "a" * 1024
+    assert parse_json(f'"{run}"'.encode(), "a", max_bytes=2, max_media_bytes=1024) == run
+    with pytest.raises(TooLarge, match="a: 1027 bytes, the limit is 1026"):
+        parse_json(f'"{run}" '.encode(), "a", max_bytes=2, max_media_bytes=1024)
+    with pytest.raises(TooLarge, match="a: 1025 bytes of base64, the limit is 1024"):
+        parse_json(f'"{run}a"'.encode(), "a", max_bytes=3, max_media_bytes=1024)
+    with pytest.raises(TooLarge, match="a: 1025 bytes besides base64 media, the limit is 1000"):
+        parse_json(f'"{run[1:]}"'.encode(), "a", max_bytes=1000, max_media_bytes=1024)
+    assert parse(RawRequest(text_input=b"a" * 4096)).chat == (Message("user", (TextPart("a" * 4096),)),)
+
+
+def test_a_document_may_be_nested_as_deep_as_the_limit():
+    deepest = b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
+    parse_json(deepest, "a", max_bytes=100)
+    parse_json(b"[" + b"[]," * MAX_DEPTH + b"[]]", "a", max_bytes=200)
+    with pytest.raises(BadRequest, match=f"a: nested deeper than 32 levels at byte {MAX_DEPTH}"):
+        parse_json(b"[" + deepest + b"]", "a", max_bytes=100)
+    with pytest.raises(BadRequest, match="a: nested deeper than 32 levels"):
+        parse_json(b"[{}," + deepest + b"]", "a", max_bytes=100)
 
 
 def test_text_that_looks_like_base64_counts_as_text():
@@ -458,12 +497,20 @@ def test_wrong_content_is_refused_by_its_key_path(content, message):
         ([*user("a"), {"role": "system", "content": "b"}, *user("c")], r"messages\[1\]\.role: system is allowed only"),
         ([*user("a"), {"role": "assistant", "content": "b"}], r"messages\[1\]\.role: the last message must be"),
         ([{"role": "system", "content": "b"}], "the last message must be the user's"),
+        ([*user("a"), *user([{"type": "text", "text": ""}])], r"messages\[1\]\.content: is empty"),
         ([{"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": data_uri()}}]}], "only in"),
     ],
 )
 def test_a_wrong_chat_is_refused(messages, message):
     with pytest.raises(BadRequest, match=message):
         with_messages(messages)
+
+
+def test_a_message_before_the_last_may_be_empty():
+    assert [message.parts for message in with_messages([*user(""), *user("a")]).chat] == [
+        (TextPart(""),),
+        (TextPart("a"),),
+    ]
 
 
 def test_media_without_a_part_are_refused():
@@ -482,6 +529,23 @@ def test_counts_and_sizes_of_media_are_bounded():
         with_messages(user([{"type": "image_url", "image_url": {"url": data_uri(b"a" * 4099)}}]))
     with pytest.raises(BadRequest, match=r"media\[0\]: is empty"):
         with_messages(user([{"type": "image"}]), media=[b""])
+
+
+def test_a_chat_may_be_exactly_at_each_limit():
+    assert with_messages(user([{"type": "image"}] * 3), media=[b"a"] * 3).media == (MediaPart("image", b"a"),) * 3
+    assert with_messages(user([{"type": "image"}]), media=[b"a" * 4096]).media[0].data == b"a" * 4096
+    assert len(with_messages(user("a") * 8).chat) == 8
+    uri = data_uri(b"a" * 4096, kind=f"image/png;name={'n' * (MAX_URL_HEADER - 28)}")
+    assert uri.index(",") + 1 == MAX_URL_HEADER
+    for chat in (
+        with_messages(user([{"type": "image_url", "image_url": {"url": uri}}])),
+        with_messages(user([{"type": "image"}]), media=[uri.encode()]),
+    ):
+        assert chat.media[0].data == b"a" * 4096
+    texts = [{"type": "text", "text": "a" * 2048}] * 2
+    assert len(with_messages(user(texts)).chat[0].parts) == 2
+    with pytest.raises(TooLarge, match="over 4096 bytes of text"):
+        with_messages(user([*texts, {"type": "text", "text": "a"}]))
 
 
 def test_the_number_of_messages_is_bounded():

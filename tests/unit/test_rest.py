@@ -112,6 +112,13 @@ def test_rows_that_complete_the_first_window_are_known(rest, ledger):
     assert not rest.completes_first_window(one)
 
 
+def test_a_first_window_whose_last_row_has_left_lacks_none(rest, ledger):
+    ledger.wants[0] = FIRST
+    one = session(rows=FIRST)
+    one.outbox.put(torch.zeros(1, 2))
+    assert not rest.completes_first_window(one)
+
+
 @pytest.mark.parametrize("told", [{"want_audio": False}, {"max_rows": FIRST - 1}])
 def test_who_has_no_first_window_completes_none(rest, ledger, told):
     ledger.wants[0] = FIRST
@@ -153,6 +160,16 @@ def test_it_rests_for_a_moment_alone_while_somebody_reads(rest, ledger):
     assert not rest.is_due(both, NOW + TEXT_REST_NS)
     both[1].ended_ns = NOW
     assert rest.is_due(both, NOW + TEXT_REST_NS), "the reader has all"
+
+
+def test_a_text_that_is_written_wants_no_shorter_rest(rest, ledger):
+    ledger.wants[0] = FIRST
+    listener, reader = session(rows=FIRST), session(slot=1, want_audio=False)
+    reader.report = ThinkerReport(
+        finish_reason="stop", prompt_tokens=PROMPT, reply_tokens=3, first_token_ns=1, finished_ns=2
+    )
+    assert rest.is_due([listener, reader], NOW)
+    assert rest.is_due([listener, reader], NOW + TEXT_REST_NS)
 
 
 def test_who_comes_later_has_a_rest_of_his_own(rest, ledger):

@@ -13,6 +13,7 @@ ORDINARY = [
     {"properties": {"a": {"allOf": [{"$ref": "#/$defs/a"}], "default": {"allOf": [1, 2]}}}, "$defs": {"a": {}}},
     {"anyOf": [{"type": "array", "items": {"multipleOf": 0.01}, "maxItems": MAX_COUNT}, {"type": "null"}]},
     {"type": "integer", "multipleOf": MAX_DIVISOR},
+    {"type": "number", "multipleOf": 1 / MAX_DIVISOR},
     {"enum": [{"anyOf": 1, "oneOf": 2}], "const": {"multipleOf": 10**9}},
 ]
 PATTERNS = [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{n}}}b.*"} for n in range(16)]
@@ -21,6 +22,21 @@ PATTERNS = [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{n}}}b.*"} for n i
 @pytest.mark.parametrize("schema", ORDINARY, ids=str)
 def test_ordinary_schemas_pass(schema):
     check_schema_limits(schema, "s")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"multipleOf": value} for value in (True, "2", None, 0, -1, -0.5)]
+    + [{"maxItems": "5000"}, {"minItems": None}, {"allOf": 5}, {"properties": 5}],
+    ids=str,
+)
+def test_what_is_no_schema_is_left_to_the_compiler(schema):
+    check_schema_limits(schema, "s")
+
+
+def test_what_is_no_divisor_hides_none():
+    with pytest.raises(TooLarge, match=r"s\.items\[2\]\.multipleOf: the least common"):
+        check_schema_limits({"items": [{"multipleOf": 997}, {"multipleOf": 0}, {"multipleOf": 991}]}, "s")
 
 
 @pytest.mark.parametrize(

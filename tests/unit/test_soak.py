@@ -193,12 +193,41 @@ def test_memory_that_grows_is_a_fault_and_memory_that_scatters_is_none(soak, soa
     assert found == ["talker grew by 159 MiB in 159 s", "talker has 159 more files open at the end"]
 
 
+def test_what_a_process_grows_by_until_a_killed_stage_is_back_is_no_fault(soak, soaked):
+    judging, watching = soak("judging"), soak("watching")
+    seconds = list(range(200))
+    restarted = watching.Watched("talker", 8, seconds, [(500 + 5 * min(n, 100)) * MIB for n in seconds], [30] * 200)
+    killed = dataclasses.replace(soaked, processes=[restarted], kills=[judging.Kill("talker", 90.0, 100.0)])
+    assert judging.faults(killed) == []
+    assert judging.faults(dataclasses.replace(killed, kills=[]))
+
+
 def test_speech_that_begins_later_and_later_is_a_fault(soak, soaked):
     late = [
         dataclasses.replace(ended, first_audio_s=ended.first_audio_s and ended.began / 100) for ended in soaked.ended
     ]
     (fault,) = soak("judging").faults(dataclasses.replace(soaked, ended=late))
     assert fault.startswith("speech began after ")
+
+
+@pytest.mark.parametrize(
+    ("end_s", "expected"),
+    [(0.45, []), (0.55, ["speech began after 200 ms at the start and after 550 ms at the end"])],
+)
+def test_speech_may_begin_twice_as_late_at_the_end_and_a_moment_more(soak, soaked, end_s, expected):
+    ended = [
+        dataclasses.replace(found, first_audio_s=found.first_audio_s and (0.2 if found.began < 100 else end_s))
+        for found in soaked.ended
+    ]
+    assert soak("judging").faults(dataclasses.replace(soaked, ended=ended)) == expected
+
+
+def test_replies_without_speech_say_nothing_of_when_it_begins(soak, soaked):
+    ended = [
+        dataclasses.replace(found, first_audio_s=None) if found.began < 66 and number % 8 else found
+        for number, found in enumerate(soaked.ended)
+    ]
+    assert soak("judging").faults(dataclasses.replace(soaked, ended=ended)) == []
 
 
 def test_a_line_needs_samples(soak):

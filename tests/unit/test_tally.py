@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triton_omni.errors import BadRequest, DeadlineExceeded, ErrorCode, InternalError, Overloaded, StageName
-from triton_omni.figures import LEAKED_AFTER_S, Histogram, LeakWatch
+from triton_omni.figures import LEAKED_AFTER_S, POWERS, SECONDS, Histogram, LeakWatch
+from triton_omni.hops import BOUNDS_S
 from triton_omni.tally import Ending, Outcome, RequestTally
 
 ENDINGS = st.builds(Ending, st.none() | st.sampled_from(get_args(ErrorCode)), st.sampled_from(get_args(StageName)))
@@ -73,3 +74,9 @@ def test_a_histogram_counts_a_value_in_every_bucket_that_holds_it():
     found = [(figure.name, figure.labels.get("le"), figure.value) for figure in sizes.figures("x", until="y")]
     buckets = [("x_bucket", bound, count) for bound, count in (("1", 1), ("2", 2), ("4", 3), ("+Inf", 4))]
     assert found == [*buckets, ("x_count", None, 4), ("x_sum", None, 15)]
+
+
+@pytest.mark.parametrize("bounds", [SECONDS, POWERS, BOUNDS_S])
+def test_bounds_of_histograms_ascend_from_above_nothing(bounds):
+    assert list(bounds) == sorted(set(bounds))
+    assert bounds[0] > 0
