@@ -119,7 +119,7 @@ def test_info_of_a_reply_without_speech_tells_of_the_thinker_alone(server: Serve
     [
         ({"json_schema": {"type": "bogus"}}, "thinker.json_schema: cannot be compiled: 'Invalid type: bogus'"),
         ({"logit_bias": {1 << 20: 1}}, r"thinker.logit_bias: token id 1048576 is not in the vocabulary"),
-        ({"stop": [""]}, r"thinker.stop\[0\]: .*at least 1 character"),
+        ({"stop": [""]}, r"thinker.stop\[0\]: .*must have 1 or more characters"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(server: Served, options: Any, reason: str) -> None:
