@@ -271,8 +271,9 @@ class Token2WavSettings(_Frozen):
     A stream that asks for more takes the room of several, one that asks for fewer less."""
     max_batch: Annotated[int, Field(gt=0, le=64)] = 32
     """Windows solved together in one batch."""
-    max_batch_frames: Positive = 1152
-    """Mel frames of one batch, look-ahead included: bounds its memory and its time; a longer window runs alone."""
+    max_batch_frames: Positive = 1200
+    """Mel frames of one batch, look-ahead included: bounds its memory and its time. First windows alone may be a third
+    more, and a longer window runs alone."""
     deterministic: bool = False
     """The same codes and seed give the same bits of sound, whatever else runs: each window is solved and vocoded alone,
     and libraries may take no algorithm whose sums have no order."""

@@ -424,19 +424,35 @@ def test_who_ran_out_of_sound_once_is_not_behind_for_ever(tiny_checkpoint: Path,
 
 def test_a_batch_holds_no_more_windows_and_frames_than_set(tiny_checkpoint: Path) -> None:
     engine = Token2WavEngine(
-        tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 3, "max_batch_frames": 120}), DEVICE
+        tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 3, "max_batch_frames": 105}), DEVICE
     )
     for number in range(4):
         engine.open(f"s{number}", VOICE, 1, StreamOptions(mode="offline") if number == 1 else DEFAULTS)
         engine.feed(f"s{number}", some_codes(100))
         engine.end(f"s{number}")
-    # Three of 48 frames exceed 120; the whole reply of 200 lets listeners go first, and runs alone when its turn comes.
+    # Three of 48 frames exceed 105 and a third more, one of 48 and one of 72 exceed 105; the whole reply of 200 lets
+    # listeners go first, and runs alone when its turn comes.
     batches = []
     while engine.has_work():
         batches.append([output.key for output in next_outputs(engine)])
-    assert batches[:2] == [["s0", "s2"], ["s3", "s0"]]
+    assert batches[:2] == [["s0", "s2"], ["s3"]]
     assert ["s1"] in batches
     assert max(map(len, batches)) == 2
+
+
+def test_first_windows_alone_may_be_a_third_more(tiny_checkpoint: Path, token2wav_clock: list[int]) -> None:
+    engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_batch_frames": 144}), DEVICE)
+    engine.open("old", VOICE, 1, DEFAULTS)
+    engine.feed("old", some_codes(24))
+    assert [output.key for output in next_outputs(engine)] == ["old"]
+    # It has no sound any more, as the others, who wait a little less long.
+    token2wav_clock[0] += 10**9
+    engine.feed("old", some_codes(24))
+    for key in "abcdef":
+        engine.open(key, VOICE, 1, DEFAULTS)
+        engine.feed(key, some_codes(24))
+    batches = [sorted(output.key for output in next_outputs(engine)) for _ in range(2)]
+    assert batches == [["a", "old"], ["b", "c", "d", "e"]]
 
 
 def test_streams_with_other_solvers_are_not_solved_together(engine: Token2WavEngine) -> None:

@@ -252,15 +252,18 @@ class Token2WavEngine:
         """The most urgent window and those that can share its batch, within the batch's limits.
 
         A listener who would have no sound before a full batch is through does not share one with others who have
-        enough.
+        enough. First windows alone may be a third more: whom a crowd's batch leaves behind waits for all of it.
         """
-        batch = list(due[:1])
+        batch, most = list(due[:1]), self._settings.max_batch_frames
+        if batch and batch[0].stream.is_silent:
+            most = most * 4 // 3
         frames = sum(len(item.chunk.solved) for item in batch)
         now = time.monotonic_ns()
         horizon = now + ENOUGH_NS if batch and batch[0].deadline_ns <= now + LONG_BATCH_NS else None
         for item in due[1:]:
             alike = item.stream.request.flow == batch[0].stream.request.flow
-            fits = frames + len(item.chunk.solved) <= self._settings.max_batch_frames
+            most = most if item.stream.is_silent else self._settings.max_batch_frames
+            fits = frames + len(item.chunk.solved) <= most
             if horizon is not None and item.deadline_ns > horizon:
                 break
             if alike and fits and len(batch) < self._settings.most_together:
