@@ -46,11 +46,13 @@ def make_step(fused: bool) -> Any:
         step.draws.choose(sequence.slot, sampling, 4)
         rows.used[sequence.slot] = (torch.rand(VOCABULARY, generator=random) * 4 - 2).clamp(min=0).ceil().to(DEVICE)
         uniform = torch.rand(1, generator=random, dtype=torch.float64)
-        told = [sequence.base + number, sequence.slot, 4 + number, int(uniform.view(torch.int64)), number % 2, 50, 60]
+        told = [sequence.base + number, sequence.slot, 4 + number, int(uniform.view(torch.int64)), number % 2]
+        told += [50, 60, 70 + number]
         index[number] = torch.tensor(told, device=DEVICE)
     rows.store()
     step.drawn.copy_(torch.randint(SPEAKABLE, (TOKENS + 2,), generator=random))
     step.cache_slots = torch.arange(TOKENS + 2, device=DEVICE)
+    step.lengths = torch.arange(TOKENS + 2, dtype=torch.int32, device=DEVICE)
     return step
 
 
@@ -60,7 +62,8 @@ def both(act: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     for fused in (False, True):
         step = make_step(fused)
         kept = dict(act(step))
-        kept |= {"used": step.rows.used, "faults": step.rows.faults, "drawn": step.drawn, "slots": step.cache_slots}
+        kept |= {"used": step.rows.used, "faults": step.rows.faults, "drawn": step.drawn}
+        kept |= {"slots": step.cache_slots, "lengths": step.lengths}
         results.append({name: value.clone() for name, value in kept.items()})
     return results[0], results[1]
 
@@ -76,6 +79,7 @@ def begin(step: Any) -> dict[str, Tensor]:
 
 def test_a_step_begins_as_the_plain_one() -> None:
     plain, fused = both(begin)
+    assert fused["lengths"].tolist() == [0, 71, 2, 73, 4, 75, 6, 7]
     for name, expected in plain.items():
         torch.testing.assert_close(fused[name], expected, atol=0, rtol=0, msg=name)
 
@@ -108,7 +112,7 @@ def test_ids_are_drawn_as_by_the_plain_step(seed: int, listed: int, monkeypatch:
         return {}
 
     plain, fused = both(finish)
-    assert fused["drawn"][:TOKENS].tolist() == plain["drawn"][:TOKENS].tolist()
+    assert fused["drawn"].tolist() == plain["drawn"].tolist()
 
 
 def test_a_sequence_with_what_is_not_finite_draws_the_mask_id_alone() -> None:
@@ -123,6 +127,22 @@ def test_a_sequence_with_what_is_not_finite_draws_the_mask_id_alone() -> None:
     ids = fused["drawn"][:TOKENS].tolist()
     assert [place for place, code in enumerate(ids) if code == IDS.mask] == [0, 2, 4]
     assert ids == plain["drawn"][:TOKENS].tolist()
+
+
+def test_what_was_drawn_before_stays_where_a_sequence_waits() -> None:
+    """Its place is told the slot of nobody."""
+    from triton_omni.vllm_hooks.talker_columns import Column
+
+    def finish(step: Any) -> dict[str, Tensor]:
+        step.index[[1, 4], Column.SLOT] = step.rows.idle_slot
+        before = step.drawn.clone()
+        step.finish_decode(torch.full((TOKENS + 2, VOCABULARY), float("nan"), device=DEVICE))
+        return {"before": before}
+
+    for found in both(finish):
+        ids = found["drawn"].tolist()
+        assert [ids[place] for place in (1, 4)] == [int(found["before"][place]) for place in (1, 4)]
+        assert [ids[place] for place in (0, 2, 3, 5)] == [IDS.mask] * 4
 
 
 def test_ids_as_likely_as_the_last_kept_are_all_kept() -> None:

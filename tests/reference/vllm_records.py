@@ -10,13 +10,37 @@ from unittest import mock
 
 
 def different_records(one: Any, other: Any) -> list[str]:
-    """Names of what the vLLM of two engines knows differently, on the host and on the device."""
+    """Names of what the vLLM of two engines knows differently, on the host and on the device, of the sequences of the
+    last step; those that wait may keep a place in one's batch.
+
+    An id that one of them has not been told is no difference.
+    """
     first, second = _records(one), _records(other)
-    return [name for name in first | second if first.get(name) != second.get(name)]
+    return [name for name in first | second if not _alike(first.get(name), second.get(name))]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool(one == other) or (type(one) is type(other) is int and -1 in (one, other))
 
 
 def _records(engine: Any) -> dict[str, Any]:
-    return {**_of_scheduler(engine._core), **_of_runner(engine._runner), **_of_decode_step(engine._runner)}
+    rows = _rows_of_last_step(engine)
+    return {
+        **_of_scheduler(engine._core, rows),
+        **_of_runner(engine._runner, rows),
+        **_of_decode_step(engine._runner, rows),
+    }
+
+
+def _rows_of_last_step(engine: Any) -> dict[str, int]:
+    """Rows of the runner's batch by name; of those that take part, where the runner notes in `taking_part` who does."""
+    batch = engine._runner.input_batch
+    shares = getattr(engine._runner, "taking_part", batch.req_id_to_index)
+    return {_name_of(found): row for found, row in batch.req_id_to_index.items() if found in shares}
 
 
 def _name_of(request_id: str) -> str:
@@ -24,7 +48,7 @@ def _name_of(request_id: str) -> str:
     return request_id.rsplit("-", 1)[0]
 
 
-def _of_scheduler(core: Any) -> dict[str, Any]:
+def _of_scheduler(core: Any, rows: dict[str, int]) -> dict[str, Any]:
     scheduler = core.scheduler
     manager = scheduler.kv_cache_manager
     return {
@@ -44,25 +68,26 @@ def _of_scheduler(core: Any) -> dict[str, Any]:
         ],
         "free blocks": manager.block_pool.get_num_free_blocks(),
         "step": scheduler.current_step,
-        "scheduled before": sorted(map(_name_of, scheduler.prev_step_scheduled_req_ids)),
+        "scheduled before": sorted(rows.keys() & {*map(_name_of, scheduler.prev_step_scheduled_req_ids)}),
         "in flight": [sorted(map(_name_of, step.num_scheduled_tokens)) for _, step, _ in core.batch_queue],
         "media": [sorted(scheduler.encoder_cache_manager.get_cached_input_ids(found)) for found in scheduler.running],
     }
 
 
-def _of_runner(runner: Any) -> dict[str, Any]:
+def _of_runner(runner: Any, rows: dict[str, int]) -> dict[str, Any]:
     batch = runner.input_batch
-    rows = range(batch.num_reqs)
-    table = batch.block_table[0]
+    table, ends = batch.block_table[0], batch.num_tokens_no_spec
     before = batch.prev_req_id_to_index or {}
     return {
-        "order": [_name_of(request_id) for request_id in batch.req_ids],
-        "computed": batch.num_computed_tokens_cpu[: batch.num_reqs].tolist(),
-        "ends": batch.num_tokens_no_spec[: batch.num_reqs].tolist(),
-        "tokens": [batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]].tolist() for row in rows],
-        "known": [batch.is_token_ids[row, : batch.num_tokens_no_spec[row]].tolist() for row in rows],
-        "blocks": [table.get_numpy_array()[row, : table.num_blocks_per_row[row]].tolist() for row in rows],
-        "rows before": {_name_of(request_id): row for request_id, row in before.items()},
+        "sequences": sorted(rows),
+        "computed": {name: batch.num_computed_tokens_cpu[row] for name, row in rows.items()},
+        "ends": {name: ends[row] for name, row in rows.items()},
+        "tokens": {name: batch.token_ids_cpu[row, : ends[row]].tolist() for name, row in rows.items()},
+        "known": {name: batch.is_token_ids[row, : ends[row]].tolist() for name, row in rows.items()},
+        "blocks": {
+            name: table.get_numpy_array()[row, : table.num_blocks_per_row[row]].tolist() for name, row in rows.items()
+        },
+        "in the step before": sorted(rows.keys() & {*map(_name_of, before)}),
         "states": {
             _name_of(request_id): (state.num_computed_tokens, list(state.output_token_ids), state.block_ids)
             for request_id, state in runner.requests.items()
@@ -71,25 +96,30 @@ def _of_runner(runner: Any) -> dict[str, Any]:
     }
 
 
-def _of_decode_step(runner: Any) -> dict[str, Any]:
+def _of_decode_step(runner: Any, rows: dict[str, int]) -> dict[str, Any]:
     """All that a decode step reads of its inputs, as it left them, and what it drew."""
     batch = runner.input_batch
     count, table = batch.num_reqs, batch.block_table[0]
     if not (runner.optimistic_seq_lens_cpu[:count].numpy() > batch.num_prompt_tokens[:count]).all():
         return {}
     read = runner.inputs_embeds if runner.supports_mm_inputs else runner.input_ids
-    tensors = {
-        "M-RoPE": runner.mrope_positions.gpu[:, :count],
-        "lengths": runner.seq_lens,
-        "bound of lengths": runner.optimistic_seq_lens_cpu,
-        "starts": runner.query_start_loc.gpu,
-        "inputs": read.gpu[:count],
-        "cache slots": table.slot_mapping.gpu[:count],
-        "cache blocks": table.block_table.gpu[:count],
-        "drawn": batch.prev_sampled_token_ids,
+    starts, blocks = runner.query_start_loc.gpu[: count + 1], table.num_blocks_per_row
+    of_rows = {
+        "M-RoPE": lambda row: runner.mrope_positions.gpu[:, row],
+        "lengths": lambda row: runner.seq_lens[row],
+        "bound of lengths": lambda row: runner.optimistic_seq_lens_cpu[row],
+        "inputs": lambda row: read.gpu[row],
+        "cache slots": lambda row: table.slot_mapping.gpu[row],
+        "cache blocks": lambda row: table.block_table.gpu[row, : blocks[row]],
     }
+    before = {_name_of(request_id): row for request_id, row in (batch.prev_req_id_to_index or {}).items()}
+    drawn = batch.prev_sampled_token_ids
     # As text: what is not a number is never equal to itself.
-    return {name: str(tensor.tolist()) for name, tensor in tensors.items() if tensor is not None}
+    return {
+        **{name: {key: str(read(row).tolist()) for key, row in rows.items()} for name, read in of_rows.items()},
+        "starts": starts.tolist() == list(range(count + 1)),
+        "drawn": None if drawn is None else {key: drawn[before[key]].tolist() for key in rows if key in before},
+    }
 
 
 @contextmanager

@@ -43,13 +43,14 @@ else:
 
 @dataclass(frozen=True)
 class SteadyStep:
-    """A step of exactly the sequences of the step before, which decoded too, each one token further.
+    """A step of sequences of the runner's batch, which decoded before, each one token further; the others keep their
+    places.
 
     It has the fields of vLLM's `SchedulerOutput` by which a step's result is taken.
     """
 
     num_scheduled_tokens: dict[str, int]
-    """1 for every sequence, by request id; shared by steps that follow each other."""
+    """1 for every sequence, by request id; shared by steps of the same that follow each other."""
     new_blocks: list[tuple[str, tuple[list[int], ...]]]
     """Cache blocks that sequences were given for this step, a list a cache group."""
     requests: list[Request]
@@ -69,7 +70,7 @@ class StepInFlight:
     """Stands where vLLM's engine keeps the future of a step; `result` waits for it.
 
     Args:
-        request_ids, rows: the step's sequences in order, and the row of each.
+        request_ids, rows: the batch's sequences in order, and the row of each.
         drawn: int32 [B, 1] on the host, complete once `ready` is reached.
     """
 
@@ -93,8 +94,11 @@ class StepInFlight:
 class Layout:
     """What the steps of an unchanged batch share; tensors are views of the runner's own, padded as the step is."""
 
+    shares: dict[str, int]
+    """Of the steps whose sequences are the next two."""
     states: list[CachedRequestState]
-    rows: NDArray[np.int64]
+    active: NDArray[np.int64]
+    """Their rows."""
     computed: NDArray[np.int32]
     """Tokens of each sequence in the cache before the step, [B]."""
     ends: NDArray[np.int32]
@@ -152,15 +156,17 @@ class SteadyDecodeMixin(_Runner):
 
     @torch.inference_mode()
     def go_on(self, step: SteadyStep) -> StepInFlight:
-        """Launch a step; the one before must have been a decode step of the same sequences, in either way.
+        """Launch a step; the one before must have been a decode step of the same batch, in either way.
 
         All that vLLM keeps of a step is kept here too, so that the next may be one of its own.
         """
         layout = self._layout = self._layout or self._lay_out()
         with self.synchronize_input_prep():
+            if layout.shares is not step.num_scheduled_tokens:
+                self._take_part(layout, step)
             self._advance(layout, step)
             self._stage_decode(layout)
-            layout.lengths.add_(1)
+            self._lengthen(layout)
             if layout.is_planned:
                 layout.context.attn_metadata = self._plan_attention(layout)
         with override_forward_context(layout.context):
@@ -172,6 +178,16 @@ class SteadyDecodeMixin(_Runner):
     @abstractmethod
     def _stage_decode(self, layout: Layout) -> None:
         """Tell the network of a step of one token a sequence, at the places `layout.computed`."""
+
+    def _lengthen(self, layout: Layout) -> None:
+        """Bring the lengths on the device to this step."""
+        layout.lengths.add_(1)
+
+    def _take_part(self, layout: Layout, step: SteadyStep) -> None:
+        """Note whose step it is, of the batch's sequences."""
+        layout.shares = step.num_scheduled_tokens
+        layout.states = [self.requests[request_id] for request_id in layout.shares]
+        layout.active = np.array([layout.rows_by_request[request_id] for request_id in layout.shares])
 
     @abstractmethod
     def _decode_inputs(self, layout: Layout) -> dict[str, Any]:
@@ -202,8 +218,9 @@ class SteadyDecodeMixin(_Runner):
         if by_group is None:
             raise RuntimeError("the runner has no key-value cache yet")
         return Layout(
-            states=[self.requests[request_id] for request_id in batch.req_ids],
-            rows=self.arange_np[:count],
+            shares={},
+            states=[],
+            active=self.arange_np[:0],
             computed=batch.num_computed_tokens_cpu[:count],
             ends=batch.num_tokens_no_spec[:count],
             bounds=self.optimistic_seq_lens_cpu.numpy()[:count],
@@ -246,8 +263,8 @@ class SteadyDecodeMixin(_Runner):
     def _advance(self, layout: Layout, step: SteadyStep) -> None:
         """Bring vLLM's records of the sequences to this step, as its `_update_states` does."""
         batch = self.input_batch
-        layout.computed += 1
-        layout.bounds += 1
+        layout.computed[layout.active] += 1
+        layout.bounds[layout.active] += 1
         for state in layout.states:
             state.num_computed_tokens += 1
         for request_id, blocks in step.new_blocks:
@@ -255,16 +272,16 @@ class SteadyDecodeMixin(_Runner):
                 known.extend(new)
             batch.block_table.append_row(blocks, batch.req_id_to_index[request_id])
         if step.new_blocks:
-            batch.block_table.commit_block_table(len(layout.rows))
+            batch.block_table.commit_block_table(len(layout.computed))
 
     def _keep_book(self, layout: Layout) -> None:
         """Note that each sequence has an id more, as vLLM's `_bookkeeping_sync` does once they are drawn."""
-        batch, rows = self.input_batch, layout.rows
+        batch, rows = self.input_batch, layout.active
         for state in layout.states:
             state.output_token_ids.append(-1)
-        batch.token_ids_cpu[rows, layout.ends] = -1
-        batch.is_token_ids[rows, layout.ends] = True
-        layout.ends += 1
+        batch.token_ids_cpu[rows, layout.ends[rows]] = -1
+        batch.is_token_ids[rows, layout.ends[rows]] = True
+        layout.ends[rows] += 1
 
     def _plan_attention(self, layout: Layout) -> dict[str, Any]:
         """Each layer's attention metadata."""

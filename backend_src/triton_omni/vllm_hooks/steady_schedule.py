@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scheduler that knows when a step only goes on, and then schedules it and takes its result in a few operations.
 
-vLLM decides about every sequence anew at every step. While those that decoded go on and the others wait, nothing is to
-be decided but who needs a cache block; for how many steps that stays so is known in advance. Everything else is left to
+vLLM decides about every sequence anew at every step. While those that decoded go on or wait, nothing is to be decided
+but who needs a cache block; for how many steps that stays so is known in advance. Who has to wait keeps its place in
+the runner's batch, so that the others' steps go on, and so do its own behind the wait. Everything else is left to
 vLLM's own way. What makes a sequence wait, it does not know.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 from triton_omni.vllm_hooks.compat import (
@@ -38,9 +40,13 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
     """
 
     _decoding: list[Request] | None = None
-    """The requests of the last step, if it decoded them all."""
+    """The requests of the last step of vLLM's own, if it decoded them all."""
     _left_out: list[Request]
     """Those that ran too, but had to wait."""
+    _active: list[Request]
+    """Those that decode of the first."""
+    _idle: list[Request]
+    """Those of them that wait now."""
     _shares: dict[str, int]
     _stops: frozenset[int]
     _further: int = 0
@@ -54,26 +60,28 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
         decoded = len(shares) == len(scheduled) == output.total_num_scheduled_tokens > 0
         self._decoding = None
         if decoded and all(map(self._only_decodes, scheduled)):
-            self._decoding, self._shares, self._further = scheduled, shares, 0
+            self._decoding = self._active = scheduled
+            self._idle, self._shares, self._further = [], shares, 0
             self._left_out = [request for request in self.running if request.request_id not in shares]
             self._stops = frozenset().union(*map(_stops, scheduled))
         return output
 
     def schedule_further(self) -> SteadyStep | None:
-        """The next step, if it is one of just the sequences of the last, one token each; otherwise None.
+        """The next step, if it is one of no other sequences than the last of vLLM's own, one token each of those that
+        need not wait; otherwise None.
 
-        Where they only have to wait, a later call may still give it, unless vLLM schedules another step before.
+        Where all have to wait, a later call may still give it, unless vLLM schedules another step before.
         """
         if self._decoding is None or self.held or not self._goes_on(self._decoding):
             return None
-        new_blocks = self._allocate(self._decoding)
-        for request in self._decoding:
+        new_blocks = self._allocate(self._active)
+        for request in self._active:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
             request.num_output_placeholders += 1
         self.current_step += 1
         self._further -= 1
-        return SteadyStep(self._shares, new_blocks, self._decoding, self._stops)
+        return SteadyStep(self._shares, new_blocks, self._active, self._stops)
 
     def steps_ahead(self, request: Request) -> int:
         """Steps of one token that a decoding request can surely be scheduled for from now on."""
@@ -100,10 +108,18 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
             return False
         if self.waiting and len(self.running) < self.max_num_running_reqs:
             return False
-        if self._further < 1:
-            self._further = min(self.steps_ahead(request) for request in decoding)
+        if self._further < 1 or not all(map(self.waits, self._idle)):
+            self._choose(decoding)
         # Each may need one more.
-        return self._further > 0 and self.kv_cache_manager.block_pool.get_num_free_blocks() >= len(decoding)
+        return self._further > 0 and self.kv_cache_manager.block_pool.get_num_free_blocks() >= len(self._active)
+
+    def _choose(self, decoding: list[Request]) -> None:
+        """See who has to wait now, and for how many steps the others need not."""
+        active = [request for request in decoding if not self.waits(request)]
+        if len(active) != len(self._active) or any(map(operator.is_not, active, self._active)):
+            self._active, self._shares = active, dict.fromkeys([request.request_id for request in active], 1)
+            self._idle = [request for request in decoding if request.request_id not in self._shares]
+        self._further = min(map(self.steps_ahead, active), default=0)
 
     def _allocate(self, decoding: list[Request]) -> list[tuple[str, tuple[list[int], ...]]]:
         """Give a block to each request whose next token begins one."""

@@ -22,4 +22,6 @@ class Column(IntEnum):
     AXIS = 5
     """Its position on the axes of M-RoPE, which are one behind the prompt."""
     CACHE = 6
-    """Its slot in the key-value cache."""
+    """Its slot in the key-value cache, below 0 for none."""
+    LENGTH = 7
+    """Positions that attention reads for it, its own with them."""

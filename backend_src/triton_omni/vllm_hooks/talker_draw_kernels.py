@@ -279,11 +279,12 @@ def _draw(
         )
     # Rounding may end between two ids, or behind the last.
     chosen = tl.where(chosen < 0, likeliest, chosen)
-    tl.store(drawn + token, tl.where(sound, chosen, mask_id).to(tl.int32))
+    # What a sequence drew last that keeps its place while it waits, by the slot of nobody, stays there.
+    tl.store(drawn + token, tl.where(sound, chosen, mask_id).to(tl.int32), mask=slot != slots - 1)
 
 
 def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, mask_id: int) -> None:
-    """`TalkerStep.finish_decode`: draw from `logits` [N, V] into `memory.drawn`.
+    """`TalkerStep.finish_decode`: draw from `logits` [N, V] into `memory.drawn`, but for tokens of the last slot.
 
     In the order of HF's and vLLM's steps: penalties, forbidden ids, least length, temperature, min-p, top-k, top-p;
     then the cumulative distribution is inverted. Where ids at a bound are equally likely, all of them stay, whereas a

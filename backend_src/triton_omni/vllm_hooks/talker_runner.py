@@ -29,7 +29,7 @@ from triton_omni.vllm_hooks.fused_decode import FusedDecodeMixin
 from triton_omni.vllm_hooks.left_blocks import LeftBlocksMixin
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.prefill_graphs import PrefillGraphsMixin
-from triton_omni.vllm_hooks.steady_decode import Layout, SteadyDecodeMixin
+from triton_omni.vllm_hooks.steady_decode import Layout, SteadyDecodeMixin, SteadyStep
 from triton_omni.vllm_hooks.talker_columns import Column
 from triton_omni.vllm_hooks.talker_network import TalkerForCausalLM
 from triton_omni.vllm_hooks.talker_rows import SampledStep, Sequence
@@ -57,7 +57,7 @@ class _Batch(NamedTuple):
     """What is added to a token's place to get its M-RoPE position once the prompt is over."""
 
 
-class TalkerRunnerMixin(FusedDecodeMixin):
+class TalkerRunnerMixin(FusedDecodeMixin, SteadyDecodeMixin):
     """Says which rows a step's tokens read, and hands each draw to its sequence."""
 
     step: TalkerStep
@@ -71,6 +71,8 @@ class TalkerRunnerMixin(FusedDecodeMixin):
         self._drawing: list[Sequence | None] = []
         self._fetch: Callable[[Tensor, Tensor], None] | None = None
         """Copies from pinned memory by a kernel, where decode steps have kernels of their own."""
+        self._idle = np.zeros(len(Column), dtype=np.int64)
+        """What a step is told of a sequence that waits, whose place it keeps."""
         self._ahead: list[NDArray[np.int64]] = []
         """What is known of steps that only go on; of no use behind any other."""
 
@@ -91,6 +93,8 @@ class TalkerRunnerMixin(FusedDecodeMixin):
                 kind=self._step_kind(),
             )
         self._index.cpu.copy_(self._index.gpu)
+        told = {Column.SLOT: self.step.rows.idle_slot, Column.FOLLOWS: 1, Column.CACHE: -1}
+        self._idle = np.array([told.get(column, 0) for column in Column], dtype=np.int64)
         if self.compilation_config.mode != CompilationMode.NONE:
             self.step.compile()
         cast(TalkerForCausalLM, self.get_model()).step = self.step
@@ -106,6 +110,7 @@ class TalkerRunnerMixin(FusedDecodeMixin):
         """Allocate the cache, and let the step know where its slots are named."""
         super().initialize_kv_cache(*args, **kwargs)
         self.step.cache_slots = self.input_batch.block_table[0].slot_mapping.gpu
+        self.step.lengths = self.seq_lens
         if self.fuses_decode_steps:
             from triton_omni.vllm_hooks.step_copy_kernels import fetch
 
@@ -188,15 +193,36 @@ class TalkerRunnerMixin(FusedDecodeMixin):
     def _stage_decode(self, layout: Layout) -> None:
         """Tell the step of one token a sequence that follows what the last drew."""
         self.step.rows.store()
-        computed = layout.computed
-        self._ahead = self._ahead or self._look_ahead(computed)
-        index, table = self._index.np[: len(computed)], self.input_batch.block_table[0]
-        index[:] = self._ahead.pop()
-        places, size = index[:, Column.PLACE], table.block_size
-        index[:, Column.ROW] = self.step.rows.pool_rows(self._batch.slots, places)
-        blocks = table.get_numpy_array()[self.arange_np[: len(computed)], places // size]
-        index[:, Column.CACHE] += blocks * np.int64(size)
-        self._tell(len(computed))
+        count, active = len(layout.computed), layout.active
+        self._ahead = self._ahead or self._look_ahead(layout)
+        told, table = self._ahead.pop(), self.input_batch.block_table[0]
+        places, size = told[:, Column.PLACE], table.block_size
+        told[:, Column.ROW] = self.step.rows.pool_rows(told[:, Column.SLOT], places)
+        told[:, Column.CACHE] += table.get_numpy_array()[active, places // size] * np.int64(size)
+        index = self._index.np[:count]
+        if len(active) < count:
+            index[:] = self._idle
+            if layout.is_planned:
+                index[:, Column.LENGTH] = layout.bounds
+        index[active] = told
+        self._tell(count)
+
+    def _take_part(self, layout: Layout, step: SteadyStep) -> None:
+        """Whoever waits draws nothing meanwhile; what it drew last stays where its next step looks for it."""
+        super()._take_part(layout, step)
+        batch, self._ahead = self._current_batch(), []
+        self._drawing = [None] * len(layout.computed)
+        for row in layout.active:
+            self._drawing[row] = batch.sequences[row]
+
+    def _lengthen(self, layout: Layout) -> None:
+        """Recorded steps of our own kernels take theirs from what they are told."""
+        if not layout.is_planned:
+            return
+        if len(layout.active) == len(layout.computed):
+            super()._lengthen(layout)
+        else:
+            layout.lengths.copy_(self.optimistic_seq_lens_cpu[: len(layout.computed)], non_blocking=True)
 
     def _tell(self, count: int) -> None:
         """Bring what is known of a step's `count` tokens to the device."""
@@ -205,19 +231,20 @@ class TalkerRunnerMixin(FusedDecodeMixin):
         else:
             self._fetch(self._index.cpu[:count], self._index.gpu)
 
-    def _look_ahead(self, computed: NDArray[np.int32]) -> list[NDArray[np.int64]]:
-        """What the next steps can be told now of the batch's tokens [B, len(Column)], the latest step first.
+    def _look_ahead(self, layout: Layout) -> list[NDArray[np.int64]]:
+        """What the next steps can be told now of their tokens [N, len(Column)], the latest step first.
 
         It lacks the row, which may not be there yet, and of the cache's slot the block.
         """
-        places = computed + np.arange(_STEPS_AHEAD, dtype=np.int64)[::-1, np.newaxis]
-        slots = np.broadcast_to(self._batch.slots, places.shape)
+        places = layout.computed[layout.active] + np.arange(_STEPS_AHEAD, dtype=np.int64)[::-1, np.newaxis]
+        slots = np.broadcast_to(self._batch.slots[layout.active], places.shape)
         told = np.zeros((*places.shape, len(Column)), dtype=np.int64)
         told[..., Column.SLOT] = slots
         told[..., Column.PLACE] = places
         told[..., Column.UNIFORM] = self.step.draws.uniforms(slots, places).view(np.int64)
         told[..., Column.FOLLOWS] = 1
-        told[..., Column.AXIS] = places + self._batch.deltas
+        told[..., Column.AXIS] = places + self._batch.deltas[layout.active]
+        told[..., Column.LENGTH] = places + 1
         told[..., Column.CACHE] = places % self.input_batch.block_table[0].block_size
         return list(told)
 

@@ -20,7 +20,7 @@ class ThinkerDecodeMixin(CounterNoiseMixin, SteadyDecodeMixin):
     """Lays a step's inputs out on the device, from those of the step before."""
 
     def _stage_decode(self, layout: Layout) -> None:
-        batch, count = self.input_batch, len(layout.rows)
+        batch, count = self.input_batch, len(layout.computed)
         batch.refresh_metadata()  # type: ignore[no-untyped-call]
         self.stage_uniforms(layout.computed + 1)
         places = self.positions[:count].add_(1)

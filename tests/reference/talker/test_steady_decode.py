@@ -24,15 +24,24 @@ class Pair:
         self.spoken = [Spoken(), Spoken()]
         self.steady = []
         """Sequences of each step that went on."""
-        fast, plain = self.engines
+        plain = self.engines[1]
         monkeypatch.setattr(plain._core.scheduler, "schedule_further", lambda: None)
-        go_on = fast._runner.go_on
+        for engine in engines:
+            for name in ("go_on", "execute_model"):
+                self._watch(engine._runner, name, monkeypatch)
 
-        def watched(step):
-            self.steady.append(len(step.num_scheduled_tokens))
-            return go_on(step)
+    def _watch(self, runner, name, monkeypatch):
+        launch = getattr(runner, name)
 
-        monkeypatch.setattr(fast._runner, "go_on", watched)
+        def watched(step, *arguments):
+            shares = step.num_scheduled_tokens
+            if name == "go_on":
+                self.steady.append(len(shares))
+            if shares:
+                monkeypatch.setattr(runner, "taking_part", list(shares), raising=False)
+            return launch(step, *arguments)
+
+        monkeypatch.setattr(runner, name, watched)
 
     def each(self, method, *arguments):
         for engine in self.engines:
@@ -209,6 +218,34 @@ def test_steps_go_on_while_others_wait(pair, cases):
     pair.each("end", "2")
     pair.drain().close()
     assert len(pair.spoken[0].codes["7"]) == len(pair.spoken[0].codes["2"]) == 200
+
+
+def test_who_waits_keeps_its_place(pair, cases, monkeypatch):
+    """The others' steps go on, and so do its own behind the wait, whoever waits when."""
+    own, fast = [], pair.engines[0]._runner
+    for number, rows in ((2, 8), (4, 10), (7, 12)):
+        pair.each("open", str(number), cases[number].prompt, LONG)
+        pair.each("feed", str(number), cases[number].rows[: cases[number].prompt_rows + rows])
+    pair.step(6)
+    assert pair.steady[-1] == 3
+    execute = fast.execute_model
+    monkeypatch.setattr(fast, "execute_model", lambda *step: [own.append(step), execute(*step)][1])
+    pair.drain()
+    for number, start, stop in ((7, 12, 16), (2, 8, 10), (4, 10, 13)):
+        rows = cases[number].rows[cases[number].prompt_rows :]
+        pair.each("feed", str(number), rows[start:stop])
+        pair.step(2)
+    pair.drain()
+    assert own == []
+    assert {1, 2} <= set(pair.steady[-12:])
+    assert [len(pair.spoken[0].codes[key]) for key in "247"] == [10, 13, 16]
+    for number, start in ((2, 10), (4, 13), (7, 16)):
+        pair.each("feed", str(number), cases[number].rows[cases[number].prompt_rows + start :])
+        pair.each("end", str(number))
+    pair.step(20)
+    assert own == []
+    assert pair.steady[-1] == 3
+    pair.drain().close()
 
 
 @pytest.mark.parametrize("way", ["aborted", "ended by its rows", "not finite"])
