@@ -8,29 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from triton_omni.engine import Sampling
-from triton_omni.outbox import Outbox
-from triton_omni.thinker.open_session import OpenSession
+from thinker_sessions import PROMPT, FakeLedger, session
 from triton_omni.thinker.rest import LONGEST_REST_NS, TEXT_REST_NS, Rest
-from triton_omni.wire import Session, SessionKey, ThinkerReport
+from triton_omni.wire import ThinkerReport
 
-PROMPT, FIRST = 5, 24
+FIRST = 24
 NOW = 7_000_000_000
-
-
-class FakeLedger:
-    """What token2wav wants of each session, by slot."""
-
-    def __init__(self):
-        self.shared, self.wants = True, {}
-
-    def shares_device_with(self, stage):
-        assert stage == "token2wav"
-        return self.shared
-
-    def wanted(self, key, stage):
-        assert stage == "token2wav"
-        return self.wants.get(key.slot)
 
 
 @pytest.fixture
@@ -46,31 +29,6 @@ def engine():
 @pytest.fixture
 def rest(ledger, engine):
     return Rest(ledger, engine)
-
-
-def session(slot=0, rows=0, **request):
-    """A session of which so many rows of the reply have left."""
-    outbox = Outbox(512)
-    outbox.put(torch.zeros(PROMPT + rows, 2))
-    outbox.take(0)
-    told = {"want_audio": True, "prompt_tokens": PROMPT, "max_rows": 100, **request}
-    return OpenSession(
-        SessionKey(slot, 1, ""),
-        SimpleNamespace(),
-        "a",
-        0,
-        0,
-        outbox,
-        session=Session(
-            request_id="a",
-            audio_format="f32",
-            voice="Ethan",
-            seed=1,
-            talker=Sampling(),
-            accepted_ns=0,
-            **told,
-        ),
-    )
 
 
 def test_it_rests_once_the_first_window_has_all_its_rows(rest, ledger):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The session protocol over real stages, threads and ledger, with engines and the ensemble replaced by doubles."""
 
+import itertools
 import json
 import threading
 import time
@@ -106,6 +107,23 @@ def test_the_thinker_rests_while_the_first_window_is_on_its_way():
     # The first five rows are those of the prompt's step and of five more.
     assert rested
     assert min(rested) >= 6
+
+
+def test_the_thinker_s_steps_keep_apart_where_text_is_far_ahead(monkeypatch):
+    monkeypatch.setattr("triton_omni.thinker.spacing.MANY_SESSIONS", 0)
+    monkeypatch.setattr("triton_omni.thinker.spacing.ENOUGH_ROWS", 5)
+    monkeypatch.setattr("triton_omni.thinker.spacing.APART_NS", 50_000_000)
+    waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=30)
+    waveform.window = 5
+    with pipeline(thinker=thinker, waveform=waveform) as p:
+        begun, step = [], thinker.step
+        thinker.step = lambda: (begun.append(time.monotonic()), step())[1]
+        finished(p.ask("12345"))
+        p.wait_until_empty()
+    apart = [later - earlier for earlier, later in itertools.pairwise(begun)]
+    # Steps until the first window and five rows more, and the last one, at which the reply is over.
+    assert min(apart[12:]) >= 0.05
+    assert sorted(apart[:12])[6] < 0.05
 
 
 def test_the_prompt_s_rows_come_with_the_first_of_the_reply():

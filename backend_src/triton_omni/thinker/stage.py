@@ -46,6 +46,7 @@ from triton_omni.thinker.positions import extend_positions
 from triton_omni.thinker.prepared import Intake, Prepared
 from triton_omni.thinker.preparing import Preparing
 from triton_omni.thinker.rest import Rest
+from triton_omni.thinker.spacing import Spacing
 from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import Kind, ThinkerMessage
 
@@ -93,6 +94,7 @@ class ThinkerStage:
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
         self._rest = Rest(ledger, engine)
+        self._spacing = Spacing(ledger)
         self._pace = Pace()
         self.accounts = ThinkerAccounts(ledger, tracer)
 
@@ -212,6 +214,7 @@ class ThinkerStage:
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
         # Once a turn: whether there is work, and how long to sleep, must be said of the same moment.
         held = self._ledger.device_claimed() or self._rest.is_due(self._open.values(), now)
+        held = held or self._spacing.is_early(self._open.values(), now)
         self._engine.hold(held)
         if not self.has_work():
             self.accounts.tell_accepted()
