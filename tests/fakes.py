@@ -280,6 +280,7 @@ class _FakeEngine:
         self.priorities: list[int] = []
         self.step_s = 0.0
         self.held = False
+        self.places_kept = True
         self.steps_under_way = 0
         self.steps = 0
         self.closed = False
@@ -292,6 +293,9 @@ class _FakeEngine:
 
     def hold(self, held: bool) -> None:
         self.held = held
+
+    def keep_places(self, kept: bool) -> None:
+        self.places_kept = kept
 
     def abort(self, key: str) -> None:
         self.open_keys.pop(key, None)

@@ -213,6 +213,11 @@ class TalkerEngine(Protocol):
     def hold(self, held: bool) -> None:
         """Begin no step from now on, or begin steps again; `step` still gives what is under way."""
 
+    def keep_places(self, kept: bool) -> None:
+        """Whether sequences that wait for rows keep their places in the batch, so that a step of the others takes the
+        host less; if not, the next step leaves them out.
+        """
+
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
 

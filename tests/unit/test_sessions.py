@@ -126,6 +126,28 @@ def test_the_thinker_s_steps_keep_apart_where_text_is_far_ahead(monkeypatch):
     assert sorted(apart[:12])[6] < 0.05
 
 
+def test_the_talker_s_places_are_kept_while_somebody_s_first_codes_are_awaited(monkeypatch):
+    monkeypatch.setattr("triton_omni.outbox.MESSAGE_NS", 0)
+    waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
+    waveform.window, thinker.step_s = 20, 0.003
+    with pipeline(thinker=thinker, waveform=waveform) as p:
+        talker, told, asked = p.engines[1], [], []
+        keep = talker.keep_places
+
+        def watched(kept):
+            told.append(
+                (kept, sum(TalkerMessage.from_tensors(t).codes is not None for e in asked for t in e.to_token2wav))
+            )
+            keep(kept)
+
+        talker.keep_places = watched
+        asked.append(p.ask("12345"))
+        finished(asked[0])
+        p.wait_until_empty()
+    assert (True, 0) in told
+    assert {kept for kept, codes in told if codes} == {False}
+
+
 def test_the_prompt_s_rows_come_with_the_first_of_the_reply():
     """The talker begins with both, and a message of rows costs the link what a word alone does not."""
     thinker = FakeThinkerEngine(length=40)

@@ -87,6 +87,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         delay = super().poll()
         held = self._ledger.device_claimed()
         self._engine.hold(held)
+        self._engine.keep_places(any(map(_awaits_first_codes, self._open.values())))
         if held:
             delay = min(delay, CLAIMED_POLL_S)
         for key, outlet in list(self._unopened.items()):
@@ -290,6 +291,15 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if (ending := self._ledger.outcome(key, "token2wav")) is not None:
             return ending.code
         return "cancelled" if self._ledger.cancelled(key) else "internal"
+
+
+def _awaits_first_codes(session: _Open) -> bool:
+    """Whether its listener hears nothing yet for want of codes.
+
+    Then steps are to follow each other as soon as can be. Later on, those that leave the waiting ones out are better,
+    though each takes the host three times as long: fewer of them make as many codes, and leave token2wav the device.
+    """
+    return session.session.want_audio and session.report is None and not session.outbox.given
 
 
 def _to_message(session: _Open, parcel: Parcel) -> TalkerMessage:

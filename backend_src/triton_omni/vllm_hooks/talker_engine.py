@@ -134,6 +134,10 @@ class TalkerVllmEngine:
         """Begin no step from now on, or begin steps again; what is under way is taken in any case."""
         self._core.scheduler.held = held
 
+    def keep_places(self, kept: bool) -> None:
+        """Whether sequences that wait for rows keep their places in the batch, where steps are scheduled ahead."""
+        self._core.scheduler.keeps_places = kept
+
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
         silent, self._silent = self._silent, []
