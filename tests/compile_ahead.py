@@ -136,7 +136,7 @@ def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65
     forbidden = torch.arange(vocabulary) >= 8193
     rules = Rules.of(forbidden, zeros(vocabulary, dtype=torch.bool), zeros(len(Setting), slots, dtype=FLOAT), 8192)
     draw(zeros(count, vocabulary), index, memory, rules, 8296)
-    fetch(index, index.clone())
+    fetch(index, index.clone(), drawn, Column.LENGTH.value)
     DrawnIds(count, index.device).leave(drawn)
 
 

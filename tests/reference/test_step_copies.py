@@ -14,11 +14,15 @@ def test_what_the_host_tells_is_on_the_device_and_nothing_behind_it(count: int) 
     from triton_omni.vllm_hooks.step_copy_kernels import fetch
 
     told = torch.arange(100 * 7, dtype=torch.int64).view(100, 7) - (1 << 40)
+    told[:, 5] = torch.arange(100) * 3 + 1
     told = told.pin_memory() if DEVICE.type == "cuda" else told
     target = torch.zeros(100, 7, dtype=torch.int64, device=DEVICE)
-    fetch(told[:count], target)
+    lengths = torch.zeros(100, dtype=torch.int32, device=DEVICE)
+    fetch(told[:count], target, lengths, 5)
     assert torch.equal(target[:count].cpu(), told[:count])
+    assert lengths[:count].tolist() == told[:count, 5].tolist()
     assert not target[count:].any()
+    assert not lengths[count:].any()
 
 
 @pytest.mark.parametrize("count", [1, 33, 600])

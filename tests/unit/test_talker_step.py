@@ -131,15 +131,12 @@ def test_only_tokens_that_follow_are_laid_out_by_the_step(bench):
     """The second of three was laid out before, as padding is."""
     step, index = bench.step, bench.index
     step.cache_slots = torch.tensor([-1, 51, -1, -1, 99])
-    step.lengths = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
     step.drawn[:] = torch.tensor([4, 5, 6])
     index[[0, 2], Column.FOLLOWS] = 1
     index[:3, Column.AXIS] = torch.tensor([20, 21, 22])
     index[:3, Column.CACHE] = torch.tensor([30, 31, 32])
-    index[:3, Column.LENGTH] = torch.tensor([40, 41, 42])
     ids, positions = torch.tensor([1, 2, 3], dtype=torch.int32), torch.arange(9).view(3, 3)
     step.go_on(ids, positions)
     assert ids.tolist() == [4, 2, 6]
     assert positions.tolist() == [[20, 1, 22], [20, 4, 22], [20, 7, 22]]
     assert step.cache_slots.tolist() == [30, 51, 32, -1, 99]
-    assert step.lengths.tolist() == [40, 2, 42, 4]

@@ -22,7 +22,7 @@ class FusedTalkerStep(TalkerStep):
 
     def begin_decode(self, ids: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         """As the plain step's."""
-        layout = Layout(self.index, ids, positions, self.cache_slots, self.lengths)
+        layout = Layout(self.index, ids, positions, self.cache_slots)
         return begin(layout, self._memory, table, self.mask_id)
 
     def finish_decode(self, logits: Tensor) -> None:

@@ -99,6 +99,8 @@ class Layout:
     states: list[CachedRequestState]
     active: NDArray[np.int64]
     """Their rows."""
+    part: slice | NDArray[np.int64]
+    """The same as an index, quicker where it is the whole batch."""
     computed: NDArray[np.int32]
     """Tokens of each sequence in the cache before the step, [B]."""
     ends: NDArray[np.int32]
@@ -187,7 +189,9 @@ class SteadyDecodeMixin(_Runner):
         """Note whose step it is, of the batch's sequences."""
         layout.shares = step.num_scheduled_tokens
         layout.states = [self.requests[request_id] for request_id in layout.shares]
-        layout.active = np.array([layout.rows_by_request[request_id] for request_id in layout.shares])
+        # The scheduler may have them in another order than the batch.
+        layout.active = np.sort([layout.rows_by_request[request_id] for request_id in layout.shares])
+        layout.part = slice(None) if len(layout.active) == len(layout.computed) else layout.active
 
     @abstractmethod
     def _decode_inputs(self, layout: Layout) -> dict[str, Any]:
@@ -221,6 +225,7 @@ class SteadyDecodeMixin(_Runner):
             shares={},
             states=[],
             active=self.arange_np[:0],
+            part=slice(None),
             computed=batch.num_computed_tokens_cpu[:count],
             ends=batch.num_tokens_no_spec[:count],
             bounds=self.optimistic_seq_lens_cpu.numpy()[:count],
@@ -263,8 +268,8 @@ class SteadyDecodeMixin(_Runner):
     def _advance(self, layout: Layout, step: SteadyStep) -> None:
         """Bring vLLM's records of the sequences to this step, as its `_update_states` does."""
         batch = self.input_batch
-        layout.computed[layout.active] += 1
-        layout.bounds[layout.active] += 1
+        layout.computed[layout.part] += 1
+        layout.bounds[layout.part] += 1
         for state in layout.states:
             state.num_computed_tokens += 1
         for request_id, blocks in step.new_blocks:
@@ -279,9 +284,10 @@ class SteadyDecodeMixin(_Runner):
         batch, rows = self.input_batch, layout.active
         for state in layout.states:
             state.output_token_ids.append(-1)
-        batch.token_ids_cpu[rows, layout.ends[rows]] = -1
-        batch.is_token_ids[rows, layout.ends[rows]] = True
-        layout.ends[rows] += 1
+        ends = layout.ends[layout.part]
+        batch.token_ids_cpu[rows, ends] = -1
+        batch.is_token_ids[rows, ends] = True
+        layout.ends[layout.part] += 1
 
     def _plan_attention(self, layout: Layout) -> dict[str, Any]:
         """Each layer's attention metadata."""

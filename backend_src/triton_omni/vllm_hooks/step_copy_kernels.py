@@ -19,14 +19,20 @@ _TILE: Final = 512
 
 
 @triton.jit(do_not_specialize=["count"])
-def _fetch(told, target, count, TILE: tl.constexpr):
+def _fetch(told, target, lengths, count, WIDTH: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    tl.store(target + at, tl.load(told + at, mask=at < count), mask=at < count)
+    values = tl.load(told + at, mask=at < count)
+    tl.store(target + at, values, mask=at < count)
+    tl.store(lengths + at // WIDTH, values.to(tl.int32), mask=(at < count) & (at % WIDTH == LENGTH))
 
 
-def fetch(told: Tensor, target: Tensor) -> None:
-    """Copy `told` [...], contiguous in pinned memory, to `target` [...] of the device, in the order of the stream."""
-    _fetch[(triton.cdiv(told.numel(), _TILE),)](told, target, told.numel(), TILE=_TILE, num_warps=4)
+def fetch(told: Tensor, target: Tensor, lengths: Tensor, column: int) -> None:
+    """Copy `told` int64 [N, C], contiguous in pinned memory, to `target` [N or more, C] of the device, and one column
+    to `lengths` int32 [N or more], in the order of the stream."""
+    count, width = told.numel(), told.shape[1]
+    _fetch[(triton.cdiv(count, _TILE),)](
+        told, target, lengths, count, WIDTH=width, LENGTH=column, TILE=_TILE, num_warps=4
+    )
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -24,4 +24,5 @@ class Column(IntEnum):
     CACHE = 6
     """Its slot in the key-value cache, below 0 for none."""
     LENGTH = 7
-    """Positions that attention reads for it, its own with them."""
+    """Positions that attention reads for it, its own with them; 0 = no sequence. Not for the step itself, in which
+    attention may read the lengths before anything else is through, but for the kernel that brings all of this."""

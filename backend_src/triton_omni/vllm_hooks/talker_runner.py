@@ -69,7 +69,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, SteadyDecodeMixin):
         self._sequences: dict[str, Sequence] = {}
         self._batch = _Batch([], [], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._drawing: list[Sequence | None] = []
-        self._fetch: Callable[[Tensor, Tensor], None] | None = None
+        self._fetch: Callable[[Tensor, Tensor, Tensor, int], None] | None = None
         """Copies from pinned memory by a kernel, where decode steps have kernels of their own."""
         self._idle = np.zeros(len(Column), dtype=np.int64)
         """What a step is told of a sequence that waits, whose place it keeps."""
@@ -110,7 +110,6 @@ class TalkerRunnerMixin(FusedDecodeMixin, SteadyDecodeMixin):
         """Allocate the cache, and let the step know where its slots are named."""
         super().initialize_kv_cache(*args, **kwargs)
         self.step.cache_slots = self.input_batch.block_table[0].slot_mapping.gpu
-        self.step.lengths = self.seq_lens
         if self.fuses_decode_steps:
             from triton_omni.vllm_hooks.step_copy_kernels import fetch
 
@@ -193,18 +192,18 @@ class TalkerRunnerMixin(FusedDecodeMixin, SteadyDecodeMixin):
     def _stage_decode(self, layout: Layout) -> None:
         """Tell the step of one token a sequence that follows what the last drew."""
         self.step.rows.store()
-        count, active = len(layout.computed), layout.active
+        count = len(layout.computed)
         self._ahead = self._ahead or self._look_ahead(layout)
         told, table = self._ahead.pop(), self.input_batch.block_table[0]
         places, size = told[:, Column.PLACE], table.block_size
         told[:, Column.ROW] = self.step.rows.pool_rows(told[:, Column.SLOT], places)
-        told[:, Column.CACHE] += table.get_numpy_array()[active, places // size] * np.int64(size)
+        told[:, Column.CACHE] += table.get_numpy_array()[layout.active, places // size] * np.int64(size)
         index = self._index.np[:count]
-        if len(active) < count:
+        if len(told) < count:
             index[:] = self._idle
             if layout.is_planned:
                 index[:, Column.LENGTH] = layout.bounds
-        index[active] = told
+        index[layout.part] = told
         self._tell(count)
 
     def _take_part(self, layout: Layout, step: SteadyStep) -> None:
@@ -216,8 +215,8 @@ class TalkerRunnerMixin(FusedDecodeMixin, SteadyDecodeMixin):
             self._drawing[row] = batch.sequences[row]
 
     def _lengthen(self, layout: Layout) -> None:
-        """Recorded steps of our own kernels take theirs from what they are told."""
-        if not layout.is_planned:
+        """Where decode steps have kernels of their own, what is told of a step has brought them."""
+        if self._fetch is not None:
             return
         if len(layout.active) == len(layout.computed):
             super()._lengthen(layout)
@@ -229,21 +228,21 @@ class TalkerRunnerMixin(FusedDecodeMixin, SteadyDecodeMixin):
         if self._fetch is None:
             self._index.copy_to_gpu(count)
         else:
-            self._fetch(self._index.cpu[:count], self._index.gpu)
+            self._fetch(self._index.cpu[:count], self._index.gpu, self.seq_lens, Column.LENGTH.value)
 
     def _look_ahead(self, layout: Layout) -> list[NDArray[np.int64]]:
         """What the next steps can be told now of their tokens [N, len(Column)], the latest step first.
 
         It lacks the row, which may not be there yet, and of the cache's slot the block.
         """
-        places = layout.computed[layout.active] + np.arange(_STEPS_AHEAD, dtype=np.int64)[::-1, np.newaxis]
-        slots = np.broadcast_to(self._batch.slots[layout.active], places.shape)
+        places = layout.computed[layout.part] + np.arange(_STEPS_AHEAD, dtype=np.int64)[::-1, np.newaxis]
+        slots = np.broadcast_to(self._batch.slots[layout.part], places.shape)
         told = np.zeros((*places.shape, len(Column)), dtype=np.int64)
         told[..., Column.SLOT] = slots
         told[..., Column.PLACE] = places
         told[..., Column.UNIFORM] = self.step.draws.uniforms(slots, places).view(np.int64)
         told[..., Column.FOLLOWS] = 1
-        told[..., Column.AXIS] = places + self._batch.deltas[layout.active]
+        told[..., Column.AXIS] = places + self._batch.deltas[layout.part]
         told[..., Column.LENGTH] = places + 1
         told[..., Column.CACHE] = places % self.input_batch.block_table[0].block_size
         return list(told)

@@ -46,8 +46,6 @@ class TalkerStep:
         """Ids of the last decode step, by its order of sequences."""
         self.cache_slots = torch.zeros(0, dtype=torch.int64, device=index.device)
         """Where attention finds the tokens' slots in its cache; set before the first decode step."""
-        self.lengths = torch.zeros(0, dtype=torch.int32, device=index.device)
-        """int32, how many positions it reads for each; set with them."""
 
     def compile(self) -> None:
         """Let torch.compile fuse what surrounds the network, from its next run on."""
@@ -65,18 +63,16 @@ class TalkerStep:
         return self.condition(ids, table.index_select(0, ids))
 
     def go_on(self, ids: Tensor, positions: Tensor) -> None:
-        """Lay out the tokens of a decode step that follow the last one's: `ids` [N], `positions` [3, N], cache slots,
-        lengths.
+        """Lay out the tokens of a decode step that follow the last one's: `ids` [N], `positions` [3, N], cache slots.
 
         In place, as vLLM would have done; its buffers stay as they are for tokens that it laid out itself.
         """
         count = ids.shape[0]
-        index, slots, lengths = self.index[:count], self.cache_slots[:count], self.lengths[:count]
+        index, slots = self.index[:count], self.cache_slots[:count]
         follows = index[:, Column.FOLLOWS] != 0
         ids.copy_(torch.where(follows, self.drawn[:count], ids))
         positions.copy_(torch.where(follows, index[:, Column.AXIS], positions))
         slots.copy_(torch.where(follows, index[:, Column.CACHE], slots))
-        lengths.copy_(torch.where(follows, index[:, Column.LENGTH], lengths))
 
     def condition(self, ids: Tensor, codes: Tensor) -> Tensor:
         """Inputs [N, H] of a step's tokens: each one's hidden row plus `codes` [N, H], the embeddings of `ids` [N].

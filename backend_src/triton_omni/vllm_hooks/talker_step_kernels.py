@@ -30,8 +30,6 @@ class Layout(NamedTuple):
     """int64 [3, N], overwritten there too."""
     cache_slots: Tensor
     """int64 [N], overwritten there too."""
-    lengths: Tensor
-    """int32 [N], overwritten there too."""
 
 
 class Memory(NamedTuple):
@@ -53,7 +51,6 @@ def _begin(
     ids,
     positions,
     cache_slots,
-    lengths,
     drawn,
     pool,
     table,
@@ -68,7 +65,6 @@ def _begin(
     FOLLOWS: tl.constexpr,
     AXIS: tl.constexpr,
     CACHE: tl.constexpr,
-    LENGTH: tl.constexpr,
     WIDTH: tl.constexpr,
     VOCABULARY: tl.constexpr,
     TILE: tl.constexpr,
@@ -86,7 +82,6 @@ def _begin(
         tl.store(positions + axis_stride + token, position)
         tl.store(positions + 2 * axis_stride + token, position)
         tl.store(cache_slots + token, tl.load(told + CACHE))
-        tl.store(lengths + token, tl.load(told + LENGTH).to(tl.int32))
     slot = tl.load(told + SLOT)
     # A slot is one program's, but for the idle one, of which nothing counts.
     times = used + slot * VOCABULARY + code
@@ -130,7 +125,6 @@ def begin(layout: Layout, memory: Memory, table: Tensor, mask_id: int) -> Tensor
         FOLLOWS=Column.FOLLOWS.value,
         AXIS=Column.AXIS.value,
         CACHE=Column.CACHE.value,
-        LENGTH=Column.LENGTH.value,
         WIDTH=width,
         VOCABULARY=memory.used.shape[1],
         TILE=triton.next_power_of_2(width),
