@@ -280,7 +280,6 @@ class _FakeEngine:
         self.priorities: list[int] = []
         self.step_s = 0.0
         self.held = False
-        self.places_kept = True
         self.steps_under_way = 0
         self.steps = 0
         self.closed = False
@@ -293,9 +292,6 @@ class _FakeEngine:
 
     def hold(self, held: bool) -> None:
         self.held = held
-
-    def keep_places(self, kept: bool) -> None:
-        self.places_kept = kept
 
     def abort(self, key: str) -> None:
         self.open_keys.pop(key, None)
@@ -376,6 +372,9 @@ class FakeTalkerEngine(_FakeEngine):
     def end(self, key):
         if key in self.open_keys:
             self.open_keys[key].ended = True
+
+    def keep_places(self, kept: bool) -> None:
+        """It has none."""
 
     def has_work(self):
         ready = any(s.ended or len(s.rows) - s.prompt.prompt_rows > s.spoken for s in self.open_keys.values())

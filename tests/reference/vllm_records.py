@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,13 +11,21 @@ from unittest import mock
 
 
 def different_records(one: Any, other: Any) -> list[str]:
-    """Names of what the vLLM of two engines knows differently, on the host and on the device, of the sequences of the
-    last step; those that wait may keep a place in one's batch.
+    """Names of what the vLLM of two engines knows differently, on the host and on the device.
 
-    An id that one of them has not been told is no difference.
+    Where the runners note in `taking_part` whose the last step is, those that wait may keep a place in one's batch. So
+    only what is known of the others is compared, whatever their rows, and in replies an id that one runner has not
+    been told is no difference.
     """
     first, second = _records(one), _records(other)
-    return [name for name in first | second if not _alike(first.get(name), second.get(name))]
+    places_are_kept = hasattr(one._runner, "taking_part")
+    alike = dict.fromkeys(("tokens", "states"), _alike) if places_are_kept else {}
+    names = (first | second).keys() - (_OF_ROWS if places_are_kept else ())
+    return [name for name in sorted(names) if not alike.get(name, operator.eq)(first.get(name), second.get(name))]
+
+
+_OF_ROWS = {"order", "rows before", "all lengths", "all bounds of lengths", "all starts"}
+"""Records that tell which row is whose, or of rows behind the batch."""
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -37,7 +46,7 @@ def _records(engine: Any) -> dict[str, Any]:
 
 
 def _rows_of_last_step(engine: Any) -> dict[str, int]:
-    """Rows of the runner's batch by name; of those that take part, where the runner notes in `taking_part` who does."""
+    """Rows of the runner's batch by name; of those that take part, where it is noted who does."""
     batch = engine._runner.input_batch
     shares = getattr(engine._runner, "taking_part", batch.req_id_to_index)
     return {_name_of(found): row for found, row in batch.req_id_to_index.items() if found in shares}
@@ -80,6 +89,7 @@ def _of_runner(runner: Any, rows: dict[str, int]) -> dict[str, Any]:
     before = batch.prev_req_id_to_index or {}
     return {
         "sequences": sorted(rows),
+        "order": list(map(_name_of, batch.req_ids)),
         "computed": {name: batch.num_computed_tokens_cpu[row] for name, row in rows.items()},
         "ends": {name: ends[row] for name, row in rows.items()},
         "tokens": {name: batch.token_ids_cpu[row, : ends[row]].tolist() for name, row in rows.items()},
@@ -88,6 +98,7 @@ def _of_runner(runner: Any, rows: dict[str, int]) -> dict[str, Any]:
             name: table.get_numpy_array()[row, : table.num_blocks_per_row[row]].tolist() for name, row in rows.items()
         },
         "in the step before": sorted(rows.keys() & {*map(_name_of, before)}),
+        "rows before": {_name_of(request_id): row for request_id, row in before.items()},
         "states": {
             _name_of(request_id): (state.num_computed_tokens, list(state.output_token_ids), state.block_ids)
             for request_id, state in runner.requests.items()
@@ -118,6 +129,9 @@ def _of_decode_step(runner: Any, rows: dict[str, int]) -> dict[str, Any]:
     return {
         **{name: {key: str(read(row).tolist()) for key, row in rows.items()} for name, read in of_rows.items()},
         "starts": starts.tolist() == list(range(count + 1)),
+        "all lengths": runner.seq_lens.tolist(),
+        "all bounds of lengths": runner.optimistic_seq_lens_cpu.tolist(),
+        "all starts": runner.query_start_loc.gpu.tolist(),
         "drawn": None if drawn is None else {key: drawn[before[key]].tolist() for key in rows if key in before},
     }
 
