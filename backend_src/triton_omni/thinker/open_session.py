@@ -87,6 +87,14 @@ class OpenSession:
         prompt = self.session.prompt_tokens if self.session is not None else 0
         return prompt + 1 if self.outbox.given <= prompt else None
 
+    @property
+    def reply_rows(self) -> int:
+        """Rows of the reply that were made, each of which the talker draws a code from; below 0 where the prompt lacks
+        some.
+        """
+        prompt = self.session.prompt_tokens if self.session is not None else 0
+        return self.outbox.given + self.outbox.held - prompt
+
     def is_alone(self, ledger: SessionLedger) -> bool:
         """Whether no message of it is open in a later stage or on its way there."""
         returned = ledger.returned(self.key, "talker") == self.delivered

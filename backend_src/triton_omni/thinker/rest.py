@@ -83,9 +83,7 @@ class Rest:
         if session.has_first_codes or wanted > request.max_rows:
             # Or it waits for the whole reply, which is to be made in one piece.
             return None
-        # A code is drawn from a row.
-        made = session.outbox.given + session.outbox.held - request.prompt_tokens
-        return wanted - made
+        return wanted - session.reply_rows
 
 
 def _reads(session: OpenSession) -> bool:

@@ -52,7 +52,7 @@ class Spacing:
 
 def _has_enough(session: OpenSession) -> bool:
     """Whether a reply's text is ahead of its sound by what its next windows are made of."""
-    request, outbox = session.session, session.outbox
+    request = session.session
     if request is None or not request.want_audio or not session.first_wanted:
         return False
-    return outbox.given + outbox.held - request.prompt_tokens >= session.first_wanted + ENOUGH_ROWS
+    return session.reply_rows >= session.first_wanted + ENOUGH_ROWS

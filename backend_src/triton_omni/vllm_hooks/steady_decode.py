@@ -99,8 +99,6 @@ class Layout:
     states: list[CachedRequestState]
     active: NDArray[np.int64]
     """Their rows."""
-    part: slice | NDArray[np.int64]
-    """The same as an index, quicker where it is the whole batch."""
     computed: NDArray[np.int32]
     """Tokens of each sequence in the cache before the step, [B]."""
     ends: NDArray[np.int32]
@@ -119,6 +117,11 @@ class Layout:
     of cache blocks."""
     request_ids: list[str]
     rows_by_request: dict[str, int]
+
+    @property
+    def part(self) -> slice | NDArray[np.int64]:
+        """`active` as an index, quicker where it is the whole batch."""
+        return slice(None) if len(self.active) == len(self.computed) else self.active
 
 
 class SteadyDecodeMixin(_Runner):
@@ -191,7 +194,6 @@ class SteadyDecodeMixin(_Runner):
         layout.states = [self.requests[request_id] for request_id in layout.shares]
         # The scheduler may have them in another order than the batch.
         layout.active = np.sort([layout.rows_by_request[request_id] for request_id in layout.shares])
-        layout.part = slice(None) if len(layout.active) == len(layout.computed) else layout.active
 
     @abstractmethod
     def _decode_inputs(self, layout: Layout) -> dict[str, Any]:
@@ -225,7 +227,6 @@ class SteadyDecodeMixin(_Runner):
             shares={},
             states=[],
             active=self.arange_np[:0],
-            part=slice(None),
             computed=batch.num_computed_tokens_cpu[:count],
             ends=batch.num_tokens_no_spec[:count],
             bounds=self.optimistic_seq_lens_cpu.numpy()[:count],

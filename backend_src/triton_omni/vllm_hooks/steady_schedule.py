@@ -9,7 +9,6 @@ vLLM's own way. What makes a sequence wait, it does not know.
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 from triton_omni.vllm_hooks.compat import (
@@ -118,7 +117,7 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
     def _choose(self, decoding: list[Request]) -> None:
         """See who has to wait now, and for how many steps the others need not."""
         active = [request for request in decoding if not self.waits(request)]
-        if len(active) != len(self._active) or any(map(operator.is_not, active, self._active)):
+        if active != self._active:
             self._active, self._shares = active, dict.fromkeys([request.request_id for request in active], 1)
             self._idle = [request for request in decoding if request.request_id not in self._shares]
         goes_on = self.keeps_places or not self._idle

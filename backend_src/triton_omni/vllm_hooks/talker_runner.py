@@ -216,11 +216,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, SteadyDecodeMixin):
 
     def _lengthen(self, layout: Layout) -> None:
         """Where decode steps have kernels of their own, what is told of a step has brought them."""
-        if self._fetch is not None:
-            return
-        if len(layout.active) == len(layout.computed):
-            super()._lengthen(layout)
-        else:
+        if self._fetch is None:
             layout.lengths.copy_(self.optimistic_seq_lens_cpu[: len(layout.computed)], non_blocking=True)
 
     def _tell(self, count: int) -> None:
