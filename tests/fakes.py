@@ -369,6 +369,9 @@ class FakeTalkerEngine(_FakeEngine):
         if state is not None:
             state.rows.extend(rows[:, 0].tolist())
 
+    def settle(self):
+        """Its copies are made at once."""
+
     def end(self, key):
         if key in self.open_keys:
             self.open_keys[key].ended = True

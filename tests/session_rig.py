@@ -11,6 +11,7 @@ import torch
 from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
 from triton_omni.ledger import SessionLedger, StageFacts
 from triton_omni.request import RawRequest
+from triton_omni.ring import offer_ring
 from triton_omni.settings import TalkerSettings, ThinkerSettings
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
@@ -20,6 +21,10 @@ from triton_omni.tracing import NO_TRACER
 CPU = torch.device("cpu")
 NO_TRACERS = (NO_TRACER,) * 3
 WAIT_S = 5.0
+ROW_PLACES, CODE_PLACES = 4, 6
+"""Few, so that they go round."""
+BY_RING = False
+"""Whether rows and codes go by rings, where a test does not say."""
 
 
 @dataclass
@@ -55,7 +60,15 @@ def wait_for(condition, seconds=WAIT_S, message="condition not met"):
 
 @contextlib.contextmanager
 def pipeline(
-    *, intake=None, thinker=None, talker=None, waveform=None, settings=None, talker_settings=None, tracers=NO_TRACERS
+    *,
+    intake=None,
+    thinker=None,
+    talker=None,
+    waveform=None,
+    settings=None,
+    talker_settings=None,
+    tracers=NO_TRACERS,
+    rings=None,
 ):
     name = f"triton-omni-test-{secrets.token_hex(6)}"
     ledgers = tuple(SessionLedger(name, stage, StageFacts(1)) for stage in ("thinker", "talker", "token2wav"))
@@ -65,6 +78,14 @@ def pipeline(
         waveform or FakeWaveformEngine(),
     )
     settings = settings or ThinkerSettings(max_sessions=8)
+    slots, dtypes = 2 * settings.max_sessions, (torch.float32, torch.int32)
+    shapes = ((slots, ROW_PLACES, HIDDEN), (slots, CODE_PLACES))
+    offered = [None, None]
+    if BY_RING if rings is None else rings:
+        offered = [
+            offer_ring(name, ledger.stage, ledger.epoch(ledger.stage), shape=shape, dtype=dtype, device=CPU)
+            for ledger, shape, dtype in zip(ledgers[1:], shapes, dtypes, strict=True)
+        ]
     stages = (
         ThinkerStage(
             settings,
@@ -83,8 +104,9 @@ def pipeline(
             device=CPU,
             text_bos_id=lambda voice: 3,
             tracer=tracers[1],
+            ring=offered[0],
         ),
-        Token2WavStage(waveform, ledgers[2], device=CPU, sample_rate=24000, tracer=tracers[2]),
+        Token2WavStage(waveform, ledgers[2], device=CPU, sample_rate=24000, tracer=tracers[2], ring=offered[1]),
     )
     for stage in stages:
         stage.start()

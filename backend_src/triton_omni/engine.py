@@ -207,6 +207,9 @@ class TalkerEngine(Protocol):
         must stay as they are. The engine keeps them so long; of another device it has enqueued the copy at once.
         """
 
+    def settle(self) -> None:
+        """Enqueue the copies of all rows that were fed, now instead of with the next step."""
+
     def end(self, key: str) -> None:
         """No more rows: from here on the tail (text_eos once, then text_pad) is added."""
 

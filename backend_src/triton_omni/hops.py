@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long messages take from one stage to the next, as a histogram. All stages of a server share one host, so its
-monotonic clock is theirs, too. It knows no message and no metric.
+"""How long rows and codes take from one stage to the next, as a histogram. All stages of a server share one host, so
+its monotonic clock is theirs, too. It knows no message, no ring and no metric.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ class HopTimes(Histogram):
         super().__init__(BOUNDS_S)
 
     def observe(self, sent_ns: int, now_ns: int) -> None:
-        """Count one message sent and received at these times of the monotonic clock, in nanoseconds."""
+        """Count what was sent and received at these times of the monotonic clock, in nanoseconds."""
         self.add(max(0, now_ns - sent_ns) / 1e9)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from triton_omni import ledger_layout as layout
 from triton_omni.errors import StageName
@@ -37,6 +38,17 @@ class StageFacts:
     """`1 + index` of the GPU, which need not be the others'."""
 
 
+class Placed(NamedTuple):
+    """What of a session lies in the next stage's ring."""
+
+    total: int
+    """Rows or codes that were put there, those that were read among them."""
+    behind: int
+    """Of so many before them, which came by messages."""
+    sent_ns: int
+    """System-wide monotonic clock when the last of them were given away, nanoseconds."""
+
+
 class SessionLedger:
     """One stage's view of the table.
 
@@ -51,7 +63,7 @@ class SessionLedger:
 
     def __init__(self, name: str, stage: StageName, facts: StageFacts | None = None) -> None:
         self.path = layout.table_path(name)
-        self._stage = stage
+        self.name, self.stage = name, stage
         layout.create_table(self.path, PROTOCOL_VERSION)
         self._map = layout.map_table(self.path)
         # Its items are plain integers: every poll reads some of every session's, and numpy's cost ten times as much.
@@ -72,7 +84,7 @@ class SessionLedger:
 
     def beat(self) -> None:
         """Say that this stage's loop is alive now."""
-        self._words[layout.BLOCKS[self._stage] + layout.BEAT] = time.monotonic_ns()
+        self._words[layout.BLOCKS[self.stage] + layout.BEAT] = time.monotonic_ns()
 
     def epoch(self, stage: StageName) -> int:
         """How often `stage` was loaded by this server; 0 = never."""
@@ -84,7 +96,7 @@ class SessionLedger:
 
     def say_broken(self) -> None:
         """This stage's engine has failed: it serves nothing more, and asks to be started again."""
-        own = layout.BLOCKS[self._stage]
+        own = layout.BLOCKS[self.stage]
         self._words[own + layout.BROKEN] = self._words[own + layout.EPOCH]
 
     @property
@@ -101,18 +113,18 @@ class SessionLedger:
 
     def claim_device(self, until_ns: int) -> None:
         """token2wav only: ask the other stages on its device to start no step before then; 0 = no more."""
-        self._words[layout.BLOCKS[self._stage] + layout.CLAIMED] = until_ns
+        self._words[layout.BLOCKS[self.stage] + layout.CLAIMED] = until_ns
 
     def device_claimed(self) -> bool:
         """Whether another stage claims this stage's device now."""
         until_ns = self._words[layout.BLOCKS["token2wav"] + layout.CLAIMED]
-        if not until_ns or self._stage == "token2wav" or not self.shares_device_with("token2wav"):
+        if not until_ns or self.stage == "token2wav" or not self.shares_device_with("token2wav"):
             return False
         return time.monotonic_ns() < until_ns
 
     def shares_device_with(self, stage: StageName) -> bool:
         """Whether this stage and `stage` run on one device."""
-        own, other = (layout.BLOCKS[name] + layout.DEVICE for name in (self._stage, stage))
+        own, other = (layout.BLOCKS[name] + layout.DEVICE for name in (self.stage, stage))
         return self._words[own] == self._words[other]
 
     # Sessions.
@@ -188,7 +200,7 @@ class SessionLedger:
 
     def count_returned(self, key: SessionKey) -> None:
         """This stage has ended one more of the session's requests; on the sending thread of its slot only."""
-        self._write(key, layout.RETURNED, _counted(key, self.returned(key, self._stage) + 1))
+        self._write(key, layout.RETURNED, _counted(key, self.returned(key, self.stage) + 1))
 
     def want(self, key: SessionKey, count: int) -> None:
         """This stage can do nothing before it has `count` rows or codes of the session, from the first on."""
@@ -197,6 +209,30 @@ class SessionLedger:
     def wanted(self, key: SessionKey, stage: StageName) -> int | None:
         """Rows or codes of the session, from the first on, that `stage` waits for; None = it has not said."""
         return self._count(key, stage, layout.WANTED)
+
+    def place(self, key: SessionKey, placed: Placed) -> None:
+        """This stage has put so much of the session into the next one's ring (`ring.py`), and it may be read."""
+        self._write(key, layout.BEHIND, placed.behind)
+        self._write(key, layout.PLACED_NS, placed.sent_ns)
+        # Last: whoever reads it reads the others behind it.
+        self._write(key, layout.PLACED, _counted(key, placed.total))
+
+    def placed(self, key: SessionKey, stage: StageName) -> int:
+        """Rows or codes of the session that `stage` has put into the next one's ring."""
+        return self._count(key, stage, layout.PLACED) or 0
+
+    def placing(self, key: SessionKey, stage: StageName) -> Placed:
+        """The same, with all that `stage` says of it."""
+        total, at = self.placed(key, stage), layout.record(key.slot) + layout.FIELDS[stage]
+        return Placed(total, self._words[at + layout.BEHIND], self._words[at + layout.PLACED_NS])
+
+    def fetch(self, key: SessionKey, count: int) -> None:
+        """This stage has copied so many rows or codes of the session from its ring; their places are free again."""
+        self._write(key, layout.FETCHED, _counted(key, count))
+
+    def fetched(self, key: SessionKey, stage: StageName) -> int:
+        """Rows or codes of the session that `stage` has copied from its ring."""
+        return self._count(key, stage, layout.FETCHED) or 0
 
     def closed(self, key: SessionKey, stage: StageName) -> bool:
         """Whether `stage` has finished with the session."""
@@ -254,7 +290,7 @@ class SessionLedger:
             )
 
     def _register(self, facts: StageFacts) -> None:
-        words, own = self._words, layout.BLOCKS[self._stage]
+        words, own = self._words, layout.BLOCKS[self.stage]
         words[own + layout.FINGERPRINT] = facts.fingerprint
         words[own + layout.DTYPE], words[own + layout.HIDDEN] = facts.dtype, facts.hidden_size
         words[own + layout.DEVICE], words[own + layout.CLAIMED] = facts.device, 0
@@ -270,19 +306,19 @@ class SessionLedger:
 
     def _enter(self, pid: int) -> None:
         """Say which process serves this model; 0 = none any more."""
-        self._words[layout.BLOCKS[self._stage] + layout.PID] = pid
+        self._words[layout.BLOCKS[self.stage] + layout.PID] = pid
 
     def _check_others(self, facts: StageFacts) -> None:
         for other in STAGES:
             block = self._words[layout.BLOCKS[other] : layout.BLOCKS[other] + layout.STAGE_WORDS].tolist()
-            if other != self._stage and block[layout.PID]:
-                _check_agreement(self._stage, facts, other, block)
+            if other != self.stage and block[layout.PID]:
+                _check_agreement(self.stage, facts, other, block)
 
     def _write(self, key: SessionKey, word: int, value: int) -> None:
         """One of this stage's words, unless the slot holds a later session already, whose words these are."""
         at = layout.record(key.slot)
         if self._words[at + layout.GENERATION] == key.generation:
-            self._words[at + layout.FIELDS[self._stage] + word] = value
+            self._words[at + layout.FIELDS[self.stage] + word] = value
 
     def _count(self, key: SessionKey, stage: StageName, word: int) -> int | None:
         """The count in one of a stage's words; None if an earlier session of the slot left it."""

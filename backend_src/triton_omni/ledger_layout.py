@@ -26,7 +26,7 @@ STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
 WORD: Final = 8
 _HEADER_WORDS: Final = 9
 STAGE_WORDS: Final = 16
-RECORD_WORDS: Final = 32
+RECORD_WORDS: Final = 48
 TABLE_WORDS: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS + CAPACITY * RECORD_WORDS
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _HELD_POLL_S: Final = 0.02
@@ -38,11 +38,11 @@ DRAINING, ENDING = 1, 2
 """Values of LEAVING: no session begins any more; those that are open end now. 0 = the server goes on."""
 # Words of a stage's block.
 EPOCH, PID, BEAT, FINGERPRINT, DTYPE, HIDDEN, DEVICE, CLAIMED, BROKEN = range(9)
-# Words of a record: six of the thinker's, then eight of each stage.
+# Words of a record: six of the thinker's, then twelve of each stage.
 GENERATION, NONCE_HIGH, NONCE_LOW, EPOCHS, OPENED, DEADLINE = range(6)
-CLOSED, CONSUMED, RETURNED, CANCELLED, FAILED, WANTED, OUTCOME, REACHED = range(8)
+CLOSED, CONSUMED, RETURNED, CANCELLED, FAILED, WANTED, OUTCOME, REACHED, PLACED, BEHIND, PLACED_NS, FETCHED = range(12)
 FIRST_STAGE_WORD: Final = 6
-SESSION_WORDS: Final = 8
+SESSION_WORDS: Final = 12
 
 COUNT_BITS: Final = 32
 COUNT_MASK: Final = (1 << COUNT_BITS) - 1

@@ -11,20 +11,23 @@ import functools
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 import torch
 
+from triton_omni.bell import Bell
 from triton_omni.engine import EngineStats
 from triton_omni.errors import ErrorCode, InternalError, OmniError, Overloaded, StageName
 from triton_omni.events import log_event
 from triton_omni.figures import POWERS, Figure, Histogram, LeakWatch
 from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import SessionLedger
-from triton_omni.ledger_layout import CAPACITY
+from triton_omni.ledger_layout import CAPACITY, STAGES
 from triton_omni.loop import IDLE_POLL_S, StageLoop
+from triton_omni.ring import Ring
 from triton_omni.stage import SOON_S, Outlet, StageStats, as_omni_error, lost_error, memory_figures
 from triton_omni.streams import record_event, settle_thread
 from triton_omni.tally import OUTCOMES
@@ -47,6 +50,12 @@ class LinkSession:
     session: Session
     expected: int = 1
     consumed: int = 0
+    by_message: int = 0
+    """Rows or codes that came in messages."""
+    fetched: int = 0
+    """Those that came by the ring."""
+    to_fetch: int | None = None
+    """How many will have, once all have; None = not yet known."""
     span: Span = NO_SPAN
 
 
@@ -78,10 +87,18 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         engine: stepped by this stage's loop alone.
         device: where the engine copies what it is fed.
         tracer: of the stage's spans.
+        ring: by which rows or codes come past Triton; None = all come in messages.
     """
 
     def __init__(
-        self, name: StageName, engine: LinkEngine, ledger: SessionLedger, device: torch.device, tracer: Tracer
+        self,
+        name: StageName,
+        engine: LinkEngine,
+        ledger: SessionLedger,
+        *,
+        device: torch.device,
+        tracer: Tracer,
+        ring: Ring | None,
     ) -> None:
         self._name = name
         self._tracer = tracer
@@ -92,12 +109,18 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._loop = StageLoop(f"omni-{name}", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
+        self._ring = ring
+        self._bell = Bell(ledger.name, name, self._hear) if ring is not None else None
+        self._rung_ns = 0
+        self._fetched_bytes = 0
+        self._copies: deque[tuple[torch.cuda.Event | None, list[tuple[SessionKey, int]]]] = deque()
+        """What was fetched, by copies that the device may not have made yet."""
         # By slot, when Triton was last asked for a cancel; of Triton's thread.
         self._asked_ns = [0] * CAPACITY
         self._batches = Histogram(POWERS)
         self._leaks = LeakWatch()
         self.hops: dict[Until, HopTimes] = {"arrived": HopTimes(), "taken": HopTimes()}
-        """Of every message that a session takes in its order."""
+        """Of rows and codes, each time some of a session are taken."""
 
     # Called from any thread.
 
@@ -122,9 +145,13 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def close(self) -> None:
         """End every session with an error, then stop the engine."""
         self._loop.post(lambda: self._fail_all(InternalError("the server is shutting down", stage=self._name)))
+        if self._bell is not None:
+            self._bell.close()
         if self._loop.stop():
             self._end_all()
             self._link_engine.close()
+            if self._ring is not None:
+                self._ring.close()
 
     def stats(self) -> StageStats:
         """Figures of the last poll."""
@@ -138,6 +165,8 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         yield Figure("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
         yield Figure("omni_leaked_sessions", self._leaks.count(self._overstayed()))
         yield from self._batches.figures("omni_batch_size")
+        if self._ring is not None:
+            yield Figure("omni_link_bytes_total", self._fetched_bytes, {"tensor": "ring", "device": self._device.type})
         yield from memory_figures(self._device)
 
     def _overstayed(self) -> list[str]:
@@ -159,6 +188,11 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._asked_ns[key.slot] = now_ns
         outlet.if_cancelled(functools.partial(self._ledger.mark_cancelled, key))
 
+    def _hear(self) -> None:
+        """On the bell's thread: there is something to fetch."""
+        self._rung_ns = time.monotonic_ns()
+        self._loop.wake()
+
     # On the loop's thread.
 
     def has_work(self) -> bool:
@@ -170,6 +204,9 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._ledger.beat()
         if self._broken is None:
             self._engine_stats = self._link_engine.stats()
+        if self._ring is not None:
+            self._fetch_all(self._ring)
+        self._look_around()
         return min((self._attend(session) for session in list(self._open.values())), default=IDLE_POLL_S)
 
     def fail(self, error: Exception) -> None:
@@ -179,6 +216,9 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._fail_all(InternalError(self._broken, stage=self._name))
         self._ledger.say_broken()
+
+    def _look_around(self) -> None:
+        """What is to be done at every poll once all that has come is known, before sessions are looked after."""
 
     @abstractmethod
     def step(self) -> None:
@@ -199,6 +239,17 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     @abstractmethod
     def _take_message(self, session: SessionT, message: MessageT, outlet: Outlet) -> None:
         """Deal with a message that came in its order, and give it back. What is raised ends the session."""
+
+    @abstractmethod
+    def _take_placed(self, session: SessionT, tensor: torch.Tensor) -> None:
+        """Feed the engine rows or codes that came by the ring."""
+
+    def _settle(self) -> None:
+        """Have the engine enqueue the copies of what it was fed, if it has not."""
+
+    @abstractmethod
+    def _end_input(self, session: SessionT) -> None:
+        """Tell the engine that no more come."""
 
     @abstractmethod
     def _look_after(self, session: SessionT) -> float:
@@ -242,12 +293,54 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         elif session is None or message.kind in (Kind.HEARTBEAT, Kind.OPEN):
             self._give_back(message.key, outlet)
         else:
-            self._observe_hop(message, arrived_ns)
+            if message.kind == Kind.DATA:
+                self._observe_hop(message.sent_ns, arrived_ns)
             try:
                 self._take_in_order(session, message, outlet)
             except Exception as error:  # noqa: BLE001 - one bad message must not end the stage
                 self._give_back(message.key, outlet)
                 self._fail(session, as_omni_error(error, session.session.request_id))
+
+    def _fetch_all(self, ring: Ring) -> None:
+        """Take what the stage before has placed; places are free again once the engine has copied them."""
+        while self._copies and (self._copies[0][0] is None or self._copies[0][0].query()):  # type: ignore[no-untyped-call]
+            for key, count in self._copies.popleft()[1]:
+                self._ledger.fetch(key, count)
+        before = STAGES[STAGES.index(self._name) - 1]
+        fetched = [
+            (session.key, session.fetched)
+            for session in list(self._open.values())
+            if self._ledger.placed(session.key, before) != session.fetched and self._fetch(session, ring, before)
+        ]
+        if fetched:
+            self._settle()
+            self._copies.append((record_event(self._device), fetched))
+
+    def _fetch(self, session: SessionT, ring: Ring, before: StageName) -> bool:
+        """Take what was placed of one session; not before all that came before it in messages."""
+        placed = self._ledger.placing(session.key, before)
+        if placed.behind != session.by_message or placed.total <= session.fetched:
+            return False
+        parts = ring.parts(session.key.slot, session.fetched, placed.total - session.fetched)
+        self._observe_hop(placed.sent_ns, self._rung_ns)
+        self._fetched_bytes += sum(part.nbytes for part in parts)
+        session.fetched = placed.total
+        try:
+            for part in parts:
+                self._take_placed(session, part)
+            self._end_if_all_came(session)
+        except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
+            self._fail(session, as_omni_error(error, session.session.request_id))
+        return True
+
+    def _await_placed(self, session: SessionT, count: int) -> None:
+        """No more rows or codes come than those in messages and `count` by the ring."""
+        session.to_fetch = count
+        self._end_if_all_came(session)
+
+    def _end_if_all_came(self, session: SessionT) -> None:
+        if session.to_fetch is not None and session.fetched >= session.to_fetch:
+            self._end_input(session)
 
     def _enter(self, message: MessageT, request: Session, outlet: Outlet) -> None:
         session = self._open[message.key.name] = self._begin(message, request, outlet)
@@ -272,9 +365,9 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
                     self._attend(other)
             self._open_sequence(session, message)
 
-    def _observe_hop(self, message: MessageT, arrived_ns: int) -> None:
-        self.hops["arrived"].observe(message.sent_ns, arrived_ns)
-        self.hops["taken"].observe(message.sent_ns, time.monotonic_ns())
+    def _observe_hop(self, sent_ns: int, arrived_ns: int) -> None:
+        self.hops["arrived"].observe(sent_ns, arrived_ns)
+        self.hops["taken"].observe(sent_ns, time.monotonic_ns())
 
     def _take_in_order(self, session: SessionT, message: MessageT, outlet: Outlet) -> None:
         # A failure may be that of a message before it, which the stage before could not send.
@@ -295,6 +388,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         step: the memory is only not used anew before it.
         """
         session.consumed += 1
+        session.by_message += len(tensor)
         outlet.finish(self._outlive_copy(tensor), functools.partial(self._count_consumed, message, session.consumed))
 
     def _outlive_copy(self, tensor: torch.Tensor) -> torch.cuda.Event | None:

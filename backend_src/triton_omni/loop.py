@@ -51,6 +51,7 @@ class StageLoop:
         self._step_s = 0.0
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
+        self._awake = False
         self._stopping = False
         self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -75,6 +76,12 @@ class StageLoop:
                 self._commands.append(command)
                 self._changed.notify()
             return not self._ended
+
+    def wake(self) -> None:
+        """Have the next turn begin at once: there is something for a poll to see."""
+        with self._changed:
+            self._awake = True
+            self._changed.notify()
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the loop after the commands already posted.
@@ -112,6 +119,7 @@ class StageLoop:
             return self._ended
 
     def _turn(self) -> None:
+        self._awake = False
         self._run_commands()
         delay = self._driven.poll()
         if self._driven.has_work():
@@ -120,7 +128,7 @@ class StageLoop:
             self._step_s = time.monotonic() - begun
             return
         with self._changed:
-            if not self._commands and not self._stopping:
+            if not self._commands and not self._stopping and not self._awake:
                 self._changed.wait(min(delay, IDLE_POLL_S))
 
     def _run_commands(self) -> None:

@@ -82,6 +82,8 @@ class Outbox:
     """Rows or codes waiting."""
     given: int = 0
     """Rows or codes that left."""
+    past_messages: bool = False
+    """Whether rows and codes leave by `take_tensor` alone, in no message."""
     _tensors: list[Tensor] = field(default_factory=list)
     _ready: torch.cuda.Event | None = None
     _text: list[str] = field(default_factory=list)
@@ -161,7 +163,7 @@ class Outbox:
         return Parcel(text, tensor, ready, done, last)
 
     def _may_leave(self, consumed: int, now: int, pace: Pace | None, wanted: int | None) -> bool:
-        if not (self._tensors and self._has_credit(consumed)):
+        if self.past_messages or not (self._tensors and self._has_credit(consumed)):
             return False
         if self._tensors_done or self.held >= self.largest:
             return True
@@ -180,19 +182,28 @@ class Outbox:
 
     def _text_may_leave(self, consumed: int, now: int, pace: Pace | None, wanted: int | None) -> bool:
         """Whether text leaves by itself, which it need not where rows wait for nothing but the pace."""
-        rows_follow = self._tensors and wanted is None and self._has_credit(consumed)
-        apart_ns = max(TEXT_APART_NS, pace.apart_ns if pace else 0)
+        rows_follow = self._tensors and wanted is None and not self.past_messages and self._has_credit(consumed)
+        # Without rows in the same message it leaves half as often: a message of text alone costs as much as any.
+        apart_ns = max(TEXT_APART_NS, pace.apart_ns * (2 if self.past_messages else 1) if pace else 0)
         return bool(self._text) and not rows_follow and now - self._text_left_ns >= apart_ns
 
+    def take_tensor(self, most: int) -> tuple[Tensor, torch.cuda.Event | None] | None:
+        """The next rows or codes, `most` of them, and the event after which they may be read; None = there are none."""
+        return self._split(most) if self._tensors and most > 0 else None
+
     def _take_tensor(self) -> tuple[Tensor, torch.cuda.Event | None]:
-        joined, ready = self._join()
-        leaving, staying = joined[: self.largest], joined[self.largest :]
-        self._tensors, self._ready = ([staying], ready) if len(staying) else ([], None)
+        leaving, ready = self._split(self.largest)
         self.messages += 1
-        self.given += len(leaving)
-        self.held -= len(leaving)
         self._sizes.append(leaving.numel() * leaving.element_size())
         self._turn_ns = None
+        return leaving, ready
+
+    def _split(self, most: int) -> tuple[Tensor, torch.cuda.Event | None]:
+        joined, ready = self._join()
+        leaving, staying = joined[:most], joined[most:]
+        self._tensors, self._ready = ([staying], ready) if len(staying) else ([], None)
+        self.given += len(leaving)
+        self.held -= len(leaving)
         return leaving, ready
 
     def _join(self) -> tuple[Tensor, torch.cuda.Event | None]:

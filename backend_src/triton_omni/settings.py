@@ -20,6 +20,9 @@ from triton_omni.pydantic_words import wanted_kind, wanted_limit
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+UseRing = Literal["auto", True, False]
+"""Whether what the stage before makes comes by memory shared with it (`ring.py`) instead of Triton's messages; auto =
+where both are on one GPU."""
 Quantization = Literal["none", "fp8"]
 Solver = Literal["rk4", "euler"]
 Positive = Annotated[int, Field(gt=0)]
@@ -208,6 +211,8 @@ class TalkerSettings(_Frozen):
     """Sequences open at once; those beyond `engine.max_num_seqs` queue, their rows reserved."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
     """Longest spoken reply in codec codes (50 a second); no more than token2wav's `max_codes`."""
+    ring: UseRing = "auto"
+    """For the reply's rows."""
 
 
 class StreamingPlan(_Frozen):
@@ -252,6 +257,8 @@ class Token2WavSettings(_Frozen):
     PyTorch's own kernels one by one, equal to HF within rounding."""
     cuda_graphs: bool = True
     """Launch recorded passes at once instead of kernel by kernel (half precision only)."""
+    ring: UseRing = "auto"
+    """For codes."""
     mode: Literal["streaming", "offline"] = "streaming"
     plan: str = "balanced"
     """Name of the entry of `plans` that streams use."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import ErrorCode, InternalError, OmniError, StageName, from_code
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 Value = Tensor | bytes
 AudioFormat = Literal["f32", "pcm16", "wav"]
@@ -136,6 +136,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     last: bool = False
     """No further text, rows or codes; the reports are filled."""
     failure: Failure | None = None
+    placed: int = 0
+    """Rows or codes that go by the next stage's ring, all told; in what says that no more come."""
     sent_ns: int = 0
     """System-wide monotonic clock when the stage gave the message away, nanoseconds."""
 

@@ -265,6 +265,11 @@ def _probe_talker(recorder: Recorder) -> None:
             recorder.append(described["key"], torch.as_tensor(tensors["ROWS"]).float().cpu().numpy().tobytes())
             super().submit(tensors, outlet)
 
+        def _take_placed(self, session: Any, tensor: torch.Tensor) -> None:
+            recorder.write("placed", session.key.name, rows=len(tensor))
+            recorder.append(session.key.name, tensor.float().cpu().numpy().tobytes())
+            super()._take_placed(session, tensor)
+
     ProbedTalkerEngine.recorder = recorder
     talker_engine.TalkerVllmEngine = ProbedTalkerEngine
     stage.TalkerStage = ProbedTalkerStage
@@ -290,6 +295,10 @@ def _probe_token2wav(recorder: Recorder) -> None:
         def submit(self, tensors: Any, outlet: Any) -> None:
             recorder.write("message", **_described(tensors), codes=tensors["CODES"].tolist())
             super().submit(tensors, outlet)
+
+        def _take_placed(self, session: Any, tensor: Any) -> None:
+            recorder.write("placed", session.key.name, codes=tensor.tolist())
+            super()._take_placed(session, tensor)
 
     ProbedToken2WavEngine.recorder = recorder
     engine.Token2WavEngine = ProbedToken2WavEngine

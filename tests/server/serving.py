@@ -322,10 +322,17 @@ class Records:
         return tuple(token for event in self.of(request_id, "thinker", "tokens") for token in event["ids"])
 
     def rows(self, request_id: str) -> NDArray[np.float32]:
-        """Hidden rows float32 [N, H], one after the other, as they arrived at the talker, through Triton."""
-        count = sum(event["rows"] for event in self.of(request_id, "talker", "message"))
+        """Hidden rows float32 [N, H], one after the other, as they arrived at the talker, by messages or its ring."""
+        count = sum(event["rows"] for event in self.received(request_id, "talker"))
         return np.fromfile(self._folder / f"{self.key(request_id)}.rows", np.float32).reshape(count, -1)
 
     def codes(self, request_id: str) -> tuple[int, ...]:
-        """Codec codes as they arrived at token2wav, through Triton."""
-        return tuple(code for event in self.of(request_id, "token2wav", "message") for code in event["codes"])
+        """Codec codes as they arrived at token2wav, by messages or its ring."""
+        return tuple(code for event in self.received(request_id, "token2wav") for code in event["codes"])
+
+    def received(self, request_id: str, stage: str) -> list[dict[str, Any]]:
+        """What a stage was sent of a request: messages, and what was placed in its ring."""
+        key = self.key(request_id)
+        return [
+            found for found in self.events(stage) if found["key"] == key and found["event"] in ("message", "placed")
+        ]

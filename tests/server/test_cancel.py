@@ -122,7 +122,7 @@ def cancel_one(server: Served, way: str, moment: str) -> None:
     for stage in STAGES:
         dropped = server.records.of(request_id, stage, "aborted")[0]["ns"]
         check_in_time(dropped - noticed - longest_step(server, stage, noticed), STOP_S, f"dropped by {stage}")
-    for event in server.records.of(request_id, "token2wav", "message"):
+    for event in server.records.received(request_id, "token2wav"):
         check_in_time(event["ns"] - noticed - longest_step(server, "talker", noticed), STOP_S, "codes came")
 
 

@@ -72,7 +72,8 @@ def added(sessions: Sessions) -> set[str]:
 
 
 def generating(sessions: Sessions) -> set[str]:
-    return {found["key"] for found in sessions.events("token2wav", "message") if found["codes"]}
+    sent = [*sessions.events("token2wav", "message"), *sessions.events("token2wav", "placed")]
+    return {found["key"] for found in sent if found["codes"]}
 
 
 def after_thinkers_end(sessions: Sessions) -> set[str]:

@@ -34,7 +34,7 @@ def told(reply: Reply) -> Info:
 
 def reply_rows(server: Served, request_id: str, reply: Reply) -> int:
     """Hidden rows of the reply that the talker was given."""
-    sent = sum(event["rows"] for event in server.records.of(request_id, "talker", "message"))
+    sent = sum(event["rows"] for event in server.records.received(request_id, "talker"))
     return int(sent) - (told(reply).prompt_tokens or 0)
 
 

@@ -48,7 +48,12 @@ UNLOADED_WITHIN_S = 10.0
 BACK_WITHIN_S = 60.0
 LONG = {"thinker": {"min_tokens": 200, "max_tokens": 200}}
 """A reply that is still written when the stage is killed."""
-SETTINGS = {**TINY, **{stage: {**TINY[stage], "max_sessions": STREAMS} for stage in ("thinker", "talker")}}
+SETTINGS = {
+    "thinker": {**TINY["thinker"], "max_sessions": STREAMS},
+    "talker": {**TINY["talker"], "max_sessions": STREAMS, "ring": True},
+    "token2wav": {**TINY["token2wav"], "ring": True},
+}
+"""As on a GPU, what a stage leaves behind by rings included."""
 SHARED_MEMORY = Path("/dev/shm")
 STANDS_STILL_S = 3.0
 """Triton's own patience is one second."""

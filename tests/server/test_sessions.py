@@ -128,7 +128,7 @@ def test_a_text_only_request_sends_no_row_and_no_code(server: Served) -> None:
     reply = ask(server, "silent", text="hello", seed=1, modalities=["text"])
     server.wait_until_idle()
     assert server.link_bytes() == before
-    assert sum(event["rows"] for event in server.records.of("silent", "talker", "message")) == 0
+    assert sum(event["rows"] for event in server.records.received("silent", "talker")) == 0
     assert reply.text == spoken.text
     assert len(reply.audio) == 0
     assert reply.info is not None
@@ -141,7 +141,7 @@ def test_rows_and_codes_of_a_reply_pass_the_links_once(server: Served) -> None:
     assert reply.info is not None
     assert reply.info.prompt_tokens is not None
     assert reply.info.reply_tokens is not None
-    rows = sum(event["rows"] for event in server.records.of("rows", "talker", "message"))
+    rows = sum(event["rows"] for event in server.records.received("rows", "talker"))
     assert rows == reply.info.prompt_tokens + reply.info.reply_tokens - 1  # the last token has no row
     assert len(server.records.codes("rows")) == reply.info.codes
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from triton_omni import ledger_layout
 from triton_omni.checkpoint.config import CheckpointError, fingerprint
 from triton_omni.ledger import SessionLedger, StageFacts
 from triton_omni.ledger_layout import LedgerError, server_name
+from triton_omni.ring import RingError
 from triton_omni.serving import launch
 from triton_omni.serving.launch import (
     checkpoint_folder,
@@ -221,6 +223,35 @@ def test_token2wav_starts_answers_and_closes(omni_model, folder, shared_memory):
     assert list(shared_memory.iterdir()) == []
 
 
+@pytest.mark.parametrize(("ring", "files"), [("auto", 1), ("true", 2), ("false", 1)])
+def test_a_ring_is_offered_where_it_is_asked_for_and_goes_with_its_stage(
+    omni_model, folder, shared_memory, ring, files
+):
+    del omni_model
+    adapter = start_token2wav(PbUtils(), ARGS, folder(f"device: cpu\nring: {ring}"))
+    assert len(list(shared_memory.iterdir())) == files
+    adapter.close()
+    assert list(shared_memory.iterdir()) == []
+
+
+@pytest.mark.parametrize("ring", ["auto", "true"])
+def test_a_ring_that_cannot_be_had_stops_the_load_only_where_it_is_asked_for(folder, monkeypatch, ring, caplog):
+    settings = launch.load_settings(folder(f"ring: {ring}") / "stage.yaml", launch.Token2WavSettings)
+    ledger = SimpleNamespace(name="a table", stage="token2wav", epoch=lambda stage: 1)
+
+    def refuse(*names, **shape):
+        raise RingError("CUDA says no")
+
+    monkeypatch.setattr("triton_omni.ring.offer_ring", refuse)
+    gpu = torch.device("cuda", 0)
+    if ring == "true":
+        with pytest.raises(SettingsError, match="ring true, and its memory cannot be shared: CUDA says no"):
+            launch._ring(ledger, settings, (2, 4), torch.int32, gpu)
+    else:
+        assert launch._ring(ledger, settings, (2, 4), torch.int32, gpu) is None
+        assert "messages of Triton's take its place, which are slower: CUDA says no" in caplog.text
+
+
 def test_threads_of_the_settings_are_used(omni_model, folder, shared_memory, monkeypatch):
     del omni_model, shared_memory
     seen = []
@@ -303,6 +334,7 @@ def test_threads_that_wait_for_the_interpreter_get_it_soon():
 
 def test_only_warnings_that_nobody_can_act_on_are_kept_out_of_the_log():
     code = """import logging, sys, warnings
+from triton_omni.ring import RingError
 from triton_omni.serving import launch
 launch._prepare_process()
 logger = logging.getLogger("transformers.configuration_utils")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_omni import ledger_layout as layout
-from triton_omni.ledger import SessionLedger, Slots, StageFacts
+from triton_omni.ledger import Placed, SessionLedger, Slots, StageFacts
 from triton_omni.ledger_layout import CAPACITY, LedgerError, remove_stale, server_name
 from triton_omni.tally import Ending
 from triton_omni.wire import SessionKey
@@ -69,6 +69,11 @@ MARKS = {
         lambda ledger, key: ledger.consumed(key, "talker") == 7,
     ),
     "wanted": (lambda ledger, key: ledger.want(key, 24), lambda ledger, key: ledger.wanted(key, "talker") == 24),
+    "placed": (
+        lambda ledger, key: ledger.place(key, Placed(9, 4, 77)),
+        lambda ledger, key: ledger.placed(key, "talker") == 9 and ledger.placing(key, "talker") == (9, 4, 77),
+    ),
+    "fetched": (lambda ledger, key: ledger.fetch(key, 5), lambda ledger, key: ledger.fetched(key, "talker") == 5),
 }
 each_mark = pytest.mark.parametrize(("mark", "read"), MARKS.values(), ids=MARKS)
 

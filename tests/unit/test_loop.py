@@ -258,3 +258,42 @@ def test_who_posts_to_a_loop_that_has_ended_is_told_that_nothing_comes_of_it(run
     assert loop.stop()
     assert not loop.post(lambda: seen.append("never"))
     assert seen == ["run"]
+
+
+def test_a_loop_that_is_woken_polls_at_once_and_once(run):
+    driven = Driven()
+    loop = run(driven)
+    assert wait_until(lambda: driven.polls > 0)
+    before, begun = driven.polls, time.monotonic()
+    loop.wake()
+    assert wait_until(lambda: driven.polls > before)
+    assert time.monotonic() - begun < IDLE_POLL_S / 2
+    time.sleep(IDLE_POLL_S / 4)
+    assert driven.polls <= before + 2
+
+
+def test_who_wakes_a_loop_during_its_poll_has_it_poll_again(run):
+    """What it looked for may have come behind the look."""
+    driven, polling, goes_on = Driven(delay=10), threading.Event(), threading.Event()
+    poll = driven.poll
+
+    def slow_poll():
+        polling.set()
+        goes_on.wait(WAIT_S)
+        return poll()
+
+    driven.poll = slow_poll
+    loop = run(driven)
+    assert polling.wait(WAIT_S)
+    loop.wake()
+    begun = time.monotonic()
+    goes_on.set()
+    assert wait_until(lambda: driven.polls >= 2)
+    assert time.monotonic() - begun < IDLE_POLL_S / 2
+
+
+def wait_until(condition):
+    end = time.monotonic() + WAIT_S
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+    return condition()

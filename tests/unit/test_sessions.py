@@ -10,14 +10,27 @@ import time
 import pytest
 import torch
 
+import session_rig
 from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine, LinkOutlet
 from session_rig import WAIT_S, finished, pipeline, wait_for
+from triton_omni import ledger_layout
 from triton_omni.engine import Sampling
 from triton_omni.errors import BadRequest, InternalError, Overloaded
 from triton_omni.outbox import CREDITS
 from triton_omni.settings import TalkerSettings, ThinkerSettings
 from triton_omni.text_relay import TextRelay
 from triton_omni.wire import Kind, MediaTokens, SessionKey, TalkerMessage, ThinkerMessage
+
+
+@pytest.fixture(autouse=True, params=["messages", "ring"])
+def way(request, monkeypatch):
+    """How the reply's rows, and codes, get from one stage to the next."""
+    monkeypatch.setattr(session_rig, "BY_RING", request.param == "ring")
+    return request.param
+
+
+by_messages = pytest.mark.parametrize("way", ["messages"], indirect=True)
+by_ring = pytest.mark.parametrize("way", ["ring"], indirect=True)
 
 
 def data_messages(ensemble):
@@ -126,6 +139,7 @@ def test_the_thinker_s_steps_keep_apart_where_text_is_far_ahead(monkeypatch):
     assert statistics.median(later - earlier for earlier, later in itertools.pairwise(begun[:12])) < 0.045
 
 
+@by_messages
 def test_the_talker_s_places_are_kept_while_somebody_s_first_codes_are_awaited(monkeypatch):
     monkeypatch.setattr("triton_omni.outbox.MESSAGE_NS", 0)
     waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
@@ -148,6 +162,7 @@ def test_the_talker_s_places_are_kept_while_somebody_s_first_codes_are_awaited(m
     assert {kept for kept, codes in told if codes} == {False}
 
 
+@by_messages
 def test_the_prompt_s_rows_come_with_the_first_of_the_reply():
     """The talker begins with both, and a message of rows costs the link what a word alone does not."""
     thinker = FakeThinkerEngine(length=40)
@@ -163,6 +178,7 @@ def test_the_prompt_s_rows_come_with_the_first_of_the_reply():
     assert sum(rows) == 5 + 39
 
 
+@by_messages
 def test_the_last_rows_of_the_first_window_wait_for_no_pace(monkeypatch):
     monkeypatch.setattr("triton_omni.outbox.MESSAGE_NS", 3600 * 10**9)
     waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
@@ -224,17 +240,109 @@ def test_a_requests_priority_reaches_both_engines():
         assert [engine.priorities for engine in p.engines[:2]] == [[-7], [-7]]
 
 
-def test_the_time_of_every_message_on_its_way_is_kept_until_it_arrived_and_until_it_was_taken():
+@by_messages
+def test_the_time_of_rows_and_codes_on_their_way_is_kept_until_they_arrived_and_until_they_were_taken():
     with pipeline() as p:
         ensemble = p.ask("12345", transit_s=0.02)
         finished(ensemble)
         p.wait_until_empty()
-        messages = [ThinkerMessage.from_tensors(tensors) for tensors in ensemble.to_talker]
-        expected = sum(message.kind not in (Kind.OPEN, Kind.HEARTBEAT) for message in messages)
-        for stage, count in ((p.talker, expected), (p.token2wav, p.token2wav.hops["taken"].count)):
+        rows = [ThinkerMessage.from_tensors(tensors).rows for tensors in ensemble.to_talker]
+        codes = [TalkerMessage.from_tensors(tensors).codes for tensors in ensemble.to_token2wav]
+        for stage, sent in ((p.talker, rows), (p.token2wav, codes)):
             arrived, taken = stage.hops["arrived"], stage.hops["taken"]
+            count = sum(tensor is not None for tensor in sent)
             assert arrived.count == taken.count == count > 0
             assert 0.02 * count <= arrived.total <= taken.total < WAIT_S * count
+
+
+def links(stage):
+    """Bytes that came by the ring."""
+    return sum(f.value for f in stage.figures() if f.labels.get("tensor") == "ring")
+
+
+@by_ring
+def test_the_reply_s_rows_and_all_codes_go_by_the_ring():
+    """The prompt's rows come in a message, with the first of the reply, of which the talker is told so."""
+    with pipeline(thinker=FakeThinkerEngine(length=60)) as p:
+        ensemble = p.ask("12345")
+        reply = finished(ensemble)
+        p.wait_until_empty()
+        assert torch.equal(reply.samples, torch.arange(5, 64).repeat_interleave(2) / 1000)
+        assert [len(m.rows) for m in data_messages(ensemble) if m.rows is not None] == [5 + 1]
+        assert not any(len(tensors["CODES"]) for tensors in ensemble.to_token2wav)
+        assert [links(stage) for stage in (p.talker, p.token2wav)] == [58 * HIDDEN * 4, 59 * 4]
+        for stage in (p.talker, p.token2wav):
+            arrived, taken = stage.hops["arrived"], stage.hops["taken"]
+            assert arrived.count == taken.count > 59 // 6
+            assert 0 < arrived.total <= taken.total < WAIT_S
+
+
+@by_ring
+def test_token2wav_is_told_of_codes_that_complete_a_window_and_of_the_last(monkeypatch):
+    monkeypatch.setattr(session_rig, "CODE_PLACES", 512)
+    waveform, fed = FakeWaveformEngine(), []
+    waveform.window = 24
+    feed = waveform.feed
+    waveform.feed = lambda key, codes: (fed.append(len(codes)), feed(key, codes))[1]
+    with pipeline(thinker=FakeThinkerEngine(length=60), waveform=waveform) as p:
+        finished(p.ask())
+        p.wait_until_empty()
+    assert fed == [24, 24, 11]
+
+
+@by_ring
+def test_codes_that_complete_no_window_leave_before_their_places_run_out():
+    """A reply that is made in one piece may be longer than a ring."""
+    waveform, fed = FakeWaveformEngine(), []
+    waveform.window = 10**6
+    feed = waveform.feed
+    waveform.feed = lambda key, codes: (fed.append(len(codes)), feed(key, codes))[1]
+    with pipeline(thinker=FakeThinkerEngine(length=60), waveform=waveform) as p:
+        assert len(finished(p.ask()).samples) == 2 * 59
+        p.wait_until_empty()
+    assert sum(fed) == 59
+    assert max(fed) <= session_rig.CODE_PLACES
+
+
+@by_ring
+def test_rows_wait_for_places_and_none_is_lost():
+    talker = FakeTalkerEngine()
+    with pipeline(thinker=FakeThinkerEngine(length=100), talker=talker) as p:
+        p.talker._settle = lambda: time.sleep(0.005)
+        ensembles = [p.ask(str(n) * 3) for n in range(4)]
+        for ensemble in ensembles:
+            assert len(finished(ensemble).samples) == 2 * 99
+        p.wait_until_empty()
+
+
+@by_ring
+def test_a_stage_that_offers_no_ring_gets_messages():
+    with pipeline(rings=True) as p:
+        p.ledgers[1]._words[ledger_layout.BLOCKS["talker"] + ledger_layout.EPOCH] += 1
+        wait_for(lambda: not p.thinker._placer.has_places(SessionKey(0, 1, "")))
+        ensemble = p.ask("12345")
+        assert len(finished(ensemble).samples) == 2 * 9
+        p.wait_until_empty()
+        assert sum(len(m.rows) for m in data_messages(ensemble) if m.rows is not None) == 5 + 9
+
+
+@by_ring
+def test_what_an_engine_does_not_take_of_a_ring_ends_its_session_alone(monkeypatch):
+    talker = FakeTalkerEngine()
+    feed, broken = talker.feed, []
+
+    def refuse(key, rows):
+        if key == "s0g1" and not broken and len(rows) < 6:
+            broken.append(key)
+            raise InternalError("no such row")
+        feed(key, rows)
+
+    talker.feed = refuse
+    with pipeline(thinker=FakeThinkerEngine(length=60), talker=talker) as p:
+        asked = [p.ask("12345") for _ in range(2)]
+        assert "no such row" in finished(asked[0]).error.message
+        assert len(finished(asked[1]).samples) == 2 * 59
+        p.wait_until_empty()
 
 
 def test_audio_leaves_before_the_thinker_has_finished():
@@ -296,6 +404,7 @@ def test_at_most_two_data_messages_are_on_the_way():
         assert max(key_sent) <= CREDITS
 
 
+@by_messages
 def test_codes_leave_when_they_complete_a_window_and_at_the_end():
     waveform = FakeWaveformEngine()
     waveform.window = 24
@@ -307,6 +416,7 @@ def test_codes_leave_when_they_complete_a_window_and_at_the_end():
         assert len(reply.samples) == 2 * 59
 
 
+@by_messages
 def test_rows_that_wait_for_credit_leave_together():
     thinker = FakeThinkerEngine(length=200)
     with pipeline(thinker=thinker) as p:

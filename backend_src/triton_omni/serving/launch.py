@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from triton_omni.ledger import SessionLedger, StageFacts
+    from triton_omni.ring import Ring
     from triton_omni.serving.adapter import StageAdapter
     from triton_omni.serving.unary import UnaryModel
 
@@ -45,6 +46,9 @@ INVARIANCE_VARIABLE = "VLLM_BATCH_INVARIANT"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 HELD_AT_MOST_S = 300.0
 """A stage that is held back, and whose supervisor is gone, loads after so long."""
+ROW_PLACES = 64
+CODE_PLACES = 512
+"""Of each session in a ring: what the stage before may be ahead by."""
 SWITCH_INTERVAL_S = 0.0001
 """How long a thread may keep Python's global lock while another one waits; Python's own is 5 ms. The loop gives the
 lock up at every call of torch, hundreds of times a step, and beside threads with messages waits so long for it each
@@ -120,6 +124,8 @@ def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdap
     _choose_invariance(settings)
     checkpoint = checkpoint_folder()
     with uncollected():
+        import torch
+
         from triton_omni.checkpoint.config import load_config
         from triton_omni.checkpoint.speakers import load_speakers
         from triton_omni.serving.adapter import adapt_talker
@@ -132,6 +138,7 @@ def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdap
     engine = TalkerVllmEngine(checkpoint, settings, device)
     tracer = make_tracer("talker")
     ledger = _ledger("talker", _facts(checkpoint, device, settings, config.talker.embedding_size))
+    shape = (2 * settings.max_sessions, ROW_PLACES, config.talker.embedding_size)
     stage = TalkerStage(
         settings,
         engine,
@@ -139,6 +146,7 @@ def start_talker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAdap
         device=device,
         text_bos_id=lambda voice: speakers.get(voice).text_bos_id,
         tracer=tracer,
+        ring=_ring(ledger, settings, shape, getattr(torch, _rows_dtype(settings)), device),
     )
     return adapt_talker(pb_utils, stage, ledger, tracer)
 
@@ -150,6 +158,8 @@ def start_token2wav(pb_utils: Any, args: dict[str, str], folder: Path) -> StageA
     settings = _settings(folder, Token2WavSettings)
     checkpoint = checkpoint_folder()
     with uncollected():
+        import torch
+
         from triton_omni.checkpoint.config import load_config
         from triton_omni.serving.adapter import adapt_token2wav
         from triton_omni.token2wav.engine import Token2WavEngine
@@ -161,7 +171,8 @@ def start_token2wav(pb_utils: Any, args: dict[str, str], folder: Path) -> StageA
     tracer = make_tracer("token2wav")
     ledger = _ledger("token2wav", _facts(checkpoint, device))
     sample_rate = load_config(checkpoint).codec.sample_rate
-    stage = Token2WavStage(engine, ledger, device=device, sample_rate=sample_rate, tracer=tracer)
+    ring = _ring(ledger, settings, (2 * settings.max_streams, CODE_PLACES), torch.int32, device)
+    stage = Token2WavStage(engine, ledger, device=device, sample_rate=sample_rate, tracer=tracer, ring=ring)
     return adapt_token2wav(pb_utils, stage, ledger, tracer)
 
 
@@ -273,6 +284,33 @@ def _keep_sockets_in(folder: Path) -> None:
     starts reads copies of its models' folders, which go with it."""
     if os.access(folder, os.W_OK):
         os.environ.setdefault(SOCKETS_VARIABLE, str(folder))
+
+
+def _ring(
+    ledger: SessionLedger,
+    settings: TalkerSettings | Token2WavSettings,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Ring | None:
+    """The ring that a stage offers to the one before it, if it is to.
+
+    Raises:
+        SettingsError: it is asked for and cannot be had.
+    """
+    from triton_omni.ring import RingError, offer_ring
+
+    if settings.ring is False or (settings.ring == "auto" and device.type != "cuda"):
+        return None
+    try:
+        return offer_ring(
+            ledger.name, ledger.stage, ledger.epoch(ledger.stage), shape=shape, dtype=dtype, device=device
+        )
+    except (RingError, OSError) as error:
+        if settings.ring is True:
+            raise SettingsError(f"ring true, and its memory cannot be shared: {error}") from error
+        logger.warning("no ring, messages of Triton's take its place, which are slower: %s", error)
+        return None
 
 
 def _limit_threads(threads: int) -> None:

@@ -77,7 +77,7 @@ FAMILIES: Final = (
     Family(
         "omni_hop_seconds",
         "histogram",
-        "seconds of messages from the stage before until they arrived or were taken",
+        "seconds of rows and codes from the stage before until they arrived or were taken",
         ("until",),
     ),
     Family("omni_batch_size", "histogram", "sequences, or windows, that a step of the engine gave something for"),

@@ -18,10 +18,12 @@ import torch
 from triton_omni.engine import Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
 from triton_omni.errors import ErrorCode, InternalError, OmniError, TooLarge
 from triton_omni.figures import Figure
-from triton_omni.ledger import SessionLedger
+from triton_omni.ledger import Placed, SessionLedger
 from triton_omni.link_stage import LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
 from triton_omni.outbox import Outbox, Pace, Parcel, link_figures
+from triton_omni.placing import Placer
+from triton_omni.ring import Ring
 from triton_omni.settings import TalkerSettings
 from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, lost_error, refused_error
 from triton_omni.tally import Ending
@@ -48,6 +50,10 @@ class _Open(LinkSession):
     refused: int = 0
     """Of so many messages, those that did not leave; of the sending thread."""
     codes: int = 0
+    placed: int = 0
+    """Of these, in token2wav's ring."""
+    told: int = 0
+    """Of these, those that token2wav was told of."""
     first_code_ns: int = 0
     thinker: ThinkerReport | None = None
     report: TalkerReport | None = None
@@ -59,6 +65,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     Args:
         engine: stepped by this stage's loop alone.
         text_bos_id: the text id that begins a voice's speech, by voice name. Raises `BadRequest` if unknown.
+        ring: by which the reply's rows come.
     """
 
     def __init__(
@@ -70,12 +77,14 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         device: torch.device,
         text_bos_id: Callable[[str], int],
         tracer: Tracer = NO_TRACER,
+        ring: Ring | None = None,
     ) -> None:
-        super().__init__("talker", engine, ledger, device, tracer)
+        super().__init__("talker", engine, ledger, device=device, tracer=tracer, ring=ring)
         self._settings = settings
         self._engine = engine
         self._text_bos_id = text_bos_id
         self._pace = Pace()
+        self._placer = Placer(ledger, "token2wav", device)
         self._codes = 0
         # Of sessions that are not open yet, the last heartbeat's request. By the whole key: what has only the name of a
         # session must not end it.
@@ -84,7 +93,9 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     def poll(self) -> float:
         """Pace the text by how many sessions still have some; look after every session."""
         self._pace.sessions = sum(session.thinker is None for session in self._open.values())
+        self._placer.look(time.monotonic_ns())
         delay = super().poll()
+        self._placer.leave()
         held = self._ledger.device_claimed()
         self._engine.hold(held)
         self._engine.keep_places(any(map(_awaits_first_codes, self._open.values())))
@@ -103,6 +114,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             session = self._open.get(output.key)
             if session is not None:
                 self._take(session, output)
+        self._placer.leave()
 
     def figures(self) -> Iterator[Figure]:
         """Figures by the names of their metrics, see `stage.Stage`."""
@@ -140,6 +152,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             self._give_back(key, outlet)
 
     def _end_all(self) -> None:
+        self._placer.close()
         for key, outlet in self._unopened.items():
             self._give_back(key, outlet)
 
@@ -198,9 +211,19 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             self._engine.feed(session.key.name, message.rows)
         self._give_back_consumed(session, message, message.rows, outlet)
 
+    def _take_placed(self, session: _Open, tensor: torch.Tensor) -> None:
+        if session.report is None and session.session.want_audio:
+            self._engine.feed(session.key.name, tensor)
+
+    def _settle(self) -> None:
+        self._engine.settle()
+
     def _finish_input(self, session: _Open, message: ThinkerMessage) -> None:
         session.thinker = message.report
         session.outbox.finish_text()
+        self._await_placed(session, message.placed)
+
+    def _end_input(self, session: _Open) -> None:
         if session.report is None and session.session.want_audio:
             self._engine.end(session.key.name)
 
@@ -231,8 +254,26 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         outbox, consumed = session.outbox, self._ledger.consumed(session.key, "token2wav")
         wanted = self._ledger.wanted(session.key, "token2wav")
         wanted = self._settings.max_codes if wanted is None else wanted
+        if session.told < session.codes and not outbox.messages and self._placer.has_places(session.key):
+            self._place(session, wanted)
         while parcel := outbox.take(consumed, pace=self._pace, wanted=wanted):
             self._send(session, _to_message(session, parcel), parcel.ready)
+
+    def _place(self, session: _Open, wanted: int) -> None:
+        """Put codes into token2wav's ring as they come, and tell of them when they complete a window, or all are there,
+        or half of the places are full of them."""
+        outbox, key = session.outbox, session.key
+        outbox.past_messages = True
+        room = self._placer.room(key, session.placed)
+        if (taken := outbox.take_tensor(room)) is not None:
+            self._placer.place(key, session.placed, *taken)
+            session.placed += len(taken[0])
+            room -= len(taken[0])
+        complete = session.told < wanted <= session.placed
+        ends = session.report is not None and not outbox.held
+        if session.told < session.placed and (complete or ends or room <= session.placed - session.told):
+            session.told = session.placed
+            self._placer.tell(key, Placed(session.placed, 0, time.monotonic_ns()))
 
     def _send(self, session: _Open, message: TalkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.sequence += 1
@@ -299,7 +340,8 @@ def _awaits_first_codes(session: _Open) -> bool:
     Then steps are to follow each other as soon as can be. Later on, those that leave the waiting ones out are better,
     though each takes the host three times as long: fewer of them make as many codes, and leave token2wav the device.
     """
-    return session.session.want_audio and session.report is None and not session.outbox.given
+    awaited = not (session.told if session.outbox.past_messages else session.outbox.given)
+    return session.session.want_audio and session.report is None and awaited
 
 
 def _to_message(session: _Open, parcel: Parcel) -> TalkerMessage:
@@ -310,6 +352,7 @@ def _to_message(session: _Open, parcel: Parcel) -> TalkerMessage:
         text=parcel.text,
         codes=parcel.tensor,
         codes_done=parcel.tensors_done,
+        placed=session.placed,
         last=parcel.last,
         thinker=session.thinker if parcel.last else None,
         talker=session.report if parcel.last else None,

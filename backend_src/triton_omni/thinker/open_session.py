@@ -49,6 +49,10 @@ class OpenSession:
     """Of so many messages, those that did not leave."""
     left_ns: int = field(init=False)
     """When the last message did; before the first, when the request was accepted."""
+    rows_sent: int = 0
+    """Rows that left in messages, once all others leave by the talker's ring."""
+    placed: int = 0
+    """Rows that did."""
     reply_tokens: int = 0
     first_token_ns: int = 0
     report: ThinkerReport | None = None
@@ -124,6 +128,11 @@ class OpenSession:
         later: tuple[StageName, ...] = ("talker", "token2wav") if self.session is not None else ()
         return any(ledger.silent_for(stage) > STILL_S for stage in later)
 
+    def go_past_messages(self) -> None:
+        """From now on its rows leave by the talker's ring: a prompt's rows, and what the talker begins with, do not."""
+        if not self.outbox.past_messages:
+            self.outbox.past_messages, self.rows_sent = True, self.outbox.given
+
     def put(self, output: ThinkerOutput) -> None:
         """Have what a step of the engine gave wait to leave."""
         self.reply_tokens += len(output.token_ids)
@@ -165,6 +174,7 @@ class OpenSession:
             sequence=self.sequence,
             text=parcel.text,
             rows=parcel.tensor,
+            placed=self.placed,
             last=parcel.last,
             report=self.report if parcel.last else None,
         )

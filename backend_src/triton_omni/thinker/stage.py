@@ -20,9 +20,10 @@ import torch
 from triton_omni.engine import EngineStats, ThinkerEngine, ThinkerOutput
 from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
 from triton_omni.figures import Figure
-from triton_omni.ledger import SessionLedger, Slots
+from triton_omni.ledger import Placed, SessionLedger, Slots
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.outbox import Outbox, Pace
+from triton_omni.placing import Placer
 from triton_omni.request import RawRequest
 from triton_omni.settings import ThinkerSettings
 from triton_omni.stage import (
@@ -96,6 +97,7 @@ class ThinkerStage:
         self._rest = Rest(ledger, engine)
         self._spacing = Spacing(ledger)
         self._pace = Pace()
+        self._placer = Placer(ledger, "talker", device)
         self.accounts = ThinkerAccounts(ledger, tracer)
 
     # Called from any thread.
@@ -139,6 +141,7 @@ class ThinkerStage:
         self._preparing.close()
         if self._loop.stop():
             self._leave_all()
+            self._placer.close()
             self._engine.close()
 
     def stats(self) -> StageStats:
@@ -201,6 +204,7 @@ class ThinkerStage:
             session = self._open.get(output.key)
             if session is not None and not session.ended_ns:
                 self._take(session, output)
+        self._placer.leave()
 
     def poll(self) -> float:
         """Look after every session; see `loop.Driven`."""
@@ -211,7 +215,9 @@ class ThinkerStage:
         if self._ledger.ending:
             self._end_all(leaving_error())
         now = time.monotonic_ns()
+        self._placer.look(now)
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
+        self._placer.leave()
         # Once a turn: whether there is work, and how long to sleep, must be said of the same moment.
         held = self._ledger.device_claimed() or self._rest.is_due(self._open.values(), now)
         held = held or self._spacing.is_early(self._open.values(), now)
@@ -278,8 +284,20 @@ class ThinkerStage:
         outbox, ledger = session.outbox, self._ledger
         at_once = session.reply_tokens <= UNPACED_TOKENS or self._rest.completes_first_window(session)
         pace, wanted = None if at_once else self._pace, session.wanted_rows
+        if outbox.held and wanted is None and self._placer.has_places(session.key):
+            session.go_past_messages()
+        if outbox.past_messages:
+            self._place(session)
         while parcel := outbox.take(ledger.consumed(session.key, "talker"), pace=pace, wanted=wanted):
             self._send(session, session.to_message(parcel), parcel.ready)
+
+    def _place(self, session: OpenSession) -> None:
+        room = self._placer.room(session.key, session.placed)
+        if (taken := session.outbox.take_tensor(room)) is not None:
+            rows, ready = taken
+            self._placer.place(session.key, session.placed, rows, ready)
+            session.placed += len(rows)
+            self._placer.tell(session.key, Placed(session.placed, session.rows_sent, time.monotonic_ns()))
 
     def _send(self, session: OpenSession, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.left_ns = time.monotonic_ns()

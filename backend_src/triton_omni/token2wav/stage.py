@@ -27,6 +27,7 @@ from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import LinkEngine, LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
 from triton_omni.precedence import DeviceClaim
+from triton_omni.ring import Ring
 from triton_omni.stage import SOON_S, Outlet, refused_error
 from triton_omni.tally import Ending
 from triton_omni.text_relay import TextRelay
@@ -89,6 +90,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     Args:
         engine: stepped by this stage's loop alone.
         sample_rate: of the waveform, in hertz.
+        ring: by which codes come.
     """
 
     def __init__(
@@ -99,8 +101,9 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         device: torch.device,
         sample_rate: int,
         tracer: Tracer = NO_TRACER,
+        ring: Ring | None = None,
     ) -> None:
-        super().__init__("token2wav", engine, ledger, device, tracer)
+        super().__init__("token2wav", engine, ledger, device=device, tracer=tracer, ring=ring)
         self._engine = engine
         self._sample_rate = sample_rate
         self._claim = DeviceClaim()
@@ -117,11 +120,10 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             )
         }
 
-    def poll(self) -> float:
-        """Claim the device where somebody waits for sound; look after every session."""
+    def _look_around(self) -> None:
+        """Claim the device where somebody waits for sound, before the step that launches it."""
         waiting = self._broken is None and self._engine.keeps_listeners_waiting
         self._ledger.claim_device(self._claim.until_ns(waiting, time.monotonic_ns()))
-        return super().poll()
 
     def step(self) -> None:
         """One step of the engine; answer with the samples that it gave."""
@@ -192,7 +194,16 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._engine.feed(session.key.name, message.codes)
             self._tell_wanted(session.key)
             self._give_back_consumed(session, message, message.codes, outlet)
-        if message.codes_done and session.session.want_audio and not session.audio_done:
+        if message.codes_done:
+            self._await_placed(session, message.placed)
+
+    def _take_placed(self, session: _Open, tensor: Tensor) -> None:
+        if session.error is None:
+            self._engine.feed(session.key.name, tensor)
+            self._tell_wanted(session.key)
+
+    def _end_input(self, session: _Open) -> None:
+        if session.session.want_audio and not session.audio_done and session.error is None:
             self._engine.end(session.key.name)
 
     def _take(self, session: _Open, output: AudioOutput) -> None:

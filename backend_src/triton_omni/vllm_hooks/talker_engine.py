@@ -119,6 +119,10 @@ class TalkerVllmEngine:
         if sequence.request_id is None and sequence.speaks:
             self._submit(sequence)
 
+    def settle(self) -> None:
+        """Enqueue the copies of all rows that were fed, now instead of with the next step."""
+        self._rows.store()
+
     def end(self, key: str) -> None:
         """No more rows: from here on the tail is added. Without any reply row the sequence ends with no code."""
         sequence = self._open.get(key)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage hears that there is news, from whichever process, and nobody minds one that does not listen."""
+
+import secrets
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from triton_omni.bell import Bell, BellRope
+
+WAIT_S = 5.0
+
+
+@pytest.fixture
+def name():
+    return f"triton-omni-test-{secrets.token_hex(6)}"
+
+
+def test_who_listens_hears_each_ring_of_another_process(name):
+    heard = threading.Semaphore(0)
+    bell = Bell(name, "talker", heard.release)
+    program = f"from triton_omni.bell import BellRope; BellRope({name!r}, 'talker').ring()"
+    for _ in range(2):
+        assert not heard.acquire(timeout=0.01)
+        subprocess.run([sys.executable, "-c", program], check=True)
+        assert heard.acquire(timeout=WAIT_S)
+    bell.close()
+
+
+def test_a_bell_that_is_closed_hears_nothing_more_and_rings_into_the_void_are_nothing(name):
+    rope, heard = BellRope(name, "talker"), []
+    rope.ring()
+    bell = Bell(name, "talker", lambda: heard.append(1))
+    bell.close()
+    heard.clear()
+    rope.ring()
+    rope.close()
+    assert heard == []
+    assert not any(thread.name == "omni-talker-bell" for thread in threading.enumerate())
+
+
+def test_more_rings_than_wait_are_one(name):
+    """A stage in a long step hears afterwards, and whoever rings meanwhile waits for nothing."""
+    begun, goes_on, heard = threading.Event(), threading.Event(), []
+
+    def hear():
+        heard.append(1)
+        begun.set()
+        goes_on.wait(WAIT_S)
+
+    bell, rope = Bell(name, "talker", hear), BellRope(name, "talker")
+    rope.ring()
+    assert begun.wait(WAIT_S)
+    for _ in range(10_000):
+        rope.ring()
+    goes_on.set()
+    bell.close()
+    rope.close()
+    assert 1 <= len(heard) < 10_000
+
+
+def test_a_bell_has_one_owner(name):
+    bell = Bell(name, "talker", lambda: None)
+    with pytest.raises(OSError, match="in use"):
+        Bell(name, "talker", lambda: None)
+    bell.close()
+    Bell(name, "talker", lambda: None).close()
