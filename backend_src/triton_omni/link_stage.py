@@ -11,21 +11,20 @@ import functools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 import torch
 
-from triton_omni.bell import Bell
 from triton_omni.engine import EngineStats
 from triton_omni.errors import ErrorCode, InternalError, OmniError, Overloaded, StageName
 from triton_omni.events import log_event
+from triton_omni.fetching import Fetcher, News
 from triton_omni.figures import POWERS, Figure, Histogram, LeakWatch
 from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import SessionLedger
-from triton_omni.ledger_layout import CAPACITY, STAGES
+from triton_omni.ledger_layout import CAPACITY
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.ring import Ring
 from triton_omni.stage import SOON_S, Outlet, StageStats, as_omni_error, lost_error, memory_figures
@@ -109,12 +108,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._loop = StageLoop(f"omni-{name}", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
-        self._ring = ring
-        self._bell = Bell(ledger.name, name, self._hear) if ring is not None else None
-        self._rung_ns = 0
-        self._fetched_bytes = 0
-        self._copies: deque[tuple[torch.cuda.Event | None, list[tuple[SessionKey, int]]]] = deque()
-        """What was fetched, by copies that the device may not have made yet."""
+        self._fetcher = None if ring is None else Fetcher(ledger, ring, device, self._loop.wake)
         # By slot, when Triton was last asked for a cancel; of Triton's thread.
         self._asked_ns = [0] * CAPACITY
         self._batches = Histogram(POWERS)
@@ -145,13 +139,13 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def close(self) -> None:
         """End every session with an error, then stop the engine."""
         self._loop.post(lambda: self._fail_all(InternalError("the server is shutting down", stage=self._name)))
-        if self._bell is not None:
-            self._bell.close()
+        if self._fetcher is not None:
+            self._fetcher.hush()
         if self._loop.stop():
             self._end_all()
             self._link_engine.close()
-            if self._ring is not None:
-                self._ring.close()
+            if self._fetcher is not None:
+                self._fetcher.close()
 
     def stats(self) -> StageStats:
         """Figures of the last poll."""
@@ -165,8 +159,9 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         yield Figure("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
         yield Figure("omni_leaked_sessions", self._leaks.count(self._overstayed()))
         yield from self._batches.figures("omni_batch_size")
-        if self._ring is not None:
-            yield Figure("omni_link_bytes_total", self._fetched_bytes, {"tensor": "ring", "device": self._device.type})
+        if self._fetcher is not None:
+            size, labels = self._fetcher.fetched_bytes, {"tensor": "ring", "device": self._device.type}
+            yield Figure("omni_link_bytes_total", size, labels)
         yield from memory_figures(self._device)
 
     def _overstayed(self) -> list[str]:
@@ -188,11 +183,6 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._asked_ns[key.slot] = now_ns
         outlet.if_cancelled(functools.partial(self._ledger.mark_cancelled, key))
 
-    def _hear(self) -> None:
-        """On the bell's thread: there is something to fetch."""
-        self._rung_ns = time.monotonic_ns()
-        self._loop.wake()
-
     # On the loop's thread.
 
     def has_work(self) -> bool:
@@ -204,8 +194,8 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._ledger.beat()
         if self._broken is None:
             self._engine_stats = self._link_engine.stats()
-        if self._ring is not None:
-            self._fetch_all(self._ring)
+        if self._fetcher is not None:
+            self._fetch_all(self._fetcher)
         self._look_around()
         return min((self._attend(session) for session in list(self._open.values())), default=IDLE_POLL_S)
 
@@ -301,37 +291,27 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
                 self._give_back(message.key, outlet)
                 self._fail(session, as_omni_error(error, session.session.request_id))
 
-    def _fetch_all(self, ring: Ring) -> None:
+    def _fetch_all(self, fetcher: Fetcher) -> None:
         """Take what the stage before has placed; places are free again once the engine has copied them."""
-        while self._copies and (self._copies[0][0] is None or self._copies[0][0].query()):  # type: ignore[no-untyped-call]
-            for key, count in self._copies.popleft()[1]:
-                self._ledger.fetch(key, count)
-        before = STAGES[STAGES.index(self._name) - 1]
-        fetched = [
-            (session.key, session.fetched)
-            for session in list(self._open.values())
-            if self._ledger.placed(session.key, before) != session.fetched and self._fetch(session, ring, before)
-        ]
+        fetcher.free()
+        fetched = []
+        for session in list(self._open.values()):
+            if (news := fetcher.news(session.key, session.fetched, session.by_message)) is not None:
+                self._take_news(session, news)
+                fetched.append((session.key, news.total))
         if fetched:
             self._settle()
-            self._copies.append((record_event(self._device), fetched))
+            fetcher.enqueued(fetched)
 
-    def _fetch(self, session: SessionT, ring: Ring, before: StageName) -> bool:
-        """Take what was placed of one session; not before all that came before it in messages."""
-        placed = self._ledger.placing(session.key, before)
-        if placed.behind != session.by_message or placed.total <= session.fetched:
-            return False
-        parts = ring.parts(session.key.slot, session.fetched, placed.total - session.fetched)
-        self._observe_hop(placed.sent_ns, self._rung_ns)
-        self._fetched_bytes += sum(part.nbytes for part in parts)
-        session.fetched = placed.total
+    def _take_news(self, session: SessionT, news: News) -> None:
+        self._observe_hop(news.sent_ns, news.arrived_ns)
+        session.fetched = news.total
         try:
-            for part in parts:
+            for part in news.parts:
                 self._take_placed(session, part)
             self._end_if_all_came(session)
         except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
             self._fail(session, as_omni_error(error, session.session.request_id))
-        return True
 
     def _await_placed(self, session: SessionT, count: int) -> None:
         """No more rows or codes come than those in messages and `count` by the ring."""

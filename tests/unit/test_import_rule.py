@@ -48,6 +48,7 @@ LAYERS = [
             "ring",
             "bell",
             "placing",
+            "fetching",
             "text_relay",
             "strict_json",
             "schema_limits",

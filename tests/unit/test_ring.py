@@ -3,7 +3,6 @@
 
 import os
 import secrets
-import signal
 import subprocess
 import sys
 
@@ -96,34 +95,36 @@ def test_the_file_of_a_server_that_is_gone_is_removed(monkeypatch):
 
 
 OWNER = """
-import sys, torch
+import sys, pathlib, torch
+from triton_omni import ledger_layout
 from triton_omni.ring import offer_ring
-ring = offer_ring(sys.argv[1], "talker", 1, shape=(3, 4, 2), dtype=torch.float32, device=torch.device("cuda", 0))
+ledger_layout._SHARED_MEMORY = pathlib.Path(sys.argv[2])
+device = torch.device(sys.argv[3])
+ring = offer_ring(sys.argv[1], "talker", 1, shape=(3, 4, 2), dtype=torch.float32, device=device)
 print(flush=True)
 for line in sys.stdin:
     print(ring.memory.sum().item(), flush=True)
 """
+GPU_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="memory of a GPU is shared")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory of a GPU is shared")
-def test_memory_of_a_gpu_is_shared_and_stays_when_its_owner_is_killed(name):
-    device = torch.device("cuda", 0)
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=GPU_ONLY)])
+def test_memory_is_shared_with_another_process_and_stays_when_that_is_killed(name, device):
+    arguments = [sys.executable, "-c", OWNER, name, str(ledger_layout._SHARED_MEMORY), device]
+    owner = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         owner.stdout.readline()
-        ring = find_ring(name, "talker", 1, device)
+        ring = find_ring(name, "talker", 1, torch.device(device))
         ring.memory.fill_(0.5)
-        torch.cuda.synchronize()
+        # Waits for the device as well.
+        assert ring.memory.sum() == 12.0
         print(file=owner.stdin, flush=True)
         assert float(owner.stdout.readline()) == 12.0
     finally:
-        owner.send_signal(signal.SIGKILL)
-        owner.wait()
+        owner.kill()
+        owner.communicate()
     for value in range(100):
         ring.memory.fill_(value)
-    torch.cuda.synchronize()
     assert ring.memory.eq(99).all()
     ring.close()
     assert torch.ones(3, device=device).sum() == 3, "the device is of use as before"

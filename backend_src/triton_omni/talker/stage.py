@@ -110,11 +110,14 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         outputs = self._engine.step()
         if outputs:
             self._batches.add(len(outputs))
-        for output in outputs:
-            session = self._open.get(output.key)
-            if session is not None:
-                self._take(session, output)
+        pairs = [(session, output) for output in outputs if (session := self._open.get(output.key)) is not None]
+        for session, output in pairs:
+            self._take(session, output)
+        # Codes before messages, each of which takes longer than the codes of all.
         self._placer.leave()
+        for session, _ in pairs:
+            if session.key.name in self._open:
+                self._flush(session)
 
     def figures(self) -> Iterator[Figure]:
         """Figures by the names of their metrics, see `stage.Stage`."""
@@ -238,7 +241,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             session.outbox.put(output.codes, output.codes_ready)
         if output.finish_reason is not None:
             self._finish_codes(session, output.finish_reason)
-        self._flush(session)
+        self._place(session)
 
     def _finish_codes(self, session: _Open, reason: str) -> None:
         session.outbox.finish_tensors()
@@ -251,27 +254,31 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         )
 
     def _flush(self, session: _Open) -> None:
+        self._place(session)
         outbox, consumed = session.outbox, self._ledger.consumed(session.key, "token2wav")
-        wanted = self._ledger.wanted(session.key, "token2wav")
-        wanted = self._settings.max_codes if wanted is None else wanted
-        if session.told < session.codes and not outbox.messages and self._placer.has_places(session.key):
-            self._place(session, wanted)
-        while parcel := outbox.take(consumed, pace=self._pace, wanted=wanted):
+        while parcel := outbox.take(consumed, pace=self._pace, wanted=self._wanted(session.key)):
             self._send(session, _to_message(session, parcel), parcel.ready)
 
-    def _place(self, session: _Open, wanted: int) -> None:
+    def _wanted(self, key: SessionKey) -> int:
+        """Codes, from the first on, without which token2wav can do nothing; before it has said: all."""
+        wanted = self._ledger.wanted(key, "token2wav")
+        return self._settings.max_codes if wanted is None else wanted
+
+    def _place(self, session: _Open) -> None:
         """Put codes into token2wav's ring as they come, and tell of them when they complete a window, or all are there,
         or half of the places are full of them."""
         outbox, key = session.outbox, session.key
+        if session.told == session.codes or outbox.messages or not self._placer.has_places(key):
+            return
         outbox.past_messages = True
         room = self._placer.room(key, session.placed)
         if (taken := outbox.take_tensor(room)) is not None:
             self._placer.place(key, session.placed, *taken)
             session.placed += len(taken[0])
             room -= len(taken[0])
-        complete = session.told < wanted <= session.placed
+        untold = session.placed - session.told
         ends = session.report is not None and not outbox.held
-        if session.told < session.placed and (complete or ends or room <= session.placed - session.told):
+        if untold and (session.told < self._wanted(key) <= session.placed or ends or room <= untold):
             session.told = session.placed
             self._placer.tell(key, Placed(session.placed, 0, time.monotonic_ns()))
 

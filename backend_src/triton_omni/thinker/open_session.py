@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from triton_omni.engine import ThinkerOutput
 from triton_omni.errors import OmniError, StageName
-from triton_omni.ledger import SessionLedger
+from triton_omni.ledger import Placed, SessionLedger
 from triton_omni.ledger_layout import STAGES
 from triton_omni.outbox import Outbox, Parcel
+from triton_omni.placing import Placer
 from triton_omni.request import RawRequest
 from triton_omni.stage import Outlet
 from triton_omni.tally import Ending
@@ -128,10 +129,18 @@ class OpenSession:
         later: tuple[StageName, ...] = ("talker", "token2wav") if self.session is not None else ()
         return any(ledger.silent_for(stage) > STILL_S for stage in later)
 
-    def go_past_messages(self) -> None:
-        """From now on its rows leave by the talker's ring: a prompt's rows, and what the talker begins with, do not."""
-        if not self.outbox.past_messages:
-            self.outbox.past_messages, self.rows_sent = True, self.outbox.given
+    def place(self, placer: Placer) -> None:
+        """Have rows leave by the talker's ring: the reply's, but for the first, with which the talker begins."""
+        outbox = self.outbox
+        if outbox.held and not outbox.past_messages and self.wanted_rows is None and placer.has_places(self.key):
+            outbox.past_messages, self.rows_sent = True, outbox.given
+        if not (outbox.held and outbox.past_messages):
+            return
+        if (taken := outbox.take_tensor(placer.room(self.key, self.placed))) is not None:
+            rows, ready = taken
+            placer.place(self.key, self.placed, rows, ready)
+            self.placed += len(rows)
+            placer.tell(self.key, Placed(self.placed, self.rows_sent, time.monotonic_ns()))
 
     def put(self, output: ThinkerOutput) -> None:
         """Have what a step of the engine gave wait to leave."""

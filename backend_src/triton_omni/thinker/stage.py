@@ -20,7 +20,7 @@ import torch
 from triton_omni.engine import EngineStats, ThinkerEngine, ThinkerOutput
 from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
 from triton_omni.figures import Figure
-from triton_omni.ledger import Placed, SessionLedger, Slots
+from triton_omni.ledger import SessionLedger, Slots
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.outbox import Outbox, Pace
 from triton_omni.placing import Placer
@@ -200,11 +200,15 @@ class ThinkerStage:
         self.accounts.tell_accepted()
         if outputs:
             self.accounts.batches.add(len(outputs))
-        for output in outputs:
-            session = self._open.get(output.key)
-            if session is not None and not session.ended_ns:
+        pairs = [(session, output) for output in outputs if (session := self._open.get(output.key)) is not None]
+        for session, output in pairs:
+            if not session.ended_ns:
                 self._take(session, output)
+        # Rows before messages, each of which takes longer than the rows of all.
         self._placer.leave()
+        for session, _ in pairs:
+            if not session.ended_ns:
+                self._flush(session)
 
     def poll(self) -> float:
         """Look after every session; see `loop.Driven`."""
@@ -278,26 +282,15 @@ class ThinkerStage:
             return
         self.accounts.reply_tokens += len(output.token_ids)
         session.put(output)
-        self._flush(session)
+        session.place(self._placer)
 
     def _flush(self, session: OpenSession) -> None:
+        session.place(self._placer)
         outbox, ledger = session.outbox, self._ledger
         at_once = session.reply_tokens <= UNPACED_TOKENS or self._rest.completes_first_window(session)
         pace, wanted = None if at_once else self._pace, session.wanted_rows
-        if outbox.held and wanted is None and self._placer.has_places(session.key):
-            session.go_past_messages()
-        if outbox.past_messages:
-            self._place(session)
         while parcel := outbox.take(ledger.consumed(session.key, "talker"), pace=pace, wanted=wanted):
             self._send(session, session.to_message(parcel), parcel.ready)
-
-    def _place(self, session: OpenSession) -> None:
-        room = self._placer.room(session.key, session.placed)
-        if (taken := session.outbox.take_tensor(room)) is not None:
-            rows, ready = taken
-            self._placer.place(session.key, session.placed, rows, ready)
-            session.placed += len(rows)
-            self._placer.tell(session.key, Placed(session.placed, session.rows_sent, time.monotonic_ns()))
 
     def _send(self, session: OpenSession, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.left_ns = time.monotonic_ns()
