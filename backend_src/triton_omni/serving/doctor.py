@@ -82,7 +82,7 @@ def leftovers() -> Iterator[Finding]:
     """Shared memory of this user that no running server has."""
     for path in own_tables():
         if server_of(path) is None:
-            yield f"file/{path.name}", f"{path} is the ledger of a server that is gone; the next start removes it"
+            yield f"file/{path.name}", f"{path} is left of a server that is gone; the next start removes it"
     for region in stale_regions():
         yield (
             f"file/{region.name}",
