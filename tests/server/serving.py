@@ -253,10 +253,10 @@ class Served:
         return {name: value for name, value in found.items() if value and name.partition("{")[0] in HELD}
 
     def link_bytes(self) -> dict[str, float]:
-        """Bytes of rows and codes that passed on the links, by metric; published every second."""
+        """Bytes of rows and codes that passed on the links, by messages or rings, by metric; published every second."""
         time.sleep(1.2)
         found = self.metrics("omni_link_bytes_total")
-        return {name: value for name, value in found.items() if re.search('tensor="(ROWS|CODES)"', name)}
+        return {name: value for name, value in found.items() if re.search('tensor="(ROWS|CODES|ring)"', name)}
 
     def wait_until_idle(self) -> None:
         """Nothing is left of any request; the stages publish their figures every 0.1 s."""
