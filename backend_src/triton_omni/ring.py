@@ -103,14 +103,14 @@ def offer_ring(
     told = (epoch, str(device), shape, str(dtype).removeprefix("torch."))
     size = math.prod(shape) * dtype.itemsize
     if device.type == "cuda":
-        memory, handle, free = _share_on_gpu(size, device)
+        memory, handle = _share_on_gpu(size, device)
         _write(path, msgspec.msgpack.encode(_Offer(*told, handle)), 0)
     else:
         _write(path, msgspec.msgpack.encode(_Offer(*told)), size)
-        memory, free = _map_on_cpu(path)
+        memory = _map_on_cpu(path)
 
     def close() -> None:
-        free()
+        # Its memory goes with the process, which ends at once: freed before, the other side could be writing to it.
         with contextlib.suppress(OSError, RingError):
             if _read(path).epoch == epoch:
                 path.unlink()
@@ -131,7 +131,7 @@ def find_ring(name: str, stage: StageName, epoch: int, device: torch.device) -> 
         return None
     if offer.epoch != epoch or offer.device != str(device):
         return None
-    memory, close = _open_on_gpu(offer, device) if offer.handle else _map_on_cpu(path)
+    memory, close = _open_on_gpu(offer, device) if offer.handle else (_map_on_cpu(path), lambda: None)
     return Ring(memory.view(getattr(torch, offer.dtype)).view(offer.shape), epoch, close)
 
 
@@ -159,11 +159,11 @@ def _read(path: Path) -> _Offer:
         raise RingError(f"{path} offers no ring: {error}") from error
 
 
-def _map_on_cpu(path: Path) -> tuple[Tensor, Callable[[], None]]:
+def _map_on_cpu(path: Path) -> Tensor:
     with path.open("r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0)
     # The tensor keeps the map, which goes with the last view of it.
-    return torch.frombuffer(mapped, dtype=torch.uint8, offset=_DATA_AT), lambda: None
+    return torch.frombuffer(mapped, dtype=torch.uint8, offset=_DATA_AT)
 
 
 class _Bytes:
@@ -178,7 +178,7 @@ class _Bytes:
         }
 
 
-def _share_on_gpu(size: int, device: torch.device) -> tuple[Tensor, bytes, Callable[[], None]]:
+def _share_on_gpu(size: int, device: torch.device) -> tuple[Tensor, bytes]:
     runtime = _runtime()
     with torch.cuda.device(device):
         address = int(_checked(runtime.cudaMalloc(size)))
@@ -186,7 +186,7 @@ def _share_on_gpu(size: int, device: torch.device) -> tuple[Tensor, bytes, Calla
         memory = torch.as_tensor(_Bytes(address, size), device=device)
         memory.zero_()
         torch.cuda.synchronize(device)
-    return memory, handle, lambda: _checked(runtime.cudaFree(address))
+    return memory, handle
 
 
 def _open_on_gpu(offer: _Offer, device: torch.device) -> tuple[Tensor, Callable[[], None]]:
