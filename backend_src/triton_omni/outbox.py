@@ -82,8 +82,8 @@ class Outbox:
     """Rows or codes waiting."""
     given: int = 0
     """Rows or codes that left."""
-    past_messages: bool = False
-    """Whether rows and codes leave by `take_tensor` alone, in no message."""
+    behind: int | None = None
+    """Of those that left, how many did in messages before all others leave by `take_tensor`; None = all in messages."""
     _tensors: list[Tensor] = field(default_factory=list)
     _ready: torch.cuda.Event | None = None
     _text: list[str] = field(default_factory=list)
@@ -101,6 +101,20 @@ class Outbox:
     def waiting(self) -> bool:
         """Whether something still has to leave."""
         return bool(self._tensors or self._text) or (self._text_done and not self._closed)
+
+    @property
+    def past_messages(self) -> bool:
+        """Whether rows and codes leave by `take_tensor` alone, in no message."""
+        return self.behind is not None
+
+    @property
+    def placed(self) -> int:
+        """Rows or codes that left by `take_tensor`."""
+        return 0 if self.behind is None else self.given - self.behind
+
+    def go_past_messages(self) -> None:
+        """From now on rows and codes leave by `take_tensor` alone."""
+        self.behind = self.given if self.behind is None else self.behind
 
     def under_way(self, consumed: int) -> tuple[int, int]:
         """Data messages that left and are not among the `consumed` ones, and the bytes of their rows or codes."""

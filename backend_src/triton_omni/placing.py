@@ -8,6 +8,7 @@ longer than the step. It knows no engine and no Triton.
 from __future__ import annotations
 
 import logging
+import time
 from typing import Final, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from triton_omni.bell import BellRope
 from triton_omni.errors import StageName
 from triton_omni.ledger import Placed, SessionLedger
+from triton_omni.outbox import Outbox
 from triton_omni.ring import Ring, RingError, find_ring
 from triton_omni.streams import on_side_stream
 from triton_omni.wire import SessionKey
@@ -75,25 +77,25 @@ class Placer:
         ring = self._present_ring
         return ring is not None and key.slot < ring.slots
 
-    def room(self, key: SessionKey, count: int) -> int:
-        """How many more rows or codes of a session may be placed, behind `count` of them."""
+    def room(self, key: SessionKey, outbox: Outbox) -> int:
+        """How many more rows or codes of the session whose outbox it is may be placed."""
         ring = self._present_ring
         if ring is None or key.slot >= ring.slots:
             return 0
-        return ring.places - (count - self._ledger.fetched(key, self._to))
+        return ring.places - (outbox.placed - self._ledger.fetched(key, self._to))
 
-    def place(self, key: SessionKey, start: int, tensor: Tensor, ready: torch.cuda.Event | None) -> None:
-        """Have rows [N, H] or codes [N] of a session be copied with the next `leave`, no more than there is `room`.
+    def take(self, key: SessionKey, outbox: Outbox) -> bool:
+        """Have rows [N, H] or codes [N] that wait in a session's outbox be copied with the next `leave`, as many as
+        there is room for; whether there are any."""
+        start = outbox.placed
+        taken = outbox.take_tensor(self.room(key, outbox)) if outbox.held and outbox.past_messages else None
+        if taken is not None:
+            self._copies.append(_Copy(key.slot, start, *taken))
+        return taken is not None
 
-        Args:
-            start: how many were placed before.
-            ready: the event after which they may be read.
-        """
-        self._copies.append(_Copy(key.slot, start, tensor, ready))
-
-    def tell(self, key: SessionKey, placed: Placed) -> None:
-        """Have the next stage be told with the next `leave` what of a session was placed."""
-        self._told.append((key, placed))
+    def tell(self, key: SessionKey, outbox: Outbox) -> None:
+        """Have the next stage be told with the next `leave` of all that was taken from the session's outbox."""
+        self._told.append((key, Placed(outbox.placed, outbox.behind or 0, time.monotonic_ns())))
 
     def leave(self) -> None:
         """Copy what was placed, of all sessions at once, and tell the next stage.

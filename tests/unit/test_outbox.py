@@ -427,14 +427,14 @@ def test_an_event_marks_the_stream_of_its_device_not_of_the_threads(monkeypatch)
 
 def test_what_goes_past_messages_leaves_by_itself_and_the_end_waits_for_it():
     outbox = Outbox(largest=100)
-    outbox.past_messages = True
+    outbox.go_past_messages()
     for n in range(5):
         outbox.put(rows(n, 1))
     outbox.put_text("words")
     assert take_all(outbox)[0].text == "words", "text waits for no row"
     tensor, _ = outbox.take_tensor(3)
     assert tensor.tolist() == [0, 1, 2]
-    assert (outbox.given, outbox.held) == (3, 2)
+    assert (outbox.given, outbox.placed, outbox.held) == (3, 3, 2)
     outbox.finish_tensors()
     outbox.finish_text()
     assert take_all(outbox) == []
@@ -448,10 +448,24 @@ def test_what_goes_past_messages_leaves_by_itself_and_the_end_waits_for_it():
 @pytest.mark.parametrize("past_messages", [False, True])
 def test_text_that_has_no_rows_to_leave_with_leaves_half_as_often(past_messages):
     outbox, apart_ns = Outbox(largest=100), 20 * MESSAGE_NS * (2 if past_messages else 1)
-    outbox.past_messages = past_messages
+    if past_messages:
+        outbox.go_past_messages()
     times = []
     for now_ns in range(LONG_AGO, LONG_AGO + 5 * apart_ns, MESSAGE_NS):
         outbox.put_text("word ")
         if outbox.take(0, pace=pace_of(20), now_ns=now_ns):
             times.append(now_ns)
     assert [later - earlier for earlier, later in itertools.pairwise(times)] == [apart_ns] * 4
+
+
+def test_what_left_in_messages_before_is_none_of_what_was_placed():
+    outbox = Outbox(largest=100)
+    assert (outbox.past_messages, outbox.placed, outbox.behind) == (False, 0, None)
+    outbox.put(rows(0, 6))
+    take_all(outbox)
+    assert outbox.placed == 0
+    outbox.go_past_messages()
+    outbox.put(rows(6, 2))
+    outbox.take_tensor(2)
+    outbox.go_past_messages()
+    assert (outbox.past_messages, outbox.placed, outbox.behind, outbox.given) == (True, 2, 6, 8)

@@ -3,18 +3,28 @@
 
 import secrets
 import threading
+import time
 
 import pytest
 import torch
 
 from triton_omni import ledger_layout
 from triton_omni.bell import Bell
-from triton_omni.ledger import Placed, SessionLedger, StageFacts
+from triton_omni.ledger import SessionLedger, StageFacts
+from triton_omni.outbox import Outbox
 from triton_omni.placing import LOOK_NS, Placer
 from triton_omni.ring import offer_ring
 
 CPU = torch.device("cpu")
 PLACES = 4
+
+
+def waiting(*codes, placed=0, behind=0):
+    """An outbox with codes for a ring, behind so many that were placed, and before that left in messages."""
+    outbox = Outbox(100)
+    outbox.behind, outbox.given = behind, behind + placed
+    outbox.put(torch.tensor(codes, dtype=torch.int32))
+    return outbox
 
 
 @pytest.fixture
@@ -51,15 +61,19 @@ def test_those_of_all_sessions_leave_together_and_are_told_of_with_one_ring(ledg
     heard = threading.Semaphore(0)
     bell = Bell(ledgers[0].name, "talker", heard.release)
     keys = [ledgers[0].publish(slot) for slot in range(2)]
-    placer.place(keys[0], 0, torch.tensor([5, 6], dtype=torch.int32), None)
-    placer.tell(keys[0], Placed(2, 9, 77))
-    placer.place(keys[1], 3, torch.tensor([7, 8], dtype=torch.int32), None)
-    placer.tell(keys[1], Placed(5, 0, 78))
+    before_ns = time.monotonic_ns()
+    ledgers[1].fetch(keys[1], 2)
+    for key, outbox in zip(keys, (waiting(5, 6, behind=9), waiting(7, 8, placed=3)), strict=True):
+        assert placer.take(key, outbox)
+        placer.tell(key, outbox)
+    told_ns = time.monotonic_ns()
     assert not ring.memory.any()
     assert not heard.acquire(timeout=0.01)
     placer.leave()
     assert ring.memory.tolist() == [[5, 6, 0, 0], [8, 0, 0, 7]]
-    assert [ledgers[1].placing(key, "thinker") for key in keys] == [(2, 9, 77), (5, 0, 78)]
+    placed = [ledgers[1].placing(key, "thinker") for key in keys]
+    assert [(one.total, one.behind) for one in placed] == [(2, 9), (5, 0)]
+    assert before_ns < placed[0].sent_ns < placed[1].sent_ns < told_ns
     assert heard.acquire(timeout=5)
     assert not heard.acquire(timeout=0.05)
     placer.leave()
@@ -69,7 +83,7 @@ def test_those_of_all_sessions_leave_together_and_are_told_of_with_one_ring(ledg
 
 def test_what_is_placed_and_not_told_is_copied_alone(ledgers, ring, placer):
     key = ledgers[0].publish(0)
-    placer.place(key, 0, torch.tensor([5], dtype=torch.int32), None)
+    placer.take(key, waiting(5))
     placer.leave()
     assert ring.memory[0].tolist() == [5, 0, 0, 0]
     assert ledgers[1].placed(key, "thinker") == 0
@@ -77,19 +91,23 @@ def test_what_is_placed_and_not_told_is_copied_alone(ledgers, ring, placer):
 
 def test_there_is_room_for_what_was_fetched(ledgers, placer):
     key = ledgers[0].publish(0)
-    assert placer.room(key, 0) == PLACES
-    assert placer.room(key, 3) == 1
+    assert placer.room(key, waiting()) == PLACES
+    assert placer.room(key, waiting(placed=3)) == 1
     ledgers[1].fetch(key, 2)
-    assert placer.room(key, 3) == 3
+    assert placer.room(key, waiting(placed=3)) == 3
+    outbox = waiting(1, 2, 3, 4, placed=3)
+    assert placer.take(key, outbox)
+    assert (outbox.placed, outbox.held) == (6, 1)
+    assert not placer.take(key, outbox), "there is none left"
     later = ledgers[0].publish(0)
-    assert placer.room(later, 0) == PLACES, "what an earlier session of the slot left counts for nothing"
+    assert placer.room(later, waiting()) == PLACES, "what an earlier session of the slot left counts for nothing"
 
 
 def test_a_slot_beyond_the_ring_has_no_places(ledgers, placer):
     assert placer.has_places(ledgers[0].publish(1))
     beyond = ledgers[0].publish(2)
     assert not placer.has_places(beyond)
-    assert placer.room(beyond, 0) == 0
+    assert placer.room(beyond, waiting()) == 0
 
 
 def test_without_an_offer_there_are_none(ledgers):
@@ -116,14 +134,15 @@ def test_a_ring_that_comes_later_is_found_at_the_next_look(ledgers):
 def test_nothing_goes_into_the_ring_of_a_process_that_is_gone(ledgers, ring, placer):
     """The next one would look for it in its own."""
     key = ledgers[0].publish(0)
-    placer.place(key, 0, torch.tensor([5], dtype=torch.int32), None)
-    placer.tell(key, Placed(1, 0, 1))
+    outbox = waiting(5)
+    assert placer.take(key, outbox)
+    placer.tell(key, outbox)
     ledgers[1]._words[ledger_layout.BLOCKS["talker"] + ledger_layout.EPOCH] += 1
     placer.leave()
     assert not ring.memory.any()
     assert ledgers[1].placed(key, "thinker") == 0
     assert not placer.has_places(key)
-    assert placer.room(key, 0) == 0
+    assert placer.room(key, waiting()) == 0
     later = offer_ring(
         ledgers[1].name, "talker", ledgers[1].epoch("talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
     )

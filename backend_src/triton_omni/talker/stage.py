@@ -18,7 +18,7 @@ import torch
 from triton_omni.engine import Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
 from triton_omni.errors import ErrorCode, InternalError, OmniError, TooLarge
 from triton_omni.figures import Figure
-from triton_omni.ledger import Placed, SessionLedger
+from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import LinkSession, LinkStage
 from triton_omni.loop import IDLE_POLL_S
 from triton_omni.outbox import Outbox, Pace, Parcel, link_figures
@@ -50,10 +50,8 @@ class _Open(LinkSession):
     refused: int = 0
     """Of so many messages, those that did not leave; of the sending thread."""
     codes: int = 0
-    placed: int = 0
-    """Of these, in token2wav's ring."""
     told: int = 0
-    """Of these, those that token2wav was told of."""
+    """Of these, those in token2wav's ring that it was told of."""
     first_code_ns: int = 0
     thinker: ThinkerReport | None = None
     report: TalkerReport | None = None
@@ -256,7 +254,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     def _flush(self, session: _Open) -> None:
         self._place(session)
         outbox, consumed = session.outbox, self._ledger.consumed(session.key, "token2wav")
-        while parcel := outbox.take(consumed, pace=self._pace, wanted=self._wanted(session.key)):
+        wanted = self._wanted(session.key)
+        while parcel := outbox.take(consumed, pace=self._pace, wanted=wanted):
             self._send(session, _to_message(session, parcel), parcel.ready)
 
     def _wanted(self, key: SessionKey) -> int:
@@ -270,17 +269,14 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         outbox, key = session.outbox, session.key
         if session.told == session.codes or outbox.messages or not self._placer.has_places(key):
             return
-        outbox.past_messages = True
-        room = self._placer.room(key, session.placed)
-        if (taken := outbox.take_tensor(room)) is not None:
-            self._placer.place(key, session.placed, *taken)
-            session.placed += len(taken[0])
-            room -= len(taken[0])
-        untold = session.placed - session.told
+        outbox.go_past_messages()
+        self._placer.take(key, outbox)
+        untold = outbox.placed - session.told
         ends = session.report is not None and not outbox.held
-        if untold and (session.told < self._wanted(key) <= session.placed or ends or room <= untold):
-            session.told = session.placed
-            self._placer.tell(key, Placed(session.placed, 0, time.monotonic_ns()))
+        complete = session.told < self._wanted(key) <= outbox.placed
+        if untold and (complete or ends or self._placer.room(key, outbox) <= untold):
+            session.told = outbox.placed
+            self._placer.tell(key, outbox)
 
     def _send(self, session: _Open, message: TalkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.sequence += 1
@@ -359,7 +355,7 @@ def _to_message(session: _Open, parcel: Parcel) -> TalkerMessage:
         text=parcel.text,
         codes=parcel.tensor,
         codes_done=parcel.tensors_done,
-        placed=session.placed,
+        placed=session.outbox.placed,
         last=parcel.last,
         thinker=session.thinker if parcel.last else None,
         talker=session.report if parcel.last else None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from triton_omni.engine import ThinkerOutput
 from triton_omni.errors import OmniError, StageName
-from triton_omni.ledger import Placed, SessionLedger
+from triton_omni.ledger import SessionLedger
 from triton_omni.ledger_layout import STAGES
 from triton_omni.outbox import Outbox, Parcel
 from triton_omni.placing import Placer
@@ -50,10 +50,6 @@ class OpenSession:
     """Of so many messages, those that did not leave."""
     left_ns: int = field(init=False)
     """When the last message did; before the first, when the request was accepted."""
-    rows_sent: int = 0
-    """Rows that left in messages, once all others leave by the talker's ring."""
-    placed: int = 0
-    """Rows that did."""
     reply_tokens: int = 0
     first_token_ns: int = 0
     report: ThinkerReport | None = None
@@ -133,14 +129,9 @@ class OpenSession:
         """Have rows leave by the talker's ring: the reply's, but for the first, with which the talker begins."""
         outbox = self.outbox
         if outbox.held and not outbox.past_messages and self.wanted_rows is None and placer.has_places(self.key):
-            outbox.past_messages, self.rows_sent = True, outbox.given
-        if not (outbox.held and outbox.past_messages):
-            return
-        if (taken := outbox.take_tensor(placer.room(self.key, self.placed))) is not None:
-            rows, ready = taken
-            placer.place(self.key, self.placed, rows, ready)
-            self.placed += len(rows)
-            placer.tell(self.key, Placed(self.placed, self.rows_sent, time.monotonic_ns()))
+            outbox.go_past_messages()
+        if outbox.held and placer.take(self.key, outbox):
+            placer.tell(self.key, outbox)
 
     def put(self, output: ThinkerOutput) -> None:
         """Have what a step of the engine gave wait to leave."""
@@ -183,7 +174,7 @@ class OpenSession:
             sequence=self.sequence,
             text=parcel.text,
             rows=parcel.tensor,
-            placed=self.placed,
+            placed=self.outbox.placed,
             last=parcel.last,
             report=self.report if parcel.last else None,
         )
