@@ -157,6 +157,10 @@ class SessionLedger:
         # As bytes: the key may come from outside, and only ASCII strings can be compared as they are.
         return secrets.compare_digest(nonce.encode(), key.nonce.encode())
 
+    def holds(self, key: SessionKey) -> bool:
+        """The same of a key that was current once, which an open session's was."""
+        return self._words[layout.record(key.slot) + layout.GENERATION] == key.generation
+
     def mark_closed(self, key: SessionKey, sent: int = 0) -> None:
         """This stage's last sender of the session is final, `sent` messages left by it, and its state is dropped."""
         self._write(key, layout.CLOSED, _counted(key, sent))
@@ -212,10 +216,13 @@ class SessionLedger:
 
     def place(self, key: SessionKey, placed: Placed) -> None:
         """This stage has put so much of the session into the next one's ring (`ring.py`), and it may be read."""
-        self._write(key, layout.BEHIND, placed.behind)
-        self._write(key, layout.PLACED_NS, placed.sent_ns)
+        words, at = self._words, layout.record(key.slot)
+        if words[at + layout.GENERATION] != key.generation:
+            return
+        own = at + layout.FIELDS[self.stage]
+        words[own + layout.BEHIND], words[own + layout.PLACED_NS] = placed.behind, placed.sent_ns
         # Last: whoever reads it reads the others behind it.
-        self._write(key, layout.PLACED, _counted(key, placed.total))
+        words[own + layout.PLACED] = _counted(key, placed.total)
 
     def placed(self, key: SessionKey, stage: StageName) -> int:
         """Rows or codes of the session that `stage` has put into the next one's ring."""
@@ -277,8 +284,7 @@ class SessionLedger:
         """Whether a session that was opened needs nothing more from thinker and talker: its slot holds another one,
         the client is gone, a stage gave it up, or token2wav has answered all. Each session is asked at each poll.
         """
-        held = self._words[layout.record(key.slot) + layout.GENERATION] == key.generation
-        return not held or self.closed(key, "token2wav") or self.cancelled(key) or self.failed(key)
+        return not self.holds(key) or self.closed(key, "token2wav") or self.cancelled(key) or self.failed(key)
 
     # Layout.
 

@@ -167,7 +167,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def _overstayed(self) -> list[str]:
         """Sessions held here that are over for the thinker."""
         ledger, held = self._ledger, [session.key for session in list(self._open.values())]
-        return [key.name for key in held if not ledger.is_current(key) or ledger.closed(key, "thinker")]
+        return [key.name for key in held if not ledger.holds(key) or ledger.closed(key, "thinker")]
 
     # On Triton's thread.
 

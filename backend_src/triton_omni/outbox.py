@@ -103,6 +103,11 @@ class Outbox:
         return bool(self._tensors or self._text) or (self._text_done and not self._closed)
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing can leave, whatever the credits: what most sessions are at most polls."""
+        return self._closed or not (self._tensors or self._text or self._tensors_done or self._text_done)
+
+    @property
     def past_messages(self) -> bool:
         """Whether rows and codes leave by `take_tensor` alone, in no message."""
         return self.behind is not None
@@ -124,9 +129,10 @@ class Outbox:
     def put(self, tensor: Tensor, ready: torch.cuda.Event | None = None) -> None:
         """Add rows [N, H] or codes [N]; `ready` is the event after which they and all before may be read, by default
         now."""
-        if len(tensor):
+        # `len` of a tensor takes three times as long.
+        if count := tensor.shape[0]:
             self._tensors.append(tensor)
-            self.held += len(tensor)
+            self.held += count
             self._ready = ready or record_event(tensor.device)
 
     def put_text(self, text: str) -> None:
@@ -159,9 +165,7 @@ class Outbox:
                 leave at once, whatever the pace. None: it can use each.
             now_ns: by the monotonic clock.
         """
-        # What most sessions are at most polls.
-        idle = not (self._tensors or self._text or self._tensors_done or self._text_done)
-        if self._closed or idle:
+        if self.idle:
             return None
         now = time.monotonic_ns() if now_ns is None else now_ns
         tensor, ready = self._take_tensor() if self._may_leave(consumed, now, pace, wanted) else (None, None)
@@ -214,11 +218,14 @@ class Outbox:
 
     def _split(self, most: int) -> tuple[Tensor, torch.cuda.Event | None]:
         joined, ready = self._join()
-        leaving, staying = joined[:most], joined[most:]
-        self._tensors, self._ready = ([staying], ready) if len(staying) else ([], None)
-        self.given += len(leaving)
-        self.held -= len(leaving)
-        return leaving, ready
+        count = min(most, self.held)
+        self.given += count
+        self.held -= count
+        if not self.held:
+            self._tensors, self._ready = [], None
+            return joined, ready
+        self._tensors, self._ready = [joined[count:]], ready
+        return joined[:count], ready
 
     def _join(self) -> tuple[Tensor, torch.cuda.Event | None]:
         if len(self._tensors) == 1:

@@ -19,7 +19,7 @@ from triton_omni.errors import StageName
 from triton_omni.ledger import Placed, SessionLedger
 from triton_omni.outbox import Outbox
 from triton_omni.ring import Ring, RingError, find_ring
-from triton_omni.streams import on_side_stream
+from triton_omni.streams import await_side_stream, on_side_stream
 from triton_omni.wire import SessionKey
 
 LOOK_NS: Final = 500_000_000
@@ -55,7 +55,9 @@ class Placer:
         self._told: list[tuple[SessionKey, Placed]] = []
 
     def look(self, now_ns: int) -> None:
-        """Leave the ring of a process that is gone, and find that of the next stage's present one."""
+        """Leave the ring of a process that is gone, and find that of the next stage's present one; to be called before
+        anything of a session that began since is taken.
+        """
         if self._ring is not None and self._present_ring is None:
             self._leave_ring()
         if self._ring is not None or now_ns < self._look_from_ns:
@@ -74,15 +76,19 @@ class Placer:
 
     def has_places(self, key: SessionKey) -> bool:
         """Whether the session has places in a ring."""
-        ring = self._present_ring
+        ring = self._ring
         return ring is not None and key.slot < ring.slots
 
     def room(self, key: SessionKey, outbox: Outbox) -> int:
         """How many more rows or codes of the session whose outbox it is may be placed."""
-        ring = self._present_ring
+        ring = self._ring
         if ring is None or key.slot >= ring.slots:
             return 0
         return ring.places - (outbox.placed - self._ledger.fetched(key, self._to))
+
+    def is_half_full(self, count: int) -> bool:
+        """Whether so many of a session take half of its places or more."""
+        return self._ring is not None and 2 * count >= self._ring.places
 
     def take(self, key: SessionKey, outbox: Outbox) -> bool:
         """Have rows [N, H] or codes [N] that wait in a session's outbox be copied with the next `leave`, as many as
@@ -111,9 +117,7 @@ class Placer:
         if copies:
             self._copy(ring, copies)
         if told:
-            with on_side_stream(self._device) as stream:
-                if stream is not None:
-                    stream.synchronize()
+            await_side_stream(self._device)
             for key, placed in told:
                 self._ledger.place(key, placed)
             self._rope.ring()
@@ -127,9 +131,9 @@ class Placer:
         places: list[Tensor] = []
         tensors: list[Tensor] = []
         for one in copies:
-            parts = ring.parts(one.slot, one.start, len(one.tensor))
+            parts = ring.parts(one.slot, one.start, one.tensor.shape[0])
             places += parts
-            tensors += torch.split(one.tensor, [len(part) for part in parts])
+            tensors += [one.tensor] if len(parts) == 1 else torch.split(one.tensor, [len(part) for part in parts])
         with on_side_stream(self._device) as stream:
             # Those of one step share an event, and the memory of what it gave.
             for ready in {id(one.ready): one.ready for one in copies if one.ready is not None}.values():

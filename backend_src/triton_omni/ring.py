@@ -16,7 +16,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,25 +61,33 @@ class Ring:
     memory: Tensor
     epoch: int
     _close: Callable[[], None]
+    slots: int = field(init=False)
+    """Sessions that have places."""
+    places: int = field(init=False)
+    """Of each session."""
 
-    @property
-    def slots(self) -> int:
-        """Sessions that have places."""
-        return self.memory.shape[0]
-
-    @property
-    def places(self) -> int:
-        """Of each session."""
-        return self.memory.shape[1]
+    def __post_init__(self) -> None:
+        self.slots, self.places = self.memory.shape[:2]
+        self._all = self.memory.flatten(0, 1)
+        self._singles: dict[int, Tensor] = {}
 
     def parts(self, slot: int, start: int, count: int) -> list[Tensor]:
         """Places [start, start + count) of a slot in order: one part, or two where they go round; `count` is no more
         than `places`.
         """
         at = start % self.places
+        if count == 1:
+            return [self._single(slot * self.places + at)]
         own, head = self.memory[slot], min(count, self.places - at)
         parts = [own[at : at + head]]
         return parts if head == count else [*parts, own[: count - head]]
+
+    def _single(self, at: int) -> Tensor:
+        """One place of all; kept, for a view takes as long as all else that is done for a row, or a code, of a step."""
+        found = self._singles.get(at)
+        if found is None:
+            found = self._singles[at] = self._all[at : at + 1]
+        return found
 
     def close(self) -> None:
         """Leave the memory; nothing may use it afterwards."""

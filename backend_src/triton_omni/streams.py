@@ -62,3 +62,9 @@ def on_side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
     stream = _side_stream(device)
     with torch.cuda.stream(stream):
         yield stream
+
+
+def await_side_stream(device: torch.device) -> None:
+    """Wait until all is done that was begun there."""
+    if device.type == "cuda":
+        _side_stream(device).synchronize()

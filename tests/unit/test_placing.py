@@ -141,8 +141,10 @@ def test_nothing_goes_into_the_ring_of_a_process_that_is_gone(ledgers, ring, pla
     placer.leave()
     assert not ring.memory.any()
     assert ledgers[1].placed(key, "thinker") == 0
+    placer.look(2 * LOOK_NS - 1)
     assert not placer.has_places(key)
     assert placer.room(key, waiting()) == 0
+    assert not placer.is_half_full(PLACES)
     later = offer_ring(
         ledgers[1].name, "talker", ledgers[1].epoch("talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
     )

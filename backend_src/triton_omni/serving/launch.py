@@ -47,7 +47,7 @@ SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 HELD_AT_MOST_S = 300.0
 """A stage that is held back, and whose supervisor is gone, loads after so long."""
 ROW_PLACES = 64
-CODE_PLACES = 512
+CODE_PLACES = 256
 """Of each session in a ring: what the stage before may be ahead by."""
 SWITCH_INTERVAL_S = 0.0001
 """How long a thread may keep Python's global lock while another one waits; Python's own is 5 ms. The loop gives the

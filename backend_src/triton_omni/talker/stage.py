@@ -111,11 +111,13 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         pairs = [(session, output) for output in outputs if (session := self._open.get(output.key)) is not None]
         for session, output in pairs:
             self._take(session, output)
+        going_on = [session for session, _ in pairs if session.key.name in self._open]
         # Codes before messages, each of which takes longer than the codes of all.
+        for session in going_on:
+            self._place(session)
         self._placer.leave()
-        for session, _ in pairs:
-            if session.key.name in self._open:
-                self._flush(session)
+        for session in going_on:
+            self._flush(session)
 
     def figures(self) -> Iterator[Figure]:
         """Figures by the names of their metrics, see `stage.Stage`."""
@@ -232,14 +234,13 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if output.error is not None:
             self._fail(session, InternalError(output.error, stage="talker"))
             return
-        if output.codes is not None and len(output.codes):
-            session.codes += len(output.codes)
-            self._codes += len(output.codes)
+        if output.codes is not None and (count := output.codes.shape[0]):
+            session.codes += count
+            self._codes += count
             session.first_code_ns = session.first_code_ns or time.monotonic_ns()
             session.outbox.put(output.codes, output.codes_ready)
         if output.finish_reason is not None:
             self._finish_codes(session, output.finish_reason)
-        self._place(session)
 
     def _finish_codes(self, session: _Open, reason: str) -> None:
         session.outbox.finish_tensors()
@@ -252,9 +253,10 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         )
 
     def _flush(self, session: _Open) -> None:
-        self._place(session)
-        outbox, consumed = session.outbox, self._ledger.consumed(session.key, "token2wav")
-        wanted = self._wanted(session.key)
+        outbox = session.outbox
+        if outbox.idle:
+            return
+        consumed, wanted = self._ledger.consumed(session.key, "token2wav"), self._wanted(session.key)
         while parcel := outbox.take(consumed, pace=self._pace, wanted=wanted):
             self._send(session, _to_message(session, parcel), parcel.ready)
 
@@ -270,11 +272,12 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if session.told == session.codes or outbox.messages or not self._placer.has_places(key):
             return
         outbox.go_past_messages()
-        self._placer.take(key, outbox)
+        if outbox.held:
+            self._placer.take(key, outbox)
         untold = outbox.placed - session.told
         ends = session.report is not None and not outbox.held
         complete = session.told < self._wanted(key) <= outbox.placed
-        if untold and (complete or ends or self._placer.room(key, outbox) <= untold):
+        if untold and (complete or ends or self._placer.is_half_full(untold)):
             session.told = outbox.placed
             self._placer.tell(key, outbox)
 
@@ -297,6 +300,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if self._ledger.is_over(session.key):
             self._close(session)
             return IDLE_POLL_S
+        # token2wav may want fewer than when they came, or have made room.
+        self._place(session)
         self._flush(session)
         return SOON_S if session.outbox.waiting or session.thinker is not None else IDLE_POLL_S
 

@@ -128,9 +128,11 @@ class OpenSession:
     def place(self, placer: Placer) -> None:
         """Have rows leave by the talker's ring: the reply's, but for the first, with which the talker begins."""
         outbox = self.outbox
-        if outbox.held and not outbox.past_messages and self.wanted_rows is None and placer.has_places(self.key):
+        if not outbox.held:
+            return
+        if not outbox.past_messages and self.wanted_rows is None and placer.has_places(self.key):
             outbox.go_past_messages()
-        if outbox.held and placer.take(self.key, outbox):
+        if placer.take(self.key, outbox):
             placer.tell(self.key, outbox)
 
     def put(self, output: ThinkerOutput) -> None:

@@ -205,6 +205,8 @@ class ThinkerStage:
             if not session.ended_ns:
                 self._take(session, output)
         # Rows before messages, each of which takes longer than the rows of all.
+        for session, _ in pairs:
+            session.place(self._placer)
         self._placer.leave()
         for session, _ in pairs:
             if not session.ended_ns:
@@ -282,11 +284,12 @@ class ThinkerStage:
             return
         self.accounts.reply_tokens += len(output.token_ids)
         session.put(output)
-        session.place(self._placer)
 
     def _flush(self, session: OpenSession) -> None:
-        session.place(self._placer)
         outbox, ledger = session.outbox, self._ledger
+        if outbox.idle:
+            return
+        session.place(self._placer)
         at_once = session.reply_tokens <= UNPACED_TOKENS or self._rest.completes_first_window(session)
         pace, wanted = None if at_once else self._pace, session.wanted_rows
         while parcel := outbox.take(ledger.consumed(session.key, "talker"), pace=pace, wanted=wanted):

@@ -307,7 +307,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _look_after(self, session: _Open) -> float:
         if session.error is not None:
             return self._try_answer_error(session)
-        if not self._ledger.is_current(session.key) or self._ledger.cancelled(session.key):
+        if not self._ledger.holds(session.key) or self._ledger.cancelled(session.key):
             self._drop(session)
             self._log_end(session, Ending("cancelled"))
             session.outlet.finish(then=functools.partial(self._mark_closed, session.key))

@@ -117,6 +117,10 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
     def _choose(self, decoding: list[Request]) -> None:
         """See who has to wait now, and for how many steps the others need not."""
         active = [request for request in decoding if not self.waits(request)]
+        if not active:
+            # Whoever goes on behind the wait is mostly the same, for whom the runner need not prepare anew.
+            self._further = 0
+            return
         if active != self._active:
             self._active, self._shares = active, dict.fromkeys([request.request_id for request in active], 1)
             self._idle = [request for request in decoding if request.request_id not in self._shares]

@@ -111,7 +111,7 @@ class TalkerVllmEngine:
             InternalError: more rows than announced, another width, or rows after the end.
         """
         sequence = self._open.get(key)
-        if sequence is None or not len(rows):
+        if sequence is None or not rows.shape[0]:
             return
         self._rows.feed(sequence, rows)
         # Not with the prompt's rows alone: prefill would run in one step or in two, as the rows happen to come, and in

@@ -120,6 +120,8 @@ class TalkerRows:
         self._spans = FirstFit(rows)
         self._fed: list[_Fed] = []
         """Rows that the pool does not hold yet, oldest first."""
+        self._fed_rows = 0
+        """How many they are."""
 
     @property
     def rows_used(self) -> int:
@@ -168,18 +170,26 @@ class TalkerRows:
         if rows.device != self.pool.device:
             # Whoever waits for what was enqueued so far may then use the other device's memory again.
             rows = rows.to(self.pool.device)
-        first, second, at_first, at_second = split_at_text_bos(sequence.prompt.prompt_rows, sequence.fed, count)
-        self._keep(sequence, at_first, rows[first])
-        self._keep(sequence, at_second, rows[second])
+        prompt_rows, fed = sequence.prompt.prompt_rows, sequence.fed
+        if can_speak(prompt_rows, fed):
+            # A row of every sequence at nearly every step: a view of it would take as long as all else.
+            self._keep(sequence, stored_rows(prompt_rows, fed), rows)
+        else:
+            first, second, at_first, at_second = split_at_text_bos(prompt_rows, fed, count)
+            self._keep(sequence, at_first, rows[first])
+            self._keep(sequence, at_second, rows[second])
         sequence.fed += count
-        self._stored[sequence.slot] = stored_rows(sequence.prompt.prompt_rows, sequence.fed)
-        if sum(len(one.rows) for one in self._fed) >= MOST_FED:
+        self._stored[sequence.slot] = stored_rows(prompt_rows, sequence.fed)
+        if self._fed_rows >= MOST_FED:
             self.store()
 
     def _keep(self, sequence: Sequence, position: int, rows: Tensor) -> None:
-        rows = rows[: max(sequence.reserved - position, 0)]
-        if len(rows):
+        count, room = rows.shape[0], max(sequence.reserved - position, 0)
+        if count > room:
+            count, rows = room, rows[:room]
+        if count:
             self._fed.append(_Fed(sequence.slot, sequence.base + position, rows))
+            self._fed_rows += count
 
     def store(self) -> None:
         """Copy what was fed since the last call into the pool, before a step that reads it.
@@ -188,15 +198,16 @@ class TalkerRows:
         step, since it gives Python's global lock up for each and then stands in line with the threads that read and
         write the messages.
         """
-        fed, self._fed = self._fed, []
+        fed, self._fed, self._fed_rows = self._fed, [], 0
         if fed:
-            places = [self.pool[one.start : one.start + len(one.rows)] for one in fed]
+            places = [self.pool[one.start : one.start + one.rows.shape[0]] for one in fed]
             torch._foreach_copy_(places, [one.rows for one in fed])
 
     def close(self, sequence: Sequence) -> None:
         """Free what `open` reserved. Steps in flight may still read it: later writes queue up behind them."""
         # Its place may be another's before the next step.
         self._fed = [one for one in self._fed if one.slot != sequence.slot]
+        self._fed_rows = sum(one.rows.shape[0] for one in self._fed)
         self._free_slots.append(sequence.slot)
         self._spans.give(sequence.base - _TAIL_ROWS)
         sequence.sampled.clear()

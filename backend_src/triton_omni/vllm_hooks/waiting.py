@@ -72,6 +72,11 @@ class WaitingMixin(HoldingMixin, _Scheduler):
 
     def waits(self, request: Request) -> bool:
         """Whether the next row of a request that runs is not there."""
+        # First what is nearly always the reason: each is asked some times a step.
+        if self._ready_positions is not None and request.num_computed_tokens >= self._ready_positions(
+            request.request_id
+        ):
+            return True
         return not self._reserve_prefill_lookahead(request, request.num_computed_tokens, 1)
 
     def has_requests(self) -> bool:

@@ -156,9 +156,11 @@ def test_a_sequence_that_is_not_finite_ends_alone_in_a_step_that_goes_on(pair, c
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_steps_go_on_behind_a_wait_for_rows(pair, cases, at_once):
+def test_steps_go_on_behind_a_wait_for_rows(pair, cases, at_once, monkeypatch):
     """A reply's rows come while the thinker writes it: every few codes the sequence waits, alone or with another."""
-    numbers, rows = (2, 4), 24
+    numbers, rows, prepared, runner = (2, 4), 24, [], pair.engines[0]._runner
+    look_ahead = runner._look_ahead
+    monkeypatch.setattr(runner, "_look_ahead", lambda layout: prepared.append(layout) or look_ahead(layout))
     for number in numbers:
         pair.each("open", str(number), cases[number].prompt, LONG)
         pair.each("feed", str(number), cases[number].rows[: cases[number].prompt_rows + 1])
@@ -171,6 +173,7 @@ def test_steps_go_on_behind_a_wait_for_rows(pair, cases, at_once):
         while any(engine.has_work() for engine in pair.engines):
             pair.step()
     assert len(pair.steady) - went_on >= rows - 6
+    assert len(prepared) <= 3, "what is known of the next steps is known behind the wait, too"
     for number in numbers:
         pair.each("abort", str(number))
     pair.drain().close()
