@@ -70,14 +70,14 @@ def sound_of(outputs: list[AudioOutput], key: str) -> Tensor:
     return torch.cat([output.samples for output in outputs if output.key == key])
 
 
-@pytest.fixture
-def alone(engine: Token2WavEngine) -> dict[str, Tensor]:
+@pytest.fixture(scope="module")
+def alone(shared_engine: Token2WavEngine) -> dict[str, Tensor]:
     """The sound of each stream by itself."""
     sounds = {}
     for key in "abcdefg":
-        begin(engine, key)
-        go_on(engine, key)
-        sounds[key] = sound_of(drain(engine), key)
+        begin(shared_engine, key)
+        go_on(shared_engine, key)
+        sounds[key] = sound_of(drain(shared_engine), key)
     return sounds
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage's process is killed while replies are written: clients hear of it, the stage comes back, nothing is lost."""
+"""A stage's process is killed while replies are written: clients hear of it, the stage comes back, nothing is lost.
+
+Rows and codes go by rings here, past Triton, as they do on a GPU; before anything dies replies are HF's.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from reference.hf import HfReference
 from server.asking import BATCH_TOLERANCE
-from server.parity import GREEDY, SYSTEM, check_reply, hf_reply
+from server.parity import GREEDY, SYSTEM, assert_equals_hf, check_reply, hf_reply
 from server.probes import (
     BREAKING_TALKER,
     BREAKING_TOKEN2WAV,
@@ -54,6 +57,7 @@ SETTINGS = {
     "token2wav": {**TINY["token2wav"], "ring": True},
 }
 """As on a GPU, what a stage leaves behind by rings included."""
+TOGETHER = 8
 SHARED_MEMORY = Path("/dev/shm")
 STANDS_STILL_S = 3.0
 """Triton's own patience is one second."""
@@ -83,20 +87,50 @@ def crashing(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     with serve(tmp_path_factory.mktemp("crashes"), tiny_checkpoint, SETTINGS, revival=IMPATIENT) as server:
         supervisor = server.supervisor
         table, regions = SHARED_MEMORY / server_name(supervisor.pid), supervisor.regions
+        assert len(list(SHARED_MEMORY.glob(f"{table.name}.*-ring"))) == 2
         board = StageBoard(table.name)
         yield Crashing(server, board, ask(server, BEFORE))
         board.close()
         assert supervisor.stop() < server.stop_limit_s
-        assert not table.exists()
-        assert list(SHARED_MEMORY.glob(f"{regions}*")) == []
+        for name in (table.name, regions):
+            assert list(SHARED_MEMORY.glob(f"{name}*")) == []
 
 
-def test_before_anything_dies_the_reply_is_hf_s(crashing: Crashing, hf: HfReference) -> None:
-    request = Request(text="hello", voice="Ethan", seed=7, request_id="beside HF", **GREEDY)
+def test_before_anything_dies_a_reply_is_hf_s_and_its_rows_and_codes_went_by_the_ring(
+    crashing: Crashing, hf: HfReference
+) -> None:
+    server, text = crashing.server, "Tell me a story about a ship. " * 12
+    expected = hf_reply(hf, hf.prepare([SYSTEM, {"role": "user", "content": text}]), "Ethan")
+    assert_equals_hf(server, hf, Request(text=text, voice="Ethan", seed=7, request_id="ring", **GREEDY), expected)
+    placed = [server.records.of("ring", stage, "placed") for stage in ("talker", "token2wav")]
+    reply = len(expected.reply.thinker.token_ids)
+    assert sum(event["rows"] for event in placed[0]) == reply - 2, (
+        "but for the first row, which comes with the prompt's"
+    )
+    assert sum(len(event["codes"]) for event in placed[1]) == len(expected.reply.talker.codes)
+    server.wait_until_idle()
+    assert any('tensor="ring"' in name and size > 0 for name, size in server.link_bytes().items())
+
+
+def test_many_at_once_get_what_one_gets(crashing: Crashing, hf: HfReference) -> None:
+    server = crashing.server
+    requests = [
+        Request(text="hello " * (1 + n), voice="Chelsie", seed=n, request_id=f"ring {n}", **GREEDY)
+        for n in range(TOGETHER)
+    ]
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        replies = list(pool.map(lambda request: server.client.stream(request).collect(), requests))
+    for request, reply in zip(requests, replies, strict=True):
+        chat = [SYSTEM, {"role": "user", "content": request.text}]
+        check_reply(server, hf, request, reply, hf_reply(hf, hf.prepare(chat), "Chelsie"))
+
+
+def test_before_anything_dies_the_reply_that_the_others_are_compared_with_is_hf_s(
+    crashing: Crashing, hf: HfReference
+) -> None:
+    request = Request(text="hello", voice="Ethan", seed=7, request_id=BEFORE, **GREEDY)
     expected = hf_reply(hf, hf.prepare([SYSTEM, {"role": "user", "content": "hello"}]), "Ethan")
-    reply = ask(crashing.server, "beside HF")
-    check_reply(crashing.server, hf, request, reply, expected)
-    assert_equals(crashing.server, reply, "beside HF", crashing.before)
+    check_reply(crashing.server, hf, request, crashing.before, expected)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -261,9 +261,9 @@ def test_the_request_s_timeout_is_sent_and_kept_here(server: FakeTriton, client:
     server.script = server.endless
     started = time.monotonic()
     with pytest.raises(Timeout):
-        client.say("hi", timeout=0.3)
-    assert 0.25 < time.monotonic() - started < 3
-    assert parameters_of(server.requests[0]) == {"timeout": 0.3}
+        client.say("hi", timeout=1.5)
+    assert 1.4 < time.monotonic() - started < 5
+    assert parameters_of(server.requests[0]) == {"timeout": 1.5}
     assert server.cancelled.wait(5)
 
 

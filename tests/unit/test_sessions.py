@@ -592,10 +592,10 @@ def test_deadline_ends_the_session_with_a_timeout():
 
 def test_deadline_that_passes_while_only_token2wav_works_is_a_timeout():
     waveform = FakeWaveformEngine()
-    waveform.step_s = 0.8
-    with pipeline(waveform=waveform, intake=FakeIntake(timeout_s=0.4)) as p:
+    waveform.step_s = 0.5
+    with pipeline(waveform=waveform, intake=FakeIntake(timeout_s=0.25)) as p:
         reply = finished(p.ask())
-        assert reply.error.to_text() == "timeout: 0.4 s have passed [omni:timeout;stage=thinker]"
+        assert reply.error.to_text() == "timeout: 0.25 s have passed [omni:timeout;stage=thinker]"
         p.wait_until_empty()
 
 
