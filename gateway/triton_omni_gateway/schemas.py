@@ -7,6 +7,7 @@ limit, and the gateway passes that on.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -23,7 +24,8 @@ from pydantic_core import ErrorDetails
 
 from .errors import GatewayError, bad_request
 
-_SHOWN = 200
+_SHOWN, _SHOWN_VALUE = 200, 80
+"""Characters of a key, and of a value, in a refusal."""
 MAX_ITEMS = 1024
 """Of any list; the Triton server allows fewer. Without a bound a body of millions would be told item by item."""
 Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
@@ -214,12 +216,12 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
     """A body as one of the types above.
 
     Raises:
-        GatewayError: 400; the message names the key, and `param` is it.
+        GatewayError: 400; the message names the key, the value and what is allowed, and `param` is the key.
     """
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)) from error
+        raise _refusal(error.errors(include_url=False, include_context=False)) from error
 
 
 def _refusal(problems: list[ErrorDetails]) -> GatewayError:
@@ -238,7 +240,18 @@ def _refusal(problems: list[ErrorDetails]) -> GatewayError:
         case "missing":
             said = f"Missing required parameter: '{param}'."
             return bad_request(said, param=param, code="missing_required_parameter")
-    return bad_request(f"Invalid value for '{param}': {problem['msg']}.", param=param, code="invalid_value")
+    said = problem["msg"].removeprefix("Value error, ").replace(" after validation", "")
+    if said.startswith("Input "):
+        said = _shown(problem["input"]) + said.removeprefix("Input")
+    return bad_request(f"Invalid value for '{param}': {said}.", param=param, code="invalid_value")
+
+
+def _shown(value: object) -> str:
+    """A value of a body, in a sentence: a short one as it came."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    written = json.dumps(value)
+    return written if len(written) <= _SHOWN_VALUE else f"{written[:_SHOWN_VALUE]}..."
 
 
 def _path(steps: tuple[int | str, ...], *, own_key: bool) -> str:
@@ -248,6 +261,6 @@ def _path(steps: tuple[int | str, ...], *, own_key: bool) -> str:
     for place, step in enumerate(steps, 1):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif (own_key and place == len(steps)) or (step.isidentifier() and step != "str"):
+        elif (own_key and place == len(steps)) or step.isdigit() or (step.isidentifier() and step != "str"):
             path += f".{step}" if path else step
     return path[:_SHOWN]
