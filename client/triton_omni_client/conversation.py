@@ -87,9 +87,12 @@ class Conversation:
     def ask(
         self, client: OmniClient | HttpClient, text: str = "", media: Sequence[Media] = (), **options: Any
     ) -> SpokenTurn:
-        """Ask; the reply comes by iterating over the result, and is kept when it ends or is closed."""
-        self.stop()
-        turn = SpokenTurn(client.stream(self.request(text, media, **options)), self._record(text, media))
+        """Ask; the reply comes by iterating over the result, and is kept when it ends or is closed.
+
+        Raises:
+            BadRequest: a value that no server accepts; a reply that still runs goes on.
+        """
+        turn = SpokenTurn(client.stream(self._next(text, media, options)), self._record(text, media))
         self._open = weakref.ref(turn)
         return turn
 
@@ -97,8 +100,7 @@ class Conversation:
         self, client: AsyncOmniClient, text: str = "", media: Sequence[Media] = (), **options: Any
     ) -> AsyncSpokenTurn:
         """`ask` for `async for`."""
-        self.stop()
-        turn = AsyncSpokenTurn(client.stream(self.request(text, media, **options)), self._record(text, media))
+        turn = AsyncSpokenTurn(client.stream(self._next(text, media, options)), self._record(text, media))
         self._open = weakref.ref(turn)
         return turn
 
@@ -112,6 +114,13 @@ class Conversation:
         """Forget every turn; a reply that still runs is ended and forgotten too."""
         self.stop()
         self._turns.clear()
+
+    def _next(self, text: str, media: Sequence[Media], options: dict[str, Any]) -> Request:
+        """The request of the next turn, behind what was heard of a reply that still runs, which it ends."""
+        # Once before: one that cannot be asked ends nothing.
+        self.request(text, media, **options).check()
+        self.stop()
+        return self.request(text, media, **options)
 
     def _record(self, text: str, media: Sequence[Media]) -> _Record:
         return _Record(self._turns, Turn(text, tuple(media), ""))

@@ -150,6 +150,20 @@ def test_asking_again_ends_the_reply_that_still_runs(server: FakeTriton, client:
     assert len(chat.turns) == 2
 
 
+def test_a_turn_that_cannot_be_asked_ends_no_reply(server: FakeTriton, client: OmniClient) -> None:
+    server.script = speaking(9, ends=False)
+    chat = Conversation()
+    first = chat.ask(client, "Count")
+    next(first)
+    with pytest.raises(BadRequest, match="timeout"):
+        chat.ask(client, "Enough", timeout=-1)
+    with pytest.raises(BadRequest, match="UTF-8|Unicode|text"):
+        chat.ask(client, "\ud800")
+    assert chat.turns == ()
+    assert not server.cancelled.wait(0.1)
+    first.close()
+
+
 def test_a_turn_that_is_forgotten_is_cancelled_and_kept_as_far_as_it_was_taken(
     server: FakeTriton, client: OmniClient
 ) -> None:
