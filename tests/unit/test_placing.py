@@ -103,6 +103,10 @@ def test_there_is_room_for_what_was_fetched(ledgers, placer):
     assert placer.room(later, waiting()) == PLACES, "what an earlier session of the slot left counts for nothing"
 
 
+def test_half_of_the_places_are_half_of_them_and_more(placer):
+    assert [placer.is_half_full(count) for count in range(PLACES + 1)] == [False, False, True, True, True]
+
+
 def test_a_slot_beyond_the_ring_has_no_places(ledgers, placer):
     assert placer.has_places(ledgers[0].publish(1))
     beyond = ledgers[0].publish(2)

@@ -278,6 +278,34 @@ def test_the_reply_s_rows_and_all_codes_go_by_the_ring():
 
 
 @by_ring
+def test_what_a_step_gave_is_told_of_before_it_ends(monkeypatch):
+    """Not at the next poll, which waits for the messages of the step."""
+    for places in ("ROW_PLACES", "CODE_PLACES"):
+        monkeypatch.setattr(session_rig, places, 64)
+    rows, codes = [], []
+    with pipeline(thinker=FakeThinkerEngine(length=30)) as p:
+
+        def see(stage, ledger, counts, told):
+            step = stage.step
+
+            def seen():
+                step()
+                for session in stage._open.values():
+                    if told(session):
+                        counts.append((told(session), ledger.placed(session.key, ledger.stage)))
+
+            monkeypatch.setattr(stage, "step", seen)
+
+        see(p.thinker, p.ledgers[0], rows, lambda session: session.outbox.placed)
+        see(p.talker, p.ledgers[1], codes, lambda session: session.told)
+        finished(p.ask())
+        p.wait_until_empty()
+    for counts in (rows, codes):
+        assert len(counts) > 9
+        assert all(left == known for left, known in counts)
+
+
+@by_ring
 def test_token2wav_is_told_of_codes_that_complete_a_window_and_of_the_last(monkeypatch):
     monkeypatch.setattr(session_rig, "CODE_PLACES", 512)
     waveform, fed = FakeWaveformEngine(), []

@@ -121,7 +121,7 @@ class TalkerRows:
         self._fed: list[_Fed] = []
         """Rows that the pool does not hold yet, oldest first."""
         self._fed_rows = 0
-        """How many they are."""
+        """How many they are at most: those of sequences that were closed since are counted, too."""
 
     @property
     def rows_used(self) -> int:
@@ -207,7 +207,6 @@ class TalkerRows:
         """Free what `open` reserved. Steps in flight may still read it: later writes queue up behind them."""
         # Its place may be another's before the next step.
         self._fed = [one for one in self._fed if one.slot != sequence.slot]
-        self._fed_rows = sum(one.rows.shape[0] for one in self._fed)
         self._free_slots.append(sequence.slot)
         self._spans.give(sequence.base - _TAIL_ROWS)
         sequence.sampled.clear()
