@@ -157,7 +157,7 @@ def test_a_turn_that_cannot_be_asked_ends_no_reply(server: FakeTriton, client: O
     next(first)
     with pytest.raises(BadRequest, match="timeout"):
         chat.ask(client, "Enough", timeout=-1)
-    with pytest.raises(BadRequest, match="UTF-8|Unicode|text"):
+    with pytest.raises(BadRequest, match="messages"):
         chat.ask(client, "\ud800")
     assert chat.turns == ()
     assert not server.cancelled.wait(0.1)
