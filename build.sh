@@ -588,7 +588,7 @@ command_check() {
 
 # test_workers: how many there are. On a GPU one alone: vLLM's engines each take a share of its memory.
 test_workers() {
-    if [[ $(platform) == gpu ]] || (($(nproc) < 2)); then echo 1; else echo 3; fi
+    if [[ $(platform) == gpu ]] || (($(nproc) < 2)); then echo 1; else echo 4; fi
 }
 
 command_test() {
@@ -601,7 +601,8 @@ command_test() {
         exec "$VENV/bin/python" -m pytest "$@"
     fi
     run_checks
-    # Three for two cores: one of them has a server, whose tests wait for the most part (see tests/conftest.py).
+    # Four for two cores: one has a server, whose tests wait for the most part, and one takes what the others leave (see
+    # tests/conftest.py).
     exec "$VENV/bin/python" -m pytest --numprocesses "$(test_workers)" --dist loadscope --no-loadscope-reorder \
         --cov --cov-report=term-missing:skip-covered --cov-fail-under="$COVERAGE_FLOOR"
 }

@@ -133,7 +133,8 @@ def pytest_unconfigure() -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """Workers share out the scopes; the first of them has the server, and runs all tests that need it.
 
-    Those with a clock it runs once the others have patient tests alone.
+    Those with a clock it runs once the others have patient tests alone. A fourth has patient tests from the start, with
+    what the other three leave of the processors while they wait.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -141,8 +142,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid)
 
+        _filler: Any = None
+
+        def schedule(self) -> None:
+            if self.collection is None and len(self.nodes) > 3:
+                self._filler = self.nodes[-1]
+            super().schedule()
+
         def _assign_work_unit(self, node: Any) -> None:
-            waiting = [scope for scope in self.workqueue if scope != LAST]
+            waiting = [scope for scope in self.workqueue if scope != LAST and self._may_run(node, scope)]
             keeps_server = node is self._keeper()
             if keeps_server and LAST in self.workqueue and all(map(is_patient, [*waiting, *self._of_others(node)])):
                 self.workqueue.move_to_end(LAST, last=False)
@@ -158,6 +166,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
             super().mark_test_complete(node, item_index, duration)
             if LAST in self.workqueue and (keeper := self._keeper()):
                 self._reschedule(keeper)
+
+        def _may_run(self, node: Any, scope: str) -> bool:
+            return node is not self._filler or is_patient(scope)
 
         def _keeper(self) -> Any:
             """The worker with the server: the first that is not on its way out."""
