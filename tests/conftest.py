@@ -139,10 +139,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
+        _filler: Any = None
+        """The worker with patient tests alone, where there are enough workers."""
+
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid)
-
-        _filler: Any = None
 
         def schedule(self) -> None:
             if self.collection is None and len(self.nodes) > 3:

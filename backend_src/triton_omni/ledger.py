@@ -142,23 +142,20 @@ class SessionLedger:
 
     def set_deadline(self, key: SessionKey, deadline_ns: int) -> None:
         """Thinker only: when the session is to be over at the latest, by the monotonic clock; for those who look on."""
-        at = layout.record(key.slot)
-        if self._words[at + layout.GENERATION] == key.generation:
-            self._words[at + layout.DEADLINE] = deadline_ns
+        if self.holds(key):
+            self._words[layout.record(key.slot) + layout.DEADLINE] = deadline_ns
 
     def is_current(self, key: SessionKey) -> bool:
         """Whether `key` names the session that its slot holds now."""
-        if not 0 <= key.slot < CAPACITY:
+        if not (0 <= key.slot < CAPACITY and self.holds(key)):
             return False
         words, at = self._words, layout.record(key.slot)
-        if words[at + layout.GENERATION] != key.generation:
-            return False
         nonce = f"{words[at + layout.NONCE_HIGH] << 64 | words[at + layout.NONCE_LOW]:032x}"
         # As bytes: the key may come from outside, and only ASCII strings can be compared as they are.
         return secrets.compare_digest(nonce.encode(), key.nonce.encode())
 
     def holds(self, key: SessionKey) -> bool:
-        """The same of a key that was current once, which an open session's was."""
+        """`is_current` of a key that was so once, as an open session's was; what nobody made up needs no other look."""
         return self._words[layout.record(key.slot) + layout.GENERATION] == key.generation
 
     def mark_closed(self, key: SessionKey, sent: int = 0) -> None:
@@ -216,10 +213,9 @@ class SessionLedger:
 
     def place(self, key: SessionKey, placed: Placed) -> None:
         """This stage has put so much of the session into the next one's ring (`ring.py`), and it may be read."""
-        words, at = self._words, layout.record(key.slot)
-        if words[at + layout.GENERATION] != key.generation:
+        if not self.holds(key):
             return
-        own = at + layout.FIELDS[self.stage]
+        words, own = self._words, layout.record(key.slot) + layout.FIELDS[self.stage]
         words[own + layout.BEHIND], words[own + layout.PLACED_NS] = placed.behind, placed.sent_ns
         # Last: whoever reads it reads the others behind it.
         words[own + layout.PLACED] = _counted(key, placed.total)
@@ -322,9 +318,8 @@ class SessionLedger:
 
     def _write(self, key: SessionKey, word: int, value: int) -> None:
         """One of this stage's words, unless the slot holds a later session already, whose words these are."""
-        at = layout.record(key.slot)
-        if self._words[at + layout.GENERATION] == key.generation:
-            self._words[at + layout.FIELDS[self.stage] + word] = value
+        if self.holds(key):
+            self._words[layout.record(key.slot) + layout.FIELDS[self.stage] + word] = value
 
     def _count(self, key: SessionKey, stage: StageName, word: int) -> int | None:
         """The count in one of a stage's words; None if an earlier session of the slot left it."""
