@@ -308,11 +308,15 @@ def test_what_a_step_gave_is_told_of_before_it_ends(monkeypatch):
 @by_ring
 def test_token2wav_is_told_of_codes_that_complete_a_window_and_of_the_last(monkeypatch):
     monkeypatch.setattr(session_rig, "CODE_PLACES", 512)
-    waveform, fed = FakeWaveformEngine(), []
+    talker, waveform, fed = FakeTalkerEngine(), FakeWaveformEngine(), []
     waveform.window = 24
-    feed = waveform.feed
+    feed, has_rows = waveform.feed, talker.has_work
     waveform.feed = lambda key, codes: (fed.append(len(codes)), feed(key, codes))[1]
-    with pipeline(thinker=FakeThinkerEngine(length=60), waveform=waveform) as p:
+    # However late token2wav looks: two windows that are there by then are fed together.
+    talker.has_work = lambda: (
+        has_rows() and max(state.spoken for state in talker.open_keys.values()) < 24 * (len(fed) + 1)
+    )
+    with pipeline(thinker=FakeThinkerEngine(length=60), talker=talker, waveform=waveform) as p:
         finished(p.ask())
         p.wait_until_empty()
     assert fed == [24, 24, 11]
