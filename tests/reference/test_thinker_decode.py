@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
-from media_samples import tone
+from media_samples import picture, tone
 from reference.hf import HfReference
 from reference.thinker_rig import NOTHING_HELD, Answer, ask, assert_equals_hf, engine_of, token_ids
 from reference.vllm_records import different_records
@@ -32,6 +33,8 @@ ASKED = {
     "at least ten": Sampling(max_tokens=40, min_tokens=10),
 }
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+BATCHED = 128
+"""Tokens of a step at most."""
 COMPILED_S = 30
 """Within which a schema is."""
 
@@ -102,7 +105,7 @@ def engines(tiny_checkpoint: Path) -> Iterator[Sequence[Any]]:
     """What one test leaves behind in vLLM's records, the next one finds in both."""
     with ExitStack() as stack:
         yield [
-            stack.enter_context(engine_of(tiny_checkpoint, ahead=True, steady=steady, max_num_batched_tokens=128))
+            stack.enter_context(engine_of(tiny_checkpoint, ahead=True, steady=steady, max_num_batched_tokens=BATCHED))
             for steady in (True, False)
         ]
 
@@ -173,6 +176,44 @@ def test_a_schema_and_a_prompt_s_media_leave_the_steps_to_vllm(pair: Pair, hf: H
     pair.add("sound", heard, GREEDY)
     pair.drain()
     assert len(pair.steady) > before
+
+
+def test_a_step_goes_on_right_behind_prompts(pair: Pair, hf: HfReference) -> None:
+    for together in (1, 2, 3):
+        # All but the first beside those that decode.
+        pair.add(str(together), ask(hf, "hello" * together), replace(SAMPLED, seed=together))
+        before = len(pair.steady)
+        pair.step()
+        assert len(pair.steady) == before
+        pair.step(2)
+        assert pair.steady[before:] == [together, together]
+    long = ask(hf, "x" * 200)
+    # Others decode in each of the steps that its prompt takes.
+    parts = -(-len(long.token_ids) // (BATCHED - 3))
+    pair.add("long", long, GREEDY)
+    before = len(pair.steady)
+    pair.step(parts)
+    assert len(pair.steady) == before
+    pair.step()
+    assert pair.steady[before:] == [4]
+    assert parts > 1
+    pair.drain()
+
+
+def test_a_step_goes_on_behind_a_prompt_beside_a_reply_to_an_image(pair: Pair, hf: HfReference) -> None:
+    """Whose positions run behind its places."""
+    seen = token_ids(hf, {"type": "image"}, {"type": "text", "text": "what?"})
+    pair.add("image", ThinkerPrompt(seen, {"image": [Image.fromarray(picture(64, 48))]}), GREEDY)
+    pair.step(6)
+    assert pair.steady
+    for key in ("one", "another"):
+        pair.add(key, ask(hf, key), GREEDY)
+    before = len(pair.steady)
+    pair.step(2)
+    assert pair.steady[before:] == [3]
+    states = pair.engines[0]._runner.requests.values()
+    assert [state.mrope_position_delta < 0 for state in states] == [True, False, False]
+    pair.drain()
 
 
 def test_steps_go_on_behind_a_hold(pair: Pair, hf: HfReference) -> None:

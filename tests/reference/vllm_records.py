@@ -100,8 +100,9 @@ def _of_runner(runner: Any, rows: dict[str, int]) -> dict[str, Any]:
         "in the step before": sorted(rows.keys() & {*map(_name_of, before)}),
         "rows before": {_name_of(request_id): row for request_id, row in before.items()},
         "states": {
-            _name_of(request_id): (state.num_computed_tokens, list(state.output_token_ids), state.block_ids)
+            name: (state.num_computed_tokens, list(state.output_token_ids), state.block_ids)
             for request_id, state in runner.requests.items()
+            if (name := _name_of(request_id)) in rows or not hasattr(runner, "taking_part")
         },
         "media embeddings": len(runner.encoder_cache),
     }
@@ -111,7 +112,8 @@ def _of_decode_step(runner: Any, rows: dict[str, int]) -> dict[str, Any]:
     """All that a decode step reads of its inputs, as it left them, and what it drew."""
     batch = runner.input_batch
     count, table = batch.num_reqs, batch.block_table[0]
-    if not (runner.optimistic_seq_lens_cpu[:count].numpy() > batch.num_prompt_tokens[:count]).all():
+    lengths, prompts = runner.optimistic_seq_lens_cpu.numpy(), batch.num_prompt_tokens
+    if any(lengths[row] <= prompts[row] for row in rows.values()):
         return {}
     read = runner.inputs_embeds if runner.supports_mm_inputs else runner.input_ids
     starts, blocks = runner.query_start_loc.gpu[: count + 1], table.num_blocks_per_row

@@ -79,7 +79,7 @@ class GatherPlan:
             return None
         taken = self._take(embeddings).clone() if self._are_first else self._take(embeddings)
         if self.zeroed.any():
-            taken.masked_fill_(_to_device(self.zeroed, embeddings.device).unsqueeze(1), 0)
+            taken.masked_fill_(to_device(self.zeroed, embeddings.device).unsqueeze(1), 0)
         return taken
 
     def add_hidden(self, taken: Tensor | None, hidden: Tensor) -> Tensor | None:
@@ -104,7 +104,7 @@ class GatherPlan:
         """Of [tokens of the batch, H] those that become rows, a view where they are the first."""
         if self._are_first:
             return tokens[: len(self.indices)]
-        return tokens.index_select(0, _to_device(self.indices, tokens.device))
+        return tokens.index_select(0, to_device(self.indices, tokens.device))
 
 
 @dataclass
@@ -235,8 +235,8 @@ def _indices(runs: list[tuple[int, int]]) -> NDArray[np.int64]:
     return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _to_device(host: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy without waiting: from pinned memory, which torch keeps until the copy is done."""
+def to_device(host: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array without waiting: from pinned memory, which torch keeps until the copy is done."""
     tensor = torch.from_numpy(host)
     if device.type == "cpu":
         return tensor

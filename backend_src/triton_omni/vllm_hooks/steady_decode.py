@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps that go on where the one before ended: what does not change between them is kept.
+"""Decode steps that go on where the step before ended: what does not change between them is kept.
 
 vLLM lays every step out from its scheduler's and its batch's state, which takes longer than a small network runs; while
 the same sequences decode, all that changes is that each is one token longer. The scheduler says when that is so
@@ -161,12 +161,12 @@ class SteadyDecodeMixin(_Runner):
 
     @torch.inference_mode()
     def go_on(self, step: SteadyStep) -> StepInFlight:
-        """Launch a step; the one before must have been a decode step of the same batch, in either way.
+        """Launch a step; the one before must have drawn for every sequence of the same batch, in either way.
 
         All that vLLM keeps of a step is kept here too, so that the next may be one of its own.
         """
-        layout = self._layout = self._layout or self._lay_out()
         with self.synchronize_input_prep():
+            layout = self._layout = self._layout or self._lay_out()
             if layout.shares is not step.num_scheduled_tokens:
                 self._take_part(layout, step)
             self._advance(layout, step)
@@ -209,7 +209,7 @@ class SteadyDecodeMixin(_Runner):
         """Take the ids [B] of a step, there once `ready` is reached."""
 
     def _lay_out(self) -> Layout:
-        """The layout of the decode step just launched, which is that of the next."""
+        """The layout of the next step, which is that of the step just launched if that was a decode step."""
         batch = self.input_batch
         count = batch.num_reqs
         mode, descriptor, *_ = self._determine_batch_execution_and_padding(
@@ -220,6 +220,8 @@ class SteadyDecodeMixin(_Runner):
         )
         is_recorded = mode == CUDAGraphMode.FULL
         padded = descriptor.num_tokens if is_recorded else count
+        if self.query_start_loc.np[count] > count:
+            self._settle_prompts(count, padded)
         by_group, by_layer = self._get_slot_mappings(padded, padded, count)
         if by_group is None:
             raise RuntimeError("the runner has no key-value cache yet")
@@ -239,6 +241,20 @@ class SteadyDecodeMixin(_Runner):
             request_ids=list(batch.req_ids),
             rows_by_request=dict(batch.req_id_to_index),
         )
+
+    def _settle_prompts(self, count: int, padded: int) -> None:
+        """Leave a step that held prompts of its `count` sequences as if it had been of the last token of each alone,
+        padded as decode steps are."""
+        batch, starts = self.input_batch, self.query_start_loc
+        further = np.diff(starts.np[: count + 1]) - 1
+        batch.num_computed_tokens_cpu[:count] += further
+        for request_id, tokens in zip(batch.req_ids, further.tolist(), strict=True):
+            self.requests[request_id].num_computed_tokens += tokens
+        starts.np[:] = np.minimum(self.arange_np[: len(starts.np)], count)
+        starts.copy_to_gpu()
+        self.positions[:count].copy_(self.seq_lens[:count]).sub_(1)
+        # vLLM's null block, as behind any batch that is padded.
+        batch.block_table[0].get_device_tensor(padded)[count:].zero_()
 
     def _common_attention(self, padded: int, slots: Tensor) -> dict[str, Any]:
         """As `_build_attention_metadata` makes it of a decode step."""

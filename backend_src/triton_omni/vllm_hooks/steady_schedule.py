@@ -39,7 +39,7 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
     """
 
     _decoding: list[Request] | None = None
-    """The requests of the last step of vLLM's own, if it decoded them all."""
+    """The requests of the last step of vLLM's own, if it drew for them all, so that they decode from there on."""
     _left_out: list[Request]
     """Those that ran too, but had to wait."""
     _active: list[Request]
@@ -58,11 +58,10 @@ class SteadyScheduleMixin(HoldingMixin, _Scheduler):
         output = super().schedule(throttle_prefills)
         shares = output.num_scheduled_tokens
         scheduled = [request for request in self.running if request.request_id in shares]
-        decoded = len(shares) == len(scheduled) == output.total_num_scheduled_tokens > 0
         self._decoding = None
-        if decoded and all(map(self._only_decodes, scheduled)):
+        if len(shares) == len(scheduled) > 0 and all(map(self._only_decodes, scheduled)):
             self._decoding = self._active = scheduled
-            self._idle, self._shares, self._further = [], shares, 0
+            self._idle, self._shares, self._further = [], dict.fromkeys(shares, 1), 0
             self._left_out = [request for request in self.running if request.request_id not in shares]
             self._stops = frozenset().union(*map(_stops, scheduled))
         return output

@@ -183,11 +183,25 @@ class TalkerRunnerMixin(FusedDecodeMixin, SteadyDecodeMixin):
         index[:count, Column.PLACE] = positions
         index[:count, Column.UNIFORM] = self.step.draws.uniforms(owned, positions).view(np.int64)
         index[:count, Column.FOLLOWS] = 0
-        # A recorded step may be of more tokens than there are.
+        self._index.copy_to_gpu(self._idle_behind(count))
+
+    def _idle_behind(self, count: int) -> int:
+        """Say of nobody what is behind a step's `count` tokens, of which a recorded one may have more; returns where
+        that ends."""
+        index = self._index.np
         end = min(max(count, self.max_num_reqs), len(index)) if self.step.decoding else len(index)
         index[count:end] = 0
         index[count:end, Column.SLOT] = self.step.rows.idle_slot
-        self._index.copy_to_gpu(end)
+        return end
+
+    def _settle_prompts(self, count: int, padded: int) -> None:
+        super()._settle_prompts(count, padded)
+        drawn = self.input_batch.prev_sampled_token_ids
+        if drawn is None:
+            raise RuntimeError("a step goes on behind one that drew nothing")
+        self.step.drawn[:count].copy_(drawn[:, 0])
+        self.step.decoding = True
+        self._index.copy_to_gpu(self._idle_behind(count))
 
     def _stage_decode(self, layout: Layout) -> None:
         """Tell the step of one token a sequence that follows what the last drew."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from triton_omni.vllm_hooks.hidden_rows import to_device
 from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
 from triton_omni.vllm_hooks.steady_decode import Layout, SteadyDecodeMixin
 from triton_omni.vllm_hooks.thinker_networks import ThinkerNetwork
@@ -18,6 +20,15 @@ from triton_omni.vllm_hooks.thinker_networks import ThinkerNetwork
 
 class ThinkerDecodeMixin(CounterNoiseMixin, SteadyDecodeMixin):
     """Lays a step's inputs out on the device, from those of the step before."""
+
+    def _settle_prompts(self, count: int, padded: int) -> None:
+        super()._settle_prompts(count, padded)
+        axes = self.mrope_positions.gpu[:, :count].copy_(self.positions[:count])
+        # Behind media, positions run ahead of places.
+        states = (self.requests[request_id] for request_id in self.input_batch.req_ids)
+        deltas = np.array([state.mrope_position_delta or 0 for state in states], dtype=np.int64)
+        if deltas.any():
+            axes.add_(to_device(deltas, self.device))
 
     def _stage_decode(self, layout: Layout) -> None:
         batch, count = self.input_batch, len(layout.computed)

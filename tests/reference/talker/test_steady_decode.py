@@ -106,6 +106,28 @@ def test_steps_that_go_on_are_vllms_while_the_batch_changes(pair, cases):
     assert len(pair.steady) > 20
 
 
+def test_a_step_goes_on_right_behind_prompts(pair, cases):
+    for number in range(3):
+        # All but the first beside those that decode.
+        pair.speak(cases, number)
+        before = len(pair.steady)
+        pair.step()
+        assert len(pair.steady) == before
+        pair.step(2)
+        assert pair.steady[before:] == [number + 1, number + 1]
+    # Behind a prompt's step, and its one row, somebody waits whose place is kept.
+    pair.each("open", "short", cases[3].prompt, LONG)
+    pair.each("feed", "short", cases[3].rows[: cases[3].prompt_rows + 1])
+    before = len(pair.steady)
+    pair.step(4)
+    assert pair.steady[before:] == [3, 3, 3]
+    pair.each("feed", "short", cases[3].rows[cases[3].prompt_rows + 1 :])
+    pair.each("end", "short")
+    pair.step(2)
+    assert pair.steady[before:] == [3, 3, 3, 4, 4]
+    pair.drain().close()
+
+
 def test_steps_that_go_on_are_vllms_where_rows_run_out(pair, cases):
     for number in (2, 4):
         pair.each("open", str(number), cases[number].prompt, LONG)
