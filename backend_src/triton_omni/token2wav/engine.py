@@ -34,6 +34,8 @@ from triton_omni.token2wav.streaming import Stream, StreamRequest
 RETRY_AFTER_MS = 250
 NAP_S = 0.0005
 """How long a step rests that finds nothing to do while a batch is on the device, or gathered."""
+SHORT_NAP_S = 0.0001
+"""The same while nothing but the samples of a small batch is waited for, which are there within milliseconds."""
 SOON_SILENT_NS = 100_000_000
 """A listener with so little sound left is to be served as if there were none: a window takes about as long beside the
 steps of other stages."""
@@ -158,7 +160,7 @@ class Token2WavEngine:
             outputs += self._launch()
         outputs = outputs or self._land()
         if not outputs and (self._flights or self._is_far_ahead or not self._climbs):
-            time.sleep(NAP_S)
+            time.sleep(SHORT_NAP_S if self._is_landing else NAP_S)
         return outputs
 
     @property
@@ -276,6 +278,11 @@ class Token2WavEngine:
         """Whether the device has enough to do with steps of batches that are being launched."""
         return any(climb.is_far_ahead for climb in self._climbs)
 
+    @property
+    def _is_landing(self) -> bool:
+        """Whether the next batch to come through is a small one, of which only the vocoder's part is left."""
+        return bool(self._flights) and self._flights[0].frames <= AT_ONCE_FRAMES and self._flights[0].is_solved
+
     def _may_launch(self) -> bool:
         """A batch may follow another closely, so that the device need not wait for the host, but no earlier: a window
         that becomes due meanwhile may be more urgent."""
@@ -325,7 +332,7 @@ class Token2WavEngine:
         else:
             if flight is not None:
                 self._flights.append(flight)
-                self._frames_solved += climb.frames
+                self._frames_solved += flight.frames
                 self._end_climb(climb)
             return []
         # Out here nothing refers to the error any more, not even a record of the log, and so to what the attempt held.

@@ -66,6 +66,11 @@ class Flight:
         return self.solved is None or bool(self.solved.query())  # type: ignore[no-untyped-call]
 
     @property
+    def frames(self) -> int:
+        """Mel frames solved, look-ahead included."""
+        return _frames(self.batch)
+
+    @property
     def has_landed(self) -> bool:
         """Whether the samples are on the host."""
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
@@ -103,7 +108,7 @@ class Climb:
     @property
     def frames(self) -> int:
         """Mel frames solved, look-ahead included."""
-        return sum(len(due.chunk.solved) for due in self.batch)
+        return _frames(self.batch)
 
     @property
     def is_far_ahead(self) -> bool:
@@ -171,6 +176,10 @@ def _sound(spliced: Spliced, vocoder: Vocoder) -> tuple[Tensor, tuple[int, ...]]
     parts = [*(rows.flatten() for rows in waveforms), spliced.broken, finite.float(), clamped.float()]
     lengths = itertools.chain.from_iterable([rows.shape[1]] * len(rows) for rows in waveforms)
     return to_host(torch.cat(parts)), tuple(lengths)
+
+
+def _frames(batch: Sequence[Due]) -> int:
+    return sum(len(due.chunk.solved) for due in batch)
 
 
 def _length(chunk: Chunk) -> int:

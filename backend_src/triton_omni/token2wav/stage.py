@@ -211,11 +211,12 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._fail(session, InternalError(output.error, stage="token2wav"))
             return
         if len(output.samples):
+            lost = self._when_lost(session.key)
+            # First of all: a record of the log takes as long as the sending.
+            session.outlet.send(self._encode(session, output.samples).to_tensors(), lost=lost)
             self._observe_chunk(session)
             session.samples += len(output.samples)
             self._samples += len(output.samples)
-            lost = self._when_lost(session.key)
-            session.outlet.send(self._encode(session, output.samples).to_tensors(), lost=lost)
             session.chunks += 1
         session.clamped_codes = output.clamped_codes
         session.audio_done = output.final
