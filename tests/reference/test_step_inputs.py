@@ -51,6 +51,81 @@ def test_a_prompt_lies_where_vllm_would_lay_it(engine: Any, hf: HfReference, kin
     assert found["ours"][1] == found["vllm's"][1]
 
 
+def laid_out(runner: Any, count: int) -> dict[str, Any]:
+    """What a step and all that comes behind it read of one sequence of `count` tokens."""
+    table = runner.input_batch.block_table[0]
+    blocks, size = table.block_table.gpu[0].tolist(), table.block_size
+    places = [blocks[place // size] * size + place % size for place in range(count)]
+    assert table.slot_mapping.gpu[:count].tolist() == places
+    return {
+        "ids": runner.input_ids.gpu[:count].tolist(),
+        "places": runner.positions[:count].tolist(),
+        "M-RoPE": runner.mrope_positions.gpu[:, :count].tolist(),
+        "starts": runner.query_start_loc.gpu.tolist(),
+        "starts on the host": runner.query_start_loc.np.tolist(),
+        "lengths": runner.seq_lens.tolist(),
+        "bounds of lengths": runner.optimistic_seq_lens_cpu.tolist(),
+        "thrown away": runner.discard_request_mask.np[:1].tolist(),
+        "before": runner.prev_positions.np[:1].tolist(),
+    }
+
+
+def test_a_lone_prompt_is_laid_out_as_vllm_lays_it(
+    engine: Any, hf: HfReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = engine._runner
+    placed = engine.prepare(ask(hf, "hello there"))
+    count = len(placed.prompt_token_ids)
+    alone = runner._is_lone_prompt
+    found, indices = [], []
+    prepare = runner._prepare_inputs
+
+    def watched(*given: Any) -> Any:
+        prepared = prepare(*given)
+        found.append(laid_out(runner, count))
+        indices.append(prepared[0].tolist())
+        assert prepared[1:] == (None, 1)
+        return prepared
+
+    monkeypatch.setattr(runner, "_prepare_inputs", watched)
+    for is_lone in (alone, lambda tokens: False):
+        monkeypatch.setattr(runner, "_is_lone_prompt", is_lone)
+        # What is left of a step before must not be of any matter.
+        for buffer in (runner.positions, runner.seq_lens, runner.optimistic_seq_lens_cpu, runner.prev_positions.cpu):
+            buffer.fill_(7)
+        runner.query_start_loc.np[:] = 7
+        runner.discard_request_mask.np[:] = True
+        engine.add("it", placed, REPLY, want_rows=True)
+        engine.step()
+        engine.abort("it")
+        engine.step()
+    assert found[0] == found[1]
+    assert indices == [[count - 1], [count - 1]]
+
+
+def test_what_is_no_lone_prompt_is_left_to_vllm(engine: Any, hf: HfReference, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, laid = engine._runner, []
+    monkeypatch.setattr(runner, "_lay_prompt_out", lambda count: laid.append(count) or lay(count))
+    lay = type(runner)._lay_prompt_out.__get__(runner)
+    placed = engine.prepare(ask(hf, "hello"))
+    engine.add("alone", placed, REPLY, want_rows=True)
+    engine.step()
+    assert laid == [len(placed.prompt_token_ids)]
+    # Decode steps, a prompt beside another sequence, one in two parts, and a medium.
+    engine.step()
+    engine.add("beside", placed, REPLY, want_rows=True)
+    engine.step()
+    for key in ("alone", "beside"):
+        engine.abort(key)
+    for key, other in (("long", engine.prepare(ask(hf, "x" * 100))), ("sound", heard(engine, hf))):
+        engine.add(key, other, REPLY, want_rows=True)
+        for _ in range(4):
+            engine.step()
+        engine.abort(key)
+        engine.step()
+    assert len(laid) == 1
+
+
 def test_a_prompt_that_is_given_up_before_its_first_step_leaves_no_positions(engine: Any, hf: HfReference) -> None:
     engine.add("given up", engine.prepare(ask(hf, "hello")), REPLY, want_rows=True)
     assert engine._runner._placed

@@ -16,6 +16,7 @@ from triton_omni.vllm_hooks.compat import SchedulerOutput
 from triton_omni.vllm_hooks.fused_decode import FusedDecodeMixin
 from triton_omni.vllm_hooks.hidden_rows import HiddenRowsMixin
 from triton_omni.vllm_hooks.left_blocks import LeftBlocksMixin
+from triton_omni.vllm_hooks.lone_prompts import LonePromptsMixin
 from triton_omni.vllm_hooks.media_memory import MediaMemoryMixin
 from triton_omni.vllm_hooks.placed_prompts import PlacedPromptsMixin
 from triton_omni.vllm_hooks.platform import PlatformRunner, StageWorker
@@ -30,12 +31,13 @@ class ThinkerRunner(
     MediaMemoryMixin,
     PlacedPromptsMixin,
     ThinkerDecodeMixin,
+    LonePromptsMixin,
     FusedDecodeMixin,
     PrefillGraphsMixin,
     PlatformRunner,
 ):
     """vLLM's runner with hidden rows, media that may find no memory, batched seeded sampling, graphs of prompts, and
-    little to do for a step that goes on."""
+    little to do for a step that goes on, or is of one prompt alone."""
 
 
 class ThinkerWorker(StageWorker):
