@@ -44,7 +44,7 @@ class LonePromptsMixin(_Runner):
         return self._places[count - 1 : count], None, 1
 
     def _is_lone_prompt(self, count: int) -> bool:
-        """Whether a step, of which the first sequence has `count` tokens, is all of a prompt of text and nothing else."""
+        """Whether a step, with `count` tokens of its first sequence, is a whole prompt of text and nothing else."""
         batch = self.input_batch
         if batch.num_reqs != 1 or batch.num_computed_tokens_cpu[0]:
             return False
