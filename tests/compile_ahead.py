@@ -29,6 +29,7 @@ from triton_omni.token2wav.ode import EVALUATIONS_A_STEP
 from triton_omni.token2wav.past import LayerPast
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.token2wav.solver_kernels import advance
+from triton_omni.vllm_hooks import thinker_step_kernels
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Projected, Rotation, decode_attention
 from triton_omni.vllm_hooks.decode_product_kernels import (
     add_norm,
@@ -140,6 +141,19 @@ def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65
     DrawnIds(count, index.device).leave(drawn)
 
 
+def thinker_steps(count: int, width: int) -> None:
+    """Both ends of a step."""
+    positions, axes = zeros(count, dtype=torch.int64), zeros(3, count + 1, dtype=torch.int64)
+    lengths, blocks = zeros(count, dtype=torch.int32), zeros(count, 64, dtype=torch.int32)
+    places = thinker_step_kernels.Places(positions, axes, lengths, positions.clone(), blocks, 16)
+    numbers = thinker_step_kernels.Uniforms(zeros(count, dtype=torch.float64), zeros(count, dtype=torch.float64))
+    table, inputs = zeros(152064, width, dtype=torch.bfloat16), zeros(count, width, dtype=torch.bfloat16)
+    for uniforms in (None, numbers):
+        thinker_step_kernels.begin(zeros(count, dtype=torch.int32), table, inputs, places, uniforms)
+    for rows in (None, inputs.clone()):
+        thinker_step_kernels.finish(rows, inputs)
+
+
 def transformer(blocks: int, width: int = 1024, heads: int = 16) -> None:
     """A DiT's layer."""
     rows, head = blocks * 24, width // heads
@@ -206,6 +220,8 @@ def main() -> None:
     fused_draw(zeros(3, 152064, dtype=FLOAT), zeros(3, dtype=torch.float64))
     talker_steps(3, 3584)
     talker_steps(3, 2048)
+    thinker_steps(3, 3584)
+    thinker_steps(3, 2048)
     transformer(4)
     for rows in (48, 96, 192, 384):
         tiled_layer(tilings_for(rows), rows)

@@ -35,10 +35,12 @@ def thinker(checkpoint: Path, **engine: Any) -> Any:
         return ThinkerVllmEngine(checkpoint, ThinkerSettings(engine=sizes), DEVICE)
 
 
-def replies(engine: Any, prompts: dict[str, tuple[int, ...]]) -> dict[str, tuple[list[int], Tensor]]:
+def replies(
+    engine: Any, prompts: dict[str, tuple[int, ...]], temperature: float
+) -> dict[str, tuple[list[int], Tensor]]:
     """Tokens and hidden rows of each prompt's reply, all at once."""
+    sampling = Sampling(max_tokens=TOKENS, min_tokens=TOKENS, temperature=temperature, seed=3)
     for key, ids in prompts.items():
-        sampling = Sampling(max_tokens=TOKENS, min_tokens=TOKENS)
         engine.add(key, engine.prepare(ThinkerPrompt(ids)), sampling, want_rows=True)
     tokens: dict[str, list[int]] = {key: [] for key in prompts}
     rows: dict[str, list[Tensor]] = {key: [] for key in prompts}
@@ -52,11 +54,12 @@ def replies(engine: Any, prompts: dict[str, tuple[int, ...]]) -> dict[str, tuple
 
 
 @on_gpu
-def test_thinker_rows_of_a_reply(tiny_checkpoint: Path, hf: HfReference) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_thinker_rows_of_a_reply(tiny_checkpoint: Path, hf: HfReference, temperature: float) -> None:
     text = "Tell me about the sea. "
     prompts = {str(count): tuple(hf.processor.tokenizer(text * count)["input_ids"]) for count in (1, 12, 40)}
-    plain = replies(thinker(tiny_checkpoint, fused_decode=False), prompts)
-    fused = replies(thinker(tiny_checkpoint, fused_decode=True), prompts)
+    plain = replies(thinker(tiny_checkpoint, fused_decode=False), prompts, temperature)
+    fused = replies(thinker(tiny_checkpoint, fused_decode=True), prompts, temperature)
     for key, (tokens, rows) in plain.items():
         ours, ours_rows = fused[key]
         same = next((place for place in range(TOKENS) if ours[place] != tokens[place]), TOKENS)

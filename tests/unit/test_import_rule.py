@@ -199,7 +199,15 @@ def test_token2wav_is_torch_and_numpy_alone():
     kernels |= {f"triton_omni.token2wav.{kind}_kernels" for kind in ("attention", "layer", "solver")}
     decode = {
         f"triton_omni.vllm_hooks.{kind}_kernels"
-        for kind in ("decode_attention", "decode_product", "draw", "step_copy", "talker_draw", "talker_step")
+        for kind in (
+            "decode_attention",
+            "decode_product",
+            "draw",
+            "step_copy",
+            "talker_draw",
+            "talker_step",
+            "thinker_step",
+        )
     }
     assert importing("triton") == kernels | decode | {"triton_omni.early_kernels"}
     for module, path in BACKEND_MODULES.items():

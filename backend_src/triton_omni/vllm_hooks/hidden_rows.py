@@ -8,6 +8,7 @@ It knows positions and request ids; which rows may be given when is in `row_rele
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from triton_omni.streams import record_event
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -82,16 +85,14 @@ class GatherPlan:
             taken.masked_fill_(to_device(self.zeroed, embeddings.device).unsqueeze(1), 0)
         return taken
 
-    def add_hidden(self, taken: Tensor | None, hidden: Tensor) -> Tensor | None:
-        """Rows [n, H]: embedding (zero at media) + last hidden state, as HF sums them for the talker.
-
-        Source: `Qwen2_5OmniForConditionalGeneration.generate` of transformers.
+    def gather_hidden(self, taken: Tensor | None, hidden: Tensor) -> Tensor | None:
+        """Rows [n, H] where they are not those of the batch's first tokens, off `taken`, which becomes them; else None.
 
         Args:
-            taken: what `take_embeddings` gave; becomes the rows.
+            taken: what `take_embeddings` gave.
             hidden: [tokens of the batch, padding included; H], same device and dtype.
         """
-        if taken is None:
+        if taken is None or self._are_first:
             return None
         return taken.add_(self._take(hidden))
 
@@ -130,6 +131,8 @@ class RowTap:
 
     def __init__(self) -> None:
         self._wanted: dict[str, _Wanted] = {}
+        self.finish: Callable[[Tensor | None, Tensor], Tensor] = finish
+        """What does the same as `finish`."""
         self.steps: deque[StepRows] = deque()
 
     def want(self, request_id: str, media: NDArray[np.bool_]) -> None:
@@ -173,18 +176,34 @@ class RowTap:
         return GatherPlan(tuple(segments), _indices(runs), zeroed)
 
     def record(self, plan: GatherPlan, taken: Tensor | None, hidden: Tensor) -> None:
-        """Finish a step's rows and flags, off the device's buffers; nothing here waits for the device."""
-        rows = plan.add_hidden(taken, hidden)
-        # Three kernels instead of the five of `isfinite` and `all`; NaN is the largest of any row that has it.
-        finite = hidden.abs().amax(dim=1) < float("inf")
-        if hidden.device.type == "cpu":
-            self.steps.append(StepRows(plan.segments, rows, finite, None))
-            return
-        host = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)
-        host.copy_(finite, non_blocking=True)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
-        self.steps.append(StepRows(plan.segments, rows, host, ready))
+        """Complete a step's rows and flags, off the device's buffers; nothing here waits for the device.
+
+        Rows are embedding (zero at media) + last hidden state, as HF sums them for the talker.
+
+        Source: `Qwen2_5OmniForConditionalGeneration.generate` of transformers.
+        """
+        gathered = plan.gather_hidden(taken, hidden)
+        finite = self.finish(taken if gathered is None else None, hidden)
+        self.steps.append(StepRows(plan.segments, taken, finite, record_event(hidden.device)))
+
+
+def finish(rows: Tensor | None, hidden: Tensor) -> Tensor:
+    """Add the first hidden states to `rows`, and see which of all are finite.
+
+    Args:
+        rows: [n, H] in place, n <= N; None = there are none to complete.
+        hidden: [N, H], same device and dtype.
+
+    Returns:
+        bool [N] on the host, valid once the device has come so far: whether there is no NaN or infinity.
+    """
+    if rows is not None:
+        rows.add_(hidden[: rows.shape[0]])
+    # Three kernels instead of the five of `isfinite` and `all`; NaN is the largest of any row that has it.
+    finite = hidden.abs().amax(dim=1) < float("inf")
+    if not hidden.is_cuda:
+        return finite
+    return torch.empty(finite.shape, dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
 
 
 class HiddenRowsMixin(_Runner):

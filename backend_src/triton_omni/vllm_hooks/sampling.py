@@ -180,11 +180,16 @@ class CounterNoiseMixin(_Runner):
 
     def stage_uniforms(self, positions: NDArray[np.integer[Any]]) -> None:
         """The numbers of a step whose draws are for `positions` [B]; none where all are greedy."""
+        if self.fill_uniforms(positions):
+            self._uniforms.copy_to_gpu(len(positions))
+
+    def fill_uniforms(self, positions: NDArray[np.integer[Any]]) -> bool:
+        """The same on the host alone; returns whether there are any."""
         if self.input_batch.all_greedy:
-            return
-        count = len(positions)
-        self._uniforms.np[:count] = stream_uniforms(self._batch_streams(), positions.astype(np.uint64))
-        self._uniforms.copy_to_gpu(count)
+            return False
+        drawn = stream_uniforms(self._batch_streams(), positions.astype(np.uint64))
+        self._uniforms.np[: len(positions)] = drawn
+        return True
 
     def _batch_streams(self) -> NDArray[np.uint64]:
         """Noise streams in the order of the batch's rows, uint64 [B]; found again only when the batch changes."""

@@ -195,6 +195,13 @@ class SteadyDecodeMixin(_Runner):
         # The scheduler may have them in another order than the batch.
         layout.active = np.sort([layout.rows_by_request[request_id] for request_id in layout.shares])
 
+    def _ids_before(self) -> Tensor:
+        """What the step before drew, int32 [B]."""
+        drawn = self.input_batch.prev_sampled_token_ids
+        if drawn is None:
+            raise RuntimeError("a step goes on behind one that drew nothing")
+        return drawn[:, 0]
+
     @abstractmethod
     def _decode_inputs(self, layout: Layout) -> dict[str, Any]:
         """What the network is given beside positions, padded as the step is."""

@@ -196,10 +196,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, SteadyDecodeMixin):
 
     def _settle_prompts(self, count: int, padded: int) -> None:
         super()._settle_prompts(count, padded)
-        drawn = self.input_batch.prev_sampled_token_ids
-        if drawn is None:
-            raise RuntimeError("a step goes on behind one that drew nothing")
-        self.step.drawn[:count].copy_(drawn[:, 0])
+        self.step.drawn[:count].copy_(self._ids_before())
         self.step.decoding = True
         self._index.copy_to_gpu(self._idle_behind(count))
 

@@ -6,13 +6,15 @@ It knows vLLM's buffers of a step; hidden rows are taken where they always are (
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from triton_omni.vllm_hooks.hidden_rows import to_device
+from triton_omni.vllm_hooks.fused_decode import decoder_of
+from triton_omni.vllm_hooks.hidden_rows import RowTap, to_device
 from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
 from triton_omni.vllm_hooks.steady_decode import Layout, SteadyDecodeMixin
 from triton_omni.vllm_hooks.thinker_networks import ThinkerNetwork
@@ -20,6 +22,36 @@ from triton_omni.vllm_hooks.thinker_networks import ThinkerNetwork
 
 class ThinkerDecodeMixin(CounterNoiseMixin, SteadyDecodeMixin):
     """Lays a step's inputs out on the device, from those of the step before."""
+
+    if TYPE_CHECKING:
+        row_tap: RowTap
+
+    _begin: Callable[[Tensor, bool], None] | None = None
+    """Lays out the step behind these ids, int32 [B], by a kernel; its draws are by numbers of the host's, or are not.
+    None where decode steps have no kernels of their own."""
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate the cache; where decode steps are fused, what surrounds their network is too, compiled here."""
+        super().initialize_kv_cache(*args, **kwargs)
+        if not self.fuses_decode_steps:
+            return
+        # The Triton language is imported where it is needed alone.
+        from triton_omni.vllm_hooks.thinker_step_kernels import Places, Uniforms, begin, finish
+
+        inputs, cache = self.inputs_embeds.gpu, self.input_batch.block_table[0]
+        moved = self.positions, self.mrope_positions.gpu, self.seq_lens, cache.slot_mapping.gpu
+        places = Places(*moved, cache.block_table.gpu, cache.block_size)
+        numbers, table = Uniforms(self._uniforms.cpu, self._uniforms.gpu), decoder_of(self.network)[0].embed_tokens
+
+        def begin_step(drawn: Tensor, draws: bool) -> None:
+            begin(drawn, table.weight, inputs, places, numbers if draws else None)
+
+        self._begin, self.row_tap.finish = begin_step, finish
+        for draws in (False, True):
+            begin_step(torch.zeros(1, dtype=torch.int32, device=self.device), draws)
+        finish(inputs[:1], inputs[:1])
+        for tensor in (*moved, inputs):
+            tensor.zero_()
 
     def _settle_prompts(self, count: int, padded: int) -> None:
         super()._settle_prompts(count, padded)
@@ -33,18 +65,23 @@ class ThinkerDecodeMixin(CounterNoiseMixin, SteadyDecodeMixin):
     def _stage_decode(self, layout: Layout) -> None:
         batch, count = self.input_batch, len(layout.computed)
         batch.refresh_metadata()  # type: ignore[no-untyped-call]
-        self.stage_uniforms(layout.computed + 1)
+        draws = self.fill_uniforms(layout.computed + 1)
+        if self._begin is not None:
+            self._begin(self._ids_before(), draws)
+            return
+        if draws:
+            self._uniforms.copy_to_gpu(count)
         places = self.positions[:count].add_(1)
         self.mrope_positions.gpu[:, :count].add_(1)
         batch.block_table.compute_slot_mapping(count, self.query_start_loc.gpu[: count + 1], places)
+        self.inputs_embeds.gpu[:count].copy_(self.network.embed_input_ids(self._ids_before()))
+
+    def _lengthen(self, layout: Layout) -> None:
+        if self._begin is None:
+            super()._lengthen(layout)
 
     def _decode_inputs(self, layout: Layout) -> dict[str, Any]:
-        drawn = self.input_batch.prev_sampled_token_ids
-        if drawn is None:
-            raise RuntimeError("a step goes on behind one that drew nothing")
-        embeddings = self.inputs_embeds.gpu
-        embeddings[: len(drawn)].copy_(self.network.embed_input_ids(drawn[:, 0]))
-        return {"inputs_embeds": embeddings[: len(layout.ids)]}
+        return {"inputs_embeds": self.inputs_embeds.gpu[: len(layout.ids)]}
 
     def _draw_decoded(self, hidden: Tensor) -> Tensor:
         logits = self.network.compute_logits(hidden[: self.input_batch.num_reqs])
