@@ -54,8 +54,8 @@ def replies(
 
 
 @on_gpu
-@pytest.mark.parametrize("temperature", [0.0, 0.3])
-def test_thinker_rows_of_a_reply(tiny_checkpoint: Path, hf: HfReference, temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "least"), [(0.0, 5), (1.0, 2)])
+def test_thinker_rows_of_a_reply(tiny_checkpoint: Path, hf: HfReference, temperature: float, least: int) -> None:
     text = "Tell me about the sea. "
     prompts = {str(count): tuple(hf.processor.tokenizer(text * count)["input_ids"]) for count in (1, 12, 40)}
     plain = replies(thinker(tiny_checkpoint, fused_decode=False), prompts, temperature)
@@ -63,8 +63,9 @@ def test_thinker_rows_of_a_reply(tiny_checkpoint: Path, hf: HfReference, tempera
     for key, (tokens, rows) in plain.items():
         ours, ours_rows = fused[key]
         same = next((place for place in range(TOKENS) if ours[place] != tokens[place]), TOKENS)
-        # Two tokens may be nearly equal, and replies part there; until then every row is comparable.
-        assert same > 4, key
+        # Two tokens may be nearly equal, or a draw near the bound of two, and replies part there; until then every
+        # row is comparable.
+        assert same >= least, key
         kept = min(same, len(rows))
         error = float((ours_rows[:kept] - rows[:kept]).norm() / rows[:kept].norm())
         assert 0 < error < RELATIVE_ERROR, (key, error)
