@@ -85,16 +85,17 @@ class GatherPlan:
             taken.masked_fill_(to_device(self.zeroed, embeddings.device).unsqueeze(1), 0)
         return taken
 
-    def gather_hidden(self, taken: Tensor | None, hidden: Tensor) -> Tensor | None:
-        """Rows [n, H] where they are not those of the batch's first tokens, off `taken`, which becomes them; else None.
+    def complete_apart(self, taken: Tensor | None, hidden: Tensor) -> Tensor | None:
+        """Complete rows that are not those of the batch's first tokens; returns what is left to complete, all or none.
 
         Args:
             taken: what `take_embeddings` gave.
             hidden: [tokens of the batch, padding included; H], same device and dtype.
         """
         if taken is None or self._are_first:
-            return None
-        return taken.add_(self._take(hidden))
+            return taken
+        taken.add_(self._take(hidden))
+        return None
 
     @property
     def _are_first(self) -> bool:
@@ -182,8 +183,7 @@ class RowTap:
 
         Source: `Qwen2_5OmniForConditionalGeneration.generate` of transformers.
         """
-        gathered = plan.gather_hidden(taken, hidden)
-        finite = self.finish(taken if gathered is None else None, hidden)
+        finite = self.finish(plan.complete_apart(taken, hidden), hidden)
         self.steps.append(StepRows(plan.segments, taken, finite, record_event(hidden.device)))
 
 

@@ -65,12 +65,10 @@ class ThinkerDecodeMixin(CounterNoiseMixin, SteadyDecodeMixin):
     def _stage_decode(self, layout: Layout) -> None:
         batch, count = self.input_batch, len(layout.computed)
         batch.refresh_metadata()  # type: ignore[no-untyped-call]
-        draws = self.fill_uniforms(layout.computed + 1)
         if self._begin is not None:
-            self._begin(self._ids_before(), draws)
+            self._begin(self._ids_before(), self.fill_uniforms(layout.computed + 1))
             return
-        if draws:
-            self._uniforms.copy_to_gpu(count)
+        self.stage_uniforms(layout.computed + 1)
         places = self.positions[:count].add_(1)
         self.mrope_positions.gpu[:, :count].add_(1)
         batch.block_table.compute_slot_mapping(count, self.query_start_loc.gpu[: count + 1], places)
