@@ -18,7 +18,7 @@ from torch import Tensor
 
 from triton_omni.checkpoint.config import load_config
 from triton_omni.token2wav import noise
-from triton_omni.token2wav.transfer import to_device
+from triton_omni.transfer import to_device
 from triton_omni.vllm_hooks import sampling
 
 from .figures import OURS, READY, UNSEEDED, milliseconds

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.token2wav.transfer import to_device, upload
+from triton_omni.transfer import to_device, upload
 
 REACHES = ((0, 0), (1, 0), (0, 1), (1, 1))
 """(look-back, look-ahead) in blocks that a layer of the DiT can have."""

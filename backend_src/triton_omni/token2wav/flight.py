@@ -23,7 +23,7 @@ from triton_omni.token2wav.sampler import Sampler
 from triton_omni.token2wav.splicing import Due, Spliced, splice
 from triton_omni.token2wav.steps import Steps
 from triton_omni.token2wav.streaming import Stream
-from triton_omni.token2wav.transfer import to_host
+from triton_omni.transfer import to_host
 
 STEPS_AHEAD = 2
 """Steps of a batch that the device has before it at most: with them it need not wait for the host, and a more urgent

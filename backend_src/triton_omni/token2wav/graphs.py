@@ -27,7 +27,7 @@ from triton_omni.token2wav.rotary import Rotary
 from triton_omni.token2wav.sampler import Flow, StepwiseSolver
 from triton_omni.token2wav.solver_kernels import advance
 from triton_omni.token2wav.steps import Steps
-from triton_omni.token2wav.transfer import to_device
+from triton_omni.transfer import to_device
 
 WARM_UP_CALLS = 2
 """Before recording: kernels are compiled and libraries choose their algorithms at the first call."""

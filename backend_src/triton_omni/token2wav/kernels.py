@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from triton_omni.early_kernels import early_launch, wait_for_inputs
 from triton_omni.tiles import padded_rows
 from triton_omni.token2wav.noise import counters
-from triton_omni.token2wav.transfer import to_device
+from triton_omni.transfer import to_device
 
 
 @triton.jit

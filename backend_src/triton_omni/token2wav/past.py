@@ -20,7 +20,7 @@ from triton_omni.checkpoint.facts import DitConfig
 from triton_omni.spans import FirstFit
 from triton_omni.token2wav.batching import BlockLayout
 from triton_omni.token2wav.rotary import Rotary
-from triton_omni.token2wav.transfer import upload
+from triton_omni.transfer import upload
 
 NONE = -1
 """In place of a page's number."""

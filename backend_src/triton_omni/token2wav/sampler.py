@@ -30,7 +30,7 @@ from triton_omni.token2wav.ode import (
 )
 from triton_omni.token2wav.past import Past, PastPool, WindowPast
 from triton_omni.token2wav.steps import Steps, run_out
-from triton_omni.token2wav.transfer import to_device
+from triton_omni.transfer import to_device
 
 UNGUIDED_BELOW = 1e-5
 """HF evaluates without the unconditional half below this guidance scale."""

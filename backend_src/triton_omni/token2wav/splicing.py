@@ -16,7 +16,7 @@ from torch import Tensor
 
 from triton_omni.token2wav.chunking import Chunk, Span
 from triton_omni.token2wav.streaming import Stream
-from triton_omni.token2wav.transfer import upload
+from triton_omni.transfer import upload
 
 
 @dataclass(frozen=True)

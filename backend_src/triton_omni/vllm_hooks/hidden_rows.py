@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triton_omni.streams import record_event
+from triton_omni.transfer import to_device, to_host
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -82,7 +83,7 @@ class GatherPlan:
             return None
         taken = self._take(embeddings).clone() if self._are_first else self._take(embeddings)
         if self.zeroed.any():
-            taken.masked_fill_(to_device(self.zeroed, embeddings.device).unsqueeze(1), 0)
+            taken.masked_fill_(to_device(torch.from_numpy(self.zeroed), embeddings.device).unsqueeze(1), 0)
         return taken
 
     def complete_apart(self, taken: Tensor | None, hidden: Tensor) -> Tensor | None:
@@ -106,7 +107,7 @@ class GatherPlan:
         """Of [tokens of the batch, H] those that become rows, a view where they are the first."""
         if self._are_first:
             return tokens[: len(self.indices)]
-        return tokens.index_select(0, to_device(self.indices, tokens.device))
+        return tokens.index_select(0, to_device(torch.from_numpy(self.indices), tokens.device))
 
 
 @dataclass
@@ -200,10 +201,7 @@ def finish(rows: Tensor | None, hidden: Tensor) -> Tensor:
     if rows is not None:
         rows.add_(hidden[: rows.shape[0]])
     # Three kernels instead of the five of `isfinite` and `all`; NaN is the largest of any row that has it.
-    finite = hidden.abs().amax(dim=1) < float("inf")
-    if not hidden.is_cuda:
-        return finite
-    return torch.empty(finite.shape, dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
+    return to_host(hidden.abs().amax(dim=1) < float("inf"))
 
 
 class HiddenRowsMixin(_Runner):
@@ -252,11 +250,3 @@ def _indices(runs: list[tuple[int, int]]) -> NDArray[np.int64]:
     """The numbers of all these ranges, int64 [n]."""
     parts = [np.arange(begin, end) for begin, end in runs]
     return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
-
-
-def to_device(host: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array without waiting: from pinned memory, which torch keeps until the copy is done."""
-    tensor = torch.from_numpy(host)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

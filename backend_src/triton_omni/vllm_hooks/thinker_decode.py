@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triton_omni.transfer import to_device
 from triton_omni.vllm_hooks.fused_decode import decoder_of
-from triton_omni.vllm_hooks.hidden_rows import RowTap, to_device
+from triton_omni.vllm_hooks.hidden_rows import RowTap
 from triton_omni.vllm_hooks.sampling import CounterNoiseMixin
 from triton_omni.vllm_hooks.steady_decode import Layout, SteadyDecodeMixin
 from triton_omni.vllm_hooks.thinker_networks import ThinkerNetwork
@@ -60,7 +61,7 @@ class ThinkerDecodeMixin(CounterNoiseMixin, SteadyDecodeMixin):
         states = (self.requests[request_id] for request_id in self.input_batch.req_ids)
         deltas = np.array([state.mrope_position_delta or 0 for state in states], dtype=np.int64)
         if deltas.any():
-            axes.add_(to_device(deltas, self.device))
+            axes.add_(to_device(torch.from_numpy(deltas), self.device))
 
     def _stage_decode(self, layout: Layout) -> None:
         batch, count = self.input_batch, len(layout.computed)
