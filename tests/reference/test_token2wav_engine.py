@@ -25,6 +25,7 @@ from triton_omni.token2wav.dit import DiT, Voice
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.networks import load_networks
 from triton_omni.token2wav.sampler import FlowOptions, Sampler, Window
+from triton_omni.token2wav.sharing import SHORT_BATCH_NS
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -370,7 +371,7 @@ def test_windows_of_listeners_with_enough_sound_stay_out_of_a_batch_that_will_so
     for key in ("old", "new"):
         engine.feed(key, some_codes(36))
     # 0.24 s of sound were left of the new one's, 0.72 s of the old one's.
-    token2wav_clock[0] += 240_000_000 - engine_module.LONG_BATCH_NS
+    token2wav_clock[0] += 240_000_000 - SHORT_BATCH_NS
     assert [output.key for output in next_outputs(engine)] == ["new"]
     assert [output.key for output in next_outputs(engine)] == ["old"]
 

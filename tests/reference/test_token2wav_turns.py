@@ -18,8 +18,13 @@ from triton_omni.errors import Overloaded
 from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
 from triton_omni.token2wav import flight
 from triton_omni.token2wav.acceleration import Vocoder
-from triton_omni.token2wav.engine import AT_ONCE_FRAMES, GATHERING_NS, Token2WavEngine
-from triton_omni.token2wav.flight import STEPS_AHEAD
+from triton_omni.token2wav.engine import (
+    AT_ONCE_FRAMES,
+    GATHERING_NS,
+    SHARED_STEPS_AHEAD,
+    STEPS_AHEAD,
+    Token2WavEngine,
+)
 from triton_omni.token2wav.past import LayerPast
 from triton_omni.token2wav.splicing import Due, Spliced
 
@@ -157,10 +162,11 @@ def test_later_windows_wait_for_no_crowd(
     assert batches == ["a", "a"]
 
 
-@pytest.fixture
-def climbing(engine: Token2WavEngine, alone: dict[str, Tensor]) -> list[AudioOutput]:
-    """Five streams whose second windows are being launched; what they gave before."""
-    del alone
+MINUTE_NS = 60_000_000_000
+
+
+def climb(engine: Token2WavEngine) -> list[AudioOutput]:
+    """Begin to launch the second windows of five streams; what the first gave."""
     for key in "abcde":
         begin(engine, key)
     outputs: list[AudioOutput] = []
@@ -168,12 +174,37 @@ def climbing(engine: Token2WavEngine, alone: dict[str, Tensor]) -> list[AudioOut
         outputs += next_outputs(engine)
     for key in "abcde":
         # They have sound for a while, on a slow machine too.
-        engine._streams[key].sound_until_ns = time.monotonic_ns() + 60_000_000_000
+        engine._streams[key].sound_until_ns = time.monotonic_ns() + MINUTE_NS
         go_on(engine, key)
     assert engine.step() == []
-    (climb,) = engine._climbs
-    assert sum(len(due.chunk.solved) for due in climb.batch) > AT_ONCE_FRAMES
+    (under_way,) = engine._climbs
+    assert sum(len(due.chunk.solved) for due in under_way.batch) > AT_ONCE_FRAMES
     return outputs
+
+
+@pytest.fixture
+def climbing(engine: Token2WavEngine, alone: dict[str, Tensor]) -> list[AudioOutput]:
+    """Five streams whose second windows are being launched; what they gave before."""
+    del alone
+    return climb(engine)
+
+
+def test_who_has_enough_sound_comes_along_with_who_goes_between(
+    tiny_checkpoint: Path, alone: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton_omni.token2wav.sharing.LONG_BATCH_NS", -MINUTE_NS)
+    monkeypatch.setattr("triton_omni.token2wav.sharing.ENOUGH_NS", MINUTE_NS // 2)
+    engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_streams": STREAMS + 2}), DEVICE)
+    outputs = climb(engine)
+    begin(engine, "f")
+    begin(engine, "g")
+    engine._streams["g"].sound_until_ns = time.monotonic_ns() + 2 * MINUTE_NS
+    outputs += (between := next_outputs(engine))
+    assert [output.key for output in between] == ["f", "g"]
+    assert len(engine._climbs) == 1
+    for key in "fg":
+        go_on(engine, key)
+    assert_sound_is_that_alone(outputs + drain(engine), alone, "abcdefg")
 
 
 def test_a_listener_who_hears_nothing_goes_between(
@@ -213,11 +244,18 @@ class Reached:
         return self.reached
 
 
+@pytest.mark.parametrize(("shared", "most"), [(False, STEPS_AHEAD), (True, SHARED_STEPS_AHEAD)])
 def test_no_more_steps_are_launched_than_the_device_has_to_do(
-    engine: Token2WavEngine, climbing: list[AudioOutput], monkeypatch: pytest.MonkeyPatch
+    engine: Token2WavEngine,
+    climbing: list[AudioOutput],
+    monkeypatch: pytest.MonkeyPatch,
+    shared: bool,
+    most: int,
 ) -> None:
     del climbing
     events: list[Reached] = []
+    if shared:
+        engine.open("f", VOICE, 1, StreamOptions())
 
     def mark(*_: object, **__: object) -> Reached:
         events.append(Reached())
@@ -226,11 +264,11 @@ def test_no_more_steps_are_launched_than_the_device_has_to_do(
     monkeypatch.setattr(flight, "record_event", mark)
     for _ in range(10):
         assert engine.step() == []
-    assert len(events) == STEPS_AHEAD
+    assert len(events) == most
     events[0].reached = True
     outputs = engine.step()
-    # The last step, behind which the batch's own two events are recorded.
-    assert len(events) == STEPS_AHEAD + 2
+    # One more; if it is the last of the batch's four, also the batch's own event behind it.
+    assert len(events) == most + (1 if shared else 2)
     monkeypatch.undo()
     for event in events:
         event.reached = True

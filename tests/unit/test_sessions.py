@@ -139,6 +139,23 @@ def test_the_thinker_s_steps_keep_apart_where_text_is_far_ahead(monkeypatch):
     assert statistics.median(later - earlier for earlier, later in itertools.pairwise(begun[:12])) < 0.045
 
 
+def test_the_talker_s_steps_keep_apart_once_its_first_codes_are_there(monkeypatch):
+    monkeypatch.setattr("triton_omni.talker.spacing.MANY_SESSIONS", 0)
+    monkeypatch.setattr("triton_omni.talker.spacing.APART_NS", 50_000_000)
+    monkeypatch.setattr("triton_omni.talker.spacing.AWAITED_APART_NS", 3600 * 10**9)
+    waveform = FakeWaveformEngine()
+    waveform.window = 5
+    with pipeline(thinker=FakeThinkerEngine(length=20), waveform=waveform) as p:
+        begun, step = [], p.engines[1].step
+        p.engines[1].step = lambda: (begun.append(time.monotonic()), step())[1]
+        finished(p.ask("12345"))
+        p.wait_until_empty()
+    apart = [later - earlier for earlier, later in itertools.pairwise(begun)]
+    # A row that comes late is awaited; nobody waits for longer where it is there.
+    assert statistics.median(apart[:4]) < 0.045
+    assert statistics.mean(apart[8:]) > 0.045
+
+
 @by_messages
 def test_the_talker_s_places_are_kept_while_somebody_s_first_codes_are_awaited(monkeypatch):
     monkeypatch.setattr("triton_omni.outbox.MESSAGE_NS", 0)

@@ -26,6 +26,7 @@ from triton_omni.placing import Placer
 from triton_omni.ring import Ring
 from triton_omni.settings import TalkerSettings
 from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, lost_error, refused_error
+from triton_omni.talker.spacing import Spacing
 from triton_omni.tally import Ending
 from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import (
@@ -49,12 +50,19 @@ class _Open(LinkSession):
     sequence: int = 0
     refused: int = 0
     """Of so many messages, those that did not leave; of the sending thread."""
+    rows: int = 0
+    """The prompt's and the reply's, as they came."""
     codes: int = 0
     told: int = 0
     """Of these, those in token2wav's ring that it was told of."""
     first_code_ns: int = 0
     thinker: ThinkerReport | None = None
     report: TalkerReport | None = None
+
+    @property
+    def has_row(self) -> bool:
+        """Whether the row of the code behind those that are there has come, or none will any more."""
+        return self.thinker is not None or self.rows - self.session.prompt_tokens > self.codes
 
 
 class TalkerStage(LinkStage[ThinkerMessage, _Open]):
@@ -83,6 +91,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._text_bos_id = text_bos_id
         self._pace = Pace()
         self._placer = Placer(ledger, "token2wav", device)
+        self._spacing = Spacing(ledger)
+        self._rests = False
         self._codes = 0
         # Of sessions that are not open yet, the last heartbeat's request. By the whole key: what has only the name of a
         # session must not end it.
@@ -94,10 +104,12 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._placer.look(time.monotonic_ns())
         delay = super().poll()
         self._placer.leave()
-        held = self._ledger.device_claimed()
-        self._engine.hold(held)
-        self._engine.keep_places(any(map(_awaits_first_codes, self._open.values())))
-        if held:
+        awaiting = [session for session in self._open.values() if _awaits_first_codes(session)]
+        self._rests = self._ledger.device_claimed()
+        self._rests = self._rests or self._spacing.is_early(len(self._open), awaiting, time.monotonic_ns())
+        self._engine.hold(self._rests)
+        self._engine.keep_places(bool(awaiting))
+        if self._rests:
             delay = min(delay, CLAIMED_POLL_S)
         for key, outlet in list(self._unopened.items()):
             self._attend_unopened(key, outlet)
@@ -105,6 +117,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def step(self) -> None:
         """One engine step over every session whose next row is there."""
+        if not self._rests:
+            self._spacing.begin(time.monotonic_ns())
         outputs = self._engine.step()
         if outputs:
             self._batches.add(len(outputs))
@@ -210,13 +224,16 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if message.rows is None:
             self._give_back(message.key, outlet)
             return
-        if session.report is None and session.session.want_audio:
-            self._engine.feed(session.key.name, message.rows)
+        self._feed(session, message.rows)
         self._give_back_consumed(session, message, message.rows, outlet)
 
     def _take_placed(self, session: _Open, tensor: torch.Tensor) -> None:
+        self._feed(session, tensor)
+
+    def _feed(self, session: _Open, rows: torch.Tensor) -> None:
         if session.report is None and session.session.want_audio:
-            self._engine.feed(session.key.name, tensor)
+            session.rows += rows.shape[0]
+            self._engine.feed(session.key.name, rows)
 
     def _settle(self) -> None:
         self._engine.settle()

@@ -28,6 +28,7 @@ from triton_omni.token2wav.flight import Climb, Flight, Landed, take_off
 from triton_omni.token2wav.networks import load_networks
 from triton_omni.token2wav.noise import MAX_SEED
 from triton_omni.token2wav.sampler import FlowOptions
+from triton_omni.token2wav.sharing import goes_before, share
 from triton_omni.token2wav.splicing import Due
 from triton_omni.token2wav.streaming import Stream, StreamRequest
 
@@ -39,9 +40,10 @@ SHORT_NAP_S = 0.0001
 SOON_SILENT_NS = 100_000_000
 """A listener with so little sound left is to be served as if there were none: a window takes about as long beside the
 steps of other stages."""
-LONG_BATCH_NS = 200_000_000
-"""A listener with so little sound left shares no batch with those who have enough: one that is full of their long
-windows takes as long beside the steps of other stages."""
+STEPS_AHEAD = 2
+"""Steps of a batch that the device has before it at most: with two it need not wait for the host."""
+SHARED_STEPS_AHEAD = 1
+"""The same while there are others, of whom any may need a batch sooner: it would wait for both."""
 AT_ONCE_FRAMES = 192
 """Batches of no more mel frames are launched at once: they are through before another could go between."""
 CROWD_NS = 120_000_000
@@ -50,8 +52,6 @@ GATHERING_NS = 60_000_000
 """How long a first window waits for those of a crowd: as long as ten of them take together."""
 FEW = 2
 """For so few, or for a tenth of those that are there, nobody waits."""
-ENOUGH_NS = 500_000_000
-"""A listener with so much sound left can wait for a batch of others who have none."""
 
 logger = logging.getLogger(__name__)
 
@@ -251,32 +251,19 @@ class Token2WavEngine:
         return sorted(due, key=lambda item: item.deadline_ns)
 
     def _batch(self, due: Sequence[Due]) -> list[Due]:
-        """The most urgent window and those that can share its batch, within the batch's limits.
-
-        A listener who would have no sound before a full batch is through does not share one with others who have
-        enough. First windows alone may be a third more: whom a crowd's batch leaves behind waits for all of it.
-        """
-        batch, most = list(due[:1]), self._settings.max_batch_frames
-        if batch and batch[0].stream.is_silent:
-            most = most * 4 // 3
-        frames = sum(len(item.chunk.solved) for item in batch)
-        now = time.monotonic_ns()
-        horizon = now + ENOUGH_NS if batch and batch[0].deadline_ns <= now + LONG_BATCH_NS else None
-        for item in due[1:]:
-            alike = item.stream.request.flow == batch[0].stream.request.flow
-            most = most if item.stream.is_silent else self._settings.max_batch_frames
-            fits = frames + len(item.chunk.solved) <= most
-            if horizon is not None and item.deadline_ns > horizon:
-                break
-            if alike and fits and len(batch) < self._settings.most_together:
-                batch.append(item)
-                frames += len(item.chunk.solved)
-        return batch
+        settings = self._settings
+        return share(
+            due, time.monotonic_ns(), most_windows=settings.most_together, most_frames=settings.max_batch_frames
+        )
 
     @property
     def _is_far_ahead(self) -> bool:
         """Whether the device has enough to do with steps of batches that are being launched."""
-        return any(climb.is_far_ahead for climb in self._climbs)
+        return any(climb.steps_ahead >= self._most_ahead(climb) for climb in self._climbs)
+
+    def _most_ahead(self, climb: Climb) -> int:
+        shared = any(not climb.holds(stream) for stream in self._streams.values())
+        return SHARED_STEPS_AHEAD if shared else STEPS_AHEAD
 
     @property
     def _is_landing(self) -> bool:
@@ -299,10 +286,8 @@ class Token2WavEngine:
         due = [item for item in due if len(item.chunk.solved)]
         gathered = self._gathered(due)
         due = [item for item in due if item.stream.key not in gathered]
-        if self._climbs:
-            due = [item for item in due if item.deadline_ns < self._climbs[-1].deadline_ns]
-        if batch := self._batch(due):
-            self._climbs.append(self._climb(batch))
+        if due and (not self._climbs or goes_before(due[0], self._climbs[-1].batch[0], time.monotonic_ns())):
+            self._climbs.append(self._climb(self._batch(due)))
         failed = self._advance_or_drop(self._climbs[-1]) if self._climbs else []
         return [*(self._finish(landed) for landed in silent), *failed]
 

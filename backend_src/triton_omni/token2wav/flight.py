@@ -25,10 +25,6 @@ from triton_omni.token2wav.steps import Steps
 from triton_omni.token2wav.streaming import Stream
 from triton_omni.transfer import to_host
 
-STEPS_AHEAD = 2
-"""Steps of a batch that the device has before it at most: with them it need not wait for the host, and a more urgent
-batch not for more."""
-
 FLAGS = 3
 """Numbers a window that travel behind the samples: how many mel frames are not finite, whether all samples are, and how
 many codes were clamped."""
@@ -111,11 +107,11 @@ class Climb:
         return _frames(self.batch)
 
     @property
-    def is_far_ahead(self) -> bool:
-        """Whether the device has enough to do with the steps that were launched."""
+    def steps_ahead(self) -> int:
+        """Steps that were launched and that the device is not through with."""
         while self._ahead and (self._ahead[0] is None or self._ahead[0].query()):  # type: ignore[no-untyped-call]
             self._ahead.popleft()
-        return len(self._ahead) >= STEPS_AHEAD
+        return len(self._ahead)
 
     def advance(self, device: torch.device) -> Flight | None:
         """Launch the next step; the batch's flight if it was the last.

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the talker's steps keep apart: many are served, and of those who await first codes none has its next row yet.
+
+A step takes the device nearly as long for one reply as for thirty. Steps that keep apart leave it to the other stages,
+and more replies share each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final, Protocol
+
+from triton_omni.ledger import SessionLedger
+
+APART_NS: Final = 5_000_000
+"""From one step's beginning to the next one's where all are heard: four times as fast as codes sound."""
+AWAITED_APART_NS: Final = 10_000_000
+"""The same while first codes are awaited, of replies whose next row is yet to come."""
+MANY_SESSIONS: Final = 8
+"""Of no more sessions at once each is served as soon as can be; the device has time for all."""
+
+
+class Awaiting(Protocol):
+    """A session whose listener hears nothing yet for want of codes."""
+
+    @property
+    def has_row(self) -> bool:
+        """Whether the row of its next code is there."""
+
+
+class Spacing:
+    """Asked at every turn of the talker's loop, where a step may begin.
+
+    Args:
+        ledger: the talker's.
+    """
+
+    def __init__(self, ledger: SessionLedger) -> None:
+        self._ledger = ledger
+        self._begun_ns = 0
+
+    def begin(self, now_ns: int) -> None:
+        """A step begins."""
+        self._begun_ns = now_ns
+
+    def is_early(self, sessions: int, awaiting: Collection[Awaiting], now_ns: int) -> bool:
+        """Whether the next step is to wait."""
+        if sessions <= MANY_SESSIONS or not self._ledger.shares_device_with("token2wav"):
+            return False
+        apart_ns = AWAITED_APART_NS if awaiting else APART_NS
+        return now_ns - self._begun_ns < apart_ns and not any(one.has_row for one in awaiting)
