@@ -142,7 +142,8 @@ def test_the_thinker_s_steps_keep_apart_where_text_is_far_ahead(monkeypatch):
 def test_the_talker_s_steps_keep_apart_once_its_first_codes_are_there(monkeypatch):
     monkeypatch.setattr("triton_omni.talker.spacing.MANY_SESSIONS", 0)
     monkeypatch.setattr("triton_omni.talker.spacing.APART_NS", 50_000_000)
-    monkeypatch.setattr("triton_omni.talker.spacing.AWAITED_APART_NS", 3600 * 10**9)
+    monkeypatch.setattr("triton_omni.talker.spacing.LONGEST_APART_NS", 50_000_000)
+    monkeypatch.setattr("triton_omni.talker.spacing.AWAITED", 3600)
     waveform = FakeWaveformEngine()
     waveform.window = 5
     with pipeline(thinker=FakeThinkerEngine(length=20), waveform=waveform) as p:

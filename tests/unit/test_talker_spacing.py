@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from thinker_sessions import FakeLedger
-from triton_omni.talker.spacing import APART_NS, AWAITED_APART_NS, MANY_SESSIONS, Spacing
+from triton_omni.talker.spacing import APART_NS, AWAITED, LONGEST_APART_NS, MANY_SESSIONS, Spacing
 
 NOW = 7_000_000_000
-MANY = MANY_SESSIONS + 1
+MANY = MANY_SESSIONS + 100
 WITHOUT_ROW, WITH_ROW = SimpleNamespace(has_row=False), SimpleNamespace(has_row=True)
 
 
@@ -28,13 +28,19 @@ def spacing(ledger):
 
 
 @pytest.mark.parametrize(
-    ("awaiting", "apart_ns"), [pytest.param([], APART_NS, id="heard"), ([WITHOUT_ROW, WITHOUT_ROW], AWAITED_APART_NS)]
+    ("sessions", "awaiting", "apart_ns"),
+    [
+        pytest.param(MANY, [], LONGEST_APART_NS, id="heard"),
+        pytest.param(MANY, [WITHOUT_ROW, WITHOUT_ROW], AWAITED * LONGEST_APART_NS, id="awaited"),
+        pytest.param(MANY_SESSIONS + 1, [], APART_NS, id="one more than few"),
+        pytest.param(MANY_SESSIONS + 2, [WITHOUT_ROW], AWAITED * 2 * APART_NS, id="two more, awaited"),
+    ],
 )
-def test_a_step_begins_so_long_after_the_last(spacing, awaiting, apart_ns):
-    assert spacing.is_early(MANY, awaiting, NOW + apart_ns - 1)
-    assert not spacing.is_early(MANY, awaiting, NOW + apart_ns)
+def test_a_step_begins_so_long_after_the_last(spacing, sessions, awaiting, apart_ns):
+    assert spacing.is_early(sessions, awaiting, NOW + apart_ns - 1)
+    assert not spacing.is_early(sessions, awaiting, NOW + apart_ns)
     spacing.begin(NOW + apart_ns)
-    assert spacing.is_early(MANY, awaiting, NOW + apart_ns)
+    assert spacing.is_early(sessions, awaiting, NOW + apart_ns)
 
 
 def test_nobody_whose_first_codes_a_step_brings_waits_for_it(spacing):

@@ -12,10 +12,12 @@ from typing import Final, Protocol
 
 from triton_omni.ledger import SessionLedger
 
-APART_NS: Final = 5_000_000
-"""From one step's beginning to the next one's where all are heard: four times as fast as codes sound."""
-AWAITED_APART_NS: Final = 10_000_000
-"""The same while first codes are awaited, of replies whose next row is yet to come."""
+LONGEST_APART_NS: Final = 5_000_000
+"""From one step's beginning to the next one's where very many are served: four times as fast as codes sound."""
+APART_NS: Final = 1_000_000
+"""The same for each session beyond `MANY_SESSIONS`, so that one more costs the others little."""
+AWAITED: Final = 2
+"""So many times as long while first codes are awaited, of replies whose next row is yet to come."""
 MANY_SESSIONS: Final = 8
 """Of no more sessions at once each is served as soon as can be; the device has time for all."""
 
@@ -47,5 +49,5 @@ class Spacing:
         """Whether the next step is to wait."""
         if sessions <= MANY_SESSIONS or not self._ledger.shares_device_with("token2wav"):
             return False
-        apart_ns = AWAITED_APART_NS if awaiting else APART_NS
+        apart_ns = min((sessions - MANY_SESSIONS) * APART_NS, LONGEST_APART_NS) * (AWAITED if awaiting else 1)
         return now_ns - self._begun_ns < apart_ns and not any(one.has_row for one in awaiting)
