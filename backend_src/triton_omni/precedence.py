@@ -12,6 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+MANY_SESSIONS: Final = 8
+"""Of no more sessions at once each is served as soon as can be; the device has time for all. If there are more, steps
+of thinker and talker for which nobody waits keep apart, so that more replies share each."""
 LONGEST_CLAIM_NS: Final = 150_000_000
 """After so long the others go on in any case: more than the first windows of 32 listeners take, of which the last tenth
 would take as long beside the others as the rest alone."""

@@ -242,7 +242,8 @@ def _refusal(problems: list[ErrorDetails]) -> GatewayError:
             return bad_request(said, param=param, code="missing_required_parameter")
     said = problem["msg"].removeprefix("Value error, ").replace(" after validation", "")
     if said.startswith("Input "):
-        said = _shown(problem["input"]) + said.removeprefix("Input")
+        # As JSON has it; of words that a key may be, none is written like this.
+        said = _shown(problem["input"]) + said.removeprefix("Input").replace(" False", " false")
     return bad_request(f"Invalid value for '{param}': {said}.", param=param, code="invalid_value")
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from thinker_sessions import FakeLedger, session
-from triton_omni.thinker.spacing import APART_NS, ENOUGH_ROWS, FEW_WRITTEN, MANY_SESSIONS, Spacing
+from triton_omni.precedence import MANY_SESSIONS
+from triton_omni.thinker.spacing import APART_NS, ENOUGH_ROWS, FEW_WRITTEN, Spacing
 from triton_omni.wire import ThinkerReport
 
 FIRST = 24

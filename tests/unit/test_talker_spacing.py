@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from thinker_sessions import FakeLedger
-from triton_omni.talker.spacing import APART_NS, AWAITED, LONGEST_APART_NS, MANY_SESSIONS, Spacing
+from triton_omni.precedence import MANY_SESSIONS
+from triton_omni.talker.spacing import APART_NS, AWAITED, LONGEST_APART_NS, Spacing
 
 NOW = 7_000_000_000
 MANY = MANY_SESSIONS + 100

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Final, Protocol
 
 from triton_omni.ledger import SessionLedger
+from triton_omni.precedence import MANY_SESSIONS
 
 LONGEST_APART_NS: Final = 5_000_000
 """From one step's beginning to the next one's where very many are served: four times as fast as codes sound."""
@@ -18,8 +19,6 @@ APART_NS: Final = 1_000_000
 """The same for each session beyond `MANY_SESSIONS`, so that one more costs the others little."""
 AWAITED: Final = 2
 """So many times as long while first codes are awaited, of replies whose next row is yet to come."""
-MANY_SESSIONS: Final = 8
-"""Of no more sessions at once each is served as soon as can be; the device has time for all."""
 
 
 class Awaiting(Protocol):

@@ -12,12 +12,11 @@ from collections.abc import Iterable
 from typing import Final
 
 from triton_omni.ledger import SessionLedger
+from triton_omni.precedence import MANY_SESSIONS
 from triton_omni.thinker.open_session import OpenSession
 
 APART_NS: Final = 12_000_000
 """From one step's beginning to the next one's: a row is 20 ms of sound, so text stays ahead."""
-MANY_SESSIONS: Final = 8
-"""Of no more sessions at once each is served as soon as can be; the device has time for all."""
 FEW_WRITTEN: Final = 4
 """Where more replies are written at once, steps that keep apart take speech away from all of them."""
 ENOUGH_ROWS: Final = 36
