@@ -244,18 +244,17 @@ class Reached:
         return self.reached
 
 
-@pytest.mark.parametrize(("shared", "most"), [(False, STEPS_AHEAD), (True, SHARED_STEPS_AHEAD)])
+@pytest.mark.parametrize(("many", "most"), [(STREAMS, STEPS_AHEAD), (STREAMS - 1, SHARED_STEPS_AHEAD)])
 def test_no_more_steps_are_launched_than_the_device_has_to_do(
     engine: Token2WavEngine,
     climbing: list[AudioOutput],
     monkeypatch: pytest.MonkeyPatch,
-    shared: bool,
+    many: int,
     most: int,
 ) -> None:
     del climbing
     events: list[Reached] = []
-    if shared:
-        engine.open("f", VOICE, 1, StreamOptions())
+    monkeypatch.setattr("triton_omni.token2wav.engine.MANY_STREAMS", many)
 
     def mark(*_: object, **__: object) -> Reached:
         events.append(Reached())
@@ -268,7 +267,7 @@ def test_no_more_steps_are_launched_than_the_device_has_to_do(
     events[0].reached = True
     outputs = engine.step()
     # One more; if it is the last of the batch's four, also the batch's own event behind it.
-    assert len(events) == most + (1 if shared else 2)
+    assert len(events) == most + (2 if most == STEPS_AHEAD else 1)
     monkeypatch.undo()
     for event in events:
         event.reached = True

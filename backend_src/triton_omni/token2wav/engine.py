@@ -43,7 +43,9 @@ steps of other stages."""
 STEPS_AHEAD = 2
 """Steps of a batch that the device has before it at most: with two it need not wait for the host."""
 SHARED_STEPS_AHEAD = 1
-"""The same while there are others, of whom any may need a batch sooner: it would wait for both."""
+"""The same of more than `MANY_STREAMS`, of which another may need a batch sooner any time: it would wait for both."""
+MANY_STREAMS = 8
+"""Of no more at once each has the device soon enough."""
 AT_ONCE_FRAMES = 192
 """Batches of no more mel frames are launched at once: they are through before another could go between."""
 CROWD_NS = 120_000_000
@@ -259,11 +261,8 @@ class Token2WavEngine:
     @property
     def _is_far_ahead(self) -> bool:
         """Whether the device has enough to do with steps of batches that are being launched."""
-        return any(climb.steps_ahead >= self._most_ahead(climb) for climb in self._climbs)
-
-    def _most_ahead(self, climb: Climb) -> int:
-        shared = any(not climb.holds(stream) for stream in self._streams.values())
-        return SHARED_STEPS_AHEAD if shared else STEPS_AHEAD
+        most = SHARED_STEPS_AHEAD if len(self._streams) > MANY_STREAMS else STEPS_AHEAD
+        return any(climb.steps_ahead >= most for climb in self._climbs)
 
     @property
     def _is_landing(self) -> bool:
