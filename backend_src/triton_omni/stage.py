@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLAIMED_POLL_S: Final = 0.001
-"""How soon to look again while another stage claims the device."""
+"""How soon to look again while another stage claims the device, or steps keep apart."""
 
 SOON_S: Final = 0.002
 """How soon to look again when a session waits for another stage."""

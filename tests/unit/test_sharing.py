@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from triton_omni.token2wav.sharing import ENOUGH_NS, FRAME_NS, LONG_BATCH_NS, SHORT_BATCH_NS, goes_before, share
+from triton_omni.token2wav.sharing import ENOUGH_NS, FRAME_NS, SHORT_BATCH_NS, goes_before, share
 from triton_omni.token2wav.splicing import Due
 
 NOW = 10**12
@@ -26,9 +26,13 @@ def first_window(waited_ns=1):
     return window(-waited_ns, FIRST, silent=True)
 
 
-def shared(due, **limits):
+def batch_of(due, launched=None, **limits):
+    return share(due, launched, NOW, **{"most_windows": 32, "most_frames": MOST_FRAMES, **limits})
+
+
+def shared(due, launched=None, **limits):
     """How many of the most urgent first share a batch, none of them left out."""
-    batch = share(due, NOW, **{"most_windows": 32, "most_frames": MOST_FRAMES, **limits})
+    batch = batch_of(due, launched, **limits)
     assert batch == due[: len(batch)]
     return len(batch)
 
@@ -37,7 +41,7 @@ ENOUGH = ENOUGH_NS + 1
 
 
 def test_nothing_is_due():
-    assert share([], NOW, most_windows=32, most_frames=MOST_FRAMES) == []
+    assert batch_of([]) == []
 
 
 def test_those_who_have_enough_sound_fill_a_batch_of_their_own():
@@ -54,12 +58,12 @@ def test_a_window_that_is_longer_than_a_batch_may_be_is_alone():
 
 def test_shorter_windows_go_where_a_longer_one_does_not_fit():
     long, short = window(ENOUGH), window(ENOUGH, 24)
-    assert share([long, long, short], NOW, most_windows=32, most_frames=200) == [long, short]
+    assert batch_of([long, long, short], most_frames=200) == [long, short]
 
 
 def test_windows_of_another_flow_wait():
     one, other, like = window(ENOUGH), window(ENOUGH, flow="euler"), window(ENOUGH)
-    assert share([one, other, like], NOW, most_windows=32, most_frames=MOST_FRAMES) == [one, like]
+    assert batch_of([one, other, like]) == [one, like]
 
 
 def test_who_hears_nothing_shares_with_nobody_who_has_enough():
@@ -70,16 +74,17 @@ def test_who_hears_nothing_shares_with_those_who_soon_will_not():
     assert shared([first_window(), window(ENOUGH_NS), window(ENOUGH)]) == 2
 
 
-@pytest.mark.parametrize("room", [0, 1, 3])
+@pytest.mark.parametrize("room", [0, 1, 3, 6])
 def test_as_many_of_those_who_have_enough_come_along_as_leave_a_batch_in_time(room):
     left_ns = SHORT_BATCH_NS + (24 + room * LONG) * FRAME_NS
-    assert left_ns <= LONG_BATCH_NS
     assert shared([window(left_ns, 24), *[window(ENOUGH)] * 10]) == 1 + room
     assert shared([window(left_ns - 1, 24), *[window(ENOUGH)] * 10]) == max(1, room)
 
 
-def test_who_has_sound_beyond_a_full_batch_shares_one():
-    assert shared([window(LONG_BATCH_NS + 1), *[window(ENOUGH)] * 10]) == 7
+def test_none_of_those_who_have_enough_goes_before_a_batch_that_cannot_wait_for_them():
+    due = [window(ENOUGH_NS - 2), window(ENOUGH_NS), window(ENOUGH)]
+    assert shared(due, window(ENOUGH)) == shared(due) == 3
+    assert shared(due, window(ENOUGH_NS)) == 2
 
 
 def test_first_windows_alone_may_be_a_third_more():

@@ -45,7 +45,13 @@ class Spacing:
         self._begun_ns = now_ns
 
     def is_early(self, sessions: int, awaiting: Collection[Awaiting], now_ns: int) -> bool:
-        """Whether the next step is to wait."""
+        """Whether the next step is to wait.
+
+        Args:
+            sessions: how many there are with a voice, whether they still speak or are being heard to the end.
+            awaiting: those whose first codes are awaited.
+            now_ns: by the monotonic clock.
+        """
         if sessions <= MANY_SESSIONS or not self._ledger.shares_device_with("token2wav"):
             return False
         apart_ns = min((sessions - MANY_SESSIONS) * APART_NS, LONGEST_APART_NS) * (AWAITED if awaiting else 1)

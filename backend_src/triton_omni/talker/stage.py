@@ -61,7 +61,7 @@ class _Open(LinkSession):
 
     @property
     def has_row(self) -> bool:
-        """Whether the row of the code behind those that are there has come, or none will any more."""
+        """Whether the row of the code behind those that are there has come, or the last message."""
         return self.thinker is not None or self.rows - self.session.prompt_tokens > self.codes
 
 
@@ -104,9 +104,12 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._placer.look(time.monotonic_ns())
         delay = super().poll()
         self._placer.leave()
-        awaiting = [session for session in self._open.values() if _awaits_first_codes(session)]
+        voiced = [session for session in self._open.values() if session.session.want_audio]
+        awaiting = [session for session in voiced if self._awaits_first_codes(session)]
+        # Who has no row at all waits for the thinker's prompts, which may take long.
+        begun = [session for session in awaiting if session.rows]
         self._rests = self._ledger.device_claimed()
-        self._rests = self._rests or self._spacing.is_early(len(self._open), awaiting, time.monotonic_ns())
+        self._rests = self._rests or self._spacing.is_early(len(voiced), begun, time.monotonic_ns())
         self._engine.hold(self._rests)
         self._engine.keep_places(bool(awaiting))
         if self._rests:
@@ -282,6 +285,16 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         wanted = self._ledger.wanted(key, "token2wav")
         return self._settings.max_codes if wanted is None else wanted
 
+    def _awaits_first_codes(self, session: _Open) -> bool:
+        """Whether its listener hears nothing yet for want of codes; to a whole reply nobody listens before its end.
+
+        Then steps are to follow each other as soon as can be. Later on, those that leave the waiting ones out are
+        better, though each takes the host three times as long: fewer of them make as many codes, and leave token2wav
+        the device.
+        """
+        awaited = not (session.told if session.outbox.past_messages else session.outbox.given)
+        return awaited and session.report is None and self._wanted(session.key) <= self._settings.max_codes
+
     def _place(self, session: _Open) -> None:
         """Put codes into token2wav's ring as they come, and tell of them when they complete a window, or all are there,
         or half of the places are full of them."""
@@ -357,16 +370,6 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if (ending := self._ledger.outcome(key, "token2wav")) is not None:
             return ending.code
         return "cancelled" if self._ledger.cancelled(key) else "internal"
-
-
-def _awaits_first_codes(session: _Open) -> bool:
-    """Whether its listener hears nothing yet for want of codes.
-
-    Then steps are to follow each other as soon as can be. Later on, those that leave the waiting ones out are better,
-    though each takes the host three times as long: fewer of them make as many codes, and leave token2wav the device.
-    """
-    awaited = not (session.told if session.outbox.past_messages else session.outbox.given)
-    return session.session.want_audio and session.report is None and awaited
 
 
 def _to_message(session: _Open, parcel: Parcel) -> TalkerMessage:

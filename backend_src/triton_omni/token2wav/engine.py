@@ -252,12 +252,6 @@ class Token2WavEngine:
             due = [item for item in due if not any(climb.holds_up(item.stream) for climb in self._climbs)]
         return sorted(due, key=lambda item: item.deadline_ns)
 
-    def _batch(self, due: Sequence[Due]) -> list[Due]:
-        settings = self._settings
-        return share(
-            due, time.monotonic_ns(), most_windows=settings.most_together, most_frames=settings.max_batch_frames
-        )
-
     @property
     def _is_far_ahead(self) -> bool:
         """Whether the device has enough to do with steps of batches that are being launched."""
@@ -285,8 +279,10 @@ class Token2WavEngine:
         due = [item for item in due if len(item.chunk.solved)]
         gathered = self._gathered(due)
         due = [item for item in due if item.stream.key not in gathered]
-        if due and (not self._climbs or goes_before(due[0], self._climbs[-1].batch[0], time.monotonic_ns())):
-            self._climbs.append(self._climb(self._batch(due)))
+        launched, now = self._climbs[-1].batch[0] if self._climbs else None, time.monotonic_ns()
+        if due and (launched is None or goes_before(due[0], launched, now)):
+            most = {"most_windows": self._settings.most_together, "most_frames": self._settings.max_batch_frames}
+            self._climbs.append(self._climb(share(due, launched, now, **most)))
         failed = self._advance_or_drop(self._climbs[-1]) if self._climbs else []
         return [*(self._finish(landed) for landed in silent), *failed]
 

@@ -97,11 +97,6 @@ class Climb:
     _ahead: deque[torch.cuda.Event | None] = field(default_factory=deque)
 
     @property
-    def deadline_ns(self) -> int:
-        """The earliest of its listeners'."""
-        return self.batch[0].deadline_ns
-
-    @property
     def frames(self) -> int:
         """Mel frames solved, look-ahead included."""
         return _frames(self.batch)

@@ -13,12 +13,10 @@ from typing import Final
 
 from triton_omni.token2wav.splicing import Due
 
-LONG_BATCH_NS: Final = 200_000_000
-"""A batch that is full of long windows takes about as long beside the steps of other stages."""
 SHORT_BATCH_NS: Final = 100_000_000
-"""So long, with some to spare, a batch of a single window."""
+"""How long a batch of a single window takes beside the steps of other stages, with some to spare."""
 FRAME_NS: Final = 100_000
-"""And so much longer for each mel frame."""
+"""And so much longer for each mel frame: 0.2 s if it is full of long windows."""
 ENOUGH_NS: Final = 500_000_000
 """A listener with so much sound left can wait for a batch under way, or for one of others who have none."""
 
@@ -28,15 +26,16 @@ def goes_before(window: Due, launched: Due, now_ns: int) -> bool:
     return window.deadline_ns < min(launched.deadline_ns, now_ns + ENOUGH_NS)
 
 
-def share(due: Sequence[Due], now_ns: int, *, most_windows: int, most_frames: int) -> list[Due]:
+def share(due: Sequence[Due], launched: Due | None, now_ns: int, *, most_windows: int, most_frames: int) -> list[Due]:
     """The most urgent window and those that share its batch, of one flow with it.
 
     With a listener who would run out of sound before a full batch is through go others who soon will too, and of those
-    with enough sound as many as leave the batch in time. First windows alone may be a third more: whom a crowd's batch
-    leaves behind waits for all of it.
+    with enough sound as many as leave the batch in time; none of these before a batch that cannot wait for them. First
+    windows alone may be a third more: whom a crowd's batch leaves behind waits for all of it.
 
     Args:
         due: the most urgent first.
+        launched: the most urgent of a batch that the new one goes before; None = there is none.
         now_ns: by the clock of their deadlines.
         most_windows: of a batch.
         most_frames: mel frames of a batch; a longer window is alone.
@@ -44,14 +43,13 @@ def share(due: Sequence[Due], now_ns: int, *, most_windows: int, most_frames: in
     if not due:
         return []
     first, batch = due[0], [due[0]]
-    frames, in_time = len(first.chunk.solved), _frames_in_time(first, now_ns)
-    only_first = first.stream.is_silent
+    frames, only_first = len(first.chunk.solved), first.stream.is_silent
+    in_time = min(most_frames, (first.deadline_ns - now_ns - SHORT_BATCH_NS) // FRAME_NS)
+    if launched is not None and not _has_enough(launched, now_ns):
+        in_time = 0
     for window in due[1:]:
         only_first = only_first and window.stream.is_silent
-        has_enough = window.deadline_ns > now_ns + ENOUGH_NS
-        most = most_frames * 4 // 3 if only_first else most_frames
-        if has_enough and in_time is not None:
-            most = min(most, in_time)
+        most = in_time if _has_enough(window, now_ns) else most_frames * 4 // 3 if only_first else most_frames
         fits = frames + len(window.chunk.solved) <= most and len(batch) < most_windows
         if fits and window.stream.request.flow == first.stream.request.flow:
             batch.append(window)
@@ -59,7 +57,5 @@ def share(due: Sequence[Due], now_ns: int, *, most_windows: int, most_frames: in
     return batch
 
 
-def _frames_in_time(window: Due, now_ns: int) -> int | None:
-    """Mel frames of a batch that is through before the window's listener runs out of sound; None = of any batch."""
-    left_ns = window.deadline_ns - now_ns
-    return None if left_ns > LONG_BATCH_NS else (left_ns - SHORT_BATCH_NS) // FRAME_NS
+def _has_enough(window: Due, now_ns: int) -> bool:
+    return window.deadline_ns > now_ns + ENOUGH_NS
