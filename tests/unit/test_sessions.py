@@ -12,7 +12,7 @@ import torch
 
 import session_rig
 from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine, LinkOutlet
-from session_rig import WAIT_S, finished, pipeline, wait_for
+from session_rig import CODE_PLACES, WAIT_S, finished, pipeline, wait_for
 from triton_omni import ledger_layout
 from triton_omni.engine import Sampling
 from triton_omni.errors import BadRequest, InternalError, Overloaded
@@ -143,18 +143,25 @@ def test_the_talker_s_steps_keep_apart_once_its_first_codes_are_there(monkeypatc
     monkeypatch.setattr("triton_omni.talker.spacing.MANY_SESSIONS", 0)
     monkeypatch.setattr("triton_omni.talker.spacing.APART_NS", 50_000_000)
     monkeypatch.setattr("triton_omni.talker.spacing.LONGEST_APART_NS", 50_000_000)
+    # A row that comes late is awaited; nobody waits for longer where it is there.
     monkeypatch.setattr("triton_omni.talker.spacing.AWAITED", 3600)
     waveform = FakeWaveformEngine()
-    waveform.window = 5
+    waveform.window = CODE_PLACES // 2
     with pipeline(thinker=FakeThinkerEngine(length=20), waveform=waveform) as p:
-        begun, step = [], p.engines[1].step
-        p.engines[1].step = lambda: (begun.append(time.monotonic()), step())[1]
+        talker, begun, held_up = p.engines[1], [], []
+        step, hold = talker.step, talker.hold
+
+        def watched(held):
+            if held and any(len(one.rows) - one.prompt.prompt_rows > one.spoken for one in talker.open_keys.values()):
+                held_up.append(max(one.spoken for one in talker.open_keys.values()))
+            hold(held)
+
+        talker.step = lambda: (begun.append(time.monotonic()), step())[1]
+        talker.hold = watched
         finished(p.ask("12345"))
         p.wait_until_empty()
-    apart = [later - earlier for earlier, later in itertools.pairwise(begun)]
-    # A row that comes late is awaited; nobody waits for longer where it is there.
-    assert statistics.median(apart[:4]) < 0.045
-    assert statistics.mean(apart[8:]) > 0.045
+    assert min(held_up) >= CODE_PLACES // 2
+    assert statistics.mean(later - earlier for earlier, later in itertools.pairwise(begun[8:])) > 0.045
 
 
 @by_messages
@@ -178,6 +185,22 @@ def test_the_talker_s_places_are_kept_while_somebody_s_first_codes_are_awaited(m
         p.wait_until_empty()
     assert (True, 0) in told
     assert {kept for kept, codes in told if codes} == {False}
+
+
+@by_messages
+def test_the_talker_s_places_are_not_kept_for_a_whole_reply():
+    """Nobody listens to it before its end."""
+    waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
+    waveform.window, thinker.step_s = 1 << 20, 0.003
+    with pipeline(thinker=thinker, waveform=waveform) as p:
+        talker, told = p.engines[1], []
+        talker.keep_places = lambda kept: told.append(kept) if talker.steps and talker.open_keys else None
+        ensemble = p.ask("12345")
+        wait_for(lambda: len(told) > 5)
+        assert not any(TalkerMessage.from_tensors(t).codes is not None for t in ensemble.to_token2wav)
+        finished(ensemble)
+        p.wait_until_empty()
+    assert not any(told[5:])
 
 
 @by_messages
