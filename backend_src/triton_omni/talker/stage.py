@@ -92,7 +92,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._pace = Pace()
         self._placer = Placer(ledger, "token2wav", device)
         self._spacing = Spacing(ledger)
-        self._rests = False
+        self._is_held = False
         self._codes = 0
         # Of sessions that are not open yet, the last heartbeat's request. By the whole key: what has only the name of a
         # session must not end it.
@@ -104,23 +104,27 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._placer.look(time.monotonic_ns())
         delay = super().poll()
         self._placer.leave()
-        voiced = [session for session in self._open.values() if session.session.want_audio]
-        awaiting = [session for session in voiced if self._awaits_first_codes(session)]
-        # Who has no row at all waits for the thinker's prompts, which may take long.
-        begun = [session for session in awaiting if session.rows]
-        self._rests = self._ledger.device_claimed()
-        self._rests = self._rests or self._spacing.is_early(len(voiced), begun, time.monotonic_ns())
-        self._engine.hold(self._rests)
-        self._engine.keep_places(bool(awaiting))
-        if self._rests:
+        self._hold()
+        if self._is_held:
             delay = min(delay, CLAIMED_POLL_S)
         for key, outlet in list(self._unopened.items()):
             self._attend_unopened(key, outlet)
         return min(delay, SOON_S) if self._unopened else delay
 
+    def _hold(self) -> None:
+        """Tell the engine whether a step may begin, and how."""
+        voiced = [session for session in self._open.values() if session.session.want_audio]
+        awaiting = [session for session in voiced if self._awaits_first_codes(session)]
+        # Who has no row at all waits for the thinker's prompts, which may take long.
+        begun = [session for session in awaiting if session.rows]
+        is_early = self._spacing.is_early(len(voiced), begun, time.monotonic_ns())
+        self._is_held = is_early or self._ledger.device_claimed()
+        self._engine.hold(self._is_held)
+        self._engine.keep_places(bool(awaiting))
+
     def step(self) -> None:
         """One engine step over every session whose next row is there."""
-        if not self._rests:
+        if not self._is_held:
             self._spacing.begin(time.monotonic_ns())
         outputs = self._engine.step()
         if outputs:

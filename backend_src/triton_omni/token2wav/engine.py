@@ -252,6 +252,15 @@ class Token2WavEngine:
             due = [item for item in due if not any(climb.holds_up(item.stream) for climb in self._climbs)]
         return sorted(due, key=lambda item: item.deadline_ns)
 
+    def _batch(self, due: Sequence[Due]) -> list[Due]:
+        """The windows to be launched next; none if all can wait for the batch that is being launched."""
+        settings, now = self._settings, time.monotonic_ns()
+        launched = self._climbs[-1].batch[0] if self._climbs else None
+        if not due or (launched is not None and not goes_before(due[0], launched, now)):
+            return []
+        most_windows, most_frames = settings.most_together, settings.max_batch_frames
+        return share(due, launched, now, most_windows=most_windows, most_frames=most_frames)
+
     @property
     def _is_far_ahead(self) -> bool:
         """Whether the device has enough to do with steps of batches that are being launched."""
@@ -279,10 +288,8 @@ class Token2WavEngine:
         due = [item for item in due if len(item.chunk.solved)]
         gathered = self._gathered(due)
         due = [item for item in due if item.stream.key not in gathered]
-        launched, now = self._climbs[-1].batch[0] if self._climbs else None, time.monotonic_ns()
-        if due and (launched is None or goes_before(due[0], launched, now)):
-            most = {"most_windows": self._settings.most_together, "most_frames": self._settings.max_batch_frames}
-            self._climbs.append(self._climb(share(due, launched, now, **most)))
+        if batch := self._batch(due):
+            self._climbs.append(self._climb(batch))
         failed = self._advance_or_drop(self._climbs[-1]) if self._climbs else []
         return [*(self._finish(landed) for landed in silent), *failed]
 
