@@ -379,9 +379,12 @@ class FakeTalkerEngine(_FakeEngine):
     def keep_places(self, kept: bool) -> None:
         """It has none."""
 
+    def waits(self, key):
+        state = self.open_keys.get(key)
+        return state is None or not (state.ended or len(state.rows) - state.prompt.prompt_rows > state.spoken)
+
     def has_work(self):
-        ready = any(s.ended or len(s.rows) - s.prompt.prompt_rows > s.spoken for s in self.open_keys.values())
-        return ready and not self.held
+        return not self.held and not all(map(self.waits, self.open_keys))
 
     def step(self):
         self._begin_step()

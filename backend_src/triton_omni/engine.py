@@ -227,6 +227,9 @@ class TalkerEngine(Protocol):
     def abort(self, key: str) -> None:
         """Drop a sequence and its rows; unknown keys are ignored."""
 
+    def waits(self, key: str) -> bool:
+        """Whether the row of a sequence's next code, behind those of steps under way, is yet to come."""
+
     def has_work(self) -> bool:
         """Whether `step` could advance a sequence now (False while every sequence waits for rows); if held, whether
         something is under way."""

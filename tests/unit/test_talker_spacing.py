@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from thinker_sessions import FakeLedger
@@ -13,7 +11,6 @@ from triton_omni.talker.spacing import APART_NS, AWAITED, LONGEST_APART_NS, Spac
 
 NOW = 7_000_000_000
 MANY = MANY_SESSIONS + 100
-WITHOUT_ROW, WITH_ROW = SimpleNamespace(has_row=False), SimpleNamespace(has_row=True)
 
 
 @pytest.fixture
@@ -29,29 +26,32 @@ def spacing(ledger):
 
 
 @pytest.mark.parametrize(
-    ("sessions", "awaiting", "apart_ns"),
+    ("sessions", "is_awaited", "apart_ns"),
     [
-        pytest.param(MANY, [], LONGEST_APART_NS, id="heard"),
-        pytest.param(MANY, [WITHOUT_ROW, WITHOUT_ROW], AWAITED * LONGEST_APART_NS, id="awaited"),
-        pytest.param(MANY_SESSIONS + 1, [], APART_NS, id="one more than few"),
-        pytest.param(MANY_SESSIONS + 2, [WITHOUT_ROW], AWAITED * 2 * APART_NS, id="two more, awaited"),
+        pytest.param(MANY, False, LONGEST_APART_NS, id="heard"),
+        pytest.param(MANY, True, AWAITED * LONGEST_APART_NS, id="awaited"),
+        pytest.param(MANY_SESSIONS + 1, False, APART_NS, id="one more than few"),
+        pytest.param(MANY_SESSIONS + 2, True, AWAITED * 2 * APART_NS, id="two more, awaited"),
     ],
 )
-def test_a_step_begins_so_long_after_the_last(spacing, sessions, awaiting, apart_ns):
-    assert spacing.is_early(sessions, awaiting, NOW + apart_ns - 1)
-    assert not spacing.is_early(sessions, awaiting, NOW + apart_ns)
+def test_a_step_begins_so_long_after_the_last(spacing, sessions, is_awaited, apart_ns):
+    def is_early(now_ns):
+        return spacing.is_early(sessions, is_awaited=is_awaited, has_row=False, now_ns=now_ns)
+
+    assert is_early(NOW + apart_ns - 1)
+    assert not is_early(NOW + apart_ns)
     spacing.begin(NOW + apart_ns)
-    assert spacing.is_early(sessions, awaiting, NOW + apart_ns)
+    assert is_early(NOW + apart_ns)
 
 
 def test_nobody_whose_first_codes_a_step_brings_waits_for_it(spacing):
-    assert not spacing.is_early(MANY, [WITHOUT_ROW, WITH_ROW], NOW + 1)
+    assert not spacing.is_early(MANY, is_awaited=True, has_row=True, now_ns=NOW + 1)
 
 
 def test_steps_of_few_keep_close(spacing):
-    assert not spacing.is_early(MANY_SESSIONS, [], NOW + 1)
+    assert not spacing.is_early(MANY_SESSIONS, is_awaited=False, has_row=False, now_ns=NOW + 1)
 
 
 def test_steps_keep_close_on_a_device_that_token2wav_has_not(spacing, ledger):
     ledger.shared = False
-    assert not spacing.is_early(MANY, [], NOW + 1)
+    assert not spacing.is_early(MANY, is_awaited=False, has_row=False, now_ns=NOW + 1)

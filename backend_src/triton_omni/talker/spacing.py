@@ -7,8 +7,7 @@ and more replies share each.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Final, Protocol
+from typing import Final
 
 from triton_omni.ledger import SessionLedger
 from triton_omni.precedence import MANY_SESSIONS
@@ -19,14 +18,6 @@ APART_NS: Final = 1_000_000
 """The same for each session beyond `MANY_SESSIONS`, so that one more costs the others little."""
 AWAITED: Final = 2
 """So many times as long while first codes are awaited, of replies whose next row is yet to come."""
-
-
-class Awaiting(Protocol):
-    """A session whose listener hears nothing yet for want of codes."""
-
-    @property
-    def has_row(self) -> bool:
-        """Whether the row of its next code is there."""
 
 
 class Spacing:
@@ -44,15 +35,16 @@ class Spacing:
         """A step begins."""
         self._begun_ns = now_ns
 
-    def is_early(self, sessions: int, awaiting: Collection[Awaiting], now_ns: int) -> bool:
+    def is_early(self, sessions: int, *, is_awaited: bool, has_row: bool, now_ns: int) -> bool:
         """Whether the next step is to wait.
 
         Args:
             sessions: how many there are with a voice, whether they still speak or are being heard to the end.
-            awaiting: those whose first codes are awaited.
+            is_awaited: whether first codes of any are.
+            has_row: whether of such a one the row of its next code is there, behind those of steps under way.
             now_ns: by the monotonic clock.
         """
         if sessions <= MANY_SESSIONS or not self._ledger.shares_device_with("token2wav"):
             return False
-        apart_ns = min((sessions - MANY_SESSIONS) * APART_NS, LONGEST_APART_NS) * (AWAITED if awaiting else 1)
-        return now_ns - self._begun_ns < apart_ns and not any(one.has_row for one in awaiting)
+        apart_ns = min((sessions - MANY_SESSIONS) * APART_NS, LONGEST_APART_NS) * (AWAITED if is_awaited else 1)
+        return now_ns - self._begun_ns < apart_ns and not has_row

@@ -59,11 +59,6 @@ class _Open(LinkSession):
     thinker: ThinkerReport | None = None
     report: TalkerReport | None = None
 
-    @property
-    def has_row(self) -> bool:
-        """Whether the row of the code behind those that are there has come, or the last message."""
-        return self.thinker is not None or self.rows - self.session.prompt_tokens > self.codes
-
 
 class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     """Owns the talker's engine.
@@ -117,7 +112,10 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         awaiting = [session for session in voiced if self._awaits_first_codes(session)]
         # Who has no row at all waits for the thinker's prompts, which may take long.
         begun = [session for session in awaiting if session.rows]
-        is_early = self._spacing.is_early(len(voiced), begun, time.monotonic_ns())
+        has_row = any(not self._engine.waits(session.key.name) for session in begun)
+        is_early = self._spacing.is_early(
+            len(voiced), is_awaited=bool(begun), has_row=has_row, now_ns=time.monotonic_ns()
+        )
         self._is_held = is_early or self._ledger.device_claimed()
         self._engine.hold(self._is_held)
         self._engine.keep_places(bool(awaiting))
