@@ -17,6 +17,8 @@ from torch import Tensor
 
 from triton_omni.transfer import to_device, upload
 
+LAYOUTS_KEPT = 128
+"""Of the batches that come most."""
 REACHES = ((0, 0), (1, 0), (0, 1), (1, 1))
 """(look-back, look-ahead) in blocks that a layer of the DiT can have."""
 
@@ -117,7 +119,7 @@ class BlockLayout:
         return torch.split(rows, list(self.lengths))
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=LAYOUTS_KEPT)
 def block_layout(lengths: tuple[int, ...], block_size: int, device: torch.device) -> BlockLayout:
     """Lay out windows of `lengths` mel frames (each at least 1) in blocks of `block_size`.
 

@@ -82,10 +82,9 @@ class DiT(nn.Module):
             + self.input_embed.codes(unspoken),
         )
 
-    def codes(self, codes: Tensor) -> Tensor:
-        """Part of the input projection of `codes` (int [C], in range): [C x repeats, H]."""
-        embedded = self.input_embed.codes(self.text_embed.codec_embed(codes))
-        return embedded.repeat_interleave(self.config.repeats, dim=0)
+    def codes(self) -> Tensor:
+        """Part of the input projection of every code: [codes, H]."""
+        return self.input_embed.codes(self.text_embed.codec_embed.weight)
 
     def modulation(self, times: Tensor) -> Tensor:
         """Shifts, scales and gates of every adaptive norm at each of `times` [E] fp32, whatever the input.

@@ -8,6 +8,7 @@ kernel by kernel. All graphs share one memory pool, so only one may run at a tim
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.token2wav.batching import Neighbours
+from triton_omni.token2wav.batching import LAYOUTS_KEPT, Neighbours, block_layout
 from triton_omni.token2wav.dit import DiT
 from triton_omni.token2wav.fused_dit import FusedDiT
 from triton_omni.token2wav.fused_vocoder import FusedVocoder
@@ -196,6 +197,7 @@ class GraphedSolver:
     ) -> None:
         self._dit, self._fused, self._pool, self._past = dit, fused, pool, past
         self._stepwise = StepwiseSolver(fused)
+        self._rotary = functools.lru_cache(maxsize=LAYOUTS_KEPT)(self._make_rotary)
         self._sizes = sorted(set(sizes))
         self._graphs: dict[_Kind, tuple[_Inputs, _Recorded]] = {}
         self._seated: dict[_Kind, _Seated] = {}
@@ -215,7 +217,7 @@ class GraphedSolver:
         modulations, numbers_by_step = (
             torch.split(table, evaluations) for table in (flow.modulation, flow.past.numbers)
         )
-        mine = _Seated(flow, self._dit.rotary(flow.layout.positions), noise)
+        mine = _Seated(flow, self._rotary(flow.layout.lengths), noise)
         try:
             for place, width in enumerate(flow.grid.diff().tolist()):
                 if place:
@@ -229,6 +231,10 @@ class GraphedSolver:
         finally:
             if self._seated.get(kind) is mine:
                 del self._seated[kind]
+
+    def _make_rotary(self, lengths: tuple[int, ...]) -> Rotary:
+        device = self._past.pages.device
+        return self._dit.rotary(block_layout(lengths, self._dit.config.block_size, device).positions)
 
     def _sit(self, mine: _Seated, kind: _Kind) -> None:
         """Have the graph's tensors hold this flow."""

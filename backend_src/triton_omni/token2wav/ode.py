@@ -22,8 +22,9 @@ Velocity = Callable[[int, Tensor], Tensor]
 """(number of the evaluation in `evaluation_times`, state) -> d state / d t."""
 
 
+@functools.lru_cache(maxsize=16)
 def time_grid(num_steps: int, sway: float) -> Tensor:
-    """Points [num_steps] fp32 on the host from 0 to 1 (HF: `Qwen2_5OmniToken2WavDiTModel.sample`).
+    """Points [num_steps] fp32 on the host from 0 to 1 (HF: `Qwen2_5OmniToken2WavDiTModel.sample`), kept for all.
 
     A negative `sway` puts more points near 0, where the flow leaves the noise (F5-TTS, arXiv 2410.06885).
     """

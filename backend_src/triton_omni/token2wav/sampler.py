@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from triton_omni.settings import DiffusionSettings
 from triton_omni.token2wav.batching import BlockLayout, block_layout
@@ -166,6 +168,8 @@ class Sampler:
     ) -> None:
         self.past = past or dit.past_pool(0, torch.float32)
         self._dit = dit
+        # Of all of them once: of a window's alone it would be a product of its own before each window.
+        self._spoken = dit.codes().detach()
         self._device = device
         self._solver: FlowSolver = solver or StepwiseSolver(dit)
         self._noise = noise
@@ -185,14 +189,15 @@ class Sampler:
         return layout.unpack((yield from self._solver.steps(noise, self._flow(windows, layout, options))))
 
     def _flow(self, windows: Sequence[Window], layout: BlockLayout, options: FlowOptions) -> Flow:
-        spoken = self._dit.codes(torch.cat([window.codes for window in windows]))
+        spoken = F.embedding(torch.cat([window.codes for window in windows]), self._spoken)
+        spoken = spoken.repeat_interleave(self._dit.config.repeats, dim=0)
         voices = torch.stack([window.voice.conditional for window in windows])
         unspoken = torch.stack([window.voice.unconditional for window in windows])
-        scales = to_device(torch.tensor([[window.guidance_scale] for window in windows]), self._device)
+        scales = np.repeat(np.array([window.guidance_scale for window in windows], np.float32), layout.lengths)
         return Flow(
             conditional=layout.pack(spoken + voices[layout.windows]),
             unconditional=layout.pack(unspoken[layout.windows]) if options.guided else None,
-            scale=layout.pack(scales[layout.windows]),
+            scale=layout.pack(to_device(torch.from_numpy(scales)[:, None], self._device)),
             modulation=self._modulation(options),
             grid=time_grid(options.num_steps, options.sway),
             solver=options.solver,
