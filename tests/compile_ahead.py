@@ -136,7 +136,11 @@ def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65
     begin(Layout(index, drawn.clone(), positions, places), memory, zeros(vocabulary, width), 8296)
     forbidden = torch.arange(vocabulary) >= 8193
     rules = Rules.of(forbidden, zeros(vocabulary, dtype=torch.bool), zeros(len(Setting), slots, dtype=FLOAT), 8192)
-    draw(zeros(count, vocabulary), index, memory, rules, 8296)
+    for kind in (HALF, FLOAT):
+        draw(zeros(count, vocabulary, dtype=kind), index, memory, rules, 8296)
+    split_product(zeros(count, 896), zeros(vocabulary, 896))
+    narrow, parts = zeros(896), split_product(zeros(count, width), zeros(896, width), early=False)
+    add_norm(parts, zeros(count, 896), narrow, 1e-6, narrow)
     fetch(index, index.clone(), drawn, Column.LENGTH.value)
     DrawnIds(count, index.device).leave(drawn)
 
@@ -217,6 +221,9 @@ def main() -> None:
         layer(most_rows(sizes.hidden), sizes)
     # Of one row kernels are compiled anew, with no more memory than of many.
     layer(1, LAYERS[0])
+    # Of few sequences attention takes more keys at a time.
+    for sizes in LAYERS:
+        attention(2, sizes, Projected(zeros(4, 2, (sizes.heads + 2 * sizes.key_heads) * sizes.width)))
     fused_draw(zeros(3, 152064, dtype=FLOAT), zeros(3, dtype=torch.float64))
     talker_steps(3, 3584)
     talker_steps(3, 2048)

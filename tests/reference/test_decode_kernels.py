@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triton_omni.vllm_hooks.decode_attention_kernels import (
-    KEYS,
     Cache,
     Projected,
     Rotation,
     decode_attention,
     splits,
+    tile,
 )
 from triton_omni.vllm_hooks.decode_product_kernels import (
     add_norm,
@@ -112,7 +112,8 @@ def arrivals() -> Tensor:
     [
         [1],
         [BLOCK, BLOCK + 1],
-        [KEYS, KEYS + 1, KEYS - 1, 2 * KEYS + 1],
+        [128, 129, 127, 257],
+        [64, 65, 63, 129, *[0, 7] * 4],
         [7, 0, 300, 0],
         [1100],
     ],
@@ -164,6 +165,7 @@ def test_attention_finishes_the_projection_that_it_reads(parts: int) -> None:
 
 def test_the_work_is_split_the_more_the_fewer_sequences_there_are() -> None:
     assert [splits(pairs) for pairs in (1, 4, 16, 32, 64, 128, 256, 1000)] == [16, 16, 16, 8, 4, 2, 1, 1]
+    assert [tile(pairs) for pairs in (1, 16, 17, 256)] == [(128, 8), (128, 8), (64, 4), (64, 4)]
 
 
 def normal(*sizes: int, scale: float = 1.0) -> Tensor:
@@ -253,6 +255,44 @@ class Norm:
 
     def forward(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return self(hidden + residual), hidden + residual
+
+
+def test_what_a_projection_in_front_leaves_to_the_first_norm_is_what_the_plain_one_gives() -> None:
+    from triton_omni.vllm_hooks.fused_layers import FusedProjection, Summands, Switch, _first_norm
+
+    weight, bias, inputs, norm = normal(96, 160) * 0.1, normal(96), normal(5, 160), Norm(normal(96))
+    linear = SimpleNamespace(weight=weight, bias=bias, forward=lambda inputs: F.linear(inputs, weight, bias))
+    switch = Switch(arrivals())
+    projection = FusedProjection(linear, switch)
+    plain = projection(inputs)
+    expected = _first_norm(plain, None, norm)
+    switch.on = True
+    fused = projection(inputs)
+    assert isinstance(fused, Summands)
+    for ours, theirs in zip(_first_norm(fused, None, norm), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert projection(normal(65, 160)).shape == (65, 96), "a large step is a library's"
+
+
+@pytest.mark.parametrize(("vocabulary", "fused"), [(64 * 132, True), (64 * 3, False)])
+def test_a_head_that_fills_a_gpu_gives_the_logits_of_the_plain_one(vocabulary: int, fused: bool) -> None:
+    """One that does not, or of a large step, is a library's."""
+    from triton_omni.vllm_hooks.fused_layers import FusedHead, Switch
+
+    head, hidden, asked = SimpleNamespace(weight=normal(vocabulary, 256) * 0.1), normal(2, 256), []
+
+    def forward(head: Any, hidden: Tensor) -> Tensor:
+        asked.append(len(hidden))
+        return (hidden @ head.weight.T)[:, : vocabulary - 4]
+
+    processor = SimpleNamespace(forward=forward, org_vocab_size=vocabulary - 4)
+    switch = Switch(arrivals())
+    logits = FusedHead(processor, head, switch)
+    expected = logits(head, hidden)
+    switch.on = True
+    torch.testing.assert_close(logits(head, hidden), expected, atol=1e-4, rtol=1e-4)
+    assert logits(head, normal(65, 256)).shape == (65, vocabulary - 4)
+    assert asked == ([2, 65] if fused else [2, 2, 65])
 
 
 def test_layers_and_the_norm_behind_them_give_what_plain_ones_give() -> None:

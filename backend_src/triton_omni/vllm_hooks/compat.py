@@ -91,7 +91,11 @@ try:
     from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+        VocabParallelEmbedding,
+    )
     from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph, SupportsMRoPE
     from vllm.model_executor.models.llama import LlamaDecoderLayer
     from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer
@@ -253,6 +257,7 @@ __all__ = [
     "SupportsEncoderCudaGraph",
     "SupportsMRoPE",
     "UniProcExecutor",
+    "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
     "UnreadyWorkerProcHandle",
     "UnsupportedVllmError",

@@ -20,6 +20,8 @@ from triton_omni.tiles import padded_rows
 
 KEYS = 64
 """Cached keys that a program of attention takes at a time."""
+_KEYS_OF_FEW, _FEW_PAIRS = 128, 16
+"""As long as each program has a multiprocessor alone: twice as many keys leave half as many parts to put together."""
 MOST_SPLITS = 16
 """Programs that share one sequence's keys at most."""
 _ENOUGH_PROGRAMS = 256
@@ -79,6 +81,16 @@ def _rotated(
     first = _column(parts, biases, at, wanted, part_stride, PARTS, kind)
     second = _column(parts, biases, at + HALF, wanted, part_stride, PARTS, kind)
     return (first * cosine - second * sine).to(kind), (second * cosine + first * sine).to(kind)
+
+
+@triton.jit
+def _angles(positions, rotations, length, axis_stride, HALF: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Cosines and sines [HALF] of a sequence's new token; without a sequence, of any."""
+    lanes = tl.arange(0, HALF)
+    axis = tl.where(lanes < FIRST, 0, tl.where(lanes < SECOND, 1, 2))
+    there = lanes < tl.where(length > 0, HALF, 0)
+    at = tl.load(positions + axis * axis_stride, mask=there, other=0) * (2 * HALF) + lanes
+    return tl.load(rotations + at).to(tl.float32), tl.load(rotations + at + HALF).to(tl.float32)
 
 
 @triton.jit
@@ -145,25 +157,39 @@ def _with_own_token(best, total, summed, query_1, query_2, key_1, key_2, value, 
 
 
 @triton.jit
-def _leave(part, best, total, summed):
-    """Leave a running softmax in rows `part` [GROUP] for whoever puts all of them together."""
+def _leave(part, wanted, best, total, summed):
+    """Leave the `wanted` rows of a running softmax at `part` [GROUP] for whoever puts all of them together."""
     WIDTH: tl.constexpr = summed.shape[1]
-    tl.store(part[:, None] + tl.arange(0, WIDTH)[None, :], summed)
-    tl.store(part + WIDTH, best)
-    tl.store(part + WIDTH + 1, total)
+    tl.store(part[:, None] + tl.arange(0, WIDTH)[None, :], summed, mask=wanted[:, None])
+    tl.store(part + WIDTH, best, mask=wanted)
+    tl.store(part + WIDTH + 1, total, mask=wanted)
 
 
 @triton.jit
-def _all_parts(parts, used, PART: tl.constexpr, WIDTH: tl.constexpr):
-    """Put together what programs on other multiprocessors left, past this one's own cache (.cg)."""
-    GROUP: tl.constexpr = parts.shape[0]
-    dims = tl.arange(0, WIDTH)
-    best, total, summed = _nothing_seen(GROUP, WIDTH)
-    for part in range(used):
-        theirs = parts + part * PART
-        values = tl.load(theirs[:, None] + dims[None, :], cache_modifier=".cg")
-        score, weight = tl.load(theirs + WIDTH, cache_modifier=".cg"), tl.load(theirs + WIDTH + 1, cache_modifier=".cg")
-        best, total, summed = _merge(best, total, summed, score, weight, values)
+def _left(parts, part, used, SHARED: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+    """What one of the `used` programs left, past this one's own cache (.cg); nothing seen behind the last of them."""
+    theirs, dims = parts + part * PART, tl.arange(0, WIDTH)
+    wanted = tl.arange(0, parts.shape[0]) < tl.where(part < used, SHARED, 0)
+    return (
+        tl.load(theirs + WIDTH, mask=wanted, other=_LOWEST, cache_modifier=".cg"),
+        tl.load(theirs + WIDTH + 1, mask=wanted, other=0.0, cache_modifier=".cg"),
+        tl.load(theirs[:, None] + dims[None, :], mask=wanted[:, None], other=0.0, cache_modifier=".cg"),
+    )
+
+
+@triton.jit
+def _all_parts(parts, used, SHARED: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+    """Put together what all programs left; by four, which are on their way at once."""
+    best, total, summed = _nothing_seen(parts.shape[0], WIDTH)
+    for part in range(0, used, 4):
+        best_0, total_0, summed_0 = _left(parts, part, used, SHARED, PART, WIDTH)
+        best_1, total_1, summed_1 = _left(parts, part + 1, used, SHARED, PART, WIDTH)
+        best_2, total_2, summed_2 = _left(parts, part + 2, used, SHARED, PART, WIDTH)
+        best_3, total_3, summed_3 = _left(parts, part + 3, used, SHARED, PART, WIDTH)
+        best, total, summed = _merge(best, total, summed, best_0, total_0, summed_0)
+        best, total, summed = _merge(best, total, summed, best_1, total_1, summed_1)
+        best, total, summed = _merge(best, total, summed, best_2, total_2, summed_2)
+        best, total, summed = _merge(best, total, summed, best_3, total_3, summed_3)
     return best, total, summed
 
 
@@ -207,11 +233,15 @@ def _decode_attention(
     WIDTH: tl.constexpr = 2 * HALF
     rows, lanes, dims = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, WIDTH)
     queries = rows < SHARED
-    # What earlier steps have left in the cache is on its way while the projection still runs.
+    # What earlier steps have left in the cache is on its way while the projection still runs, as is whatever the step
+    # knew before its first layer.
     length = tl.load(lengths + sequence)
     used, from_tile, to_tile = _own_tiles(length, split, TILE, SPLITS)
     past, own, blocks_of = length - 1, cache + head * head_stride, table + sequence * table_stride
     key_1, key_2, value = _cached_tile(own, blocks_of, from_tile, past, block_stride, place_stride, BLOCK, TILE, HALF)
+    cosine, sine = _angles(positions + sequence, rotations, length, axis_stride, HALF, FIRST, SECOND)
+    kept = own + (past % BLOCK) * place_stride
+    kept += tl.load(blocks_of + tl.maximum(past, 0) // BLOCK).to(tl.int64) * block_stride
 
     wait_for_inputs(EARLY)
     written = output + (sequence * HEADS + head * SHARED + rows[:, None]) * WIDTH + dims[None, :]
@@ -221,15 +251,19 @@ def _decode_attention(
         return
     if split >= used:
         return
-    axis = tl.where(lanes < FIRST, 0, tl.where(lanes < SECOND, 1, 2))
-    angles = tl.load(positions + axis * axis_stride + sequence) * WIDTH + lanes
-    cosine, sine = tl.load(rotations + angles).to(tl.float32), tl.load(rotations + angles + HALF).to(tl.float32)
     kind: tl.constexpr = cache.dtype.element_ty
     row = projected + sequence.to(tl.int64) * projected_stride
     at = (head * SHARED + rows[:, None]) * WIDTH + lanes[None, :]
     query_1, query_2 = _rotated(
         row, biases, at, queries[:, None], cosine[None, :], sine[None, :], part_stride, PARTS, HALF, kind
     )
+    # With the queries, though only one program needs them: behind its keys it would wait once more.
+    has_own = split == used - 1
+    key_at, value_at = (HEADS + head) * WIDTH + lanes, (HEADS + KEY_HEADS + head) * WIDTH + dims
+    own_1, own_2 = _rotated(
+        row, biases, key_at, lanes < tl.where(has_own, HALF, 0), cosine, sine, part_stride, PARTS, HALF, kind
+    )
+    own_value = _column(row, biases, value_at, dims < tl.where(has_own, WIDTH, 0), part_stride, PARTS, kind).to(kind)
 
     best, total, summed = _nothing_seen(GROUP, WIDTH)
     cached = past - from_tile * TILE
@@ -238,11 +272,7 @@ def _decode_attention(
         key_1, key_2, value = _cached_tile(own, blocks_of, tile, past, block_stride, place_stride, BLOCK, TILE, HALF)
         cached = past - tile * TILE
         best, total, summed = _over_tile(best, total, summed, query_1, query_2, key_1, key_2, value, cached, scale)
-    if split == used - 1:
-        key_at, value_at = (HEADS + head) * WIDTH + lanes, (HEADS + KEY_HEADS + head) * WIDTH + dims
-        own_1, own_2 = _rotated(row, biases, key_at, lanes < HALF, cosine, sine, part_stride, PARTS, HALF, kind)
-        own_value = _column(row, biases, value_at, dims < WIDTH, part_stride, PARTS, kind).to(kind)
-        kept = own + tl.load(blocks_of + past // BLOCK).to(tl.int64) * block_stride + (past % BLOCK) * place_stride
+    if has_own:
         best, total, summed = _with_own_token(
             best, total, summed, query_1, query_2, own_1, own_2, own_value, kept, scale
         )
@@ -254,13 +284,15 @@ def _decode_attention(
     PART: tl.constexpr = GROUP * (WIDTH + 2)
     parts = partials + pair.to(tl.int64) * (SPLITS * PART) + rows * (WIDTH + 2)
     mine = parts + split * PART
-    _leave(mine, best, total, summed)
+    _leave(mine, queries, best, total, summed)
     # All threads' stores must be there before the one that counts arrivals says so.
     tl.debug_barrier()
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") < used - 1:
         return
-    best, total, summed = _all_parts(parts, used, PART, WIDTH)
+    best, total, summed = _all_parts(parts, used, SHARED, PART, WIDTH)
     tl.store(arrivals + pair, 0)
+    # Of what is no query nothing was left.
+    total = tl.where(queries, total, 1.0)
     tl.store(written, (summed / total[:, None]).to(output.dtype.element_ty), mask=queries[:, None])
 
 
@@ -268,6 +300,11 @@ def splits(pairs: int) -> int:
     """Programs that share each pair of a sequence and a key head; a power of two."""
     # The number of pairs is rounded up to a power of two.
     return max(1, min(MOST_SPLITS, _ENOUGH_PROGRAMS >> (pairs - 1).bit_length()))
+
+
+def tile(pairs: int) -> tuple[int, int]:
+    """Keys that a program takes at a time, and its warps, by the pairs of a sequence and a key head."""
+    return (_KEYS_OF_FEW, 8) if pairs <= _FEW_PAIRS else (KEYS, 4)
 
 
 def decode_attention(
@@ -293,7 +330,7 @@ def decode_attention(
     (summands, count, _), device, (_, key_heads, block, double) = parts.shape, parts.device, cache.blocks.shape
     half, pairs = double // 4, count * key_heads
     group = padded_rows(heads // key_heads)
-    shares = splits(pairs)
+    shares, (keys, warps) = splits(pairs), tile(pairs)
     partials = torch.empty(pairs * shares * group * (double // 2 + 2), dtype=torch.float32, device=device)
     output = torch.empty(count, heads * double // 2, dtype=cache.blocks.dtype, device=device)
     block_stride, head_stride, place_stride, _ = cache.blocks.stride()
@@ -324,10 +361,10 @@ def decode_attention(
         FIRST=first,
         SECOND=first + second,
         BLOCK=block,
-        TILE=KEYS,
+        TILE=keys,
         GROUP=group,
         SPLITS=shares,
-        num_warps=4,
+        num_warps=warps,
         num_stages=2,
         **early_launch(device),
     )

@@ -133,12 +133,13 @@ def shares(width: int, depth: int) -> tuple[int, int]:
     return triton.cdiv(depth, share), share
 
 
-def split_product(rows: Tensor, weights: Tensor) -> Tensor:
+def split_product(rows: Tensor, weights: Tensor, *, early: bool = True) -> Tensor:
     """Parts [S, M, N] fp32 whose sum is `rows` [M, K] times the transpose of `weights` [N, K]; both contiguous.
 
     A library gives each program a tile of the output, of which a narrow one has fewer than there are multiprocessors.
     Here several programs share a tile's depth (split-K), and whoever reads the product adds their parts up. A line of
-    either is a multiple of 16 bytes, as Hopper's copy engine fetches them.
+    either is a multiple of 16 bytes, as Hopper's copy engine fetches them. Not `early`, what was launched before is
+    through when the product begins, and so when whatever is launched behind it does.
     """
     (count, depth), width = rows.shape, len(weights)
     parts, share = shares(width, depth)
@@ -157,7 +158,7 @@ def split_product(rows: Tensor, weights: Tensor) -> Tensor:
         STRIDE=_STRIDE,
         num_warps=4,
         num_stages=_STAGES,
-        **early_launch(rows.device),
+        **early_launch(rows.device, early=early),
     )
     return output
 
@@ -165,6 +166,7 @@ def split_product(rows: Tensor, weights: Tensor) -> Tensor:
 @triton.jit
 def _add_norm(
     parts,
+    bias,
     residual,
     weight,
     normed,
@@ -179,7 +181,10 @@ def _add_norm(
     columns = tl.arange(0, TILE)
     inside = columns < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + columns
-    total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    if bias is None:
+        total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        total = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     # Unrolled, so that all parts are on their way at once.
     for part in tl.static_range(PARTS):
         total += tl.load(parts + part * part_stride + at, mask=inside, other=0.0)
@@ -191,17 +196,19 @@ def _add_norm(
     tl.store(normed + at, scaled.to(kind) * tl.load(weight + columns, mask=inside, other=0.0), mask=inside)
 
 
-def add_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
     """Add the sum of `parts` [S, M, N] fp32 (`split_product`) to `residual` [M, N] in place; gives its RMS norm [M, N].
 
     Args:
         weight: [N] of the norm.
         eps: of the norm.
+        bias: [N], to which it is added instead of what the residual is, whatever that was.
     """
     count, width = residual.shape
     normed = torch.empty_like(residual)
     _add_norm[(count,)](
         parts,
+        bias,
         residual,
         weight,
         normed,

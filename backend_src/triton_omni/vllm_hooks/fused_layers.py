@@ -6,17 +6,22 @@ The layers are vLLM's, and keep their weights and their cache; other steps are c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from triton_omni.vllm_hooks.compat import UnquantizedLinearMethod, get_forward_context
+from triton_omni.vllm_hooks.compat import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+    get_forward_context,
+)
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Projected, Rotation, decode_attention
 from triton_omni.vllm_hooks.decode_product_kernels import (
     add_norm,
     gated_product,
     most_rows,
+    shares,
     split_product,
 )
 from triton_omni.vllm_hooks.fused_decode import decoder_of
@@ -32,6 +37,57 @@ class Switch:
     def __init__(self, arrivals: Tensor) -> None:
         self.on = False
         self.arrivals = arrivals
+
+
+class Summands(NamedTuple):
+    """What a projection in front of the layers gives them, yet to be added up."""
+
+    parts: Tensor
+    """[S, N, hidden] fp32."""
+    bias: Tensor
+    """[hidden]."""
+
+
+class FusedProjection:
+    """Stands in for the `forward` of a linear layer with a bias in front of the decoder layers.
+
+    Args:
+        projection: vLLM's, which returns no bias.
+        switch: of the layers.
+    """
+
+    def __init__(self, projection: Any, switch: Switch) -> None:
+        self._projection, self._switch, self._plain = projection, switch, projection.forward
+        self._most_rows = most_rows(projection.weight.shape[0])
+
+    def __call__(self, inputs: Tensor) -> Tensor | Summands:
+        """Of inputs [N, K]."""
+        if not self._switch.on or len(inputs) > self._most_rows:
+            plain: Tensor = self._plain(inputs)
+            return plain
+        # Late, so that what a step lays out is there when the layers' kernels begin, which read some of it at once.
+        return Summands(split_product(inputs, self._projection.weight, early=False), self._projection.bias)
+
+
+class FusedHead:
+    """Stands in for the `forward` of vLLM's `LogitsProcessor`, of a head that fills a GPU with a tile a program.
+
+    Args:
+        processor: vLLM's.
+        head: its matrix.
+        switch: of the layers.
+    """
+
+    def __init__(self, processor: Any, head: Any, switch: Switch) -> None:
+        self._switch, self._plain, self._vocabulary = switch, processor.forward, processor.org_vocab_size
+        parts, _ = shares(*head.weight.shape)
+        self._most_rows = most_rows(head.weight.shape[1]) if parts == 1 else 0
+
+    def __call__(self, head: Any, hidden_states: Tensor, *rest: Any) -> Any:
+        """Logits [N, V] of hidden states [N, hidden]: fp32, not rounded to the head's own precision."""
+        if not self._switch.on or len(hidden_states) > self._most_rows:
+            return self._plain(head, hidden_states, *rest)
+        return split_product(hidden_states, head.weight)[0, :, : self._vocabulary]
 
 
 class FusedAttention:
@@ -88,21 +144,18 @@ class FusedLayer:
         self._layer, self._attention, self._switch, self._plain = layer, attention, switch, layer.forward
         self._most_rows = most_rows(layer.mlp.down_proj.weight.shape[0])
 
-    def __call__(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, positions: Tensor, hidden_states: Tensor | Summands, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Parts of the hidden states, and the residual [N, hidden], updated in place."""
         if not self._switch.on or positions.shape[-1] > self._most_rows:
             plain: tuple[Tensor, Tensor] = self._plain(positions, hidden_states, residual)
             return plain
         layer = self._layer
-        if residual is None:
-            hidden_states, residual = layer.input_layernorm(hidden_states), hidden_states
-        else:
-            hidden_states = _add_norm(hidden_states, residual, layer.input_layernorm)
-        seen = self._attention.heads(positions, hidden_states)
-        hidden_states = _add_norm(
-            split_product(seen, layer.self_attn.o_proj.weight), residual, layer.post_attention_layernorm
-        )
-        gated = gated_product(hidden_states, layer.mlp.gate_up_proj.weight)
+        normed, residual = _first_norm(hidden_states, residual, layer.input_layernorm)
+        seen = self._attention.heads(positions, normed)
+        normed = _add_norm(split_product(seen, layer.self_attn.o_proj.weight), residual, layer.post_attention_layernorm)
+        gated = gated_product(normed, layer.mlp.gate_up_proj.weight)
         return split_product(gated, layer.mlp.down_proj.weight), residual
 
 
@@ -117,6 +170,17 @@ class FusedNorm:
         if residual is None or hidden_states.ndim == residual.ndim:
             return self._plain(hidden_states, residual)
         return _add_norm(hidden_states, residual, self._norm), residual
+
+
+def _first_norm(hidden_states: Tensor | Summands, residual: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """The norm of a layer's inputs, and the residual with them."""
+    if isinstance(hidden_states, Summands):
+        parts, bias = hidden_states
+        residual = torch.empty(parts.shape[1:], dtype=norm.weight.dtype, device=parts.device)
+        return add_norm(parts, residual, norm.weight, norm.variance_epsilon, bias), residual
+    if residual is None:
+        return norm(hidden_states), hidden_states
+    return _add_norm(hidden_states, residual, norm), residual
 
 
 def _add_norm(parts: Tensor, residual: Tensor, norm: Any) -> Tensor:
@@ -138,6 +202,14 @@ def fuse(network: nn.Module, max_sequences: int) -> Switch:
             layer.forward = FusedLayer(layer, attention, switch)
     decoder.norm.forward = FusedNorm(decoder.norm)
     return switch
+
+
+def fuse_ends(projection: Any, processor: Any, head: Any, switch: Switch) -> None:
+    """Let what stands before and behind fused layers be computed in either way too, where its matrices are plain."""
+    if isinstance(projection.quant_method, UnquantizedLinearMethod) and projection.bias is not None:
+        projection.forward = FusedProjection(projection, switch)
+    if isinstance(head.quant_method, UnquantizedEmbeddingMethod) and head.bias is None:
+        processor.forward = FusedHead(processor, head, switch)
 
 
 def _products_are_plain(layers: list[Any]) -> bool:

@@ -15,13 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_omni.early_kernels import early_launch, wait_for_inputs
+
 _TILE: Final = 512
 
 
 @triton.jit(do_not_specialize=["count"])
-def _fetch(told, target, lengths, count, WIDTH: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr):
+def _fetch(
+    told, target, lengths, count, WIDTH: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr
+):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    # What the host has written is there; the step before may still read what it is copied to.
     values = tl.load(told + at, mask=at < count)
+    wait_for_inputs(EARLY)
     tl.store(target + at, values, mask=at < count)
     tl.store(lengths + at // WIDTH, values.to(tl.int32), mask=(at < count) & (at % WIDTH == LENGTH))
 
@@ -31,12 +37,21 @@ def fetch(told: Tensor, target: Tensor, lengths: Tensor, column: int) -> None:
     to `lengths` int32 [N or more], in the order of the stream."""
     count, width = told.numel(), told.shape[1]
     _fetch[(triton.cdiv(count, _TILE),)](
-        told, target, lengths, count, WIDTH=width, LENGTH=column, TILE=_TILE, num_warps=4
+        told,
+        target,
+        lengths,
+        count,
+        WIDTH=width,
+        LENGTH=column,
+        TILE=_TILE,
+        num_warps=4,
+        **early_launch(target.device),
     )
 
 
 @triton.jit(do_not_specialize=["count"])
-def _leave(drawn, kept, host, count, TILE: tl.constexpr):
+def _leave(drawn, kept, host, count, TILE: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_inputs(EARLY)
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     ids = tl.load(drawn + at, mask=at < count, other=0)
     tl.store(kept + at, ids, mask=at < count)
@@ -64,5 +79,7 @@ class DrawnIds:
         """Copies of `drawn` int32 [B]: on the device, and on the host, there once the stream is, for `_STEPS` steps."""
         kept, self._step = torch.empty_like(drawn), (self._step + 1) % self._STEPS
         host = self._host[self._step, : len(drawn)]
-        _leave[(triton.cdiv(len(drawn), _TILE),)](drawn, kept, host, len(drawn), TILE=_TILE, num_warps=4)
+        _leave[(triton.cdiv(len(drawn), _TILE),)](
+            drawn, kept, host, len(drawn), TILE=_TILE, num_warps=4, **early_launch(drawn.device)
+        )
         return kept, host

@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.early_kernels import early_launch, wait_for_inputs
+from triton_omni.early_kernels import early_launch, let_next_begin, wait_for_inputs
 from triton_omni.vllm_hooks.talker_columns import Column
 from triton_omni.vllm_hooks.talker_draw import Setting
 from triton_omni.vllm_hooks.talker_step_kernels import Memory
 
 _GROUPS: Final = 128
 """Of codes, each of which gives its highest: as many ids, which a published talker's top-k of 40 leaves far behind."""
-_SHORT: Final = 256
+_SHORT: Final = 128
 """Ids that may be among the likeliest; where there are more, all are searched."""
 
 
@@ -106,14 +106,19 @@ def _reached(keys, weights, other_keys, other_weights, least):
 
 
 @triton.jit
-def _adjusted(values, ids, there, used, stops, forbidden, repetition, presence, frequency, early):
-    """Logits of `ids` where they are `there`, after the penalties; minus infinity where they must not be drawn."""
-    times = tl.load(used + ids, mask=there, other=0)
+def _known(ids, there, used, stops, forbidden):
+    """Of `ids` where they are `there`: how often each was read, whether it ends a sequence, and whether it is never
+    drawn."""
+    ends, never = tl.load(stops + ids, mask=there, other=0), tl.load(forbidden + ids, mask=there, other=1)
+    return tl.load(used + ids, mask=there, other=0), ends != 0, never != 0
+
+
+@triton.jit
+def _adjusted(values, times, ends, never, repetition, presence, frequency, early):
+    """Logits after the penalties; minus infinity of ids that must not be drawn."""
     values = tl.where(times > 0, tl.where(values < 0, values * repetition, values / repetition), values)
-    ends = tl.load(stops + ids, mask=there, other=0) != 0
     taken = frequency * times.to(tl.float32) + tl.where(times > 0, presence, 0.0)
     values = values - tl.where(ends, 0.0, taken)
-    never = tl.load(forbidden + ids, mask=there, other=1) != 0
     return tl.where(never, float("-inf"), tl.where(ends, tl.where(early, float("-inf"), values), values))
 
 
@@ -121,6 +126,40 @@ def _adjusted(values, ids, there, used, stops, forbidden, repetition, presence, 
 def _at(numbers, number, values):
     """Of `values`, the one at a number; 0 if there is none."""
     return tl.sum(tl.where(numbers == number, values, 0), 0)
+
+
+@triton.jit
+def _above(keys, weights):
+    """Of each key how many are larger, and the sum of their weights; by comparing each with each, in one wait."""
+    larger = keys[:, None] > keys[None, :]
+    return tl.sum(larger.to(tl.int32), 0), tl.sum(tl.where(larger, weights[:, None], 0.0), 0)
+
+
+@triton.jit
+def _chosen_of_few(keys, ids, highest, top_k, top_p, uniform, TILE: tl.constexpr):
+    """As `_chosen`, of ids [TILE] that are all there are."""
+    weights = tl.where(keys >= FIRST_KEY, tl.exp(_value(keys) - highest), 0.0)
+    larger, before = _above(keys, weights)
+    weights = tl.where(larger < top_k, weights, 0.0)
+    mass = tl.where(top_p >= 1.0, float("inf"), top_p * tl.sum(weights, 0))
+    weights = tl.where(before < mass, weights, 0.0)
+    below = tl.cumsum(weights.to(tl.float64), 0)
+    at, numbers = tl.sum((below <= uniform * tl.max(below, 0)).to(tl.int32), 0), tl.arange(0, TILE)
+    return tl.where(_at(numbers, at, weights) > 0, _at(numbers, at, ids), -1)
+
+
+@triton.jit
+def _bound(tops, top_k, GROUPS: tl.constexpr):
+    """The key of the `top_k` largest of `tops`, which the `top_k` largest of all reach; the least there is where there
+    are fewer."""
+    larger = tl.sum((tops[:, None] > tops[None, :]).to(tl.int32), 0)
+    bound = tl.min(tl.where(larger < top_k, tops, 0x7FFFFFFF), 0)
+    return tl.where(top_k <= GROUPS, tl.maximum(bound, FIRST_KEY), FIRST_KEY)
+
+
+@triton.jit
+def _packed(keys, ids):
+    return (keys.to(tl.int64) << 32) | ids.to(tl.int64)
 
 
 @triton.jit
@@ -200,30 +239,34 @@ def _draw(
     SHORT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     token, ids, numbers = tl.program_id(0), tl.arange(0, TILE), tl.arange(0, OTHERS_TILE)
     told, row = index + token * index_stride, logits + token * logits_stride
+    # All but the logits is there since the step's beginning, and is on its way while the head still runs.
     slot, place = tl.load(told + SLOT), tl.load(told + PLACE)
     other_ids = tl.load(others + numbers, mask=numbers < OTHERS, other=0)
+    repetition = tl.load(settings + REPETITION * slots + slot)
+    presence, frequency = tl.load(settings + PRESENCE * slots + slot), tl.load(settings + FREQUENCY * slots + slot)
+    early = place < tl.load(settings + FIRST_STOP * slots + slot)
+    own = used + slot * VOCABULARY
+    times, ends, never = _known(ids, ids < CODES, own, stops, forbidden)
+    other_times, other_ends, other_never = _known(other_ids, numbers < OTHERS, own, stops, forbidden)
+    temperature, top_p = tl.load(settings + TEMPERATURE * slots + slot), tl.load(settings + TOP_P * slots + slot)
+    top_k, log_min_p = tl.load(settings + TOP_K * slots + slot), tl.load(settings + LOG_MIN_P * slots + slot)
+    uniform, faulty = tl.load(told + UNIFORM).to(tl.float64, bitcast=True), tl.load(faults + slot)
+
+    wait_for_inputs(EARLY)
     values = tl.load(row + ids, mask=ids < CODES, other=0.0).to(tl.float32)
     other_values = tl.load(row + other_ids, mask=numbers < OTHERS, other=0.0).to(tl.float32)
     rest = CODES + tl.arange(0, REST_TILE)
     summed = tl.sum(values, 0) + tl.sum(tl.load(row + rest, mask=rest < VOCABULARY, other=0.0).to(tl.float32), 0)
-    sound = tl.where(tl.load(faults + slot) == 0, tl.abs(summed) < float("inf"), False)
-    repetition = tl.load(settings + REPETITION * slots + slot)
-    presence, frequency = tl.load(settings + PRESENCE * slots + slot), tl.load(settings + FREQUENCY * slots + slot)
-    early = place < tl.load(settings + FIRST_STOP * slots + slot)
-    times = used + slot * VOCABULARY
-    values = _adjusted(
-        tl.where(sound, values, 0.0), ids, ids < CODES, times, stops, forbidden, repetition, presence, frequency, early
-    )
+    sound = tl.where(faulty == 0, tl.abs(summed) < float("inf"), False)
+    values = _adjusted(tl.where(sound, values, 0.0), times, ends, never, repetition, presence, frequency, early)
     other_values = _adjusted(
         tl.where(sound, other_values, 0.0),
-        other_ids,
-        numbers < OTHERS,
-        times,
-        stops,
-        forbidden,
+        other_times,
+        other_ends,
+        other_never,
         repetition,
         presence,
         frequency,
@@ -235,44 +278,30 @@ def _draw(
         tl.min(tl.where(other_values == highest, other_ids, VOCABULARY), 0),
     )
 
-    temperature, top_p = tl.load(settings + TEMPERATURE * slots + slot), tl.load(settings + TOP_P * slots + slot)
-    top_k, log_min_p = tl.load(settings + TOP_K * slots + slot), tl.load(settings + LOG_MIN_P * slots + slot)
-    uniform = tl.load(told + UNIFORM).to(tl.float64, bitcast=True)
-    greedy = temperature == 0
-    divisor = tl.where(greedy, 1.0, temperature)
+    divisor = tl.where(temperature == 0, 1.0, temperature)
     scaled, other_scaled, highest = values / divisor, other_values / divisor, highest / divisor
     lowest = highest + log_min_p
     keys = tl.where(scaled >= lowest, _ordered(scaled), NO_KEY)
     other_keys = tl.where(other_scaled >= lowest, _ordered(other_scaled), NO_KEY)
     # As many groups' highest as top-k keeps reach a bound that all of the top k reach; hardly more ids do.
     tops = tl.max(tl.reshape(keys, [GROUPS, TILE // GROUPS]), 1)
-    one, other_one = tl.full([GROUPS], 1, tl.int32), tl.full([OTHERS_TILE], 1, tl.int32)
-    near = keys >= tl.maximum(_reached(tops, one, other_keys, other_one, top_k), FIRST_KEY)
-    count = tl.sum(near.to(tl.int32), 0)
+    bound = _bound(tops, top_k, GROUPS)
+    near, other_near = keys >= bound, other_keys >= bound
+    codes_near = tl.sum(near.to(tl.int32), 0)
+    count = codes_near + tl.sum(other_near.to(tl.int32), 0)
     chosen = likeliest
     if (count <= SHORT) & (temperature != 0):
-        # Among few, a round of the searches takes a sixth of the time; they pass through memory, one behind another.
-        places = short + token * SHORT + tl.cumsum(near.to(tl.int32), 0) - 1
-        tl.store(places, (keys.to(tl.int64) << 32) | ids.to(tl.int64), mask=near)
+        # Few are compared each with each; they pass through memory, one behind another.
+        places = short + token * SHORT - 1
+        tl.store(places + tl.cumsum(near.to(tl.int32), 0), _packed(keys, ids), mask=near)
+        other_places = places + codes_near + tl.cumsum(other_near.to(tl.int32), 0)
+        tl.store(other_places, _packed(other_keys, other_ids), mask=other_near)
         tl.debug_barrier()
         listed = tl.arange(0, SHORT)
         packed = tl.load(short + token * SHORT + listed, mask=listed < count, other=0)
         short_keys = tl.where(listed < count, (packed >> 32).to(tl.int32), NO_KEY)
         short_ids = (packed & 0x7FFFFFFF).to(tl.int32)
-        chosen = _chosen(
-            short_keys,
-            _value(short_keys),
-            short_ids,
-            other_keys,
-            other_scaled,
-            other_ids,
-            highest,
-            top_k,
-            top_p,
-            uniform,
-            SHORT,
-            OTHERS_TILE,
-        )
+        chosen = _chosen_of_few(short_keys, short_ids, highest, top_k, top_p, uniform, SHORT)
     elif temperature != 0:
         chosen = _chosen(
             keys, scaled, ids, other_keys, other_scaled, other_ids, highest, top_k, top_p, uniform, TILE, OTHERS_TILE

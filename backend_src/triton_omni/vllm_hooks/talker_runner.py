@@ -97,7 +97,12 @@ class TalkerRunnerMixin(FusedDecodeMixin, SteadyDecodeMixin):
         self._idle = np.array([told.get(column, 0) for column in Column], dtype=np.int64)
         if self.compilation_config.mode != CompilationMode.NONE:
             self.step.compile()
-        cast(TalkerForCausalLM, self.get_model()).step = self.step
+        network = cast(TalkerForCausalLM, self.get_model())
+        network.step = self.step
+        if self._fused is not None:
+            from triton_omni.vllm_hooks.fused_layers import fuse_ends
+
+            fuse_ends(network.thinker_to_talker_proj, network.logits_processor, network.lm_head, self._fused)
 
     def _step_kind(self) -> type[TalkerStep]:
         if not self.fuses_decode_steps:
