@@ -37,9 +37,10 @@ part_served() {
         --load 'text=--concurrency 1,32 --requests 64 --text-only'
 }
 
-part_crowds() {
+part_crowds() { # replies of 6 s
     compare crowds 7b --variant shipped --variant 'low_latency={"token2wav": {"plan": "low_latency"}}' \
-        --load 'eight=--concurrency 8 --requests 64 --crowds' --load 'crowds=--concurrency 32 --requests 128 --crowds'
+        --load 'eight=--concurrency 8 --requests 64 --crowds --talker-max-tokens 300' \
+        --load 'crowds=--concurrency 32 --requests 128 --crowds --talker-max-tokens 300'
 }
 
 part_plans() {

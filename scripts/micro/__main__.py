@@ -28,6 +28,7 @@ from micro.child import MEASUREMENTS, ON_REQUEST  # noqa: E402
 from micro.plan import Plan  # noqa: E402
 from micro.report import Run, line_of, table, write  # noqa: E402
 from triton_omni.settings import Quantization  # noqa: E402
+from triton_omni_client.options import check_writable  # noqa: E402
 
 console = Console(stderr=True)
 END_S = 40.0
@@ -148,7 +149,7 @@ def main(
     model: Annotated[Path | None, typer.Option(help="checkpoint folder")] = None,
     random_weights: Annotated[Size | None, typer.Option(help="make and use random weights of this size")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write")] = Path("micro.json"),
-    only: Annotated[str | None, typer.Option(help=f"some of {','.join(MEASUREMENTS)}")] = None,
+    only: Annotated[str | None, typer.Option(help="some of those named below, with commas between")] = None,
     batch: Annotated[str, typer.Option(help="sequences that decode together")] = "1,8,32,64",
     windows: Annotated[str, typer.Option(help="streams whose windows are solved together")] = "1,8,32",
     seconds: Annotated[str, typer.Option(help="lengths of whole replies")] = "10,30",
@@ -170,6 +171,7 @@ def main(
     """Time each stage alone, against plain vLLM and HF in the same run."""
     # As an exception, so that the child that is measuring ends with us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    check_writable(out)
     names = chosen(only)
     if model is not None and random_weights is not None:
         raise typer.BadParameter("give --model or --random-weights, not both")
@@ -197,7 +199,8 @@ def main(
     run = Run(plan, sys.argv)
     run_all(names, plan, run, out)
     report = run.report()
-    Console().print(table(report))
+    if report["figures"]:
+        Console().print(table(report))
     for name, unequal in report["not_comparable"].items():
         console.print(f"{name}: no ratio, the reference differs in {', '.join(unequal)}")
     for name, reason in report["failures"].items():
@@ -207,7 +210,8 @@ def main(
 
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-app.command()(main)
+# Beside an option there is no room for them all.
+app.command(epilog=f"Measurements for --only: {', '.join(MEASUREMENTS)}.")(main)
 
 if __name__ == "__main__":
     app()

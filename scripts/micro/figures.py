@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from triton_omni_client.bench.statistics import percentile
+
 Unit = Literal["ms", "audio-s/s", "dB"]
 OURS = "triton-omni"
 WITHOUT_TRITON = "without-triton"
@@ -33,7 +35,7 @@ class Figure:
     values: tuple[float, ...]
 
     def summary(self) -> dict[str, Any]:
-        """As the report has it; percentiles interpolate linearly (NumPy's `linear`)."""
+        """As the report has it; percentiles interpolate linearly (NumPy's `linear`), and fewer than ten have no p90."""
         values = np.asarray(self.values)
         return {
             "name": self.name,
@@ -42,7 +44,7 @@ class Figure:
             "unit": self.unit,
             "count": len(values),
             "p50": float(np.percentile(values, 50)),
-            "p90": float(np.percentile(values, 90)),
+            "p90": percentile(self.values, 90),
             "mean": float(values.mean()),
             "min": float(values.min()),
             "max": float(values.max()),

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Run:
     failures: dict[str, str] = field(default_factory=dict)
     unfinished: list[str] = field(default_factory=list)
     """Measurements that have not ended, in the order of the run."""
+    begun: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    """When it began, as `triton-omni bench` writes it."""
 
     def take(self, name: str, line: Mapping[str, Any]) -> None:
         """Take what the child of this measurement tells: `machine`, `ready` or `figure`, see `child.py`."""
@@ -93,13 +95,13 @@ class Run:
 
     def _environment(self) -> dict[str, Any]:
         machine: Mapping[str, Any] = next((result.machine for result in self.results.values()), {})
-        return {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": list(self.command), **machine}
+        return {"date": self.begun, "command": list(self.command), **machine}
 
 
 def line_of(figure: Mapping[str, Any]) -> str:
     """A figure in one line, as it is printed when it comes."""
     of = f" ({figure['by']})" if figure["by"] != OURS else ""
-    numbers = f"p50 {figure['p50']:.2f} {figure['unit']}, p90 {figure['p90']:.2f}, n {figure['count']}"
+    numbers = f"p50 {figure['p50']:.2f} {figure['unit']}, p90 {_shown(figure['p90'])}, n {figure['count']}"
     return f"{figure['name']}{of} {_words(figure['parameters'])}: {numbers}"
 
 
@@ -115,7 +117,9 @@ def write(report: Mapping[str, Any], path: Path) -> None:
 
 def table(report: Mapping[str, Any]) -> Table:
     """A line a figure of ours, its reference's median and their ratio beside it; then references without one."""
-    found = Table("figure", "of", "p50", "p90", "reference", "ratio", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    found = Table(box=SIMPLE_HEAD, padding=0)
+    for heading in ("figure", "of", "p50", "p90", "reference", "ratio"):
+        found.add_column(heading, no_wrap=heading not in ("of", "reference"), overflow="fold")
     known = {(item["name"], _words(item["parameters"])): item for item in report["ratios"]}
     medians = {(item["name"], item["by"], _words(item["parameters"])): item["p50"] for item in report["figures"]}
     for figure in report["figures"]:
@@ -123,14 +127,19 @@ def table(report: Mapping[str, Any]) -> Table:
         ratio = known.get(place)
         if ratio is not None and figure["by"] == ratio["reference"]:
             continue
-        whose = "" if figure["by"] == OURS else f" ({figure['by']})"
+        whose = "" if figure["by"] == OURS else f"\n({figure['by']})"
         beside = ("", "")
         if ratio is not None:
             median = medians[place[0], ratio["reference"], place[1]]
             beside = (f"{ratio['reference']} {median:.2f}", f"{ratio['ratio']:.2f}")
-        numbers = (f"{figure['p50']:.2f}", f"{figure['p90']:.2f}")
-        found.add_row(f"{place[0]}{whose}, {figure['unit']}", place[1], *numbers, *beside)
+        numbers = (f"{figure['p50']:.2f}", _shown(figure["p90"]))
+        found.add_row(f"{place[0]}, {figure['unit']}{whose}", place[1], *numbers, *beside)
     return found
+
+
+def _shown(value: float | None) -> str:
+    """A dash where there are too few values."""
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _words(parameters: Mapping[str, Any]) -> str:

@@ -176,6 +176,8 @@ def test_a_crowd_waits_for_its_last(server: FakeEnsemble, tmp_path: Path) -> Non
     [
         (["--rate", "2", "--crowds"], "not with --rate"),
         (["--rate", "2", "--listen"], "not with --rate"),
+        (["--rate", "2", "--ramp-up", "3"], "not with --rate"),
+        (["--concurrency", "2", "--listen", "--text-only"], "not with --text-only"),
         (["--concurrency", "2", "--crowds", "--listen"], "not with --listen or --ramp-up"),
         (["--concurrency", "2", "--crowds", "--ramp-up", "3"], "not with --listen or --ramp-up"),
     ],

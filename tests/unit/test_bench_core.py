@@ -240,9 +240,25 @@ def test_a_run_counts_whole_replies_and_names_the_rest() -> None:
     assert found.send_delay_s.max == 0.5
 
 
+def test_of_replies_in_one_piece_nothing_is_known_of_underruns() -> None:
+    whole = replace(RECORD, chunks=(Chunk(2.0, 1.0),))
+    found = summarise([whole, whole], streamed=False)
+    assert (found.underruns, found.requests_with_underruns, found.silence_s, found.silence_share) == (None,) * 4
+    assert (found.silence_per_request_s.count, found.real_time_factor.max) == (0, 2.0)
+    assert (metrics_of(whole).underruns, metrics_of(whole, streamed=False).underruns) == (0, None)
+
+
+def test_requests_sent_a_second_are_counted_between_the_first_and_the_last() -> None:
+    due = [replace(RECORD, start_s=at, sent_s=at + 0.5) for at in (10.0, 10.5, 12.0)]
+    late = replace(RECORD, start_s=12.5, sent_s=14.5, error="overloaded")
+    assert summarise([replace(RECORD, sent_s=0.0, warm_up=True), *due, late]).sent_per_s == 0.75
+    assert summarise([RECORD]).sent_per_s is None
+
+
 def test_a_run_of_nothing_has_no_figures() -> None:
     found = summarise([])
     assert (found.requests, found.duration_s, found.requests_per_s, found.silence_share) == (0, 0.0, None, None)
+    assert found.sent_per_s is None
     assert found.time_to_first_audio_s == Distribution(0)
 
 

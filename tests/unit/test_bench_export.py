@@ -14,6 +14,7 @@ from triton_omni_client.audio import wav_header
 from triton_omni_client.bench import profile_export
 from triton_omni_client.bench.profile_export import read_profile_export
 from triton_omni_client.bench.records import INTERRUPTED, Chunk
+from triton_omni_client.bench.report import Report
 from triton_omni_client.bench.workload import PROMPTS, Workload, of_length, perf_analyzer_input, read_prompts
 from triton_omni_client.errors import BadRequest
 from triton_omni_client.messages import Media
@@ -46,7 +47,8 @@ def test_of_an_export_that_was_cut_off_the_whole_requests_count(tmp_path: Path) 
     assert all(len(record.chunks) == 2 for run in runs for record in run.records)
     assert profile_export.CUT_OFF in notes
     for data, reason in (
-        (whole[: end - 1], "not a profile export of perf_analyzer: no JSON"),
+        (whole[: end - 1], r"p\.json: cut off or damaged: .*line 1 column \d+ \(char \d+\)"),
+        (whole[:400] + whole[500:], r"p\.json: cut off or damaged: .*line 1 column 4\d\d"),
         (whole[:65536], "cut off before the first"),
     ):
         path.write_bytes(data)
@@ -72,6 +74,10 @@ def test_a_unary_export_says_that_it_knows_no_first_audio(tmp_path: Path) -> Non
     (record,) = runs[0].records
     assert record.chunks == (Chunk(pytest.approx(0.9), 1.0),)  # type: ignore[arg-type]
     assert runs[0].summary.audio_gap_s.count == 0
+    assert (runs[0].summary.underruns, runs[0].summary.silence_per_request_s.count) == (None, 0)
+    (written,) = Report({}, {}, runs).to_json()["runs"]
+    (request,) = written["requests"]
+    assert (written["summary"]["silence_s"], request["metrics"]["underruns"]) == (None, None)
 
 
 @pytest.mark.parametrize("form", ["pcm16", "wav"])

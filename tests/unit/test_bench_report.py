@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from triton_omni_client.bench.plots import PlotError, write_plots
+from triton_omni_client.bench.plots import PlotError, free_side, write_plots
 from triton_omni_client.bench.records import INTERRUPTED, Chunk, Load, RequestRecord
 from triton_omni_client.bench.report import SCHEMA, SCHEMA_VERSION, Report, Run
 from triton_omni_client.bench.resources import Usage
@@ -118,6 +118,19 @@ def test_a_table_says_what_failed_and_what_was_cut_off() -> None:
     assert "outbox" not in found
 
 
+def test_an_open_loop_tells_the_rate_that_came_about() -> None:
+    assert "20 replies, 0 errors in 20.0 s; 1.00 requests sent a second" in printed(run_of(Load("open", 2.0)))
+    assert "sent a second" not in printed(run_of(Load("closed", 2)))
+
+
+def test_replies_in_one_piece_are_not_praised_for_their_silence() -> None:
+    found = printed(*(run_of(Load("closed", at), streamed=False) for at in (1, 2)))
+    assert "whole replies: nothing is known of underruns" in found
+    assert "silence, ms" not in found
+    (line,) = [line for line in found.splitlines() if line.strip().startswith("concurrency 2") and "/" in line]
+    assert line.split()[6:8] == ["-", "-"]
+
+
 def test_runs_are_compared_in_eighty_columns() -> None:
     found = printed(
         run_of(Load("closed", 1)), run_of(Load("closed", 32)), run_of(Load("open", 0.5)), notes=("a [note]",)
@@ -159,6 +172,21 @@ def test_plots_are_written_for_each_kind_of_load(tmp_path: Path) -> None:
         "bench-time-to-first-audio-open.png",
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+@pytest.mark.parametrize(
+    ("heights", "below", "above"),
+    [
+        ([1.0], [0], [0]),
+        ([1.0, 2.0, 3.0], [-1, 1, 1], [-1, -1, 1]),
+        ([3.0, 2.0, 1.0], [-1, -1, 1], [-1, 1, 1]),
+        ([1.0, 5.0, 4.0], [-1, 1, 1], [-1, 0, 1]),
+    ],
+    ids=["alone", "rising", "falling", "a peak"],
+)
+def test_a_figure_stands_where_the_line_does_not_pass(heights: list[float], below: list[int], above: list[int]) -> None:
+    sides = [[free_side(heights, at, height) for at in range(len(heights))] for height in (-14, 7)]
+    assert sides == [below, above]
 
 
 def test_nothing_is_plotted_of_text_alone(tmp_path: Path) -> None:

@@ -87,6 +87,16 @@ def loads(variants: Any, parameters: dict[str, Any]) -> Iterator[tuple[str, ...]
             yield tuple(str(PICTURE) if option.endswith("photo.jpg") else option for option in options)
 
 
+def test_crowds_have_replies_of_6_s(recorded: Recorded, script: Any) -> None:
+    _, _, (command,) = recorded.run(str(recorded.folder / "out"), "crowds")
+    app = typer.Typer()
+    app.command()(script("compare.__main__").main)
+    bench = typer.main.get_command(cli.app).get_command(None, "bench")
+    for options in loads(script("compare.variants"), parsed(app, command[1:])):
+        asked = bench.make_context("bench", list(options)).params
+        assert (asked["crowds"], asked["talker_max_tokens"]) == (True, 300)
+
+
 def test_a_part_alone_and_none_that_is_not_there_or_was_measured(recorded: Recorded) -> None:
     out = recorded.folder / "out"
     code, _, commands = recorded.run(str(out), "whole")

@@ -155,6 +155,13 @@ def test_what_is_no_report_with_such_a_run_is_refused(broken: dict[str, Any]) ->
         measured_loads(broken)
 
 
+def test_a_report_of_whole_replies_is_refused() -> None:
+    whole = run(4, 10, 0.2)
+    whole["summary"]["requests_with_underruns"] = None
+    with pytest.raises(BadRequest, match="nothing of underruns: measure the stream"):
+        measured_loads(report(whole))
+
+
 def test_of_no_loads_there_is_no_capacity() -> None:
     with pytest.raises(BadRequest, match="no load was measured"):
         capacity([], HALF_A_SECOND)

@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import pickle
 import queue
+from datetime import UTC, datetime, timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
+
+from command_line import unframed
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +74,12 @@ def test_a_summary_has_the_percentiles_of_its_times(micro):
     assert found["p90"] == pytest.approx(10.0)
 
 
+@pytest.mark.parametrize(("count", "p90"), [(9, None), (10, 2.0)])
+def test_fewer_than_ten_times_have_no_p90(micro, count, p90):
+    found = micro("figures").milliseconds("x", "us", [0.002] * count)
+    assert (found["p50"], found["p90"]) == (2.0, p90)
+
+
 def figure(micro, name, by, milliseconds, **parameters):
     return micro("figures").milliseconds(name, by, [milliseconds / 1e3], parameters)
 
@@ -122,16 +133,19 @@ def test_a_failed_measurement_is_reported_and_the_others_are_kept(micro, monkeyp
     monkeypatch.setattr(command, "measure", measure)
     out = tmp_path / "micro.json"
     (tmp_path / "config.json").touch()
-    options = ["--model", str(tmp_path), "--only", "thinker,thinker-vllm", "-o", str(out)]
-    ran = CliRunner().invoke(command.app, options)
+    options = ["--model", str(tmp_path), "-o", str(out), "--only"]
+    ran = CliRunner().invoke(command.app, [*options, "thinker,thinker-vllm"])
     assert ran.exit_code == 1
     report = json.loads(out.read_text(encoding="utf-8"))
     assert report["failures"] == {"thinker": "exit code 1: why"}
     assert [item["by"] for item in report["figures"]] == ["vllm"]
     assert report["seconds"] == {"thinker": {"start": 2}, "thinker-vllm": {"start": 2, "engine": 3, "figures": 4}}
     assert report["unfinished"] == []
-    assert "thinker_step (vllm) batch 1: p50 5.00 ms, p90 5.00, n 1" in ran.stdout
+    assert "thinker_step (vllm) batch 1: p50 5.00 ms, p90 -, n 1" in ran.stdout
     assert (report["schema"], report["schema_version"]) == ("triton-omni-micro", 1)
+    nothing = CliRunner().invoke(command.app, [*options, "thinker"])
+    assert (nothing.exit_code, nothing.stdout) == (1, "")
+    assert "thinker failed: exit code 1: why" in nothing.stderr
 
 
 def test_what_was_measured_is_written_before_the_run_is_cut_short(micro, monkeypatch, tmp_path):
@@ -225,10 +239,44 @@ def test_a_wrong_option_is_refused(micro, options, tmp_path):
     assert (options[0] if options else "--model") in ran.stderr
 
 
+def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measured(micro, monkeypatch, tmp_path):
+    command = micro("__main__")
+    monkeypatch.setattr(command, "measure", mock.Mock(side_effect=AssertionError))
+    ran = CliRunner().invoke(command.app, ["-o", str(tmp_path / "nowhere" / "a.json")])
+    assert (ran.exit_code, unframed("nowhere/a.json: its folder does not exist") in unframed(ran.stderr)) == (2, True)
+
+
+def test_the_help_names_every_measurement_on_a_narrow_terminal(micro):
+    shown = CliRunner().invoke(micro("__main__").app, ["--help"], env={"COLUMNS": "80"}).stdout.split()
+    assert set(micro("child").MEASUREMENTS) <= {word.rstrip(",.") for word in shown}
+
+
+def test_the_date_of_a_report_is_when_its_run_began(micro, monkeypatch):
+    run = micro("report").Run(micro("plan").Plan("model"), ["micro"])
+    monkeypatch.setattr(micro("report"), "datetime", mock.Mock(side_effect=AssertionError))
+    begun = datetime.fromisoformat(run.report()["environment"]["date"])
+    assert begun.utcoffset() == timedelta(0)
+    assert timedelta(0) <= datetime.now(UTC) - begun < timedelta(minutes=5)
+
+
+def test_names_of_figures_are_whole_on_a_narrow_terminal(micro):
+    names = ["token2wav_window_dit", "token2wav_window_vocoder", "token2wav_throughput", "token2wav_window_profiled"]
+    figures = [figure(micro, name, "triton-omni", 1234, batch=32, solver="rk4") for name in names]
+    figures += [figure(micro, "thinker_step", by, 5, mode="sampled, with a penalty") for by in ("triton-omni", "vllm")]
+    run = micro("report").Run(micro("plan").Plan("model"), ["micro"])
+    run.results = {"all": micro("report").Result({}, {}, figures, [1.0])}
+    out = io.StringIO()
+    Console(file=out, width=80).print(micro("report").table(run.report()))
+    shown = out.getvalue()
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert {*names, "thinker_step", "ratio", "1.00"} <= {word.rstrip(",") for word in shown.split()}
+
+
 def test_the_table_puts_a_reference_beside_ours(micro):
     run = micro("report").Run(micro("plan").Plan("model"), ["micro"])
     run.results = {"thinker": result(micro, "triton-omni", dtype="a"), "thinker-vllm": result(micro, "vllm", dtype="a")}
     shown = micro("report").table(run.report())
     assert [list(column.cells) for column in shown.columns] == [
-        ["thinker_step, ms"], ["batch 1"], ["5.00"], ["5.00"], ["vllm 5.00"], ["1.00"]
+        ["thinker_step, ms"], ["batch 1"], ["5.00"], ["-"], ["vllm 5.00"], ["1.00"]
     ]  # fmt: skip

@@ -127,7 +127,7 @@ def measured_loads(report: Mapping[str, Any]) -> list[Measured]:
     """The closed loops of a report, the smallest first; those that were cut short are left out.
 
     Raises:
-        BadRequest: it is no report of this benchmark, has no such run, or is of listeners or crowds.
+        BadRequest: it is no report of this benchmark, has no such run, is of listeners or crowds, or not of the stream.
     """
     if report.get("schema") != SCHEMA or report.get("schema_version") != SCHEMA_VERSION:
         raise BadRequest(f"this is no report of `triton-omni bench` ({SCHEMA}, version {SCHEMA_VERSION})")
@@ -135,9 +135,12 @@ def measured_loads(report: Mapping[str, Any]) -> list[Measured]:
         if report.get("workload", {}).get(asked):
             raise BadRequest(f"the report is of {option}, which leaves the server idle: measure without it")
     runs = [run for run in report["runs"] if run["load"]["mode"] == _CLOSED and run["complete"]]
-    found = [_measured(run) for run in runs if run["summary"]["audio_seconds_per_s"]]
-    if not found:
+    spoken = [run for run in runs if run["summary"]["audio_seconds_per_s"]]
+    if not spoken:
         raise BadRequest("the report has no complete run with speech at a --concurrency")
+    if any(run["summary"]["requests_with_underruns"] is None for run in spoken):
+        raise BadRequest("the report is of whole replies, which tell nothing of underruns: measure the stream")
+    found = [_measured(run) for run in spoken]
     return sorted(found, key=lambda load: load.streams)
 
 

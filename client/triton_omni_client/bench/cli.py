@@ -29,7 +29,7 @@ from triton_omni_client.option_groups import grouped
 from triton_omni_client.options import A_FILE, address, seconds
 from triton_omni_client.terminal import FAILED, errors, usage_errors
 
-from .options import LoadOptions, ReportOptions, WorkloadOptions
+from .options import LISTEN, LoadOptions, ReportOptions, WorkloadOptions
 from .plots import PlotError, write_plots
 from .profile_export import read_profile_export
 from .report import Report
@@ -91,6 +91,8 @@ def bench(
         _write_input(write_perf_analyzer_input, asked, load.requests or PERF_ANALYZER_REQUESTS)
         return
     report.check()
+    if load.listen and asked.text_only:
+        raise typer.BadParameter("not with --text-only: there is nothing to hear", param_hint=LISTEN)
     workload = asked.workload()
     plan = Plan(
         url,

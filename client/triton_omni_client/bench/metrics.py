@@ -32,10 +32,10 @@ class RequestMetrics:
     silence_s: float | None
 
 
-def metrics_of(record: RequestRecord) -> RequestMetrics:
-    """The figures of a request."""
+def metrics_of(record: RequestRecord, *, streamed: bool = True) -> RequestMetrics:
+    """The figures of a request; how it would have played is known of a streamed reply alone."""
     audio_s = sum(chunk.seconds for chunk in record.chunks)
-    playback = play(record.chunks) if record.chunks else None
+    playback = play(record.chunks) if record.chunks and streamed else None
     return RequestMetrics(
         time_to_first_text_s=record.text_at_s[0] if record.text_at_s else None,
         time_to_first_audio_s=record.chunks[0].at_s if record.chunks else None,

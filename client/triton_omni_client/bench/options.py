@@ -30,6 +30,7 @@ from .workload import BUILT_IN, PROMPTS, Workload, of_length, read_prompts
 
 DEFAULT_CONCURRENCY = "1,4"
 DEFAULT_OUTPUT = Path("bench.json")
+LISTEN = "--listen"
 CROWDS = "--crowds"
 MAX_FIRST_SEED = 2**62
 """Far below the server's bound, which the seeds of all requests must keep."""
@@ -59,7 +60,7 @@ RampUp = Annotated[
     ),
 ]
 Listen = Annotated[
-    bool, typer.Option("--listen", help="Closed loops: hear each reply to its end, at its own speed, before the next.")
+    bool, typer.Option(LISTEN, help="Closed loops: hear each reply to its end, at its own speed, before the next.")
 ]
 Crowds = Annotated[
     bool, typer.Option(CROWDS, help="Closed loops: all places ask at once, and again when the last was answered.")
@@ -118,9 +119,9 @@ class LoadOptions:
         concurrency = self.concurrency or ("" if self.rate else DEFAULT_CONCURRENCY)
         closed = [Load("closed", value) for value in _numbers("--concurrency", concurrency, int)]
         opened = [Load("open", value) for value in _numbers("--rate", self.rate, float)]
-        if (self.listen or self.crowds) and opened:
-            named = "--listen" if self.listen else CROWDS
-            raise typer.BadParameter("not with --rate, whose requests come when they come", param_hint=named)
+        of_places = {LISTEN: self.listen, CROWDS: self.crowds, "--ramp-up": self.ramp_up}
+        if opened and (named := [option for option, given in of_places.items() if given]):
+            raise typer.BadParameter("not with --rate, whose requests come when they come", param_hint=named[0])
         if self.crowds and (self.listen or self.ramp_up):
             raise typer.BadParameter("not with --listen or --ramp-up: a crowd comes at once", param_hint=CROWDS)
         return closed + opened

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 LINES = {"p50": ("#1f77b4", "o", -14), "p95": ("#d62728", "s", 7)}
 """Colour and marker of each percentile, and how many points above the marker its figure stands."""
+_ROOM = 0.12
+"""Of the axis, left and right of the points, for the figures of the first and the last."""
+_ASIDE = 5
+"""How many points beside the marker a figure stands which the line would otherwise touch."""
 
 
 class Panel(NamedTuple):
@@ -29,6 +33,8 @@ class Panel(NamedTuple):
     unit: str
 
 
+_ALIGNED = {-1: "right", 0: "center", 1: "left"}
+"""Horizontal alignment of a figure left of its marker, at it, and right of it."""
 PANELS = (
     Panel("time_to_first_audio_s", "Time to first audio", 1000, "time to first audio, ms"),
     Panel("real_time_factor", "Real-time factor", 1, "seconds of waiting a second of speech"),
@@ -96,10 +102,25 @@ def _line(axes: Axes, runs: Sequence[Run], panel: Panel, name: str) -> list[floa
         return []
     loads, heights = zip(*points, strict=True)
     axes.plot(loads, heights, color=colour, marker=marker, label=name)
-    for load, height in points:
+    for at, (load, height) in enumerate(points):
         figure = f"{height:.3g}" if height < 1000 else f"{height:.0f}"
-        axes.annotate(figure, (load, height), (0, above), textcoords="offset points", ha="center", color=colour)
+        side = free_side(heights, at, above)
+        offset, align = (side * _ASIDE, above), _ALIGNED[side]
+        axes.annotate(figure, (load, height), offset, textcoords="offset points", ha=align, color=colour)
     return list(heights)
+
+
+def free_side(heights: Sequence[float], at: int, above: int) -> int:
+    """Where a figure above or below its marker is clear of the line: left (-1), right (1), or in the middle (0).
+
+    The first stands left and the last right, those between away from the neighbour that lies further on the figure's
+    own side: the line to that one is in its way.
+    """
+    last = len(heights) - 1
+    if at in (0, last):
+        return int(at > 0) - int(at < last)
+    before, after = (max(0.0, (heights[neighbour] - heights[at]) * above) for neighbour in (at - 1, at + 1))
+    return int(before > after) - int(before < after)
 
 
 def _scale(axes: Axes, loads: Sequence[float], heights: Sequence[float]) -> None:
@@ -109,6 +130,7 @@ def _scale(axes: Axes, loads: Sequence[float], heights: Sequence[float]) -> None
     if _far_apart(loads):
         axes.set_xscale("log")
         axes.minorticks_off()
+    axes.margins(x=_ROOM)
     axes.set_xticks(list(loads), [f"{load:g}" for load in loads])
     if _far_apart(heights):
         axes.set_yscale("log")

@@ -31,7 +31,10 @@ MISSING = (
     "GPU memory and utilisation, server version: not in the export",
 )
 NO_SCHEDULE = "latencies of a request rate count from the sending: the export does not have the scheduled arrival"
-ONE_RESPONSE = "one response a request: time to first text and first audio are those of the whole reply, gaps are none"
+ONE_RESPONSE = (
+    "one response a request: time to first text and first audio are those of the whole reply, and nothing is known of "
+    "gaps, underruns and silence"
+)
 NO_OUTPUTS = "no text, audio and token figures: the export has no response_outputs"
 CUT_OFF = (
     "perf_analyzer has cut this export off, as it does where an empty tensor's memory, which it writes all the same, "
@@ -55,7 +58,9 @@ def read_profile_export(path: Path) -> tuple[list[Run], list[str]]:
     except OSError as error:
         raise BadRequest(f"{path}: cannot be read: {error.strerror}") from error
     except json.JSONDecodeError as error:
-        raise BadRequest(f"{path}: not a profile export of perf_analyzer: no JSON, {error}") from error
+        damaged = error.doc.lstrip().startswith("{")
+        fault = "cut off or damaged" if damaged else "not a profile export of perf_analyzer: no JSON"
+        raise BadRequest(f"{path}: {fault}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadRequest(f"{path}: not a profile export of perf_analyzer: {error!r}") from error
     if cut_off:
@@ -78,11 +83,10 @@ def _parsed(data: bytes) -> tuple[dict[str, Any], bool]:
 
 
 def _notes(experiments: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> list[str]:
-    responses = [request["response_timestamps"] for experiment in experiments for request in experiment["requests"]]
     found = []
     if any(run.load.mode == "open" for run in runs):
         found.append(NO_SCHEDULE)
-    if responses and all(len(times) <= 1 for times in responses):
+    if not all(run.streamed for run in runs):
         found.append(ONE_RESPONSE)
     if not any(request.get("response_outputs") for entry in experiments for request in entry["requests"]):
         found.append(NO_OUTPUTS)
@@ -94,7 +98,8 @@ def _run(experiment: Mapping[str, Any]) -> Run:
     requests = experiment["requests"]
     begin = min((int(request["timestamp"]) for request in requests), default=0)
     records = [_record(index, request, begin) for index, request in enumerate(requests)]
-    return Run(Load(_MODES[load["mode"]], float(load["value"])), records)
+    streamed = not requests or any(len(request["response_timestamps"]) > 1 for request in requests)
+    return Run(Load(_MODES[load["mode"]], float(load["value"])), records, streamed=streamed)
 
 
 def _record(index: int, request: Mapping[str, Any], begin_ns: int) -> RequestRecord:

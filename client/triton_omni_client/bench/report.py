@@ -41,11 +41,13 @@ class Run:
 
     hops: Mapping[str, Mapping[str, HopTimes]] = field(default_factory=dict)
     """What messages took to a stage until they `arrived` and until they were `taken`."""
+    streamed: bool = True
+    """False where each reply came in one response, which tells nothing of how it would have played on the way."""
 
     @cached_property
     def summary(self) -> Summary:
         """Its figures."""
-        return summarise(self.records)
+        return summarise(self.records, streamed=self.streamed)
 
 
 @dataclass
@@ -86,14 +88,16 @@ def _run(run: Run) -> dict[str, Any]:
         "summary": asdict(run.summary),
         "resources": {name: asdict(usage) for name, usage in run.resources.items()},
         "hops": {stage: {end: asdict(times) for end, times in ends.items()} for stage, ends in run.hops.items()},
-        "requests": [_request(record) for record in sorted(run.records, key=lambda record: record.index)],
+        "requests": [
+            _request(record, streamed=run.streamed) for record in sorted(run.records, key=lambda record: record.index)
+        ],
     }
 
 
-def _request(record: RequestRecord) -> dict[str, Any]:
+def _request(record: RequestRecord, *, streamed: bool) -> dict[str, Any]:
     written = asdict(record)
     written["chunks"] = [[chunk.at_s, chunk.seconds] for chunk in record.chunks]
-    return written | {"metrics": asdict(metrics_of(record))}
+    return written | {"metrics": asdict(metrics_of(record, streamed=streamed))}
 
 
 def _rounded(value: Any) -> Any:

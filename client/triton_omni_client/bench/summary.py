@@ -29,15 +29,18 @@ class Summary:
     duration_s: float
     """From the first start to the last end."""
 
+    sent_per_s: float | None
+    """Requests sent a second, from the first sending to the last: in an open loop the rate that came about."""
     requests_per_s: float | None
     audio_seconds_per_s: float | None
     """Seconds of speech a second, over all replies at once: how many listeners the server kept up with."""
     text_tokens_per_s: float | None
     """Reply tokens a second, over all replies at once."""
 
-    underruns: int
-    requests_with_underruns: int
-    silence_s: float
+    underruns: int | None
+    """None, as the three below, where replies are not streamed."""
+    requests_with_underruns: int | None
+    silence_s: float | None
     """What all simulated players were silent for, together."""
     silence_share: float | None
     """Silence over the length of all speech."""
@@ -60,11 +63,11 @@ class Summary:
     """How late the load generator sent what was due (open loop)."""
 
 
-def summarise(records: Sequence[RequestRecord]) -> Summary:
-    """Sum up one run."""
+def summarise(records: Sequence[RequestRecord], *, streamed: bool = True) -> Summary:
+    """Sum up one run, whose replies came in one response each where they are not `streamed`."""
     measured = [record for record in records if not record.warm_up]
     whole = [record for record in measured if record.ok]
-    metrics = [metrics_of(record) for record in whole]
+    metrics = [metrics_of(record, streamed=streamed) for record in whole]
     codes = Counter(record.error for record in measured if record.error is not None)
     interrupted = codes.pop(INTERRUPTED, 0)
     duration = _duration(measured)
@@ -75,10 +78,11 @@ def summarise(records: Sequence[RequestRecord]) -> Summary:
         errors=dict(sorted(codes.items())),
         interrupted=interrupted,
         duration_s=duration,
+        sent_per_s=_sending_rate([record.sent_s for record in measured]),
         requests_per_s=_rate(len(whole), duration),
         audio_seconds_per_s=_rate(sum(figures.audio_s for figures in metrics), duration),
         text_tokens_per_s=None if None in tokens else _rate(sum(t for t in tokens if t is not None), duration),
-        **_underruns(metrics),
+        **_underruns(metrics, streamed=streamed),
         **_distributions(whole, metrics),
         send_delay_s=distribution(record.sent_s - record.start_s for record in measured),
     )
@@ -94,16 +98,22 @@ def _rate(amount: float, seconds: float) -> float | None:
     return amount / seconds if seconds > 0 else None
 
 
-def _underruns(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
+def _sending_rate(sent_s: Sequence[float]) -> float | None:
+    """How many were sent after the first, by the time from the first to the last."""
+    return _rate(len(sent_s) - 1, max(sent_s) - min(sent_s)) if sent_s else None
+
+
+def _underruns(metrics: Sequence[RequestMetrics], *, streamed: bool) -> dict[str, Any]:
     """The four figures of the simulated players; requests without speech have no part in them."""
     silence = sum(figures.silence_s or 0.0 for figures in metrics)
     audio = sum(figures.audio_s for figures in metrics)
-    return {
+    found = {
         "underruns": sum(figures.underruns or 0 for figures in metrics),
         "requests_with_underruns": sum(bool(figures.underruns) for figures in metrics),
         "silence_s": silence,
         "silence_share": silence / audio if audio else None,
     }
+    return found if streamed else dict.fromkeys(found)
 
 
 def _distributions(whole: Sequence[RequestRecord], metrics: Sequence[RequestMetrics]) -> dict[str, Any]:

@@ -80,8 +80,9 @@ def run_lines(run: Run) -> list[str]:
     summary = run.summary
     failed = summary.requests - summary.completed - summary.interrupted
     cut = f", {summary.interrupted} cut off" if summary.interrupted else ""
+    sent = f"; {_shown(summary.sent_per_s, _plain)} requests sent a second" if run.load.mode == "open" else ""
     lines = [
-        f"{summary.completed} replies, {failed} errors{cut} in {summary.duration_s:.1f} s",
+        f"{summary.completed} replies, {failed} errors{cut} in {summary.duration_s:.1f} s{sent}",
         f"a second: {_shown(summary.audio_seconds_per_s, _plain)} s of speech · "
         f"{_shown(summary.requests_per_s, _plain)} replies · "
         f"{_shown(summary.text_tokens_per_s, _plain)} text tokens",
@@ -109,7 +110,7 @@ def comparison(runs: Sequence[Run]) -> Table:
             _pair(summary.time_to_first_text_s, milliseconds),
             _pair(summary.time_to_first_audio_s, milliseconds),
             _pair(summary.real_time_factor, _plain),
-            str(summary.underruns),
+            _shown(summary.underruns, _count),
             MISSING if share is None else f"{100 * share:.1f}",
             _shown(summary.audio_seconds_per_s, _plain),
         )
@@ -135,6 +136,8 @@ def print_run(console: Console, run: Run) -> None:
 def _underruns(summary: Summary) -> str:
     if not summary.time_to_first_audio_s.count:
         return "no speech"
+    if summary.underruns is None:
+        return "whole replies: nothing is known of underruns"
     return (
         f"{summary.underruns} underruns in {summary.requests_with_underruns} of {summary.completed} replies · "
         f"{summary.silence_s:.2f} s of silence"
