@@ -14,14 +14,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):
-    """To be called first where a kernel reads before `wait_for_inputs`: what none before it may still be writing."""
+    """To be called first where a kernel reads before `wait_for_inputs` what none before it may still be writing: what a
+    kernel that is not launched early stands behind, such as weights, and what was laid out for all layers.
+
+    A load of them that came behind a sum would be waited for once more.
+    """
     if EARLY:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """To be called before anything is read: a kernel that is launched early begins while the one before still runs.
+    """To be called before all else is read: a kernel that is launched early begins while the one before still runs.
 
     Also before a program ends: the next kernel waits for this one alone.
     """

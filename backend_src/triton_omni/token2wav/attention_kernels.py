@@ -10,23 +10,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.early_kernels import early_launch, wait_for_inputs
+from triton_omni.early_kernels import early_launch, let_next_begin, wait_for_inputs
 from triton_omni.tiles import padded_rows
 from triton_omni.token2wav.batching import Neighbours
 from triton_omni.token2wav.past import LayerPast
 
 
 @triton.jit
+def _angles(cosines, sines, frames, loaded, is_rotated, PAIRS: tl.constexpr):
+    """Cosines and sines [TILE, PAIRS] of the frames that are `loaded`; 1 and 0 if this is not the rotated head."""
+    at = frames[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    cosine = tl.where(is_rotated, tl.load(cosines + at, mask=loaded[:, None], other=1.0), 1.0)
+    return cosine, tl.where(is_rotated, tl.load(sines + at, mask=loaded[:, None], other=0.0), 0.0)
+
+
+@triton.jit
 def _rotated_pairs(
-    projected, cosines, sines, frames, loaded, is_rotated, STRIDE: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr
+    projected, cosine, sine, frames, loaded, STRIDE: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Even and odd dimensions [TILE, PAIRS] of one head's frames, rotated if this is the rotated head."""
+    """Even and odd dimensions [TILE, PAIRS] of one head's frames, rotated."""
     lanes = tl.arange(0, 2 * PAIRS)
     tile = tl.load(projected + frames[:, None] * STRIDE + lanes[None, :], mask=loaded[:, None], other=0.0)
     even, odd = tl.split(tl.reshape(tile.to(tl.float32), [TILE, PAIRS, 2]))
-    angles = frames[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-    cosine = tl.where(is_rotated, tl.load(cosines + angles, mask=loaded[:, None], other=1.0), 1.0)
-    sine = tl.where(is_rotated, tl.load(sines + angles, mask=loaded[:, None], other=0.0), 0.0)
     return (
         (even * cosine - odd * sine).to(projected.dtype.element_ty),
         (odd * cosine + even * sine).to(projected.dtype.element_ty),
@@ -36,11 +41,10 @@ def _rotated_pairs(
 @triton.jit
 def _keys_and_values(
     keys,
-    cosines,
-    sines,
+    cosine,
+    sine,
     frames,
     loaded,
-    is_rotated,
     STRIDE: tl.constexpr,
     INNER: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -50,7 +54,7 @@ def _keys_and_values(
 
     A value lies INNER places behind its key.
     """
-    even, odd = _rotated_pairs(keys, cosines, sines, frames, loaded, is_rotated, STRIDE, HEAD_DIM // 2, TILE)
+    even, odd = _rotated_pairs(keys, cosine, sine, frames, loaded, STRIDE, HEAD_DIM // 2, TILE)
     lanes = INNER + tl.arange(0, HEAD_DIM)
     value = tl.load(keys + frames[:, None] * STRIDE + lanes[None, :], mask=loaded[:, None], other=0.0)
     return even, odd, value
@@ -94,26 +98,32 @@ def _block_attention(
     AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     block, head = tl.program_id(0), tl.program_id(1)
     inner: tl.constexpr = HEADS * HEAD_DIM
+    pairs: tl.constexpr = HEAD_DIM // 2
     places = tl.arange(0, TILE)
     is_rotated, inside = head < ROTARY_HEADS, places < BLOCK
     frames = block.to(tl.int64) * BLOCK + places
     query = qkv + head * HEAD_DIM
-    even, odd = _rotated_pairs(query, cosines, sines, frames, inside, is_rotated, 3 * inner, HEAD_DIM // 2, TILE)
+    own_valid = places < tl.load(valid + block)
+    cosine, sine = _angles(cosines, sines, frames, inside, is_rotated, pairs)
+
+    wait_for_inputs(EARLY)
+    even, odd = _rotated_pairs(query, cosine, sine, frames, inside, 3 * inner, pairs, TILE)
     peak = tl.full([TILE], -float("inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     output = tl.zeros([TILE, HEAD_DIM], tl.float32)
     for side in tl.static_range(-BACK, AHEAD + 1):
-        # A neighbour that is not there is this block again with none of its frames valid.
-        neighbour = block
+        loaded, keys, key_cosine, key_sine = own_valid, frames, cosine, sine
         if side != 0:
+            # A neighbour that is not there is the first block with none of its frames valid.
             neighbour = tl.load((previous if side < 0 else following) + block)
-        loaded = places < tl.where(neighbour < 0, 0, tl.load(valid + tl.maximum(neighbour, 0)))
-        keys = tl.maximum(neighbour, 0).to(tl.int64) * BLOCK + places
+            loaded = places < tl.where(neighbour < 0, 0, tl.load(valid + tl.maximum(neighbour, 0)))
+            keys = tl.maximum(neighbour, 0).to(tl.int64) * BLOCK + places
+            key_cosine, key_sine = _angles(cosines, sines, keys, loaded, is_rotated, pairs)
         key_even, key_odd, value = _keys_and_values(
-            query + inner, cosines, sines, keys, loaded, is_rotated, 3 * inner, inner, HEAD_DIM, TILE
+            query + inner, key_cosine, key_sine, keys, loaded, 3 * inner, inner, HEAD_DIM, TILE
         )
         if side < 0:
             page = tl.load(found + block)
@@ -121,8 +131,9 @@ def _block_attention(
                 # An earlier window's block lies before this one: its rows, instead of none.
                 loaded = inside
                 left = pages + (page + tl.load(number)).to(tl.int64) * PAGE + head * HEAD_DIM
+                key_cosine, key_sine = _angles(cosines_before, sines_before, places, loaded, is_rotated, pairs)
                 key_even, key_odd, value = _keys_and_values(
-                    left, cosines_before, sines_before, places, loaded, is_rotated, 2 * inner, inner, HEAD_DIM, TILE
+                    left, key_cosine, key_sine, places, loaded, 2 * inner, inner, HEAD_DIM, TILE
                 )
         scores = tl.dot(even, tl.trans(key_even), input_precision="ieee")
         scores += tl.dot(odd, tl.trans(key_odd), input_precision="ieee")

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from triton_omni.early_kernels import early_launch, wait_for_inputs
+from triton_omni.early_kernels import early_launch, let_next_begin, wait_for_inputs
 from triton_omni.tiles import padded_rows
 from triton_omni.token2wav.noise import counters
 from triton_omni.transfer import to_device
@@ -37,22 +37,26 @@ def _residual_norm(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     columns = tl.arange(0, TILE)
     inside = columns < WIDTH
+    gates = tl.load(gate + columns, mask=inside, other=0.0)
+    scales = 1.0 + tl.load(scale + columns, mask=inside, other=0.0)
+    shifts = tl.load(shift + columns, mask=inside, other=0.0)
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
+
+    wait_for_inputs(EARLY)
     row = tl.load(hidden + places, mask=inside, other=0.0)
     if PARTS > 0:
         added = tl.load(branch + places, mask=inside, other=0.0).to(tl.float32)
         # Unrolled, so that all parts are on their way at once.
         for part in tl.static_range(1, PARTS):
             added += tl.load(branch + part * part_stride + places, mask=inside, other=0.0)
-        row += tl.load(gate + columns, mask=inside, other=0.0) * added
+        row += gates * added
         tl.store(hidden + places, row, mask=inside)
     centred = tl.where(inside, row - tl.sum(row, 0) / WIDTH, 0.0)
     deviation = tl.sqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
-    scaled = centred / deviation * (1.0 + tl.load(scale + columns, mask=inside, other=0.0))
-    output = scaled + tl.load(shift + columns, mask=inside, other=0.0)
+    output = centred / deviation * scales + shifts
     tl.store(normed + places, output.to(normed.dtype.element_ty), mask=inside)
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triton_omni.early_kernels import early_launch, wait_for_inputs
+from triton_omni.early_kernels import early_launch, let_next_begin, wait_for_inputs
 
 SHARED_BYTES = 227 << 10
 """Shared memory of a program, which the tilings below take most of; Hopper's and the datacentre's Blackwell have it."""
@@ -87,17 +87,20 @@ def _product(
     STRIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     first_column, first_row, part = tl.program_id(0) * COLUMNS, tl.program_id(1) * ROWS, tl.program_id(2)
+    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+    known = tl.where(part == 0, WIDTH, 0)
+    bias = tl.load(biases + column, mask=column < known, other=0.0).to(tl.float32)
+
+    wait_for_inputs(EARLY)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(SHARE // STRIDE):
         # What lies behind the depth, or the rows, is zero.
         at = part * SHARE + step * STRIDE
         ours, theirs = rows.load([first_row, at]), weights.load([first_column, at])
         total = tl.dot(ours, theirs.T, total, input_precision="ieee")
-    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
-    if part == 0:
-        total += tl.load(biases + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    total += bias[None, :]
     if GELU:
         # tanh(x) = 2 sigmoid(2 x) - 1, and 2 sqrt(2 / pi) of what it is taken of.
         total *= tl.sigmoid(1.5957691216057308 * (total + 0.044715 * total * total * total))

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triton_omni.early_kernels import early_launch, wait_for_inputs
+from triton_omni.early_kernels import early_launch, let_next_begin, wait_for_inputs
 from triton_omni.tiles import padded_rows
 
 _NARROW = 1024
@@ -177,10 +177,13 @@ def _add_norm(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     columns = tl.arange(0, TILE)
     inside = columns < WIDTH
+    gain = tl.load(weight + columns, mask=inside, other=0.0)
     at = tl.program_id(0).to(tl.int64) * WIDTH + columns
+
+    wait_for_inputs(EARLY)
     if bias is None:
         total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -193,7 +196,7 @@ def _add_norm(
     total = rounded.to(tl.float32)
     scaled = total * tl.rsqrt(tl.sum(total * total, 0) / WIDTH + eps)
     kind = normed.dtype.element_ty
-    tl.store(normed + at, scaled.to(kind) * tl.load(weight + columns, mask=inside, other=0.0), mask=inside)
+    tl.store(normed + at, scaled.to(kind) * gain, mask=inside)
 
 
 def add_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.early_kernels import early_launch, wait_for_inputs
+from triton_omni.early_kernels import early_launch, let_next_begin, wait_for_inputs
 
 _TILE: Final = 512
 
@@ -24,6 +24,7 @@ _TILE: Final = 512
 def _fetch(
     told, target, lengths, count, WIDTH: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr
 ):
+    let_next_begin(EARLY)
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     # What the host has written is there; the step before may still read what it is copied to.
     values = tl.load(told + at, mask=at < count)
