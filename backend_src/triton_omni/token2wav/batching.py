@@ -18,7 +18,7 @@ from torch import Tensor
 from triton_omni.transfer import to_device, upload
 
 LAYOUTS_KEPT = 128
-"""Of the batches that come most."""
+"""Of the latest batches, with their angles at most half a megabyte each where batches are recorded."""
 REACHES = ((0, 0), (1, 0), (0, 1), (1, 1))
 """(look-back, look-ahead) in blocks that a layer of the DiT can have."""
 

@@ -170,6 +170,16 @@ class _Seated:
     """[N, block, M] as of its last step, unless a graph holds it."""
 
 
+def _rotary_by_layout(dit: DiT, device: torch.device) -> Callable[[tuple[int, ...]], Rotary]:
+    """Angles of a batch of windows of given lengths, not to be written to, kept as layouts are."""
+
+    @functools.lru_cache(maxsize=LAYOUTS_KEPT)
+    def rotary(lengths: tuple[int, ...]) -> Rotary:
+        return dit.rotary(block_layout(lengths, dit.config.block_size, device).positions)
+
+    return rotary
+
+
 class GraphedSolver:
     """Solves flows by one recorded step of the solver, launched once a step (`sampler.FlowSolver`).
 
@@ -197,7 +207,7 @@ class GraphedSolver:
     ) -> None:
         self._dit, self._fused, self._pool, self._past = dit, fused, pool, past
         self._stepwise = StepwiseSolver(fused)
-        self._rotary = functools.lru_cache(maxsize=LAYOUTS_KEPT)(self._make_rotary)
+        self._rotary = _rotary_by_layout(dit, past.pages.device)
         self._sizes = sorted(set(sizes))
         self._graphs: dict[_Kind, tuple[_Inputs, _Recorded]] = {}
         self._seated: dict[_Kind, _Seated] = {}
@@ -231,10 +241,6 @@ class GraphedSolver:
         finally:
             if self._seated.get(kind) is mine:
                 del self._seated[kind]
-
-    def _make_rotary(self, lengths: tuple[int, ...]) -> Rotary:
-        device = self._past.pages.device
-        return self._dit.rotary(block_layout(lengths, self._dit.config.block_size, device).positions)
 
     def _sit(self, mine: _Seated, kind: _Kind) -> None:
         """Have the graph's tensors hold this flow."""

@@ -17,15 +17,18 @@ from torch import Tensor
 
 from triton_omni.token2wav.steps import Steps
 
+GRIDS_KEPT = 4
+"""Clients choose the options, so only those of the latest few are kept."""
 Solver = Literal["rk4", "euler"]
 Velocity = Callable[[int, Tensor], Tensor]
 """(number of the evaluation in `evaluation_times`, state) -> d state / d t."""
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=GRIDS_KEPT)
 def time_grid(num_steps: int, sway: float) -> Tensor:
-    """Points [num_steps] fp32 on the host from 0 to 1 (HF: `Qwen2_5OmniToken2WavDiTModel.sample`), kept for all.
+    """Points [num_steps] fp32 on the host from 0 to 1 (HF: `Qwen2_5OmniToken2WavDiTModel.sample`).
 
+    Kept, so not to be written to.
     A negative `sway` puts more points near 0, where the flow leaves the noise (F5-TTS, arXiv 2410.06885).
     """
     points = torch.linspace(0.0, 1.0, num_steps)

@@ -23,6 +23,7 @@ from triton_omni.token2wav.dit import DiT, Voice
 from triton_omni.token2wav.noise import standard_normal
 from triton_omni.token2wav.ode import (
     EVALUATIONS_A_STEP,
+    GRIDS_KEPT,
     Solver,
     Velocity,
     evaluation_times,
@@ -36,7 +37,6 @@ from triton_omni.transfer import to_device
 
 UNGUIDED_BELOW = 1e-5
 """HF evaluates without the unconditional half below this guidance scale."""
-MODULATIONS_KEPT = 4
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ class Sampler:
     """Solves the flow for batches of windows.
 
     Args:
-        dit: the network, for what is computed once a batch.
+        dit: the network with its weights, for what is computed once a batch, and once for all codes: a table [codes, H]
+            on its device, 34 MB of the published sizes.
         solver: what is computed at every evaluation; step by step by `dit` itself unless given.
         noise: see `noise.standard_normal`.
         past: room for what windows leave to later ones; none unless given.
@@ -169,7 +170,8 @@ class Sampler:
         self.past = past or dit.past_pool(0, torch.float32)
         self._dit = dit
         # Of all of them once: of a window's alone it would be a product of its own before each window.
-        self._spoken = dit.codes().detach()
+        with torch.no_grad():
+            self._spoken = dit.codes()
         self._device = device
         self._solver: FlowSolver = solver or StepwiseSolver(dit)
         self._noise = noise
@@ -213,6 +215,6 @@ class Sampler:
             times = evaluation_times(time_grid(options.num_steps, options.sway), options.solver)
             self._modulations[options] = self._dit.modulation(to_device(times, self._device))
         self._modulations.move_to_end(options)
-        while len(self._modulations) > MODULATIONS_KEPT:
+        while len(self._modulations) > GRIDS_KEPT:
             self._modulations.popitem(last=False)
         return self._modulations[options]
