@@ -228,7 +228,7 @@ class TalkerEngine(Protocol):
         """Drop a sequence and its rows; unknown keys are ignored."""
 
     def waits(self, key: str) -> bool:
-        """Whether the row of a sequence's next code, behind those of steps under way, is yet to come."""
+        """Whether no step could bring a sequence's next code, behind those under way: its row is yet to come."""
 
     def has_work(self) -> bool:
         """Whether `step` could advance a sequence now (False while every sequence waits for rows); if held, whether

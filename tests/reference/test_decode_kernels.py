@@ -165,7 +165,7 @@ def test_attention_finishes_the_projection_that_it_reads(parts: int) -> None:
 
 def test_the_work_is_split_the_more_the_fewer_sequences_there_are() -> None:
     assert [splits(pairs) for pairs in (1, 4, 16, 32, 64, 128, 256, 1000)] == [16, 16, 16, 8, 4, 2, 1, 1]
-    assert [tile(pairs) for pairs in (1, 16, 17, 256)] == [(128, 8), (128, 8), (64, 4), (64, 4)]
+    assert [tile(pairs) for pairs in (1, 8, 9, 256)] == [(128, 8), (128, 8), (64, 4), (64, 4)]
 
 
 def normal(*sizes: int, scale: float = 1.0) -> Tensor:
@@ -257,21 +257,94 @@ class Norm:
         return self(hidden + residual), hidden + residual
 
 
-def test_what_a_projection_in_front_leaves_to_the_first_norm_is_what_the_plain_one_gives() -> None:
-    from triton_omni.vllm_hooks.fused_layers import FusedProjection, Summands, Switch, _first_norm
+def plain_layer(seed: int, hidden: int = 96, inner: int = 160) -> Any:
+    """A layer as the fused one sees it, whose heads see sines."""
+    random = torch.Generator().manual_seed(seed)
+    a, b, c = (
+        torch.randn(size, generator=random).to(DEVICE) * 0.1
+        for size in ((hidden, hidden), (2 * inner, hidden), (hidden, inner))
+    )
+    norms = [Norm(torch.rand(hidden, generator=random).to(DEVICE) + 0.5) for _ in range(2)]
+    attend = SimpleNamespace(heads=lambda positions, states: states.sin(), o_proj=SimpleNamespace(weight=a))
+    mlp = SimpleNamespace(gate_up_proj=SimpleNamespace(weight=b), down_proj=SimpleNamespace(weight=c))
 
-    weight, bias, inputs, norm = normal(96, 160) * 0.1, normal(96), normal(5, 160), Norm(normal(96))
+    def forward(positions: Tensor, states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = states if residual is None else states + residual
+        total = total + norms[0](total).sin() @ a.T
+        gate, up = (norms[1](total) @ b.T).split(inner, 1)
+        return (F.silu(gate) * up) @ c.T, total
+
+    return SimpleNamespace(
+        input_layernorm=norms[0],
+        post_attention_layernorm=norms[1],
+        self_attn=attend,
+        mlp=mlp,
+        forward=forward,
+    )
+
+
+def test_what_a_projection_in_front_leaves_to_the_first_norm_is_what_the_plain_one_gives() -> None:
+    from triton_omni.vllm_hooks.fused_layers import FusedLayer, FusedProjection, Switch
+
+    weight, bias, inputs = normal(96, 160) * 0.1, normal(96), normal(5, 160)
     linear = SimpleNamespace(weight=weight, bias=bias, forward=lambda inputs: F.linear(inputs, weight, bias))
-    switch = Switch(arrivals())
-    projection = FusedProjection(linear, switch)
-    plain = projection(inputs)
-    expected = _first_norm(plain, None, norm)
+    switch, layer = Switch(arrivals()), plain_layer(0)
+    projection, fused = FusedProjection(linear, switch), FusedLayer(layer, layer.self_attn, switch)
+    positions = torch.zeros(3, len(inputs), dtype=torch.int64)
+    states, residual = layer.forward(positions, projection(inputs), None)
     switch.on = True
-    fused = projection(inputs)
-    assert isinstance(fused, Summands)
-    for ours, theirs in zip(_first_norm(fused, None, norm), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    parts, ours = fused(positions, projection(inputs), None)
+    torch.testing.assert_close(ours, residual, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(parts.sum(0), states, atol=1e-4, rtol=1e-4)
     assert projection(normal(65, 160)).shape == (65, 96), "a large step is a library's"
+
+
+def test_what_a_step_lays_out_is_there_when_its_layers_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read it early, so the projection before them is launched when all before it is through."""
+    from triton_omni.vllm_hooks import fused_layers
+
+    launched = []
+
+    def split(rows: Tensor, weights: Tensor, *, early: bool = True) -> Tensor:
+        launched.append(early)
+        return split_product(rows, weights, early=early)
+
+    monkeypatch.setattr(fused_layers, "split_product", split)
+    switch, layer = fused_layers.Switch(arrivals()), plain_layer(0)
+    switch.on = True
+    linear = SimpleNamespace(weight=normal(96, 160), bias=normal(96), forward=None)
+    projected = fused_layers.FusedProjection(linear, switch)(normal(5, 160))
+    fused_layers.FusedLayer(layer, layer.self_attn, switch)(torch.zeros(3, 5, dtype=torch.int64), projected, None)
+    assert launched == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("changed", "projection_is_fused", "head_is_fused"),
+    [
+        pytest.param({}, True, True, id="plain"),
+        pytest.param({"layers": False}, False, True, id="quantised layers"),
+        pytest.param({"projection_method": None}, False, True, id="quantised projection"),
+        pytest.param({"projection_bias": None}, False, True, id="projection without a bias"),
+        pytest.param({"head_method": None}, True, False, id="quantised head"),
+        pytest.param({"head_bias": torch.zeros(1)}, True, False, id="head with a bias"),
+    ],
+)
+def test_the_ends_are_fused_where_their_matrices_are_plain(
+    changed: dict[str, Any], projection_is_fused: bool, head_is_fused: bool
+) -> None:
+    from triton_omni.vllm_hooks.compat import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+    from triton_omni.vllm_hooks.fused_layers import FusedHead, FusedProjection, Switch, fuse_ends
+
+    given = {"layers": True, "projection_bias": normal(96), "head_bias": None}
+    given |= {"projection_method": UnquantizedLinearMethod(), "head_method": UnquantizedEmbeddingMethod()} | changed
+    projection = SimpleNamespace(
+        weight=normal(96, 160), bias=given["projection_bias"], quant_method=given["projection_method"], forward=None
+    )
+    head = SimpleNamespace(weight=normal(192, 96), bias=given["head_bias"], quant_method=given["head_method"])
+    processor = SimpleNamespace(forward=None, org_vocab_size=192)
+    fuse_ends(projection, processor, head, Switch(arrivals(), layers=given["layers"]))
+    assert isinstance(projection.forward, FusedProjection) == projection_is_fused
+    assert isinstance(processor.forward, FusedHead) == head_is_fused
 
 
 @pytest.mark.parametrize(("vocabulary", "fused"), [(64 * 132, True), (64 * 3, False)])
@@ -298,31 +371,7 @@ def test_a_head_that_fills_a_gpu_gives_the_logits_of_the_plain_one(vocabulary: i
 def test_layers_and_the_norm_behind_them_give_what_plain_ones_give() -> None:
     from triton_omni.vllm_hooks.fused_layers import FusedLayer, FusedNorm, Switch
 
-    hidden, inner, count = 96, 160, 3
-
-    def plain_layer(seed: int) -> Any:
-        random = torch.Generator().manual_seed(seed)
-        a, b, c = (
-            torch.randn(size, generator=random).to(DEVICE) * 0.1
-            for size in ((hidden, hidden), (2 * inner, hidden), (hidden, inner))
-        )
-        norms = [Norm(torch.rand(hidden, generator=random).to(DEVICE) + 0.5) for _ in range(2)]
-        attend = SimpleNamespace(heads=lambda positions, states: states.sin(), o_proj=SimpleNamespace(weight=a))
-        mlp = SimpleNamespace(gate_up_proj=SimpleNamespace(weight=b), down_proj=SimpleNamespace(weight=c))
-
-        def forward(positions: Tensor, states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            total = states if residual is None else states + residual
-            total = total + norms[0](total).sin() @ a.T
-            gate, up = (norms[1](total) @ b.T).split(inner, 1)
-            return (F.silu(gate) * up) @ c.T, total
-
-        return SimpleNamespace(
-            input_layernorm=norms[0],
-            post_attention_layernorm=norms[1],
-            self_attn=attend,
-            mlp=mlp,
-            forward=forward,
-        )
+    hidden, count = 96, 3
 
     def through(layers: list[Any], norm: Any) -> Tensor:
         states, residual = normal(count, hidden), None

@@ -41,7 +41,7 @@ class Spacing:
         Args:
             sessions: how many there are with a voice, whether they still speak or are being heard to the end.
             is_awaited: whether first codes of any are.
-            has_row: whether of such a one the row of its next code is there, behind those of steps under way.
+            has_row: whether a step could bring such a one's next code, behind those under way.
             now_ns: by the monotonic clock.
         """
         if sessions <= MANY_SESSIONS or not self._ledger.shares_device_with("token2wav"):

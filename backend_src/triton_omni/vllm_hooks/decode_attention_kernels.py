@@ -20,8 +20,10 @@ from triton_omni.tiles import padded_rows
 
 KEYS = 64
 """Cached keys that a program of attention takes at a time."""
-_KEYS_OF_FEW, _FEW_PAIRS = 128, 16
-"""As long as each program has a multiprocessor alone: twice as many keys leave half as many parts to put together."""
+_KEYS_OF_FEW = 128
+"""The same where there are `_FEW_PAIRS` at most: half as many parts are to be put together."""
+_FEW_PAIRS = 8
+"""With `MOST_SPLITS` programs each, every one has a multiprocessor alone, which holds no two of twice the warps."""
 MOST_SPLITS = 16
 """Programs that share one sequence's keys at most."""
 _ENOUGH_PROGRAMS = 256
@@ -317,7 +319,9 @@ def decode_attention(
 
     Args:
         projected: the new tokens.
-        rotation: of the new tokens.
+        rotation: of the new tokens; like the table, the lengths and what earlier steps have left in the cache it is
+            read while the kernel before still runs: a kernel that is not launched early must stand between, and behind
+            whatever writes them.
         cache: of this layer; what is behind a sequence's length may be anything.
         arrivals: int32, zeros for every pair of a sequence and a key head; zeros again behind the launch.
         heads: of the queries; a multiple of the key heads.

@@ -32,11 +32,12 @@ class Switch:
 
     Args:
         arrivals: see `decode_attention`; of all layers, which run one after another.
+        layers: whether more of a layer than its attention is fused.
     """
 
-    def __init__(self, arrivals: Tensor) -> None:
+    def __init__(self, arrivals: Tensor, *, layers: bool = True) -> None:
         self.on = False
-        self.arrivals = arrivals
+        self.arrivals, self.layers = arrivals, layers
 
 
 class Summands(NamedTuple):
@@ -65,7 +66,7 @@ class FusedProjection:
         if not self._switch.on or len(inputs) > self._most_rows:
             plain: Tensor = self._plain(inputs)
             return plain
-        # Late, so that what a step lays out is there when the layers' kernels begin, which read some of it at once.
+        # Not early: what a step lays out must be there when the layers' kernels begin, which read some of it at once.
         return Summands(split_product(inputs, self._projection.weight, early=False), self._projection.bias)
 
 
@@ -79,13 +80,14 @@ class FusedHead:
     """
 
     def __init__(self, processor: Any, head: Any, switch: Switch) -> None:
-        self._switch, self._plain, self._vocabulary = switch, processor.forward, processor.org_vocab_size
+        self._head, self._switch = head, switch
+        self._plain, self._vocabulary = processor.forward, processor.org_vocab_size
         parts, _ = shares(*head.weight.shape)
         self._most_rows = most_rows(head.weight.shape[1]) if parts == 1 else 0
 
     def __call__(self, head: Any, hidden_states: Tensor, *rest: Any) -> Any:
         """Logits [N, V] of hidden states [N, hidden]: fp32, not rounded to the head's own precision."""
-        if not self._switch.on or len(hidden_states) > self._most_rows:
+        if head is not self._head or not self._switch.on or len(hidden_states) > self._most_rows:
             return self._plain(head, hidden_states, *rest)
         return split_product(hidden_states, head.weight)[0, :, : self._vocabulary]
 
@@ -194,8 +196,9 @@ def fuse(network: nn.Module, max_sequences: int) -> Switch:
     """
     decoder, layers = decoder_of(network)
     most = max_sequences * max(layer.self_attn.num_kv_heads for layer in layers)
-    switch = Switch(torch.zeros(most, dtype=torch.int32, device=next(network.parameters()).device))
     plain_products = _products_are_plain(layers)
+    arrivals = torch.zeros(most, dtype=torch.int32, device=next(network.parameters()).device)
+    switch = Switch(arrivals, layers=plain_products)
     for layer in layers:
         attention = layer.self_attn.forward = FusedAttention(layer.self_attn, switch)
         if plain_products:
@@ -206,7 +209,9 @@ def fuse(network: nn.Module, max_sequences: int) -> Switch:
 
 def fuse_ends(projection: Any, processor: Any, head: Any, switch: Switch) -> None:
     """Let what stands before and behind fused layers be computed in either way too, where its matrices are plain."""
-    if isinstance(projection.quant_method, UnquantizedLinearMethod) and projection.bias is not None:
+    plain_projection = isinstance(projection.quant_method, UnquantizedLinearMethod) and projection.bias is not None
+    # What it leaves to be added up, fused layers alone take.
+    if switch.layers and plain_projection:
         projection.forward = FusedProjection(projection, switch)
     if isinstance(head.quant_method, UnquantizedEmbeddingMethod) and head.bias is None:
         processor.forward = FusedHead(processor, head, switch)

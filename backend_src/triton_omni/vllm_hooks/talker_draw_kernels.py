@@ -317,7 +317,7 @@ def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, mask_id: i
 
     In the order of HF's and vLLM's steps: penalties, forbidden ids, least length, temperature, min-p, top-k, top-p;
     then the cumulative distribution is inverted. Where ids at a bound are equally likely, all of them stay, whereas a
-    sort keeps some.
+    sort keeps some. All but the logits is read while the kernel before still runs, as `decode_attention` reads lengths.
     """
     (count, vocabulary), slots, others = logits.shape, memory.used.shape[0], len(rules.others)
     tile = triton.next_power_of_2(rules.codes)

@@ -176,12 +176,11 @@ class TalkerVllmEngine:
         self._close(sequence)
 
     def waits(self, key: str) -> bool:
-        """Whether the row of a sequence's next code, behind those of steps under way, is yet to come."""
+        """Whether no step could bring a sequence's next code, behind those under way: its row is yet to come."""
         sequence = self._open.get(key)
         if sequence is None or sequence.request_id is None:
             return True
-        request = self._core.scheduler.requests.get(sequence.request_id)
-        return request is None or bool(request.num_computed_tokens >= sequence.ready_positions)
+        return bool(self._core.scheduler.is_stuck(sequence.request_id))
 
     def has_work(self) -> bool:
         """Whether `step` could advance a sequence now (False while every sequence waits for rows)."""

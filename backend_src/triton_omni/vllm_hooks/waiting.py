@@ -79,6 +79,13 @@ class WaitingMixin(HoldingMixin, _Scheduler):
             return True
         return not self._reserve_prefill_lookahead(request, request.num_computed_tokens, 1)
 
+    def is_stuck(self, request_id: str) -> bool:
+        """Whether no step could take a request further now; one that is not known is none."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return True
+        return self.waits(request) if request in self.running else len(self.running) >= self.max_num_running_reqs
+
     def has_requests(self) -> bool:
         """Whether vLLM should schedule a step now.
 

@@ -117,8 +117,11 @@ def test_a_sequence_waits_until_its_next_row_is_there_and_again_once_a_step_has_
     for row in reply[:2]:
         engine.feed("a", row[None])
         assert not engine.waits("a")
-        while engine.has_work():
-            engine.step()
+        # Scheduled ahead, a step has begun before its code is there.
+        first = engine.step()
+        assert engine.waits("a")
+        codes = [*first, *(output for _ in range(9) if engine.has_work() for output in engine.step())]
+        assert [len(output.codes) for output in codes] == [1]
         assert engine.waits("a")
     engine.end("a")
     assert not engine.waits("a"), "from now on the tail is there"
