@@ -12,7 +12,7 @@ PARTS=(served crowds plans fp8 small steps windows whole media triton replicas)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
-compare() { # compare PART SIZE OPTIONS...: served variants, each request 100 tokens, 150 of text and 20 s of speech
+compare() { # compare PART SIZE OPTIONS...: served variants, each request 100 tokens, 150 of text and 20 s of speech at most
     local part=$1 size=$2
     shift 2
     "$PYTHON" "$ROOT/scripts/compare" --out "$OUT/$part" --model "random:$size" --mps "$@" -- \

@@ -35,7 +35,10 @@ class Figure:
     values: tuple[float, ...]
 
     def summary(self) -> dict[str, Any]:
-        """As the report has it; percentiles interpolate linearly (NumPy's `linear`), and fewer than ten have no p90."""
+        """As the report has it; percentiles interpolate linearly (NumPy's `linear`).
+
+        Fewer than ten values have no p90, but a p50, of which ratios are.
+        """
         values = np.asarray(self.values)
         return {
             "name": self.name,

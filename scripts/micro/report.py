@@ -17,7 +17,7 @@ from rich.table import Table
 from .figures import OURS, ratios
 from .plan import Plan
 
-SCHEMA, SCHEMA_VERSION = "triton-omni-micro", 1
+SCHEMA, SCHEMA_VERSION = "triton-omni-micro", 2
 PAIRS = (("thinker", "thinker-vllm"), ("talker", "talker-vllm"), ("media", "media-vllm"))
 """Measurements that are comparable only if their engines' facts are equal."""
 

@@ -163,7 +163,8 @@ def next_outputs(engine: Token2WavEngine) -> list[AudioOutput]:
 
 
 class WindowStreams:
-    """Equal streams whose windows fall due together, so that a step is one batch of `batch` windows."""
+    """Equal streams whose windows fall due together: a step is one window of each, in as many batches as a server with
+    such settings would solve them in."""
 
     def __init__(self, engine: Token2WavEngine, plan: Plan, batch: int, solver: Solver) -> None:
         self._engine, self._plan, self._batch = engine, plan, batch
@@ -175,7 +176,7 @@ class WindowStreams:
             self._engine.open(str(number), self._voice, number, self._options)
         # The first chunk has no past; it is made before the first timed window.
         self.feed(CODES_A_CHUNK + CODES_AHEAD)
-        next_outputs(self._engine)
+        self._windows()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -188,16 +189,23 @@ class WindowStreams:
             self._engine.feed(str(number), codes_of(self._plan, codes, seed=number))
 
     def step(self) -> None:
-        """One batch of windows.
+        """One window of each stream.
 
         Raises:
             WrongWorkError: it was not one window of the full size of every stream.
         """
         before = self._engine.frames_solved
-        outputs = next_outputs(self._engine)
+        made = self._windows()
         solved = self._engine.frames_solved - before
-        _check(len(outputs) == self._batch, f"a step made {len(outputs)} windows of {self._batch}")
+        _check(made == self._batch, f"a step made {made} windows of {self._batch}")
         _check(solved == FRAMES_A_WINDOW * self._batch, f"a step solved {solved} mel frames")
+
+    def _windows(self) -> int:
+        """Have all windows made that are due; returns how many came."""
+        made = 0
+        while made < self._batch and (outputs := next_outputs(self._engine)):
+            made += len(outputs)
+        return made
 
 
 def windows(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
@@ -207,10 +215,10 @@ def windows(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
     yield READY
     for batch in plan.window_batches:
         with WindowStreams(engine, plan, batch, "rk4") as streams:
-            count = len(_times(streams, plan, at))
+            dit, vocoder = _halves(engine, streams, plan, at)
         parameters = {"batch": batch, "solver": "rk4", "evaluations": evaluations("rk4")}
-        yield milliseconds("token2wav_window_dit", OURS, engine.dit_s[-count:], parameters)
-        yield milliseconds("token2wav_window_vocoder", OURS, engine.vocoder_s[-count:], {"batch": batch})
+        yield milliseconds("token2wav_window_dit", OURS, dit, parameters)
+        yield milliseconds("token2wav_window_vocoder", OURS, vocoder, {"batch": batch})
     engine.close()
     whole = Token2WavEngine(Path(plan.model), settings, at)
     for batch in plan.window_batches:
@@ -230,15 +238,27 @@ def evaluations(solver: Solver) -> int:
 
 
 def window_settings(plan: Plan) -> Token2WavSettings:
-    """An engine whose every chunk is such a window, for as many streams as are timed together."""
-    largest = max(plan.window_batches)
-    return Token2WavSettings(
-        plan="micro",
-        plans={"micro": WINDOW},
-        max_streams=largest,
-        max_batch=largest,
-        max_batch_frames=largest * FRAMES_A_WINDOW,
-    )
+    """An engine whose every chunk is such a window, for as many streams as are timed together; all else as shipped."""
+    return Token2WavSettings(plan="micro", plans={"micro": WINDOW}, max_streams=max(plan.window_batches))
+
+
+def _halves(
+    engine: TimedEngine, streams: WindowStreams, plan: Plan, at: torch.device
+) -> tuple[list[float], list[float]]:
+    """Seconds that the DiT and that the vocoder takes for a window of each stream, of all batches together."""
+    dit, vocoder = [], []
+
+    def window() -> float:
+        streams.feed()
+        engine.dit_s.clear()
+        engine.vocoder_s.clear()
+        seconds = timed(streams.step, at)
+        dit.append(sum(engine.dit_s))
+        vocoder.append(sum(engine.vocoder_s))
+        return seconds
+
+    count = len(repeated(plan, window))
+    return dit[-count:], vocoder[-count:]
 
 
 def _times(streams: WindowStreams, plan: Plan, at: torch.device) -> list[float]:

@@ -71,6 +71,8 @@ def test_a_unary_export_says_that_it_knows_no_first_audio(tmp_path: Path) -> Non
     }
     runs, notes = read_profile_export(write(tmp_path / "p.json", experiment("concurrency", 1, unary)))
     assert profile_export.ONE_RESPONSE in notes
+    both = experiment("concurrency", 1, unary), experiment("concurrency", 2, streamed(BEGIN))
+    assert f"some runs: {profile_export.ONE_RESPONSE}" in read_profile_export(write(tmp_path / "both.json", *both))[1]
     (record,) = runs[0].records
     assert record.chunks == (Chunk(pytest.approx(0.9), 1.0),)  # type: ignore[arg-type]
     assert runs[0].summary.audio_gap_s.count == 0

@@ -142,7 +142,7 @@ def test_a_failed_measurement_is_reported_and_the_others_are_kept(micro, monkeyp
     assert report["seconds"] == {"thinker": {"start": 2}, "thinker-vllm": {"start": 2, "engine": 3, "figures": 4}}
     assert report["unfinished"] == []
     assert "thinker_step (vllm) batch 1: p50 5.00 ms, p90 -, n 1" in ran.stdout
-    assert (report["schema"], report["schema_version"]) == ("triton-omni-micro", 1)
+    assert (report["schema"], report["schema_version"]) == ("triton-omni-micro", 2)
     nothing = CliRunner().invoke(command.app, [*options, "thinker"])
     assert (nothing.exit_code, nothing.stdout) == (1, "")
     assert "thinker failed: exit code 1: why" in nothing.stderr

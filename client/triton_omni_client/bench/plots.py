@@ -21,6 +21,8 @@ _ROOM = 0.12
 """Of the axis, left and right of the points, for the figures of the first and the last."""
 _ASIDE = 5
 """How many points beside the marker a figure stands which the line would otherwise touch."""
+_ALIGNED = {-1: "right", 0: "center", 1: "left"}
+"""Horizontal alignment of a figure left of its marker, at it, and right of it."""
 
 
 class Panel(NamedTuple):
@@ -33,8 +35,6 @@ class Panel(NamedTuple):
     unit: str
 
 
-_ALIGNED = {-1: "right", 0: "center", 1: "left"}
-"""Horizontal alignment of a figure left of its marker, at it, and right of it."""
 PANELS = (
     Panel("time_to_first_audio_s", "Time to first audio", 1000, "time to first audio, ms"),
     Panel("real_time_factor", "Real-time factor", 1, "seconds of waiting a second of speech"),

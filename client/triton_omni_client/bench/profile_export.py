@@ -53,19 +53,30 @@ def read_profile_export(path: Path) -> tuple[list[Run], list[str]]:
         BadRequest: the file cannot be read, or is no such export.
     """
     try:
-        export, cut_off = _parsed(path.read_bytes())
+        export, cut_off = _read(path)
         runs = [_run(experiment) for experiment in export["experiments"]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadRequest(f"{path}: not a profile export of perf_analyzer: {error!r}") from error
+    if cut_off:
+        runs[-1] = replace(runs[-1], complete=False)
+    return runs, [*MISSING, *([CUT_OFF] if cut_off else []), *_notes(export["experiments"], runs)]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], bool]:
+    """See `_parsed`, of a file.
+
+    Raises:
+        BadRequest: it cannot be read, or is no JSON.
+        ValueError: it was cut off too early.
+    """
+    try:
+        return _parsed(path.read_bytes())
     except OSError as error:
         raise BadRequest(f"{path}: cannot be read: {error.strerror}") from error
     except json.JSONDecodeError as error:
         damaged = error.doc.lstrip().startswith("{")
         fault = "cut off or damaged" if damaged else "not a profile export of perf_analyzer: no JSON"
         raise BadRequest(f"{path}: {fault}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadRequest(f"{path}: not a profile export of perf_analyzer: {error!r}") from error
-    if cut_off:
-        runs[-1] = replace(runs[-1], complete=False)
-    return runs, [*MISSING, *([CUT_OFF] if cut_off else []), *_notes(export["experiments"], runs)]
 
 
 def _parsed(data: bytes) -> tuple[dict[str, Any], bool]:
@@ -86,8 +97,8 @@ def _notes(experiments: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> lis
     found = []
     if any(run.load.mode == "open" for run in runs):
         found.append(NO_SCHEDULE)
-    if not all(run.streamed for run in runs):
-        found.append(ONE_RESPONSE)
+    if unary := [run for run in runs if not run.streamed]:
+        found.append(ONE_RESPONSE if len(unary) == len(runs) else f"some runs: {ONE_RESPONSE}")
     if not any(request.get("response_outputs") for entry in experiments for request in entry["requests"]):
         found.append(NO_OUTPUTS)
     return found
@@ -98,7 +109,8 @@ def _run(experiment: Mapping[str, Any]) -> Run:
     requests = experiment["requests"]
     begin = min((int(request["timestamp"]) for request in requests), default=0)
     records = [_record(index, request, begin) for index, request in enumerate(requests)]
-    streamed = not requests or any(len(request["response_timestamps"]) > 1 for request in requests)
+    responses = [len(request["response_timestamps"]) for request in requests]
+    streamed = max(responses, default=0) != 1
     return Run(Load(_MODES[load["mode"]], float(load["value"])), records, streamed=streamed)
 
 

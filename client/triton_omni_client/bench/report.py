@@ -22,7 +22,7 @@ from .resources import Usage
 from .summary import Summary, summarise
 
 SCHEMA = "triton-omni-bench"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _DIGITS = 6
 """Decimal places of written figures: a microsecond."""
 

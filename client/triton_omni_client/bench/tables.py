@@ -80,7 +80,8 @@ def run_lines(run: Run) -> list[str]:
     summary = run.summary
     failed = summary.requests - summary.completed - summary.interrupted
     cut = f", {summary.interrupted} cut off" if summary.interrupted else ""
-    sent = f"; {_shown(summary.sent_per_s, _plain)} requests sent a second" if run.load.mode == "open" else ""
+    is_told = run.load.mode == "open" and summary.sent_per_s is not None
+    sent = f"; {_shown(summary.sent_per_s, _plain)} requests sent a second" if is_told else ""
     lines = [
         f"{summary.completed} replies, {failed} errors{cut} in {summary.duration_s:.1f} s{sent}",
         f"a second: {_shown(summary.audio_seconds_per_s, _plain)} s of speech · "
