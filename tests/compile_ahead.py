@@ -2,17 +2,22 @@
 """Compiles every kernel for a Hopper GPU at the published sizes, on a machine that need not have one.
 
 To be run as a program, in a process where the Triton language compiles (`TRITON_INTERPRET` unset). Prints a line a
-launch: the kernel's name, the bytes of shared memory that a program takes, and the hash of what was compiled. Behind
-the line `again` are launches of other sizes, as requests bring them to a server that is warm.
+launch: the kernel's name, the bytes of shared memory that a program takes, those of a thread that are not in registers,
+and the hash of what was compiled. Behind the line `again` are launches of other sizes, as requests bring them to a
+server that is warm.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -83,6 +88,22 @@ class Ahead:
         return GPUTarget("cuda", 90, 32)
 
 
+_STACKS: dict[str, int] = {}
+"""Of what is compiled, by its hash."""
+
+
+def stack_bytes(name: str, kernel: Any) -> int:
+    """Bytes of a thread's stack, where lies what does not fit into its registers."""
+    if name not in _STACKS:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+            told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        _STACKS[name] = max(int(size) for size in re.findall(r"STACK:(\d+)", told))
+    return _STACKS[name]
+
+
 def compile_only() -> None:
     """Have launches compile, say so, and launch nothing."""
     triton.runtime.driver.set_active(Ahead())
@@ -92,7 +113,7 @@ def compile_only() -> None:
         # As on the GPU that is compiled for, whatever device the tensors are on.
         early = {"EARLY": True, "launch_pdl": True} if "EARLY" in options else {}
         kernel = launch(self, *args, **{**options, **early, "warmup": True})
-        print(self.fn.__name__, kernel.metadata.shared, kernel.hash, flush=True)
+        print(self.fn.__name__, kernel.metadata.shared, stack_bytes(kernel.hash, kernel), kernel.hash, flush=True)
         return kernel
 
     JITFunction.run = run
