@@ -225,6 +225,7 @@ def _decode_attention(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
+    FEW: tl.constexpr,
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -283,19 +284,20 @@ def _decode_attention(
         tl.store(written, (summed / total[:, None]).to(output.dtype.element_ty), mask=queries[:, None])
         return
     # [pair, split, row, WIDTH + 2]: weighted values, the largest score, the sum of weights.
-    PART: tl.constexpr = GROUP * (WIDTH + 2)
-    parts = partials + pair.to(tl.int64) * (SPLITS * PART) + rows * (WIDTH + 2)
-    mine = parts + split * PART
-    _leave(mine, queries, best, total, summed)
+    PART: tl.constexpr = FEW * (WIDTH + 2)
+    parts = partials + pair.to(tl.int64) * (SPLITS * PART)
+    _leave(parts + split * PART + rows * (WIDTH + 2), queries, best, total, summed)
     # All threads' stores must be there before the one that counts arrivals says so.
     tl.debug_barrier()
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") < used - 1:
         return
-    best, total, summed = _all_parts(parts, used, SHARED, PART, WIDTH)
+    # Only as many rows as there are queries, so that what is on its way fits into registers.
+    few = tl.arange(0, FEW)
+    best, total, summed = _all_parts(parts + few * (WIDTH + 2), used, SHARED, PART, WIDTH)
     tl.store(arrivals + pair, 0)
-    # Of what is no query nothing was left.
-    total = tl.where(queries, total, 1.0)
-    tl.store(written, (summed / total[:, None]).to(output.dtype.element_ty), mask=queries[:, None])
+    summed /= tl.where(few < SHARED, total, 1.0)[:, None]
+    written = output + (sequence * HEADS + head * SHARED + few[:, None]) * WIDTH + dims[None, :]
+    tl.store(written, summed.to(output.dtype.element_ty), mask=(few < SHARED)[:, None])
 
 
 def splits(pairs: int) -> int:
@@ -333,9 +335,9 @@ def decode_attention(
     parts, biases = projected
     (summands, count, _), device, (_, key_heads, block, double) = parts.shape, parts.device, cache.blocks.shape
     half, pairs = double // 4, count * key_heads
-    group = padded_rows(heads // key_heads)
+    group, few = padded_rows(heads // key_heads), triton.next_power_of_2(heads // key_heads)
     shares, (keys, warps) = splits(pairs), tile(pairs)
-    partials = torch.empty(pairs * shares * group * (double // 2 + 2), dtype=torch.float32, device=device)
+    partials = torch.empty(pairs * shares * few * (double // 2 + 2), dtype=torch.float32, device=device)
     output = torch.empty(count, heads * double // 2, dtype=cache.blocks.dtype, device=device)
     block_stride, head_stride, place_stride, _ = cache.blocks.stride()
     first, second, _ = rotation.sections
@@ -367,6 +369,7 @@ def decode_attention(
         BLOCK=block,
         TILE=keys,
         GROUP=group,
+        FEW=few,
         SPLITS=shares,
         num_warps=warps,
         num_stages=2,
