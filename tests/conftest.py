@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
@@ -28,6 +29,10 @@ from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
 
 # Before any test module imports transformers' vision code.
 define_torchvision_operators()
+
+# How long one example takes says something of who else uses the machine; `pytest-timeout` ends what hangs.
+settings.register_profile("without a deadline", deadline=None)
+settings.load_profile("without a deadline")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # Begun behind a shell's `&`, which has a command ignore Ctrl-C, and so all that it starts: some are to end by it.

@@ -27,7 +27,8 @@ from triton_omni_client import Internal
 AT_ONCE = ("all kinds between words", "a film that is heard")
 pytestmark = pytest.mark.skipif(gpu_count() == 1, reason="two processes share out a thinker on two GPUs, or on none")
 
-TOLD_WITHIN_S = 2.0
+TOLD_WITHIN_S = 10.0
+"""Two engines beside other tests on two cores; how soon a client is told is measured in `test_crashes.py`."""
 
 
 @pytest.fixture(scope="module")
