@@ -129,7 +129,8 @@ def test_attention_of_a_step_is_the_plain_one(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "width"), [(28, 4, 128), (16, 2, 128), (12, 4, 128), (14, 2, 64), (2, 1, 32), (40, 2, 32)]
+    ("heads", "key_heads", "width"),
+    [(28, 4, 128), (16, 2, 128), (12, 4, 128), (14, 2, 64), (2, 1, 32), (2, 2, 32), (40, 2, 32)],
 )
 def test_attention_has_the_heads_of_every_published_size(heads: int, key_heads: int, width: int) -> None:
     step = Step([70, 5], heads, key_heads, width)
