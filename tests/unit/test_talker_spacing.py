@@ -36,7 +36,7 @@ def spacing(ledger):
 )
 def test_a_step_begins_so_long_after_the_last(spacing, sessions, is_awaited, apart_ns):
     def is_early(now_ns):
-        return spacing.is_early(sessions, is_awaited=is_awaited, has_row=False, now_ns=now_ns)
+        return spacing.is_early(sessions, is_awaited=is_awaited, has_row=lambda: False, now_ns=now_ns)
 
     assert is_early(NOW + apart_ns - 1)
     assert not is_early(NOW + apart_ns)
@@ -45,13 +45,13 @@ def test_a_step_begins_so_long_after_the_last(spacing, sessions, is_awaited, apa
 
 
 def test_nobody_whose_first_codes_a_step_brings_waits_for_it(spacing):
-    assert not spacing.is_early(MANY, is_awaited=True, has_row=True, now_ns=NOW + 1)
+    assert not spacing.is_early(MANY, is_awaited=True, has_row=lambda: True, now_ns=NOW + 1)
 
 
 def test_steps_of_few_keep_close(spacing):
-    assert not spacing.is_early(MANY_SESSIONS, is_awaited=False, has_row=False, now_ns=NOW + 1)
+    assert not spacing.is_early(MANY_SESSIONS, is_awaited=False, has_row=lambda: False, now_ns=NOW + 1)
 
 
 def test_steps_keep_close_on_a_device_that_token2wav_has_not(spacing, ledger):
     ledger.shared = False
-    assert not spacing.is_early(MANY, is_awaited=False, has_row=False, now_ns=NOW + 1)
+    assert not spacing.is_early(MANY, is_awaited=False, has_row=lambda: False, now_ns=NOW + 1)

@@ -7,6 +7,7 @@ and more replies share each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from triton_omni.ledger import SessionLedger
@@ -35,16 +36,16 @@ class Spacing:
         """A step begins."""
         self._begun_ns = now_ns
 
-    def is_early(self, sessions: int, *, is_awaited: bool, has_row: bool, now_ns: int) -> bool:
+    def is_early(self, sessions: int, *, is_awaited: bool, has_row: Callable[[], bool], now_ns: int) -> bool:
         """Whether the next step is to wait.
 
         Args:
             sessions: how many there are with a voice, whether they still speak or are being heard to the end.
             is_awaited: whether first codes of any are.
-            has_row: whether a step could bring such a one's next code, behind those under way.
+            has_row: whether a step could bring such a one's next code, behind those under way; asked where it counts.
             now_ns: by the monotonic clock.
         """
         if sessions <= MANY_SESSIONS or not self._ledger.shares_device_with("token2wav"):
             return False
         apart_ns = min((sessions - MANY_SESSIONS) * APART_NS, LONGEST_APART_NS) * (AWAITED if is_awaited else 1)
-        return now_ns - self._begun_ns < apart_ns and not has_row
+        return now_ns - self._begun_ns < apart_ns and not has_row()

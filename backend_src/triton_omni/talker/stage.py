@@ -112,9 +112,11 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         awaiting = [session for session in voiced if self._awaits_first_codes(session)]
         # Who has no row at all waits for the thinker's prompts, which may take long.
         begun = [session for session in awaiting if session.rows]
-        has_row = any(not self._engine.waits(session.key.name) for session in begun)
         is_early = self._spacing.is_early(
-            len(voiced), is_awaited=bool(begun), has_row=has_row, now_ns=time.monotonic_ns()
+            len(voiced),
+            is_awaited=bool(begun),
+            has_row=lambda: any(not self._engine.waits(session.key.name) for session in begun),
+            now_ns=time.monotonic_ns(),
         )
         self._is_held = is_early or self._ledger.device_claimed()
         self._engine.hold(self._is_held)

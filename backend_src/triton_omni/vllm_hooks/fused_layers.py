@@ -179,14 +179,14 @@ def _first_norm(hidden_states: Tensor | Summands, residual: Tensor | None, norm:
     if isinstance(hidden_states, Summands):
         parts, bias = hidden_states
         residual = torch.empty(parts.shape[1:], dtype=norm.weight.dtype, device=parts.device)
-        return add_norm(parts, residual, norm.weight, norm.variance_epsilon, bias), residual
+        return _add_norm(parts, residual, norm, bias), residual
     if residual is None:
         return norm(hidden_states), hidden_states
     return _add_norm(hidden_states, residual, norm), residual
 
 
-def _add_norm(parts: Tensor, residual: Tensor, norm: Any) -> Tensor:
-    return add_norm(parts, residual, norm.weight, norm.variance_epsilon)
+def _add_norm(parts: Tensor, residual: Tensor, norm: Any, bias: Tensor | None = None) -> Tensor:
+    return add_norm(parts, residual, norm.weight, norm.variance_epsilon, bias)
 
 
 def fuse(network: nn.Module, max_sequences: int) -> Switch:
