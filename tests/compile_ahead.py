@@ -92,16 +92,16 @@ _STACKS: dict[str, int] = {}
 """Of what is compiled, by its hash."""
 
 
-def stack_bytes(name: str, kernel: Any) -> int:
+def stack_bytes(kernel: Any) -> int:
     """Bytes of a thread's stack, where lies what does not fit into its registers."""
-    if name not in _STACKS:
+    if kernel.hash not in _STACKS:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
             file.flush()
             command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
             told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        _STACKS[name] = max(int(size) for size in re.findall(r"STACK:(\d+)", told))
-    return _STACKS[name]
+        _STACKS[kernel.hash] = max(int(size) for size in re.findall(r"STACK:(\d+)", told))
+    return _STACKS[kernel.hash]
 
 
 def compile_only() -> None:
@@ -113,7 +113,7 @@ def compile_only() -> None:
         # As on the GPU that is compiled for, whatever device the tensors are on.
         early = {"EARLY": True, "launch_pdl": True} if "EARLY" in options else {}
         kernel = launch(self, *args, **{**options, **early, "warmup": True})
-        print(self.fn.__name__, kernel.metadata.shared, stack_bytes(kernel.hash, kernel), kernel.hash, flush=True)
+        print(self.fn.__name__, kernel.metadata.shared, stack_bytes(kernel), kernel.hash, flush=True)
         return kernel
 
     JITFunction.run = run

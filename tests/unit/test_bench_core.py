@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from triton_omni_client.audio import SAMPLE_RATE
@@ -64,7 +64,6 @@ def test_a_silence_puts_off_all_that_follows() -> None:
 
 
 # Other tests run beside it, and one example may take as long as they let it.
-@settings(deadline=None)
 @given(moments)
 def test_silence_is_the_head_start_that_would_have_avoided_it(steps: list[tuple[int, int]]) -> None:
     chunks = chunks_of(steps)

@@ -220,7 +220,7 @@ class Model:
         return any((mark, key.name, stage) in self.marks for stage in STAGES)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(operations=OPERATIONS)
 def test_any_history_leaves_what_each_session_was_told(operations):
     table = f"triton-omni-test-{secrets.token_hex(8)}"

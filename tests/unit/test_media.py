@@ -257,7 +257,7 @@ class TestAudio:
             with suppress(BadRequest):
                 assert len(decode_audio(data[:size], LIMITS).samples) <= 8000
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.binary(max_size=200), st.sampled_from(["wav", "mp3", "flac", "ogg"]), st.integers(4, 400))
     def test_damage_is_refused_or_decoded(self, noise, kind, place):
         data = bytearray(samples.audio_file(kind, seconds=0.1))
@@ -365,7 +365,7 @@ class TestImages:
         with pytest.raises(BadRequest, match="unreadable image"):
             decode_image(out.getvalue(), LIMITS, SIZES)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.binary(max_size=60), st.sampled_from(["png", "jpeg", "webp"]), st.integers(4, 300))
     def test_damage_is_refused_or_decoded(self, noise, kind, place):
         data = bytearray(samples.image_file(kind))
@@ -375,14 +375,14 @@ class TestImages:
 
 
 class TestSmartResize:
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(st.integers(28, 5000), st.integers(28, 5000))
     def test_sizes_are_hfs(self, height, width):
         assert smart_resize(height, width, 28, PixelRange(3136, 12845056)) == hf_smart_resize(
             height, width, factor=28, min_pixels=3136, max_pixels=12845056
         )
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.integers(1, 5000), st.integers(1, 5000))
     def test_the_processors_own_resize_has_nothing_left_to_do(self, height, width):
         pixels = PixelRange(100352, 602112)
@@ -535,7 +535,7 @@ class TestVideo:
             with suppress(BadRequest):
                 assert len(video(data[:size], kind=kind).frames) <= 4
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(st.binary(max_size=40), st.sampled_from(["mp4", "webm"]), st.integers(0, 2000))
     def test_damage_is_refused_or_decoded(self, noise, kind, place):
         data = bytearray(samples.video_file(kind, audio=True, seconds=0.5))

@@ -379,7 +379,7 @@ class Link:
                 self.consumed += 1
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     actions=ACTIONS,
     largest=st.integers(1, 6),

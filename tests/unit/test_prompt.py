@@ -131,7 +131,7 @@ def test_ids_are_those_of_the_whole_rendered_template(text):
     assert RENDERER.render(chat) == ids_of_whole(chat)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.text(st.sampled_from("\n\r\t aBé\u03011.,'<|> 北"), max_size=12), min_size=1, max_size=5))
 def test_ids_are_those_of_the_whole_for_any_split_into_text_parts(texts):
     chat = [SYSTEM, user(*texts)]

@@ -662,20 +662,20 @@ def parse_or_refuse(raw):
         assert request.chat[-1].role == "user"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(JSON, JSON, st.lists(st.binary(max_size=6), max_size=4))
 def test_any_json_is_parsed_or_refused_by_name(messages, parameters, media):
     parse_or_refuse(RawRequest(None, json.dumps(messages).encode(), media, json.dumps(parameters).encode()))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=40), st.binary(max_size=40))
 @example(b'["\\', b'{"\\')
 def test_any_bytes_are_parsed_or_refused_by_name(messages, parameters):
     parse_or_refuse(RawRequest(messages=messages, sampling_parameters=parameters))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(min_size=1, max_size=50).filter(lambda text: all(not 0xD800 <= ord(char) < 0xE000 for char in text)))
 def test_any_text_survives_both_forms(text):
     spoken = parse(RawRequest(text_input=text.encode()))
@@ -685,7 +685,7 @@ def test_any_text_survives_both_forms(text):
     assert spoken.chat[0].parts == (TextPart(text),)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.fixed_dictionaries(
         {
@@ -707,7 +707,7 @@ def test_every_value_in_range_reaches_the_engine_unchanged(options, seed):
         assert sampling.seed == seed
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.fixed_dictionaries({"presence_penalty": st.floats(-2, 2), "frequency_penalty": st.floats(-2, 2)}),
     st.dictionaries(st.integers(0, 299), st.floats(-100, 100), max_size=3),
