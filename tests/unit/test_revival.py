@@ -300,6 +300,20 @@ def test_a_stage_that_cannot_be_loaded_is_given_up_in_one_sentence(server: Serve
     assert reviver.failure == "talker does not stay (starts in 60 s: 3): it could not be loaded: out of memory"
 
 
+def test_why_a_stage_was_given_up_is_not_replaced_by_its_being_dead(server: Server) -> None:
+    def stands_still_until_given_up(stage: StageName) -> float:
+        if server.loads() and threading.current_thread().name == "stage-watch":
+            wait_for(lambda: reviver.failure is not None and not reviver.is_reviving)
+        return 0.0
+
+    server.silent_for = stands_still_until_given_up  # type: ignore[method-assign]
+    server.refusals = ["no memory"]
+    with watching(server, RevivalPolicy(attempts=1)) as reviver:
+        server.kill("talker")
+        wait_for(lambda: not reviver._thread.is_alive())
+        assert str(reviver.failure).endswith("it could not be loaded: no memory")
+
+
 def test_a_stage_that_dies_again_and_again_is_given_up(server: Server) -> None:
     server.dying = True
     with watching(server, RevivalPolicy(attempts=2, window_s=60.0, first_wait_s=0.0)) as reviver:

@@ -212,7 +212,9 @@ class StageReviver:
             self._silence.look(time.monotonic())
             self._judge_readiness()
             for stage, watched in self._watched.items():
-                if not watched.is_reviving and (cause := self._cause_of_death(stage, watched)) is not None:
+                if watched.is_reviving or self.failure is not None:  # in this order: a thread that gave up has said so
+                    continue
+                if (cause := self._cause_of_death(stage, watched)) is not None:
                     self._begin_revival(stage, watched, cause)
 
     def _await_death(self) -> None:
