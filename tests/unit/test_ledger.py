@@ -406,10 +406,10 @@ def test_heartbeats_and_epochs_tell_of_each_stage(attach):
     assert thinker.epoch("thinker") == 1
     assert thinker.epoch("talker") == 0
     assert thinker.silent_for("thinker") < WAIT_S
-    time.sleep(0.02)
-    assert thinker.silent_for("thinker") >= 0.02
+    time.sleep(0.3)
+    assert thinker.silent_for("thinker") >= 0.3
     thinker.beat()
-    assert thinker.silent_for("thinker") < 0.02
+    assert thinker.silent_for("thinker") < 0.3
     assert attach("thinker", StageFacts(1)).epoch("thinker") == 2
 
 
