@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from triton_omni.token2wav.attention_kernels import block_attention, leave_past
-from triton_omni.token2wav.batching import Neighbours
+from triton_omni.token2wav.batching import Neighbours, block_layout
 from triton_omni.token2wav.kernels import (
     SnakeFilters,
     anti_aliased_snake,
@@ -33,7 +33,7 @@ from triton_omni.token2wav.layer_kernels import LayerTilings, product, tilings_f
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP
 from triton_omni.token2wav.past import LayerPast
 from triton_omni.token2wav.rotary import Rotary
-from triton_omni.token2wav.solver_kernels import advance
+from triton_omni.token2wav.solver_kernels import advance, fused_condition
 from triton_omni.vllm_hooks import thinker_step_kernels
 from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Projected, Rotation, decode_attention
 from triton_omni.vllm_hooks.decode_product_kernels import (
@@ -211,7 +211,11 @@ def tiled_layer(tilings: LayerTilings, rows: int, width: int = 1024, inner: int 
 
 
 def solvers() -> None:
-    """What lies between evaluations."""
+    """What lies before and between evaluations."""
+    layout = block_layout((96,), 24, torch.device("cpu"))
+    for halves in (1, 2):
+        voices = zeros(1, 2, 1024, dtype=FLOAT)[:, :halves]
+        fused_condition(zeros(48, dtype=torch.int32), zeros(8, 1024, dtype=FLOAT), voices, layout)
     state, width = zeros(4, 24, 80, dtype=FLOAT), zeros(1, dtype=FLOAT)[0]
     for guided in (True, False):
         velocity, scale = zeros(4 << guided, 24, 80), zeros(4, 24, 1, dtype=FLOAT) if guided else None

@@ -22,6 +22,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
+def fill(target: Tensor, tensor: Tensor) -> None:
+    """Copy a tensor of the host into one of the same shape, on a device as `to_device` does."""
+    target.copy_(tensor.pin_memory() if target.is_cuda else tensor, non_blocking=True)
+
+
 def upload(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> tuple[Tensor, ...]:
     """Arrays [N] each of the host as int64 tensors on `device`, by one copy."""
     return torch.split(to_device(torch.from_numpy(np.concatenate(arrays)), device), [len(array) for array in arrays])

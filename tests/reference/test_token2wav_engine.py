@@ -166,8 +166,8 @@ def test_fed_codes_may_be_overwritten_by_their_owner(engine: Token2WavEngine, so
 def spoil(engine: Token2WavEngine, key: str, bad: float = float("nan")) -> None:
     """Give one stream a voice that makes its next window not finite, behind the engine's back."""
     stream = engine._streams[key]
-    sound = stream.request.voice
-    voice = Voice(torch.full_like(sound.conditional, bad), sound.unconditional)
+    speaking, silent = stream.request.voice.halves
+    voice = Voice(torch.stack([torch.full_like(speaking, bad), silent]))
     stream.request = dataclasses.replace(stream.request, voice=voice)
 
 

@@ -39,8 +39,8 @@ from triton_omni.token2wav.noise import MAX_SEED, standard_normal
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, STEPS, Solver, guide
 from triton_omni.token2wav.past import Past, WindowPast
 from triton_omni.token2wav.rotary import Rotary, rotate_
-from triton_omni.token2wav.sampler import FlowOptions, Sampler, StepwiseSolver, Window
-from triton_omni.token2wav.solver_kernels import advance
+from triton_omni.token2wav.sampler import FlowOptions, Sampler, StepwiseSolver, Window, condition
+from triton_omni.token2wav.solver_kernels import advance, fused_condition
 from triton_omni.token2wav.steps import run_out
 
 ON_GPU = torch.cuda.is_available()
@@ -98,7 +98,7 @@ def some_past(networks: Networks, layout: BlockLayout, *, bad: float) -> Past:
         None,
         WindowPast(2, is_left=True, kept_frames=48),
     ]
-    return pool.of_batch(windows, layout, evaluations=2, halves=1)
+    return pool.of_batch(windows, layout, evaluations=2, halves=1).upload()
 
 
 @pytest.mark.parametrize("reach", REACHES)
@@ -150,6 +150,17 @@ def test_fused_copy_leaves_the_same_rows_in_the_same_pages(networks: Networks) -
     for page, block in ((4, 0), (5, 0), (2, 5), (3, 5)):
         rows = torch.cat([key[block].flatten(1), value[block].flatten(1)], dim=-1)
         assert torch.equal(fused.pool.pages[page, 0], rows)
+
+
+@pytest.mark.parametrize("lengths", [(96,), (24, 72), (30, 2, 48)], ids=str)
+@pytest.mark.parametrize("halves", [1, 2])
+def test_fused_condition_is_the_plain_one(lengths: tuple[int, ...], halves: int) -> None:
+    layout, width = block_layout(lengths, 24, DEVICE), 1100
+    codes = torch.randint(9, (sum(lengths) // 2,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    spoken, voices = random(9, width), random(len(lengths), 2, width, seed=2)[:, :halves]
+    ours = fused_condition(codes.to(DEVICE), spoken, voices, layout)
+    assert ours.shape == (halves, layout.num_blocks, 24, width)
+    assert torch.equal(ours, condition(codes.to(DEVICE), spoken, voices, layout))
 
 
 @pytest.mark.parametrize("solver", ["rk4", "euler"])
@@ -360,7 +371,8 @@ class CalledAgain(GraphPool):
 @pytest.mark.usefixtures("plain_norm")
 def test_what_a_recorded_step_reads_is_given_to_every_step_anew(networks: Networks) -> None:
     options = FlowOptions("euler", 3, -1.0, guided=True)
-    batches = [(6, 6), (4,)]
+    # Two blocks of two windows, then of one: their angles differ, and are the same again in the third.
+    batches = [(6, 6), (13,), (13,), (4,)]
     assert_recorded_steps_are_the_same(networks, CalledAgain(), options, dtype=torch.float32, batches=batches)
 
 

@@ -52,6 +52,7 @@ def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.de
     from triton_omni.token2wav.fused_vocoder import FusedVocoder
     from triton_omni.token2wav.graphs import GraphedSolver, GraphedVocoder, GraphPool
     from triton_omni.token2wav.kernels import fused_standard_normal
+    from triton_omni.token2wav.solver_kernels import fused_condition
 
     solver: FlowSolver
     vocoder: Vocoder
@@ -66,7 +67,8 @@ def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.de
             vocoder = GraphedVocoder(vocoder, dit.config.mel_dim, shapes, pool, device)
         else:
             solver = StepwiseSolver(fused)
-    return Sampler(dit, device, solver, fused_standard_normal, past), vocoder
+    sampler = Sampler(dit, device, solver, noise=fused_standard_normal, lay_condition=fused_condition, past=past)
+    return sampler, vocoder
 
 
 def past_pool(dit: DiT, settings: Token2WavSettings, dtype: torch.dtype) -> PastPool:

@@ -103,10 +103,15 @@ class BlockLayout:
         places = window * place.shape[1] + torch.arange(len(window)) - first[window]
         return Dense(to_device(blocks, device), to_device(places, device), to_device(inside.flatten(1), device))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no padding."""
+        return sum(self.lengths) == self.num_blocks * self.block_size
+
     def pack(self, rows: Tensor) -> Tensor:
         """Lay rows [sum of lengths, F], one window behind another, into blocks [N, block, F]; padding is zero."""
         width = rows.shape[-1]
-        if len(rows) == self.num_blocks * self.block_size:
+        if self.is_full:
             return rows.view(-1, self.block_size, width)
         blocks = rows.new_zeros(self.num_blocks * self.block_size, width)
         return blocks.index_copy_(0, self.slots, rows).view(-1, self.block_size, width)
@@ -114,7 +119,7 @@ class BlockLayout:
     def unpack(self, blocks: Tensor) -> tuple[Tensor, ...]:
         """Take the windows [T, F] out of blocks [N, block, F]; the inverse of `pack`."""
         rows = blocks.reshape(-1, blocks.shape[-1])
-        if len(rows) != sum(self.lengths):
+        if not self.is_full:
             rows = rows.index_select(0, self.slots)
         return torch.split(rows, list(self.lengths))
 

@@ -38,10 +38,9 @@ UNCONDITIONAL_CODE = 0
 class Voice:
     """A speaker's part of the input projection, bias included."""
 
-    conditional: Tensor
-    """[H]"""
-    unconditional: Tensor
-    """[H]: the same with the speaker embedding and the reference mel zeroed, and code 0."""
+    halves: Tensor
+    """[2, H], for the halves of guidance: as it is, and with the speaker embedding and the reference mel zeroed, and
+    code 0."""
 
 
 class DiT(nn.Module):
@@ -75,12 +74,9 @@ class DiT(nn.Module):
             speaker: [speaker_dim] fp32, the speaker embedding.
             reference_mel: [T, M] fp32, mel frames of the speaker.
         """
-        unspoken = self.text_embed.codec_embed.weight[UNCONDITIONAL_CODE]
-        return Voice(
-            conditional=self.input_embed.voice(speaker, reference_mel),
-            unconditional=self.input_embed.voice(torch.zeros_like(speaker), torch.zeros_like(reference_mel))
-            + self.input_embed.codes(unspoken),
-        )
+        unspoken = self.input_embed.codes(self.text_embed.codec_embed.weight[UNCONDITIONAL_CODE])
+        nobody = self.input_embed.voice(torch.zeros_like(speaker), torch.zeros_like(reference_mel))
+        return Voice(torch.stack([self.input_embed.voice(speaker, reference_mel), nobody + unspoken]))
 
     def codes(self) -> Tensor:
         """Part of the input projection of every code: [codes, H]."""

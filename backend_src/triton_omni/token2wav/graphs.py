@@ -23,12 +23,12 @@ from triton_omni.token2wav.dit import DiT
 from triton_omni.token2wav.fused_dit import FusedDiT
 from triton_omni.token2wav.fused_vocoder import FusedVocoder
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Solver
-from triton_omni.token2wav.past import NONE, Past, PastPool
+from triton_omni.token2wav.past import NONE, Past, PastPool, evaluation_numbers
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.token2wav.sampler import Flow, StepwiseSolver
 from triton_omni.token2wav.solver_kernels import advance
 from triton_omni.token2wav.steps import Steps
-from triton_omni.transfer import to_device
+from triton_omni.transfer import fill, to_device
 
 WARM_UP_CALLS = 2
 """Before recording: kernels are compiled and libraries choose their algorithms at the first call."""
@@ -126,21 +126,23 @@ class _Inputs:
             rotary=dit.rotary(torch.zeros(halves * blocks, size, dtype=torch.int64, device=device)),
             pointers=pointers,
             neighbours=Neighbours(*pointers[:3]),
-            past=Past(pool, pointers[3], pointers[4], numbers, np.empty((2, 0), np.int64)),
+            past=Past(pool, pointers[3], pointers[4], numbers),
         )
 
-    def load(self, noise: Tensor, flow: Flow, rotary: Rotary) -> None:
-        """Copy what the steps of a batch share."""
-        count, (halves, blocks, size) = len(noise), self.condition.shape[:3]
-        self.state[:count] = noise
+    def load(self, state: Tensor, flow: Flow) -> None:
+        """Copy what the steps of a batch share, but for the angles."""
+        count, (halves, blocks, size) = len(state), self.condition.shape[:3]
+        self.state[:count] = state
         self.scale[:count] = flow.scale
-        self.condition[0, :count] = flow.conditional
-        if flow.unconditional is not None:
-            self.condition[1, :count] = flow.unconditional
-        self.rotary.cos.view(halves, blocks, size, 1, -1)[:, :count] = rotary.cos
-        self.rotary.sin.view(halves, blocks, size, 1, -1)[:, :count] = rotary.sin
+        self.condition[:, :count] = flow.condition
         # All of them, since none may point from behind the batch's end into it, nor into a past.
-        self.pointers.copy_(to_device(torch.from_numpy(_pointers(flow, halves, blocks, size)), self.state.device))
+        fill(self.pointers, torch.from_numpy(_pointers(flow, halves, blocks, size)))
+
+    def copy_angles(self, rotary: Rotary) -> None:
+        """Copy the angles of a batch."""
+        count, shape = len(rotary.cos), (*self.condition.shape[:3], 1, -1)
+        self.rotary.cos.view(shape)[:, :count] = rotary.cos
+        self.rotary.sin.view(shape)[:, :count] = rotary.sin
 
 
 def _pointers(flow: Flow | None, halves: int, blocks: int, size: int) -> NDArray[np.int32]:
@@ -152,7 +154,7 @@ def _pointers(flow: Flow | None, halves: int, blocks: int, size: int) -> NDArray
         count, first = near.shape[1], blocks * np.arange(halves)[:, None]
         table[:2, :, :count] = np.where(near[:2, None] == NONE, NONE, near[:2, None] + first)
         table[2, :, :count] = near[2]
-        table[3:, :, :count] = flow.past.host.reshape(2, halves, count)
+        table[3:, :, :count] = flow.past.pages.reshape(2, halves, count)
     return table.reshape(5, -1)
 
 
@@ -165,7 +167,6 @@ class _Seated:
     """A flow on its way."""
 
     flow: Flow
-    rotary: Rotary
     state: Tensor
     """[N, block, M] as of its last step, unless a graph holds it."""
 
@@ -211,6 +212,8 @@ class GraphedSolver:
         self._sizes = sorted(set(sizes))
         self._graphs: dict[_Kind, tuple[_Inputs, _Recorded]] = {}
         self._seated: dict[_Kind, _Seated] = {}
+        self._angles_of: dict[_Kind, tuple[int, ...]] = {}
+        """Lengths of the windows whose angles a graph's tensors hold; those of its next batch are often the same."""
         # The largest first: the smaller ones then fit into its memory.
         for solver, guided in recorded:
             for size in reversed(self._sizes):
@@ -221,13 +224,12 @@ class GraphedSolver:
         size = next((size for size in self._sizes if size >= len(noise)), None)
         if size is None:
             return (yield from self._stepwise.steps(noise, flow))
-        kind = size, flow.solver, flow.unconditional is not None
+        kind = size, flow.solver, flow.is_guided
         inputs, recorded = self._graph(*kind)
         evaluations = EVALUATIONS_A_STEP[flow.solver]
-        modulations, numbers_by_step = (
-            torch.split(table, evaluations) for table in (flow.modulation, flow.past.numbers)
-        )
-        mine = _Seated(flow, self._rotary(flow.layout.lengths), noise)
+        numbers = evaluation_numbers(flow.past.evaluations, noise.device)
+        modulations, numbers_by_step = (torch.split(table, evaluations) for table in (flow.modulation, numbers))
+        mine = _Seated(flow, noise)
         try:
             for place, width in enumerate(flow.grid.diff().tolist()):
                 if place:
@@ -251,7 +253,11 @@ class GraphedSolver:
             # Should there be no memory for this, the other one stays where it is.
             other.state = inputs.state[: len(other.state)].clone()
             del self._seated[kind]
-        inputs.load(mine.state, mine.flow, mine.rotary)
+        inputs.load(mine.state, mine.flow)
+        lengths = mine.flow.layout.lengths
+        if self._angles_of.get(kind) != lengths:
+            inputs.copy_angles(self._rotary(lengths))
+            self._angles_of[kind] = lengths
         self._seated[kind] = mine
 
     def _graph(self, size: int, solver: Solver, guided: bool) -> tuple[_Inputs, _Recorded]:

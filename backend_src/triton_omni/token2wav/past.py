@@ -8,6 +8,7 @@ an evaluation and half, which every window reads and then overwrites. So a windo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from triton_omni.checkpoint.facts import DitConfig
 from triton_omni.spans import FirstFit
 from triton_omni.token2wav.batching import BlockLayout
+from triton_omni.token2wav.ode import GRIDS_KEPT
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.transfer import upload
 
@@ -88,8 +90,6 @@ class Past:
     """int32 [N]: first page that takes what the block leaves, -1 for none."""
     numbers: Tensor
     """int32 [E], of the evaluations, on the device."""
-    host: NDArray[np.int64]
-    """[2, N], on the host: what `found` and `left` hold."""
 
     def at(self, evaluation: int, layer: int) -> LayerPast | None:
         """What `layer` finds and leaves at the `evaluation`-th of `numbers`; None if it does not look back."""
@@ -97,6 +97,29 @@ class Past:
             return None
         pages = self.pool.pages[:, self.pool.layers.index(layer)]
         return LayerPast(pages, self.numbers[evaluation], self.found, self.left, self.pool.rotary)
+
+
+@dataclass(frozen=True)
+class HostPast:
+    """The same, told on the host."""
+
+    pool: PastPool
+    pages: NDArray[np.int64]
+    """[2, N]: what `Past.found` and `Past.left` hold."""
+    evaluations: int
+    """E."""
+
+    def upload(self) -> Past:
+        """Tell the device."""
+        device = self.pool.pages.device
+        found, left = upload([*self.pages], device)
+        return Past(self.pool, found.int(), left.int(), evaluation_numbers(self.evaluations, device))
+
+
+@functools.lru_cache(maxsize=GRIDS_KEPT)
+def evaluation_numbers(count: int, device: torch.device) -> Tensor:
+    """int32 [count], from 0 on; kept, so not to be written to."""
+    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -168,7 +191,7 @@ class PastPool:
 
     def of_batch(
         self, windows: Sequence[WindowPast | None], layout: BlockLayout, *, evaluations: int, halves: int
-    ) -> Past:
+    ) -> HostPast:
         """The pasts of a batch of `windows`, laid out by `layout` in each of `halves`; None is a window without one."""
         pages = np.full((2, layout.num_blocks), NONE)
         for first, past in zip(layout.starts, windows, strict=True):
@@ -179,5 +202,4 @@ class PastPool:
         # Each half of guidance has pages of its own behind those of the half before.
         later = evaluations * np.arange(halves)[:, None]
         ours = np.where(pages[:, None] == NONE, NONE, pages[:, None] + later).reshape(2, -1)
-        found, left, numbers = upload([*ours, np.arange(evaluations)], self.pages.device)
-        return Past(self, found.int(), left.int(), numbers.int(), ours)
+        return HostPast(self, ours, evaluations)

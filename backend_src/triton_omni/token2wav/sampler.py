@@ -7,6 +7,7 @@ Knows nothing of streams; nothing in the solver's loop waits for the device.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triton_omni.settings import DiffusionSettings
-from triton_omni.token2wav.batching import BlockLayout, block_layout
+from triton_omni.token2wav.batching import LAYOUTS_KEPT, BlockLayout, block_layout
 from triton_omni.token2wav.dit import DiT, Voice
 from triton_omni.token2wav.noise import standard_normal
 from triton_omni.token2wav.ode import (
@@ -31,7 +32,7 @@ from triton_omni.token2wav.ode import (
     integrate,
     time_grid,
 )
-from triton_omni.token2wav.past import Past, PastPool, WindowPast
+from triton_omni.token2wav.past import HostPast, Past, PastPool, WindowPast
 from triton_omni.token2wav.steps import Steps, run_out
 from triton_omni.transfer import to_device
 
@@ -89,10 +90,8 @@ class Window:
 class Flow:
     """What the velocities of one batch of windows are a function of, but for time and state."""
 
-    conditional: Tensor
-    """[N, block, H], code and voice parts of the input projection."""
-    unconditional: Tensor | None
-    """The same for guidance's other half; None without guidance."""
+    condition: Tensor
+    """[halves, N, block, H], code and voice parts of the input projection; guidance's other half is the second."""
     scale: Tensor
     """[N, block, 1] fp32, each window's guidance scale."""
     modulation: Tensor
@@ -102,8 +101,30 @@ class Flow:
     solver: Solver
     layout: BlockLayout
     """Of the N blocks."""
-    past: Past
+    past: HostPast
     """Of the N blocks of each half."""
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether there is guidance's other half."""
+        return len(self.condition) > 1
+
+
+def condition(codes: Tensor, spoken: Tensor, voices: Tensor, layout: BlockLayout) -> Tensor:
+    """What the windows' codes and voices add to the DiT's input.
+
+    Args:
+        codes: int [sum of C], of the windows one behind another.
+        spoken: [codes, H], `DiT.codes`.
+        voices: [W, halves, H], `Voice.halves` of each window, or the first of them.
+        layout: of the windows' mel frames.
+
+    Returns:
+        [halves, N, block, H] fp32; padding is zero.
+    """
+    rows = voices[layout.windows]
+    rows[:, 0] += F.embedding(codes, spoken).repeat_interleave(len(rows) // len(codes), dim=0)
+    return layout.pack(rows.flatten(1)).view(layout.num_blocks, layout.block_size, *rows.shape[1:]).movedim(2, 0)
 
 
 class FlowSolver(Protocol):
@@ -131,12 +152,11 @@ class StepwiseSolver:
         return integrate(self._velocity(flow), noise, flow.grid, flow.solver)
 
     def _velocity(self, flow: Flow) -> Velocity:
-        if flow.unconditional is None:
-            return self._network.begin(flow.conditional, flow.modulation, flow.layout, flow.past)
-        layout = flow.layout
-        both = block_layout(layout.lengths * 2, layout.block_size, flow.conditional.device)
-        condition = torch.cat([flow.conditional, flow.unconditional])
-        evaluate = self._network.begin(condition, flow.modulation, both, flow.past)
+        lengths, block, device = flow.layout.lengths, flow.layout.block_size, flow.condition.device
+        layout = block_layout(lengths * len(flow.condition), block, device)
+        evaluate = self._network.begin(flow.condition.flatten(0, 1), flow.modulation, layout, flow.past.upload())
+        if not flow.is_guided:
+            return evaluate
 
         def velocity(number: int, state: Tensor) -> Tensor:
             conditional, unconditional = evaluate(number, torch.cat([state, state])).chunk(2)
@@ -153,6 +173,7 @@ class Sampler:
             on its device, 34 MB of the published sizes.
         solver: what is computed at every evaluation; step by step by `dit` itself unless given.
         noise: see `noise.standard_normal`.
+        lay_condition: see `condition`.
         past: room for what windows leave to later ones; none unless given.
 
     Attributes:
@@ -164,7 +185,9 @@ class Sampler:
         dit: DiT,
         device: torch.device,
         solver: FlowSolver | None = None,
+        *,
         noise: Callable[[Sequence[tuple[int, int, int]], int, torch.device], Tensor] = standard_normal,
+        lay_condition: Callable[[Tensor, Tensor, Tensor, BlockLayout], Tensor] = condition,
         past: PastPool | None = None,
     ) -> None:
         self.past = past or dit.past_pool(0, torch.float32)
@@ -174,7 +197,8 @@ class Sampler:
             self._spoken = dit.codes()
         self._device = device
         self._solver: FlowSolver = solver or StepwiseSolver(dit)
-        self._noise = noise
+        self._noise, self._lay_condition = noise, lay_condition
+        self._scale = functools.lru_cache(maxsize=LAYOUTS_KEPT)(self._scale_of)
         self._modulations: OrderedDict[FlowOptions, Tensor] = OrderedDict()
 
     def sample(self, windows: Sequence[Window], options: FlowOptions) -> tuple[Tensor, ...]:
@@ -191,15 +215,11 @@ class Sampler:
         return layout.unpack((yield from self._solver.steps(noise, self._flow(windows, layout, options))))
 
     def _flow(self, windows: Sequence[Window], layout: BlockLayout, options: FlowOptions) -> Flow:
-        spoken = F.embedding(torch.cat([window.codes for window in windows]), self._spoken)
-        spoken = spoken.repeat_interleave(self._dit.config.repeats, dim=0)
-        voices = torch.stack([window.voice.conditional for window in windows])
-        unspoken = torch.stack([window.voice.unconditional for window in windows])
-        scales = np.repeat(np.array([window.guidance_scale for window in windows], np.float32), layout.lengths)
+        codes = torch.cat([window.codes for window in windows])
+        voices = torch.stack([window.voice.halves for window in windows])[:, : options.halves]
         return Flow(
-            conditional=layout.pack(spoken + voices[layout.windows]),
-            unconditional=layout.pack(unspoken[layout.windows]) if options.guided else None,
-            scale=layout.pack(to_device(torch.from_numpy(scales)[:, None], self._device)),
+            condition=self._lay_condition(codes, self._spoken, voices, layout),
+            scale=self._scale(layout.lengths, tuple(window.guidance_scale for window in windows)),
             modulation=self._modulation(options),
             grid=time_grid(options.num_steps, options.sway),
             solver=options.solver,
@@ -208,6 +228,12 @@ class Sampler:
                 [window.past for window in windows], layout, evaluations=options.evaluations, halves=options.halves
             ),
         )
+
+    def _scale_of(self, lengths: tuple[int, ...], scales: tuple[float, ...]) -> Tensor:
+        """`Flow.scale`; kept, so not to be written to."""
+        layout = block_layout(lengths, self._dit.config.block_size, self._device)
+        rows = np.repeat(np.array(scales, np.float32), lengths)
+        return layout.pack(to_device(torch.from_numpy(rows)[:, None], self._device))
 
     def _modulation(self, options: FlowOptions) -> Tensor:
         """The table of the options' times; clients choose the options, so only the latest few are kept."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a solver does between two evaluations of the velocity, in one launch, in the Triton language.
+"""What a solver begins with, and what it does between two evaluations of the velocity, in one launch each, in the
+Triton language.
 
-The arithmetic of `ode.py`, in float32; it knows no network.
+The arithmetic of `sampler.condition` and of `ode.py`, in float32; it knows no network.
 """
 
 from __future__ import annotations
@@ -11,9 +12,61 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_omni.token2wav.batching import BlockLayout
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Solver
 
 _TILE = 512
+
+
+# How a batch is laid out changes no code.
+@triton.jit(do_not_specialize=["half"])
+def _condition(
+    codes,
+    spoken,
+    voices,
+    windows,
+    slots,
+    output,
+    half,
+    VOICE: tl.constexpr,
+    HALVES: tl.constexpr,
+    REPEATS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = at < WIDTH
+    code = tl.load(codes + row // REPEATS).to(tl.int64)
+    voice = voices + tl.load(windows + row) * VOICE + at
+    target = output + tl.load(slots + row) * WIDTH + at
+    said = tl.load(spoken + code * WIDTH + at, mask=inside, other=0.0)
+    tl.store(target, tl.load(voice, mask=inside, other=0.0) + said, mask=inside)
+    if HALVES > 1:
+        tl.store(target + half, tl.load(voice + WIDTH, mask=inside, other=0.0), mask=inside)
+
+
+def fused_condition(codes: Tensor, spoken: Tensor, voices: Tensor, layout: BlockLayout) -> Tensor:
+    """`sampler.condition` in one launch, or two where there is padding."""
+    rows, (_, halves, width) = len(layout.windows), voices.shape
+    allocate = torch.empty if layout.is_full else torch.zeros
+    output = allocate(halves, layout.num_blocks, layout.block_size, width, device=voices.device)
+    _condition[(rows, triton.cdiv(width, _TILE))](
+        codes,
+        spoken,
+        voices,
+        layout.windows,
+        layout.slots,
+        output,
+        output.stride(0),
+        VOICE=voices.stride(0),
+        HALVES=halves,
+        REPEATS=rows // len(codes),
+        WIDTH=width,
+        TILE=_TILE,
+        num_warps=4,
+    )
+    return output
 
 
 # Where a batch ends changes no code.
