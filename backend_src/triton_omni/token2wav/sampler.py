@@ -8,7 +8,6 @@ Knows nothing of streams; nothing in the solver's loop waits for the device.
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -199,7 +198,8 @@ class Sampler:
         self._solver: FlowSolver = solver or StepwiseSolver(dit)
         self._noise, self._lay_condition = noise, lay_condition
         self._scale = functools.lru_cache(maxsize=LAYOUTS_KEPT)(self._scale_of)
-        self._modulations: OrderedDict[FlowOptions, Tensor] = OrderedDict()
+        # Clients choose the options, so only the tables of the latest few are kept.
+        self._modulation = functools.lru_cache(maxsize=GRIDS_KEPT)(self._modulation_of)
 
     def sample(self, windows: Sequence[Window], options: FlowOptions) -> tuple[Tensor, ...]:
         """Mel frames [T, M] fp32 of each window, T = C x repeats."""
@@ -235,12 +235,7 @@ class Sampler:
         rows = np.repeat(np.array(scales, np.float32), lengths)
         return layout.pack(to_device(torch.from_numpy(rows)[:, None], self._device))
 
-    def _modulation(self, options: FlowOptions) -> Tensor:
-        """The table of the options' times; clients choose the options, so only the latest few are kept."""
-        if options not in self._modulations:
-            times = evaluation_times(time_grid(options.num_steps, options.sway), options.solver)
-            self._modulations[options] = self._dit.modulation(to_device(times, self._device))
-        self._modulations.move_to_end(options)
-        while len(self._modulations) > GRIDS_KEPT:
-            self._modulations.popitem(last=False)
-        return self._modulations[options]
+    def _modulation_of(self, options: FlowOptions) -> Tensor:
+        """`Flow.modulation`; kept, so not to be written to."""
+        times = evaluation_times(time_grid(options.num_steps, options.sway), options.solver)
+        return self._dit.modulation(to_device(times, self._device))
