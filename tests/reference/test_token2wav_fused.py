@@ -8,6 +8,7 @@ does not compute); graphs, and speed, are the GPU's.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from triton_omni.engine import StreamOptions
 from triton_omni.settings import SettingsError, StreamingPlan, Token2WavSettings
@@ -374,6 +376,38 @@ def test_what_a_recorded_step_reads_is_given_to_every_step_anew(networks: Networ
     # Two blocks of two windows, then of one: their angles differ, and are the same again in the third.
     batches = [(6, 6), (13,), (13,), (4,)]
     assert_recorded_steps_are_the_same(networks, CalledAgain(), options, dtype=torch.float32, batches=batches)
+
+
+class Launches(TorchDispatchMode):
+    """Counts what torch is asked for but views and room, of the device or pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith("empty") and "pin" not in name:
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_little_is_launched_before_the_first_step(networks: Networks) -> None:
+    """The device has nothing to do meanwhile, and a listener waits."""
+    options, past = FlowOptions("rk4", 4, -1.0, guided=True), networks.dit.past_pool(0, torch.float32)
+    graphs = CalledAgain()
+    graphs.record = lambda call: SimpleNamespace(graph=SimpleNamespace(replay=lambda: None))  # type: ignore[method-assign]
+    solver = GraphedSolver(networks.dit, FusedDiT(networks.dit, torch.float32), graphs, past, sizes=(4,), recorded=())
+    noise, laid = random(96, 80), random(2, 4, 24, networks.dit.config.hidden_size)
+    sampler = Sampler(networks.dit, DEVICE, solver, noise=lambda *_: noise, lay_condition=lambda *_: laid, past=past)
+    windows = some_windows(networks, (48,))
+    run_out(sampler.steps(windows, options))
+    with Launches() as launches:
+        next(sampler.steps(windows, options))
+    # Codes and voices; state, scale, condition, pointers; modulation, numbers; width. The grid's widths are the host's.
+    assert launches.names == {"cat": 1, "stack": 1, "copy_": 6, "fill_": 1, "diff": 1}
 
 
 @pytest.mark.usefixtures("plain_norm")
