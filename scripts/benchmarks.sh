@@ -4,11 +4,11 @@
 #
 #   scripts/benchmarks.sh OUT [PART...]     every part, or those named, each into OUT/PART, which must not be there yet
 #
-# After `./build.sh setup`. A part takes two to eight minutes; `replicas` is for two GPUs. Exit code 1: something could
-# not be measured; the rest was. PYTHON: where the project is installed, instead of .venv.
+# After `./build.sh setup`. A part takes two to ten minutes; `apart` and `replicas` are for two GPUs. Exit code 1:
+# something could not be measured; the rest was. PYTHON: where the project is installed, instead of .venv.
 set -euo pipefail
 
-PARTS=(served crowds plans fp8 small steps windows whole media triton replicas)
+PARTS=(served crowds plans fp8 small steps windows whole media triton apart replicas)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
@@ -19,21 +19,22 @@ compare() { # compare PART SIZE OPTIONS...: served variants, each request 100 to
         --fixed-lengths --prompt-tokens 100 --system "" --max-tokens 150 --talker-max-tokens 1000
 }
 
-micro() { # micro PART OPTIONS...: stages alone
-    local part=$1
-    shift
+micro() { # micro PART SIZE OPTIONS...: stages alone
+    local part=$1 size=$2
+    shift 2
     mkdir -p "$OUT/${part%/*}"
-    "$PYTHON" "$ROOT/scripts/micro" --random-weights 7b -o "$OUT/$part.json" "$@"
+    "$PYTHON" "$ROOT/scripts/micro" --random-weights "$size" -o "$OUT/$part.json" "$@"
 }
 
 ONE='one=--concurrency 1 --requests 8'
+EIGHT='eight=--concurrency 8 --requests 32'
 TOGETHER='together=--concurrency 32 --requests 96'
 AFTER='after=--concurrency 32 --requests 96 --ramp-up 8'
 LISTENERS='listeners=--concurrency 32 --requests 96 --ramp-up 20 --listen'
 
 part_served() {
     compare served 7b --variant shipped --load 'first=--concurrency 1 --requests 3 --warm-up 0' --load "$ONE" \
-        --load 'eight=--concurrency 8 --requests 32' --load "$TOGETHER" --load "$AFTER" --load "$LISTENERS" \
+        --load "$EIGHT" --load "$TOGETHER" --load "$AFTER" --load "$LISTENERS" \
         --load 'text=--concurrency 1,32 --requests 64 --text-only'
 }
 
@@ -53,32 +54,39 @@ part_fp8() {
 }
 
 part_small() {
-    compare small 3b --variant shipped --variant 'low_latency={"token2wav": {"plan": "low_latency"}}' --load "$ONE"
+    compare small 3b --variant shipped --variant 'low_latency={"token2wav": {"plan": "low_latency"}}' --load "$ONE" \
+        --load "$EIGHT" --load "$TOGETHER" --load "$LISTENERS"
 }
 
 part_steps() {
-    micro steps/steady --only thinker,thinker-vllm,talker --steps 60 &&
-        micro steps/anew --only thinker,thinker-vllm --steps 60 --no-steady-decode
+    micro steps/steady 7b --only thinker,thinker-vllm,talker --steps 60 &&
+        micro steps/small 3b --only thinker,thinker-vllm,talker --steps 60 &&
+        micro steps/anew 7b --only thinker,thinker-vllm --steps 60 --no-steady-decode
 }
 
 part_windows() {
-    micro windows/windows --only token2wav-windows,token2wav-quality,token2wav-kernels,seeds
+    micro windows/windows 7b --only token2wav-windows,token2wav-quality,token2wav-kernels,seeds
 }
 
 part_whole() {
-    micro whole/whole --only token2wav-offline,token2wav-offline-hf --repeats 3
+    micro whole/whole 7b --only token2wav-offline,token2wav-offline-hf --repeats 3
 }
 
 part_media() {
     local photo="$OUT/media/photo.jpg" # 12 megapixels
-    micro media/media --only media,media-vllm &&
+    micro media/media 7b --only media,media-vllm &&
         "$PYTHON" -c "from PIL import Image; Image.effect_noise((4032, 3024), 64).convert('RGB').save('$photo')" &&
         compare media/photo 7b --variant shipped --load \
             "photo=--concurrency 1,8 --requests 16 --image '$photo' --max-tokens 30 --talker-max-tokens 100"
 }
 
 part_triton() {
-    micro triton/triton --only pipeline,served
+    micro triton/triton 7b --only pipeline,served
+}
+
+part_apart() { # token2wav on a GPU of its own
+    compare apart 7b --variant shipped --variant 'apart={"gpus": "token2wav=1"}' --load "$ONE" \
+        --load "$EIGHT" --load "$TOGETHER" --load "$LISTENERS"
 }
 
 part_replicas() {
