@@ -66,6 +66,8 @@ def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.de
             solver = GraphedSolver(dit, fused, pool, past, sizes=GRAPHED_BLOCKS, recorded=kinds)
             shapes = vocoder_shapes(settings, networks)
             vocoder = GraphedVocoder(vocoder, dit.config.mel_dim, shapes, pool, device)
+            # What ran before each recording held memory of its own; graphs have theirs in the pool.
+            torch.cuda.empty_cache()
         else:
             solver = StepwiseSolver(fused)
     sampler = Sampler(dit, device, solver, noise=fused_standard_normal, lay_condition=fused_condition, past=past)
