@@ -495,7 +495,7 @@ command_demo() {
     (($# <= 1)) || fail "demo takes one TEXT; put it in quotes"
     [[ ${1:-} != -?* ]] || fail "demo takes one TEXT and no option (got '$1')"
     run_setup
-    # With a seed the same text is spoken alike each time; of some, random weights speak for a tenth of a second.
+    # With a seed the same text is spoken alike each time; with some, random weights speak for a tenth of a second.
     set -- say "${1:-Tell me a story}" --seed 0 -o reply.wav
     # What would be refused is refused before a server takes its time to start.
     TRITON_OMNI_URL='' child "$VENV/bin/triton-omni" "$@" --check || exit

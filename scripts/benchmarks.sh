@@ -31,6 +31,7 @@ EIGHT='eight=--concurrency 8 --requests 32'
 TOGETHER='together=--concurrency 32 --requests 96'
 AFTER='after=--concurrency 32 --requests 96 --ramp-up 8'
 LISTENERS='listeners=--concurrency 32 --requests 96 --ramp-up 20 --listen'
+LOW_LATENCY='low_latency={"token2wav": {"plan": "low_latency"}}'
 
 part_served() {
     compare served 7b --variant shipped --load 'first=--concurrency 1 --requests 3 --warm-up 0' --load "$ONE" \
@@ -39,14 +40,14 @@ part_served() {
 }
 
 part_crowds() { # replies of 6 s
-    compare crowds 7b --variant shipped --variant 'low_latency={"token2wav": {"plan": "low_latency"}}' \
+    compare crowds 7b --variant shipped --variant "$LOW_LATENCY" \
         --load 'eight=--concurrency 8 --requests 64 --crowds --talker-max-tokens 300' \
         --load 'crowds=--concurrency 32 --requests 128 --crowds --talker-max-tokens 300'
 }
 
 part_plans() {
     compare plans 7b --variant 'steady={"token2wav": {"plan": "steady"}}' \
-        --variant 'low_latency={"token2wav": {"plan": "low_latency"}}' --load "$ONE" --load "$TOGETHER" --load "$LISTENERS"
+        --variant "$LOW_LATENCY" --load "$ONE" --load "$TOGETHER" --load "$LISTENERS"
 }
 
 part_fp8() {
@@ -54,7 +55,7 @@ part_fp8() {
 }
 
 part_small() {
-    compare small 3b --variant shipped --variant 'low_latency={"token2wav": {"plan": "low_latency"}}' --load "$ONE" \
+    compare small 3b --variant shipped --variant "$LOW_LATENCY" --load "$ONE" \
         --load "$EIGHT" --load "$TOGETHER" --load "$LISTENERS"
 }
 

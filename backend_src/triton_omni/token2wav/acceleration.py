@@ -21,8 +21,8 @@ from triton_omni.token2wav.sampler import FlowOptions, FlowSolver, Sampler, Step
 
 GRAPHED_BLOCKS = (1, *range(2, 16, 2), *range(16, 37, 4), 42, 50, 56, 64, 72, 88, 104, 128, 160, 200)
 """Blocks of a batch, one half of guidance counted, for which a solver's step is recorded: a long window of the plan
-`balanced` has seven, a first one two, one of `low_latency` one. Beyond 72 they are whole replies, of up to 48 s; of
-longer ones a kernel takes longer than its launch, of shorter ones not on every host.
+`balanced` has seven, a first one two, one of `low_latency` one. Beyond 72 they are whole replies, of up to 48 s;
+kernel by kernel these are as fast as the host launches them.
 
 How well a product's tiles fill the multiprocessors differs: on an H200 50 blocks take less time than 48 (8.4 and 8.9 ms
 a step), 64 hardly more than 60 (10.6 and 10.3), but 68 as long as 72 (12.2)."""
