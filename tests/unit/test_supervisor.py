@@ -104,6 +104,14 @@ def config(repository: Path, **changes: object) -> ServerConfig:
     return ServerConfig(repository, **given)  # type: ignore[arg-type]
 
 
+def told(repository: Path) -> dict[str, Any]:
+    """What the stand-in says of itself; ready as it is, its output is copied into the log by a thread of its own."""
+    log = repository.parent / "server.log"
+    wait_for(lambda: log.read_text().endswith("\n"))
+    said: dict[str, Any] = json.loads(log.read_text())
+    return said
+
+
 def test_serves_on_free_loopback_ports_and_stops_cleanly(repository: Path) -> None:
     with Supervisor(config(repository)) as server:
         assert server.http_url.startswith("127.0.0.1:")
@@ -111,7 +119,7 @@ def test_serves_on_free_loopback_ports_and_stops_cleanly(repository: Path) -> No
         assert server.exit_code is None
         assert server.stop() < 5
         assert server.exit_code == 0
-    said = json.loads((repository.parent / "server.log").read_text())
+    said = told(repository)
     assert said["flags"]["http-address"] == said["flags"]["grpc-address"] == said["flags"]["metrics-address"]
     assert said["flags"]["grpc-port"] == server.grpc_url.rpartition(":")[2]
     assert said["model"] == os.environ["OMNI_MODEL"]
@@ -119,7 +127,7 @@ def test_serves_on_free_loopback_ports_and_stops_cleanly(repository: Path) -> No
 
 def test_without_a_gpu_the_server_is_not_asked_for_what_needs_one(repository: Path) -> None:
     with Supervisor(config(repository)):
-        flags = json.loads((repository.parent / "server.log").read_text())["flags"]
+        flags = told(repository)["flags"]
     assert flags["pinned-memory-pool-byte-size"] == "0"
     assert flags["allow-gpu-metrics"] == "false"
     assert "cuda-memory-pool-byte-size" not in flags
@@ -244,8 +252,7 @@ def test_the_shared_memory_of_a_server_goes_with_it(
     monkeypatch.setattr(leftovers, "_SHARED_MEMORY", shared)
     monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", shared)
     with Supervisor(config(repository)) as server:
-        said = json.loads((tmp_path / "server.log").read_text())
-        prefix = said["flags"]["backend-config"].removeprefix("python,shm-region-prefix-name=")
+        prefix = told(repository)["flags"]["backend-config"].removeprefix("python,shm-region-prefix-name=")
         others = {"triton_omni_another_servers", "triton_python_backend_shm_region_1"}
         for name in (f"{prefix}1", f"{prefix}2", ledger_layout.server_name(server.pid), *others):
             (shared / name).touch()
