@@ -7,6 +7,7 @@ Rows and codes go by rings here, past Triton, as they do on a GPU; before anythi
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import time
@@ -59,6 +60,7 @@ SETTINGS = {
 """As on a GPU, what a stage leaves behind by rings included."""
 TOGETHER = 8
 SHARED_MEMORY = Path("/dev/shm")
+CONNECTIONS = 24
 STANDS_STILL_S = 3.0
 """Triton's own patience is one second."""
 IMPATIENT = RevivalPolicy(silent_after_s=1.5, overdue_after_s=6.0)
@@ -133,22 +135,6 @@ def test_before_anything_dies_the_reply_that_the_others_are_compared_with_is_hf_
     check_reply(crashing.server, hf, request, crashing.before, expected)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_that_stands_still_is_waited_for(crashing: Crashing, stage: StageName) -> None:
-    server, board, names = crashing.server, crashing.board, [f"{stage} stands still {number}" for number in range(2)]
-    epoch = board.epoch(stage)
-    with ThreadPoolExecutor(len(names)) as pool:
-        os.kill(board.pid(stage), signal.SIGSTOP)
-        streams = [pool.submit(ask, server, name) for name in names]
-        time.sleep(STANDS_STILL_S)
-        assert not crashing.ready()
-        os.kill(board.pid(stage), signal.SIGCONT)
-    for name, stream in zip(names, streams, strict=True):
-        assert_equals(server, stream.result(), name, crashing.before)
-    assert board.epoch(stage) == epoch
-    wait_for(crashing.ready, server.log, BACK_WITHIN_S)
-
-
 def test_a_deadline_is_kept_though_the_stage_that_is_to_answer_stands_still(crashing: Crashing) -> None:
     server, board = crashing.server, crashing.board
     epoch = board.epoch("token2wav")
@@ -194,6 +180,44 @@ def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(crashing: Crash
     assert board.open_sessions() == 0
     assert_equals(server, ask(server, f"after {stage}"), f"after {stage}", crashing.before)
     wait_for(lambda: omni_figures(server) == {}, lambda: omni_figures(server))
+
+
+def test_http_is_answered_while_a_stage_is_loaded_again(crashing: Crashing) -> None:
+    """On every connection: Triton has a few threads for HTTP, and each serves many."""
+    server, board = crashing.server, crashing.board
+    epoch = board.epoch("talker")
+    with contextlib.ExitStack() as stack:
+        host, port = server.supervisor.http_url.rsplit(":", 1)
+        connections = [http.client.HTTPConnection(host, int(port), timeout=NEVER_S) for _ in range(CONNECTIONS)]
+        for connection in connections:
+            stack.enter_context(contextlib.closing(connection))
+        answered_after_s(connections)
+        os.kill(board.pid("talker"), signal.SIGKILL)
+        wait_for(lambda: not crashing.ready(), crashing.ready, TOLD_WITHIN_S)
+        longest = 0.0
+        while not crashing.ready():
+            longest = max(longest, answered_after_s(connections))
+    note_figures(http_answered_s=longest)
+    assert longest < TOLD_WITHIN_S
+    wait_for(server.client.ready, server.log, BACK_WITHIN_S)
+    assert board.epoch("talker") == epoch + 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_that_stands_still_is_waited_for(crashing: Crashing, stage: StageName) -> None:
+    """Though others have died before, of whose processes Triton keeps those that had open requests."""
+    server, board, names = crashing.server, crashing.board, [f"{stage} stands still {number}" for number in range(2)]
+    epoch = board.epoch(stage)
+    with ThreadPoolExecutor(len(names)) as pool:
+        os.kill(board.pid(stage), signal.SIGSTOP)
+        streams = [pool.submit(ask, server, name) for name in names]
+        time.sleep(STANDS_STILL_S)
+        assert not crashing.ready()
+        os.kill(board.pid(stage), signal.SIGCONT)
+    for name, stream in zip(names, streams, strict=True):
+        assert_equals(server, stream.result(), name, crashing.before)
+    assert board.epoch(stage) == epoch
+    wait_for(crashing.ready, server.log, BACK_WITHIN_S)
 
 
 @pytest.mark.parametrize(("stage", "seed"), [("talker", DYING_TALKER), ("token2wav", DYING_TOKEN2WAV)])
@@ -310,6 +334,16 @@ def assert_names_the_dead(error: OmniClientError, stage: StageName) -> None:
     assert error.stage == stage
     ours = f"the process of {stage} ended unexpectedly" in error.message and error.retry_after_ms
     assert ours or "is not healthy" in error.message
+
+
+def answered_after_s(connections: list[http.client.HTTPConnection]) -> float:
+    """How long until all of them, asked at one time, have their answers."""
+    asked_at = time.monotonic()
+    for connection in connections:
+        connection.request("GET", "/v2/health/live")
+    for connection in connections:
+        connection.getresponse().read()
+    return time.monotonic() - asked_at
 
 
 def omni_figures(server: Served) -> dict[str, float]:

@@ -1,54 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading and unloading over HTTP, before a stand-in for tritonserver that wants the key of its command line."""
+"""Loading and unloading over gRPC, before a stand-in for tritonserver that wants the key of its command line."""
 
 from __future__ import annotations
 
-import http.server
-import json
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import grpc  # type: ignore[import-untyped]
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
 from triton_omni.serving.model_control import HEADER, KEY_VARIABLE, ModelControl, ModelControlError, operator_key
 
 
-class Triton(http.server.ThreadingHTTPServer):
+class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Answers what the test says to whoever has the key."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
         self.key = ""
-        self.paths: list[str] = []
-        self.status, self.body = 200, b""
+        self.calls: list[tuple[str, str]] = []
+        self.refusal: str | None = None
+        self._server = grpc.server(ThreadPoolExecutor(2))
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
+        self.url = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
 
+    def stop(self) -> None:
+        self._server.stop(None).wait()
 
-class Answer(http.server.BaseHTTPRequestHandler):
-    server: Triton
+    def RepositoryModelLoad(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._called("load", request.model_name, context)
+        return service_pb2.RepositoryModelLoadResponse()
 
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.paths.append(self.path)
-        allowed = self.headers[HEADER] == self.server.key
-        self.send_response(self.server.status if allowed else 403)
-        self.end_headers()
-        self.wfile.write(self.server.body)
+    def RepositoryModelUnload(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._called("unload", request.model_name, context)
+        return service_pb2.RepositoryModelUnloadResponse()
 
-    def log_message(self, *_: object) -> None:
-        pass
+    def _called(self, call: str, model: str, context: Any) -> None:
+        self.calls.append((call, model))
+        given = dict(context.invocation_metadata()).get(f"triton-grpc-protocol-{HEADER}")
+        if given != self.key:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "This protocol is restricted")
+        if self.refusal is not None:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
 
 
 @pytest.fixture
 def triton() -> Iterator[Triton]:
-    with Triton() as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield server
-        server.shutdown()
+    triton = Triton()
+    yield triton
+    triton.stop()
 
 
 @pytest.fixture
 def control(triton: Triton) -> ModelControl:
-    made = ModelControl("127.0.0.1", triton.server_port, 10.0)
+    made = ModelControl(triton.url, 10.0)
     flags = dict(flag.removeprefix("--").split("=", 1) for flag in made.flags)
     assert flags["model-control-mode"] == "explicit"
     assert flags["load-model"] == "*"
@@ -63,42 +70,47 @@ def control(triton: Triton) -> ModelControl:
 def test_models_are_loaded_and_unloaded_with_the_key(triton: Triton, control: ModelControl) -> None:
     control.unload("talker")
     control.load("talker")
-    assert triton.paths == ["/v2/repository/models/talker/unload", "/v2/repository/models/talker/load"]
+    assert triton.calls == [("unload", "talker"), ("load", "talker")]
 
 
 def test_every_server_has_a_key_of_its_own(triton: Triton, control: ModelControl) -> None:
     del control
-    other = ModelControl("127.0.0.1", triton.server_port, 10.0)
-    with pytest.raises(ModelControlError):
+    other = ModelControl(triton.url, 10.0)
+    with pytest.raises(ModelControlError, match="restricted"):
         other.load("talker")
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
+    ("said", "reason"),
     [
-        (json.dumps({"error": "load failed: no memory\n\nAt:\n  model.py"}), "^load failed: no memory$"),
-        ("<html>", "^<html>$"),
-        ("[]", r"^\[\]$"),
-        (json.dumps({"error": ""}), "^no reason was given$"),
+        ("load failed: no memory\n\nAt:\n  model.py", "^load failed: no memory$"),
+        ("\nlate", "^late$"),
         ("", "^no reason was given$"),
     ],
 )
-def test_a_refusal_is_told_in_one_line(triton: Triton, control: ModelControl, body: str, reason: str) -> None:
-    triton.status, triton.body = 400, body.encode()
+def test_a_refusal_is_told_in_one_line(triton: Triton, control: ModelControl, said: str, reason: str) -> None:
+    triton.refusal = said
     with pytest.raises(ModelControlError, match=reason):
         control.load("talker")
 
 
 def test_a_server_that_is_gone_is_told(triton: Triton, control: ModelControl) -> None:
-    triton.shutdown()
-    triton.server_close()
-    with pytest.raises(ModelControlError, match="ConnectionRefusedError"):
+    triton.stop()
+    with pytest.raises(ModelControlError, match="failed to connect"):
         control.load("talker")
+
+
+def test_a_proxy_of_the_environment_is_not_asked(
+    triton: Triton, control: ModelControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    control.load("talker")
+    assert triton.calls == [("load", "talker")]
 
 
 def test_an_operator_may_set_the_key() -> None:
     key = "a-key_of-16-more"
-    made = ModelControl("127.0.0.1", 1, 10.0, operator_key({KEY_VARIABLE: key}))
+    made = ModelControl("127.0.0.1:1", 10.0, operator_key({KEY_VARIABLE: key}))
     assert [flag.endswith(f":{HEADER}={key}") for flag in made.flags[2:]] == [True, True]
     assert operator_key({}) is operator_key({KEY_VARIABLE: ""}) is None
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads and unloads one model of a running tritonserver, over its HTTP endpoint and with a key that clients have not.
+"""Loads and unloads one model of a running tritonserver, over its gRPC endpoint and with a key that clients have not.
+
+Not over HTTP: Triton loads a model on the thread that serves the request, and every other connection of that thread
+waits until the model is there, for seconds or a minute. For gRPC it has a thread of its own.
 
 The key guards all that changes how the server runs, or tells of others' requests. It is drawn at each start unless the
 operator has set one. It stands on tritonserver's command line, the only place where Triton takes it: who may read that
@@ -9,15 +12,20 @@ on the server's machine has it, too.
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from tritonclient.grpc import InferenceServerClient  # type: ignore[import-untyped]
+from tritonclient.utils import InferenceServerException  # type: ignore[import-untyped]
 
 HEADER = "triton-omni-control"
-"""Of HTTP; gRPC's metadata has `triton-grpc-protocol-` in front."""
+"""Of HTTP; gRPC's metadata has more in front."""
+_GRPC_PREFIX: Final = "triton-grpc-protocol-"
 KEY_VARIABLE = "OMNI_CONTROL_KEY"
+_CHANNEL: Final = (("grpc.enable_http_proxy", 0),)
+"""A proxy of the environment leads elsewhere than to this machine."""
 _KEY = re.compile(r"[A-Za-z0-9_-]{16,128}")
 _GUARDED = ("model-repository", "statistics", "trace", "logging")
 """What the key is needed for, over gRPC and HTTP. Over HTTP also shared memory, which no client of ours uses there."""
@@ -33,13 +41,13 @@ class ModelControl:
     """Explicit model control of one server.
 
     Args:
-        host, port: of its HTTP endpoint, as seen from here.
+        url: `HOST:PORT` of its gRPC endpoint, as seen from here.
         load_timeout_s: what loading a model may take.
         key: that the server is to want; None = a new one.
     """
 
-    def __init__(self, host: str, port: int, load_timeout_s: float, key: str | None = None) -> None:
-        self._host, self._port = host, port
+    def __init__(self, url: str, load_timeout_s: float, key: str | None = None) -> None:
+        self._url = url
         self._load_timeout_s = load_timeout_s
         self._key = key or secrets.token_hex(16)
 
@@ -60,7 +68,8 @@ class ModelControl:
         Raises:
             ModelControlError: Triton refused, or could not be asked.
         """
-        self._post(f"/v2/repository/models/{model}/unload", _UNLOAD_TIMEOUT_S)
+        with self._told() as (triton, headers):
+            triton.unload_model(model, headers, client_timeout=_UNLOAD_TIMEOUT_S)
 
     def load(self, model: str) -> None:
         """Load `model` and what uses it; returns when they take requests.
@@ -68,19 +77,18 @@ class ModelControl:
         Raises:
             ModelControlError: it could not be loaded, or Triton could not be asked.
         """
-        self._post(f"/v2/repository/models/{model}/load", self._load_timeout_s)
+        with self._told() as (triton, headers):
+            triton.load_model(model, headers, client_timeout=self._load_timeout_s)
 
-    def _post(self, path: str, timeout_s: float) -> None:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-        with contextlib.closing(connection):
-            try:
-                connection.request("POST", path, b"{}", {HEADER: self._key})
-                answer = connection.getresponse()
-                status, body = answer.status, answer.read()
-            except (OSError, http.client.HTTPException) as error:
-                raise ModelControlError(f"{type(error).__name__}: {error}") from error
-        if status != http.HTTPStatus.OK:
-            raise ModelControlError(_reason(body))
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[tuple[InferenceServerClient, dict[str, str]]]:
+        """A connection and the key for it; what goes wrong with a call is raised as told above."""
+        try:
+            with InferenceServerClient(self._url, channel_args=_CHANNEL) as triton:
+                yield triton, {f"{_GRPC_PREFIX}{HEADER}": self._key}
+        except InferenceServerException as error:
+            lines = (error.message() or "").splitlines()
+            raise ModelControlError(next(filter(None, lines), "no reason was given")) from error
 
 
 def operator_key(environment: Mapping[str, str]) -> str | None:
@@ -93,10 +101,3 @@ def operator_key(environment: Mapping[str, str]) -> str | None:
     if key is not None and _KEY.fullmatch(key) is None:
         raise ValueError(f"{KEY_VARIABLE} must be 16 to 128 letters, digits, - or _ (it has {len(key)} characters)")
     return key
-
-
-def _reason(body: bytes) -> str:
-    text = body.decode(errors="replace")
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        text = str(json.loads(text)["error"])
-    return next((line for line in text.splitlines() if line), "no reason was given")

@@ -149,9 +149,8 @@ class Supervisor:
                 environment |= outliving.enter_context(mps_daemon(os.environ))
             placement = self.config.placement if gpus else None
             repository = outliving.enter_context(served_repository(self.config.model_repository, model, placement))
-            control = ModelControl(
-                own_host(self.config.host), self._ports["http"], self.config.ready_timeout_s, control_key
-            )
+            grpc_url = _address(own_host(self.config.host), self._ports["grpc"])
+            control = ModelControl(grpc_url, self.config.ready_timeout_s, control_key)
             pool = memory_pool_bytes(self.config.model_repository, model) if gpus else 0
             command = server_command(
                 self.config,
