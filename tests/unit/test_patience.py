@@ -16,21 +16,53 @@ from triton_omni.serving.patience import PatienceError, build_patience, preloade
 PATIENCE_S = 3.0
 WAIT_S = 0.1
 # Waits `seconds` for a semaphore that is posted after `posted`, if it is; says what came of it, and after how long.
+# A stage is a process that the thread that waits has started, and waited for once before. There were `starts` of them,
+# and the last one is what `stage_is` says.
 WAITING = """
-import ctypes, json, os, sys, threading, time
-seconds, posted, with_dead_child = json.loads(sys.argv[1])
+import ctypes, json, os, signal, sys, threading, time
+seconds, posted, with_dead_child, starts, stage_is = json.loads(sys.argv[1])
 class Time(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
-libc, semaphore = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(64)
-libc.sem_init(semaphore, 0, 0)
+libc = ctypes.CDLL(None, use_errno=True)
+def make_semaphore():
+    made = ctypes.create_string_buffer(64)
+    libc.sem_init(made, 0, 0)
+    return made
+def wait(semaphore):
+    until = time.time() + seconds
+    return libc.sem_timedwait(semaphore, ctypes.byref(Time(int(until), int(until % 1 * 1e9))))
+def end(stage, how):
+    os.kill(stage, signal.SIGKILL)
+    os.waitid(os.P_PID, stage, os.WEXITED | how)
+def start(semaphore):
+    stage = os.fork()
+    if stage == 0:
+        signal.alarm(60)
+        signal.pause()
+    libc.sem_post(semaphore)
+    assert wait(semaphore) == 0
+    return stage
+semaphores = [make_semaphore() for _ in range(max(starts, 1))]
+for number, semaphore in enumerate(semaphores[:starts]):
+    stage = start(semaphore)
+    if number < starts - 1:
+        end(stage, 0)
+if stage_is == "dying":
+    threading.Timer(0.3, end, [stage, os.WNOWAIT]).start()
+if stage_is == "dying and collected":
+    threading.Timer(0.3, end, [stage, 0]).start()
+if stage_is == "collected":
+    end(stage, 0)
 if with_dead_child:
     child = os.posix_spawn("/bin/true", ["true"], {})
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
 if posted:
-    threading.Timer(posted, libc.sem_post, [semaphore]).start()
-begin, until = time.monotonic(), time.time() + seconds
-result = libc.sem_timedwait(semaphore, ctypes.byref(Time(int(until), int(until % 1 * 1e9))))
+    threading.Timer(posted, libc.sem_post, [semaphores[-1]]).start()
+begin = time.monotonic()
+result = wait(semaphores[-1])
 print(json.dumps([result, ctypes.get_errno(), time.monotonic() - begin]))
+if stage_is == "alive":
+    end(stage, 0)
 """
 # What a lock gives whose owner has died, and if that is nothing, what it gives the next time.
 DEAD_OWNER = """
@@ -73,9 +105,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_patience(tmp_path_factory.mktemp("native"), PATIENCE_S)
 
 
-def wait(library: Path, name: str, posted: float = 0.0, with_dead_child: bool = False) -> tuple[int, int, float]:
+def wait(
+    library: Path, name: str, *, posted: float = 0.0, with_dead_child: bool = False, starts: int = 0, stage_is: str = ""
+) -> tuple[int, int, float]:
     """Result, errno and seconds of a wait in a process of this name."""
-    command = [name, "-c", WAITING, json.dumps([WAIT_S, posted, with_dead_child])]
+    command = [name, "-c", WAITING, json.dumps([WAIT_S, posted, with_dead_child, starts, stage_is])]
     environment = {"LD_PRELOAD": str(library)}
     how = {"executable": sys.executable, "env": environment}
     done = subprocess.run(command, check=False, capture_output=True, text=True, **how)
@@ -100,6 +134,24 @@ def test_nobody_waits_once_a_child_has_ended(library: Path) -> None:
     result, errno, seconds = wait(library, "tritonserver", with_dead_child=True)
     assert (result, errno) == (-1, 110)
     assert seconds < PATIENCE_S
+
+
+@pytest.mark.parametrize("stage_is", ["dying", "dying and collected", "collected"])
+def test_nobody_waits_for_a_stage_that_has_ended(library: Path, stage_is: str) -> None:
+    """Whether or not its end was asked for meanwhile or before, after which it is no child any more."""
+    result, errno, seconds = wait(library, "tritonserver", starts=1, stage_is=stage_is)
+    assert (result, errno) == (-1, 110)
+    assert seconds < PATIENCE_S
+
+
+@pytest.mark.parametrize("starts", [1, 100])
+def test_a_stage_that_lives_is_waited_for_though_another_has_ended(library: Path, starts: int) -> None:
+    """However often stages were started before: Triton never collects one that died with open requests."""
+    result, _, seconds = wait(
+        library, "tritonserver", posted=0.7, with_dead_child=True, starts=starts, stage_is="alive"
+    )
+    assert result == 0
+    assert seconds > 0.6
 
 
 def test_other_programs_time_out_as_ever(library: Path) -> None:

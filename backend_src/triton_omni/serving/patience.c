@@ -5,7 +5,9 @@
  * Triton's Python backend waits one second for a stage to take a request over. A stage that lives but did not run
  * meanwhile (a virtual machine that was moved, a stopped process, swap) is then given up: the request's memory is freed
  * while the stage's queue still names it, and the stage, or the server, ends by a segmentation fault. The wait is a
- * semaphore's, so it goes on here, for as long as all children of the server live.
+ * semaphore's, so it goes on here, for as long as the stage lives. Which stage it is for is known from its start: the
+ * thread that has forked a stage waits for it next, and all later waits for the stage are for the same semaphore. Of a
+ * semaphore that is not known, all children of the server must live.
  *
  * The backend and a stage share locks in memory. One that a stage held when it died is given to the next with the error
  * EOWNERDEAD; Boost makes that an exception, which the backend's own threads do not catch, and the server aborts. So the
@@ -19,11 +21,12 @@
 #include <string.h>
 #include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
 
 #ifndef PATIENCE_MS
 #error "PATIENCE_MS: for how long a wait that has timed out goes on"
 #endif
-enum { SLICE_MS = 50, NS_A_MS = 1000000, NS_A_S = 1000000000 };
+enum { SLICE_MS = 50, NS_A_MS = 1000000, NS_A_S = 1000000000, STAGES = 64 };
 
 #define PYTHON_BACKEND "/libtriton_python.so"
 
@@ -39,18 +42,56 @@ __attribute__((constructor)) static void look_around(void) {
     in_tritonserver = strcmp(program_invocation_short_name, "tritonserver") == 0;
 }
 
-static int a_child_has_ended(void) {
+static struct {
+    const sem_t *semaphore;
+    pid_t stage;
+} known[STAGES];
+static pthread_mutex_t known_mutex = PTHREAD_MUTEX_INITIALIZER;
+static __thread pid_t forked;
+
+pid_t fork(void) {
+    pid_t child = ((pid_t (*)(void))dlsym(RTLD_NEXT, "fork"))();
+    if (child > 0)
+        forked = child;
+    return child;
+}
+
+/* It is left for the backend to collect. What that has collected is no child any more, and neither is process 0. */
+static int has_ended(idtype_t which, pid_t child) {
     siginfo_t ended = {0};
-    return waitid(P_ALL, 0, &ended, WEXITED | WNOHANG | WNOWAIT) == 0 && ended.si_pid != 0;
+    if (waitid(which, child, &ended, WEXITED | WNOHANG | WNOWAIT) != 0)
+        return which == P_PID;
+    return ended.si_pid != 0;
+}
+
+/* 0 = not known. A stage that is started again has another semaphore; what is known of the ended makes room for it. */
+static pid_t stage_behind(const sem_t *semaphore) {
+    int place = -1;
+    pid_t stage = 0;
+    pthread_mutex_lock(&known_mutex);
+    for (int at = 0; at < STAGES && place < 0; at++)
+        if (known[at].semaphore == semaphore)
+            place = at;
+    for (int at = 0; at < STAGES && place < 0 && forked != 0; at++)
+        if (has_ended(P_PID, known[at].stage))
+            place = at;
+    if (place >= 0) {
+        known[place].semaphore = semaphore;
+        known[place].stage = stage = forked != 0 ? forked : known[place].stage;
+    }
+    pthread_mutex_unlock(&known_mutex);
+    forked = 0;
+    return stage;
 }
 
 int sem_timedwait(sem_t *semaphore, const struct timespec *until) {
-    int result = timed_wait(semaphore, until);
     if (!in_tritonserver)
-        return result;
+        return timed_wait(semaphore, until);
+    pid_t stage = stage_behind(semaphore);
+    int result = timed_wait(semaphore, until);
     for (int waited = 0; result != 0 && errno == ETIMEDOUT && waited < PATIENCE_MS; waited += SLICE_MS) {
         struct timespec next;
-        if (a_child_has_ended()) {
+        if (has_ended(stage != 0 ? P_PID : P_ALL, stage)) {
             errno = ETIMEDOUT;
             break;
         }
