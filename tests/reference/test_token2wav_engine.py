@@ -337,6 +337,28 @@ def test_nobody_listens_for_the_beginning_of_a_whole_reply(engine: Token2WavEngi
     assert not engine.keeps_listeners_waiting
 
 
+@pytest.mark.parametrize(("very_many", "is_waited_for"), [(2, True), (1, False)])
+def test_of_very_many_only_who_hears_nothing_yet_keeps_first_codes_waiting(
+    engine: Token2WavEngine,
+    token2wav_clock: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    very_many: int,
+    is_waited_for: bool,
+) -> None:
+    monkeypatch.setattr("triton_omni.token2wav.engine.VERY_MANY_STREAMS", very_many)
+    engine.open("heard", VOICE, 1, DEFAULTS)
+    engine.feed("heard", some_codes(24))
+    next_outputs(engine)
+    engine.feed("heard", some_codes(24))
+    # Of its 0.24 s of sound.
+    token2wav_clock[0] += 200_000_000
+    assert engine.keeps_listeners_waiting
+    engine.open("new", VOICE, 1, DEFAULTS)
+    assert engine.keeps_listeners_waiting is is_waited_for
+    engine.feed("new", some_codes(24))
+    assert engine.keeps_listeners_waiting
+
+
 def test_windows_of_listeners_with_enough_sound_stay_out_of_an_urgent_batch(
     tiny_checkpoint: Path, token2wav_clock: list[int]
 ) -> None:

@@ -46,6 +46,9 @@ SHARED_STEPS_AHEAD = 1
 """The same of more than `MANY_STREAMS`, of which another may need a batch sooner any time: it would wait for both."""
 MANY_STREAMS = 8
 """Of no more at once each has the device soon enough."""
+VERY_MANY_STREAMS = 24
+"""Of more at once some run out of sound all the time. If the device were claimed for each of them, thinker and talker
+would not come to the first codes of those who wait."""
 AT_ONCE_FRAMES = 192
 """Batches of no more mel frames are launched at once: they are through before another could go between."""
 CROWD_NS = 120_000_000
@@ -170,17 +173,21 @@ class Token2WavEngine:
         """Whether for want of windows that are due or on the device listeners hear nothing, or will soon, and no more
         others hear nothing for want of codes.
 
-        Whoever wants the whole reply in one piece waits for it, not for its beginning.
+        Whoever wants the whole reply in one piece waits for it, not for its beginning. Of very many, while any await
+        their first codes, those alone count who hear nothing yet.
         """
         streams = [stream for stream in self._streams.values() if stream.page is not None]
-        launched = (due for flight in self._flights for due in flight.batch if self._is_open(due.stream))
-        deadlines = [due.deadline_ns for due in launched if due.stream.page is not None]
+        awaiting = sum(stream.wants_first_codes for stream in streams)
+        windows = [due for flight in self._flights for due in flight.batch if self._is_open(due.stream)]
         # Who waits for others' codes must not keep the talker from making them.
         gathered = self._gathered(self._due())
-        deadlines += [stream.deadline_ns for stream in streams if stream.due() and stream.key not in gathered]
+        chunks = ((stream, stream.due()) for stream in streams if stream.key not in gathered)
+        windows += [Due(stream, chunk, stream.deadline_ns) for stream, chunk in chunks if chunk is not None]
+        if awaiting and len(streams) > VERY_MANY_STREAMS:
+            windows = [due for due in windows if due.chunk.index == 0]
         soon = time.monotonic_ns() + SOON_SILENT_NS
-        waiting = sum(deadline <= soon for deadline in deadlines)
-        return waiting > 0 and waiting >= sum(stream.wants_first_codes for stream in streams)
+        waiting = sum(due.deadline_ns <= soon for due in windows if due.stream.page is not None)
+        return waiting > 0 and waiting >= awaiting
 
     def abort(self, key: str) -> None:
         """Drop a stream and everything it holds; unknown keys are ignored."""
