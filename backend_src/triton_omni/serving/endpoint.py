@@ -6,9 +6,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from triton_omni.settings import SettingsError
 
+OWN_CHANNEL: Final = (("grpc.enable_http_proxy", 0),)
+"""Options of gRPC to a server on this machine: a proxy of the environment leads elsewhere."""
 _FALSE = ("false", "0")
 _ANY_ADDRESS = ("0.0.0.0", "::", "[::]")
 

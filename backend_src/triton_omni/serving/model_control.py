@@ -20,12 +20,12 @@ from typing import Final
 from tritonclient.grpc import InferenceServerClient  # type: ignore[import-untyped]
 from tritonclient.utils import InferenceServerException  # type: ignore[import-untyped]
 
+from triton_omni.serving.endpoint import OWN_CHANNEL
+
 HEADER = "triton-omni-control"
 """Of HTTP; gRPC's metadata has more in front."""
 _GRPC_PREFIX: Final = "triton-grpc-protocol-"
 KEY_VARIABLE = "OMNI_CONTROL_KEY"
-_CHANNEL: Final = (("grpc.enable_http_proxy", 0),)
-"""A proxy of the environment leads elsewhere than to this machine."""
 _KEY = re.compile(r"[A-Za-z0-9_-]{16,128}")
 _GUARDED = ("model-repository", "statistics", "trace", "logging")
 """What the key is needed for, over gRPC and HTTP. Over HTTP also shared memory, which no client of ours uses there."""
@@ -84,7 +84,7 @@ class ModelControl:
     def _told(self) -> Iterator[tuple[InferenceServerClient, dict[str, str]]]:
         """A connection and the key for it; what goes wrong with a call is raised as told above."""
         try:
-            with InferenceServerClient(self._url, channel_args=_CHANNEL) as triton:
+            with InferenceServerClient(self._url, channel_args=OWN_CHANNEL) as triton:
                 yield triton, {f"{_GRPC_PREFIX}{HEADER}": self._key}
         except InferenceServerException as error:
             lines = (error.message() or "").splitlines()

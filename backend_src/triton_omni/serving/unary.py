@@ -28,6 +28,7 @@ from tritonclient.utils import serialize_byte_tensor  # type: ignore[import-unty
 from triton_omni import errors
 from triton_omni.answer import Answer
 from triton_omni.errors import BadRequest, InternalError, OmniError, Overloaded
+from triton_omni.serving.endpoint import OWN_CHANNEL
 from triton_omni.serving.loss_watch import LossWatch
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
 from triton_omni.serving.stage_board import StageBoard
@@ -41,10 +42,9 @@ LATE_END_S: Final = 2.0
 RETRY_AFTER_MS: Final = 250
 
 _CHANNEL_OPTIONS: Final = (
+    *OWN_CHANNEL,
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # A proxy of the environment leads elsewhere than to this machine.
-    ("grpc.enable_http_proxy", 0),
 )
 
 logger = logging.getLogger(__name__)
