@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from triton_omni import ledger_layout as layout
 from triton_omni.errors import StageName
-from triton_omni.ledger_layout import CAPACITY, STAGES, LedgerError
+from triton_omni.ledger_layout import CAPACITY, PROTOCOL_VERSION, STAGES, LedgerError
 from triton_omni.tally import Ending
-from triton_omni.wire import PROTOCOL_VERSION, SessionKey
+from triton_omni.wire import SessionKey
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where what stands in the session ledger's table, which file it is, and whose; for stages and for the supervisor.
 
-Layout (unsigned 64-bit words): the header, a block a stage, then one record a slot. Every word has one writing
-process. It imports nothing heavy: the supervisor reads the table without torch.
+Layout (unsigned 64-bit words): the header, a block a stage, one record a slot, then the unary model's block. Every word
+has one writing process. It imports nothing heavy: the supervisor reads the table without torch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ from triton_omni.errors import StageName
 CAPACITY: Final = 2048
 """Records in the table; a deployment uses the first of them, twice its `max_sessions` (`ledger.Slots`)."""
 
+PROTOCOL_VERSION: Final = 7
+"""Of the messages between stages, and of this table."""
 MAGIC: Final = 0x6F6D6E692D6C6467  # "omni-ldg"
 STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
+WATCHED: Final[tuple[StageName, ...]] = (*STAGES, "unary")
+"""Whose processes the supervisor watches."""
 WORD: Final = 8
 _HEADER_WORDS: Final = 9
 STAGE_WORDS: Final = 16
 RECORD_WORDS: Final = 48
-TABLE_WORDS: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS + CAPACITY * RECORD_WORDS
+_UNARY_BLOCK: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS + CAPACITY * RECORD_WORDS
+_UNARY_WORDS: Final = 3
+TABLE_WORDS: Final = _UNARY_BLOCK + _UNARY_WORDS
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _HELD_POLL_S: Final = 0.02
 
@@ -38,6 +44,8 @@ DRAINING, ENDING = 1, 2
 """Values of LEAVING: no session begins any more; those that are open end now. 0 = the server goes on."""
 # Words of a stage's block.
 EPOCH, PID, BEAT, FINGERPRINT, DTYPE, HIDDEN, DEVICE, CLAIMED, BROKEN = range(9)
+# The unary model's: its process, its open requests, and, written by the supervisor, whether its new process waits.
+UNARY_PID, UNARY_OPEN, UNARY_HELD = range(_UNARY_BLOCK, TABLE_WORDS)
 # Words of a record: six of the thinker's, then twelve of each stage.
 GENERATION, NONCE_HIGH, NONCE_LOW, EPOCHS, OPENED, DEADLINE = range(6)
 CLOSED, CONSUMED, RETURNED, CANCELLED, FAILED, WANTED, OUTCOME, REACHED, PLACED, BEHIND, PLACED_NS, FETCHED = range(12)
@@ -52,7 +60,8 @@ EPOCH_BITS: Final = 16
 # Where a stage's block begins in the table, its words among LOST and HELD, and its words in a record.
 BLOCKS: Final = {stage: _HEADER_WORDS + number * STAGE_WORDS for number, stage in enumerate(STAGES)}
 LOSSES: Final = {stage: LOST + number for number, stage in enumerate(STAGES)}
-HOLDS: Final = {stage: HELD + number for number, stage in enumerate(STAGES)}
+HOLDS: Final = {stage: HELD + number for number, stage in enumerate(STAGES)} | {"unary": UNARY_HELD}
+PIDS: Final = {stage: block + PID for stage, block in BLOCKS.items()} | {"unary": UNARY_PID}
 FIELDS: Final = {stage: FIRST_STAGE_WORD + number * SESSION_WORDS for number, stage in enumerate(STAGES)}
 FIRST_RECORD: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS
 
@@ -116,6 +125,14 @@ def server_name(server_pid: int) -> str:
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/PID/stat from the third on, the state; the command's name before it may hold anything."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is a process of this number; one that has ended and that its parent has not collected is none."""
+    try:
+        return pid > 0 and _stat(pid)[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def process_namespace(pid: int | None = None) -> str:
@@ -199,8 +216,7 @@ def process_of(name: str) -> int | None:
     """Process id of the running process that `server_name` names so; None = it is gone."""
     pid = process_id(name)
     try:
-        # One that has ended and that its parent has not asked after yet is gone, too.
-        lives = name == server_name(pid) and _stat(pid)[0] not in "ZX"
+        lives = name == server_name(pid) and is_running(pid)
     except OSError:  # nobody has this number, or another user has
         return None
     return pid if lives else None

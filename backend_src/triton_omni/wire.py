@@ -23,8 +23,7 @@ from torch import Tensor
 
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import ErrorCode, InternalError, OmniError, StageName, from_code
-
-PROTOCOL_VERSION = 7
+from triton_omni.ledger_layout import PROTOCOL_VERSION
 
 Value = Tensor | bytes
 AudioFormat = Literal["f32", "pcm16", "wav"]

@@ -61,9 +61,7 @@ def server(shared_server: Served) -> Iterator[Served]:
 @pytest.fixture
 def key(server: Served) -> str:
     """The key of this server, as its operator could have set it."""
-    control = server.supervisor._control
-    assert control is not None
-    return control._key
+    return server.supervisor._running().launch.control._key
 
 
 @pytest.fixture(scope="session")

@@ -196,6 +196,22 @@ def test_a_stage_s_state_is_told(rig: Rig) -> None:
     board.close()
 
 
+def test_a_unary_model_that_has_died_is_told_until_it_is_loaded_again(rig: Rig) -> None:
+    board = StageBoard(rig.name)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        board.say_unary(process.pid, 2)
+        assert rig.wrong() == {}
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and kept by its parent
+        assert rig.wrong() == {
+            "unary/gone": f"unary: process {process.pid} is gone with 2 requests open, and it is not loaded again yet"
+        }
+    assert list(rig.wrong()) == ["unary/gone"]
+    board.say_unary(os.getpid(), 0)
+    assert rig.wrong() == {}
+    board.close()
+
+
 def test_figures_of_the_process_before_are_not_believed(rig: Rig) -> None:
     rig.figures["talker"] |= {"sessions": 5, "rows_used": 9}
     assert list(rig.wrong()) == ["talker/excess"]

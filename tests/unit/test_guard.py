@@ -23,12 +23,15 @@ SENT_FIRST = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 SUPERVISOR = """
 import subprocess, sys
 from pathlib import Path
-from triton_omni.serving.guard import guarded
+from triton_omni.serving.guard import Guard
 server = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True)
 stage = int(server.stdout.readline())
-with guarded(server.pid, regions=sys.argv[1], folder=Path(sys.argv[2])):
-    print(server.pid, stage, flush=True)
-    sys.stdin.read()
+guard = Guard(server.pid, regions=sys.argv[1], folders=[Path(sys.argv[2])])
+print(server.pid, stage, flush=True)
+for line in sys.stdin:
+    guard.renew()
+    print("renewed", flush=True)
+guard.close()
 print("ended", flush=True)
 """
 
@@ -92,11 +95,28 @@ def test_a_guard_outlives_what_a_service_manager_sends_first(running: Guarded) -
     wait_for(lambda: not any(running.is_left()))
 
 
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+def test_a_guard_that_was_killed_is_replaced_by_one_that_does_the_same(running: Guarded, deaths: int) -> None:
+    assert running.supervisor.stdin is not None
+    assert running.supervisor.stdout is not None
+    for _ in range(deaths):
+        (killed,) = guards_of(running.supervisor.pid)
+        os.kill(killed, signal.SIGKILL)
+        wait_for(lambda killed=killed: not is_running(killed))  # type: ignore[misc]
+        running.supervisor.stdin.write("renew\n")
+        running.supervisor.stdin.flush()
+        assert running.supervisor.stdout.readline() == "renewed\n"
+        (replaced,) = guards_of(running.supervisor.pid)
+        assert replaced != killed
+    running.supervisor.kill()
+    wait_for(lambda: not any(running.is_left()))
+
+
 def guards_of(supervisor: int) -> list[int]:
-    """Its children that ignore signals by now."""
+    """Its living children that ignore signals by now."""
 
     def found() -> list[int]:
-        return [child for child in children(supervisor) if ignored(child) >= SENT_FIRST]
+        return [child for child in children(supervisor) if is_running(child) and ignored(child) >= SENT_FIRST]
 
     wait_for(lambda: bool(found()))
     return found()

@@ -134,7 +134,7 @@ def config(tmp_path: Path) -> ServerConfig:
 
 
 def test_the_daemon_has_folders_of_its_own_with_a_short_path(record: Record) -> None:
-    with mps_daemon(os.environ) as first, mps_daemon(os.environ) as second:
+    with mps_daemon(os.environ) as (first, _), mps_daemon(os.environ) as (second, _):
         assert set(first) == {"CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"}
         assert len({*first.values(), *second.values()}) == 4
         assert all(Path(folder).is_dir() for folder in first.values())
@@ -143,9 +143,9 @@ def test_the_daemon_has_folders_of_its_own_with_a_short_path(record: Record) -> 
 
 
 def test_another_daemon_of_the_machine_is_left_alone(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    with mps_daemon(os.environ) as another:
+    with mps_daemon(os.environ) as (another, _):
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", another["CUDA_MPS_PIPE_DIRECTORY"])
-        with mps_daemon(os.environ) as own:
+        with mps_daemon(os.environ) as (own, _):
             assert own["CUDA_MPS_PIPE_DIRECTORY"] != another["CUDA_MPS_PIPE_DIRECTORY"]
         assert record.events().count("quit") == 1
         assert is_running(record.daemon())
@@ -229,9 +229,8 @@ def test_the_daemon_quits_when_the_server_was_killed(record: Record, config: Ser
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(ServerError, match="ended with code 137"):
             server.run()
-        assert record.events() == ["start", "server", "triton", "quit", "end"]
-        assert record.nothing_is_left()
-    assert record.events().count("quit") == 1
+    assert record.events() == ["start", "server", "triton", "quit", "end"]
+    assert record.nothing_is_left()
 
 
 def test_the_daemon_quits_when_the_server_fails_to_load(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from triton_omni.serving import patience
-from triton_omni.serving.patience import PatienceError, build_patience, preloaded
+from triton_omni.serving.patience import SCRATCH_VARIABLE, PatienceError, build_patience, preloaded
 
 PATIENCE_S = 3.0
 WAIT_S = 0.1
@@ -98,6 +98,18 @@ int lock_in_time(void) { return after_the_owner_s_death(1); }
 """
 LOCKING = "import ctypes, sys; print(getattr(ctypes.CDLL(sys.argv[1]), sys.argv[2])())"
 EOWNERDEAD = 130
+MAKING_A_FOLDER = """
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+int make(const char *path) {
+    char template[PATH_MAX + 1];
+    strcpy(template, path);
+    return mkdtemp(template) == NULL;
+}
+"""
+CALLING_FOR_A_FOLDER = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).make(sys.argv[2].encode()))"
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +193,36 @@ def test_only_the_server_s_python_backend_takes_locks_over_from_the_dead(
 
 def test_what_was_preloaded_before_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(patience, "cache_folder", lambda: tmp_path)
-    library = preloaded({})["LD_PRELOAD"]
+    library = preloaded({}, tmp_path)["LD_PRELOAD"]
     assert Path(library).is_file()
-    assert preloaded({"LD_PRELOAD": "/lib/other.so"}) == {"LD_PRELOAD": f"{library}:/lib/other.so"}
+    assert preloaded({"LD_PRELOAD": "/lib/other.so"}, tmp_path)["LD_PRELOAD"] == f"{library}:/lib/other.so"
+
+
+@pytest.mark.parametrize("process", ["tritonserver", "python3"])
+@pytest.mark.parametrize("caller", ["libtriton_python.so", "libtriton_other.so"])
+def test_only_the_server_s_python_backend_makes_its_folder_where_the_supervisor_says(
+    library: Path, tmp_path: Path, caller: str, process: str
+) -> None:
+    backend, scratch, elsewhere = tmp_path / caller, tmp_path / "scratch", tmp_path / "elsewhere"
+    scratch.mkdir()
+    elsewhere.mkdir()
+    compiling = [*patience.compiler(), "-shared", "-fPIC", "-xc", "-", "-o", str(backend)]
+    subprocess.run(compiling, input=MAKING_A_FOLDER, check=True, text=True)
+    command = [process, "-c", CALLING_FOR_A_FOLDER, str(backend), f"{elsewhere}/python_env_XXXXXX"]
+    environment = {"LD_PRELOAD": str(library), SCRATCH_VARIABLE: str(scratch)}
+    subprocess.run(command, check=True, executable=sys.executable, env=environment)
+    its_own = (process, caller) == ("tritonserver", "libtriton_python.so")
+    assert [len(list(folder.glob("python_env_*"))) for folder in (scratch, elsewhere)] == [its_own, not its_own]
+
+
+def test_a_name_that_the_backend_s_buffer_has_no_room_for_is_left_alone(library: Path, tmp_path: Path) -> None:
+    backend = tmp_path / "libtriton_python.so"
+    compiling = [*patience.compiler(), "-shared", "-fPIC", "-xc", "-", "-o", str(backend)]
+    subprocess.run(compiling, input=MAKING_A_FOLDER, check=True, text=True)
+    command = ["tritonserver", "-c", CALLING_FOR_A_FOLDER, str(backend), f"{tmp_path}/python_env_XXXXXX"]
+    environment = {"LD_PRELOAD": str(library), SCRATCH_VARIABLE: "/" + "x" * 4090}
+    subprocess.run(command, check=True, executable=sys.executable, env=environment)
+    assert len(list(tmp_path.glob("python_env_*"))) == 1
 
 
 def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -200,7 +239,7 @@ def test_without_a_compiler_the_server_starts_with_a_warning(
     monkeypatch.setattr(patience, "cache_folder", lambda: tmp_path)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert preloaded({}) == {}
+    assert preloaded({}, tmp_path) == {}
     assert "no C compiler" in capsys.readouterr().err
 
 

@@ -10,18 +10,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from triton_omni.errors import StageName
-from triton_omni.ledger_layout import STAGES
+from triton_omni.ledger_layout import STAGES, WATCHED
 from triton_omni.serving import revival
 from triton_omni.serving.model_control import ModelControlError
-from triton_omni.serving.revival import RevivalPolicy, Silence, StageReviver
+from triton_omni.serving.revival import MODELS, RevivalPolicy, Silence, StageReviver, Starts
 
 WAIT_S = 10.0
 QUICK = RevivalPolicy(first_wait_s=0.0)
+PROCESSES = {model: process for process, model in MODELS.items()}
 
 
 @dataclass
@@ -33,6 +34,10 @@ class Server:
     broken: set[str] = field(default_factory=set)
     silent: dict[str, float] = field(default_factory=dict)
     overdue: set[str] = field(default_factory=set)
+    open: set[str] = field(default_factory=set)
+    """Whose requests nobody else could end."""
+    ended: int = 0
+    """How often the whole server was ended."""
     told_ready: list[bool] = field(default_factory=list)
     """What the reviver says of readiness, each change once."""
     refusals: list[str] = field(default_factory=list)
@@ -69,22 +74,30 @@ class Server:
     def holds_overdue(self, stage: StageName) -> bool:
         return stage in self.overdue
 
+    def leaves_open(self, stage: StageName) -> bool:
+        return stage in self.open
+
     def mark_lost(self, stage: StageName) -> None:
         self.calls.append(("lost", stage))
 
     def hold(self, stage: StageName, held: bool) -> None:
         self.held[stage] = held
 
+    def end(self) -> None:
+        self.ended += 1
+
     def tell_ready(self, ready: bool) -> None:
         if self.told_ready[-1:] != [ready]:
             self.told_ready.append(ready)
 
     def unload(self, model: str) -> None:
+        model = PROCESSES[model]
         self.calls.append(("unload", model))
         if self.leaves:
             self.processes[model].terminate()
 
     def load(self, model: str) -> None:
+        model = PROCESSES[model]
         self.calls.append(("load", model))
         self.loading.set()
         deadline = time.monotonic() + WAIT_S
@@ -108,7 +121,7 @@ class Server:
 def server() -> Iterator[Server]:
     server = Server()
     server.may_load.set()
-    for stage in STAGES:
+    for stage in WATCHED:
         server.run(stage)
     yield server
     for process in [*server.processes.values(), *server.forgotten]:
@@ -118,7 +131,7 @@ def server() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def watching(server: Server, policy: RevivalPolicy = QUICK) -> Iterator[StageReviver]:
-    reviver = StageReviver(server, server, policy, server.tell_ready)
+    reviver = StageReviver(server, server, policy, server.tell_ready, server.end)
     reviver.start()
     try:
         yield reviver
@@ -147,7 +160,7 @@ def test_the_new_process_loads_nothing_before_the_old_one_has_ended(server: Serv
         assert not server.held["talker"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", WATCHED)
 def test_a_killed_stage_is_told_at_once_and_started_again(server: Server, stage: StageName) -> None:
     with watching(server) as reviver:
         for deaths in (1, 2):
@@ -157,6 +170,56 @@ def test_a_killed_stage_is_told_at_once_and_started_again(server: Server, stage:
             assert server.calls == [("lost", stage), ("unload", stage), ("load", stage)]
             assert reviver.losses == deaths
     assert reviver.failure is None
+
+
+@pytest.mark.parametrize("stage", WATCHED)
+def test_where_requests_would_never_end_the_whole_server_is_ended_at_once(server: Server, stage: StageName) -> None:
+    with watching(server, replace(QUICK, whole_server=True)) as reviver:
+        server.kill(stage)
+        wait_for(lambda: server.ended == 1)
+        wait_for(lambda: not reviver._thread.is_alive())
+    assert server.calls == []
+    assert (reviver.ended_for, reviver.failure, reviver.losses) == (f"{stage}: its process ended", None, 1)
+
+
+def test_a_stage_that_hangs_ends_the_whole_server_where_its_requests_would_never_end(server: Server) -> None:
+    with watching(server, replace(QUICK, whole_server=True, stalled_after_s=30.0)) as reviver:
+        server.silent["talker"] = 31.0
+        wait_for(lambda: server.ended == 1)
+    assert server.calls == []
+    assert reviver.ended_for == "talker: it did nothing for 30 s and was ended"
+
+
+def test_of_a_failed_engine_s_process_that_lives_the_server_is_not_ended(server: Server) -> None:
+    """It ends its own requests."""
+    with watching(server, replace(QUICK, whole_server=True)) as reviver:
+        server.broken.add("talker")
+        wait_for(lambda: server.loads() == 1 and not reviver.is_reviving)
+    assert server.ended == 0
+    assert server.calls == [("unload", "talker"), ("load", "talker")]
+
+
+def test_a_failed_engine_s_process_that_does_not_leave_ends_the_server_as_one_that_died(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revival, "_LEAVES_WITHIN_S", 0.2)
+    server.leaves = False
+    with watching(server, replace(QUICK, whole_server=True)) as reviver:
+        server.broken.add("talker")
+        wait_for(lambda: server.ended == 1)
+        server.stopping.set()
+        wait_for(lambda: not reviver.is_reviving)
+    assert reviver.ended_for == "talker: it did not leave and was ended"
+
+
+@pytest.mark.parametrize("open_requests", [False, True])
+def test_the_unary_model_is_started_again_alone_unless_it_had_requests(server: Server, open_requests: bool) -> None:
+    server.open.update(["unary"] if open_requests else [])
+    with watching(server) as reviver:
+        server.kill("unary")
+        wait_for(lambda: server.ended == 1 if open_requests else server.loads() == 1 and not reviver.is_reviving)
+    loaded = [("lost", "unary"), ("unload", "unary"), ("load", "unary")]
+    assert server.calls == ([] if open_requests else loaded)
 
 
 def test_a_death_is_told_in_the_moment_in_which_it_happens(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,6 +396,15 @@ def test_starts_long_ago_do_not_count(server: Server) -> None:
 
 def test_the_first_start_is_made_at_once_and_waits_double() -> None:
     assert [RevivalPolicy().wait_s(earlier) for earlier in range(5)] == [0.0, 1.0, 2.0, 4.0, 8.0]
+
+
+def test_starts_within_the_window_are_bounded_and_wait_ever_longer() -> None:
+    starts = Starts(RevivalPolicy(attempts=3, window_s=60.0))
+    waits = []
+    while not starts.are_exhausted():
+        waits.append(starts.begin())
+    assert waits == [0.0, 1.0, 2.0]
+    assert starts.sentence("the server", "x") == "the server does not stay (starts in 60 s: 3): x"
 
 
 def test_what_ends_after_the_close_is_left_dead(server: Server) -> None:

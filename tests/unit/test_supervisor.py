@@ -40,6 +40,10 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open(sys.argv[1] + ".new", "w").write(str(os.getpid()))
 os.rename(sys.argv[1] + ".new", sys.argv[1])
 time.sleep(600)"""
+if sys.argv[1:] == ["--help"]:
+    print("Usage: tritonserver [options]\\n  --help\\n\\tPrint usage\\n", file=sys.stderr)
+    print(os.environ.get("OPTIONS", ""), file=sys.stderr)
+    sys.exit(1)
 flags = dict(argument[2:].split("=", 1) for argument in sys.argv[1:])
 behaviour = os.environ.get("BEHAVIOUR", "serve")
 if stage := os.environ.get("STAGE"):  # a child that outlives its parent and ignores SIGTERM, as Triton's stubs do
@@ -166,7 +170,7 @@ def test_a_server_that_never_gets_ready_is_stopped(repository: Path) -> None:
 
 
 def test_a_deaf_server_is_ended_after_its_exit_timeout(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_omni.serving.supervisor._KILL_AFTER_S", 0.5)
+    monkeypatch.setattr("triton_omni.serving.server_run.KILL_AFTER_S", 0.5)
     with Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, exit_timeout_s=0)) as server:
         assert server.stop() >= 0.5
         assert server.exit_code == 128 + signal.SIGKILL
@@ -175,7 +179,7 @@ def test_a_deaf_server_is_ended_after_its_exit_timeout(repository: Path, monkeyp
 def test_a_server_that_goes_on_without_a_stage_is_not_waited_for(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("triton_omni.serving.supervisor._ALONE_S", 0.5)
+    monkeypatch.setattr("triton_omni.serving.server_run._ALONE_S", 0.5)
     with Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, exit_timeout_s=60)) as server:
         assert 0.5 <= server.stop() < 10
         assert server.exit_code == 128 + signal.SIGKILL
@@ -185,8 +189,8 @@ def test_a_server_that_goes_on_without_a_stage_is_not_waited_for(
 def test_a_server_that_still_has_a_stage_gets_its_whole_exit_timeout(
     repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni.serving.supervisor._ALONE_S", 0.1)
-    monkeypatch.setattr("triton_omni.serving.supervisor._KILL_AFTER_S", 0.5)
+    monkeypatch.setattr("triton_omni.serving.server_run._ALONE_S", 0.1)
+    monkeypatch.setattr("triton_omni.serving.server_run.KILL_AFTER_S", 0.5)
     environment = {"BEHAVIOUR": "deaf", "STAGE": str(stage)}
     with Supervisor(config(repository, environment=environment, exit_timeout_s=1)) as server:
         assert server.stop() >= 1.5
@@ -205,7 +209,7 @@ def stage(tmp_path: Path) -> Iterator[Path]:
 def test_no_stage_is_left_of_a_server_that_was_stopped(
     repository: Path, stage: Path, behaviour: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni.serving.supervisor._KILL_AFTER_S", 0.5)
+    monkeypatch.setattr("triton_omni.serving.server_run.KILL_AFTER_S", 0.5)
     environment = {"BEHAVIOUR": behaviour, "STAGE": str(stage)}
     with Supervisor(config(repository, environment=environment, exit_timeout_s=0)) as server:
         assert is_running(int(stage.read_text()))
@@ -282,7 +286,9 @@ def test_the_regions_of_servers_that_were_killed_with_their_supervisors_go_at_th
 def mortal(repository: Path) -> Iterator[tuple[Supervisor, subprocess.Popen[bytes]]]:
     """A server that refuses to load anything, and the one stage that it has, which can be killed."""
     environment = {"BEHAVIOUR": "deaf"}
-    server = Supervisor(config(repository, environment=environment, revival=RevivalPolicy(attempts=1)))
+    server = Supervisor(
+        config(repository, environment=environment, revival=RevivalPolicy(attempts=1, whole_server=False))
+    )
     server.start()
     table = ledger_layout.table_path(ledger_layout.server_name(server.pid))
     ledger_layout.create_table(table, 1)
@@ -313,8 +319,8 @@ def test_a_stage_that_does_not_stay_ends_the_server_with_one_sentence(
 def test_a_server_that_waits_for_what_a_dead_stage_held_is_not_waited_for(
     mortal: tuple[Supervisor, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni.serving.supervisor._ALONE_S", 0.3)
-    monkeypatch.setattr("triton_omni.serving.supervisor.has_followers", lambda process: True)
+    monkeypatch.setattr("triton_omni.serving.server_run._ALONE_S", 0.3)
+    monkeypatch.setattr("triton_omni.serving.server_run.has_followers", lambda process: True)
     server, killed = mortal
     killed.kill()
     with contextlib.suppress(ServerError):
@@ -352,16 +358,16 @@ def test_a_server_that_cannot_be_guarded_is_ended_before_the_start_fails(
     started, popen = [], subprocess.Popen
 
     def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        if started:
+        if len(started) == 2:  # it was asked for its options, and started
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         started.append(popen(*arguments, **options))
-        return started[0]
+        return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", start)
     server = Supervisor(config(repository))
     with pytest.raises(ServerError, match=r"^a process cannot be started: Resource temporarily unavailable$"):
         server.start()
-    assert started[0].poll() == -signal.SIGKILL
+    assert started[1].poll() == -signal.SIGKILL
     with pytest.raises(ServerError, match="not started"):
         print(server.pid)
 

@@ -4,6 +4,7 @@
 import base64
 import io
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -227,9 +228,6 @@ def test_a_request_that_lost_a_stage_and_is_not_told_is_failed(serve, monkeypatc
         over.wait(10)
 
     model, ensemble = serve(infer, table="table")
-    untold = ask(model)  # nothing is known of the stages: there is no table yet
-    wait_for(lambda: ensemble.messages)
-    ledger_layout.create_table(ledger_layout.table_path("table"), 1)
     board = StageBoard("table")
     board._words[ledger_layout.BLOCKS["talker"] + ledger_layout.EPOCH] = 3
     request = ask(model)
@@ -237,10 +235,40 @@ def test_a_request_that_lost_a_stage_and_is_not_told_is_failed(serve, monkeypatc
     assert not request.sender.done.is_set()
     board.mark_lost("talker")
     assert "the process of talker ended unexpectedly" in answered(request).error.message()
-    assert not untold.sender.done.is_set()
     wait_for(lambda: len(ensemble.cancelled) == 1)
     over.set()
-    answered(untold)
+    board.close()
+
+
+def test_the_ledger_has_its_process_and_the_requests_that_only_it_can_end(serve, monkeypatch, tmp_path):
+    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", tmp_path)
+    over = threading.Event()
+
+    def infer(message):
+        over.wait(10)
+        yield from speaking(message)
+
+    model, _ = serve(infer, max_requests=2, table="table")
+    board = StageBoard("table")
+    assert (board.pid("unary"), board.leaves_open("unary")) == (os.getpid(), False)
+    running = [ask(model) for _ in range(2)]
+    assert board.leaves_open("unary")
+    assert isinstance(answered(ask(model)).error, TritonError), "one too many"
+    assert board.leaves_open("unary")
+    over.set()
+    for request in running:
+        answered(request)
+    wait_for(lambda: not board.leaves_open("unary"))
+    board.close()
+
+
+def test_a_table_that_a_stage_has_made_is_left_as_it_is(serve, monkeypatch, tmp_path):
+    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", tmp_path)
+    ledger_layout.create_table(ledger_layout.table_path("table"), ledger_layout.PROTOCOL_VERSION)
+    board = StageBoard("table")
+    board.hold("unary", True)
+    serve(speaking, table="table")
+    assert board.pid("unary") == os.getpid()
     board.close()
 
 

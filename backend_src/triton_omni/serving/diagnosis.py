@@ -13,7 +13,7 @@ from typing import Final
 
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import STAGES
-from triton_omni.serving.ledger_view import LedgerView, StageView
+from triton_omni.serving.ledger_view import LedgerView, StageView, UnaryView
 from triton_omni.serving.metrics_page import MetricsPage
 
 SILENT_S: Final = 5.0
@@ -69,6 +69,7 @@ def findings(sample: Sample) -> dict[str, str]:
     if sample.ledger is not None:
         for stage, view in sample.ledger.stages.items():
             found += _of_stage(stage, view)
+        found += _of_unary(sample.ledger.unary)
         found += _of_sessions(sample.ledger)
     for stage in STAGES:
         found += _of_figures(stage, sample)
@@ -101,6 +102,12 @@ def _of_stage(stage: StageName, view: StageView) -> Iterator[Finding]:
             f"{stage}: its loop has not turned for {view.silent_s:.0f} s (process {view.pid}); it is in a long step of "
             "its engine, or hangs",
         )
+
+
+def _of_unary(view: UnaryView) -> Iterator[Finding]:
+    if view.pid and not view.runs:
+        requests = f"{view.open_requests} request{'s' * (view.open_requests != 1)}"
+        yield "unary/gone", f"unary: process {view.pid} is gone with {requests} open, and it is not loaded again yet"
 
 
 def _of_sessions(ledger: LedgerView) -> Iterator[Finding]:

@@ -184,6 +184,7 @@ def start_unary(pb_utils: Any, args: dict[str, str], folder: Path) -> UnaryModel
     """
     del args
     _prepare_process()
+    _await_turn("unary")
     settings = _settings(folder, UnarySettings)
     # Every stub is a child of tritonserver.
     grpc_url = settings.grpc_url or own_grpc_url(command_line(os.getppid()))

@@ -34,6 +34,18 @@ class StageView:
 
 
 @dataclass(frozen=True)
+class UnaryView:
+    """The unary model's block of the ledger."""
+
+    pid: int
+    """Process that serves it, or last did; 0 = none, or it has left in order."""
+    runs: bool
+    """Whether there is such a process."""
+    open_requests: int
+    """Those that only this process can end."""
+
+
+@dataclass(frozen=True)
 class SessionView:
     """A session that the thinker has not ended."""
 
@@ -51,6 +63,7 @@ class LedgerView:
     """A whole ledger at one moment."""
 
     stages: dict[StageName, StageView]
+    unary: UnaryView
     sessions: tuple[SessionView, ...]
 
     def held_by(self, stage: StageName) -> frozenset[str]:
@@ -74,7 +87,9 @@ def read_ledger(path: Path) -> LedgerView:
         now_ns = time.monotonic_ns()
         records = (layout.record(slot) for slot in range(layout.CAPACITY))
         sessions = tuple(_session(words, at, now_ns) for at in records if layout.is_open(words, at))
-        return LedgerView({stage: _stage(words, stage) for stage in layout.STAGES}, sessions)
+        pid = words[layout.UNARY_PID]
+        unary = UnaryView(pid, layout.is_running(pid), words[layout.UNARY_OPEN])
+        return LedgerView({stage: _stage(words, stage) for stage in layout.STAGES}, unary, sessions)
 
 
 def _stage(words: memoryview, stage: StageName) -> StageView:
@@ -82,7 +97,7 @@ def _stage(words: memoryview, stage: StageName) -> StageView:
     pid = words[block + layout.PID]
     return StageView(
         pid=pid,
-        runs=bool(pid) and Path(f"/proc/{pid}").exists(),
+        runs=layout.is_running(pid),
         epoch=epoch,
         silent_s=layout.silent_for(words, stage),
         lost=0 < epoch <= words[layout.LOSSES[stage]],

@@ -29,7 +29,7 @@ def end_group(leader: subprocess.Popen[bytes]) -> None:
 
     Stages outlive a server that was killed, and ignore SIGTERM.
     """
-    _kill_group(leader.pid)
+    kill_group(leader.pid)
     leader.wait()
     _await_end(leader.pid)
 
@@ -40,11 +40,12 @@ def end_group_of(name: str) -> None:
     with contextlib.suppress(OSError):  # the leader is gone; its group may be there
         if server_name(leader) != name:
             return  # so is the group, and its number has been given anew
-    _kill_group(leader)
+    kill_group(leader)
     _await_end(leader)
 
 
-def _kill_group(group: int) -> None:
+def kill_group(group: int) -> None:
+    """Have all processes of a group end, without waiting for it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from triton_omni.serving.guard import guarded
+from triton_omni.serving.guard import Guard
 from triton_omni.serving.leftovers import end_group
 from triton_omni.serving.machine import ServerError, visible_gpus
 
@@ -28,8 +28,8 @@ _POLL_S = 0.05
 
 
 @contextlib.contextmanager
-def mps_daemon(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Run a control daemon; within the context, processes started with the variables given are its clients.
+def mps_daemon(environment: Mapping[str, str]) -> Iterator[tuple[dict[str, str], Guard]]:
+    """Run a guarded control daemon; within the context, processes started with the variables given are its clients.
 
     The daemon starts MPS servers when the first client comes. It is to outlive its clients: at the end of the context
     it is told to quit, and it and its servers are ended by force if they do not.
@@ -47,9 +47,9 @@ def mps_daemon(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
         output = Path(folder, "output")
         process = _start(program, env, output)
         try:
-            with guarded(process.pid, folder=Path(folder)):
+            with contextlib.closing(Guard(process.pid, folders=[Path(folder)])) as guard:
                 _wait_ready(process, program, env, output)
-                yield variables
+                yield variables, guard
         finally:
             _end(process, program, env)
 

@@ -91,10 +91,10 @@ class TritonOutlet:
         if self._claim_final():
             self._thread.put(lambda: self._conclude(tensors, then, lost))
 
-    def answer(self, tensors: Mapping[str, Sent]) -> None:
+    def answer(self, tensors: Mapping[str, Sent], then: Callable[[], None] | None = None) -> None:
         """Send one response as the final: all that a request of a model that is not decoupled may get."""
         if self._claim_final():
-            self._thread.put(lambda: self._send_final(functools.partial(self._response, tensors)))
+            self._thread.put(lambda: self._send_final(functools.partial(self._response, tensors), then))
 
     def finish(self, ready: torch.cuda.Event | None = None, then: Callable[[], None] | None = None) -> None:
         """Send the empty final."""

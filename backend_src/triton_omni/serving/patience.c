@@ -12,12 +12,18 @@
  * The backend and a stage share locks in memory. One that a stage held when it died is given to the next with the error
  * EOWNERDEAD; Boost makes that an exception, which the backend's own threads do not catch, and the server aborts. So the
  * backend gets such a lock as if it had been free. What it guards has no other user any more and is given back soon.
+ *
+ * The backend makes a folder in /tmp and removes it only where the server ends in order. It makes it in the folder that
+ * the supervisor names, and removes however the server ends.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <limits.h>
 #include <pthread.h>
 #include <semaphore.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -126,4 +132,13 @@ int pthread_mutex_lock(pthread_mutex_t *mutex) {
 
 int pthread_mutex_timedlock(pthread_mutex_t *mutex, const struct timespec *until) {
     return take_over(timed_lock(mutex, until), mutex, __builtin_return_address(0));
+}
+
+/* The backend's buffer holds PATH_MAX characters. */
+char *mkdtemp(char *path) {
+    const char *folder = getenv("OMNI_SCRATCH");
+    if (folder != NULL && in_tritonserver && of_the_python_backend(__builtin_return_address(0)) &&
+        strlen(folder) + sizeof "/python_env_XXXXXX" <= PATH_MAX)
+        sprintf(path, "%s/python_env_XXXXXX", folder);
+    return ((char *(*)(char *))dlsym(RTLD_NEXT, "mkdtemp"))(path);
 }

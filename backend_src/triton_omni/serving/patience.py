@@ -20,6 +20,7 @@ from triton_omni.serving.revival import RevivalPolicy
 
 PATIENCE_S: Final = RevivalPolicy().stalled_after_s + 10.0
 """How much longer than its own second Triton waits for a stage that lives; the supervisor ends one that hangs first."""
+SCRATCH_VARIABLE: Final = "OMNI_SCRATCH"
 _SOURCE: Final = Path(__file__).with_suffix(".c")
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _COMPILES_WITHIN_S: Final = 60.0
@@ -29,14 +30,19 @@ class PatienceError(RuntimeError):
     """The library cannot be had; the message is a sentence that says why."""
 
 
-def preloaded(environment: Mapping[str, str]) -> dict[str, str]:
-    """What to add to the environment of tritonserver; nothing, and a warning, where the library cannot be had."""
+def preloaded(environment: Mapping[str, str], scratch: Path) -> dict[str, str]:
+    """What to add to the environment of tritonserver; nothing, and a warning, where the library cannot be had.
+
+    Args:
+        environment: what it has.
+        scratch: the folder for what its Python backend would write to /tmp.
+    """
     try:
         library = build_patience(cache_folder() / "native", PATIENCE_S)
     except PatienceError as error:
         print(f"warning: {error}; a stage that stands still or dies may end the server", file=sys.stderr)
         return {}
-    return {"LD_PRELOAD": prepend([library], environment.get("LD_PRELOAD", ""))}
+    return {"LD_PRELOAD": prepend([library], environment.get("LD_PRELOAD", "")), SCRATCH_VARIABLE: str(scratch)}
 
 
 def build_patience(folder: Path, patience_s: float) -> Path:

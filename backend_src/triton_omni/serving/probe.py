@@ -19,6 +19,11 @@ def own_host(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
+def address(host: str, port: int) -> str:
+    """`HOST:PORT`, as clients of Triton take it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class Probe:
     """Asks one server.
 

@@ -17,7 +17,18 @@ from triton_omni.serving.model_control import ModelControlError
 
 NO_BACKEND: Final = "none"
 _STANDSTILL_MODEL, _DRAINING_MODEL = "standstill", "draining"
-_IDLE_MODEL: Final = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
+_IDLE_MODEL: Final = """\
+import os
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return []
+
+    def finalize(self):
+        # As the stages end: where Triton ends the interpreter, newer versions log a fatal error of Python's.
+        os._exit(0)
+"""
 _CPU: Final = "instance_group [{ kind: KIND_CPU }]\n"
 
 

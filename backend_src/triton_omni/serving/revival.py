@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches a server's stages and starts one that died again: Triton itself does neither, nor does it say so.
+"""Watches a server's stages and its unary model, and starts one that died again: Triton does neither.
 
 A stage has died when its process ended, when its engine failed in a process that lives, or when its loop has not
 turned for long; the last is ended by force. The others are told through the ledger, so that they end what they share
 with it. Unloading it makes the server say that it is not ready, until it is loaded again. So does, before that, a loop
 that has not turned for some seconds (`readiness.py`).
+
+Where requests of a dead process would never end, the whole server is ended at once, and the supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from triton_omni.errors import StageName
-from triton_omni.ledger_layout import STAGES
+from triton_omni.ledger_layout import WATCHED
 from triton_omni.serving.model_control import ModelControlError
+from triton_omni.serving.served_repository import UNARY_MODEL
 
+MODELS: Final[Mapping[StageName, str]] = {stage: UNARY_MODEL if stage == "unary" else stage for stage in WATCHED}
+"""The Triton model that each watched process serves."""
 _POLL_S = 0.1
 _LEAVES_WITHIN_S = 10.0
 """A stage whose engine failed ends its requests and its process within this, or by force."""
@@ -48,10 +53,37 @@ class RevivalPolicy:
     """The same while it has a session past its deadline. token2wav's errors wait as long for another stage's step."""
     silent_after_s: float = 10.0
     """A server is not ready while a stage's loop has not turned for so long."""
+    whole_server: bool | None = None
+    """Whether the server is started again where a process of it died; None = where Triton's version wants it."""
 
     def wait_s(self, earlier: int) -> float:
         """What to wait for before a start that has `earlier` ones within the window, in seconds."""
         return self.first_wait_s * 2 ** (earlier - 1) if earlier else 0.0
+
+
+class Starts:
+    """The starts of one thing, which a policy bounds."""
+
+    def __init__(self, policy: RevivalPolicy) -> None:
+        self._policy = policy
+        self._made: deque[float] = deque()
+
+    def are_exhausted(self) -> bool:
+        """Whether there were as many within the window as there may be."""
+        now = time.monotonic()
+        while self._made and now - self._made[0] > self._policy.window_s:
+            self._made.popleft()
+        return len(self._made) >= self._policy.attempts
+
+    def begin(self) -> float:
+        """Count a start from now on; what to wait for before it is made, in seconds."""
+        wait_s = self._policy.wait_s(len(self._made))
+        self._made.append(time.monotonic())
+        return wait_s
+
+    def sentence(self, what: str, cause: str) -> str:
+        """Why `what` is given up."""
+        return f"{what} does not stay (starts in {self._policy.window_s:g} s: {self._policy.attempts}): {cause}"
 
 
 class Board(Protocol):
@@ -68,6 +100,9 @@ class Board(Protocol):
 
     def holds_overdue(self, stage: StageName) -> bool:
         """Whether it has not finished with a session whose deadline has passed."""
+
+    def leaves_open(self, stage: StageName) -> bool:
+        """Whether requests that only its process could have ended were open when it died."""
 
     def mark_lost(self, stage: StageName) -> None:
         """Tell the other stages that it died."""
@@ -118,8 +153,8 @@ class Process:
 class _Watched:
     """One stage; touched by one thread at a time: the watching one, or the one that starts it again."""
 
+    starts: Starts
     process: Process | None = None
-    starts: deque[float] = field(default_factory=deque)
     revival: threading.Thread | None = None
 
     @property
@@ -156,6 +191,7 @@ class StageReviver:
 
     Args:
         tell_ready: told at each look whether the server is ready, as far as its stages go; it must return at once.
+        end_server: ends the server at once.
     """
 
     def __init__(
@@ -164,17 +200,21 @@ class StageReviver:
         control: Control,
         policy: RevivalPolicy | None = None,
         tell_ready: Callable[[bool], None] | None = None,
+        end_server: Callable[[], None] | None = None,
     ) -> None:
         self._board = board
         self._control = control
         self._policy = policy or RevivalPolicy()
         self._tell_ready = tell_ready or (lambda ready: None)
+        self._end_server = end_server or (lambda: None)
         self._silence = Silence(board)
         self._watched: dict[StageName, _Watched] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stage-watch", daemon=True)
         self.failure: str | None = None
         """Why the server is given up, in one sentence; None = it is not."""
+        self.ended_for: str | None = None
+        """Why the server was ended and has to be started again; None = it was not."""
         self.losses = 0
         """How often a stage's process died; each leaves requests in Triton that never end."""
 
@@ -185,9 +225,9 @@ class StageReviver:
 
     def start(self) -> None:
         """Begin to watch the stages that are loaded."""
-        for stage in STAGES:
+        for stage in WATCHED:
             if self._board.pid(stage):
-                self._watched[stage] = _Watched()
+                self._watched[stage] = _Watched(Starts(self._policy))
                 self._follow(stage)
         self._thread.start()
 
@@ -212,7 +252,8 @@ class StageReviver:
             self._silence.look(time.monotonic())
             self._judge_readiness()
             for stage, watched in self._watched.items():
-                if watched.is_reviving or self.failure is not None:  # in this order: a thread that gave up has said so
+                # In this order: a thread that gave up has said so.
+                if watched.is_reviving or self.failure is not None or self._stopping.is_set():
                     continue
                 if (cause := self._cause_of_death(stage, watched)) is not None:
                     self._begin_revival(stage, watched, cause)
@@ -250,7 +291,9 @@ class StageReviver:
     def _begin_revival(self, stage: StageName, watched: _Watched, cause: str) -> None:
         _say(f"{stage}: {cause}")
         if not self._lives(watched):
-            self._lose(stage)
+            self._lose(stage, cause)
+            if self.ended_for is not None:
+                return
         watched.revival = threading.Thread(
             target=self._revive, args=(stage, watched, cause), name=f"revive-{stage}", daemon=True
         )
@@ -260,9 +303,17 @@ class StageReviver:
     def _lives(watched: _Watched) -> bool:
         return watched.process is not None and not watched.process.ends_within(0)
 
-    def _lose(self, stage: StageName) -> None:
-        self._board.mark_lost(stage)
+    def _lose(self, stage: StageName, cause: str) -> None:
+        """Tell of a process that has died: by errors of the other stages, or by the server's end, at which its clients'
+        connections break.
+        """
         self.losses += 1
+        if self._policy.whole_server or self._board.leaves_open(stage):
+            self._stopping.set()
+            self.ended_for = f"{stage}: {cause}"
+            self._end_server()
+        else:
+            self._board.mark_lost(stage)
 
     # On a thread a stage.
 
@@ -270,11 +321,10 @@ class StageReviver:
         # Loading begins at once, since Triton calls a server ready that has a model unloaded; the new process waits.
         self._board.hold(stage, True)
         with contextlib.suppress(ModelControlError):  # a model that is out of service already
-            self._control.unload(stage)
+            self._control.unload(MODELS[stage])
         while not self._stopping.is_set():
-            if self._is_exhausted(watched):
-                starts = f"starts in {self._policy.window_s:g} s: {self._policy.attempts}"
-                self.failure = f"{stage} does not stay ({starts}): {cause}"
+            if watched.starts.are_exhausted():
+                self.failure = watched.starts.sentence(stage, cause)
                 return
             opening = threading.Thread(target=self._open, args=(stage, watched), name=f"hold-{stage}", daemon=True)
             opening.start()
@@ -290,24 +340,17 @@ class StageReviver:
 
     def _load(self, stage: StageName) -> ModelControlError | None:
         try:
-            self._control.load(stage)
+            self._control.load(MODELS[stage])
         except ModelControlError as error:
             return error
         return None
 
     def _open(self, stage: StageName, watched: _Watched) -> None:
         """Let the new process load when the old one has ended, which holds memory, and the wait is over."""
-        wait_s = self._policy.wait_s(len(watched.starts))
-        watched.starts.append(time.monotonic())
+        wait_s = watched.starts.begin()
         self._end(stage, watched)
         if not self._stopping.wait(wait_s):
             self._board.hold(stage, False)
-
-    def _is_exhausted(self, watched: _Watched) -> bool:
-        now = time.monotonic()
-        while watched.starts and now - watched.starts[0] > self._policy.window_s:
-            watched.starts.popleft()
-        return len(watched.starts) >= self._policy.attempts
 
     def _end(self, stage: StageName, watched: _Watched) -> None:
         """Until the old process has ended, by itself or by force."""
@@ -316,7 +359,7 @@ class StageReviver:
         if not watched.process.ends_within(_LEAVES_WITHIN_S):
             watched.process.kill()
             watched.process.ends_within(_LEAVES_WITHIN_S)
-            self._lose(stage)
+            self._lose(stage, "it did not leave and was ended")
         watched.process.close()
         watched.process = None
 

@@ -10,6 +10,7 @@ the copy is links to the original.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -40,6 +41,8 @@ from triton_omni.settings import (
 STREAMING_MODEL = "qwen2_5_omni"
 UNARY_MODEL = "qwen2_5_omni_unary"
 CONFIG_FILE = "config.pbtxt"
+_BODY_FRAME_BYTES = 1 << 20
+"""Of a body, for all that is neither text nor media: names, shapes, sampling parameters."""
 _INSTANCES = re.compile(r"^\s*instance_group\b", re.MULTILINE)
 
 
@@ -93,12 +96,13 @@ def served_repository(repository: Path, checkpoint: Path, placement: Mapping[str
             added[name] = added.get(name, "") + group
     except (SettingsError, CheckpointError) as error:
         raise ServerError(str(error)) from error
-    with _folder() as folder:
+    with temporary_folder() as folder:
         _compose(repository.resolve(), Path(folder), added)
         yield Path(folder)
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder of one server's; raises `ServerError` where none can be made."""
     try:
         return tempfile.TemporaryDirectory(prefix="triton_omni_")
     except OSError as error:
@@ -120,6 +124,22 @@ def stage_settings(repository: Path) -> StageSettings:
         _settings(repository, "token2wav", Token2WavSettings),
         _settings(repository, UNARY_MODEL, UnarySettings) if (repository / UNARY_MODEL).is_dir() else None,
     )
+
+
+def largest_body_bytes(repository: Path) -> int | None:
+    """Bytes of the largest HTTP body that a repository's limits allow with one medium in base64; None = it has no
+    thinker.
+
+    Raises:
+        ServerError: the thinker's `stage.yaml` cannot be used.
+    """
+    if not (repository / "thinker").is_dir():
+        return None
+    try:
+        limits = _settings(repository, "thinker", ThinkerSettings).limits
+    except SettingsError as error:
+        raise ServerError(str(error)) from error
+    return 4 * math.ceil(limits.max_media_bytes / 3) + limits.max_request_bytes + _BODY_FRAME_BYTES
 
 
 def served_facts(stages: StageSettings, config: OmniConfig, checkpoint: Path, model: str) -> dict[str, Any]:

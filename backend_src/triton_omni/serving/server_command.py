@@ -8,6 +8,7 @@ from pathlib import Path
 
 from triton_omni.serving.machine import TritonInstall
 from triton_omni.serving.server_options import ServerConfig
+from triton_omni.serving.triton_features import CLIENT_SHARED_MEMORY, HTTP_BODY_LIMIT
 
 
 def server_command(
@@ -19,6 +20,8 @@ def server_command(
     control_flags: Sequence[str],
     regions: str,
     pools: Sequence[int],
+    options: frozenset[str],
+    body_limit: int | None,
 ) -> list[str]:
     """Program and arguments.
 
@@ -30,6 +33,8 @@ def server_command(
         control_flags: what guards model control, see `ModelControl.flags`.
         regions: with what the names of its regions of shared memory begin.
         pools: bytes of each GPU's pool of memory for tensors between models; none = there is no GPU.
+        options: names of the options that this tritonserver knows.
+        body_limit: bytes of the largest HTTP body that the models take; None = Triton's own limit.
     """
     command = [
         str(install.binary),
@@ -53,6 +58,10 @@ def server_command(
     ]
     if install.backend_directory is not None:
         command.append(f"--backend-directory={install.backend_directory}")
+    if CLIENT_SHARED_MEMORY in options and config.client_shared_memory:
+        command.append(f"--{CLIENT_SHARED_MEMORY}=true")
+    if HTTP_BODY_LIMIT in options and body_limit is not None:
+        command.append(f"--{HTTP_BODY_LIMIT}={body_limit}")
     if pools:
         command += [f"--cuda-memory-pool-byte-size={gpu}:{pool}" for gpu, pool in enumerate(pools)]
     else:  # both would only fail, with a warning

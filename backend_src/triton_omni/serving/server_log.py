@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -79,7 +79,7 @@ def _crashes(lines: Sequence[str]) -> list[str]:
 
 
 class ServerLog:
-    """One server's output; `follow` it once, `close` it after the process ended."""
+    """One server's output; `follow` each of its processes in turn, and `close` it after the last has ended."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -108,32 +108,38 @@ class ServerLog:
                 raise ServerError(f"the log {self.path} cannot be written ({error.strerror})") from error
 
     def follow(self, process: subprocess.Popen[bytes]) -> None:
-        """Copy the process's standard output from now on, in a thread of its own."""
+        """Copy the process's standard output from now on, in a thread of its own; the one before has been settled."""
         if process.stdout is None:
             raise ValueError("the process was started without a pipe for its output")
         if self._sink is None:
             self.open()
+        self._tail.clear()
         self._pump = threading.Thread(target=self._copy, args=(process.stdout,), name="server-log", daemon=True)
         self._pump.start()
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Wait until all output is copied, if there is any."""
+    def settle(self, timeout_s: float = 5.0) -> None:
+        """Wait until all output of a process that has ended is copied."""
         if self._pump is not None:
             self._pump.join(timeout_s)
-        elif self._sink is not None:
-            self._sink.close()
+
+    def close(self) -> None:
+        """Give the file back, when all output is copied."""
+        self.settle()
+        if self._sink is not None:
+            # Closing a file that could not be written tries it once more.
+            with suppress(OSError):
+                self._sink.close()
 
     def reason(self, exit_code: int | None = None) -> str:
         """Why the server died, in one sentence: by `find_reason`, unless it was killed and could not say."""
         return _KILLED if exit_code == 128 + signal.SIGKILL else find_reason(list(self._tail))
 
     def _copy(self, source: IO[bytes]) -> None:
-        # Closing a file that could not be written tries it once more.
-        with suppress(OSError), source, self._sink or nullcontext(sys.stderr) as sink:
+        with source:
             for raw in source:
                 line = raw.decode("utf-8", errors="replace")
                 self._tail.append(line.rstrip("\n"))
-                self._write(sink, line)
+                self._write(self._sink or sys.stderr, line)
 
     def _write(self, sink: IO[str], line: str) -> None:
         """Output that nobody reads would stop the server at its next line, so a line that cannot be kept is dropped."""

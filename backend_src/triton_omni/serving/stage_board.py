@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor's view of the session ledger: which process serves each stage, how it does, and that it has died.
 
-It reads what the stages write, writes two words a stage and one for all, and starts and ends nothing.
+The unary model counts as one, though it has no loop and no engine, and shares nothing with the others. The board reads
+what they write, writes two words a stage and one for all, and starts and ends nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class StageBoard:
 
     def pid(self, stage: StageName) -> int:
         """The process that serves `stage`, or last did; 0 = none, or it has left in order."""
-        return self._words[layout.BLOCKS[stage] + layout.PID]
+        return self._words[layout.PIDS[stage]]
 
     def epoch(self, stage: StageName) -> int:
         """How often `stage` was loaded."""
@@ -50,23 +51,32 @@ class StageBoard:
 
     def silent_for(self, stage: StageName) -> float:
         """Seconds since its loop last turned."""
-        return layout.silent_for(self._words, stage)
+        return 0.0 if stage == "unary" else layout.silent_for(self._words, stage)
 
     def is_broken(self, stage: StageName) -> bool:
         """Whether its engine has failed since it was loaded."""
-        return 0 < self.epoch(stage) == self._words[layout.BLOCKS[stage] + layout.BROKEN]
+        return stage != "unary" and 0 < self.epoch(stage) == self._words[layout.BLOCKS[stage] + layout.BROKEN]
 
     def holds_overdue(self, stage: StageName) -> bool:
         """Whether it has not finished with an open session whose deadline has passed."""
         return any(self._is_overdue(slot, stage) for slot in range(layout.CAPACITY))
 
+    def leaves_open(self, stage: StageName) -> bool:
+        """Whether its process, if it has died, had requests that no other could end: those of the unary model."""
+        return stage == "unary" and self._words[layout.UNARY_OPEN] > 0
+
     def mark_lost(self, stage: StageName) -> None:
         """`stage` has died: the others end what they share with it, and begin nothing until it is loaded again."""
-        self._words[layout.LOSSES[stage]] = self.epoch(stage)
+        if stage != "unary":
+            self._words[layout.LOSSES[stage]] = self.epoch(stage)
 
     def hold(self, stage: StageName, held: bool) -> None:
         """Whether the next process of `stage` waits before it loads anything (`ledger_layout.wait_while_held`)."""
         self._words[layout.HOLDS[stage]] = held
+
+    def say_unary(self, pid: int, open_requests: int) -> None:
+        """Unary model only: which process serves it, 0 = none any more; and how many requests only that one can end."""
+        self._words[layout.UNARY_PID], self._words[layout.UNARY_OPEN] = pid, open_requests
 
     def drain(self) -> None:
         """No session begins from here on; the thinker refuses whoever asks."""

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from tritonclient.utils import serialize_byte_tensor  # type: ignore[import-unty
 from triton_omni import errors
 from triton_omni.answer import Answer
 from triton_omni.errors import BadRequest, InternalError, OmniError, Overloaded
+from triton_omni.ledger_layout import PROTOCOL_VERSION, create_table, table_path
 from triton_omni.serving.endpoint import OWN_CHANNEL
 from triton_omni.serving.loss_watch import LossWatch
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
@@ -84,6 +86,30 @@ class Collected:
         return Answer(text="".join(self.text), audio=audio, audio_base64=to_base64(encoded), info=self.info)
 
 
+class OpenRequests:
+    """Counts in the ledger the requests that only this process can end; thread-safe."""
+
+    def __init__(self, board: StageBoard | None) -> None:
+        self._board = board
+        self._lock = threading.Lock()
+        self._count = 0
+        self._add(0)
+
+    def begin(self) -> None:
+        """One more; to be called before anything is done for it."""
+        self._add(1)
+
+    def end(self) -> None:
+        """One has had its last response."""
+        self._add(-1)
+
+    def _add(self, number: int) -> None:
+        with self._lock:
+            self._count += number
+            if self._board is not None:
+                self._board.say_unary(os.getpid(), self._count)
+
+
 class UnaryModel:
     """Serves unary requests.
 
@@ -91,15 +117,15 @@ class UnaryModel:
         pb_utils: Triton's `triton_python_backend_utils`.
         settings: how many requests run at once; further ones are refused as overloaded.
         grpc_url: `HOST:PORT` of this server.
-        table: name of its ledger, which is there when a stage was loaded; empty = it has none.
+        table: name of its ledger, which is made where no stage has made it; empty = it has none.
     """
 
     def __init__(self, pb_utils: Any, settings: UnarySettings, grpc_url: str, table: str = "") -> None:
         self._pb_utils = pb_utils
         self._settings = settings
         self._grpc_url = grpc_url
-        self._table = table
-        self._board: StageBoard | None = None
+        self._board = _open_board(table) if table else None
+        self._open = OpenRequests(self._board)
         self._sending = SendingThread("unary")
         self._running: set[asyncio.Task[None]] = set()
         self._places = threading.BoundedSemaphore(settings.max_requests)
@@ -113,10 +139,11 @@ class UnaryModel:
         """Take requests; each is answered through its own sender."""
         for request in requests:
             outlet = TritonOutlet(self._pb_utils, request, (self._sending,))
+            self._open.begin()
             try:
                 self._take(request, outlet)
             except OmniError as error:
-                outlet.fail(error)
+                outlet.fail(error, self._open.end)
 
     def close(self) -> None:
         """Stop after the running requests; the stages end them when they close."""
@@ -126,6 +153,7 @@ class UnaryModel:
         self._loop.close()
         self._sending.close()
         if self._board is not None:
+            self._board.say_unary(pid=0, open_requests=0)
             self._board.close()
 
     def _take(self, request: Any, outlet: TritonOutlet) -> None:
@@ -152,12 +180,13 @@ class UnaryModel:
     async def _serve(self, message: Any, outlet: TritonOutlet) -> None:
         try:
             collected = await self._unless_cancelled(self._collect(message), outlet)
-            end = functools.partial(outlet.answer, collected.to_answer().to_tensors())
+            end = functools.partial(outlet.answer, collected.to_answer().to_tensors(), self._open.end)
         except OmniError as error:
-            end = functools.partial(outlet.fail, error)
+            end = functools.partial(outlet.fail, error, self._open.end)
         except Exception:
             logger.exception("unary request %s failed", message.id)
-            end = functools.partial(outlet.fail, InternalError("the reply could not be collected", stage="unary"))
+            failure = InternalError("the reply could not be collected", stage="unary")
+            end = functools.partial(outlet.fail, failure, self._open.end)
         # The client may ask again as soon as it has the answer.
         self._places.release()
         end()
@@ -166,7 +195,7 @@ class UnaryModel:
         """The reply, unless the client goes away first, or a stage died and nobody tells: then the stream is cancelled,
         and the stages see it.
         """
-        watch = LossWatch(self._find_board())
+        watch = LossWatch(self._board)
         task: asyncio.Task[Collected] = self._loop.create_task(collecting)
         while not (await asyncio.wait({task}, timeout=CANCEL_POLL_S))[0]:
             gone = errors.Cancelled("the request was cancelled", stage="unary") if outlet.is_cancelled() else None
@@ -175,12 +204,6 @@ class UnaryModel:
                 await asyncio.wait({task})
                 raise error
         return task.result()
-
-    def _find_board(self) -> StageBoard | None:
-        if self._board is None and self._table:
-            with contextlib.suppress(FileNotFoundError):
-                self._board = StageBoard(self._table)
-        return self._board
 
     async def _collect(self, message: Any) -> Collected:
         collected = Collected()
@@ -199,6 +222,11 @@ class UnaryModel:
         finally:
             stream.cancel()
         return collected
+
+
+def _open_board(table: str) -> StageBoard:
+    create_table(table_path(table), PROTOCOL_VERSION)
+    return StageBoard(table)
 
 
 async def _next(stream: Any, collected: Collected) -> Any:
