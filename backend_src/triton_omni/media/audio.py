@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.media.types import SAMPLE_RATE, Audio
-from triton_omni.media.wanted import IsWanted, always, while_wanted
 from triton_omni.settings import RequestLimits
 
 MAX_CHANNELS = 8
@@ -26,19 +25,17 @@ MIN_SAMPLES = 480
 """Three mel frames: with fewer the audio encoder has no output position."""
 
 
-def decode_audio(data: bytes, limits: RequestLimits, is_wanted: IsWanted = always) -> Audio:
+def decode_audio(data: bytes, limits: RequestLimits) -> Audio:
     """Decode a wav, mp3, flac or ogg file.
 
     Raises:
         BadRequest: unreadable, truncated to nothing, too short, not finite, or of an unsupported rate.
         TooLarge: longer than `limits.max_audio_seconds`, found after decoding at most a second more.
-        Unwanted: nobody waits for it any more, found as soon.
     """
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             check_format(file.samplerate, file.channels)
-            blocks = while_wanted(_blocks(file), is_wanted)
-            return finish_audio(blocks, file.samplerate, limits.max_audio_seconds)
+            return finish_audio(_blocks(file), file.samplerate, limits.max_audio_seconds)
     except soundfile.LibsndfileError as error:
         # Its own text would name the object that the file was read from.
         raise BadRequest(f"unreadable audio: {error.error_string}") from error

@@ -28,7 +28,6 @@ from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.media.audio import check_format, finish_audio
 from triton_omni.media.mp4_tables import check_tables
 from triton_omni.media.types import Audio, PixelRange, Video, VisionSizes, smart_resize
-from triton_omni.media.wanted import IsWanted, always, while_wanted
 from triton_omni.settings import RequestLimits
 
 Container = Literal["mp4", "webm"]
@@ -54,7 +53,6 @@ def decode_video(
     sizes: VisionSizes,
     *,
     with_audio: bool,
-    is_wanted: IsWanted = always,
 ) -> Video:
     """Decode an mp4 or webm file.
 
@@ -64,16 +62,14 @@ def decode_video(
         limits: of the deployment.
         sizes: what frames are resized to.
         with_audio: take the audio track as well, if there is one.
-        is_wanted: asked at each packet and frame.
 
     Raises:
         BadRequest: unreadable, without frames, or of sizes the model does not take.
         TooLarge: longer, or of more pixels a frame, than the limits allow.
-        Unwanted: nobody waits for it any more.
     """
     if container == "mp4":
         check_tables(data, limits)
-    file = _VideoFile(data, container, limits, sizes, is_wanted)
+    file = _VideoFile(data, container, limits, sizes)
     try:
         frames, fps = file.read_frames()
         audio = file.read_audio() if with_audio else None
@@ -120,7 +116,6 @@ class _VideoFile:
     container: Container
     limits: RequestLimits
     sizes: VisionSizes
-    is_wanted: IsWanted
 
     def read_frames(self) -> tuple[NDArray[np.uint8], float]:
         """Sampled frames [T, H, W, 3] and how many a second they are."""
@@ -149,8 +144,7 @@ class _VideoFile:
             context = _known_codec(source.streams.audio[0])
             check_format(context.sample_rate, context.channels)
             most = self.limits.max_video_seconds + SOUND_SLACK_SECONDS
-            blocks = while_wanted(_sound_blocks(source), self.is_wanted)
-            return finish_audio(blocks, context.sample_rate, most)
+            return finish_audio(_sound_blocks(source), context.sample_rate, most)
 
     def _open(self) -> InputContainer:
         options = {"probesize": str(PROBED_BYTES), **self._decoder_options}
@@ -177,7 +171,7 @@ class _VideoFile:
     def _count_shown(self, source: InputContainer, stream: VideoStream, source_fps: float) -> int:
         most = math.ceil(MAX_PACKETS_PER_SECOND * self.limits.max_video_seconds)
         total = 0
-        for count, packet in enumerate(while_wanted(source.demux(), self.is_wanted)):
+        for count, packet in enumerate(source.demux()):
             if count >= most:
                 raise TooLarge(f"more than {most} packets in its tracks, which is the limit")
             if packet.stream_index == stream.index and packet.size > 0:
@@ -190,7 +184,7 @@ class _VideoFile:
         out: NDArray[np.uint8] | None = None
         decoded = work = 0
         with self._open() as source:
-            for frame in while_wanted(source.decode(self._stream(source)), self.is_wanted):
+            for frame in source.decode(self._stream(source)):
                 work += frame.width * frame.height
                 self._check_work(1, work)
                 if (place := places.get(decoded)) is not None:
