@@ -1,57 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which decoder a medium goes to, by its first bytes; every error names the medium.
-
-Knows the magic numbers, no codec.
-"""
+"""Which decoder a medium goes to, by its first bytes; every error names the medium. Knows no codec."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
-from triton_omni.chat import MediaKind, MediaPart
+from triton_omni.chat import MediaPart
 from triton_omni.errors import BadRequest, OmniError, TooLarge
 from triton_omni.media.audio import decode_audio
 from triton_omni.media.image import decode_image
+from triton_omni.media.sniffing import KINDS_OF, sniff
 from triton_omni.media.types import Medium, Video, VisionSizes
 from triton_omni.media.video import Container, decode_video
 from triton_omni.settings import RequestLimits
-
-FileType = Literal["wav", "flac", "ogg", "mp3", "png", "jpeg", "webp", "mp4", "webm"]
-
-_KIND_OF: dict[FileType, MediaKind] = {
-    "wav": "audio",
-    "flac": "audio",
-    "ogg": "audio",
-    "mp3": "audio",
-    "png": "image",
-    "jpeg": "image",
-    "webp": "image",
-    "mp4": "video",
-    "webm": "video",
-}
-
-
-def sniff(data: bytes) -> FileType | None:
-    """What a file is by its first bytes, or None."""
-    if data[:4] == b"RIFF":
-        riff: dict[bytes, FileType] = {b"WAVE": "wav", b"WEBP": "webp"}
-        return riff.get(data[8:12])
-    magic: tuple[tuple[int, bytes, FileType], ...] = (
-        (0, b"\x89PNG\r\n\x1a\n", "png"),
-        (0, b"\xff\xd8\xff", "jpeg"),
-        (0, b"fLaC", "flac"),
-        (0, b"OggS", "ogg"),
-        (0, b"ID3", "mp3"),
-        (4, b"ftyp", "mp4"),
-        (0, b"\x1aE\xdf\xa3", "webm"),
-    )
-    for start, expected, name in magic:
-        if data[start : start + len(expected)] == expected:
-            return name
-    # An MPEG frame header: 11 sync bits, then layer III.
-    return "mp3" if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2 else None
 
 
 class DecodeMedium(Protocol):
@@ -59,7 +22,8 @@ class DecodeMedium(Protocol):
 
     def __call__(
         self, part: MediaPart, index: int, limits: RequestLimits, sizes: VisionSizes, *, with_audio: bool
-    ) -> Medium: ...
+    ) -> Medium:
+        """Decode a medium."""
 
 
 def decode_medium(
@@ -119,8 +83,8 @@ def _pixels_of_frames(medium: Medium) -> int:
 
 def _decode(part: MediaPart, limits: RequestLimits, sizes: VisionSizes, with_audio: bool) -> Medium:
     found = sniff(part.data)
-    if found is None or _KIND_OF[found] != part.kind:
-        allowed = ", ".join(name for name, kind in _KIND_OF.items() if kind == part.kind)
+    if found is None or part.kind not in KINDS_OF[found]:
+        allowed = ", ".join(name for name, kinds in KINDS_OF.items() if part.kind in kinds)
         raise BadRequest(f"must be one of {allowed}; found {found or 'an unknown format'}")
     if part.kind == "audio":
         return decode_audio(part.data, limits)

@@ -16,8 +16,8 @@ from triton_omni.errors import BadRequest, InternalError, OmniError, TooLarge
 from triton_omni.media import decode
 from triton_omni.media.killable import (
     IsWanted,
-    Killed,
     KillableProcess,
+    Killed,
     OutOfMemory,
     OutOfTime,
     Unwanted,

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from triton_omni.errors import OmniError
 from triton_omni.media.parcels import put, take

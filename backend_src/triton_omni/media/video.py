@@ -7,17 +7,13 @@ Knows FFmpeg through PyAV. A frame becomes RGB only if it was sampled, and is re
 from __future__ import annotations
 
 import io
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, cast, overload
+from typing import Literal, cast
 
 import av
 import numpy as np
 import torch
-from av.audio.codeccontext import AudioCodecContext
-from av.audio.stream import AudioStream
 from av.container import InputContainer
 from av.video.codeccontext import VideoCodecContext
 from av.video.frame import VideoFrame
@@ -25,7 +21,7 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from triton_omni.errors import BadRequest, TooLarge
-from triton_omni.media.audio import check_format, finish_audio
+from triton_omni.media.audio import decode_track
 from triton_omni.media.mp4_tables import check_tables
 from triton_omni.media.types import Audio, PixelRange, Video, VisionSizes, smart_resize
 from triton_omni.settings import RequestLimits
@@ -139,12 +135,7 @@ class _VideoFile:
     def read_audio(self) -> Audio | None:
         """The first audio track, or None where there is none."""
         with self._open() as source:
-            if not source.streams.audio:
-                return None
-            context = _known_codec(source.streams.audio[0])
-            check_format(context.sample_rate, context.channels)
-            most = self.limits.max_video_seconds + SOUND_SLACK_SECONDS
-            return finish_audio(_sound_blocks(source), context.sample_rate, most)
+            return decode_track(source, self.limits.max_video_seconds + SOUND_SLACK_SECONDS)
 
     def _open(self) -> InputContainer:
         options = {"probesize": str(PROBED_BYTES), **self._decoder_options}
@@ -236,17 +227,9 @@ class _VideoFile:
         return total
 
 
-@overload
-def _known_codec(stream: VideoStream) -> VideoCodecContext: ...
-
-
-@overload
-def _known_codec(stream: AudioStream) -> AudioCodecContext: ...
-
-
-def _known_codec(stream: VideoStream | AudioStream) -> VideoCodecContext | AudioCodecContext:
+def _known_codec(stream: VideoStream) -> VideoCodecContext:
     """The decoder of a track; PyAV has None for a codec that this FFmpeg does not know."""
-    context = cast("VideoCodecContext | AudioCodecContext | None", stream.codec_context)
+    context = cast("VideoCodecContext | None", stream.codec_context)
     if context is None:
         raise BadRequest(f"the codec of its {stream.type} track is unknown")
     return context
@@ -256,12 +239,3 @@ def _upright(frame: VideoFrame) -> NDArray[np.uint8]:
     """RGB [H, W, 3], turned as the file's display matrix says (phones film upright that way)."""
     pixels = cast("NDArray[np.uint8]", frame.to_ndarray(format="rgb24"))
     return np.rot90(pixels, round(frame.rotation / 90)) if frame.rotation else pixels
-
-
-def _sound_blocks(source: InputContainer) -> Iterator[NDArray[np.float32]]:
-    """[n, channels] float32 blocks at the track's own rate."""
-    context = source.streams.audio[0].codec_context
-    resampler = av.AudioResampler(format="fltp", layout=context.layout, rate=context.sample_rate)
-    for frame in itertools.chain(source.decode(source.streams.audio[0]), (None,)):
-        for block in resampler.resample(frame):
-            yield cast("NDArray[np.float32]", block.to_ndarray()).T
