@@ -269,6 +269,9 @@ class FakeIntake:
         placed = ThinkerPlaced(ids, torch.arange(len(ids)).expand(3, -1), text)
         return Prepared(placed, Sampling(), session)
 
+    def close(self) -> None:
+        pass
+
 
 class _FakeEngine:
     """What the fake engines share: open keys, injected faults, a pause a step."""

@@ -6,8 +6,9 @@ decides its content, never a declared name. This package knows nothing of chats,
 """
 
 from triton_omni.media.audio import decode_audio
-from triton_omni.media.decode import decode_media, decode_medium, sniff
+from triton_omni.media.decode import decode_media, decode_medium
 from triton_omni.media.image import decode_image
+from triton_omni.media.sniffing import sniff
 from triton_omni.media.types import SAMPLE_RATE, Audio, Image, Medium, PixelRange, Video, VisionSizes
 from triton_omni.media.video import decode_video
 

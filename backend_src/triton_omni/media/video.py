@@ -7,17 +7,13 @@ Knows FFmpeg through PyAV. A frame becomes RGB only if it was sampled, and is re
 from __future__ import annotations
 
 import io
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, cast, overload
+from typing import Literal, cast
 
 import av
 import numpy as np
 import torch
-from av.audio.codeccontext import AudioCodecContext
-from av.audio.stream import AudioStream
 from av.container import InputContainer
 from av.video.codeccontext import VideoCodecContext
 from av.video.frame import VideoFrame
@@ -25,10 +21,9 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from triton_omni.errors import BadRequest, TooLarge
-from triton_omni.media.audio import check_format, finish_audio
+from triton_omni.media.audio import decode_track
 from triton_omni.media.mp4_tables import check_tables
 from triton_omni.media.types import Audio, PixelRange, Video, VisionSizes, smart_resize
-from triton_omni.media.wanted import IsWanted, always, while_wanted
 from triton_omni.settings import RequestLimits
 
 Container = Literal["mp4", "webm"]
@@ -54,7 +49,6 @@ def decode_video(
     sizes: VisionSizes,
     *,
     with_audio: bool,
-    is_wanted: IsWanted = always,
 ) -> Video:
     """Decode an mp4 or webm file.
 
@@ -64,16 +58,14 @@ def decode_video(
         limits: of the deployment.
         sizes: what frames are resized to.
         with_audio: take the audio track as well, if there is one.
-        is_wanted: asked at each packet and frame.
 
     Raises:
         BadRequest: unreadable, without frames, or of sizes the model does not take.
         TooLarge: longer, or of more pixels a frame, than the limits allow.
-        Unwanted: nobody waits for it any more.
     """
     if container == "mp4":
         check_tables(data, limits)
-    file = _VideoFile(data, container, limits, sizes, is_wanted)
+    file = _VideoFile(data, container, limits, sizes)
     try:
         frames, fps = file.read_frames()
         audio = file.read_audio() if with_audio else None
@@ -120,7 +112,6 @@ class _VideoFile:
     container: Container
     limits: RequestLimits
     sizes: VisionSizes
-    is_wanted: IsWanted
 
     def read_frames(self) -> tuple[NDArray[np.uint8], float]:
         """Sampled frames [T, H, W, 3] and how many a second they are."""
@@ -144,13 +135,7 @@ class _VideoFile:
     def read_audio(self) -> Audio | None:
         """The first audio track, or None where there is none."""
         with self._open() as source:
-            if not source.streams.audio:
-                return None
-            context = _known_codec(source.streams.audio[0])
-            check_format(context.sample_rate, context.channels)
-            most = self.limits.max_video_seconds + SOUND_SLACK_SECONDS
-            blocks = while_wanted(_sound_blocks(source), self.is_wanted)
-            return finish_audio(blocks, context.sample_rate, most)
+            return decode_track(source, self.limits.max_video_seconds + SOUND_SLACK_SECONDS)
 
     def _open(self) -> InputContainer:
         options = {"probesize": str(PROBED_BYTES), **self._decoder_options}
@@ -177,7 +162,7 @@ class _VideoFile:
     def _count_shown(self, source: InputContainer, stream: VideoStream, source_fps: float) -> int:
         most = math.ceil(MAX_PACKETS_PER_SECOND * self.limits.max_video_seconds)
         total = 0
-        for count, packet in enumerate(while_wanted(source.demux(), self.is_wanted)):
+        for count, packet in enumerate(source.demux()):
             if count >= most:
                 raise TooLarge(f"more than {most} packets in its tracks, which is the limit")
             if packet.stream_index == stream.index and packet.size > 0:
@@ -190,7 +175,7 @@ class _VideoFile:
         out: NDArray[np.uint8] | None = None
         decoded = work = 0
         with self._open() as source:
-            for frame in while_wanted(source.decode(self._stream(source)), self.is_wanted):
+            for frame in source.decode(self._stream(source)):
                 work += frame.width * frame.height
                 self._check_work(1, work)
                 if (place := places.get(decoded)) is not None:
@@ -242,17 +227,9 @@ class _VideoFile:
         return total
 
 
-@overload
-def _known_codec(stream: VideoStream) -> VideoCodecContext: ...
-
-
-@overload
-def _known_codec(stream: AudioStream) -> AudioCodecContext: ...
-
-
-def _known_codec(stream: VideoStream | AudioStream) -> VideoCodecContext | AudioCodecContext:
+def _known_codec(stream: VideoStream) -> VideoCodecContext:
     """The decoder of a track; PyAV has None for a codec that this FFmpeg does not know."""
-    context = cast("VideoCodecContext | AudioCodecContext | None", stream.codec_context)
+    context = cast("VideoCodecContext | None", stream.codec_context)
     if context is None:
         raise BadRequest(f"the codec of its {stream.type} track is unknown")
     return context
@@ -262,12 +239,3 @@ def _upright(frame: VideoFrame) -> NDArray[np.uint8]:
     """RGB [H, W, 3], turned as the file's display matrix says (phones film upright that way)."""
     pixels = cast("NDArray[np.uint8]", frame.to_ndarray(format="rgb24"))
     return np.rot90(pixels, round(frame.rotation / 90)) if frame.rotation else pixels
-
-
-def _sound_blocks(source: InputContainer) -> Iterator[NDArray[np.float32]]:
-    """[n, channels] float32 blocks at the track's own rate."""
-    context = source.streams.audio[0].codec_context
-    resampler = av.AudioResampler(format="fltp", layout=context.layout, rate=context.sample_rate)
-    for frame in itertools.chain(source.decode(source.streams.audio[0]), (None,)):
-        for block in resampler.resample(frame):
-            yield cast("NDArray[np.float32]", block.to_ndarray()).T

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a client's bytes to what the engine takes: check, decode, render, tokenise.
 
-Runs on a pool of threads, so that a long video holds up nobody else; a short text alone is made ready by who brings it.
+Runs on a pool of threads, each of which has media decoded by a process, so that a long or hostile file holds up nobody
+else. The thread that brings a short text makes it ready itself.
 It knows no session and no Triton.
 """
 
@@ -16,12 +17,12 @@ from transformers import AutoTokenizer
 from triton_omni.checkpoint.config import OmniConfig
 from triton_omni.checkpoint.speakers import Speakers
 from triton_omni.engine import ThinkerEngine, ThinkerPlaced
-from triton_omni.media import decode_media
-from triton_omni.media.wanted import always
+from triton_omni.media.decoders import Decoders
+from triton_omni.media.killable import IsWanted
 from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request, talker_seed
 from triton_omni.settings import ThinkerSettings
 from triton_omni.strict_json import compact_json
-from triton_omni.thinker.prepared import IsWanted, Prepared, TakeTimeout
+from triton_omni.thinker.prepared import Prepared, TakeTimeout
 from triton_omni.thinker.prompt import PromptRenderer, build_prompt
 from triton_omni.wire import MediaTokens, Session
 
@@ -33,6 +34,10 @@ SHORT_BYTES: Final = 4096
 
 def _ignore(timeout_s: float) -> None:
     pass
+
+
+def _always() -> bool:
+    return True
 
 
 class RequestIntake:
@@ -50,6 +55,7 @@ class RequestIntake:
         self._settings = settings
         seconds = min(settings.limits.max_audio_seconds, config.max_audio_seconds)
         self._limits = settings.limits.model_copy(update={"max_audio_seconds": seconds})
+        self._decoders = Decoders(self._limits)
         self._thinker = config.thinker
         self._speakers = speakers
         self._engine = engine
@@ -72,14 +78,14 @@ class RequestIntake:
         request = parse_request(raw, self._limits, self._defaults)
         if request.media or request.thinker.json_schema is not None:
             return None
-        return self._prepare(request, accepted_ns, take_timeout, always)
+        return self._prepare(request, accepted_ns, take_timeout, _always)
 
     def prepare(
         self,
         raw: RawRequest,
         accepted_ns: int,
         take_timeout: TakeTimeout = _ignore,
-        is_wanted: IsWanted = always,
+        is_wanted: IsWanted = _always,
     ) -> Prepared:
         """Check, decode and tokenise one request; see `prepared.Intake`.
 
@@ -89,13 +95,17 @@ class RequestIntake:
         """
         return self._prepare(parse_request(raw, self._limits, self._defaults), accepted_ns, take_timeout, is_wanted)
 
+    def close(self) -> None:
+        """End the processes that decode; see `prepared.Intake`."""
+        self._decoders.close()
+
     def _prepare(
         self, request: OmniRequest, accepted_ns: int, take_timeout: TakeTimeout, is_wanted: IsWanted
     ) -> Prepared:
         take_timeout(request.timeout_s)
         if (schema := request.thinker.json_schema) is not None:
             self._engine.check_schema(compact_json(schema))
-        media = decode_media(request.media, self._limits, with_audio=request.use_audio_in_video, is_wanted=is_wanted)
+        media = self._decoders.decode(request.media, with_audio=request.use_audio_in_video, is_wanted=is_wanted)
         prompt = build_prompt(request, media, self._renderer)
         placed = self._engine.prepare(
             prompt, max_tokens=request.thinker.max_tokens or max(1, request.thinker.min_tokens)

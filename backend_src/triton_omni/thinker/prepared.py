@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from triton_omni.engine import Sampling, ThinkerPlaced
+from triton_omni.media.killable import IsWanted
 from triton_omni.request import RawRequest
 from triton_omni.wire import Session
 
 TakeTimeout = Callable[[float], None]
 """Is told a request's `timeout` in seconds."""
-IsWanted = Callable[[], bool]
-"""Whether anybody still waits for a request."""
 
 
 @dataclass(frozen=True)
@@ -34,4 +33,7 @@ class Intake(Protocol):
 
     def prepare(self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout, is_wanted: IsWanted) -> Prepared:
         """Check, decode and tokenise. `take_timeout` is called as soon as the timeout is known, before media are
-        decoded, and `is_wanted` is asked before each medium and within long ones. Raises `OmniError`."""
+        decoded; `is_wanted` is asked again and again while they are. Raises `OmniError`."""
+
+    def close(self) -> None:
+        """Prepare nothing more, and hold nothing that outlives the process."""

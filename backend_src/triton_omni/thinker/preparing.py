@@ -64,6 +64,7 @@ class Preparing:
     def close(self) -> None:
         """Begin nothing more. What is under way is not waited for; nobody takes what comes of it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._intake.close()
 
 
 def _tried(
