@@ -92,7 +92,7 @@ def test_any_speech(body: bytes) -> None:
     "body", [b"[" * 10**6, b'{"a":' * 10**6, b'{"messages":' + b"[" * 10**6], ids=["arrays", "objects", "inside"]
 )
 def test_a_million_brackets_are_refused(body: bytes) -> None:
-    with pytest.raises(GatewayError, match="recursion limit"):
+    with pytest.raises(GatewayError, match="deeper than 64 levels"):
         parse(ChatRequest, body)
 
 
@@ -112,7 +112,7 @@ def test_control_characters_are_escaped_in_a_refusal(change: dict[str, Any]) -> 
 
 def test_what_nests_within_a_part_goes_no_further_than_the_server_s_limit() -> None:
     tree: Any = "x"
-    for _ in range(150):
+    for _ in range(60):
         tree = {"a": tree}
     asked = chat_request(
         parse(

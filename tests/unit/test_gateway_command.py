@@ -3,26 +3,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
-import triton_omni_gateway
 from client_fakes import FakeTriton, serve_grpc
+from gateway_command import started
 from triton_omni_gateway.keys import ApiKeys, read_keys
 from triton_omni_gateway.server import bind, main, parse_command
 from triton_omni_gateway.settings import GatewaySettings, SettingsError
-
-FOLDERS = [Path(triton_omni_gateway.__file__).parents[1], Path(__file__).parents[2] / "client"]
 
 
 @pytest.fixture(autouse=True)
@@ -175,19 +168,6 @@ def test_a_triton_server_that_loads_is_waited_for() -> None:
         assert process.stdout.readline().startswith("READY ")
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=20)
-
-
-@contextmanager
-def started(triton: FakeTriton, *options: str) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, FOLDERS))}
-    command = [sys.executable, "-m", "triton_omni_gateway", "--port", "0", "--url", triton.url, *options]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

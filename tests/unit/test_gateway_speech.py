@@ -181,7 +181,7 @@ def test_an_error_inside_the_events_is_an_event(triton: FakeTriton, gateway: Run
 def test_leaving_cancels_on_the_server(triton: FakeTriton, gateway: RunningGateway) -> None:
     triton.script = triton.endless
     body = json.dumps({"model": MODEL, "input": "hi"})
-    with gateway.http.stream("POST", PATH, content=body) as answer:
+    with gateway.http.stream("POST", PATH, content=body, headers={"Content-Type": "application/json"}) as answer:
         sound = answer.iter_bytes()  # kept: with it the connection would go
         assert next(sound).startswith(b"RIFF")
         assert not triton.cancelled.is_set()
