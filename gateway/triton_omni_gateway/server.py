@@ -114,6 +114,26 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     """
     default = GatewaySettings()
     parser = _Parser(prog="triton-omni-gateway", description="OpenAI-compatible gateway of a triton-omni server.")
+    _add_addresses(parser, default)
+    _add_limits(parser, default)
+    _add_rest(parser, default)
+    given = parser.parse_args(arguments)
+    settings = GatewaySettings(
+        triton_urls=tuple(given.url or default.triton_urls),
+        models=tuple(given.model_name or default.models),
+        min_priority=given.min_priority,
+        max_requests=given.max_requests,
+        max_body_bytes=given.max_body_mib * MIB,
+        max_connections=given.max_connections,
+        max_peer_connections=given.max_peer_connections,
+        host_names=tuple(name.lower() for name in given.allow_host),
+        speech_prompt=given.speech_prompt,
+    )
+    keys = read_keys(os.environ, given.api_keys)
+    return Command(settings, keys, given.host, given.port, given.wait, given.grace, given.log_level, given.check)
+
+
+def _add_addresses(parser: _Parser, default: GatewaySettings) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
     parser.add_argument(
         "--port", type=_whole(0, 65535), default=DEFAULT_PORT, metavar="N", help="default 8080; 0 = a free port"
@@ -127,6 +147,11 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     parser.add_argument("--model-name", action="append", metavar="NAME", help=named)
     keyed = f"file of API keys, one a line; also by {VARIABLE}, separated by commas (default: none, everybody may call)"
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help=keyed)
+    allowed = "host name by which callers without keys may address the gateway; may be repeated (always: localhost)"
+    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=allowed)
+
+
+def _add_limits(parser: _Parser, default: GatewaySettings) -> None:
     urgent = "the most urgent priority that callers may ask for (default 0: of nobody before others; -100: any)"
     parser.add_argument(
         "--min-priority",
@@ -147,8 +172,9 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
         metavar="N",
         help="open at once of one address; more where a proxy is the only caller",
     )
-    allowed = "a host name that callers without keys may address the gateway by; may be repeated"
-    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=allowed)
+
+
+def _add_rest(parser: _Parser, default: GatewaySettings) -> None:
     spoken = f"what makes the model read aloud; {TEXT_MARK} is the text's place"
     parser.add_argument("--speech-prompt", default=default.speech_prompt, metavar="TEXT", help=spoken)
     parser.add_argument(
@@ -156,20 +182,6 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_argument("--check", action="store_true", help="refuse what cannot be served with, then end")
-    given = parser.parse_args(arguments)
-    settings = GatewaySettings(
-        triton_urls=tuple(given.url or default.triton_urls),
-        models=tuple(given.model_name or default.models),
-        min_priority=given.min_priority,
-        max_requests=given.max_requests,
-        max_body_bytes=given.max_body_mib * MIB,
-        max_connections=given.max_connections,
-        max_peer_connections=given.max_peer_connections,
-        host_names=tuple(name.lower() for name in given.allow_host),
-        speech_prompt=given.speech_prompt,
-    )
-    keys = read_keys(os.environ, given.api_keys)
-    return Command(settings, keys, given.host, given.port, given.wait, given.grace, given.log_level, given.check)
 
 
 def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -198,13 +210,13 @@ async def serve(command: Command) -> None:
     """Serve until a signal, or check that it could be.
 
     Raises:
-        SettingsError: no Triton server answers, or the address cannot be had.
+        SettingsError: no Triton server answers, the address cannot be had, or too few files may be open.
     """
     listening = bind(command.host, command.port)
     try:
+        allow_open_files(command.settings.max_connections)
         if command.check:
             return
-        allow_open_files(command.settings.max_connections)
         await _wait_for_triton(command.settings.triton_urls, command.wait_s)
         if not command.keys:
             _warn_of_strangers(command)

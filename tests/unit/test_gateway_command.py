@@ -33,7 +33,8 @@ def test_options_become_settings(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# ours\n\n  one  \ntwo\n")
     options = "--port 0 --url triton:9001 --url other:9001 --model-name a --model-name b --max-requests 3"
-    options += " --max-body-mib 2 --grace 4 --min-priority -100"
+    options += " --max-body-mib 2 --grace 4 --min-priority -100 --max-connections 5 --max-peer-connections 4"
+    options += " --allow-host Omni.lan --allow-host gateway"
     command = parse_command([*options.split(), "--speech-prompt", "Say {input}", "--api-keys", str(keys)])
     assert command.settings == GatewaySettings(
         triton_urls=("triton:9001", "other:9001"),
@@ -41,6 +42,9 @@ def test_options_become_settings(tmp_path: Path) -> None:
         min_priority=-100,
         max_requests=3,
         max_body_bytes=2 << 20,
+        max_connections=5,
+        max_peer_connections=4,
+        host_names=("omni.lan", "gateway"),
         speech_prompt="Say {input}",
     )
     assert (command.port, command.grace_s) == (0, 4)
@@ -186,11 +190,16 @@ def test_it_says_ready_once_serves_and_ends_on_a_signal(number: signal.Signals, 
 
 
 def test_others_are_warned_of_when_no_key_is_set() -> None:
-    with serve_grpc(FakeTriton()) as triton, started(triton, "--host", "0.0.0.0") as process:
+    with (
+        serve_grpc(FakeTriton()) as triton,
+        started(triton, "--host", "0.0.0.0", "--allow-host", "omni.lan") as process,
+    ):
         assert process.stdout is not None
         assert process.stdout.readline().startswith("READY ")
         process.send_signal(signal.SIGINT)
-        assert "warning: 0.0.0.0 is open to others and no API key is set" in process.communicate(timeout=20)[1]
+        told = process.communicate(timeout=20)[1]
+        assert "warning: 0.0.0.0 is open to others and no API key is set" in told
+        assert "from no web pages of other origins, and by these hosts: an IP address, localhost, omni.lan" in told
 
 
 def test_an_ipv6_address_is_written_in_brackets() -> None:

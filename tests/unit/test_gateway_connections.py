@@ -301,7 +301,7 @@ def test_as_many_files_may_be_open_as_there_are_connections(
 
 
 def test_more_connections_than_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
     with pytest.raises(
         SettingsError, match=r"--max-connections 1024 needs 1152 open files, and the limit is 1024; raise"
     ):
