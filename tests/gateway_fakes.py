@@ -42,8 +42,9 @@ class RunningGateway:
 
     def post(self, body: Any, path: str = "/v1/chat/completions", **options: Any) -> httpx.Response:
         """A request by hand."""
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.http.post(path, content=content, **options)
+        content = json.dumps(body).encode() if isinstance(body, dict) else body
+        headers = {"Content-Type": "application/json", **options.pop("headers", {})}
+        return self.http.post(path, content=content, headers=headers, **options)
 
     def metric(self, line: str) -> float:
         """The value of one line of /metrics; 0 when it is not there."""

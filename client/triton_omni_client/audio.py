@@ -22,7 +22,10 @@ Waveform = NDArray[np.float32]
 
 _PCM_PEAK = np.float32(32_767)
 _SAMPLE_BYTES = 2
-_UNKNOWN_LENGTH = 0xFFFF_FFFF
+_UNKNOWN_LENGTH = 0x7FFF_F000
+"""The server's and sox's; RIFF has no length that means "until the end"."""
+_UNKNOWN_LENGTHS = (0, _UNKNOWN_LENGTH, 0xFFFF_FFFF)
+"""Those that are read so: the last is FFmpeg's."""
 _HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
 _CHUNK = struct.Struct("<4sI")
 _FORMAT = struct.Struct("<HHIIHH")
@@ -46,7 +49,7 @@ def pcm16_from_waveform(samples: Waveform) -> bytes:
 def wav_header(num_samples: int | None) -> bytes:
     """The 44 bytes in front of `num_samples` PCM16 samples; None = a stream whose length is not known yet."""
     data = _UNKNOWN_LENGTH if num_samples is None else num_samples * _SAMPLE_BYTES
-    riff = _UNKNOWN_LENGTH if num_samples is None else data + _HEADER.size - _CHUNK.size
+    riff = data + _HEADER.size - _CHUNK.size
     byte_rate = SAMPLE_RATE * _SAMPLE_BYTES
     return _HEADER.pack(
         b"RIFF", riff, b"WAVE", b"fmt ", 16, 1, 1, SAMPLE_RATE, byte_rate, _SAMPLE_BYTES, 16, b"data", data
@@ -102,7 +105,7 @@ class WavDecoder:
             at += _CHUNK.size
             if name == b"data":
                 self._in_data, self._header = True, b""
-                self._left = None if size in (0, _UNKNOWN_LENGTH) else size
+                self._left = None if size in _UNKNOWN_LENGTHS else size
                 return header[at:]
             if name == b"fmt " and len(header) >= at + _FORMAT.size:
                 _check_format(*_FORMAT.unpack_from(header, at))

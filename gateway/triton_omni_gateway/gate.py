@@ -16,6 +16,7 @@ from .errors import GatewayError, broken, overloaded, stopping, too_large, unaut
 from .keys import ApiKeys
 from .metrics import Metrics
 from .settings import GatewaySettings
+from .strangers import refuse_web_page
 
 GUARDED = "/v1/"
 """Paths that need a key where keys are set."""
@@ -91,10 +92,13 @@ class Gate:
             self._metrics.in_flight.set(self._in_flight)
 
     def _refuse_stranger(self, scope: Scope) -> GatewayError | None:
-        authorization = Headers(scope=scope).get("authorization", "")
-        if not scope["path"].startswith(GUARDED) or self._keys.admit(authorization):
+        headers = Headers(scope=scope)
+        if not scope["path"].startswith(GUARDED):
             return None
-        return unauthorized(has_key=bool(authorization))
+        if not self._keys:
+            return refuse_web_page(headers, scope["method"], self._settings.host_names)
+        authorization = headers.get("authorization", "")
+        return None if self._keys.admit(authorization) else unauthorized(has_key=bool(authorization))
 
     def _refuse(self, scope: Scope) -> GatewayError | None:
         """Why a request to the model is not even read: no key, too many at once, or a body known to be too long."""

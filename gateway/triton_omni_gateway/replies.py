@@ -110,7 +110,8 @@ class ChatChunks:
                 text = delta.text
                 yield self._chunk({"content": text} if self._spoken is None else self._audio(transcript=text))
             case AudioDelta() if self._encoder is not None:
-                yield self._chunk(self._audio(data=_base64(self._encoder.feed(delta.samples))))
+                if data := self._encoder.feed(delta.samples):
+                    yield self._chunk(self._audio(data=_base64(data)))
             case Info():
                 self._info = delta
 

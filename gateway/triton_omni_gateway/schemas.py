@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from .errors import GatewayError, bad_request
+from .json_bounds import check_json
 
 _SHOWN, _SHOWN_VALUE = 200, 80
 """Characters of a key, and of a value, in a refusal."""
@@ -218,6 +219,7 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
     Raises:
         GatewayError: 400; the message names the key, the value and what is allowed, and `param` is the key.
     """
+    check_json(body)
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:

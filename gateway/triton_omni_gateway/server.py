@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import copy
+import functools
 import ipaddress
 import math
 import os
@@ -16,13 +16,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import uvicorn
-from uvicorn.config import LOGGING_CONFIG
 
 from .app import create_app
+from .connections import MAX_HEAD_BYTES, BoundedProtocol, allow_open_files
 from .keys import VARIABLE, ApiKeys, read_keys
+from .logs import log_config
 from .pool import ServerPool
 from .settings import MIB, PRIORITIES, TEXT_MARK, GatewaySettings, SettingsError
 
@@ -62,18 +63,16 @@ class GatewayServer(uvicorn.Server):
             print(self._ready_line, flush=True)
 
 
-def _log_config() -> dict[str, Any]:
-    """uvicorn's, but with all lines on standard error: standard output has the READY line alone."""
-    config = copy.deepcopy(LOGGING_CONFIG)
-    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
-    return config
-
-
 def make_server(command: Command, listening: socket.socket) -> GatewayServer:
     """A server on this socket, not started yet; on SIGTERM or Ctrl-C it lets requests end for `grace_s`."""
     config = uvicorn.Config(
         create_app(command.settings, command.keys),
-        log_config=_log_config(),
+        # What uvicorn calls for each connection; h11 is the parser of its two that bounds all that it keeps.
+        http=cast(Any, functools.partial(BoundedProtocol, command.settings)),
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        ws="none",
+        loop="asyncio",
+        log_config=log_config(),
         log_level=command.log_level,
         timeout_graceful_shutdown=command.grace_s,
         server_header=False,
@@ -115,6 +114,26 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     """
     default = GatewaySettings()
     parser = _Parser(prog="triton-omni-gateway", description="OpenAI-compatible gateway of a triton-omni server.")
+    _add_addresses(parser, default)
+    _add_limits(parser, default)
+    _add_rest(parser, default)
+    given = parser.parse_args(arguments)
+    settings = GatewaySettings(
+        triton_urls=tuple(given.url or default.triton_urls),
+        models=tuple(given.model_name or default.models),
+        min_priority=given.min_priority,
+        max_requests=given.max_requests,
+        max_body_bytes=given.max_body_mib * MIB,
+        max_connections=given.max_connections,
+        max_peer_connections=given.max_peer_connections,
+        host_names=tuple(name.lower() for name in given.allow_host),
+        speech_prompt=given.speech_prompt,
+    )
+    keys = read_keys(os.environ, given.api_keys)
+    return Command(settings, keys, given.host, given.port, given.wait, given.grace, given.log_level, given.check)
+
+
+def _add_addresses(parser: _Parser, default: GatewaySettings) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
     parser.add_argument(
         "--port", type=_whole(0, 65535), default=DEFAULT_PORT, metavar="N", help="default 8080; 0 = a free port"
@@ -128,6 +147,11 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     parser.add_argument("--model-name", action="append", metavar="NAME", help=named)
     keyed = f"file of API keys, one a line; also by {VARIABLE}, separated by commas (default: none, everybody may call)"
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help=keyed)
+    allowed = "host name by which callers without keys may address the gateway; may be repeated (always: localhost)"
+    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=allowed)
+
+
+def _add_limits(parser: _Parser, default: GatewaySettings) -> None:
     urgent = "the most urgent priority that callers may ask for (default 0: of nobody before others; -100: any)"
     parser.add_argument(
         "--min-priority",
@@ -138,6 +162,19 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     )
     parser.add_argument("--max-requests", type=_whole(1), default=default.max_requests, metavar="N", help="at once")
     parser.add_argument("--max-body-mib", type=_whole(1), default=default.max_body_bytes // MIB, metavar="N")
+    parser.add_argument(
+        "--max-connections", type=_whole(1), default=default.max_connections, metavar="N", help="open at once"
+    )
+    parser.add_argument(
+        "--max-peer-connections",
+        type=_whole(1),
+        default=default.max_peer_connections,
+        metavar="N",
+        help="open at once of one address; more where a proxy is the only caller",
+    )
+
+
+def _add_rest(parser: _Parser, default: GatewaySettings) -> None:
     spoken = f"what makes the model read aloud; {TEXT_MARK} is the text's place"
     parser.add_argument("--speech-prompt", default=default.speech_prompt, metavar="TEXT", help=spoken)
     parser.add_argument(
@@ -145,17 +182,6 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_argument("--check", action="store_true", help="refuse what cannot be served with, then end")
-    given = parser.parse_args(arguments)
-    settings = GatewaySettings(
-        triton_urls=tuple(given.url or default.triton_urls),
-        models=tuple(given.model_name or default.models),
-        min_priority=given.min_priority,
-        max_requests=given.max_requests,
-        max_body_bytes=given.max_body_mib * MIB,
-        speech_prompt=given.speech_prompt,
-    )
-    keys = read_keys(os.environ, given.api_keys)
-    return Command(settings, keys, given.host, given.port, given.wait, given.grace, given.log_level, given.check)
 
 
 def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -184,18 +210,27 @@ async def serve(command: Command) -> None:
     """Serve until a signal, or check that it could be.
 
     Raises:
-        SettingsError: no Triton server answers, or the address cannot be had.
+        SettingsError: no Triton server answers, the address cannot be had, or too few files may be open.
     """
     listening = bind(command.host, command.port)
     try:
+        allow_open_files(command.settings.max_connections)
         if command.check:
             return
         await _wait_for_triton(command.settings.triton_urls, command.wait_s)
-        if not command.keys and not _is_loopback(command.host):
-            print(f"warning: {command.host} is open to others and no API key is set", file=sys.stderr)
+        if not command.keys:
+            _warn_of_strangers(command)
         await make_server(command, listening).serve(sockets=[listening])
     finally:
         listening.close()
+
+
+def _warn_of_strangers(command: Command) -> None:
+    if not _is_loopback(command.host):
+        print(f"warning: {command.host} is open to others and no API key is set", file=sys.stderr)
+    names = ", ".join(("an IP address", "localhost", *command.settings.host_names))
+    said = "without API keys requests are taken in application/json, from no web pages of other origins"
+    print(f"{said}, and by these hosts: {names}", file=sys.stderr)
 
 
 async def _wait_for_triton(urls: Sequence[str], seconds: float) -> None:

@@ -172,8 +172,8 @@ class Gateway:
         try:
             async with self._counted(opened.stream):
                 async for delta in opened.deltas():
-                    if isinstance(delta, AudioDelta):
-                        yield speech_delta(encoder.feed(delta.samples))
+                    if isinstance(delta, AudioDelta) and (data := encoder.feed(delta.samples)):
+                        yield speech_delta(data)
                     elif isinstance(delta, Info):
                         info = delta
         except OmniClientError as error:

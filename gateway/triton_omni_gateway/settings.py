@@ -35,6 +35,14 @@ class GatewaySettings:
     """The lowest, so most urgent, `priority` that a caller may ask for; by default nobody gets in front of others."""
     max_requests: int = 256
     """Requests under way at once, bodies being read included; the next one is refused with 429."""
+    max_connections: int = 1024
+    """Open at once; of more, the one that has waited longest for a request is closed."""
+    max_peer_connections: int = 256
+    """The same of one address."""
+    head_timeout_s: float = 10.0
+    """Seconds in which a request's head has to arrive, from the connection's beginning or the last answer's end."""
+    host_names: tuple[str, ...] = ()
+    """Names that a gateway without keys is addressed by, beside `localhost` and IP addresses, in lower case."""
     max_body_bytes: int = 128 * MIB
     """Of one request; refused by its declared length, or as soon as more has come."""
     body_timeout_s: float = 60.0
@@ -66,6 +74,9 @@ class GatewaySettings:
             raise SettingsError(f"--speech-prompt has no {TEXT_MARK}, the place of the text to read")
         for option in (
             "max_requests",
+            "max_connections",
+            "max_peer_connections",
+            "head_timeout_s",
             "max_body_bytes",
             "body_timeout_s",
             "send_timeout_s",

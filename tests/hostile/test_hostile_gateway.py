@@ -16,7 +16,8 @@ from hostile.strategies import ANY_JSON, DOCUMENT_NOISE, MESSAGES, NUMBERS, TEXT
 from triton_omni_client import OmniClientError
 from triton_omni_client.protocol import to_grpc
 from triton_omni_gateway.errors import GatewayError, from_client
-from triton_omni_gateway.schemas import ChatRequest, SpeechRequest, parse
+from triton_omni_gateway.json_bounds import MAX_TOKENS
+from triton_omni_gateway.schemas import MAX_ITEMS, ChatRequest, SpeechRequest, parse
 from triton_omni_gateway.translate import chat_format, chat_request, check_model, speech_request
 
 BOUNDS = Bounds(seconds=1.0, mebibytes=16.0)
@@ -92,8 +93,48 @@ def test_any_speech(body: bytes) -> None:
     "body", [b"[" * 10**6, b'{"a":' * 10**6, b'{"messages":' + b"[" * 10**6], ids=["arrays", "objects", "inside"]
 )
 def test_a_million_brackets_are_refused(body: bytes) -> None:
-    with pytest.raises(GatewayError, match="recursion limit"):
+    with pytest.raises(GatewayError, match="deeper than 64 levels"):
         parse(ChatRequest, body)
+
+
+CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CHAT + b"".join(b',"k%d":1' % number for number in range(10**6)) + b"}",
+        b'{"model":"m","messages":[{"role":"user","content":[' + b"{}," * 15 * 10**6 + b"{}]}]}",
+        CHAT + b',"talker":{"a":[' + b"[]," * 10**6 + b"[]]}}",
+        CHAT + b',"user":' + b'"",' * 10**6,
+        b'"' * 10**7,
+    ],
+    ids=["keys", "parts", "arrays", "strings", "quotes"],
+)
+@pytest.mark.parametrize("schema", [ChatRequest, SpeechRequest])
+def test_millions_are_counted_before_anything_is_made_of_them(body: bytes, schema: Any) -> None:
+    def call() -> str:
+        with pytest.raises(GatewayError) as caught:
+            parse(schema, body)
+        return caught.value.message
+
+    message, _, mebibytes = measured(call)
+    assert message == f"The body has more than {MAX_TOKENS} strings, brackets and commas; send less in one request."
+    assert mebibytes < 1
+
+
+@pytest.mark.parametrize(
+    "text", ["QUJD/" * 10**6, '"{[,' * 10**5, "\\" * 10**5, '" , [' * 10**5, "ü,{" * 10**5], ids=lambda text: text[:4]
+)
+def test_what_stands_in_a_string_is_not_counted(text: str) -> None:
+    body = as_json({"model": "m", "messages": [{"role": "user", "content": text}]})
+    assert parse(ChatRequest, body).messages[0].content == text
+    assert parse(ChatRequest, body.replace(b"/", b"\\/")).messages[0].content == text
+
+
+def test_a_long_chat_of_many_parts_is_taken() -> None:
+    chat = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}] * MAX_ITEMS
+    assert len(parse(ChatRequest, as_json({"model": "m", "messages": chat})).messages) == MAX_ITEMS
 
 
 @pytest.mark.parametrize("change", [{"model": "\n\x1b"}, {"modalities": ["\n\x1b"]}, {"audio": {"format": "\n\x1b"}}])
@@ -112,7 +153,7 @@ def test_control_characters_are_escaped_in_a_refusal(change: dict[str, Any]) -> 
 
 def test_what_nests_within_a_part_goes_no_further_than_the_server_s_limit() -> None:
     tree: Any = "x"
-    for _ in range(150):
+    for _ in range(60):
         tree = {"a": tree}
     asked = chat_request(
         parse(

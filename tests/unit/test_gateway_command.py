@@ -3,26 +3,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
-import triton_omni_gateway
 from client_fakes import FakeTriton, serve_grpc
+from gateway_command import started
 from triton_omni_gateway.keys import ApiKeys, read_keys
 from triton_omni_gateway.server import bind, main, parse_command
 from triton_omni_gateway.settings import GatewaySettings, SettingsError
-
-FOLDERS = [Path(triton_omni_gateway.__file__).parents[1], Path(__file__).parents[2] / "client"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +33,8 @@ def test_options_become_settings(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# ours\n\n  one  \ntwo\n")
     options = "--port 0 --url triton:9001 --url other:9001 --model-name a --model-name b --max-requests 3"
-    options += " --max-body-mib 2 --grace 4 --min-priority -100"
+    options += " --max-body-mib 2 --grace 4 --min-priority -100 --max-connections 5 --max-peer-connections 4"
+    options += " --allow-host Omni.lan --allow-host gateway"
     command = parse_command([*options.split(), "--speech-prompt", "Say {input}", "--api-keys", str(keys)])
     assert command.settings == GatewaySettings(
         triton_urls=("triton:9001", "other:9001"),
@@ -48,6 +42,9 @@ def test_options_become_settings(tmp_path: Path) -> None:
         min_priority=-100,
         max_requests=3,
         max_body_bytes=2 << 20,
+        max_connections=5,
+        max_peer_connections=4,
+        host_names=("omni.lan", "gateway"),
         speech_prompt="Say {input}",
     )
     assert (command.port, command.grace_s) == (0, 4)
@@ -177,19 +174,6 @@ def test_a_triton_server_that_loads_is_waited_for() -> None:
         process.communicate(timeout=20)
 
 
-@contextmanager
-def started(triton: FakeTriton, *options: str) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, FOLDERS))}
-    command = [sys.executable, "-m", "triton_omni_gateway", "--port", "0", "--url", triton.url, *options]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_it_says_ready_once_serves_and_ends_on_a_signal(number: signal.Signals, code: int) -> None:
     with serve_grpc(FakeTriton()) as triton, started(triton) as process:
@@ -206,11 +190,16 @@ def test_it_says_ready_once_serves_and_ends_on_a_signal(number: signal.Signals, 
 
 
 def test_others_are_warned_of_when_no_key_is_set() -> None:
-    with serve_grpc(FakeTriton()) as triton, started(triton, "--host", "0.0.0.0") as process:
+    with (
+        serve_grpc(FakeTriton()) as triton,
+        started(triton, "--host", "0.0.0.0", "--allow-host", "omni.lan") as process,
+    ):
         assert process.stdout is not None
         assert process.stdout.readline().startswith("READY ")
         process.send_signal(signal.SIGINT)
-        assert "warning: 0.0.0.0 is open to others and no API key is set" in process.communicate(timeout=20)[1]
+        told = process.communicate(timeout=20)[1]
+        assert "warning: 0.0.0.0 is open to others and no API key is set" in told
+        assert "from no web pages of other origins, and by these hosts: an IP address, localhost, omni.lan" in told
 
 
 def test_an_ipv6_address_is_written_in_brackets() -> None:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import threading
+import wave
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import soundfile
 
 from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc
 from gateway_fakes import MODEL, RunningGateway, run_gateway
@@ -51,6 +54,41 @@ def test_pcm_is_raw_samples(gateway: RunningGateway) -> None:
     answer = speak(gateway, response_format="pcm")
     assert answer.response.headers["content-type"] == "audio/pcm"
     assert answer.content == pcm16_from_waveform(SPOKEN)
+
+
+def joined(texts: list[str]) -> bytes:
+    """The bytes of base64 texts that are joined before they are decoded."""
+    return base64.b64decode("".join(texts), validate=True)
+
+
+@pytest.mark.parametrize("form", ["wav", "pcm"])
+@pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [2, 5, 7], [480, 1, 479, 3, 240]])
+def test_base64_of_events_is_one_text_when_joined(
+    triton: FakeTriton, gateway: RunningGateway, form: str, sizes: list[int]
+) -> None:
+    parts = [np.linspace(-1, 1, size, dtype=np.float32) for size in sizes]
+    triton.script = lambda *_: iter([*(chunk(audio=part) for part in parts), final()])
+    whole = (wav_header(None) if form == "wav" else b"") + pcm16_from_waveform(np.concatenate(parts))
+
+    body = {"model": MODEL, "input": "The sea.", "response_format": form, "stream_format": "sse"}
+    events = [json.loads(line.removeprefix("data: ")) for line in gateway.post(body, PATH).text.split("\n\n") if line]
+    assert joined([found["audio"] for found in events[:-1]]) == whole
+    audio = {"format": "wav" if form == "wav" else "pcm16"}
+    deltas = [
+        found.choices[0].delta.audio for found in gateway.chat(modalities=["text", "audio"], audio=audio, stream=True)
+    ]
+    assert joined([found.data for found in deltas if found and found.data]) == whole
+    assert gateway.post({**body, "stream_format": "audio"}, PATH).content == whole
+
+
+@pytest.mark.parametrize("count", [0, 1, 960])
+def test_a_streamed_wav_has_its_true_number_of_samples(triton: FakeTriton, gateway: RunningGateway, count: int) -> None:
+    triton.script = lambda *_: iter([chunk(audio=np.full(count, 0.5, np.float32)), final()])
+    content = speak(gateway).content
+    found, rate = soundfile.read(io.BytesIO(content))
+    assert (len(found), rate) == (count, 24000)
+    with wave.open(io.BytesIO(content)) as file:
+        assert len(file.readframes(file.getnframes())) == 2 * count
 
 
 def test_sound_arrives_before_the_speech_has_ended(triton: FakeTriton, gateway: RunningGateway) -> None:
@@ -143,7 +181,7 @@ def test_an_error_inside_the_events_is_an_event(triton: FakeTriton, gateway: Run
 def test_leaving_cancels_on_the_server(triton: FakeTriton, gateway: RunningGateway) -> None:
     triton.script = triton.endless
     body = json.dumps({"model": MODEL, "input": "hi"})
-    with gateway.http.stream("POST", PATH, content=body) as answer:
+    with gateway.http.stream("POST", PATH, content=body, headers={"Content-Type": "application/json"}) as answer:
         sound = answer.iter_bytes()  # kept: with it the connection would go
         assert next(sound).startswith(b"RIFF")
         assert not triton.cancelled.is_set()

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 PCM16_PEAK = 32767
 WAV_HEADER_BYTES = 44
-# A reader takes the largest length as "until the end of the stream" (RIFF has no better way to say it).
-_UNKNOWN_LENGTH = 0xFFFFFFFF
+# RIFF has no length that means "until the end": sox writes and reads this one so, and the other readers find the file's
+# end before it.
+_UNKNOWN_LENGTH = 0x7FFFF000
 
 
 def to_pcm16(samples: Tensor) -> bytes:
@@ -30,11 +31,20 @@ def wav_header(sample_rate: int, data_bytes: int | None = None) -> bytes:
         data_bytes: length of what follows; None writes the streaming form of unknown length.
     """
     size = _UNKNOWN_LENGTH if data_bytes is None else data_bytes
-    riff = _UNKNOWN_LENGTH if data_bytes is None else data_bytes + 36
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, sample_rate, sample_rate * 2, 2, 16)
-    return b"RIFF" + struct.pack("<I", riff) + b"WAVE" + form + b"data" + struct.pack("<I", size)
+    return b"RIFF" + struct.pack("<I", size + 36) + b"WAVE" + form + b"data" + struct.pack("<I", size)
 
 
 def to_base64(data: bytes) -> str:
     """Base64 text of `data`."""
     return base64.b64encode(data).decode("ascii")
+
+
+def whole_groups(data: bytes) -> tuple[bytes, bytes]:
+    """`data` cut after its last group of three bytes, and the rest.
+
+    Base64 writes three bytes as four characters and pads what is less: texts whose bytes are whole groups, all but the
+    last, are one text of base64 when they are joined.
+    """
+    cut = len(data) - len(data) % 3
+    return data[:cut], data[cut:]

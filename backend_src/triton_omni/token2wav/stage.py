@@ -31,7 +31,7 @@ from triton_omni.ring import Ring
 from triton_omni.stage import SOON_S, Outlet, refused_error
 from triton_omni.tally import Ending
 from triton_omni.text_relay import TextRelay
-from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
+from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header, whole_groups
 from triton_omni.tracing import NO_TRACER, Tracer
 from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, Value
 
@@ -71,6 +71,8 @@ class _Open(LinkSession):
     relay: TextRelay = dataclasses.field(kw_only=True)
     samples: int = 0
     chunks: int = 0
+    encoded_rest: bytes = b""
+    """Bytes of `pcm16` and `wav` that wait for the next chunk; see `whole_groups`."""
     first_audio_ns: int = 0
     """Since the request was accepted, as the next one."""
     last_audio_ns: int = 0
@@ -213,11 +215,13 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         if len(output.samples):
             lost = self._when_lost(session.key)
             # First of all: a record of the log takes as long as the sending.
-            session.outlet.send(self._encode(session, output.samples).to_tensors(), lost=lost)
+            session.outlet.send(self._encode(session, output).to_tensors(), lost=lost)
             self._observe_chunk(session)
             session.samples += len(output.samples)
             self._samples += len(output.samples)
             session.chunks += 1
+        elif output.final and (answer := self._encode(session, output)).audio_base64:
+            session.outlet.send(answer.to_tensors())
         session.clamped_codes = output.clamped_codes
         session.audio_done = output.final
         self._finish_if_done(session)
@@ -233,17 +237,18 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             session.span.event("first_audio")
         session.last_audio_ns = age_ns
 
-    def _encode(self, session: _Open, samples: Tensor) -> Answer:
+    def _encode(self, session: _Open, output: AudioOutput) -> Answer:
         if session.session.audio_format == "f32":
-            return Answer(audio=samples)
+            return Answer(audio=output.samples)
         header = wav_header(self._sample_rate) if session.session.audio_format == "wav" and not session.chunks else b""
-        return Answer(audio_base64=to_base64(header + to_pcm16(samples)))
+        data = session.encoded_rest + header + to_pcm16(output.samples)
+        if not output.final:
+            data, session.encoded_rest = whole_groups(data)
+        return Answer(audio_base64=to_base64(data))
 
     def _finish_if_done(self, session: _Open) -> None:
         if not session.audio_done or session.ending is None:
             return
-        if session.session.audio_format == "wav" and session.session.want_audio and not session.chunks:
-            session.outlet.send(self._encode(session, torch.empty(0)).to_tensors())
         info = Answer(info=json.dumps(self._info(session, session.ending)))
         self._times["omni_reply_seconds"].add(self._age(session) / 1e9)
         self._drop(session)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What uvicorn leaves open: how many connections there are, in all and of one peer, and how long one may say nothing.
+
+A connection waits while no request of its is under way: before its first one, and after an answer. Where there are too
+many, the one that has waited longest goes, so that those who hold connections open keep nobody out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+from typing import Any
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from .errors import bad_request
+from .settings import GatewaySettings, SettingsError
+
+MAX_HEAD_BYTES = 32 << 10
+"""Of a request's line and headers together, and of what else HTTP keeps whole."""
+_OTHER_FILES = 128
+"""Open at once beside the callers' connections: those to Triton, listening sockets, the page's files."""
+logger = logging.getLogger("uvicorn.error")
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection.
+
+    Args:
+        limits: of the gateway.
+        config: as uvicorn gives them, with the next three.
+    """
+
+    def __init__(
+        self,
+        limits: GatewaySettings,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._unsent = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits and has nothing to send."""
+        return self.is_waiting and not self.transport.get_write_buffer_size()
+
+    @property
+    def peer(self) -> str:
+        """The address that it comes from."""
+        return self.client[0] if self.client else ""
+
+    @property
+    def wait_ends(self) -> float:
+        """When its wait ends, by the event loop's clock; of two the earlier began first."""
+        return 0.0 if self._timer is None else self._timer.when()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request, in place of another connection where there are too many."""
+        super().connection_made(transport)
+        self._wait()
+        opened = [one for one in self.connections if isinstance(one, BoundedProtocol)]
+        of_peer = [one for one in opened if one.peer == self.peer]
+        if len(of_peer) > self._limits.max_peer_connections:
+            self._make_room(of_peer, "a peer has as many as --max-peer-connections allows")
+        elif len(opened) > self._limits.max_connections:
+            self._make_room(opened, "there are as many as --max-connections allows")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        super().connection_lost(exc)
+        self._wait_no_more()
+
+    def handle_events(self) -> None:
+        """Take what has arrived; a request whose head is complete ends the wait."""
+        super().handle_events()
+        if not self.is_waiting:
+            self._wait_no_more()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, which may have arrived."""
+        self._wait()
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP in OpenAI's form."""
+        if self.conn.our_state is not h11.IDLE and self.conn.our_state is not h11.SEND_RESPONSE:
+            self.transport.abort()  # in the middle of an answer
+            return
+        error = bad_request(f"The request is no HTTP, or its head is over {MAX_HEAD_BYTES} bytes.")
+        body = json.dumps(error.body()).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _make_room(self, opened: list[BoundedProtocol], cause: str) -> None:
+        """Close the connection that has waited longest, or this one where all others are at work."""
+        longest = min((one for one in opened if one.is_idle), key=lambda one: one.wait_ends, default=self)
+        logger.warning("a connection was closed, since %s", cause)
+        longest.transport.abort()
+
+    def _wait(self) -> None:
+        self._wait_no_more()
+        self._unsent = 0
+        self._timer = self.loop.call_later(self._limits.head_timeout_s, self._end_wait)
+
+    def _wait_no_more(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end_wait(self) -> None:
+        """Close it, unless the last answer still leaves: to a slow network it is written long before it is sent."""
+        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        if self._unsent and self._unsent != before:
+            self._timer = self.loop.call_later(self._limits.head_timeout_s, self._end_wait)
+        else:
+            self.transport.abort()
+
+
+def allow_open_files(connections: int) -> None:
+    """Let this process have as many files open as it may have connections.
+
+    Raises:
+        SettingsError: the system does not allow so many.
+    """
+    needed = connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        said = f"--max-connections {connections} needs {needed} open files, and the limit is {hard}"
+        raise SettingsError(f"{said}; raise it (ulimit -Hn, LimitNOFILE) or allow fewer connections")
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections without a request under way: how much one may send, how long it may wait, how many there are, the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from client_fakes import FakeTriton, chunk, final, serve_grpc
+from gateway_command import started
+from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
+from triton_omni_gateway import connections
+from triton_omni_gateway.connections import MAX_HEAD_BYTES, BoundedProtocol, allow_open_files
+from triton_omni_gateway.logs import EVERY_S, Repeats
+from triton_omni_gateway.settings import GatewaySettings, SettingsError
+
+GET = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CHUNKED += b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture
+def triton() -> Iterator[FakeTriton]:
+    with serve_grpc(FakeTriton()) as fake:
+        yield fake
+
+
+def connect(gateway: RunningGateway) -> socket.socket:
+    host, port = gateway.base.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=100)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other side has closed it, seen without waiting."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    answer = b""
+    while part := connection.recv(65536):
+        answer += part
+    return answer
+
+
+def sent_until_closed(connection: socket.socket, piece: bytes, most: int, pause_s: float = 0.0) -> bytes:
+    """What comes back while pieces are sent, to the connection's end; fails where `most` pieces are taken."""
+    connection.settimeout(pause_s)
+    answer = b""
+    for _ in range(most):
+        try:
+            connection.sendall(piece)
+            while part := connection.recv(65536):
+                answer += part
+        except (TimeoutError, BlockingIOError):
+            continue
+        except OSError:
+            return answer
+        return answer
+    raise AssertionError(f"still open after {most} pieces")
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"GET /", b"a" * 4096),
+        (GET + b"X: ", b"a" * 4096),
+        (GET, b"X: a\r\n" * 512),
+        (b"", b"\x16\x03\x01" * 1024),
+        (CHUNKED + b"1;", b"a" * 4096),
+        (CHUNKED + b"1\r\n{\r\n0\r\n", b"X: a\r\n" * 512),
+    ],
+    ids=["line", "header", "headers", "no HTTP", "chunk extension", "trailers"],
+)
+def test_what_http_keeps_whole_ends_at_a_limit(triton: FakeTriton, begin: bytes, piece: bytes) -> None:
+    with run_gateway(triton.url) as gateway, connect(gateway) as connection:
+        connection.sendall(begin)
+        answer = sent_until_closed(connection, piece, 100_000, 0.01)
+        assert gateway.post({"model": MODEL, "messages": USER}).status_code == 200
+    # A sender that goes on may lose the answer to the end of its connection.
+    assert answer.startswith(b"HTTP/1.1 400 ") or not answer
+    assert len(triton.requests) == 1
+
+
+def test_a_head_over_the_limit_is_refused_in_openai_s_form(triton: FakeTriton) -> None:
+    with run_gateway(triton.url) as gateway, connect(gateway) as connection:
+        connection.sendall(GET + b"X: " + b"a" * MAX_HEAD_BYTES)
+        head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["message"].endswith(f"its head is over {MAX_HEAD_BYTES} bytes.")
+        assert gateway.http.get("/health/live", headers={"X": "a" * (MAX_HEAD_BYTES - 1024)}).status_code == 200
+
+
+def test_bytes_that_are_no_http_in_the_middle_of_an_answer_close_the_connection(
+    triton: FakeTriton, caplog: pytest.LogCaptureFixture
+) -> None:
+    with run_gateway(triton.url, max_body_bytes=10) as gateway, connect(gateway) as connection:
+        connection.sendall(CHUNKED + b"b\r\n{0123456789\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+        connection.sendall(b"no length\r\n")
+        assert connection.recv(4096) == b""
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"", b""),
+        (b"GET / HTTP/1.1\r\nX: ", b"a"),
+        (GET + b"\r\n", b"\r\n"),
+        (GET + b"\r\n", b"G"),
+        (GET + b"Content-Length: 999999\r\n\r\n", b"a"),
+    ],
+    ids=["silent", "slow head", "blank lines after an answer", "slow second head", "body after its answer"],
+)
+def test_a_head_that_does_not_come_in_time_closes_the_connection(
+    triton: FakeTriton, begin: bytes, piece: bytes
+) -> None:
+    with run_gateway(triton.url, head_timeout_s=0.3) as gateway, connect(gateway) as connection:
+        connection.sendall(begin)
+        sent_until_closed(connection, piece, 5000, 0.02)
+        assert gateway.http.get("/health/live").status_code == 200
+
+
+class _Timer:
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class _Loop:
+    def __init__(self) -> None:
+        self.timers: list[_Timer] = []
+
+    def call_later(self, _seconds: float, call: Callable[[], None]) -> _Timer:
+        self.timers.append(_Timer(call))
+        return self.timers[-1]
+
+
+class _Transport:
+    unsent = 0
+    is_aborted = False
+
+    def get_extra_info(self, _name: str) -> None:
+        return None
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@pytest.mark.parametrize(
+    ("unsent", "closed_at"), [([0], 0), ([9, 9], 1), ([9, 8, 5, 0], 3), ([9, 3, 3, 0], 2), ([5, 6, 1, 0], 3)]
+)
+def test_an_answer_that_still_leaves_is_not_cut_off(unsent: list[int], closed_at: int) -> None:
+    loop, transport = _Loop(), _Transport()
+    config = uvicorn.Config(lambda: None, log_config=None)
+    protocol = BoundedProtocol(GatewaySettings(), config, ServerState(), {}, loop)  # type: ignore[arg-type]
+    protocol.connection_made(transport)  # type: ignore[arg-type]
+    for look, left in enumerate(unsent):
+        transport.unsent = left
+        loop.timers[-1].call()
+        assert transport.is_aborted == (look == closed_at)
+        if transport.is_aborted:
+            return
+    raise AssertionError("never closed")
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET / HTTP/1.1\r\nX: a", GET + b"\r\n"])
+@pytest.mark.parametrize("limit", ["max_connections", "max_peer_connections"])
+def test_connections_that_wait_make_room_for_others(
+    triton: FakeTriton, capfd: pytest.CaptureFixture[str], limit: str, begin: bytes
+) -> None:
+    limits: dict[str, Any] = {limit: 4}
+    with run_gateway(triton.url, **limits) as gateway, ExitStack() as stack:
+        held = []
+        for _ in range(12):
+            held.append(stack.enter_context(connect(gateway)))
+            held[-1].sendall(begin)
+            answer = b""
+            while begin.endswith(b"\r\n\r\n") and b"live" not in answer:
+                answer += held[-1].recv(4096)
+            # Another caller is served while they are held, on a connection accepted after the last of them.
+            with httpx.Client(base_url=gateway.base, timeout=100) as other:
+                assert other.get("/health/ready").status_code == 200
+        assert sum(not is_closed(one) for one in held) <= 4
+        assert f"--{limit.replace('_', '-')}" in capfd.readouterr().err
+
+
+def test_a_request_under_way_keeps_its_connection(triton: FakeTriton) -> None:
+    go_on = threading.Event()
+
+    def script(_request: Any, _context: Any) -> Iterator[Any]:
+        yield chunk(text="first")
+        assert go_on.wait(100)
+        yield final()
+
+    triton.script = script
+    with run_gateway(triton.url, max_connections=2) as gateway, ExitStack() as stack:
+        streams = [gateway.chat(stream=True), gateway.chat(stream=True)]
+        for stream in streams:
+            assert next(stream).choices[0].delta.role == "assistant"
+        refused = stack.enter_context(connect(gateway))
+        refused.sendall(GET + b"\r\n")
+        with pytest.raises((ConnectionResetError, AssertionError)):
+            assert refused.recv(1) != b""
+        go_on.set()
+        assert ["".join(part.choices[0].delta.content or "" for part in stream) for stream in streams] == ["first"] * 2
+        assert gateway.http.get("/health/live").status_code == 200
+
+
+def test_where_no_file_can_be_opened_the_log_says_so_once_in_a_while(triton: FakeTriton) -> None:
+    with started(triton) as process, ExitStack() as stack:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        base = process.stdout.readline().split("=")[1].split("/v1")[0]
+        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (4, hard))
+        host, port = base.removeprefix("http://").split(":")
+        for _ in range(30):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=100))
+        line = ""
+        while "out of system resource" not in line:
+            line = process.stderr.readline()
+            assert line
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert httpx.get(f"{base}/health/live", timeout=100).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        # A traceback of a dozen lines for each of what was thousands of failures.
+        assert process.communicate(timeout=60)[1].count("Too many open files") <= 3
+
+
+def logged(text: str) -> logging.LogRecord:
+    return logging.LogRecord("any", logging.WARNING, "", 0, text, (), None)
+
+
+def test_a_line_that_repeats_is_counted() -> None:
+    now = [0.0]
+    repeats = Repeats(lambda: now[0])
+    assert [repeats.filter(logged("same")) for _ in range(1000)] == [True] + [False] * 999
+    assert repeats.filter(logged("other"))
+    now[0] = EVERY_S
+    again = logged("same")
+    assert repeats.filter(again)
+    assert again.getMessage() == "same (999 times more in 10 s)"
+    now[0] = 2 * EVERY_S
+    once = logged("same")
+    assert repeats.filter(once)
+    assert once.getMessage() == "same"
+
+
+def test_lines_of_many_texts_are_not_kept_for_ever() -> None:
+    repeats = Repeats(lambda: 0.0)
+    assert all(repeats.filter(logged(str(number))) for number in range(1000))
+    assert len(repeats._seen) <= 64
+
+
+@pytest.mark.parametrize(
+    ("found", "made"),
+    [((64, 4096), (1152, 4096)), ((4096, 4096), None), ((64, resource.RLIM_INFINITY), (1152, resource.RLIM_INFINITY))],
+)
+def test_as_many_files_may_be_open_as_there_are_connections(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[int, int], made: tuple[int, int] | None
+) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        connections,
+        "resource",
+        SimpleNamespace(
+            RLIMIT_NOFILE=resource.RLIMIT_NOFILE,
+            RLIM_INFINITY=resource.RLIM_INFINITY,
+            getrlimit=lambda _: found,
+            setrlimit=lambda _, given: limits.append(given),
+        ),
+    )
+    allow_open_files(1024)
+    assert limits == ([] if made is None else [made])
+
+
+def test_more_connections_than_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    with pytest.raises(
+        SettingsError, match=r"--max-connections 1024 needs 1152 open files, and the limit is 1024; raise"
+    ):
+        allow_open_files(1024)
