@@ -99,6 +99,8 @@ class ThinkerOutput:
     """Which of `Sampling.stop` ended the reply."""
     error: str | None = None
     """The engine gave this sequence up (for example non-finite rows); nothing follows."""
+    is_refused: bool = False
+    """Whether `error` is the fault of what was asked, and not of the engine."""
 
 
 @dataclass(frozen=True)

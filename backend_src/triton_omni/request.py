@@ -280,16 +280,15 @@ def _check_stop(stop: list[str], limits: RequestLimits, path: str) -> None:
 
 def _check_schema(options: ThinkerOptions, limits: RequestLimits, path: str) -> None:
     if options.json_schema is None:
+        if "json_schema" in options.model_fields_set:
+            raise BadRequest(f"{path}.json_schema: must be an object (got null); leave the key out to ask for any text")
         return
     if options.min_tokens:
         raise BadRequest(f"{path}.min_tokens: must be 0 beside json_schema, which says when the reply may end")
-    try:
-        size = len(compact_json(options.json_schema).encode())
-    except ValueError as error:
-        raise BadRequest(f"{path}.json_schema: a number is not finite") from error
+    check_schema_limits(options.json_schema, f"{path}.json_schema")
+    size = len(compact_json(options.json_schema).encode())
     if size > limits.max_schema_bytes:
         raise TooLarge(f"{path}.json_schema: {size} bytes, the limit is {limits.max_schema_bytes}")
-    check_schema_limits(options.json_schema, f"{path}.json_schema")
 
 
 def _at_most(value: float | None, limit: float, path: str) -> None:

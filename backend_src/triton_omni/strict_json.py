@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -107,8 +108,9 @@ def parse_json(raw: bytes, name: str, *, max_bytes: int, max_media_bytes: int = 
         tree: object = json.loads(text, object_pairs_hook=_Pairs(name), parse_constant=_Constants(name))
     except json.JSONDecodeError as error:
         raise BadRequest(f"{name}: not JSON: {error.msg} at character {error.pos}") from error
-    except ValueError as error:  # an integer of thousands of digits
-        raise BadRequest(f"{name}: not JSON: {error}") from error
+    except ValueError as error:
+        limit = sys.get_int_max_str_digits()
+        raise BadRequest(f"{name}: an integer has more than {limit} digits; give it as a string") from error
     # UTF-8 carries no half of a pair, so that only an escape can name one.
     if b"\\u" in raw:
         _check_surrogates(tree, name)

@@ -216,6 +216,82 @@ SCHEMAS: st.SearchStrategy[Any] = st.recursive(
     max_leaves=10,
 )
 
+ATOMS = st.sampled_from(
+    [
+        "a",
+        ".",
+        "\\w",
+        "\\d",
+        "[a-z]",
+        "[^x]",
+        "\\p{L}",
+        "(?i)k",
+        "\u00e9",
+        "\U0001f600",
+        "\\b",
+        "^",
+        "$",
+        "\\S",
+        '"',
+        "\\u0041",
+    ]
+)
+QUANTIFIERS = st.sampled_from(["", "", "*", "+", "?", "{3}", "{100}", "{1000}", "{2,}", "{0,1000}", "{5,100000}", "*?"])
+PATTERNS: st.SearchStrategy[str] = st.recursive(
+    st.builds("{}{}".format, ATOMS, QUANTIFIERS),
+    lambda inner: st.one_of(
+        st.builds("({}){}".format, inner, QUANTIFIERS),
+        st.builds("({}|{}){}".format, inner, inner, QUANTIFIERS),
+        st.lists(inner, min_size=1, max_size=4).map("".join),
+    ),
+    max_leaves=12,
+)
+SCHEMA_NUMBERS = st.one_of(
+    st.sampled_from([0, -1, 100, 4096, 2**31, 2**53, 10**18, 2**63 - 1, -(2**62), 1e-10, 1e-100, 5e-324, 1e17, 1e300]),
+    st.integers(-(10**18), 10**18),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+LENGTHS = st.sampled_from([0, 1, 2, 100, 4096, 65536, 10**9, 2**62, -1, 1.5])
+DATA = st.recursive(
+    st.none() | st.booleans() | SCHEMA_NUMBERS | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+COMPILED_SCHEMAS: st.SearchStrategy[Any] = st.deferred(
+    lambda: (
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "type": st.sampled_from(
+                    ["string", "integer", "number", "object", "array", "null", ["string", "integer"]]
+                ),
+                "$defs": st.dictionaries(st.sampled_from("ab"), _SCHEMA, max_size=2),
+                **dict.fromkeys(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"], SCHEMA_NUMBERS),
+                **dict.fromkeys(["minLength", "maxLength"], LENGTHS),
+                **dict.fromkeys(["minItems", "maxItems", "minProperties", "maxProperties"], LENGTHS),
+                "multipleOf": st.sampled_from([1, 3, 10_000, 0.01, 0.5, 0]),
+                "pattern": PATTERNS,
+                "format": st.sampled_from(["date-time", "uri", "email", "ipv6"]),
+                "properties": st.dictionaries(st.text(max_size=4), _SCHEMA, max_size=4),
+                "patternProperties": st.dictionaries(PATTERNS, _SCHEMA, max_size=3),
+                **dict.fromkeys(["items", "additionalProperties"], _SCHEMA),
+                "prefixItems": st.lists(_SCHEMA, max_size=3),
+                "required": st.lists(st.text(max_size=4), max_size=4),
+                "enum": st.lists(DATA, max_size=6),
+                "const": DATA,
+            },
+        )
+        | st.builds(
+            lambda key, schemas: {key: schemas},
+            st.sampled_from(["anyOf", "anyOf", "oneOf", "allOf"]),
+            st.lists(_SCHEMA, max_size=4),
+        )
+        | st.sampled_from([{"$ref": "#"}, {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}])
+    )
+)
+"""JSON schemas of all that the compiler knows, few of which are refused before."""
+_SCHEMA = st.booleans() | st.just({}) | COMPILED_SCHEMAS
+
 
 def as_json(tree: object) -> bytes:
     """A document of it, also where JSON has no such number; half a surrogate pair is escaped."""

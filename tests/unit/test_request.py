@@ -144,9 +144,26 @@ def test_a_schema_reaches_the_thinker_as_json_in_the_clients_order():
     assert with_parameters({}).thinker.to_sampling(seed=5, limit=512).json_schema is None
 
 
-def test_a_schema_with_a_number_that_is_not_finite_is_refused():
-    with pytest.raises(BadRequest, match=r"thinker\.json_schema: a number is not finite"):
-        with_parameters('{"thinker": {"json_schema": {"maximum": 1e999}}}')
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        ("1e999", "a number must be finite and below 1e309"),
+        ("9" * 309, "309 digits, the limit is 308; larger numbers can be given as strings"),
+        ("-" + "9" * 400, "400 digits, the limit is 308"),
+        ("9" * 4000, "4000 digits, the limit is 308"),
+    ],
+    ids=["exponent", "309", "400", "4000"],
+)
+@pytest.mark.parametrize("key", ["maximum", "const", "default"])
+def test_a_schema_s_number_that_no_compiler_reads_is_refused_by_its_key(key, number, said):
+    with pytest.raises(BadRequest, match=rf"thinker\.json_schema\.{key}: {said}"):
+        with_parameters(f'{{"thinker": {{"json_schema": {{"{key}": {number}}}}}}}')
+
+
+@pytest.mark.parametrize("root", ["null", "true", "7", '"object"', "[]"])
+def test_a_schema_whose_root_is_no_object_is_refused(root):
+    with pytest.raises(BadRequest, match=r"thinker\.json_schema: must be an object \(got "):
+        with_parameters(f'{{"thinker": {{"json_schema": {root}}}}}')
 
 
 def test_stop_strings_reach_the_thinker_as_they_are():
@@ -282,7 +299,9 @@ def test_numbers_that_are_not_finite_are_refused(number):
 
 
 def test_an_integer_of_thousands_of_digits_is_refused():
-    with pytest.raises(BadRequest, match="not JSON"):
+    with pytest.raises(
+        BadRequest, match=r"sampling_parameters: an integer has more than 4300 digits; give it as a str"
+    ):
         with_parameters('{"seed": ' + "9" * 5000 + "}")
 
 

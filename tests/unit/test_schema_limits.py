@@ -4,7 +4,14 @@
 import pytest
 
 from triton_omni.errors import BadRequest, OmniError, TooLarge
-from triton_omni.schema_limits import MAX_COUNT, MAX_DIVISOR, check_schema_limits
+from triton_omni.schema_limits import (
+    LEAST_NUMBER,
+    MAX_COUNT,
+    MAX_COUNTED_PROPERTIES,
+    MAX_DIVISOR,
+    MAX_PATTERN_PROPERTIES,
+    check_schema_limits,
+)
 
 ORDINARY = [
     {},
@@ -15,6 +22,10 @@ ORDINARY = [
     {"type": "integer", "multipleOf": MAX_DIVISOR},
     {"type": "number", "multipleOf": 1 / MAX_DIVISOR},
     {"enum": [{"anyOf": 1, "oneOf": 2}], "const": {"multipleOf": 10**9}},
+    {"enum": [10**307, LEAST_NUMBER, True, None], "const": {"x-guidance": 1}},
+    {"patternProperties": {f"^{n}$": {} for n in range(MAX_PATTERN_PROPERTIES)}},
+    {"properties": {f"p{n}": {} for n in range(MAX_COUNTED_PROPERTIES)}, "minProperties": 1},
+    {"properties": {f"p{n}": {} for n in range(MAX_COUNTED_PROPERTIES + 1)}},
 ]
 PATTERNS = [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{n}}}b.*"} for n in range(16)]
 
@@ -48,11 +59,31 @@ def test_what_is_no_divisor_hides_none():
         ({"items": [{"multipleOf": 997}, {"multipleOf": 991}]}, TooLarge, "s.items[1].multipleOf: the least common"),
         ({"allOf": PATTERNS}, BadRequest, "s.allOf: 16 schemas"),
         ({"pattern": "a", "anyOf": [{"pattern": "b"}]}, BadRequest, "s: anyOf cannot be combined with pattern"),
-        ({"$defs": {"a": {"pattern": "a", "$ref": "#/$defs/b"}}}, BadRequest, "$defs.a: $ref cannot be combined"),
+        ({"$defs": {"a": {"pattern": "a", "$ref": "#/$defs/b"}}}, BadRequest, "s.'$defs'.a: $ref cannot be combined"),
         ({"anyOf": [{}], "oneOf": [{}]}, BadRequest, "s: anyOf cannot be combined with oneOf"),
         ({"properties": {"a": {"maxItems": MAX_COUNT + 1}}}, TooLarge, "s.properties.a.maxItems: 4097 is over"),
+        (
+            {"items": {"const": -(2**63)}},
+            BadRequest,
+            "s.items.const: -9223372036854775808 is below the limit of -92233",
+        ),
+        ({"enum": [1, [LEAST_NUMBER - 1]]}, BadRequest, "s.enum[1][0]: -9223372036854774785 is below"),
+        ({"minimum": -(2**64), "maximum": -(2**63)}, BadRequest, "s.minimum: -18446744073709551616 is below"),
+        ({"default": {"a": 10**308}}, BadRequest, "s.default.a: 309 digits, the limit is 308"),
+        ({"anyOf": [{"minimum": float("-inf")}]}, BadRequest, "s.anyOf[0].minimum: a number must be finite"),
+        ({"x-guidance": {"whitespace_pattern": ".*"}}, BadRequest, "s.x-guidance: unknown key"),
+        (
+            {"items": {"properties": {f"p{n}": {} for n in range(257)}, "maxProperties": 1}},
+            TooLarge,
+            "s.items.properties: 257 properties, the limit is 256 beside maxProperties",
+        ),
+        (
+            {"anyOf": [{"patternProperties": {f"^{n}{m}": {} for m in range(33)}} for n in "ab"]},
+            TooLarge,
+            "s.anyOf[1].patternProperties: 66 patterns up to here, the limit of a whole schema is 64",
+        ),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_what_a_compiler_multiplies_is_refused_by_name(schema, kind, said):
     with pytest.raises(OmniError) as refusal:

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from triton_omni.engine import EngineStats, ThinkerEngine, ThinkerOutput
-from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
+from triton_omni.errors import BadRequest, DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
 from triton_omni.figures import Figure
 from triton_omni.ledger import SessionLedger, Slots
 from triton_omni.loop import IDLE_POLL_S, StageLoop
@@ -280,7 +280,8 @@ class ThinkerStage:
 
     def _take(self, session: OpenSession, output: ThinkerOutput) -> None:
         if output.error is not None:
-            self._fail(session, InternalError(output.error, stage="thinker"))
+            kind = BadRequest if output.is_refused else InternalError
+            self._fail(session, kind(output.error, stage="thinker"))
             return
         self.accounts.reply_tokens += len(output.token_ids)
         session.put(output)

@@ -129,7 +129,7 @@ try:
     from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
     from vllm.v1.request import Request
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-    from vllm.v1.structured_output.backend_guidance import GuidanceBackend, serialize_guidance_grammar
+    from vllm.v1.structured_output.backend_guidance import GuidanceBackend
     from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
     from vllm.v1.worker.block_table import _COMPUTE_SLOT_MAPPING_KERNEL as SLOT_MAPPING_KERNEL
     from vllm.v1.worker.block_table import BlockTable, MultiGroupBlockTable
@@ -273,6 +273,5 @@ __all__ = [
     "get_forward_context",
     "get_mp_context",
     "override_forward_context",
-    "serialize_guidance_grammar",
     "support_torch_compile",
 ]

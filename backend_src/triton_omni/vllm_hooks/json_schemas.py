@@ -13,7 +13,7 @@ import secrets
 import threading
 from typing import Any, Final
 
-from triton_omni.errors import BadRequest
+from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.strict_json import shown
 from triton_omni.vllm_hooks.compat import (
     GuidanceBackend,
@@ -21,8 +21,8 @@ from triton_omni.vllm_hooks.compat import (
     StructuredOutputGrammar,
     StructuredOutputOptions,
     VllmConfig,
-    serialize_guidance_grammar,
 )
+from triton_omni.vllm_hooks.schema_trial import try_schema
 
 GRAMMAR_BACKEND: Final = "guidance"
 """What `EngineArgs.structured_outputs_config` must name."""
@@ -98,20 +98,24 @@ class JsonSchemas:
         return int(self.prepare().ll_tokenizer.eos_token)
 
     def check(self, schema: str) -> None:
-        """See whether a schema can be compiled, without the whole of the work.
+        """See whether a schema can be compiled; the first time in a process of its own, which takes some 0.1 s.
 
         Raises:
-            BadRequest: it is no JSON schema, or has what llguidance does not support; the message says what.
+            BadRequest: it is no JSON schema, or has what llguidance does not support; the message says what, and where.
+            TooLarge: compiling it takes too much time or memory.
         """
-        import llguidance
-
-        grammar = serialize_guidance_grammar(StructuredOutputOptions.JSON, schema)
-        error = llguidance.LLMatcher.validate_grammar(grammar, self.prepare().ll_tokenizer)
-        if error:
-            raise BadRequest(f"thinker.json_schema: cannot be compiled: {shown(' '.join(error.split()))}")
+        self.prepare()
+        verdict = try_schema(schema)
+        if verdict.is_too_costly:
+            cure = "give fewer or simpler patterns, ranges and counts"
+            raise TooLarge(f"thinker.json_schema: cannot be compiled: {verdict.reason}; {cure}")
+        if verdict.reason:
+            path = f"thinker.json_schema{verdict.path}"
+            raise BadRequest(f"{path}: cannot be compiled: {shown(verdict.reason)}")
 
 
 def why_given_up(grammar: Any) -> str | None:
     """Why the grammar of an ended sequence let it end before its schema did, or None."""
     error = grammar.ll_matcher.get_error()
-    return f"the reply could not be held to its json_schema: {shown(' '.join(error.split()))}" if error else None
+    told = shown(" ".join(error.split()))
+    return f"thinker.json_schema: the reply could not be held to it, give a simpler one: {told}" if error else None

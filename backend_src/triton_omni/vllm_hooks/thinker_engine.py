@@ -327,7 +327,7 @@ class ThinkerVllmEngine:
     def _with_news(self, sequence: _Sequence, rows: ThinkerOutput, news: RequestOutput) -> ThinkerOutput:
         completion, release = news.outputs[0], sequence.release
         finish = _FINISH.get(completion.finish_reason)
-        error, stop_string = None, _stop_string(completion)
+        error, given_up, stop_string = None, None, _stop_string(completion)
         if stop_string is not None:
             # Whether what is not given is finite is not known, and a step may be in flight.
             self._clear_cache_of(sequence)
@@ -336,7 +336,7 @@ class ThinkerVllmEngine:
             if finish is None:
                 error = f"the engine gave the sequence up ({completion.finish_reason})"
             elif sequence.structured is not None:
-                error = why_given_up(sequence.structured.grammar)
+                error = given_up = why_given_up(sequence.structured.grammar)
             if error is None and release.next_position != release.limit:
                 error = f"{release.next_position} of the sequence's {release.limit} hidden rows were computed"
         return ThinkerOutput(
@@ -349,6 +349,7 @@ class ThinkerVllmEngine:
             finish_reason=None if error else finish,
             stop_string=stop_string,
             error=error,
+            is_refused=given_up is not None,
         )
 
     def _clear_cache_of(self, sequence: _Sequence) -> None:
