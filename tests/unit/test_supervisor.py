@@ -25,6 +25,7 @@ from triton_omni import ledger_layout
 from triton_omni.serving import leftovers
 from triton_omni.serving.machine import ServerError, ServerNotReady, choose_ports, find_triton, visible_gpus
 from triton_omni.serving.memory_pool import memory_pool_bytes, pool_bytes
+from triton_omni.serving.model_control import ModelControl
 from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.serving.model_folder import main as print_model_folder
 from triton_omni.serving.revival import RevivalPolicy
@@ -135,6 +136,23 @@ def test_without_a_gpu_the_server_is_not_asked_for_what_needs_one(repository: Pa
     assert flags["pinned-memory-pool-byte-size"] == "0"
     assert flags["allow-gpu-metrics"] == "false"
     assert "cuda-memory-pool-byte-size" not in flags
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_server_gets_only_the_options_that_its_program_knows(
+    repository: Path, known: bool, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if known:
+        options = "  --allow-client-shm <boolean>\n\tx\n  --http-max-input-size <integer>"
+        monkeypatch.setenv("OPTIONS", options)
+    (repository / "thinker" / "1").mkdir(parents=True)
+    limits = "limits: {max_media_bytes: 100, max_request_bytes: 1000}"
+    (repository / "thinker" / "1" / "stage.yaml").write_text(limits)
+    with Supervisor(config(repository, client_shared_memory=allowed)):
+        flags = told(repository)["flags"]
+    assert flags.get("allow-client-shm") == ("true" if known and allowed else None)
+    assert flags.get("http-max-input-size") == (str(4 * 34 + 1000 + (1 << 20)) if known else None)
 
 
 def test_the_failing_model_and_its_reason_are_named(repository: Path) -> None:
@@ -326,6 +344,41 @@ def test_a_server_that_waits_for_what_a_dead_stage_held_is_not_waited_for(
     with contextlib.suppress(ServerError):
         server.run()
     assert server.stop() < 5
+
+
+class Board:
+    """What stages say of themselves at a stop: that no session is open."""
+
+    def end_sessions(self) -> None:
+        pass
+
+    def open_sessions(self) -> int:
+        return 0
+
+
+def test_models_leave_before_the_server_is_told_to_stop(
+    repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which then has nothing to lose with a client that holds a stream open."""
+    happened: list[str] = []
+    with Supervisor(config(repository, environment={"STAGE": str(stage)})) as server:
+        process = int(stage.read_text())
+
+        def unload(_: ModelControl, model: str) -> None:
+            happened.append(model)
+            if model == "thinker":
+                os.kill(process, signal.SIGKILL)
+
+        def terminate(popen: subprocess.Popen[bytes]) -> None:
+            happened.append("stage runs" if is_running(process) else "stage has left")
+            popen.send_signal(signal.SIGTERM)
+
+        monkeypatch.setattr(ModelControl, "unload", unload)
+        monkeypatch.setattr(subprocess.Popen, "terminate", terminate)
+        monkeypatch.setattr(server._running(), "_board", Board())
+        server.stop()
+    assert happened == ["qwen2_5_omni_unary", "token2wav", "talker", "thinker", "stage has left"]
+    assert server.exit_code == 0
 
 
 @pytest.mark.parametrize("service", ["http", "grpc", "metrics"])
