@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,8 @@ class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503 if behaviour == "loading" else 200)
         self.end_headers()
+        if self.path == "/v2":
+            self.wfile.write(json.dumps({{"version": os.environ.get("VERSION", "2.51.0")}}).encode())
     def log_message(self, *_): pass
 def listen(service):
     return http.server.HTTPServer((flags[service + "-address"], int(flags[service + "-port"])), Ready)
@@ -300,14 +303,9 @@ def test_the_regions_of_servers_that_were_killed_with_their_supervisors_go_at_th
         assert {file.name for file in shared.iterdir()} == {mapped, living, foreign, "something_else"}
 
 
-@pytest.fixture
-def mortal(repository: Path) -> Iterator[tuple[Supervisor, subprocess.Popen[bytes]]]:
-    """A server that refuses to load anything, and the one stage that it has, which can be killed."""
-    environment = {"BEHAVIOUR": "deaf"}
-    server = Supervisor(
-        config(repository, environment=environment, revival=RevivalPolicy(attempts=1, whole_server=False))
-    )
-    server.start()
+@contextlib.contextmanager
+def one_stage(server: Supervisor) -> Iterator[subprocess.Popen[bytes]]:
+    """The only stage of a server that was started; it can be killed."""
     table = ledger_layout.table_path(ledger_layout.server_name(server.pid))
     ledger_layout.create_table(table, 1)
     with subprocess.Popen(["sleep", "60"]) as stage:
@@ -316,10 +314,19 @@ def mortal(repository: Path) -> Iterator[tuple[Supervisor, subprocess.Popen[byte
         words[block + ledger_layout.EPOCH], words[block + ledger_layout.PID] = 1, stage.pid
         words[block + ledger_layout.BEAT] = time.monotonic_ns()
         server.wait_ready()
-        yield server, stage
+        yield stage
         server.stop()
         stage.kill()
     assert not table.exists()
+
+
+@pytest.fixture
+def mortal(repository: Path) -> Iterator[tuple[Supervisor, subprocess.Popen[bytes]]]:
+    """A server that refuses to load anything, and its stage."""
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, revival=RevivalPolicy(attempts=1)))
+    server.start()
+    with one_stage(server) as stage:
+        yield server, stage
 
 
 def test_a_stage_that_does_not_stay_ends_the_server_with_one_sentence(
@@ -332,6 +339,88 @@ def test_a_stage_that_does_not_stay_ends_the_server_with_one_sentence(
     ) as caught:
         server.run()
     assert "\n" not in str(caught.value)
+
+
+def run_until_replaced(server: Supervisor, pid: int) -> None:
+    """Run it until another process has taken the place of this one, and is ready."""
+
+    def watch() -> None:
+        wait_for(lambda: server.pid != pid and server._running().is_ready())
+        server.request_stop()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    server.run()
+    watching.join()
+
+
+@pytest.mark.parametrize("version", ["2.66.0", "2.71.0", "unknown"])
+def test_where_errors_wait_a_death_ends_the_server_and_another_takes_its_place(
+    repository: Path, version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf", "VERSION": version}))
+    server.start()
+    with one_stage(server) as stage:
+        ended, urls = server._running(), (server.http_url, server.grpc_url, server.metrics_url)
+        stage.kill()
+        run_until_replaced(server, ended.process.pid)
+        assert ended.exit_code == 128 + signal.SIGKILL
+        assert urls == (server.http_url, server.grpc_url, server.metrics_url)
+        assert (server.exit_code, server.losses) == (None, 1)
+        log = repository.parent / "server.log"
+        wait_for(lambda: log.read_text().count('"model"') == 2)
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith(("talker", "the server"))] == [
+        "talker: its process ended",
+        "the server: started again",
+    ]
+
+
+def test_a_server_that_cannot_be_started_again_is_given_up_in_one_sentence(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = RevivalPolicy(attempts=2, first_wait_s=0.1, whole_server=True)
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, revival=policy))
+    server.start()
+    with one_stage(server) as stage:
+        binary = repository.parent / "bin" / "tritonserver"
+        binary.write_text(binary.read_text().replace('if behaviour == "fail":', "if True:"))
+        stage.kill()
+        said = r"the server does not stay \(starts in 600 s: 2\): the server ended with code 1: model thinker cannot be"
+        with pytest.raises(ServerError, match=said) as caught:
+            server.run()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stop_ends_the_wait_before_a_server_is_started_again(repository: Path) -> None:
+    policy = RevivalPolicy(attempts=9, first_wait_s=600.0, whole_server=True)
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, revival=policy))
+    server.start()
+    with one_stage(server) as stage:
+        server._starts.begin()
+        stage.kill()
+        running = threading.Thread(target=server.run)
+        running.start()
+        wait_for(lambda: server.exit_code is not None)
+        server.request_stop()
+        running.join(20)
+        assert not running.is_alive()
+        assert server.drain()
+        assert server.stop() < 10
+
+
+def test_a_server_s_guard_that_was_killed_is_replaced(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Supervisor(config(repository)) as server:
+        guard = server._running()._guard
+        killed = guard._process.pid
+        server.check()
+        assert guard._process.pid == killed
+        os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: not is_running(killed))
+        server.check()
+        assert guard._process.pid != killed
+        assert is_running(guard._process.pid)
+    assert capsys.readouterr().err == "warning: the guard's process was gone; another was started\n"
 
 
 def test_a_server_that_waits_for_what_a_dead_stage_held_is_not_waited_for(

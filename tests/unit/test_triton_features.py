@@ -15,8 +15,8 @@ from triton_omni.serving.machine import ServerError, TritonInstall, find_triton,
 from triton_omni.serving.triton_features import (
     CLIENT_SHARED_MEMORY,
     HTTP_BODY_LIMIT,
-    TritonFeatures,
     Version,
+    errors_wait,
     known_options,
     server_version,
 )
@@ -121,4 +121,4 @@ def test_a_server_that_does_not_answer_has_no_version() -> None:
 def test_errors_wait_for_steps_from_26_02_on_and_where_the_version_is_unknown(
     version: Version | None, waits: bool
 ) -> None:
-    assert TritonFeatures(version=version).errors_wait is waits
+    assert errors_wait(version) is waits
