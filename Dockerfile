@@ -10,8 +10,10 @@
 #
 # To pin the base by content, build with
 #   --build-arg BASE=nvcr.io/nvidia/tritonserver@sha256:…
-# where the digest is what `docker buildx imagetools inspect nvcr.io/nvidia/tritonserver:26.07-vllm-python-py3` prints.
-ARG BASE=nvcr.io/nvidia/tritonserver:26.07-vllm-python-py3
+# where the digest is what `docker buildx imagetools inspect nvcr.io/nvidia/tritonserver:26.05-vllm-python-py3` prints.
+#
+# 26.05, since one HTTP header ends 26.06 and 26.07, and nested JSON those up to 26.03 (docs/limits.md).
+ARG BASE=nvcr.io/nvidia/tritonserver:26.05-vllm-python-py3
 
 # --- build: downloads, caches and package tools stay in this stage -----------------------------------------------------
 FROM ${BASE} AS build

@@ -182,6 +182,21 @@ def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(crashing: Crash
     wait_for(lambda: omni_figures(server) == {}, lambda: omni_figures(server))
 
 
+def test_a_killed_unary_model_without_requests_comes_back_alone(crashing: Crashing) -> None:
+    server, board = crashing.server, crashing.board
+    tritonserver, killed = server.supervisor.pid, board.pid("unary")
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(ask, server, "beside the unary model's death")
+        assert not board.leaves_open("unary")
+        os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: board.pid("unary") not in (0, killed), server.log, BACK_WITHIN_S)
+        assert_equals(server, beside.result(), "beside the unary model's death", crashing.before)
+    wait_for(crashing.ready, server.log, BACK_WITHIN_S)
+    reply = server.http.unary(Request(text="hello", voice="Ethan", seed=7, **GREEDY))
+    assert reply.text == crashing.before.text
+    assert server.supervisor.pid == tritonserver
+
+
 def test_http_is_answered_while_a_stage_is_loaded_again(crashing: Crashing) -> None:
     """On every connection: Triton has a few threads for HTTP, and each serves many."""
     server, board = crashing.server, crashing.board

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -53,6 +55,16 @@ def triton(tmp_path: Path) -> Triton:
 def test_a_server_is_made_unready_by_a_model_that_cannot_be_loaded(triton: Triton) -> None:
     say_unready(triton, triton.repository, "standstill")
     assert triton.calls == [("load", BROKEN)]
+
+
+def test_the_model_that_makes_it_ready_ends_its_process_as_the_stages_do(triton: Triton) -> None:
+    """Triton's way to end an interpreter is one that newer versions take for a fatal error."""
+    say_unready(triton, triton.repository, "standstill")
+    say_ready(triton, triton.repository, "standstill")
+    model = triton.repository / "standstill" / "1" / "model.py"
+    ending = "from model import TritonPythonModel\nTritonPythonModel().finalize()\nprint('goes on')"
+    done = subprocess.run([sys.executable, "-c", ending], cwd=model.parent, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_it_is_ready_again_when_the_model_was_loaded_and_unloaded(triton: Triton) -> None:

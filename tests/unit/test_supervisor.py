@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from triton_omni import ledger_layout
 from triton_omni.serving import leftovers
 from triton_omni.serving.machine import ServerError, ServerNotReady, choose_ports, find_triton, visible_gpus
 from triton_omni.serving.memory_pool import memory_pool_bytes, pool_bytes
+from triton_omni.serving.model_control import ModelControl
 from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.serving.model_folder import main as print_model_folder
 from triton_omni.serving.revival import RevivalPolicy
@@ -64,6 +66,8 @@ class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503 if behaviour == "loading" else 200)
         self.end_headers()
+        if self.path == "/v2":
+            self.wfile.write(json.dumps({{"version": os.environ.get("VERSION", "2.51.0")}}).encode())
     def log_message(self, *_): pass
 def listen(service):
     return http.server.HTTPServer((flags[service + "-address"], int(flags[service + "-port"])), Ready)
@@ -135,6 +139,23 @@ def test_without_a_gpu_the_server_is_not_asked_for_what_needs_one(repository: Pa
     assert flags["pinned-memory-pool-byte-size"] == "0"
     assert flags["allow-gpu-metrics"] == "false"
     assert "cuda-memory-pool-byte-size" not in flags
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_server_gets_only_the_options_that_its_program_knows(
+    repository: Path, known: bool, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if known:
+        options = "  --allow-client-shm <boolean>\n\tx\n  --http-max-input-size <integer>"
+        monkeypatch.setenv("OPTIONS", options)
+    (repository / "thinker" / "1").mkdir(parents=True)
+    limits = "limits: {max_media_bytes: 100, max_request_bytes: 1000}"
+    (repository / "thinker" / "1" / "stage.yaml").write_text(limits)
+    with Supervisor(config(repository, client_shared_memory=allowed)):
+        flags = told(repository)["flags"]
+    assert flags.get("allow-client-shm") == ("true" if known and allowed else None)
+    assert flags.get("http-max-input-size") == (str(4 * 34 + 1000 + (1 << 20)) if known else None)
 
 
 def test_the_failing_model_and_its_reason_are_named(repository: Path) -> None:
@@ -282,14 +303,9 @@ def test_the_regions_of_servers_that_were_killed_with_their_supervisors_go_at_th
         assert {file.name for file in shared.iterdir()} == {mapped, living, foreign, "something_else"}
 
 
-@pytest.fixture
-def mortal(repository: Path) -> Iterator[tuple[Supervisor, subprocess.Popen[bytes]]]:
-    """A server that refuses to load anything, and the one stage that it has, which can be killed."""
-    environment = {"BEHAVIOUR": "deaf"}
-    server = Supervisor(
-        config(repository, environment=environment, revival=RevivalPolicy(attempts=1, whole_server=False))
-    )
-    server.start()
+@contextlib.contextmanager
+def one_stage(server: Supervisor) -> Iterator[subprocess.Popen[bytes]]:
+    """The only stage of a server that was started; it can be killed."""
     table = ledger_layout.table_path(ledger_layout.server_name(server.pid))
     ledger_layout.create_table(table, 1)
     with subprocess.Popen(["sleep", "60"]) as stage:
@@ -298,10 +314,19 @@ def mortal(repository: Path) -> Iterator[tuple[Supervisor, subprocess.Popen[byte
         words[block + ledger_layout.EPOCH], words[block + ledger_layout.PID] = 1, stage.pid
         words[block + ledger_layout.BEAT] = time.monotonic_ns()
         server.wait_ready()
-        yield server, stage
+        yield stage
         server.stop()
         stage.kill()
     assert not table.exists()
+
+
+@pytest.fixture
+def mortal(repository: Path) -> Iterator[tuple[Supervisor, subprocess.Popen[bytes]]]:
+    """A server that refuses to load anything, and its stage."""
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, revival=RevivalPolicy(attempts=1)))
+    server.start()
+    with one_stage(server) as stage:
+        yield server, stage
 
 
 def test_a_stage_that_does_not_stay_ends_the_server_with_one_sentence(
@@ -316,6 +341,88 @@ def test_a_stage_that_does_not_stay_ends_the_server_with_one_sentence(
     assert "\n" not in str(caught.value)
 
 
+def run_until_replaced(server: Supervisor, pid: int) -> None:
+    """Run it until another process has taken the place of this one, and is ready."""
+
+    def watch() -> None:
+        wait_for(lambda: server.pid != pid and server._running().is_ready())
+        server.request_stop()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    server.run()
+    watching.join()
+
+
+@pytest.mark.parametrize("version", ["2.66.0", "2.71.0", "unknown"])
+def test_where_errors_wait_a_death_ends_the_server_and_another_takes_its_place(
+    repository: Path, version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf", "VERSION": version}))
+    server.start()
+    with one_stage(server) as stage:
+        ended, urls = server._running(), (server.http_url, server.grpc_url, server.metrics_url)
+        stage.kill()
+        run_until_replaced(server, ended.process.pid)
+        assert ended.exit_code == 128 + signal.SIGKILL
+        assert urls == (server.http_url, server.grpc_url, server.metrics_url)
+        assert (server.exit_code, server.losses) == (None, 1)
+        log = repository.parent / "server.log"
+        wait_for(lambda: log.read_text().count('"model"') == 2)
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith(("talker", "the server"))] == [
+        "talker: its process ended",
+        "the server: started again",
+    ]
+
+
+def test_a_server_that_cannot_be_started_again_is_given_up_in_one_sentence(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = RevivalPolicy(attempts=2, first_wait_s=0.1, whole_server=True)
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, revival=policy))
+    server.start()
+    with one_stage(server) as stage:
+        binary = repository.parent / "bin" / "tritonserver"
+        binary.write_text(binary.read_text().replace('if behaviour == "fail":', "if True:"))
+        stage.kill()
+        said = r"the server does not stay \(starts in 600 s: 2\): the server ended with code 1: model thinker cannot be"
+        with pytest.raises(ServerError, match=said) as caught:
+            server.run()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stop_ends_the_wait_before_a_server_is_started_again(repository: Path) -> None:
+    policy = RevivalPolicy(attempts=9, first_wait_s=600.0, whole_server=True)
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, revival=policy))
+    server.start()
+    with one_stage(server) as stage:
+        server._starts.begin()
+        stage.kill()
+        running = threading.Thread(target=server.run)
+        running.start()
+        wait_for(lambda: server.exit_code is not None)
+        server.request_stop()
+        running.join(20)
+        assert not running.is_alive()
+        assert server.drain()
+        assert server.stop() < 10
+
+
+def test_a_server_s_guard_that_was_killed_is_replaced(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Supervisor(config(repository)) as server:
+        guard = server._running()._guard
+        killed = guard._process.pid
+        server.check()
+        assert guard._process.pid == killed
+        os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: not is_running(killed))
+        server.check()
+        assert guard._process.pid != killed
+        assert is_running(guard._process.pid)
+    assert capsys.readouterr().err == "warning: the guard's process was gone; another was started\n"
+
+
 def test_a_server_that_waits_for_what_a_dead_stage_held_is_not_waited_for(
     mortal: tuple[Supervisor, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +433,41 @@ def test_a_server_that_waits_for_what_a_dead_stage_held_is_not_waited_for(
     with contextlib.suppress(ServerError):
         server.run()
     assert server.stop() < 5
+
+
+class Board:
+    """What stages say of themselves at a stop: that no session is open."""
+
+    def end_sessions(self) -> None:
+        pass
+
+    def open_sessions(self) -> int:
+        return 0
+
+
+def test_models_leave_before_the_server_is_told_to_stop(
+    repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which then has nothing to lose with a client that holds a stream open."""
+    happened: list[str] = []
+    with Supervisor(config(repository, environment={"STAGE": str(stage)})) as server:
+        process = int(stage.read_text())
+
+        def unload(_: ModelControl, model: str) -> None:
+            happened.append(model)
+            if model == "thinker":
+                os.kill(process, signal.SIGKILL)
+
+        def terminate(popen: subprocess.Popen[bytes]) -> None:
+            happened.append("stage runs" if is_running(process) else "stage has left")
+            popen.send_signal(signal.SIGTERM)
+
+        monkeypatch.setattr(ModelControl, "unload", unload)
+        monkeypatch.setattr(subprocess.Popen, "terminate", terminate)
+        monkeypatch.setattr(server._running(), "_board", Board())
+        server.stop()
+    assert happened == ["qwen2_5_omni_unary", "token2wav", "talker", "thinker", "stage has left"]
+    assert server.exit_code == 0
 
 
 @pytest.mark.parametrize("service", ["http", "grpc", "metrics"])

@@ -17,6 +17,7 @@ SOURCES = [
     for file in sorted((ROOT / folder).rglob("*.py"))
     if "build" not in file.parts
 ]
+DOCKERFILE = ROOT / "Dockerfile"
 LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 RESTRICTED = {
@@ -31,6 +32,15 @@ BY_VERSION_ALONE = {"torch", "torchvision"}
 def test_there_is_something_to_look_at() -> None:
     assert len(SOURCES) > 150
     assert len(LOCKS) == 7
+
+
+def test_the_image_is_built_on_a_triton_that_no_known_request_ends() -> None:
+    """Nested JSON ends those up to 26.03, a header 26.06 to 26.08, many chunks those up to 26.04 (docs/limits.md)."""
+    (release,) = re.findall(
+        r"^ARG BASE=nvcr\.io/nvidia/tritonserver:(\d\d\.\d\d)-", DOCKERFILE.read_text(), re.MULTILINE
+    )
+    assert release >= "26.05"
+    assert release not in {"26.06", "26.07", "26.08"}
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))

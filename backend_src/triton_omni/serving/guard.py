@@ -43,6 +43,7 @@ class Guard:
         """Start another process where this one's has ended; tells of it on standard error, and may be called often."""
         if self._process.poll() is None:
             return
+        self._process.communicate()
         try:
             self._process = self._start()
         except OSError as error:

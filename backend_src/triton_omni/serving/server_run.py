@@ -30,7 +30,7 @@ from triton_omni.serving.server_command import server_command
 from triton_omni.serving.server_log import ServerLog
 from triton_omni.serving.server_options import ServerConfig
 from triton_omni.serving.stage_board import StageBoard
-from triton_omni.serving.triton_features import TritonFeatures, server_version
+from triton_omni.serving.triton_features import errors_wait, server_version
 
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
 KILL_AFTER_S = 5.0
@@ -147,12 +147,15 @@ class ServerRun:
             self._reviver.start()
 
     def check(self) -> None:
-        """See whether the server, once ready, goes on; replaces its guard where that is gone.
+        """See whether the server, once ready, goes on or was ended for a death; replace its guard where that is gone.
 
         Raises:
             ServerError: it ended by itself or listens no more, or a stage died too often; the message has the reason.
         """
-        if self.exit_code is not None:
+        exit_code = self.exit_code
+        if self.ended_for is not None:  # said before it is ended, so asked afterwards
+            return
+        if exit_code is not None:
             raise ServerError(self.why_it_ended())
         if self._reviver is not None and self._reviver.failure is not None:
             raise ServerError(f"{self._reviver.failure}{self._log.hint}")
@@ -202,8 +205,7 @@ class ServerRun:
         if policy.whole_server is not None:
             return policy
         http = address(own_host(self.launch.config.host), self.launch.ports["http"])
-        features = TritonFeatures(self.launch.options, server_version(http))
-        return replace(policy, whole_server=features.errors_wait)
+        return replace(policy, whole_server=errors_wait(server_version(http)))
 
     def _end_at_once(self) -> None:
         if self.process.poll() is None:

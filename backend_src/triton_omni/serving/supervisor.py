@@ -234,7 +234,7 @@ class Supervisor:
             Whether all have ended; not when `request_stop` was called with `at_once`.
         """
         run = self._running()
-        if (board := run.board) is None:
+        if (board := run.board) is None or run.exit_code is not None:
             return True
 
         def tell() -> None:

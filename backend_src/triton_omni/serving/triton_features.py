@@ -12,7 +12,6 @@ import re
 import subprocess
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Final
 
 from triton_omni.serving.machine import ServerError, TritonInstall
@@ -32,23 +31,13 @@ Version = tuple[int, int]
 """Major and minor number of Triton's own version; 2.51 is that of the release 24.10."""
 
 
-@dataclass(frozen=True)
-class TritonFeatures:
-    """What one tritonserver can do."""
-
-    options: frozenset[str] = frozenset()
-    """Names of the options that the program knows, without their dashes."""
-    version: Version | None = None
-    """None = the server has not told it."""
-
-    @property
-    def errors_wait(self) -> bool:
-        """Whether a request whose step never ends gets no error; so it is taken of a server of unknown version."""
-        return self.version is None or self.version >= ERRORS_WAIT_SINCE
+def errors_wait(version: Version | None) -> bool:
+    """Whether a request whose step never ends gets no error; taken to be so where the version is unknown (None)."""
+    return version is None or version >= ERRORS_WAIT_SINCE
 
 
 def known_options(install: TritonInstall, environment: Mapping[str, str]) -> frozenset[str]:
-    """The options that a tritonserver lists for `--help`, which ends the program with 1.
+    """Names of the options that a tritonserver lists for `--help`, which ends the program with 1; without their dashes.
 
     Raises:
         ServerError: the program cannot be run.

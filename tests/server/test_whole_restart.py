@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where Triton gives no error for what a dead process held, the server ends at once and is started again where it was.
+
+So it is on newer Tritons after each death, and on every one after the unary model's with requests; here it is chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server.asking import BATCH_TOLERANCE
+from server.parity import GREEDY
+from server.probes import CRAWLING_THINKER
+from server.serving import TINY, Served, serve, wait_for
+from triton_omni.errors import StageName
+from triton_omni.ledger_layout import server_name
+from triton_omni.serving.machine import ServerError
+from triton_omni.serving.revival import RevivalPolicy
+from triton_omni.serving.stage_board import StageBoard
+from triton_omni_client import ConnectionFailed, Reply, Request
+
+STARTS = 3
+BACK_WITHIN_S = 300.0
+SHARED_MEMORY = Path("/dev/shm")
+LONG = Request(text="hello", seed=CRAWLING_THINKER, thinker={"min_tokens": 250, "max_tokens": 250})
+"""A reply that is still written when a process is killed."""
+KILLED: list[StageName] = ["thinker", "talker", "unary"]
+
+
+@dataclass
+class Supervised:
+    """A server whose supervisor runs on a thread, as its command's does on the main one."""
+
+    server: Served
+    before: Reply
+    errors: list[ServerError] = field(default_factory=list)
+
+    def run(self) -> None:
+        try:
+            self.server.supervisor.run()
+        except ServerError as error:
+            self.errors.append(error)
+
+    def board(self) -> StageBoard:
+        return StageBoard(server_name(self.server.supervisor.pid))
+
+    def is_ready(self) -> bool:
+        with suppress(OSError, HTTPException):
+            return bool(urllib.request.urlopen(f"{self.url}/v2/health/ready", timeout=5).status == 200)
+        return False
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.server.supervisor.http_url}"
+
+    def generate_stream(self) -> str:
+        """A reply over an HTTP stream."""
+        fields = {"text_input": LONG.text, "sampling_parameters": json.dumps(LONG.sampling_parameters())}
+        url = f"{self.url}/v2/models/qwen2_5_omni/generate_stream"
+        asked = urllib.request.Request(url, json.dumps(fields).encode())
+        with urllib.request.urlopen(asked, timeout=600) as answer:
+            return str(answer.read().decode())
+
+
+@pytest.fixture(scope="module")
+def supervised(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
+    policy = RevivalPolicy(attempts=STARTS, first_wait_s=0.1, whole_server=True)
+    with serve(tmp_path_factory.mktemp("whole"), tiny_checkpoint, TINY, revival=policy) as server:
+        made = Supervised(server, ask(server))
+        thread = threading.Thread(target=made.run)
+        thread.start()
+        yield made
+        server.supervisor.request_stop()
+        thread.join()
+
+
+@pytest.mark.parametrize("killed", KILLED)
+def test_a_death_ends_all_requests_at_once_and_the_server_comes_back(supervised: Supervised, killed: StageName) -> None:
+    server, board, old = supervised.server, supervised.board(), supervised.server.supervisor.pid
+    table, losses = server_name(old), server.supervisor.losses
+    with ThreadPoolExecutor(3) as pool:
+        requests: list[Future[Any]] = [
+            pool.submit(ask_for) for ask_for in (lambda: server.client.stream(LONG).collect(), *by_http(supervised))
+        ]
+        wait_for(lambda: board.open_sessions() == len(requests), board.open_sessions)
+        assert board.leaves_open("unary")
+        os.kill(board.pid(killed), signal.SIGKILL)
+        for request in requests:
+            assert isinstance(request.exception(), (ConnectionFailed, OSError, HTTPException))
+        assert not supervised.is_ready(), "its clients were told before it was there again"
+    wait_for(lambda: supervised.is_ready() and server.client.ready(), server.log, BACK_WITHIN_S)
+    assert server.supervisor.losses == losses + 1
+    assert server.supervisor.pid != old
+    assert not list(SHARED_MEMORY.glob(f"{table}*"))
+    again = ask(server)
+    assert again.text == supervised.before.text
+    np.testing.assert_allclose(again.audio, supervised.before.audio, rtol=0, atol=BATCH_TOLERANCE)
+    assert supervised.errors == []
+    board.close()
+
+
+def test_a_server_that_does_not_stay_is_given_up_and_leaves_nothing(supervised: Supervised) -> None:
+    """The last test of this module: the starts above count."""
+    supervisor, board = supervised.server.supervisor, supervised.board()
+    table = server_name(supervisor.pid)
+    os.kill(board.pid("token2wav"), signal.SIGKILL)
+    wait_for(lambda: bool(supervised.errors), supervised.server.log)
+    said = f"the server does not stay (starts in 600 s: {STARTS}): token2wav: its process ended"
+    assert str(supervised.errors[0]).startswith(said)
+    supervisor.stop()
+    for name in (table, supervisor.regions):
+        assert not list(SHARED_MEMORY.glob(f"{name}*"))
+    board.close()
+
+
+def ask(server: Served) -> Reply:
+    """A reply that is always the same."""
+    return server.client.stream(Request(text="hello", voice="Ethan", seed=7, **GREEDY)).collect()
+
+
+def by_http(supervised: Supervised) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A stream and a unary request."""
+    return supervised.generate_stream, lambda: supervised.server.http.unary(LONG)
