@@ -40,6 +40,8 @@ class ServerConfig:
     """What a server that was told to stop gives the replies under way, in seconds; 0 = nothing."""
     mps: bool = False
     """Whether the server and its stages share the GPUs under a CUDA MPS daemon of their own."""
+    client_shared_memory: bool = False
+    """Whether clients may register regions of shared memory for their inputs."""
     warm_up: bool = True
     """Whether it is asked for a short reply before others may ask it."""
     placement: Mapping[str, int] = field(default_factory=lambda: parse_placement(""))
@@ -74,6 +76,7 @@ def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
         exit_timeout_s=given.exit_timeout,
         drain_timeout_s=given.drain_timeout,
         mps=given.mps,
+        client_shared_memory=given.client_shared_memory,
         warm_up=given.warm_up,
         placement=placement,
         environment={FORMAT_VARIABLE: given.log_format} if given.log_format else {},
@@ -102,6 +105,8 @@ def _parser(*, mps: bool) -> argparse.ArgumentParser:
     add("--drain-timeout", type=seconds, default=30.0, metavar="SECONDS", help=drain)
     shared = "run the stages on a GPU at once, under a CUDA MPS daemon of the server's own (default: OMNI_MPS, or not)"
     add("--mps", action=argparse.BooleanOptionalAction, default=mps, help=shared)
+    regions = "let clients register regions of shared memory for their inputs (default: not)"
+    add("--client-shared-memory", action="store_true", help=regions)
     warm = "have a short reply spoken at the start, so that the first caller's comes as soon as others' (default)"
     add("--warm-up", action=argparse.BooleanOptionalAction, default=True, help=warm)
     placed = "the GPU of each stage, thinker=0,token2wav=1 for instance (default: OMNI_GPUS, or all on GPU 0)"

@@ -18,6 +18,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from triton_omni.ledger_layout import server_name
+from triton_omni.serving.bounds import bounded
 from triton_omni.serving.draining import drain, end_sessions
 from triton_omni.serving.guard import guarded_process
 from triton_omni.serving.leftovers import (
@@ -150,7 +151,12 @@ class Supervisor:
             placement = self.config.placement if gpus else None
             repository = outliving.enter_context(served_repository(self.config.model_repository, model, placement))
             grpc_url = _address(own_host(self.config.host), self._ports["grpc"])
-            control = ModelControl(grpc_url, self.config.ready_timeout_s, control_key)
+            control = ModelControl(
+                grpc_url,
+                self.config.ready_timeout_s,
+                control_key,
+                client_shared_memory=self.config.client_shared_memory,
+            )
             pool = memory_pool_bytes(self.config.model_repository, model) if gpus else 0
             command = server_command(
                 self.config,
@@ -163,7 +169,9 @@ class Supervisor:
             )
             # A repository that was not laid out for this start is not ours to write to.
             laid_out = repository if repository != self.config.model_repository else None
-            started = guarded_process(command, environment | preloaded(environment), self.regions, laid_out)
+            environment |= preloaded(environment)
+            environment |= bounded(environment, self.config.model_repository)
+            started = guarded_process(command, environment, self.regions, laid_out)
             self._process = outliving.enter_context(started)
             self._control = control
             if laid_out is not None:
