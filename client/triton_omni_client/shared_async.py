@@ -30,7 +30,7 @@ class AsyncSharedMedia:
         """The region, once the server knows it.
 
         Raises:
-            BadRequest: this machine's shared memory has no room for the tensor, or the server takes no client's regions.
+            BadRequest: this machine's shared memory has no room for the tensor, or the server takes no regions.
             OmniClientError: the server does not find the region.
         """
         # Shielded: whoever stops waiting takes it from nobody else.

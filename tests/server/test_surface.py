@@ -29,6 +29,9 @@ GUARDED_CALLS: dict[str, Callable[[Stub], Any]] = {
     "statistics": lambda stub: stub.ModelStatistics(service_pb2.ModelStatisticsRequest()),
     "trace": lambda stub: stub.TraceSetting(service_pb2.TraceSettingRequest()),
     "log": lambda stub: stub.LogSettings(service_pb2.LogSettingsRequest()),
+    "shared memory": lambda stub: stub.SystemSharedMemoryStatus(service_pb2.SystemSharedMemoryStatusRequest()),
+    "sharing memory": lambda stub: stub.SystemSharedMemoryRegister(service_pb2.SystemSharedMemoryRegisterRequest()),
+    "sharing a GPU's": lambda stub: stub.CudaSharedMemoryRegister(service_pb2.CudaSharedMemoryRegisterRequest()),
 }
 GUARDED_PATHS = [
     ("POST", "/v2/repository/index"),

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from triton_omni.serving import patience
-from triton_omni.serving.patience import PatienceError, build_patience, preloaded
+from triton_omni.serving.native import NativeError, compiler
+from triton_omni.serving.patience import build_patience, preloaded
 
 PATIENCE_S = 3.0
 WAIT_S = 0.1
@@ -168,7 +169,7 @@ def test_only_the_server_s_python_backend_takes_locks_over_from_the_dead(
     library: Path, tmp_path: Path, how: str, caller: str, process: str
 ) -> None:
     backend = tmp_path / caller
-    compiling = [*patience.compiler(), "-shared", "-fPIC", "-xc", "-", "-o", str(backend), "-pthread"]
+    compiling = [*compiler(), "-shared", "-fPIC", "-xc", "-", "-o", str(backend), "-pthread"]
     subprocess.run(compiling, input=DEAD_OWNER, check=True, text=True)
     command = [process, "-c", LOCKING, str(backend), how]
     environment = {"LD_PRELOAD": str(library)}
@@ -190,7 +191,7 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     library = build_patience(tmp_path, 1.0)
     monkeypatch.setenv("CC", "/nowhere/cc")
     assert build_patience(tmp_path, 1.0) == library
-    with pytest.raises(PatienceError, match="/nowhere/cc"):
+    with pytest.raises(NativeError, match="/nowhere/cc"):
         build_patience(tmp_path, 2.0)
 
 
@@ -206,6 +207,6 @@ def test_without_a_compiler_the_server_starts_with_a_warning(
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", f"{sys.executable} -c 'raise SystemExit(\"no such target\")'")
-    with pytest.raises(PatienceError, match=r"could not compile patience\.c: no such target"):
+    with pytest.raises(NativeError, match=r"could not compile patience\.c: no such target"):
         build_patience(tmp_path, 1.0)
     assert list(tmp_path.iterdir()) == []

@@ -11,13 +11,14 @@
  * content type, which is curl's default, and less than BRACKET_BYTES for each level of JSON. So they get larger ones.
  * What a large body has touched of a stack is given back with the answer.
  *
- * Compression. Triton unpacks compressed HTTP bodies and gRPC messages whole. Here that ends at BODY_BYTES.
+ * Compression. Triton unpacks compressed HTTP bodies and gRPC messages whole. Here what is unpacked is bounded as above.
  *
  * Classification. This extension divides by the size of a string, which is 0, and sorts NaN. Both front ends ask for a
  * model's batch properties for nothing else, so this question is refused.
  *
  * Shared memory. Triton maps each file of /dev/shm that a caller names. Here it maps none but those of clients. Boost
- * sets the mode of the Python backend's regions to 0644 whatever the umask is. Here they are for their owner alone.
+ * sets the mode of the Python backend's regions to 0644 whatever the umask is. Here they are for their owner alone, and
+ * the backend's errors, which callers read, do not name them.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -25,6 +26,7 @@
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -36,6 +38,8 @@
 #error "BODY_BYTES: the longest body of an HTTP request"
 #endif
 #define CLIENTS_FILE "triton_omni_client_"
+#define OWN_FILE "triton_omni_"
+#define NAME_CHARACTERS "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-"
 enum { MIB = 1 << 20, CONNECTIONS = 1 << 20, HEADERS_BYTES = 1 << 16, DROPPED_BYTES = 1 << 30, IN_USE_BYTES = 1 << 18 };
 enum { LINE_ENDS = 1 << 18, BRACKETS = BODY_BYTES / 64 + MIB, BRACKET_BYTES = 128 };
 enum { TRITONSERVER_ERROR_INVALID_ARG = 3, Z_STREAM_ERROR = -2 };
@@ -54,19 +58,28 @@ typedef struct {
     unsigned long total_out;
 } zlib_stream;
 
-/* Stages inherit the preload. */
-static int in_tritonserver(void) { return strcmp(program_invocation_short_name, "tritonserver") == 0; }
-
 /* Not of a library: of the program itself, to which Triton's front ends, evhtp and gRPC are linked. */
 static int of_the_front_ends(const void *code) {
     Dl_info found;
-    return in_tritonserver() && dladdr(code, &found) != 0 && strcmp(found.dli_fname, program_invocation_name) == 0;
+    return dladdr(code, &found) != 0 && strcmp(found.dli_fname, program_invocation_name) == 0;
 }
 
 static int of_the_python_backend(const void *code) {
     Dl_info found;
-    return dladdr(code, &found) != 0 && (strstr(found.dli_fname, "/libtriton_python.so") != NULL ||
-                                         strstr(found.dli_fname, "/triton_python_backend_stub") != NULL);
+    return dladdr(code, &found) != 0 && strstr(found.dli_fname, "/libtriton_python.so") != NULL;
+}
+
+/* Stages do not inherit this: Python's packages bring zlib libraries of their own, whose streams no other may inflate. */
+__attribute__((constructor)) static void leave_the_stages_alone(void) {
+    Dl_info own;
+    char *list = getenv("LD_PRELOAD"), *place;
+    if (strcmp(program_invocation_short_name, "tritonserver") != 0 || list == NULL || (list = strdup(list)) == NULL)
+        return;
+    if (dladdr((const void *)leave_the_stages_alone, &own) != 0 && (place = strstr(list, own.dli_fname)) != NULL) {
+        memset(place, ':', strlen(own.dli_fname));
+        setenv("LD_PRELOAD", list, 1);
+    }
+    free(list);
 }
 
 /* What came since the last answer, by file descriptor. */
@@ -108,7 +121,7 @@ static void refuse(int connection) {
 /* HTTP alone reads this way. */
 ssize_t readv(int connection, const struct iovec *parts, int count) {
     ssize_t got = ((ssize_t(*)(int, const struct iovec *, int))dlsym(RTLD_NEXT, "readv"))(connection, parts, count);
-    if (got <= 0 || connection >= CONNECTIONS || !in_tritonserver())
+    if (got <= 0 || connection >= CONNECTIONS)
         return got;
     quantity *body = &taken[connection];
     int was_too_large = is_too_large(body);
@@ -141,7 +154,7 @@ static void give_stack_back(void) {
 }
 
 ssize_t writev(int connection, const struct iovec *parts, int count) {
-    if (connection >= 0 && connection < CONNECTIONS && in_tritonserver()) {
+    if (connection >= 0 && connection < CONNECTIONS) {
         if (taken[connection].bytes > MIB)
             give_stack_back();
         taken[connection] = (quantity){0};
@@ -174,11 +187,17 @@ int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*
     return create(thread, NULL, work, argument);
 }
 
+/* A thread unpacks one body to its end before the next. */
 int inflate(zlib_stream *stream, int flush) {
+    static __thread quantity unpacked;
+    const unsigned char *begin = stream->next_out;
+    if (stream->total_out == 0)
+        unpacked = (quantity){0};
     int result = ((int (*)(zlib_stream *, int))dlsym(RTLD_NEXT, "inflate"))(stream, flush);
-    if (stream->total_out > BODY_BYTES && of_the_front_ends(__builtin_return_address(0)))
-        return Z_STREAM_ERROR;
-    return result;
+    if (!of_the_front_ends(__builtin_return_address(0)))
+        return result;
+    add(&unpacked, begin, stream->next_out - begin);
+    return is_too_large(&unpacked) ? Z_STREAM_ERROR : result;
 }
 
 int shm_open(const char *name, int flags, mode_t mode) {
@@ -196,9 +215,25 @@ int fchmod(int file, mode_t mode) {
     return ((int (*)(int, mode_t))dlsym(RTLD_NEXT, "fchmod"))(file, mode);
 }
 
+static void *new_error(int code, const char *message) {
+    return ((void *(*)(int, const char *))dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew"))(code, message);
+}
+
 void *TRITONSERVER_ServerModelBatchProperties(void *server, const char *model, int64_t version, uint32_t *flags,
                                               void **voidp) {
     (void)server, (void)model, (void)version, (void)flags, (void)voidp;
-    return ((void *(*)(int, const char *))dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew"))(TRITONSERVER_ERROR_INVALID_ARG,
-                                                                                     NO_CLASSES);
+    return new_error(TRITONSERVER_ERROR_INVALID_ARG, NO_CLASSES);
+}
+
+void *TRITONSERVER_ErrorNew(int code, const char *message) {
+    char *told = of_the_python_backend(__builtin_return_address(0)) ? strdup(message) : NULL;
+    if (told == NULL)
+        return new_error(code, message);
+    for (char *name = told; (name = strstr(name, OWN_FILE)) != NULL;) {
+        const char *rest = name + strspn(name, NAME_CHARACTERS);
+        memmove(name, rest, strlen(rest) + 1);
+    }
+    void *error = new_error(code, told);
+    free(told);
+    return error;
 }

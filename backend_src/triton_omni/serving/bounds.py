@@ -30,8 +30,11 @@ def bounded(environment: Mapping[str, str], repository: Path) -> dict[str, str]:
     try:
         library = build_bounds(cache_folder() / "native", limits.max_body_bytes)
     except NativeError as error:
-        print(f"warning: {error}; each caller can end the server, and each local user can read requests in /dev/shm: "
-              "install a C compiler, or name it by CC", file=sys.stderr)
+        print(
+            f"warning: {error}; each caller can end the server, and each local user can read requests in /dev/shm: "
+            "install a C compiler, or name it by CC",
+            file=sys.stderr,
+        )
         return {}
     return {"LD_PRELOAD": prepend([library], environment.get("LD_PRELOAD", ""))}
 
