@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client can reach of a server as it is shipped, besides asking the model: each by gRPC and by HTTP."""
+"""What a client can reach of a server besides asking the model: each by gRPC and by HTTP.
+
+This server lets clients share memory; one as it is shipped does not, see `test_bounds.py`.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,6 @@ GUARDED_CALLS: dict[str, Callable[[Stub], Any]] = {
     "statistics": lambda stub: stub.ModelStatistics(service_pb2.ModelStatisticsRequest()),
     "trace": lambda stub: stub.TraceSetting(service_pb2.TraceSettingRequest()),
     "log": lambda stub: stub.LogSettings(service_pb2.LogSettingsRequest()),
-    "shared memory": lambda stub: stub.SystemSharedMemoryStatus(service_pb2.SystemSharedMemoryStatusRequest()),
-    "sharing memory": lambda stub: stub.SystemSharedMemoryRegister(service_pb2.SystemSharedMemoryRegisterRequest()),
-    "sharing a GPU's": lambda stub: stub.CudaSharedMemoryRegister(service_pb2.CudaSharedMemoryRegisterRequest()),
 }
 GUARDED_PATHS = [
     ("POST", "/v2/repository/index"),
