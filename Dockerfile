@@ -12,7 +12,7 @@
 #   --build-arg BASE=nvcr.io/nvidia/tritonserver@sha256:…
 # where the digest is what `docker buildx imagetools inspect nvcr.io/nvidia/tritonserver:26.05-vllm-python-py3` prints.
 #
-# 26.05, since one HTTP header ends 26.06 and 26.07, and nested JSON those up to 26.03 (docs/limits.md).
+# 26.05, since one HTTP header ends 26.06 and 26.07 (docs/limits.md).
 ARG BASE=nvcr.io/nvidia/tritonserver:26.05-vllm-python-py3
 
 # --- build: downloads, caches and package tools stay in this stage -----------------------------------------------------

@@ -119,7 +119,7 @@ which is the server's own (--no-warm-up: none), was spoken.
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
 The server's log goes to .cache/logs/server.log, or to --log-file, whose folder must be there.
 With --mps the stages run on a GPU at once instead of by turns, under a CUDA MPS daemon that lives as long as the server.
-With --client-shared-memory clients on this machine may give their inputs in shared memory, where Triton asks for that.
+With --client-shared-memory gRPC callers on this machine may give their inputs in shared memory; trust each of them then.
 With --gpus a stage runs on another GPU than 0: thinker=0,talker=0,token2wav=1, for instance.
 Told to stop, it refuses new requests and finishes replies for --drain-timeout seconds at most (default 30); told again, it
 stops at once.

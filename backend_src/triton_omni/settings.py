@@ -146,6 +146,9 @@ class RequestLimits(_Frozen):
     max_media_items: Positive = 16
     max_media_bytes: Positive = 64 << 20
     """Encoded bytes of one medium."""
+    max_body_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 30)] = 88 << 20
+    """Of an HTTP request, as it comes and unpacked: one medium of 64 MiB in base64 and a text. The stack of each of
+    Triton's HTTP threads is twice that. Over gRPC a request may be larger."""
     max_image_pixels: Positive = 16 << 20
     max_audio_seconds: Annotated[float, Field(gt=0)] = 300.0
     max_video_seconds: Annotated[float, Field(gt=0)] = 120.0

@@ -30,8 +30,8 @@ class AsyncSharedMedia:
         """The region, once the server knows it.
 
         Raises:
-            BadRequest: this machine's shared memory has no room for the tensor.
-            OmniClientError: the server does not take the region.
+            BadRequest: this machine's shared memory has no room for the tensor, or the server takes no regions.
+            OmniClientError: the server does not find the region.
         """
         # Shielded: whoever stops waiting takes it from nobody else.
         found = await asyncio.shield(asyncio.wrap_future(self._made))

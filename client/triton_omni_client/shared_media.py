@@ -26,6 +26,8 @@ RELEASE_SECONDS = 5.0
 """How long the server may go on to use the region of a request that has ended or was cancelled."""
 POLL_SECONDS = 0.01
 CALL_SECONDS = 5.0
+_FORBIDDEN = ("protocol is restricted", "shared memory is disabled")
+"""In what Triton says where it takes none without the operator's key, or (from 26.04 on) none at all."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +40,8 @@ class SharedMedia:
         tensor: what to share; its bytes are copied.
 
     Raises:
-        BadRequest: this machine's shared memory has no room for the tensor.
-        OmniClientError: the server does not take the region: it is on another machine, or forbids it.
+        BadRequest: this machine's shared memory has no room for the tensor, or the server takes no client's regions.
+        OmniClientError: the server does not find the region: it is on another machine.
     """
 
     def __init__(self, stub: Any, tensor: Tensor) -> None:
@@ -61,6 +63,11 @@ class SharedMedia:
         try:
             self._stub.SystemSharedMemoryRegister(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:
+            if any(text in (error.details() or "") for text in _FORBIDDEN):
+                raise BadRequest(
+                    "shared_memory: this server takes no client's shared memory: start it with --client-shared-memory, "
+                    "or make the client with shared_memory=False"
+                ) from error
             raise from_grpc(error) from error
 
     def release(self) -> None:

@@ -17,6 +17,7 @@ from tritonclient.grpc import service_pb2
 from media_samples import audio_file, image_file
 from server.probes import CRAWLING_THINKER
 from server.serving import Served, wait_for
+from server.test_bounds import refuse_foreign_files
 from triton_omni_client import NO_RETRY, AsyncOmniClient, BadRequest, Media, OmniClient, Reply, Request
 
 MEDIA = [Media("image", image_file("png", 400, 300)), Media("audio", audio_file("wav", seconds=4.0))]
@@ -150,3 +151,8 @@ def test_a_client_that_is_closed_leaves_nothing(server: Served) -> None:
     client.close()
     assert files() == set()
     wait_for(lambda: not regions(server.client), lambda: regions(server.client))
+
+
+def test_a_client_registers_no_file_of_the_server(server: Served) -> None:
+    refuse_foreign_files(server)
+    assert server.ask("after", "hello", seed=1).info is not None

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client can reach of a server as it is shipped, besides asking the model: each by gRPC and by HTTP."""
+"""What a client can reach of a server besides asking the model: each by gRPC and by HTTP.
+
+This server lets clients share memory; one as it is shipped does not, see `test_bounds.py`.
+"""
 
 from __future__ import annotations
 

@@ -144,6 +144,22 @@ def test_a_server_that_takes_no_shared_memory_is_told_and_leaves_nothing(triton:
     assert (triton.requests, files()) == ([], [])
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "This protocol is restricted, expecting header 'triton-grpc-protocol-triton-omni-control'",
+        "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable.",
+    ],
+)
+def test_a_server_that_forbids_shared_memory_is_told_with_the_cure(
+    triton: SharingTriton, client: Client, said: str
+) -> None:
+    triton.refusal = said
+    with pytest.raises(BadRequest, match="start it with --client-shared-memory, or make the client with"):
+        client.say("what?", MEDIA)
+    assert (triton.requests, files()) == ([], [])
+
+
 def test_media_that_do_not_fit_are_refused_before_they_are_written(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,8 +62,7 @@ def control(triton: Triton) -> ModelControl:
     apis, _, triton.key = flags["http-restricted-api"].partition(f":{HEADER}=")
     protocols, _, key = flags["grpc-restricted-protocol"].partition(f":{HEADER}=")
     assert key == triton.key
-    assert protocols == "model-repository,statistics,trace,logging"
-    assert apis == f"{protocols},shared-memory"
+    assert protocols == apis == "model-repository,statistics,trace,logging,shared-memory"
     return made
 
 
@@ -106,6 +105,14 @@ def test_a_proxy_of_the_environment_is_not_asked(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     control.load("talker")
     assert triton.calls == [("load", "talker")]
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_clients_share_memory_where_the_operator_lets_them_and_over_grpc_alone(allowed: bool) -> None:
+    made = ModelControl("127.0.0.1:1", 10.0, "k" * 16, client_shared_memory=allowed)
+    protocols, apis = sorted(flag.partition("=")[2].split(":")[0] for flag in made.flags if "restricted" in flag)
+    assert apis == "model-repository,statistics,trace,logging,shared-memory"
+    assert protocols == (apis.removesuffix(",shared-memory") if allowed else apis)
 
 
 def test_an_operator_may_set_the_key() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from triton_omni.serving import patience
-from triton_omni.serving.patience import SCRATCH_VARIABLE, PatienceError, build_patience, preloaded
+from triton_omni.serving.native import NativeError, compiler
+from triton_omni.serving.patience import SCRATCH_VARIABLE, build_patience, preloaded
 
 PATIENCE_S = 3.0
 WAIT_S = 0.1
@@ -180,7 +181,7 @@ def test_only_the_server_s_python_backend_takes_locks_over_from_the_dead(
     library: Path, tmp_path: Path, how: str, caller: str, process: str
 ) -> None:
     backend = tmp_path / caller
-    compiling = [*patience.compiler(), "-shared", "-fPIC", "-xc", "-", "-o", str(backend), "-pthread"]
+    compiling = [*compiler(), "-shared", "-fPIC", "-xc", "-", "-o", str(backend), "-pthread"]
     subprocess.run(compiling, input=DEAD_OWNER, check=True, text=True)
     command = [process, "-c", LOCKING, str(backend), how]
     environment = {"LD_PRELOAD": str(library)}
@@ -206,7 +207,7 @@ def test_only_the_server_s_python_backend_makes_its_folder_where_the_supervisor_
     backend, scratch, elsewhere = tmp_path / caller, tmp_path / "scratch", tmp_path / "elsewhere"
     scratch.mkdir()
     elsewhere.mkdir()
-    compiling = [*patience.compiler(), "-shared", "-fPIC", "-xc", "-", "-o", str(backend)]
+    compiling = [*compiler(), "-shared", "-fPIC", "-xc", "-", "-o", str(backend)]
     subprocess.run(compiling, input=MAKING_A_FOLDER, check=True, text=True)
     command = [process, "-c", CALLING_FOR_A_FOLDER, str(backend), f"{elsewhere}/python_env_XXXXXX"]
     environment = {"LD_PRELOAD": str(library), SCRATCH_VARIABLE: str(scratch)}
@@ -217,7 +218,7 @@ def test_only_the_server_s_python_backend_makes_its_folder_where_the_supervisor_
 
 def test_a_name_that_the_backend_s_buffer_has_no_room_for_is_left_alone(library: Path, tmp_path: Path) -> None:
     backend = tmp_path / "libtriton_python.so"
-    compiling = [*patience.compiler(), "-shared", "-fPIC", "-xc", "-", "-o", str(backend)]
+    compiling = [*compiler(), "-shared", "-fPIC", "-xc", "-", "-o", str(backend)]
     subprocess.run(compiling, input=MAKING_A_FOLDER, check=True, text=True)
     command = ["tritonserver", "-c", CALLING_FOR_A_FOLDER, str(backend), f"{tmp_path}/python_env_XXXXXX"]
     environment = {"LD_PRELOAD": str(library), SCRATCH_VARIABLE: "/" + "x" * 4090}
@@ -229,7 +230,7 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     library = build_patience(tmp_path, 1.0)
     monkeypatch.setenv("CC", "/nowhere/cc")
     assert build_patience(tmp_path, 1.0) == library
-    with pytest.raises(PatienceError, match="/nowhere/cc"):
+    with pytest.raises(NativeError, match="/nowhere/cc"):
         build_patience(tmp_path, 2.0)
 
 
@@ -245,6 +246,6 @@ def test_without_a_compiler_the_server_starts_with_a_warning(
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", f"{sys.executable} -c 'raise SystemExit(\"no such target\")'")
-    with pytest.raises(PatienceError, match=r"could not compile patience\.c: no such target"):
+    with pytest.raises(NativeError, match=r"could not compile patience\.c: no such target"):
         build_patience(tmp_path, 1.0)
     assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,28 @@ stage.yaml: engine.x: unknown key (known: a)\\n\\nAt:\\n  /srv/model.py(17): ini
 )
 def test_the_true_cause_is_found(log: str, reason: str | None) -> None:
     assert find_reason(log.splitlines()) == (reason or log)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGFPE, "it was ended by SIGFPE (Floating point exception)"),
+        (signal.SIGBUS, "it was ended by SIGBUS (Bus error)"),
+        (signal.SIGILL, "it was ended by SIGILL (Illegal instruction)"),
+        (signal.SIGKILL, "it was killed (SIGKILL), as by a system that has no memory left"),
+        (signal.SIGSEGV, "Signal (11) received."),
+    ],
+)
+def test_a_signal_that_ended_the_server_is_named(tmp_path: Path, number: signal.Signals, reason: str) -> None:
+    """Triton writes a line for SIGSEGV alone, and an earlier error line is no cause."""
+    told = 'E1121 06:00:09.310 17 model.cc:1] "earlier"' + "\nSignal (11) received." * (number is signal.SIGSEGV)
+    ending = f"import os; print({told!r}, flush=True); os.kill(os.getpid(), {int(number)})"
+    log = ServerLog(tmp_path / "log")
+    with subprocess.Popen([sys.executable, "-c", ending], stdout=subprocess.PIPE) as process:
+        log.follow(process)
+        log.close()
+    assert process.returncode == -number
+    assert log.reason(128 + number) == reason
 
 
 def test_a_crash_that_was_survived_is_not_the_reason() -> None:

@@ -150,12 +150,11 @@ def test_a_server_gets_only_the_options_that_its_program_knows(
         options = "  --allow-client-shm <boolean>\n\tx\n  --http-max-input-size <integer>"
         monkeypatch.setenv("OPTIONS", options)
     (repository / "thinker" / "1").mkdir(parents=True)
-    limits = "limits: {max_media_bytes: 100, max_request_bytes: 1000}"
-    (repository / "thinker" / "1" / "stage.yaml").write_text(limits)
+    (repository / "thinker" / "1" / "stage.yaml").write_text("limits: {max_body_bytes: 2000000}")
     with Supervisor(config(repository, client_shared_memory=allowed)):
         flags = told(repository)["flags"]
     assert flags.get("allow-client-shm") == ("true" if known and allowed else None)
-    assert flags.get("http-max-input-size") == (str(4 * 34 + 1000 + (1 << 20)) if known else None)
+    assert flags.get("http-max-input-size") == ("2000000" if known else None)
 
 
 def test_the_failing_model_and_its_reason_are_named(repository: Path) -> None:

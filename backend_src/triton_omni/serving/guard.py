@@ -75,7 +75,7 @@ def guarded_process(
     """Start a server in a group of its own, guarded until the end, which does not end it; its output is a pipe.
 
     A terminal's Ctrl-C reaches the supervisor alone, which then stops the server in order, and what is left of the
-    server can be ended whole.
+    server can be ended whole. What it makes, shared memory among it, is for its user alone.
 
     Raises:
         ServerError: a process cannot be started; none is left.
@@ -89,6 +89,7 @@ def guarded_process(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                umask=0o077,
             )
             with ExitStack() as unguarded:
                 unguarded.enter_context(process)

@@ -27,8 +27,8 @@ HEADER = "triton-omni-control"
 _GRPC_PREFIX: Final = "triton-grpc-protocol-"
 KEY_VARIABLE = "OMNI_CONTROL_KEY"
 _KEY = re.compile(r"[A-Za-z0-9_-]{16,128}")
-_GUARDED = ("model-repository", "statistics", "trace", "logging")
-"""What the key is needed for, over gRPC and HTTP. Over HTTP also shared memory, which no client of ours uses there."""
+_GUARDED = ("model-repository", "statistics", "trace", "logging", "shared-memory")
+"""What the key is needed for, over gRPC and HTTP."""
 _UNLOAD_TIMEOUT_S = 10.0
 """Triton answers at once and waits for the model's requests afterwards."""
 
@@ -44,22 +44,28 @@ class ModelControl:
         url: `HOST:PORT` of its gRPC endpoint, as seen from here.
         load_timeout_s: what loading a model may take.
         key: that the server is to want; None = a new one.
+        client_shared_memory: whether clients may register shared memory over gRPC without the key. No client of ours
+            does over HTTP.
     """
 
-    def __init__(self, url: str, load_timeout_s: float, key: str | None = None) -> None:
+    def __init__(
+        self, url: str, load_timeout_s: float, key: str | None = None, *, client_shared_memory: bool = False
+    ) -> None:
         self._url = url
         self._load_timeout_s = load_timeout_s
         self._key = key or secrets.token_hex(16)
+        self._client_shared_memory = client_shared_memory
 
     @property
     def flags(self) -> list[str]:
         """tritonserver's arguments: every model is loaded at the start, and later whoever has the key may."""
         secret = f"{HEADER}={self._key}"
+        over_grpc = [name for name in _GUARDED if name != "shared-memory" or not self._client_shared_memory]
         return [
             "--model-control-mode=explicit",
             "--load-model=*",
-            f"--http-restricted-api={','.join((*_GUARDED, 'shared-memory'))}:{secret}",
-            f"--grpc-restricted-protocol={','.join(_GUARDED)}:{secret}",
+            f"--http-restricted-api={','.join(_GUARDED)}:{secret}",
+            f"--grpc-restricted-protocol={','.join(over_grpc)}:{secret}",
         ]
 
     def unload(self, model: str) -> None:

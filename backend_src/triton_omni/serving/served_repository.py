@@ -10,7 +10,6 @@ the copy is links to the original.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import tempfile
@@ -29,6 +28,7 @@ from triton_omni.serving.machine import ServerError
 from triton_omni.serving.model_folder import checkpoint_name
 from triton_omni.serving.placement import instance_group
 from triton_omni.settings import (
+    RequestLimits,
     SettingsError,
     SettingsT,
     TalkerSettings,
@@ -41,8 +41,6 @@ from triton_omni.settings import (
 STREAMING_MODEL = "qwen2_5_omni"
 UNARY_MODEL = "qwen2_5_omni_unary"
 CONFIG_FILE = "config.pbtxt"
-_BODY_FRAME_BYTES = 1 << 20
-"""Of a body, for all that is neither text nor media: names, shapes, sampling parameters."""
 _INSTANCES = re.compile(r"^\s*instance_group\b", re.MULTILINE)
 
 
@@ -126,20 +124,18 @@ def stage_settings(repository: Path) -> StageSettings:
     )
 
 
-def largest_body_bytes(repository: Path) -> int | None:
-    """Bytes of the largest HTTP body that a repository's limits allow with one medium in base64; None = it has no
-    thinker.
+def thinker_limits(repository: Path) -> RequestLimits:
+    """What the thinker of a repository takes of one request; the defaults where there is no thinker.
 
     Raises:
         ServerError: the thinker's `stage.yaml` cannot be used.
     """
     if not (repository / "thinker").is_dir():
-        return None
+        return RequestLimits()
     try:
-        limits = _settings(repository, "thinker", ThinkerSettings).limits
+        return _settings(repository, "thinker", ThinkerSettings).limits
     except SettingsError as error:
         raise ServerError(str(error)) from error
-    return 4 * math.ceil(limits.max_media_bytes / 3) + limits.max_request_bytes + _BODY_FRAME_BYTES
 
 
 def served_facts(stages: StageSettings, config: OmniConfig, checkpoint: Path, model: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def server_command(
     regions: str,
     pools: Sequence[int],
     options: frozenset[str],
-    body_limit: int | None,
+    body_limit: int,
 ) -> list[str]:
     """Program and arguments.
 
@@ -34,7 +34,7 @@ def server_command(
         regions: with what the names of its regions of shared memory begin.
         pools: bytes of each GPU's pool of memory for tensors between models; none = there is no GPU.
         options: names of the options that this tritonserver knows.
-        body_limit: bytes of the largest HTTP body that the models take; None = Triton's own limit.
+        body_limit: bytes of the largest HTTP body that the models take.
     """
     command = [
         str(install.binary),
@@ -60,7 +60,7 @@ def server_command(
         command.append(f"--backend-directory={install.backend_directory}")
     if CLIENT_SHARED_MEMORY in options and config.client_shared_memory:
         command.append(f"--{CLIENT_SHARED_MEMORY}=true")
-    if HTTP_BODY_LIMIT in options and body_limit is not None:
+    if HTTP_BODY_LIMIT in options:
         command.append(f"--{HTTP_BODY_LIMIT}={body_limit}")
     if pools:
         command += [f"--cuda-memory-pool-byte-size={gpu}:{pool}" for gpu, pool in enumerate(pools)]

@@ -40,6 +40,8 @@ _HARMLESS = re.compile(
 )
 """In the lines about a model that was not to be loaded, and in those that come on every machine without a GPU."""
 _KILLED = "it was killed (SIGKILL), as by a system that has no memory left"
+_TOLD = {signal.SIGABRT, signal.SIGSEGV}
+"""Signals of which the log says more: Triton writes a line for these two before it ends."""
 _TRACEBACK = "Traceback (most recent call last):"
 # A fault; not the two signals that stop a server in order.
 _SIGNAL = re.compile(r"Fatal Python error: .+|Signal \((?!2\)|15\))\d+\) received\.?|Segmentation fault.*")
@@ -76,6 +78,16 @@ def _crashes(lines: Sequence[str]) -> list[str]:
             exceptions.append(line)
         in_traceback = line.endswith(_TRACEBACK) or (in_traceback and line[:1].isspace())
     return signals + exceptions
+
+
+def _silent_end(exit_code: int) -> str | None:
+    """The signal that ended a process without a word in its log; None = none did."""
+    if exit_code == 128 + signal.SIGKILL:
+        return _KILLED
+    number = exit_code - 128
+    if number not in set(signal.Signals) - _TOLD:
+        return None
+    return f"it was ended by {signal.Signals(number).name} ({signal.strsignal(number)})"
 
 
 class ServerLog:
@@ -131,8 +143,8 @@ class ServerLog:
                 self._sink.close()
 
     def reason(self, exit_code: int | None = None) -> str:
-        """Why the server died, in one sentence: by `find_reason`, unless it was killed and could not say."""
-        return _KILLED if exit_code == 128 + signal.SIGKILL else find_reason(list(self._tail))
+        """Why the server died, in one sentence: by `find_reason`, unless a signal ended it before it could say."""
+        return _silent_end(exit_code or 0) or find_reason(list(self._tail))
 
     def _copy(self, source: IO[bytes]) -> None:
         with source:

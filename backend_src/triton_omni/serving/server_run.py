@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from triton_omni.ledger_layout import WATCHED, server_name
+from triton_omni.serving.bounds import bounded
 from triton_omni.serving.draining import end_sessions
 from triton_omni.serving.guard import guarded_process
 from triton_omni.serving.leftovers import end_group, has_followers, kill_group, remove_shared_memory
@@ -25,7 +26,7 @@ from triton_omni.serving.patience import preloaded
 from triton_omni.serving.probe import Probe, address, own_host
 from triton_omni.serving.readiness import Readiness
 from triton_omni.serving.revival import MODELS, RevivalPolicy, StageReviver
-from triton_omni.serving.served_repository import largest_body_bytes, served_repository, temporary_folder
+from triton_omni.serving.served_repository import served_repository, temporary_folder, thinker_limits
 from triton_omni.serving.server_command import server_command
 from triton_omni.serving.server_log import ServerLog
 from triton_omni.serving.server_options import ServerConfig
@@ -72,7 +73,7 @@ class Launch:
             regions=self.regions,
             pools=pools,
             options=self.options,
-            body_limit=largest_body_bytes(original),
+            body_limit=thinker_limits(original).max_body_bytes,
         )
 
 
@@ -98,6 +99,7 @@ class ServerRun:
             own = [repository] if repository != config.model_repository else []
             scratch = Path(outliving.enter_context(temporary_folder()))
             environment = {**launch.environment, **preloaded(launch.environment, scratch)}
+            environment |= bounded(environment, thinker_limits(config.model_repository).max_body_bytes)
             started = guarded_process(launch.command(repository), environment, launch.regions, [*own, scratch])
             self.process, self._guard = outliving.enter_context(started)
             self._readiness = Readiness(launch.control, repository) if own else None

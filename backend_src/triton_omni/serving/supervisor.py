@@ -145,7 +145,9 @@ class Supervisor:
             ports=self._ports,
             regions=self.regions,
             environment=environment,
-            control=ModelControl(grpc_url, config.ready_timeout_s, control_key),
+            control=ModelControl(
+                grpc_url, config.ready_timeout_s, control_key, client_shared_memory=config.client_shared_memory
+            ),
             options=known_options(install, environment),
         )
 
