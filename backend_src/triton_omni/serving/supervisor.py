@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from triton_omni.ledger_layout import server_name
+from triton_omni.ledger_layout import ledger_name
 from triton_omni.serving.draining import drain, end_sessions
 from triton_omni.serving.guard import guarded_process
 from triton_omni.serving.leftovers import (
@@ -197,7 +197,7 @@ class Supervisor:
         if self._reviver is None and self._control is not None:
             # A server without stages has no table, and one that ended meanwhile is told by `run`.
             with contextlib.suppress(FileNotFoundError):
-                self._board = StageBoard(server_name(self.pid))
+                self._board = StageBoard(ledger_name(self.pid))
                 tell = self._readiness.tell if self._readiness is not None else None
                 self._reviver = StageReviver(self._board, self._control, self.config.revival, tell)
                 self._reviver.start()

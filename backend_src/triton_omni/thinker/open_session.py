@@ -22,6 +22,9 @@ from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage,
 STILL_S = 1.0
 """A later stage whose loop has not turned for so long is in a long step, or hangs."""
 
+HELD_UP_AT_MOST_S = 60.0
+"""So long after its deadline a session waits for a stage that stands still; the supervisor ends that after 30 s."""
+
 FORGET_AFTER_S = 5.0
 """After this, a slot whose later stages stay silent is used again; its generation keeps late messages out."""
 
@@ -118,12 +121,16 @@ class OpenSession:
         """Whether it ended so long ago that nobody waits for the other stages any more."""
         return now_ns - self.ended_ns >= FORGET_AFTER_S * 1e9
 
-    def is_held_up(self, ledger: SessionLedger) -> bool:
-        """Whether a later stage that has the session stands still. An error would not come through it; and should it be
-        ended, nobody but the thinker, with its request still open, could tell the client.
+    def is_overdue(self, ledger: SessionLedger, now_ns: int) -> bool:
+        """Whether its deadline has passed, and no later stage that has it stands still. Through such a stage an error
+        would not come; and should that be ended, nobody but the thinker, with its request still open, could tell the
+        client. Where nobody ends it the session does not wait for it for ever.
         """
+        if now_ns < self.deadline_ns:
+            return False
         later: tuple[StageName, ...] = ("talker", "token2wav") if self.session is not None else ()
-        return any(ledger.silent_for(stage) > STILL_S for stage in later)
+        still = any(ledger.silent_for(stage) > STILL_S for stage in later)
+        return not still or now_ns - self.deadline_ns > HELD_UP_AT_MOST_S * 1e9
 
     def place(self, placer: Placer) -> None:
         """Have rows leave by the talker's ring: the reply's, but for the first, with which the talker begins."""
