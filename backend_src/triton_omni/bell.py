@@ -32,10 +32,11 @@ class Bell:
     """
 
     def __init__(self, name: str, stage: StageName, heard: Callable[[], object]) -> None:
+        path = own_folder(name) / _file_name(stage)
         self._heard = heard
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            _hang(self._socket, own_folder(name) / _file_name(stage))
+            _hang(self._socket, path)
         except OSError:
             self._socket.close()
             raise

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from triton_omni import ledger_layout as layout
 from triton_omni.ledger import Placed, SessionLedger, Slots, StageFacts
-from triton_omni.ledger_layout import LedgerError, own_folder, remove_stale, server_name
+from triton_omni.ledger_layout import CAPACITY, LedgerError, own_folder, remove_stale, server_name
 from triton_omni.tally import Ending
 from triton_omni.wire import SessionKey
 

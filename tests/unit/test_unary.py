@@ -229,7 +229,7 @@ def test_a_request_that_lost_a_stage_and_is_not_told_is_failed(serve, monkeypatc
     model, ensemble = serve(infer, table="table")
     untold = ask(model)  # nothing is known of the stages: there is no table yet
     wait_for(lambda: ensemble.messages)
-    ledger_layout.create_table(ledger_layout.table_path("table"), 1)
+    ledger_layout.create_table("table", 1)
     board = StageBoard("table")
     board._words[ledger_layout.BLOCKS["talker"] + ledger_layout.EPOCH] = 3
     request = ask(model)
