@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from triton_omni.engine import Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
+from triton_omni.engine import FinishReason, Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
 from triton_omni.errors import ErrorCode, InternalError, OmniError, TooLarge
 from triton_omni.figures import Figure
 from triton_omni.ledger import SessionLedger
@@ -276,7 +276,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if output.finish_reason is not None:
             self._finish_codes(session, output.finish_reason)
 
-    def _finish_codes(self, session: _Open, reason: str) -> None:
+    def _finish_codes(self, session: _Open, reason: FinishReason) -> None:
         session.outbox.finish_tensors()
         accepted_ns = session.session.accepted_ns
         session.report = TalkerReport(

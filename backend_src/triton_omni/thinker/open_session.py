@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from triton_omni.engine import ThinkerOutput
+from triton_omni.engine import FinishReason, ThinkerOutput
 from triton_omni.errors import OmniError, StageName
 from triton_omni.ledger import SessionLedger
 from triton_omni.ledger_layout import STAGES
@@ -153,7 +153,7 @@ class OpenSession:
         if output.finish_reason is not None:
             self._finish_reply(output.finish_reason, output.stop_string)
 
-    def _finish_reply(self, reason: str, stop_string: str | None) -> None:
+    def _finish_reply(self, reason: FinishReason, stop_string: str | None) -> None:
         self.outbox.finish_tensors()
         self.outbox.finish_text()
         self.report = ThinkerReport(
