@@ -8,11 +8,9 @@ stage that hears none looks into the ledger a little later.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import own_folder, table_path
@@ -36,7 +34,8 @@ class Bell:
         self._heard = heard
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            _hang(self._socket, path)
+            path.unlink(missing_ok=True)
+            self._socket.bind(str(path))
         except OSError:
             self._socket.close()
             raise
@@ -80,13 +79,6 @@ class BellRope:
     def close(self) -> None:
         """Ring no more."""
         self._socket.close()
-
-
-def _hang(bell: socket.socket, path: Path) -> None:
-    """Bind under a name of its own and then rename, since a socket cannot be bound where an earlier one was."""
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    bell.bind(str(draft))
-    draft.rename(path)
 
 
 def _file_name(stage: StageName) -> str:

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,12 +69,12 @@ def machine(monkeypatch):
 
 
 @pytest.fixture
-def shared_memory(tmp_path, monkeypatch):
-    """Tables in a folder of the test, in place of /dev/shm; the server is this process's parent."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", folder)
-    return folder
+def shared_memory(monkeypatch):
+    """Tables in a folder of the test, in place of /dev/shm, whose name is short, since a socket's may have 107 bytes.
+    The server is this process's parent."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", Path(folder))
+        yield Path(folder)
 
 
 @pytest.fixture
