@@ -30,9 +30,32 @@ from triton_omni.engine import (
 from triton_omni.errors import BadRequest, OmniError
 from triton_omni.request import RawRequest
 from triton_omni.thinker.prepared import Prepared
-from triton_omni.wire import Session, Value
+from triton_omni.wire import SEAL_BYTES, Seal, Session, TalkerMessage, ThinkerMessage, Value
 
 HIDDEN = 8
+
+
+class _AnySeal(Seal):
+    """Opens whatever any stage has sealed: a test looks on."""
+
+    def __init__(self) -> None:
+        super().__init__(bytes(32), "thinker")
+
+    def open(self, sealed: bytes) -> memoryview:
+        return memoryview(sealed)[:-SEAL_BYTES]
+
+
+ANY_SEAL = _AnySeal()
+
+
+def thinker_message(tensors: Mapping[str, Value]) -> ThinkerMessage:
+    """What the thinker has sent."""
+    return ThinkerMessage.from_tensors(tensors, ANY_SEAL)
+
+
+def talker_message(tensors: Mapping[str, Value]) -> TalkerMessage:
+    """What the talker has sent."""
+    return TalkerMessage.from_tensors(tensors, ANY_SEAL)
 
 
 @dataclass

@@ -37,7 +37,7 @@ def session(slot=0, rows=0, **request):
     outbox.take(0)
     told = {"want_audio": True, "prompt_tokens": PROMPT, "max_rows": 100, **request}
     return OpenSession(
-        SessionKey(slot, 1, ""),
+        SessionKey(slot, 1),
         SimpleNamespace(),
         "a",
         0,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a stage tells the next one that the ledger has news: a datagram to a socket of the host, without content.
+"""How a stage tells the next one that the ledger has news: an empty datagram to a socket in the server's folder.
 
-Sockets of Linux's abstract namespace, which go with their process. Nothing is lost with one that does not arrive: who
-hears none looks into the ledger a little later.
+The folder is open to the server's user alone, and so is the bell. A datagram that does not arrive loses nothing: a
+stage that hears none looks into the ledger a little later.
 """
 
 from __future__ import annotations
@@ -13,24 +13,29 @@ import threading
 from collections.abc import Callable
 
 from triton_omni.errors import StageName
+from triton_omni.ledger_layout import own_folder, table_path
 
 
 class Bell:
-    """The bell of one stage: calls `heard` on a thread of its own whenever somebody rang.
+    """The bell of one stage: calls `heard` on a thread of its own whenever somebody rang. It takes the place of the
+    bell of an earlier process of the stage.
 
     Args:
         name: of the ledger's table.
         stage: whose bell it is.
 
     Raises:
-        OSError: another process has it.
+        LedgerError: the server's folder is not this user's alone.
+        OSError: the socket cannot be made.
     """
 
     def __init__(self, name: str, stage: StageName, heard: Callable[[], object]) -> None:
+        path = own_folder(name) / _file_name(stage)
         self._heard = heard
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            self._socket.bind(_address(name, stage))
+            path.unlink(missing_ok=True)
+            self._socket.bind(str(path))
         except OSError:
             self._socket.close()
             raise
@@ -62,7 +67,7 @@ class BellRope:
     """
 
     def __init__(self, name: str, stage: StageName) -> None:
-        self._address = _address(name, stage)
+        self._address = str(table_path(name).with_name(_file_name(stage)))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
 
@@ -76,5 +81,5 @@ class BellRope:
         self._socket.close()
 
 
-def _address(name: str, stage: StageName) -> str:
-    return f"\0{name}.{stage}"
+def _file_name(stage: StageName) -> str:
+    return f"{stage}-bell"

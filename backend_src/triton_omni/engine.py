@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
@@ -23,22 +24,23 @@ FinishReason = Literal["stop", "length"]
 class Sampling:
     """How one stage draws its tokens; `temperature` 0 is greedy.
 
+    The ranges are those of a request (`request.py`); a stage that is told of them by a message checks them again.
     Noise is a function of (seed, position) alone, so a sequence draws the same tokens in any batch.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     """0 = all."""
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int = 1024
-    seed: int = 0
-    min_tokens: int = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] = 1.0
+    max_tokens: Annotated[int, Meta(ge=1, le=131072)] = 1024
+    seed: Annotated[int, Meta(ge=0)] = 0
+    min_tokens: Annotated[int, Meta(ge=0, le=131072)] = 0
     """No id that ends the sequence is drawn before so many tokens."""
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     """Taken off the logit of each id that the reply has, as in OpenAI's API."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     """Taken off as often as the reply has the id."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Thinker only, as all that follows: (id, what is added to its logit) before the penalties; each id once."""
@@ -248,10 +250,10 @@ class StreamOptions:
     """How one stream is made into sound; None = the stage's setting."""
 
     solver: Literal["rk4", "euler"] | None = None
-    num_steps: int | None = None
-    guidance_scale: float | None = None
+    num_steps: Annotated[int, Meta(ge=2, le=64)] | None = None
+    guidance_scale: Annotated[float, Meta(ge=0, le=10)] | None = None
     mode: Literal["streaming", "offline"] | None = None
-    max_lead_s: float | None = None
+    max_lead_s: Annotated[float, Meta(ge=1, le=120)] | None = None
     """Seconds of sound that may be made ahead of what a listener has heard, at real time from the first chunk on."""
 
 

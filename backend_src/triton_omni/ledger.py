@@ -11,7 +11,6 @@ Which stage has died, the supervisor says (`serving/stage_board.py`).
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from triton_omni import ledger_layout as layout
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import CAPACITY, PROTOCOL_VERSION, STAGES, LedgerError
 from triton_omni.tally import Ending
-from triton_omni.wire import SessionKey
+from triton_omni.wire import Seal, SessionKey
 
 
 @dataclass(frozen=True)
@@ -53,18 +52,19 @@ class SessionLedger:
     """One stage's view of the table.
 
     Args:
-        name: the table's name, the same in every stage of one server (`server_name`).
+        name: the table's name, the same in every stage of one server (`ledger_layout.ledger_name`).
         stage: whose fields this process may write.
         facts: checked against those of the stages already there.
 
     Raises:
-        LedgerError: the table is of another protocol version, or a stage's facts differ from ours.
+        LedgerError: the table is of another protocol version or not this user's alone, or a stage's facts differ from
+            ours.
     """
 
     def __init__(self, name: str, stage: StageName, facts: StageFacts | None = None) -> None:
         self.path = layout.table_path(name)
         self.name, self.stage = name, stage
-        layout.create_table(self.path, PROTOCOL_VERSION)
+        layout.create_table(name, PROTOCOL_VERSION)
         self._map = layout.map_table(self.path)
         # Its items are plain integers: every poll reads some of every session's, and numpy's cost ten times as much.
         self._words = memoryview(self._map).cast("Q")
@@ -73,12 +73,16 @@ class SessionLedger:
             self._register(facts)
 
     def close(self) -> None:
-        """Unmap the table; the last model of the server to leave removes its file."""
+        """Unmap the table; the last model of the server to leave removes its folder."""
         self._enter(0)
         if not any(self._words[block + layout.PID] for block in layout.BLOCKS.values()):
-            self.path.unlink(missing_ok=True)
+            layout.remove_folder(self.name)
         self._words.release()
         self._map.close()
+
+    def seal(self, sender: StageName) -> Seal:
+        """What signs the messages of one stage, and tells them from a caller's."""
+        return Seal(layout.secret(self._words), sender)
 
     # What the supervisor watches.
 
@@ -133,29 +137,18 @@ class SessionLedger:
         """Thinker only: begin a new session in a free slot."""
         words, at = self._words, layout.record(slot)
         generation = (words[at + layout.GENERATION] + 1) % (1 << layout.COUNT_BITS) or 1
-        nonce = secrets.randbits(128)
-        words[at + layout.NONCE_HIGH], words[at + layout.NONCE_LOW] = nonce >> 64, nonce & (2**64 - 1)
         words[at + layout.EPOCHS] = layout.pack_epochs(words)
         words[at + layout.OPENED], words[at + layout.DEADLINE] = time.monotonic_ns(), 0
         words[at + layout.GENERATION] = generation
-        return SessionKey(slot, generation, f"{nonce:032x}")
+        return SessionKey(slot, generation)
 
     def set_deadline(self, key: SessionKey, deadline_ns: int) -> None:
-        """Thinker only: when the session is to be over at the latest, by the monotonic clock; for those who look on."""
+        """Thinker only: when the session is to be over at the latest, by the monotonic clock."""
         if self.holds(key):
             self._words[layout.record(key.slot) + layout.DEADLINE] = deadline_ns
 
-    def is_current(self, key: SessionKey) -> bool:
-        """Whether `key` names the session that its slot holds now."""
-        if not (0 <= key.slot < CAPACITY and self.holds(key)):
-            return False
-        words, at = self._words, layout.record(key.slot)
-        nonce = f"{words[at + layout.NONCE_HIGH] << 64 | words[at + layout.NONCE_LOW]:032x}"
-        # As bytes: the key may come from outside, and only ASCII strings can be compared as they are.
-        return secrets.compare_digest(nonce.encode(), key.nonce.encode())
-
     def holds(self, key: SessionKey) -> bool:
-        """`is_current` of a key that was so once, as an open session's was; what nobody made up needs no other look."""
+        """Whether `key` names the session that its slot holds now."""
         return self._words[layout.record(key.slot) + layout.GENERATION] == key.generation
 
     def mark_closed(self, key: SessionKey, sent: int = 0) -> None:
@@ -171,7 +164,7 @@ class SessionLedger:
         return not all(self.closed(key, stage) for stage in STAGES)
 
     def mark_reached(self, key: SessionKey) -> None:
-        """This stage has the session, and its client hears from it how that ends."""
+        """This stage has the session; from token2wav its client then hears how it ends."""
         self._write(key, layout.REACHED, key.generation)
 
     def has_reached(self, key: SessionKey, stage: StageName) -> bool:

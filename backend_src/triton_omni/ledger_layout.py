@@ -2,15 +2,20 @@
 """Where what stands in the session ledger's table, which file it is, and whose; for stages and for the supervisor.
 
 Layout (unsigned 64-bit words): the header, a block a stage, one record a slot, then the unary model's block. Every word
-has one writing process. It imports nothing heavy: the supervisor reads the table without torch.
+has one writing process. The table is in a folder of its server's own, with the offers of the rings (`ring.py`) and the
+sockets of the bells (`bell.py`): the folder's name cannot be guessed, and only the server's user may open what is in it.
+It imports nothing heavy: the supervisor reads the table without torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import os
 import secrets
+import shutil
+import stat
 import time
 from array import array
 from pathlib import Path
@@ -21,35 +26,38 @@ from triton_omni.errors import StageName
 CAPACITY: Final = 2048
 """Records in the table; a deployment uses the first of them, twice its `max_sessions` (`ledger.Slots`)."""
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 """Of the messages between stages, and of this table."""
 MAGIC: Final = 0x6F6D6E692D6C6467  # "omni-ldg"
 STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
 WATCHED: Final[tuple[StageName, ...]] = (*STAGES, "unary")
 """Whose processes the supervisor watches."""
 WORD: Final = 8
-_HEADER_WORDS: Final = 9
+_HEADER_WORDS: Final = 13
+SECRET_BYTES: Final = 32
 STAGE_WORDS: Final = 16
-RECORD_WORDS: Final = 48
+RECORD_WORDS: Final = 40
 _UNARY_BLOCK: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS + CAPACITY * RECORD_WORDS
 _UNARY_WORDS: Final = 3
 TABLE_WORDS: Final = _UNARY_BLOCK + _UNARY_WORDS
 _SHARED_MEMORY: Final = Path("/dev/shm")
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 _HELD_POLL_S: Final = 0.02
 
-# Words of the header. The supervisor alone writes those from LOST on: which epoch of it was lost, a word a stage;
-# whether its new process is to wait before it loads anything, the same; and how the server comes to its end.
-MAGIC_WORD, VERSION_WORD, LOST, _, _, HELD, _, _, LEAVING = range(_HEADER_WORDS)
+# Words of the header. Who makes the table writes the first ones, with the secret of this server start. The supervisor
+# alone writes those from LOST on: which epoch of it was lost, a word a stage; whether its new process is to wait before
+# it loads anything, the same; and how the server comes to its end.
+MAGIC_WORD, VERSION_WORD, SECRET, _, _, _, LOST, _, _, HELD, _, _, LEAVING = range(_HEADER_WORDS)
 DRAINING, ENDING = 1, 2
 """Values of LEAVING: no session begins any more; those that are open end now. 0 = the server goes on."""
 # Words of a stage's block.
 EPOCH, PID, BEAT, FINGERPRINT, DTYPE, HIDDEN, DEVICE, CLAIMED, BROKEN = range(9)
 # The unary model's: its process, its open requests, and, written by the supervisor, whether its new process waits.
 UNARY_PID, UNARY_OPEN, UNARY_HELD = range(_UNARY_BLOCK, TABLE_WORDS)
-# Words of a record: six of the thinker's, then twelve of each stage.
-GENERATION, NONCE_HIGH, NONCE_LOW, EPOCHS, OPENED, DEADLINE = range(6)
+# Words of a record: four of the thinker's, then twelve of each stage.
+GENERATION, EPOCHS, OPENED, DEADLINE = range(4)
 CLOSED, CONSUMED, RETURNED, CANCELLED, FAILED, WANTED, OUTCOME, REACHED, PLACED, BEHIND, PLACED_NS, FETCHED = range(12)
-FIRST_STAGE_WORD: Final = 6
+FIRST_STAGE_WORD: Final = 4
 SESSION_WORDS: Final = 12
 
 COUNT_BITS: Final = 32
@@ -67,7 +75,7 @@ FIRST_RECORD: Final = _HEADER_WORDS + len(STAGES) * STAGE_WORDS
 
 
 class LedgerError(RuntimeError):
-    """The table cannot be used: another protocol, or stages that do not fit together."""
+    """The table cannot be used: another protocol, another user's file, or stages that do not fit together."""
 
 
 def record(slot: int) -> int:
@@ -113,6 +121,11 @@ def is_closed(words: memoryview, at: int, stage: StageName) -> bool:
     return words[at + FIELDS[stage] + CLOSED] >> COUNT_BITS == words[at + GENERATION]
 
 
+def secret(words: memoryview) -> bytes:
+    """By which the stages of one server start know each other's messages (`wire.Seal`); it never leaves them."""
+    return words[SECRET : SECRET + SECRET_BYTES // WORD].tobytes()
+
+
 def server_name(server_pid: int) -> str:
     """A name that two servers never share, on one host or in containers with a shared /dev/shm.
 
@@ -120,6 +133,22 @@ def server_name(server_pid: int) -> str:
     """
     start = _stat(server_pid)[19]
     return f"triton-omni-{os.getuid()}-{process_namespace(server_pid)}-{server_pid}-{start}"
+
+
+def ledger_name(server_pid: int) -> str:
+    """The name of a server's folder: `server_name`, and a part that another user cannot compute.
+
+    That part is a hash of the addresses at which the kernel has put the process. They are random, stay the same for its
+    whole life, and only its own user can read them.
+
+    Raises:
+        FileNotFoundError: there is no such process, or it has ended.
+    """
+    try:
+        addresses = Path(f"/proc/{server_pid}/auxv").read_bytes()
+    except ProcessLookupError as error:  # its parent has not asked after it yet
+        raise FileNotFoundError(f"process {server_pid} has ended") from error
+    return f"{server_name(server_pid)}-{hashlib.blake2b(addresses, digest_size=6).hexdigest()}"
 
 
 def _stat(pid: int) -> list[str]:
@@ -142,17 +171,56 @@ def process_namespace(pid: int | None = None) -> str:
 
 def table_path(name: str) -> Path:
     """The file of the table of this name."""
-    return _SHARED_MEMORY / name
+    return _SHARED_MEMORY / name / "ledger"
+
+
+def own_folder(name: str) -> Path:
+    """The folder of this name, which is made if it is not there.
+
+    Raises:
+        LedgerError: another user made it first, or others may look into it.
+    """
+    folder = _SHARED_MEMORY / name
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=stat.S_IRWXU)
+    _check_owner(folder)
+    return folder
+
+
+def remove_folder(name: str) -> None:
+    """Remove the folder with all that is in it."""
+    shutil.rmtree(_SHARED_MEMORY / name, ignore_errors=True)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """A descriptor of a file in a server's folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+        LedgerError: folder or file belongs to another user, is open to others, or is a link.
+    """
+    _check_owner(path.parent)
+    _check_owner(path)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _check_owner(path: Path) -> None:
+    found, own = path.lstat(), os.getuid()
+    if found.st_uid != own or stat.S_ISLNK(found.st_mode) or found.st_mode & _OTHERS:
+        raise LedgerError(
+            f"{path} belongs to user {found.st_uid} and has mode {stat.filemode(found.st_mode)}; this server needs one "
+            f"that belongs to its user, {own}, and that nobody else may open: remove it, then start the server again"
+        )
 
 
 def map_table(path: Path) -> mmap.mmap:
     """The table's memory.
 
     Raises:
-        LedgerError: the file is no table of this layout.
+        LedgerError: the file is no table of this layout, or not this user's alone.
         FileNotFoundError: there is none.
     """
-    with path.open("r+b") as file:
+    with os.fdopen(open_own(path, os.O_RDWR), "r+b") as file:
         size = os.fstat(file.fileno()).st_size
         if size != TABLE_WORDS * WORD:
             raise LedgerError(f"{path} has {size} bytes, a ledger has {TABLE_WORDS * WORD}: remove it")
@@ -162,24 +230,35 @@ def map_table(path: Path) -> mmap.mmap:
 def wait_while_held(name: str, stage: StageName, seconds: float) -> None:
     """Until the supervisor lets the new process of `stage` load, for `seconds` at most: the old one still has memory,
     or too many have died. At a server's first start nobody holds it.
+
+    Raises:
+        LedgerError: as of `map_table`.
     """
-    path, deadline = table_path(name), time.monotonic() + seconds
-    if path.exists():
-        with contextlib.closing(map_table(path)) as table, memoryview(table) as plain, plain.cast("Q") as words:
-            while words[HOLDS[stage]] and time.monotonic() < deadline:
-                time.sleep(_HELD_POLL_S)
+    deadline = time.monotonic() + seconds
+    try:
+        table = map_table(table_path(name))
+    except FileNotFoundError:
+        return
+    with contextlib.closing(table), memoryview(table) as plain, plain.cast("Q") as words:
+        while words[HOLDS[stage]] and time.monotonic() < deadline:
+            time.sleep(_HELD_POLL_S)
 
 
-def create_table(path: Path, protocol_version: int) -> None:
-    """Make the table if it is not there.
+def create_table(name: str, protocol_version: int) -> None:
+    """Make the table if it is not there, with a new secret.
 
     Written whole under a name of its own and then linked, so that of several loads at once exactly one wins and
     nobody ever sees a half-made table.
+
+    Raises:
+        LedgerError: as of `own_folder`.
     """
+    path = own_folder(name) / table_path(name).name
     if path.exists():
         return
     table = array("Q", bytes(TABLE_WORDS * WORD))
     table[MAGIC_WORD], table[VERSION_WORD] = MAGIC, protocol_version
+    table[SECRET : SECRET + SECRET_BYTES // WORD] = array("Q", secrets.token_bytes(SECRET_BYTES))
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
         file.write(table.tobytes())
@@ -191,25 +270,29 @@ def create_table(path: Path, protocol_version: int) -> None:
 
 
 def remove_stale() -> list[str]:
-    """Remove this user's tables whose server is gone (a killed server cannot); return their names."""
-    removed = []
-    for path in own_tables():
-        with contextlib.suppress(OSError):
-            if server_of(path) is None:
-                path.unlink()
-                removed.append(path.name)
-    return removed
+    """Remove this user's folders whose server is gone (a killed server cannot); return their names."""
+    stale = [folder.name for folder in own_folders() if server_of(folder) is None]
+    for name in stale:
+        remove_folder(name)
+    return stale
 
 
-def own_tables() -> list[Path]:
-    """This user's tables of this process-id namespace, those whose server is gone among them."""
-    return sorted(_SHARED_MEMORY.glob(f"triton-omni-{os.getuid()}-{process_namespace()}-*-*"))
+def own_folders() -> list[Path]:
+    """This user's folders of this process-id namespace, those whose server is gone among them."""
+    return sorted(filter(_is_own_folder, _SHARED_MEMORY.glob(f"triton-omni-{os.getuid()}-{process_namespace()}-*-*-*")))
 
 
-def server_of(path: Path) -> int | None:
-    """Process id of the running server whose table this is; None = it is gone."""
-    # A table that a live server's stage is just making has its server's name in front (`create_table`).
-    return process_of(path.name.partition(".")[0])
+def _is_own_folder(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:  # its server removed it this moment
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def server_of(folder: Path) -> int | None:
+    """Process id of the running server whose folder this is; None = it is gone."""
+    return process_of(folder.name.rpartition("-")[0])
 
 
 def process_of(name: str) -> int | None:

@@ -24,7 +24,7 @@ from triton_omni.fetching import Fetcher, News
 from triton_omni.figures import POWERS, Figure, Histogram, LeakWatch
 from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import SessionLedger
-from triton_omni.ledger_layout import CAPACITY
+from triton_omni.ledger_layout import CAPACITY, STAGES
 from triton_omni.loop import IDLE_POLL_S, StageLoop
 from triton_omni.ring import Ring
 from triton_omni.stage import SOON_S, Outlet, StageStats, as_omni_error, lost_error, memory_figures
@@ -55,6 +55,8 @@ class LinkSession:
     """Those that came by the ring."""
     to_fetch: int | None = None
     """How many will have, once all have; None = not yet known."""
+    orphaned_ns: int = 0
+    """When it was first seen that the thinker had ended it; 0 = it has not."""
     span: Span = NO_SPAN
 
 
@@ -111,6 +113,9 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._fetcher = None if ring is None else Fetcher(ledger, ring, device, self._loop.wake)
         # By slot, when Triton was last asked for a cancel; of Triton's thread.
         self._asked_ns = [0] * CAPACITY
+        # By slot: the session that the last message was of, and that message's number; of Triton's thread.
+        self._newest = [(0, 0)] * CAPACITY
+        self._seal = ledger.seal(STAGES[STAGES.index(name) - 1])
         self._batches = Histogram(POWERS)
         self._leaks = LeakWatch()
         self.hops: dict[Until, HopTimes] = {"arrived": HopTimes(), "taken": HopTimes()}
@@ -127,13 +132,17 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         """Take one message; its outlet is finished when it was copied, or at the session's end if it is `OPEN`.
 
         Raises:
+            Unsealed: the stage before did not send it; the outlet is still open.
             InternalError: it is no message of this protocol; the outlet is still open.
         """
         message, arrived_ns = self._parse(tensors), time.monotonic_ns()
         outlet.bind(message.key.slot)
-        if self._ledger.is_current(message.key):
-            self._relay(message, outlet)
-            self._watch_for_cancel(message.key, outlet, arrived_ns)
+        if not self._ledger.holds(message.key) or self._came_before(message):
+            # Of a session that is over, or sent once more by a client that took it for himself: it changes nothing.
+            outlet.finish()
+            return
+        self._relay(message, outlet)
+        self._watch_for_cancel(message.key, outlet, arrived_ns)
         self._loop.post(functools.partial(self._receive, message, outlet, arrived_ns))
 
     def close(self) -> None:
@@ -170,6 +179,15 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         return [key.name for key in held if not ledger.holds(key) or ledger.closed(key, "thinker")]
 
     # On Triton's thread.
+
+    def _came_before(self, message: MessageT) -> bool:
+        """Whether this message, or a later one of its session, was taken already."""
+        key = message.key
+        generation, newest = self._newest[key.slot]
+        if key.generation == generation and message.number <= newest:
+            return True
+        self._newest[key.slot] = key.generation, message.number
+        return False
 
     def _relay(self, message: MessageT, outlet: Outlet) -> None:
         """Answer at once what need not wait for the loop, which may be in the middle of a step."""
@@ -216,7 +234,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     @abstractmethod
     def _parse(self, tensors: Mapping[str, Value]) -> MessageT:
-        """The message of these tensors. Raises `InternalError`."""
+        """The message of these tensors. Raises `Unsealed`, `InternalError`."""
 
     @abstractmethod
     def _begin(self, message: MessageT, request: Session, outlet: Outlet) -> SessionT:
@@ -274,7 +292,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     def _receive(self, message: MessageT, outlet: Outlet, arrived_ns: int) -> None:
         session = self._open.get(message.key.name)
-        if not self._ledger.is_current(message.key):
+        if not self._ledger.holds(message.key):
             outlet.finish()
         elif lost := self._ledger.lost_stages(message.key):
             outlet.fail(lost_error(lost[0]), functools.partial(self._ledger.count_returned, message.key))

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton_omni.bell import BellRope
 from triton_omni.errors import StageName
 from triton_omni.ledger import Placed, SessionLedger
+from triton_omni.ledger_layout import LedgerError
 from triton_omni.outbox import Outbox
 from triton_omni.ring import Ring, RingError, find_ring
 from triton_omni.streams import await_side_stream, on_side_stream
@@ -65,7 +66,7 @@ class Placer:
         self._look_from_ns = now_ns + LOOK_NS
         try:
             self._ring = find_ring(self._ledger.name, self._to, self._ledger.epoch(self._to), self._device)
-        except (RingError, OSError) as error:
+        except (RingError, LedgerError, OSError) as error:
             logger.warning("what goes to %s takes Triton's messages, which are slower: %s", self._to, error)
 
     @property

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from triton_omni.errors import StageName
-from triton_omni.ledger_layout import table_path
+from triton_omni.ledger_layout import open_own, own_folder, table_path
 
 _DATA_AT: Final = 4096
 """Where the memory of a ring on the CPU begins in its file, behind the offer."""
@@ -106,8 +106,9 @@ def offer_ring(
 
     Raises:
         RingError: the device's memory cannot be shared.
+        LedgerError: the server's folder is not this user's alone.
     """
-    path = _path(name, stage)
+    path = own_folder(name) / _path(name, stage).name
     told = (epoch, str(device), shape, str(dtype).removeprefix("torch."))
     size = math.prod(shape) * dtype.itemsize
     if device.type == "cuda":
@@ -131,6 +132,7 @@ def find_ring(name: str, stage: StageName, epoch: int, device: torch.device) -> 
 
     Raises:
         RingError: it is offered and cannot be had.
+        LedgerError: the server's folder is not this user's alone.
     """
     path = _path(name, stage)
     try:
@@ -144,9 +146,7 @@ def find_ring(name: str, stage: StageName, epoch: int, device: torch.device) -> 
 
 
 def _path(name: str, stage: StageName) -> Path:
-    # By its name the file is seen to be its server's, and is removed with the table of one that is gone.
-    table = table_path(name)
-    return table.with_name(f"{table.name}.{stage}-ring")
+    return table_path(name).with_name(f"{stage}-ring")
 
 
 def _write(path: Path, offer: bytes, size: int) -> None:
@@ -159,7 +159,7 @@ def _write(path: Path, offer: bytes, size: int) -> None:
 
 
 def _read(path: Path) -> _Offer:
-    with path.open("rb") as file:
+    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         head = file.read(_DATA_AT)
     try:
         return msgspec.msgpack.decode(head[2 : 2 + int.from_bytes(head[:2], "little")], type=_Offer)
@@ -168,7 +168,7 @@ def _read(path: Path) -> _Offer:
 
 
 def _map_on_cpu(path: Path) -> Tensor:
-    with path.open("r+b") as file:
+    with os.fdopen(open_own(path, os.O_RDWR), "r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0)
     # The tensor keeps the map, which goes with the last view of it.
     return torch.frombuffer(mapped, dtype=torch.uint8, offset=_DATA_AT)

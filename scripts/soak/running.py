@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from triton_omni.ledger_layout import STAGES, server_name
+from triton_omni.ledger_layout import STAGES, ledger_name
 from triton_omni.serving.machine import ServerError
 from triton_omni.serving.metric_families import FAMILIES
 from triton_omni.serving.server_options import ServerConfig
@@ -73,7 +73,7 @@ class Run:
         self._server = server
         self._options = options
         self._say = say
-        self._board = StageBoard(server_name(server.pid))
+        self._board = StageBoard(ledger_name(server.pid))
         self._asker = Asker(server.grpc_url, server.http_url)
         self._watch = MemoryWatch(server.pid, self._asker.now, options.sample_every_s)
         self._numbers = itertools.count()

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from triton_omni.heap import uncollected
 
 RECORDS_VARIABLE = "OMNI_TEST_RECORDS"
@@ -259,11 +257,12 @@ def _probe_talker(recorder: Recorder) -> None:
             self.begin(key, sampling.seed - talker_seed(0))
 
     class ProbedTalkerStage(stage.TalkerStage):
-        def submit(self, tensors: Any, outlet: Any) -> None:
-            described = _described(tensors)
-            recorder.write("message", **described, rows=len(tensors["ROWS"]))
-            recorder.append(described["key"], torch.as_tensor(tensors["ROWS"]).float().cpu().numpy().tobytes())
-            super().submit(tensors, outlet)
+        def _parse(self, tensors: Any) -> Any:
+            message = super()._parse(tensors)
+            recorder.write("message", **_described(message), rows=message.size)
+            if message.rows is not None:
+                recorder.append(message.key.name, message.rows.float().cpu().numpy().tobytes())
+            return message
 
         def _take_placed(self, session: Any, tensor: torch.Tensor) -> None:
             recorder.write("placed", session.key.name, rows=len(tensor))
@@ -292,9 +291,11 @@ def _probe_token2wav(recorder: Recorder) -> None:
             return outputs
 
     class ProbedToken2WavStage(stage.Token2WavStage):
-        def submit(self, tensors: Any, outlet: Any) -> None:
-            recorder.write("message", **_described(tensors), codes=tensors["CODES"].tolist())
-            super().submit(tensors, outlet)
+        def _parse(self, tensors: Any) -> Any:
+            message = super()._parse(tensors)
+            codes = [] if message.codes is None else message.codes.tolist()
+            recorder.write("message", **_described(message), codes=codes)
+            return message
 
         def _take_placed(self, session: Any, tensor: Any) -> None:
             recorder.write("placed", session.key.name, codes=tensor.tolist())
@@ -305,9 +306,6 @@ def _probe_token2wav(recorder: Recorder) -> None:
     stage.Token2WavStage = ProbedToken2WavStage
 
 
-def _described(tensors: Any) -> dict[str, Any]:
-    # Behind the byte of the protocol's version.
-    meta = msgspec.msgpack.decode(tensors["META"][1:])
-    key = meta["key"]
-    request_id = (meta.get("session") or {}).get("request_id")
-    return {"key": f"s{key['slot']}g{key['generation']}", "kind": meta["kind"], "request_id": request_id}
+def _described(message: Any) -> dict[str, Any]:
+    request_id = None if message.session is None else message.session.request_id
+    return {"key": message.key.name, "kind": message.kind, "request_id": request_id}

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fake_pb_utils import PbUtils, Request, Tensor, TritonError, text_tensor
-from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
+from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine, thinker_message
+from triton_omni import ledger_layout as layout
 from triton_omni.engine import Sampling
 from triton_omni.errors import BadRequest, Overloaded
 from triton_omni.ledger import SessionLedger
@@ -22,13 +23,13 @@ from triton_omni.serving.adapter import (
     adapt_token2wav,
     read_client_request,
 )
-from triton_omni.serving.tensors import LinkCounter, read_tensors, write_tensors
+from triton_omni.serving.tensors import LinkCounter, LinkInputs, write_tensors
 from triton_omni.settings import TalkerSettings, ThinkerSettings
 from triton_omni.stage import StageStats, refused_error
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
-from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage
+from triton_omni.wire import SEAL_BYTES, Kind, Seal, Session, TalkerMessage, ThinkerMessage
 
 WAIT_S = 5.0
 CPU = torch.device("cpu")
@@ -97,7 +98,7 @@ def sent_by(request):
     while not request.sender.outputs():
         assert not request.sender.done.wait(0.002)
     responses = [Request(response.output_tensors()) for response in request.sender.responses]
-    return [ThinkerMessage.from_tensors(read_tensors(response, LinkCounter())) for response in responses]
+    return [thinker_message(LinkInputs(response, LinkCounter())) for response in responses]
 
 
 def ask(text):
@@ -293,10 +294,11 @@ def token2wav(name):
     return adapt_token2wav(PbUtils(), stage, ledger)
 
 
-def link_tensors(kind, key):
+def link_tensors(kind, key, ledger, number=1):
     if kind == "talker":
-        return ThinkerMessage(key=key, kind=Kind.HEARTBEAT).to_tensors(HIDDEN, torch.float32)
-    return TalkerMessage(key=key, kind=Kind.HEARTBEAT).to_tensors()
+        message = ThinkerMessage(key=key, kind=Kind.HEARTBEAT, number=number)
+        return message.to_tensors(HIDDEN, torch.float32, ledger.seal("thinker"))
+    return TalkerMessage(key=key, kind=Kind.HEARTBEAT, number=number).to_tensors(ledger.seal("talker"))
 
 
 @pytest.mark.parametrize(("later", "first"), [(True, Kind.HEARTBEAT), (False, Kind.OPEN)])
@@ -356,30 +358,48 @@ def test_who_asks_the_thinker_for_all_its_outputs_is_refused_before_anything_is_
 def test_a_message_that_cannot_be_read_is_closed_empty(open_stage, thinker_ledger, kind, breakage):
     """Not with an error: that would leak the ensemble's request while the thinker's sender is open."""
     adapter = open_stage(kind)
-    tensors = {**link_tensors(kind, thinker_ledger.publish(0)), **breakage}
+    tensors = {**link_tensors(kind, thinker_ledger.publish(0), thinker_ledger), **breakage}
     broken = Request(write_tensors(PbUtils(), {n: v for n, v in tensors.items() if v is not None}))
     adapter.execute([broken])
     assert answered(broken).responses == []
 
 
 @pytest.mark.parametrize("kind", ["talker", "token2wav"])
-@pytest.mark.parametrize("nonce", ["0" * 32, "é", ""])
-def test_a_message_of_a_foreign_session_is_closed_empty_and_harms_no_other(open_stage, thinker_ledger, kind, nonce):
+@pytest.mark.parametrize("secret_of", ["another server", "another stage", "nobody", "an earlier session"])
+def test_a_foreign_message_is_closed_empty_and_changes_nothing(open_stage, thinker_ledger, kind, secret_of):
     adapter = open_stage(kind)
-    key = thinker_ledger.publish(0)
-    forged = Request(write_tensors(PbUtils(), link_tensors(kind, SessionKey(key.slot, key.generation, nonce))))
+    old, key = thinker_ledger.publish(0), thinker_ledger.publish(0)
+    tensors = dict(link_tensors(kind, old if secret_of == "an earlier session" else key, thinker_ledger))
+    sender = {"talker": "thinker", "token2wav": "talker"}[kind]
+    content = tensors["META"][:-SEAL_BYTES]
+    foreign = {"another server": Seal(bytes(32), sender), "another stage": thinker_ledger.seal("token2wav")}
+    if secret_of in foreign:
+        tensors["META"] = foreign[secret_of].sign(content)
+    elif secret_of == "nobody":
+        tensors["META"] = content + bytes(SEAL_BYTES)
+    forged = Request(write_tensors(PbUtils(), tensors))
     forged.sender.cancelled = True
+    before = session_words(thinker_ledger, key)
     adapter.execute([forged])
     assert answered(forged).responses == []
-    assert adapter._stage._loop.alive
-    assert not thinker_ledger.cancelled(key)
+    assert forged.sender.cancel_queries == 0
+    assert session_words(thinker_ledger, key) == before
+    adapter.execute([true := Request(write_tensors(PbUtils(), link_tensors(kind, key, thinker_ledger, number=2)))])
+    thinker_ledger.mark_closed(key)
+    answered(true)
+    assert thinker_ledger.returned(key, kind) == 1, "the true one alone"
+
+
+def session_words(ledger, key):
+    at = layout.record(key.slot)
+    return ledger._words[at : at + layout.RECORD_WORDS].tolist()
 
 
 @pytest.mark.parametrize("kind", ["talker", "token2wav"])
 def test_a_cancel_that_a_message_brings_is_written_to_the_ledger(open_stage, thinker_ledger, kind):
     adapter = open_stage(kind)
     key = thinker_ledger.publish(0)
-    heartbeat = Request(write_tensors(PbUtils(), link_tensors(kind, key)))
+    heartbeat = Request(write_tensors(PbUtils(), link_tensors(kind, key, thinker_ledger)))
     heartbeat.sender.cancelled = True
     adapter.execute([heartbeat])
     answered(heartbeat)
@@ -393,10 +413,10 @@ def test_triton_is_asked_for_a_cancel_once_an_interval_and_session(open_stage, t
     adapter = open_stage(kind)
     keys = [thinker_ledger.publish(slot) for slot in (0, 4)]
     requests = []
-    for at_ns in (0, 1, CANCEL_INTERVAL_NS - 1, CANCEL_INTERVAL_NS):
+    for number, at_ns in enumerate((0, 1, CANCEL_INTERVAL_NS - 1, CANCEL_INTERVAL_NS), start=1):
         now[0] = 10**12 + at_ns
         for key in keys:
-            requests.append(Request(write_tensors(PbUtils(), link_tensors(kind, key))))
+            requests.append(Request(write_tensors(PbUtils(), link_tensors(kind, key, thinker_ledger, number))))
             adapter.execute(requests[-1:])
     for key in keys:  # the talker holds the last heartbeat of a session
         thinker_ledger.mark_closed(key)
@@ -426,11 +446,12 @@ def test_a_reply_of_which_triton_refuses_a_part_ends_with_an_error(open_stage, n
         accepted_ns=0,
     )
     messages = [
-        TalkerMessage(key=key, kind=Kind.OPEN, session=session),
-        TalkerMessage(key=key, kind=Kind.TEXT, sequence=1, text="hello" if refused == "text" else ""),
-        TalkerMessage(key=key, kind=Kind.TEXT, sequence=2, codes_done=True, last=True),
+        TalkerMessage(key=key, kind=Kind.OPEN, number=1, session=session),
+        TalkerMessage(key=key, kind=Kind.TEXT, number=2, sequence=1, text="hello" if refused == "text" else ""),
+        TalkerMessage(key=key, kind=Kind.TEXT, number=3, sequence=2, codes_done=True, last=True),
     ]
-    requests = [Request(write_tensors(PbUtils(), message.to_tensors())) for message in messages]
+    seal = talker.seal("talker")
+    requests = [Request(write_tensors(PbUtils(), message.to_tensors(seal))) for message in messages]
     requests[0].sender.fault = RuntimeError("shared memory is full")
     open_stage("token2wav").execute(requests)
     for request in requests[1:]:

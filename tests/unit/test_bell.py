@@ -8,9 +8,17 @@ import threading
 
 import pytest
 
+from triton_omni import ledger_layout
 from triton_omni.bell import Bell, BellRope
 
 WAIT_S = 5.0
+RING = """
+import pathlib, sys
+from triton_omni import ledger_layout
+from triton_omni.bell import BellRope
+ledger_layout._SHARED_MEMORY = pathlib.Path(sys.argv[1])
+BellRope(sys.argv[2], "talker").ring()
+"""
 
 
 @pytest.fixture
@@ -21,10 +29,10 @@ def name():
 def test_who_listens_hears_each_ring_of_another_process(name):
     heard = threading.Semaphore(0)
     bell = Bell(name, "talker", heard.release)
-    program = f"from triton_omni.bell import BellRope; BellRope({name!r}, 'talker').ring()"
+    folder = str(ledger_layout._SHARED_MEMORY)
     for _ in range(2):
         assert not heard.acquire(timeout=0.01)
-        subprocess.run([sys.executable, "-c", program], check=True)
+        subprocess.run([sys.executable, "-c", RING, folder, name], check=True)
         assert heard.acquire(timeout=WAIT_S)
     bell.close()
 
@@ -61,9 +69,17 @@ def test_more_rings_than_wait_are_one(name):
     assert 1 <= len(heard) < 10_000
 
 
-def test_a_bell_has_one_owner(name):
-    bell = Bell(name, "talker", lambda: None)
-    with pytest.raises(OSError, match="in use"):
-        Bell(name, "talker", lambda: None)
-    bell.close()
-    Bell(name, "talker", lambda: None).close()
+def test_a_later_process_s_bell_takes_the_place_of_the_one_before(name):
+    """The file of one that was killed stays, and the rope may be older than the bell."""
+    earlier, later = threading.Semaphore(0), threading.Semaphore(0)
+    first, rope = Bell(name, "talker", earlier.release), BellRope(name, "talker")
+    second = Bell(name, "talker", later.release)
+    rope.ring()
+    assert later.acquire(timeout=WAIT_S)
+    assert not earlier.acquire(blocking=False)
+    first.close()
+    rope.ring()
+    assert later.acquire(timeout=WAIT_S)
+    second.close()
+    rope.close()
+    assert [path.name for path in ledger_layout.own_folder(name).iterdir()] == ["talker-bell"]

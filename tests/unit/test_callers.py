@@ -16,24 +16,19 @@ SECOND = 1_000_000_000
 class Ledger:
     """What the talker has said."""
 
-    back: int = 0
-    taken: int = 0
+    has: bool = False
     silent: float = 0.01
 
-    def returned(self, key: Any, stage: str) -> int:
+    def has_reached(self, key: Any, stage: str) -> bool:
         assert (key, stage) == (KEY, "talker")
-        return self.back
-
-    def consumed(self, key: Any, stage: str) -> int:
-        assert (key, stage) == (KEY, "talker")
-        return self.taken
+        return self.has
 
     def silent_for(self, stage: str) -> float:
         assert stage == "talker"
         return self.silent
 
 
-def strangers(caller: Caller, ledger: Any, seconds: range, sent: int = 2) -> list[int]:
+def strangers(caller: Caller, ledger: Any, seconds: range, sent: int = 1) -> list[int]:
     """The seconds at which the caller is taken for a stranger."""
     return [at for at in seconds if caller.is_stranger(ledger, KEY, sent, (100 + at) * SECOND)]
 
@@ -43,19 +38,18 @@ def test_a_session_of_which_the_talker_never_hears_is_a_stranger_s() -> None:
     assert UNHEARD_FOR_S == 20
 
 
-def test_one_message_taken_or_given_back_is_enough() -> None:
-    for ledger in (Ledger(back=1), Ledger(taken=1)):
-        caller = Caller()
-        assert not caller.is_stranger(ledger, KEY, 2, 100 * SECOND)  # type: ignore[arg-type]
-        # The words are another session's when the slot is.
-        assert strangers(caller, Ledger(), range(60)) == []
+def test_a_session_that_has_reached_the_talker_is_none_however_late_it_did() -> None:
+    caller, ledger = Caller(), Ledger()
+    assert strangers(caller, ledger, range(20)) == []
+    ledger.has = True
+    assert strangers(caller, ledger, range(20, 100)) == []
 
 
-def test_while_only_one_message_has_left_nothing_can_be_told() -> None:
-    assert strangers(Caller(), Ledger(), range(60), sent=1) == []
+def test_before_a_message_has_left_nothing_can_be_told() -> None:
+    assert strangers(Caller(), Ledger(), range(60), sent=0) == []
 
 
-def test_a_talker_in_a_long_step_is_waited_for() -> None:
+def test_a_talker_that_stands_still_is_waited_for() -> None:
     caller, ledger = Caller(), Ledger(silent=30.0)
     assert strangers(caller, ledger, range(60)) == []
     ledger.silent = 0.01

@@ -269,13 +269,13 @@ def test_the_command_tells_by_its_exit_code(
     rig.open()
     rig.figures["thinker"]["sessions"] = 1
     monkeypatch.setattr(doctor, "running_servers", lambda: iter([server]))
-    monkeypatch.setattr(doctor, "own_tables", lambda: [layout.table_path(f"triton-omni-0-1-{2**22 - 7}-1")])
+    monkeypatch.setattr(doctor, "own_folders", lambda: [Path(f"/dev/shm/triton-omni-0-1-{2**22 - 7}-1-0a")])
     monkeypatch.setattr(doctor, "stale_regions", lambda: [Path("/dev/shm/triton_omni_x")])
     assert doctor.main([]) == 1
     told = capsys.readouterr().out
     assert told.count("wrong: ") == 2
     assert "the next start removes it" in told
-    monkeypatch.setattr(doctor, "own_tables", list)
+    monkeypatch.setattr(doctor, "own_folders", list)
     monkeypatch.setattr(doctor, "stale_regions", list)
     assert doctor.main([]) == 0
     told = capsys.readouterr().out
@@ -390,10 +390,11 @@ def test_figures_are_whole_where_a_terminal_is_narrow(
 
 
 def test_a_server_is_found_by_its_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
-    with layout.table_path(layout.server_name(os.getpid())).open("w") as file:
-        assert any(server.ledger == Path(file.name) for server in doctor.running_servers())
-        assert not any(file.name in sentence for _, sentence in doctor.leftovers())
-    Path(file.name).unlink()
+    name = layout.ledger_name(os.getpid())
+    layout.create_table(name, 1)
+    assert any(server.ledger == layout.table_path(name) for server in doctor.running_servers())
+    assert not any(name in sentence for _, sentence in doctor.leftovers())
+    layout.remove_folder(name)
 
 
 @pytest.mark.parametrize(

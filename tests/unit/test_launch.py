@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from fake_pb_utils import PbUtils, Request, TritonError, text_tensor
 from triton_omni import ledger_layout
 from triton_omni.checkpoint.config import CheckpointError, fingerprint
 from triton_omni.ledger import SessionLedger, StageFacts
-from triton_omni.ledger_layout import LedgerError, server_name
+from triton_omni.ledger_layout import LedgerError, ledger_name
 from triton_omni.ring import RingError
 from triton_omni.serving import launch
 from triton_omni.serving.launch import (
@@ -68,12 +69,12 @@ def machine(monkeypatch):
 
 
 @pytest.fixture
-def shared_memory(tmp_path, monkeypatch):
-    """Tables in a folder of the test, in place of /dev/shm; the server is this process's parent."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", folder)
-    return folder
+def shared_memory(monkeypatch):
+    """Tables in a folder of the test, in place of /dev/shm, whose name is short, since a socket's may have 107 bytes.
+    The server is this process's parent."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", Path(folder))
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -200,7 +201,7 @@ def test_facts_are_the_checkpoints_fingerprint_and_the_links_dtype_and_size(omni
 
 def test_a_stage_of_another_checkpoint_is_refused(omni_model, folder, shared_memory):
     del omni_model
-    other = SessionLedger(server_name(launch.os.getppid()), "thinker", StageFacts(1))
+    other = SessionLedger(ledger_name(launch.os.getppid()), "thinker", StageFacts(1))
     with pytest.raises(LedgerError, match="checkpoint fingerprint of token2wav"):
         start_token2wav(PbUtils(), ARGS, folder("device: cpu"))
     other.close()
@@ -214,7 +215,7 @@ def test_token2wav_starts_answers_and_closes(omni_model, folder, shared_memory):
     del omni_model
     adapter = start_token2wav(PbUtils(), ARGS, folder("device: cpu"))
     [table] = shared_memory.iterdir()
-    assert table.name == server_name(launch.os.getppid())
+    assert table.name == ledger_name(launch.os.getppid())
     request = Request([write_tensor(PbUtils(), "META", b"{}")])
     adapter.execute([request])
     assert request.sender.done.wait(WAIT_S)

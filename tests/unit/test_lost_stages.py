@@ -25,7 +25,7 @@ SOON_S = 1.0
 def watched(**options):
     """A pipeline and the supervisor's view of it."""
     with pipeline(**options) as p:
-        board = StageBoard(p.ledgers[0].path.name)
+        board = StageBoard(p.ledgers[0].name)
         yield p, board
         board.close()
 
@@ -251,7 +251,7 @@ def test_the_board_follows_the_table():
 
 def test_a_new_process_waits_while_it_is_held():
     with watched() as (p, board), ThreadPoolExecutor(3) as pool:
-        name = p.ledgers[0].path.name
+        name = p.ledgers[0].name
         board.hold("talker", True)
         held = pool.submit(wait_while_held, name, "talker", WAIT_S)
         for stage, seconds in (("thinker", WAIT_S), ("talker", 0.05)):

@@ -158,7 +158,7 @@ def test_nothing_goes_into_the_ring_of_a_process_that_is_gone(ledgers, ring, pla
 
 
 def test_a_ring_that_cannot_be_had_is_told_once_a_look(ledgers, ring, caplog):
-    path = ledger_layout.table_path(ledgers[1].name).with_name(f"{ledgers[1].name}.talker-ring")
+    path = ledger_layout.table_path(ledgers[1].name).with_name("talker-ring")
     path.write_bytes(b"\x02\x00no")
     placer = Placer(ledgers[0], "talker", CPU)
     placer.look(LOOK_NS)

@@ -8,18 +8,18 @@ import time
 
 import pytest
 
-from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine
+from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine, talker_message, thinker_message
 from session_rig import finished, pipeline, wait_for
 from triton_omni.engine import Sampling
 from triton_omni.errors import InternalError
 from triton_omni.settings import TalkerSettings, ThinkerSettings
 from triton_omni.stage import refused_error
 from triton_omni.tally import OUTCOMES
-from triton_omni.wire import Kind, TalkerMessage, ThinkerMessage
+from triton_omni.wire import Kind
 
 SOON_S = 1.8
 """Far from any deadline, and less than what an error waits for stages that do not stop."""
-MESSAGES = {"talker": ThinkerMessage, "token2wav": TalkerMessage}
+MESSAGES = {"talker": thinker_message, "token2wav": talker_message}
 SENDERS = {"talker": "thinker", "token2wav": "talker", "client": "token2wav"}
 
 
@@ -33,7 +33,7 @@ class Refusal:
     def __call__(self, to, tensors):
         if to != self._to or (self.count and not self._lasting):
             return False
-        found = MESSAGES[to].from_tensors(tensors) if to in MESSAGES else tensors
+        found = MESSAGES[to](tensors) if to in MESSAGES else tensors
         refused = self.count > 0 or bool(self._matches(found))
         self.count += refused
         return refused

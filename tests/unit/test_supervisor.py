@@ -278,8 +278,9 @@ def test_the_shared_memory_of_a_server_goes_with_it(
     with Supervisor(config(repository)) as server:
         prefix = told(repository)["flags"]["backend-config"].removeprefix("python,shm-region-prefix-name=")
         others = {"triton_omni_another_servers", "triton_python_backend_shm_region_1"}
-        for name in (f"{prefix}1", f"{prefix}2", ledger_layout.server_name(server.pid), *others):
+        for name in (f"{prefix}1", f"{prefix}2", *others):
             (shared / name).touch()
+        ledger_layout.create_table(ledger_layout.ledger_name(server.pid), 1)
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
     assert {file.name for file in shared.iterdir()} == others
@@ -305,8 +306,9 @@ def test_the_regions_of_servers_that_were_killed_with_their_supervisors_go_at_th
 @contextlib.contextmanager
 def one_stage(server: Supervisor) -> Iterator[subprocess.Popen[bytes]]:
     """The only stage of a server that was started; it can be killed."""
-    table = ledger_layout.table_path(ledger_layout.server_name(server.pid))
-    ledger_layout.create_table(table, 1)
+    name = ledger_layout.ledger_name(server.pid)
+    table = ledger_layout.table_path(name)
+    ledger_layout.create_table(name, 1)
     with subprocess.Popen(["sleep", "60"]) as stage:
         words = memoryview(ledger_layout.map_table(table)).cast("Q")
         block = ledger_layout.BLOCKS["talker"]

@@ -11,15 +11,16 @@ import torch
 from fake_pb_utils import PbUtils, Request, Tensor, text_tensor
 from triton_omni.serving.tensors import (
     LinkCounter,
+    LinkInputs,
     read_bytes,
     read_tensor,
-    read_tensors,
     write_tensor,
     write_tensors,
 )
-from triton_omni.wire import Kind, SessionKey, TalkerMessage, ThinkerMessage
+from triton_omni.wire import Kind, Seal, SessionKey, TalkerMessage, ThinkerMessage
 
-KEY = SessionKey(1, 2, "0" * 32)
+KEY = SessionKey(1, 2)
+SEAL = Seal(bytes(32), "thinker")
 PB_UTILS = PbUtils()
 
 
@@ -97,14 +98,13 @@ def test_bytes_for_a_client_are_a_string_of_triton():
 def test_whole_messages_cross():
     rows = torch.arange(8.0).reshape(2, 4)
     message = ThinkerMessage(key=KEY, kind=Kind.DATA, sequence=3, text="é", rows=rows)
-    request = Request(write_tensors(PB_UTILS, message.to_tensors(4, torch.float32)))
-    found = ThinkerMessage.from_tensors(read_tensors(request, LinkCounter()))
+    request = Request(write_tensors(PB_UTILS, message.to_tensors(4, torch.float32, SEAL)))
+    found = ThinkerMessage.from_tensors(LinkInputs(request, LinkCounter()), SEAL)
     assert found.rows.data_ptr() == rows.data_ptr()
     assert (found.text, found.sequence, found.positions) == ("é", 3, None)
     heartbeat = TalkerMessage(key=KEY, kind=Kind.HEARTBEAT)
-    found = TalkerMessage.from_tensors(
-        read_tensors(Request(write_tensors(PB_UTILS, heartbeat.to_tensors())), LinkCounter())
-    )
+    request = Request(write_tensors(PB_UTILS, heartbeat.to_tensors(SEAL)))
+    found = TalkerMessage.from_tensors(LinkInputs(request, LinkCounter()), SEAL)
     assert found == heartbeat
 
 
@@ -112,9 +112,20 @@ def test_received_tensors_are_counted_by_name_and_device():
     counter = LinkCounter()
     for _ in range(2):
         tensors = {"ROWS": torch.ones(2, 4, dtype=torch.bfloat16), "CODES": torch.ones(3, dtype=torch.int32)}
-        read_tensors(Request(write_tensors(PB_UTILS, {**tensors, "META": b"12345"})), counter)
+        dict(LinkInputs(Request(write_tensors(PB_UTILS, {**tensors, "META": b"12345"})), counter))
     counter.add("ROWS", torch.empty(5, 4, dtype=torch.float32, device="meta"))
     assert counter.snapshot() == {("ROWS", "cpu"): 32, ("CODES", "cpu"): 24, ("ROWS", "meta"): 80}
+
+
+def test_what_nobody_asks_for_is_not_read():
+    """On a GPU each tensor that is read is copied: what a stranger sends is not."""
+    counter = LinkCounter()
+    inputs = LinkInputs(Request(write_tensors(PB_UTILS, {"META": b"12345", "ROWS": torch.ones(2, 4)})), counter)
+    assert set(inputs) == {"META", "ROWS"}
+    assert inputs["META"] == b"12345"
+    assert counter.snapshot() == {}
+    assert inputs["ROWS"] is inputs["ROWS"]
+    assert counter.snapshot() == {("ROWS", "cpu"): 32}
 
 
 def test_a_snapshot_does_not_change():

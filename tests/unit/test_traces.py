@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from fake_pb_utils import Request, text_tensor
-from fakes import FakeEnsemble
+from fakes import FakeEnsemble, thinker_message
 from otlp_receiver import attributes, receive_spans
 from processes import UNMEASURED
 from session_rig import finished, pipeline
@@ -22,7 +22,6 @@ from triton_omni.serving.otel import OtelTracer
 from triton_omni.serving.traces import make_tracer
 from triton_omni.settings import SettingsError, ThinkerSettings
 from triton_omni.tracing import NO_TRACER
-from triton_omni.wire import ThinkerMessage
 
 STAGES = ("thinker", "talker", "token2wav")
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -120,7 +119,7 @@ def test_spans_hold_nothing_that_a_user_wrote(exported, tracers):
 def test_without_a_tracer_nothing_is_sent_along():
     with pipeline() as p:
         ensemble = ask(p, TRACEPARENT)
-        opened = [ThinkerMessage.from_tensors(tensors) for tensors in ensemble.to_talker]
+        opened = [thinker_message(tensors) for tensors in ensemble.to_talker]
         assert {message.session.traceparent for message in opened if message.session} == {""}
 
 

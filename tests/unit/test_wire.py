@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between stages: every one is read back as it was sent, and what is not ours is refused."""
 
+import functools
+import operator
+import re
+
 import msgspec
 import pytest
 import torch
@@ -10,21 +14,29 @@ from hypothesis import strategies as st
 from triton_omni.answer import Answer
 from triton_omni.engine import Sampling, StreamOptions
 from triton_omni.errors import DeadlineExceeded, InternalError, Overloaded
+from triton_omni.ledger_layout import CAPACITY
 from triton_omni.wire import (
+    MAX_META_BYTES,
+    MAX_NAME,
     PROTOCOL_VERSION,
+    SEAL_BYTES,
     Failure,
     Kind,
     MediaTokens,
+    Seal,
     Session,
     SessionKey,
     TalkerMessage,
     TalkerReport,
     ThinkerMessage,
     ThinkerReport,
+    Unsealed,
 )
 
 HIDDEN = 4
-KEY = SessionKey(slot=3, generation=17, nonce="0123456789abcdef" * 2)
+KEY = SessionKey(slot=3, generation=17)
+SECRET = bytes(range(32))
+SEAL = Seal(SECRET, "talker")
 SESSION = Session(
     request_id="r-é-1",
     want_audio=True,
@@ -52,7 +64,7 @@ THINKER_MESSAGES = {
     "rows": {"kind": Kind.DATA, "sequence": 4, "rows": ROWS, "text": "grüße 👋"},
     "text": {"kind": Kind.TEXT, "sequence": 5, "text": "\x00\n\"'\\ 漢字"},
     "heartbeat": {"kind": Kind.HEARTBEAT},
-    "last": {"kind": Kind.TEXT, "sequence": 2**40, "last": True, "report": THINKER_REPORT},
+    "last": {"kind": Kind.TEXT, "sequence": 2**32 - 1, "last": True, "report": THINKER_REPORT},
     "error": {"kind": Kind.ERROR, "sequence": 6, "failure": FAILURE},
 }
 TALKER_MESSAGES = {
@@ -84,68 +96,92 @@ def assert_same(found, sent):
 
 
 def thinker_tensors(message):
-    return message.to_tensors(HIDDEN, torch.bfloat16)
+    return message.to_tensors(HIDDEN, torch.bfloat16, SEAL)
+
+
+def read_thinker(tensors):
+    return ThinkerMessage.from_tensors(tensors, SEAL)
+
+
+def read_talker(tensors):
+    return TalkerMessage.from_tensors(tensors, SEAL)
+
+
+def content(tensors):
+    return bytes(SEAL.open(tensors["META"]))
 
 
 @pytest.mark.parametrize("fields", THINKER_MESSAGES.values(), ids=THINKER_MESSAGES)
 def test_a_thinker_message_is_read_back_as_it_was(fields):
     message = ThinkerMessage(key=KEY, **fields)
-    assert_same(ThinkerMessage.from_tensors(thinker_tensors(message)), message)
+    assert_same(read_thinker(thinker_tensors(message)), sized(message, message.rows))
 
 
 @pytest.mark.parametrize("fields", TALKER_MESSAGES.values(), ids=TALKER_MESSAGES)
 def test_a_talker_message_is_read_back_as_it_was(fields):
     message = TalkerMessage(key=KEY, **fields)
-    assert_same(TalkerMessage.from_tensors(message.to_tensors()), message)
+    assert_same(read_talker(message.to_tensors(SEAL)), sized(message, message.codes))
+
+
+def sized(message, tensor):
+    return msgspec.structs.replace(message, size=0 if tensor is None else len(tensor))
 
 
 @given(
     text=st.text(),
     slot=st.integers(0, 1023),
     generation=st.integers(1, 2**32 - 1),
-    sequence=st.integers(0, 2**62),
+    sequence=st.integers(0, 2**32 - 1),
     last=st.booleans(),
 )
 def test_any_text_and_numbers_are_read_back(text, slot, generation, sequence, last):
-    key = SessionKey(slot, generation, KEY.nonce)
+    key = SessionKey(slot, generation)
     message = TalkerMessage(key=key, kind=Kind.TEXT, sequence=sequence, text=text, last=last)
-    assert_same(TalkerMessage.from_tensors(message.to_tensors()), message)
+    assert_same(read_talker(message.to_tensors(SEAL)), message)
 
 
 def test_absent_tensors_travel_without_rows_but_with_the_links_shape_and_dtype():
     tensors = thinker_tensors(ThinkerMessage(key=KEY, kind=Kind.HEARTBEAT))
     assert (tensors["ROWS"].shape, tensors["ROWS"].dtype) == ((0, HIDDEN), torch.bfloat16)
     assert tensors.keys() == {"ROWS", "META"}
-    codes = TalkerMessage(key=KEY, kind=Kind.HEARTBEAT).to_tensors()["CODES"]
+    codes = TalkerMessage(key=KEY, kind=Kind.HEARTBEAT).to_tensors(SEAL)["CODES"]
     assert (codes.shape, codes.dtype) == ((0,), torch.int32)
 
 
 def test_the_large_tensor_itself_travels():
     message = ThinkerMessage(key=KEY, kind=Kind.DATA, rows=ROWS)
     assert thinker_tensors(message)["ROWS"] is ROWS
-    assert ThinkerMessage.from_tensors(thinker_tensors(message)).rows is ROWS
-    assert TalkerMessage(key=KEY, kind=Kind.DATA, codes=CODES).to_tensors()["CODES"] is CODES
+    assert read_thinker(thinker_tensors(message)).rows is ROWS
+    assert TalkerMessage(key=KEY, kind=Kind.DATA, codes=CODES).to_tensors(SEAL)["CODES"] is CODES
 
 
 VERSION = bytes([PROTOCOL_VERSION])
 
 
 def with_meta(**changes):
-    tensors = dict(TalkerMessage(key=KEY, kind=Kind.DATA, sequence=1, codes=CODES).to_tensors())
-    meta = msgspec.msgpack.decode(tensors["META"][1:])
-    found = {k: v for k, v in {**meta, **changes}.items() if v is not None}
-    tensors["META"] = VERSION + msgspec.msgpack.encode(found)
-    return tensors
+    """A message with other fields, which no caller could seal."""
+    return changed(TalkerMessage(key=KEY, kind=Kind.DATA, sequence=1, codes=CODES).to_tensors(SEAL), changes)
+
+
+def changed(tensors, changes):
+    meta = msgspec.msgpack.decode(content(tensors)[1:])
+    for path, value in changes.items():
+        *above, last = path.split(".")
+        inner = functools.reduce(operator.getitem, above, meta)
+        inner[last] = value
+        if value is None:
+            del inner[last]
+    return {**tensors, "META": SEAL.sign(VERSION + msgspec.msgpack.encode(meta))}
 
 
 @pytest.mark.parametrize(("first", "found"), [(b"\x01", "1"), (b"\xff", "255"), (b"", "unknown")])
 def test_another_protocol_version_is_refused(first, found):
     tensors = with_meta()
-    meta = first and first + tensors["META"][1:]
+    meta = SEAL.sign(first and first + content(tensors)[1:])
     with pytest.raises(
         InternalError, match=f"message of protocol version {found}, this stage speaks {PROTOCOL_VERSION}"
     ):
-        TalkerMessage.from_tensors({**tensors, "META": meta})
+        read_talker({**tensors, "META": meta})
 
 
 @pytest.mark.parametrize(
@@ -154,16 +190,130 @@ def test_another_protocol_version_is_refused(first, found):
 )
 def test_a_meta_of_another_shape_is_refused(changes):
     with pytest.raises(InternalError, match="META is not a message of this protocol"):
-        TalkerMessage.from_tensors(with_meta(**changes))
+        read_talker(with_meta(**changes))
+
+
+OUT_OF_RANGE = {
+    "key.slot": [-1, CAPACITY, 10**12],
+    "key.generation": [0, -1, 2**32],
+    "number": [-1, 2**32],
+    "sequence": [-1, 2**32],
+    "size": [-1, 2**32],
+    "placed": [-1, 2**32],
+    "sent_ns": [-1],
+    "session.request_id": ["x" * (MAX_NAME + 1), 1],
+    "session.voice": ["x" * (MAX_NAME + 1)],
+    "session.traceparent": ["x" * (MAX_NAME + 1)],
+    "session.audio_format": ["mp3"],
+    "session.want_audio": [1],
+    "session.seed": [-1, 2**63],
+    "session.priority": [-101, 101],
+    "session.prompt_tokens": [0, -1, 2**32],
+    "session.max_rows": [0, 2**32],
+    "session.accepted_ns": [-1],
+    "session.media_tokens": [{"audio": -1}, {"image": 2**32}],
+    "session.talker.temperature": [-0.1, 2.1, float("nan"), float("inf")],
+    "session.talker.top_p": [0.0, 1.1, float("nan")],
+    "session.talker.top_k": [-1, 2**21],
+    "session.talker.min_p": [-0.1, 1.1],
+    "session.talker.repetition_penalty": [0.0, 11.0, float("nan")],
+    "session.talker.max_tokens": [0, 131073],
+    "session.talker.min_tokens": [-1, 131073],
+    "session.talker.presence_penalty": [-2.1, 2.1],
+    "session.talker.frequency_penalty": [-2.1, 2.1],
+    "session.talker.seed": [-1],
+    "session.token2wav.solver": ["heun"],
+    "session.token2wav.num_steps": [1, 65],
+    "session.token2wav.guidance_scale": [-0.1, 10.1, float("nan")],
+    "session.token2wav.mode": ["live"],
+    "session.token2wav.max_lead_s": [0.5, 121.0],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [(path, value) for path, values in OUT_OF_RANGE.items() for value in values]
+)
+def test_a_field_out_of_its_range_is_refused_by_its_name(path, value):
+    opening = thinker_tensors(ThinkerMessage(key=KEY, kind=Kind.OPEN, session=SESSION, positions=POSITIONS))
+    assert read_thinker(opening).session == SESSION
+    with pytest.raises(InternalError) as refused:
+        read_thinker(changed(opening, {path: value}))
+    assert f"$.{path}" in refused.value.message
+
+
+REPORTS = {
+    "report.finish_reason": ["gone"],
+    "report.prompt_tokens": [-1],
+    "report.reply_tokens": [2**32],
+    "report.first_token_ns": [-1],
+    "report.finished_ns": [-1],
+    "report.stop_string": ["x" * (MAX_NAME + 1)],
+}
+
+
+@pytest.mark.parametrize(("path", "value"), [(path, value) for path, values in REPORTS.items() for value in values])
+def test_a_report_out_of_its_range_is_refused_by_its_name(path, value):
+    last = thinker_tensors(ThinkerMessage(key=KEY, kind=Kind.TEXT, last=True, report=THINKER_REPORT))
+    with pytest.raises(InternalError, match=re.escape(f"$.{path}")):
+        read_thinker(changed(last, {path: value}))
+
+
+@pytest.mark.parametrize("message", [{"kind": Kind.OPEN}, {"kind": Kind.TEXT, "session": SESSION}])
+def test_an_open_has_a_session_and_nothing_else_has(message):
+    with pytest.raises(InternalError, match="a session in a message of kind"):
+        read_talker(TalkerMessage(key=KEY, **message).to_tensors(SEAL))
+
+
+FOREIGN = {
+    "no seal": lambda meta: meta[:-SEAL_BYTES],
+    "a shorter one": lambda meta: meta[:-1],
+    "one of another server": lambda meta: Seal(bytes(32), "talker").sign(meta[:-SEAL_BYTES]),
+    "one of another stage": lambda meta: Seal(SECRET, "thinker").sign(meta[:-SEAL_BYTES]),
+    "one of another message": lambda meta: meta[:-SEAL_BYTES] + SEAL.sign(b"x")[-SEAL_BYTES:],
+    "a changed byte": lambda meta: meta[:9] + bytes([meta[9] ^ 1]) + meta[10:],
+    "a byte more": lambda meta: meta[:-SEAL_BYTES] + b"x" + meta[-SEAL_BYTES:],
+    "nothing": lambda meta: b"",
+    "far too much": lambda meta: SEAL.sign(bytes(MAX_META_BYTES)),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_the_stage_before_has_not_sealed_is_not_read(name):
+    tensors = TalkerMessage(key=KEY, kind=Kind.DATA, codes=CODES).to_tensors(SEAL)
+    with pytest.raises(Unsealed, match="no seal of the stage before"):
+        # Its codes are not even asked for.
+        read_talker({"META": FOREIGN[name](tensors["META"])})
+
+
+@pytest.mark.parametrize(
+    "codes",
+    [CODES[:2], torch.cat([CODES, CODES]), torch.empty(0, dtype=torch.int32), torch.tensor(3, dtype=torch.int32)],
+)
+def test_another_number_of_codes_than_was_sealed_is_refused(codes):
+    tensors = TalkerMessage(key=KEY, kind=Kind.DATA, codes=CODES).to_tensors(SEAL)
+    with pytest.raises(InternalError, match="CODES: META tells of 3, found a tensor"):
+        read_talker({**tensors, "CODES": codes})
+
+
+@pytest.mark.parametrize("codes", [CODES.long(), CODES.float(), CODES[:, None]])
+def test_codes_of_another_kind_are_refused(codes):
+    tensors = TalkerMessage(key=KEY, kind=Kind.DATA, codes=CODES).to_tensors(SEAL)
+    with pytest.raises(InternalError, match=re.escape("CODES: expected int32 [N], found")):
+        read_talker({**tensors, "CODES": codes})
+
+
+@pytest.mark.parametrize("rows", [torch.ones(2), torch.ones(2, 1, HIDDEN), torch.ones(2, HIDDEN, dtype=torch.int32)])
+def test_rows_of_another_kind_are_refused(rows):
+    tensors = thinker_tensors(ThinkerMessage(key=KEY, kind=Kind.DATA, rows=ROWS))
+    with pytest.raises(InternalError, match=re.escape("ROWS: expected numbers [N, H], found")):
+        read_thinker({**tensors, "ROWS": rows})
 
 
 @pytest.mark.parametrize("meta", [b"", b"\x80", b"\x90", b"hello", b"\xff", b"\x81\xa3key"])
 @pytest.mark.parametrize("kind", [ThinkerMessage, TalkerMessage])
 def test_a_foreign_meta_is_refused(kind, meta):
-    message = kind(key=KEY, kind=Kind.HEARTBEAT)
-    tensors = thinker_tensors(message) if kind is ThinkerMessage else message.to_tensors()
     with pytest.raises(InternalError, match="META is not a message of this protocol"):
-        kind.from_tensors({**tensors, "META": VERSION + meta})
+        kind.from_tensors({"META": SEAL.sign(VERSION + meta)}, SEAL)
 
 
 @pytest.mark.parametrize(
@@ -177,42 +327,41 @@ def test_a_foreign_meta_is_refused(kind, meta):
 )
 def test_a_tensor_of_the_wrong_kind_is_refused_by_name(name, value, sentence):
     with pytest.raises(InternalError, match=sentence):
-        TalkerMessage.from_tensors({**with_meta(), name: value})
+        read_talker({**with_meta(), name: value})
 
 
 def test_text_that_is_no_utf8_is_refused():
-    meta = with_meta(text="abc")["META"].replace(b"abc", b"ab\xff")
+    meta = SEAL.sign(content(with_meta(text="abc")).replace(b"abc", b"ab\xff"))
     with pytest.raises(InternalError, match="META is not a message of this protocol: 'utf-8'"):
-        TalkerMessage.from_tensors({**with_meta(), "META": meta})
+        read_talker({**with_meta(), "META": meta})
 
 
 @pytest.mark.parametrize("positions", [b"1234567", b"x" * 32, "x" * 24, [1, 2, 3], 3])
 def test_positions_that_are_not_three_rows_are_refused(positions):
     tensors = thinker_tensors(ThinkerMessage(key=KEY, kind=Kind.OPEN, session=SESSION, positions=POSITIONS))
-    meta = {**msgspec.msgpack.decode(tensors["META"][1:]), "positions": positions}
     with pytest.raises(InternalError, match="META is not a message of this protocol: positions are not three rows"):
-        ThinkerMessage.from_tensors({**tensors, "META": VERSION + msgspec.msgpack.encode(meta)})
+        read_thinker(changed(tensors, {"positions": positions}))
 
 
 @pytest.mark.parametrize("positions", [torch.empty(3, 0).long(), torch.arange(12).reshape(3, 4)[:, ::2], POSITIONS.T])
 def test_positions_of_any_length_and_layout_are_read_back(positions):
-    message = ThinkerMessage(key=KEY, kind=Kind.OPEN, positions=positions)
-    found = ThinkerMessage.from_tensors(thinker_tensors(message)).positions
+    message = ThinkerMessage(key=KEY, kind=Kind.OPEN, session=SESSION, positions=positions)
+    found = read_thinker(thinker_tensors(message)).positions
     assert torch.equal(found, positions)
     found.add_(1)
 
 
 def test_a_message_carries_no_other_tensor_than_its_links():
     with pytest.raises(NotImplementedError):
-        ThinkerMessage(key=KEY, kind=Kind.OPEN, positions=torch.zeros(3, 2)).to_tensors(HIDDEN, torch.float32)
+        thinker_tensors(ThinkerMessage(key=KEY, kind=Kind.OPEN, positions=torch.zeros(3, 2)))
 
 
 def test_rows_and_codes_are_taken_from_their_tensor_alone():
     meta = with_meta(codes=b"x" * 24)
-    assert TalkerMessage.from_tensors(meta).codes is CODES
+    assert read_talker(meta).codes is CODES
 
 
-def test_a_key_names_slot_and_generation_but_not_its_nonce():
+def test_a_key_names_slot_and_generation():
     assert KEY.name == "s3g17"
 
 

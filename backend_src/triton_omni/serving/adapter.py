@@ -11,20 +11,21 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from triton_omni.errors import BadRequest, InternalError, OmniError, StageName
+from triton_omni.errors import BadRequest, InternalError, OmniError, StageName, TooLarge
 from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import SessionLedger
 from triton_omni.request import RawRequest
 from triton_omni.serving.metrics import StageMetrics
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
 from triton_omni.serving.request_parameters import CLIENT_INPUTS, read_parameters
-from triton_omni.serving.tensors import LinkCounter, read_bytes, read_tensors
+from triton_omni.serving.tensors import LinkCounter, LinkInputs, read_bytes
 from triton_omni.stage import Outlet, Stage
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker import callers
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
 from triton_omni.tracing import NO_TRACER, Tracer
+from triton_omni.wire import MAX_NAME, Unsealed
 
 SENDING_THREADS = 4
 """A send takes a few tenths of a millisecond, most of it in Triton's process; sessions are spread over the threads."""
@@ -132,11 +133,14 @@ def _adapt_link(
     counter = LinkCounter()
 
     def submit(request: Any, outlet: Outlet) -> None:
+        # An error response here would leak the ensemble's request while the thinker's sender is open; closed empty, the
+        # session ends at its deadline at the latest.
         try:
-            stage.submit(read_tensors(request, counter), outlet)
+            stage.submit(LinkInputs(request, counter), outlet)
+        except Unsealed as error:
+            logger.warning("%s: a message was closed unread: %s", name, error.message)
+            outlet.finish()
         except Exception:
-            # An error response here would leak the ensemble's request while the thinker's sender is open; closed
-            # empty, the session ends at its deadline at the latest.
             logger.exception("%s: a message could not be read", name)
             outlet.finish()
 
@@ -149,11 +153,14 @@ def read_client_request(request: Any, *, traced: bool = False) -> RawRequest:
     Raises:
         BadRequest: an input of another number of elements, a parameter that was meant as an input, or an id that is not
             UTF-8, which Triton's HTTP frontend does not check.
+        TooLarge: an id that is too long.
     """
     try:
         request_id = request.request_id()
     except ValueError as error:
         raise BadRequest("id: not UTF-8") from error
+    if len(request_id) > MAX_NAME:
+        raise TooLarge(f"id: {len(request_id)} characters, the limit is {MAX_NAME}: send a shorter one")
     # W3C's header, which gRPC and HTTP clients give as a parameter of the request.
     traceparent = read_parameters(request).get("traceparent")
     given = read_bytes(request, CLIENT_INPUTS)

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from triton_omni.errors import StageName
-from triton_omni.ledger_layout import STAGES, LedgerError, own_tables, server_name, server_of, table_path
+from triton_omni.ledger_layout import STAGES, LedgerError, ledger_name, own_folders, server_of, table_path
 from triton_omni.serving.arguments import Parser, seconds, whole_number
 from triton_omni.serving.diagnosis import Finding, Sample, findings
 from triton_omni.serving.doctor_report import print_report
@@ -65,14 +65,12 @@ def server_of_process(pid: int) -> Server:
     """
     http_address, metrics_address = http_addresses(command_line(pid))
     metrics_url = f"http://{metrics_address}/metrics" if metrics_address else ""
-    return Server(f"server {pid}", metrics_url, table_path(server_name(pid)), http_address)
+    return Server(f"server {pid}", metrics_url, table_path(ledger_name(pid)), http_address)
 
 
 def running_servers() -> Iterator[Server]:
     """This user's servers in this process-id namespace, by their ledgers."""
-    for path in own_tables():
-        if "." in path.name:  # a draft, see `create_table`
-            continue
+    for path in own_folders():
         with contextlib.suppress(OSError):  # it ended this moment
             if (pid := server_of(path)) is not None:
                 yield server_of_process(pid)
@@ -80,7 +78,7 @@ def running_servers() -> Iterator[Server]:
 
 def leftovers() -> Iterator[Finding]:
     """Shared memory of this user that no running server has."""
-    for path in own_tables():
+    for path in own_folders():
         if server_of(path) is None:
             yield f"file/{path.name}", f"{path} is left of a server that is gone; the next start removes it"
     for region in stale_regions():

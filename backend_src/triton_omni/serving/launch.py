@@ -188,10 +188,10 @@ def start_unary(pb_utils: Any, args: dict[str, str], folder: Path) -> UnaryModel
     settings = _settings(folder, UnarySettings)
     # Every stub is a child of tritonserver.
     grpc_url = settings.grpc_url or own_grpc_url(command_line(os.getppid()))
-    from triton_omni.ledger_layout import server_name
+    from triton_omni.ledger_layout import ledger_name
     from triton_omni.serving.unary import UnaryModel
 
-    return UnaryModel(pb_utils, settings, grpc_url, server_name(os.getppid()))
+    return UnaryModel(pb_utils, settings, grpc_url, ledger_name(os.getppid()))
 
 
 def end_process(close: Callable[[], None]) -> None:
@@ -236,9 +236,9 @@ def _prepare_process() -> None:
 
 
 def _await_turn(stage: StageName) -> None:
-    from triton_omni.ledger_layout import server_name, wait_while_held
+    from triton_omni.ledger_layout import ledger_name, wait_while_held
 
-    wait_while_held(server_name(os.getppid()), stage, HELD_AT_MOST_S)
+    wait_while_held(ledger_name(os.getppid()), stage, HELD_AT_MOST_S)
 
 
 def _quiet_libraries() -> None:
@@ -337,8 +337,8 @@ def _facts(
 
 def _ledger(stage: StageName, facts: StageFacts) -> SessionLedger:
     from triton_omni.ledger import SessionLedger
-    from triton_omni.ledger_layout import remove_stale, server_name
+    from triton_omni.ledger_layout import ledger_name, remove_stale
 
     remove_stale()
     # Every stub is a child of tritonserver, whose process names the table.
-    return SessionLedger(server_name(os.getppid()), stage, facts)
+    return SessionLedger(ledger_name(os.getppid()), stage, facts)

@@ -6,6 +6,7 @@ It reads the table's file and maps nothing, so that who looks on can neither wri
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +77,10 @@ def read_ledger(path: Path) -> LedgerView:
 
     Raises:
         OSError: there is none.
-        LedgerError: the file is no table of this layout.
+        LedgerError: the file is no table of this layout, or not this user's alone.
     """
-    table = path.read_bytes()
+    with os.fdopen(layout.open_own(path, os.O_RDONLY), "rb") as file:
+        table = file.read()
     if len(table) != layout.TABLE_WORDS * layout.WORD:
         raise LedgerError(f"{path} has {len(table)} bytes, a ledger has {layout.TABLE_WORDS * layout.WORD}")
     with memoryview(table).cast("Q") as words:

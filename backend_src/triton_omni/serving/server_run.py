@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from triton_omni.ledger_layout import WATCHED, server_name
+from triton_omni.ledger_layout import WATCHED, ledger_name
 from triton_omni.serving.bounds import bounded
 from triton_omni.serving.draining import end_sessions
 from triton_omni.serving.guard import guarded_process
@@ -143,7 +143,7 @@ class ServerRun:
         """See to the stages of a server that is ready from here on."""
         # A server without stages has no table, and one that ended meanwhile is told by `check`.
         with contextlib.suppress(FileNotFoundError):
-            self._board = StageBoard(server_name(self.process.pid))
+            self._board = StageBoard(ledger_name(self.process.pid))
             tell = self._readiness.tell if self._readiness is not None else None
             self._reviver = StageReviver(self._board, self.launch.control, self._policy(), tell, self._end_at_once)
             self._reviver.start()

@@ -17,11 +17,11 @@ class StageBoard:
     """The table of one server.
 
     Args:
-        name: of the table (`ledger_layout.server_name`).
+        name: of the table (`ledger_layout.ledger_name`).
 
     Raises:
         FileNotFoundError: no stage of that server was ever loaded.
-        LedgerError: the file is no table of this layout.
+        LedgerError: the file is no table of this layout, or not this user's alone.
     """
 
     def __init__(self, name: str) -> None:

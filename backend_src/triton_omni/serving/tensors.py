@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -78,13 +78,28 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-def read_tensors(request: Any, counter: LinkCounter) -> dict[str, Value]:
-    """Every input of one Triton request by name."""
-    values = {tensor.name(): read_tensor(tensor) for tensor in request.inputs()}
-    for name, value in values.items():
-        if not isinstance(value, bytes):
-            counter.add(name, value)
-    return values
+class LinkInputs(Mapping[str, "Value"]):
+    """The inputs of one Triton request by name. Each is read when it is asked for: a message that no stage sent costs
+    no copy on the device.
+    """
+
+    def __init__(self, request: Any, counter: LinkCounter) -> None:
+        self._inputs = {tensor.name(): tensor for tensor in request.inputs()}
+        self._counter = counter
+        self._values: dict[str, Value] = {}
+
+    def __getitem__(self, name: str) -> Value:
+        if name not in self._values:
+            value = self._values[name] = read_tensor(self._inputs[name])
+            if not isinstance(value, bytes):
+                self._counter.add(name, value)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inputs)
+
+    def __len__(self) -> int:
+        return len(self._inputs)
 
 
 def write_tensor(pb_utils: Any, name: str, value: Sent) -> Any:

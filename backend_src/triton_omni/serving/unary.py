@@ -29,7 +29,7 @@ from tritonclient.utils import serialize_byte_tensor  # type: ignore[import-unty
 from triton_omni import errors
 from triton_omni.answer import Answer
 from triton_omni.errors import BadRequest, InternalError, OmniError, Overloaded
-from triton_omni.ledger_layout import PROTOCOL_VERSION, create_table, table_path
+from triton_omni.ledger_layout import PROTOCOL_VERSION, create_table
 from triton_omni.serving.endpoint import OWN_CHANNEL
 from triton_omni.serving.loss_watch import LossWatch
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
@@ -225,7 +225,7 @@ class UnaryModel:
 
 
 def _open_board(table: str) -> StageBoard:
-    create_table(table_path(table), PROTOCOL_VERSION)
+    create_table(table, PROTOCOL_VERSION)
     return StageBoard(table)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from triton_omni.engine import Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
+from triton_omni.engine import FinishReason, Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
 from triton_omni.errors import ErrorCode, InternalError, OmniError, TooLarge
 from triton_omni.figures import Figure
 from triton_omni.ledger import SessionLedger
@@ -40,6 +40,10 @@ from triton_omni.wire import (
     ThinkerReport,
     Value,
 )
+
+ORPHANED_S = 10.0
+"""How long a session that the thinker has ended waits for its error, which comes within milliseconds, or seconds on a
+machine that is too slow for its load."""
 
 
 @dataclass
@@ -84,6 +88,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._settings = settings
         self._engine = engine
         self._text_bos_id = text_bos_id
+        self._own_seal = ledger.seal("talker")
         self._pace = Pace()
         self._placer = Placer(ledger, "token2wav", device)
         self._spacing = Spacing(ledger)
@@ -148,7 +153,12 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         yield Figure("omni_codes_total", self._codes)
 
     def _parse(self, tensors: Mapping[str, Value]) -> ThinkerMessage:
-        return ThinkerMessage.from_tensors(tensors)
+        return ThinkerMessage.from_tensors(tensors, self._seal)
+
+    def _relay(self, message: ThinkerMessage, outlet: Outlet) -> None:
+        """Say that the session has come here: its caller is the ensemble (`thinker/callers.py`)."""
+        del outlet
+        self._ledger.mark_reached(message.key)
 
     def _held(self) -> int:
         return sum(session.outbox.held for session in list(self._open.values()))
@@ -160,7 +170,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         key = message.key
         if (held := self._unopened.pop(key, None)) is not None:
             self._give_back(key, held)
-        if message.kind == Kind.HEARTBEAT and key.name not in self._open and self._ledger.is_current(key):
+        if message.kind == Kind.HEARTBEAT and key.name not in self._open and self._ledger.holds(key):
             self._unopened[key] = outlet
         else:
             super()._receive(message, outlet, arrived_ns)
@@ -266,7 +276,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if output.finish_reason is not None:
             self._finish_codes(session, output.finish_reason)
 
-    def _finish_codes(self, session: _Open, reason: str) -> None:
+    def _finish_codes(self, session: _Open, reason: FinishReason) -> None:
         session.outbox.finish_tensors()
         accepted_ns = session.session.accepted_ns
         session.report = TalkerReport(
@@ -317,8 +327,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _send(self, session: _Open, message: TalkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.sequence += 1
-        stamped = msgspec.structs.replace(message, sent_ns=time.monotonic_ns())
-        session.outlet.send(stamped.to_tensors(), ready, functools.partial(self._lose, session))
+        stamped = msgspec.structs.replace(message, number=session.sequence, sent_ns=time.monotonic_ns())
+        session.outlet.send(stamped.to_tensors(self._own_seal), ready, functools.partial(self._lose, session))
 
     def _lose(self, session: _Open) -> None:
         """On the sending thread: count a message that Triton refused, and have its session end."""
@@ -334,10 +344,22 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if self._ledger.is_over(session.key):
             self._close(session)
             return IDLE_POLL_S
+        if self._ledger.closed(session.key, "thinker"):
+            self._await_failure(session)
         # token2wav may want fewer than when they came, or have made room.
         self._place(session)
         self._flush(session)
         return SOON_S if session.outbox.waiting or session.thinker is not None else IDLE_POLL_S
+
+    def _await_failure(self, session: _Open) -> None:
+        """The thinker ends before this stage only with an error, which is on its way here, or was kept by a client that
+        called the stages by itself.
+        """
+        now = time.monotonic_ns()
+        session.orphaned_ns = session.orphaned_ns or now
+        only_open = self._ledger.in_transit(session.key, "thinker", "talker") == 1
+        if only_open or now - session.orphaned_ns > ORPHANED_S * 1e9:
+            self._fail(session, InternalError("the thinker ended the session without a last message", stage="talker"))
 
     def _fail(self, session: _Open, error: OmniError) -> None:
         self._relay_failure(session, Failure.of(error, "talker"))

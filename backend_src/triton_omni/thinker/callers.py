@@ -2,9 +2,10 @@
 """Tells who called the thinker: the ensemble, or a client by the stage's own name, which Triton forbids nobody.
 
 A client that names no outputs asks for all that a model has, and so for one that no ensemble asks for: it is refused at
-once. One that names the ensemble's is found out by what comes of its session. In an ensemble all that the thinker sends
-reaches the talker, which says in the ledger that it has it. Of a client that called the thinker itself the talker hears
-nothing: it gets what the talker should have had, and would hold a session.
+once. One that names the ensemble's gets what the talker should have had, and would hold a session. It is found out by
+that: the talker says in the ledger which sessions have reached it, and no client can write there. A client that passes
+the messages on as the ensemble does reaches it, and has what a client of the ensemble has: one session, until its
+deadline at the latest.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from triton_omni.ledger import SessionLedger
 from triton_omni.wire import SessionKey
 
 UNHEARD_FOR_S: Final = 20.0
-"""So long a talker whose loop turns has nothing of a session. A message takes milliseconds, but those of ten sessions
-have waited for more than five seconds before a talker that got a fifth of two slow cores; and a caller of the ensemble
-that is turned away leaves its request in Triton."""
+"""So long a talker that runs has had nothing of a session. A message takes milliseconds, but those of ten sessions have
+waited for more than five seconds before a talker that got a fifth of two slow cores; and a caller of the ensemble that
+is turned away leaves its request in Triton."""
 _TURNS_S: Final = 1.0
-"""A loop that is silent for longer is in a long step and may have what it has not taken up."""
+"""A talker whose loop is silent for longer may stand still as a whole."""
 
 CALLED_BY_NAME: Final = "CALLED_BY_NAME"
 """Output of the thinker that the ensemble leaves out. Triton's ensemble asks for what it maps, and for nothing else."""
@@ -34,7 +35,6 @@ class Caller:
     """What is known of the caller of one session; of the thinker's loop alone."""
 
     def __init__(self) -> None:
-        self._heard = False
         self._since_ns = 0
 
     def is_stranger(self, ledger: SessionLedger, key: SessionKey, sent: int, now_ns: int) -> bool:
@@ -43,13 +43,12 @@ class Caller:
         Args:
             ledger: of the thinker.
             key: of the session.
-            sent: messages of it that have left; the talker gives the first one back when it has the second.
+            sent: messages of it that have left.
             now_ns: monotonic.
         """
-        self._heard = self._heard or bool(ledger.returned(key, "talker") or ledger.consumed(key, "talker"))
-        if self._heard:
+        if ledger.has_reached(key, "talker"):
             return False
-        if sent < 2 or ledger.silent_for("talker") > _TURNS_S:
+        if not sent or ledger.silent_for("talker") > _TURNS_S:
             self._since_ns = 0
             return False
         self._since_ns = self._since_ns or now_ns

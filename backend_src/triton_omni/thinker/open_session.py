@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from triton_omni.engine import ThinkerOutput
+from triton_omni.engine import FinishReason, ThinkerOutput
 from triton_omni.errors import OmniError, StageName
 from triton_omni.ledger import SessionLedger
 from triton_omni.ledger_layout import STAGES
@@ -21,6 +21,9 @@ from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage,
 
 STILL_S = 1.0
 """A later stage whose loop has not turned for so long is in a long step, or hangs."""
+
+HELD_UP_AT_MOST_S = 60.0
+"""So long after its deadline a session waits for a stage that stands still; the supervisor ends that after 30 s."""
 
 FORGET_AFTER_S = 5.0
 """After this, a slot whose later stages stay silent is used again; its generation keeps late messages out."""
@@ -118,12 +121,16 @@ class OpenSession:
         """Whether it ended so long ago that nobody waits for the other stages any more."""
         return now_ns - self.ended_ns >= FORGET_AFTER_S * 1e9
 
-    def is_held_up(self, ledger: SessionLedger) -> bool:
-        """Whether a later stage that has the session stands still. An error would not come through it; and should it be
-        ended, nobody but the thinker, with its request still open, could tell the client.
+    def is_overdue(self, ledger: SessionLedger, now_ns: int) -> bool:
+        """Whether its deadline has passed, and no later stage that has it stands still. Through such a stage an error
+        would not come; and should that be ended, nobody but the thinker, with its request still open, could tell the
+        client. Where nobody ends it the session does not wait for it for ever.
         """
+        if now_ns < self.deadline_ns:
+            return False
         later: tuple[StageName, ...] = ("talker", "token2wav") if self.session is not None else ()
-        return any(ledger.silent_for(stage) > STILL_S for stage in later)
+        still = any(ledger.silent_for(stage) > STILL_S for stage in later)
+        return not still or now_ns - self.deadline_ns > HELD_UP_AT_MOST_S * 1e9
 
     def place(self, placer: Placer) -> None:
         """Have rows leave by the talker's ring: the reply's, but for the first, with which the talker begins."""
@@ -146,7 +153,7 @@ class OpenSession:
         if output.finish_reason is not None:
             self._finish_reply(output.finish_reason, output.stop_string)
 
-    def _finish_reply(self, reason: str, stop_string: str | None) -> None:
+    def _finish_reply(self, reason: FinishReason, stop_string: str | None) -> None:
         self.outbox.finish_tensors()
         self.outbox.finish_text()
         self.report = ThinkerReport(

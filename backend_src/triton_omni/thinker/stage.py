@@ -86,6 +86,7 @@ class ThinkerStage:
         self._settings = settings
         self._engine = engine
         self._ledger = ledger
+        self._seal = ledger.seal("thinker")
         self._slots = Slots(ledger, settings.max_sessions)
         self._device = device
         self._hidden_size, self._dtype = hidden_size, dtype
@@ -300,9 +301,9 @@ class ThinkerStage:
         session.left_ns = time.monotonic_ns()
         session.sequence += message.kind != Kind.HEARTBEAT
         session.sent += 1
-        stamped = msgspec.structs.replace(message, sent_ns=session.left_ns)
+        stamped = msgspec.structs.replace(message, number=session.sent, sent_ns=session.left_ns)
         lost = functools.partial(self._lose, session, message.kind)
-        session.outlet.send(stamped.to_tensors(self._hidden_size, self._dtype), ready, lost)
+        session.outlet.send(stamped.to_tensors(self._hidden_size, self._dtype, self._seal), ready, lost)
 
     def _lose(self, session: OpenSession, kind: Kind) -> None:
         """On the sending thread: count a message that Triton refused, and have its session end; a heartbeat is none."""
@@ -325,7 +326,7 @@ class ThinkerStage:
             return self._try_leave(session, session.refusal, late=session.is_late(now))
         elif session.ended_ns:
             return self._try_release(session, now)
-        elif self._ledger.awaits_talker(session.key):
+        elif self._ledger.awaits_talker(session.key) and not session.is_overdue(self._ledger, now):
             return SOON_S
         elif self._ledger.is_over(session.key):
             # If by a failure that has not reached token2wav, that of the talker.
@@ -335,7 +336,7 @@ class ThinkerStage:
             self._drop(session)
             session.session = None
             self._answer_error(session, callers.refusal(session.label))
-        elif now >= session.deadline_ns and not session.is_held_up(self._ledger):
+        elif session.is_overdue(self._ledger, now):
             seconds = (session.deadline_ns - session.accepted_ns) / 1e9
             self._fail(session, DeadlineExceeded(f"timeout: {seconds:g} s have passed", stage="thinker"))
         else:

@@ -81,7 +81,6 @@ class _Open(LinkSession):
     ending: TalkerMessage | None = None
     error: OmniError | None = None
     error_ns: int = 0
-    orphaned_ns: int = 0
     upstream_busy_ns: int = 0
     """When a stage before this one was last seen in a long step."""
 
@@ -145,7 +144,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             yield from times.figures(name)
 
     def _parse(self, tensors: Mapping[str, Value]) -> TalkerMessage:
-        return TalkerMessage.from_tensors(tensors)
+        return TalkerMessage.from_tensors(tensors, self._seal)
 
     def _relay(self, message: TalkerMessage, outlet: Outlet) -> None:
         if message.kind == Kind.OPEN:

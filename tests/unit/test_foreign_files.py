@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Another user of the machine: what he makes first is refused, what is ours he cannot open, name or guess."""
+
+import _posixshmem
+import contextlib
+import errno
+import multiprocessing
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from triton_omni import ledger_layout as layout
+from triton_omni.bell import Bell
+from triton_omni.ledger import SessionLedger, StageFacts
+from triton_omni.ledger_layout import LedgerError, ledger_name, own_folder, own_folders, remove_stale, table_path
+from triton_omni.placing import Placer
+from triton_omni.ring import find_ring, offer_ring
+from triton_omni.serving.ledger_view import read_ledger
+from triton_omni.serving.stage_board import StageBoard
+from triton_omni.wire import PROTOCOL_VERSION
+
+pytestmark = [
+    pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+]
+
+CPU = torch.device("cpu")
+FORK = multiprocessing.get_context("fork")
+NOBODY = 65534
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """A folder like /dev/shm, in which everybody may make files."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o1777)
+    monkeypatch.setattr(layout, "_SHARED_MEMORY", folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def name(shared):
+    return f"triton-omni-{os.getuid()}-{layout.process_namespace()}-4194304-1-0a"
+
+
+def by_nobody(act, *given):
+    """What `act` returns, or the number of the system's error, in a process of another user."""
+    results = FORK.SimpleQueue()
+
+    def run():
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        try:
+            results.put(act(*given))
+        except OSError as error:
+            results.put(error.errno)
+
+    process = FORK.Process(target=run)
+    process.start()
+    process.join(WAIT_S)
+    assert process.exitcode == 0
+    return results.get()
+
+
+def make_folder(path, mode):
+    os.umask(0)
+    path.mkdir(mode=mode)
+
+
+def make_whole_ledger(path):
+    """One that says that the server leaves."""
+    layout.create_table(path.name, PROTOCOL_VERSION)
+    words = memoryview(layout.map_table(path / "ledger")).cast("Q")
+    words[layout.LEAVING] = layout.DRAINING
+
+
+MADE_FIRST = {
+    "a folder for all": lambda path: make_folder(path, 0o777),
+    "a folder for himself": lambda path: make_folder(path, 0o700),
+    "a file": lambda path: path.touch(),
+    "a link to a folder of ours": lambda path: path.symlink_to("/root"),
+    "a link to nothing": lambda path: path.symlink_to("/nowhere"),
+    "a whole ledger": make_whole_ledger,
+}
+USES = {
+    "a stage": lambda name: SessionLedger(name, "thinker", StageFacts(1)),
+    "a bell": lambda name: Bell(name, "talker", lambda: None),
+    "a ring": lambda name: offer_ring(name, "talker", 1, shape=(1, 1), dtype=torch.int32, device=CPU),
+    "who looks for a ring": lambda name: find_ring(name, "talker", 1, CPU),
+    "the supervisor": StageBoard,
+    "the doctor": lambda name: read_ledger(table_path(name)),
+    "a stage that waits": lambda name: layout.wait_while_held(name, "thinker", WAIT_S),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("made", MADE_FIRST)
+def test_what_another_user_made_first_is_refused_by_a_sentence(shared, name, made, use):
+    by_nobody(MADE_FIRST[made], shared / name)
+    with pytest.raises(LedgerError) as refused:
+        USES[use](name)
+    told = rf"{shared / name} belongs to user {NOBODY} and has mode .{{10}}; this server needs one that belongs to its "
+    told += "user, 0, and that nobody else may open: remove it, then start the server again"
+    assert re.fullmatch(told, str(refused.value))
+
+
+@pytest.mark.parametrize("use", [use for use in USES if use.startswith(("the", "who", "a stage that"))])
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666, 0o602])
+def test_a_file_that_others_may_open_is_refused(name, use, mode):
+    SessionLedger(name, "talker")
+    offer_ring(name, "talker", 1, shape=(1, 1), dtype=torch.int32, device=CPU)
+    for file in own_folder(name).iterdir():
+        file.chmod(mode)
+    with pytest.raises(LedgerError, match="that nobody else may open: remove it"):
+        USES[use](name)
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o701, 0o777])
+def test_a_folder_that_others_may_open_is_refused(name, mode):
+    own_folder(name).chmod(mode)
+    with pytest.raises(LedgerError, match=f"{name} belongs to user 0 and has mode"):
+        SessionLedger(name, "thinker")
+
+
+def test_rows_go_by_messages_where_the_ring_is_another_user_s(name, caplog):
+    ledger = SessionLedger(name, "thinker", StageFacts(1))
+    placer = Placer(ledger, "talker", CPU)
+    offered = table_path(name).with_name("talker-ring")
+    offered.touch()
+    os.chown(offered, NOBODY, NOBODY)
+    placer.look(10**12)
+    assert "slower: " in caplog.text
+    assert f"belongs to user {NOBODY}" in caplog.text
+    placer.close()
+    ledger.close()
+
+
+@contextlib.contextmanager
+def server(name):
+    ledger = SessionLedger(name, "talker", StageFacts(1))
+    offer_ring(name, "talker", 1, shape=(1, 1), dtype=torch.int32, device=CPU)
+    heard = []
+    bell = Bell(name, "talker", lambda: heard.append(1))
+    yield heard
+    bell.close()
+    ledger.close()
+
+
+def ring(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rope:
+        rope.sendto(b"", str(path))
+
+
+def test_another_user_opens_nothing_of_ours(name):
+    with server(name) as heard:
+        folder = table_path(name).parent
+        assert sorted(path.name for path in folder.iterdir()) == ["ledger", "talker-bell", "talker-ring"]
+        for file in ("ledger", "talker-ring"):
+            assert by_nobody(os.open, folder / file, os.O_RDONLY) == errno.EACCES
+        assert by_nobody(os.listdir, folder) == errno.EACCES
+        assert by_nobody(ring, folder / "talker-bell") == errno.EACCES
+        assert by_nobody(os.rename, folder, folder.with_name("x")) in (errno.EPERM, errno.EACCES)
+        assert not heard
+
+
+def test_another_user_cannot_compute_the_name():
+    assert by_nobody(ledger_name, os.getpid()) == errno.EACCES
+    assert by_nobody(layout.process_id, layout.server_name(os.getpid())) == os.getpid(), "the rest of it he can"
+
+
+def test_no_two_servers_have_the_same_random_part():
+    parts = set()
+    for _ in range(3):
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+            found = ledger_name(process.pid)
+            assert found == ledger_name(process.pid)
+            assert found.startswith(f"{layout.server_name(process.pid)}-")
+            parts.add(found.rpartition("-")[2])
+            process.communicate(b"\n")
+    assert len(parts) == 3
+
+
+def test_what_another_user_named_like_ours_is_left_alone(shared, name):
+    by_nobody(make_whole_ledger, shared / name)
+    own_folder(f"{name}b")
+    assert [path.name for path in own_folders()] == [f"{name}b"]
+    assert remove_stale() == [f"{name}b"]
+    assert (shared / name / "ledger").exists()
+
+
+def test_no_name_of_shared_memory_reaches_the_ledger(monkeypatch):
+    """By such a name a client has Triton map a file of /dev/shm."""
+    monkeypatch.setattr(layout, "_SHARED_MEMORY", Path("/dev/shm"))
+    name = f"triton-omni-test-{os.getpid()}"
+    ledger = SessionLedger(name, "thinker", StageFacts(1))
+    try:
+        for key in (f"/{name}/ledger", f"{name}/ledger", f"//{name}/./ledger", f"/{name}"):
+            with pytest.raises(OSError, match="Invalid argument"):
+                _posixshmem.shm_open(key, os.O_RDWR, mode=0)
+    finally:
+        ledger.close()
