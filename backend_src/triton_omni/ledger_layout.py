@@ -3,7 +3,7 @@
 
 Layout (unsigned 64-bit words): the header, a block a stage, one record a slot, then the unary model's block. Every word
 has one writing process. The table is in a folder of its server's own, with the offers of the rings (`ring.py`) and the
-sockets of the bells (`bell.py`): the folder's name cannot be guessed, and only the server's user may open what is in it.
+sockets of the bells (`bell.py`). Nobody can guess the folder's name, and only the server's user may open what is in it.
 It imports nothing heavy: the supervisor reads the table without torch.
 """
 

@@ -264,7 +264,7 @@ def test_the_ledger_has_its_process_and_the_requests_that_only_it_can_end(serve,
 
 def test_a_table_that_a_stage_has_made_is_left_as_it_is(serve, monkeypatch, tmp_path):
     monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", tmp_path)
-    ledger_layout.create_table(ledger_layout.table_path("table"), ledger_layout.PROTOCOL_VERSION)
+    ledger_layout.create_table("table", ledger_layout.PROTOCOL_VERSION)
     board = StageBoard("table")
     board.hold("unary", True)
     serve(speaking, table="table")
