@@ -123,7 +123,7 @@ class ServerRun:
 
     @property
     def losses(self) -> int:
-        """How often a process of a stage or of the unary model died."""
+        """How often a process died that leaves requests in Triton which never end."""
         return self._reviver.losses if self._reviver is not None else 0
 
     @property
@@ -215,9 +215,10 @@ class ServerRun:
         """Have Triton end all models; whether it took that on.
 
         Told to stop, Triton waits for every client that holds a gRPC stream open, also for one without a request; since
-        2.58 before it unloads the models. So they leave first, and then nothing is lost with such a client.
+        2.58 before it unloads the models. So they leave first, and then nothing is lost with such a client. Not while a
+        stage is loaded, which Triton may finish first.
         """
-        if self._board is None:
+        if self._board is None or (self._reviver is not None and self._reviver.is_reviving):
             return False
         try:
             for name in reversed(WATCHED):

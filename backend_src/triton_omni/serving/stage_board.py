@@ -71,8 +71,7 @@ class StageBoard:
 
     def mark_lost(self, stage: StageName) -> None:
         """`stage` has died: the others end what they share with it, and begin nothing until it is loaded again."""
-        if stage != "unary":
-            self._words[layout.LOSSES[stage]] = self.epoch(stage)
+        self._words[layout.LOSSES[stage]] = self.epoch(stage)
 
     def hold(self, stage: StageName, held: bool) -> None:
         """Whether the next process of `stage` waits before it loads anything (`ledger_layout.wait_while_held`)."""
