@@ -241,7 +241,7 @@ class ServerRun:
             if not stages_left:
                 last_stage = time.monotonic()
             if not told and (stages_left or waited_s > exit_timeout_s):
-                told = True
+                told, last_stage = True, time.monotonic()
                 self.process.terminate()
             elif time.monotonic() - last_stage > _ALONE_S:
                 print("nothing is left to do; clients that hold a stream open are cut off", file=sys.stderr, flush=True)
