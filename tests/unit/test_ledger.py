@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from triton_omni import ledger_layout as layout
 from triton_omni.ledger import Placed, SessionLedger, Slots, StageFacts
 from triton_omni.ledger_layout import CAPACITY, LedgerError, own_folder, remove_stale, server_name
+from triton_omni.serving.stage_board import StageBoard
 from triton_omni.tally import Ending
 from triton_omni.wire import SessionKey
 
 STAGES = ("thinker", "talker", "token2wav")
+ORDERS = list(itertools.permutations(STAGES))
 FORK = multiprocessing.get_context("fork")
 WAIT_S = 20.0
 
@@ -540,3 +542,20 @@ def test_the_last_model_to_leave_removes_the_file(name, last):
         assert ledger.path.exists()
     ledgers[-1].close()
     assert not ledgers[-1].path.exists()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_sessions_have_nobody_to_end_them_once_the_last_stage_has_died(order, name, monkeypatch, tmp_path):
+    monkeypatch.setattr(layout, "_SHARED_MEMORY", tmp_path)
+    layout.create_table(layout.table_path(name), layout.PROTOCOL_VERSION)
+    board, left_open = StageBoard(name), []
+    with contextlib.ExitStack() as running:
+        stages = {stage: running.enter_context(subprocess.Popen(["sleep", "60"])) for stage in STAGES}
+        for stage, process in stages.items():
+            board._words[layout.PIDS[stage]] = process.pid
+        for stage in order:
+            stages[stage].kill()
+            os.waitid(os.P_PID, stages[stage].pid, os.WEXITED | os.WNOWAIT)  # dead, and kept by its parent
+            left_open.append(board.leaves_open(stage))
+    assert left_open == [False, False, True]
+    board.close()

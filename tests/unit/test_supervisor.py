@@ -305,7 +305,7 @@ def test_the_regions_of_servers_that_were_killed_with_their_supervisors_go_at_th
 
 @contextlib.contextmanager
 def one_stage(server: Supervisor) -> Iterator[subprocess.Popen[bytes]]:
-    """The only stage of a server that was started; it can be killed."""
+    """A stage of a server that was started, beside one that lives as long as the test; it can be killed."""
     name = ledger_layout.ledger_name(server.pid)
     table = ledger_layout.table_path(name)
     ledger_layout.create_table(name, 1)
@@ -314,6 +314,8 @@ def one_stage(server: Supervisor) -> Iterator[subprocess.Popen[bytes]]:
         block = ledger_layout.BLOCKS["talker"]
         words[block + ledger_layout.EPOCH], words[block + ledger_layout.PID] = 1, stage.pid
         words[block + ledger_layout.BEAT] = time.monotonic_ns()
+        words[ledger_layout.PIDS["thinker"]] = os.getpid()  # a stage that is left
+        words[ledger_layout.BLOCKS["thinker"] + ledger_layout.BEAT] = time.monotonic_ns()
         server.wait_ready()
         yield stage
         server.stop()

@@ -216,7 +216,7 @@ class StageReviver:
         self.ended_for: str | None = None
         """Why the server was ended and has to be started again; None = it was not."""
         self.losses = 0
-        """How often a stage's process died; each leaves requests in Triton that never end."""
+        """How often a process died that leaves requests in Triton which never end."""
 
     @property
     def is_reviving(self) -> bool:
@@ -307,12 +307,13 @@ class StageReviver:
         """Tell of a process that has died: by errors of the other stages, or by the server's end, at which its clients'
         connections break.
         """
-        self.losses += 1
         if self._policy.whole_server or self._board.leaves_open(stage):
+            self.losses += 1
             self._stopping.set()
             self.ended_for = f"{stage}: {cause}"
             self._end_server()
-        else:
+        elif stage != "unary":
+            self.losses += 1
             self._board.mark_lost(stage)
 
     # On a thread a stage.

@@ -125,7 +125,7 @@ class ServerRun:
 
     @property
     def losses(self) -> int:
-        """How often a process of a stage or of the unary model died."""
+        """How often a process died that leaves requests in Triton which never end."""
         return self._reviver.losses if self._reviver is not None else 0
 
     @property
@@ -217,9 +217,10 @@ class ServerRun:
         """Have Triton end all models; whether it took that on.
 
         Told to stop, Triton waits for every client that holds a gRPC stream open, also for one without a request; since
-        2.58 before it unloads the models. So they leave first, and then nothing is lost with such a client.
+        2.58 before it unloads the models. So they leave first, and then nothing is lost with such a client. Not while a
+        stage is loaded, which Triton may finish first.
         """
-        if self._board is None:
+        if self._board is None or (self._reviver is not None and self._reviver.is_reviving):
             return False
         try:
             for name in reversed(WATCHED):
@@ -242,7 +243,7 @@ class ServerRun:
             if not stages_left:
                 last_stage = time.monotonic()
             if not told and (stages_left or waited_s > exit_timeout_s):
-                told = True
+                told, last_stage = True, time.monotonic()
                 self.process.terminate()
             elif time.monotonic() - last_stage > _ALONE_S:
                 print("nothing is left to do; clients that hold a stream open are cut off", file=sys.stderr, flush=True)

@@ -62,13 +62,16 @@ class StageBoard:
         return any(self._is_overdue(slot, stage) for slot in range(layout.CAPACITY))
 
     def leaves_open(self, stage: StageName) -> bool:
-        """Whether its process, if it has died, had requests that no other could end: those of the unary model."""
-        return stage == "unary" and self._words[layout.UNARY_OPEN] > 0
+        """Whether its process, if it has died, had requests that no other can end: those of the unary model, and all
+        sessions where no stage is left.
+        """
+        if stage == "unary":
+            return self._words[layout.UNARY_OPEN] > 0
+        return not any(layout.is_running(self.pid(other)) for other in layout.STAGES)
 
     def mark_lost(self, stage: StageName) -> None:
         """`stage` has died: the others end what they share with it, and begin nothing until it is loaded again."""
-        if stage != "unary":
-            self._words[layout.LOSSES[stage]] = self.epoch(stage)
+        self._words[layout.LOSSES[stage]] = self.epoch(stage)
 
     def hold(self, stage: StageName, held: bool) -> None:
         """Whether the next process of `stage` waits before it loads anything (`ledger_layout.wait_while_held`)."""

@@ -95,7 +95,7 @@ class Supervisor:
 
     @property
     def losses(self) -> int:
-        """How often a process of a stage or of the unary model died."""
+        """How often a process died that leaves requests in Triton which never end."""
         return self._earlier_losses + (self._run.losses if self._run is not None else 0)
 
     def start(self) -> None:
