@@ -37,7 +37,7 @@ JSON, FORM = "application/json", "application/x-www-form-urlencoded"
 WAYS = ("generate", "generate_stream", "infer")
 BRACKETS = BODY_BYTES // 64 + (1 << 20)
 UNPACKED_MIB = 96.0
-"""What a refused compressed body may leave in tritonserver; unpacked it would be a thousand."""
+"""What a refused compressed body may leave in tritonserver; unpacked it would be 400."""
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_a_body_above_the_limit_is_refused(serves: Served, times: float, way: st
 def test_the_client_tells_of_it_as_of_every_limit(serves: Served) -> None:
     client = HttpClient(f"http://{serves.supervisor.http_url}")
     with pytest.raises(TooLarge, match=r"limits\.max_body_bytes.*gRPC"):
-        client.say("what is this?", [Media("audio", bytes(BODY_BYTES))])
+        client.say("what is this?", [Media("audio", bytes(5 << 20))] * 2)
 
 
 def test_requests_on_one_connection_are_counted_one_by_one(serves: Served) -> None:
@@ -204,7 +204,7 @@ MANY: Mapping[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", MANY)
-@pytest.mark.parametrize("count", [1025, 200_000])
+@pytest.mark.parametrize("count", [1025, 100_000])
 def test_a_request_of_many_parts_is_refused_over_http(serves: Served, count: int, name: str) -> None:
     """Each was looked up among all: 40,000 took an HTTP thread 13 s, and time grew by the square."""
     way, body = MANY[name]
@@ -217,7 +217,7 @@ def test_a_request_of_many_parts_is_refused_over_http(serves: Served, count: int
 
 
 @pytest.mark.parametrize("model", [MODEL, UNARY_MODEL])
-@pytest.mark.parametrize("count", [1025, 200_000])
+@pytest.mark.parametrize("count", [1025, 100_000])
 def test_a_request_of_many_parts_is_refused_over_grpc(serves: Served, count: int, model: str) -> None:
     message = infer_request({"text_input": [b"hello"]}, model)
     for number in range(count):
@@ -226,7 +226,7 @@ def test_a_request_of_many_parts_is_refused_over_grpc(serves: Served, count: int
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-@pytest.mark.parametrize(("times", "refused"), [(0.5, False), (1.1, True), (125, True)])
+@pytest.mark.parametrize(("times", "refused"), [(0.5, False), (1.1, True), (50, True)])
 def test_a_compressed_body_is_unpacked_up_to_the_limit(
     serves: Served, times: float, refused: bool, encoding: str
 ) -> None:
@@ -249,7 +249,7 @@ def test_nested_json_is_refused_when_it_comes_packed(serves: Served, encoding: s
 
 @pytest.mark.parametrize("model", [MODEL, UNARY_MODEL])
 @pytest.mark.parametrize("encoding", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-@pytest.mark.parametrize(("times", "refused"), [(0.5, False), (1.1, True), (125, True)])
+@pytest.mark.parametrize(("times", "refused"), [(0.5, False), (1.1, True), (50, True)])
 def test_a_compressed_message_is_unpacked_up_to_the_limit(
     serves: Served, times: float, refused: bool, encoding: grpc.Compression, model: str
 ) -> None:

@@ -547,7 +547,7 @@ def test_the_last_model_to_leave_removes_the_file(name, last):
 @pytest.mark.parametrize("order", ORDERS)
 def test_sessions_have_nobody_to_end_them_once_the_last_stage_has_died(order, name, monkeypatch, tmp_path):
     monkeypatch.setattr(layout, "_SHARED_MEMORY", tmp_path)
-    layout.create_table(layout.table_path(name), layout.PROTOCOL_VERSION)
+    layout.create_table(name, layout.PROTOCOL_VERSION)
     board, left_open = StageBoard(name), []
     with contextlib.ExitStack() as running:
         stages = {stage: running.enter_context(subprocess.Popen(["sleep", "60"])) for stage in STAGES}
