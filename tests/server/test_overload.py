@@ -25,7 +25,7 @@ from server.probes import SLOW_THINKER
 from server.serving import STAGES, TINY, Served, resident_bytes, wait_for
 from triton_omni.device import gpu_count
 from triton_omni.errors import StageName
-from triton_omni.ledger_layout import server_name
+from triton_omni.ledger_layout import ledger_name
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni_client import BadRequest, OmniClient, Overloaded, Reply, Request, Retry, TooLarge
 from triton_omni_client.messages import MODEL
@@ -195,7 +195,7 @@ def seconds_of(server: Served, request: Request) -> float:
 
 
 def sessions_of(server: Served) -> int:
-    board = StageBoard(server_name(server.supervisor.pid))
+    board = StageBoard(ledger_name(server.supervisor.pid))
     try:
         return board.open_sessions()
     finally:
@@ -250,7 +250,7 @@ def test_a_slow_stage_slows_the_others_down_and_loses_nothing(server: Served, st
         name: server.client.stream(replace(request, request_id="")).collect()
         for name, request in list(asked.items())[:2]
     }
-    board = StageBoard(server_name(server.supervisor.pid))
+    board = StageBoard(ledger_name(server.supervisor.pid))
     pid = board.pid(stage)
     board.close()
     patience = Retry(attempts=40)
