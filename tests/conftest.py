@@ -66,6 +66,7 @@ UNHURRIED = {
         "sessions.py",
         "shared_media.py",
         "start.py",
+        "strangers.py",
         "surface.py",
     )
 }

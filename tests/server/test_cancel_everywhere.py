@@ -27,7 +27,7 @@ from server.probes import (
 )
 from server.serving import STAGES, TINY, Served, check_in_time, in_time_once, note_figures, wait_for
 from server.test_cancel import LONG_PROMPT, WAYS, longest_step
-from triton_omni.ledger_layout import server_name
+from triton_omni.ledger_layout import ledger_name
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni_client import Request
 
@@ -148,7 +148,7 @@ def test_whoever_goes_away_leaves_nothing_behind(server: Served, ways: dict[str,
 @contextmanager
 def sessions_beside(server: Served, crowd: int) -> Iterator[StageBoard]:
     """The board of the sessions while so many others generate, and no more."""
-    board = StageBoard(server_name(server.supervisor.pid))
+    board = StageBoard(ledger_name(server.supervisor.pid))
     with ExitStack() as stack:
         stack.callback(board.close)
         wait_for(lambda: board.open_sessions() == 0, board.open_sessions)

@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from media_samples import audio_file, image_file
 from server.probes import CRAWLING_THINKER
 from server.serving import Served, wait_for
-from triton_omni.wire import PROTOCOL_VERSION
+from triton_omni.wire import PROTOCOL_VERSION, Seal
 from triton_omni_client import Overloaded, Reply, Request
 from triton_omni_client.audio import Pcm16Decoder, wav_header
 from triton_omni_client.messages import MODEL, UNARY_MODEL
@@ -289,9 +289,10 @@ def test_no_free_session_is_refused_with_a_time_to_retry_and_the_next_request_is
 
 
 def forged(version: int = PROTOCOL_VERSION, slot: int = 0, **fields: Any) -> bytes:
-    """META of a message of nobody's session."""
-    key = {"slot": slot, "generation": 1, "nonce": "0" * 32}
-    return bytes([version]) + msgspec.msgpack.encode({"key": key, **fields})
+    """META of a message of nobody's session, with a seal that is no stage's."""
+    key = {"slot": slot, "generation": 1}
+    content = bytes([version]) + msgspec.msgpack.encode({"key": key, **fields})
+    return Seal(bytes(32), "thinker").sign(content)
 
 
 FORGED = {

@@ -36,7 +36,7 @@ from server.probes import (
 )
 from server.serving import NEVER_S, STAGES, TINY, Served, note_figures, serve, wait_for
 from triton_omni.errors import StageName
-from triton_omni.ledger_layout import server_name
+from triton_omni.ledger_layout import ledger_name
 from triton_omni.serving.revival import RevivalPolicy
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni_client import Internal, OmniClientError, Overloaded, Reply, Request
@@ -88,8 +88,8 @@ def crashing(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """One server for all crashes; its stop shows that none of them is in its way."""
     with serve(tmp_path_factory.mktemp("crashes"), tiny_checkpoint, SETTINGS, revival=IMPATIENT) as server:
         supervisor = server.supervisor
-        table, regions = SHARED_MEMORY / server_name(supervisor.pid), supervisor.regions
-        assert len(list(SHARED_MEMORY.glob(f"{table.name}.*-ring"))) == 2
+        table, regions = SHARED_MEMORY / ledger_name(supervisor.pid), supervisor.regions
+        assert len(list(table.glob("*-ring"))) == 2
         board = StageBoard(table.name)
         yield Crashing(server, board, ask(server, BEFORE))
         board.close()

@@ -9,13 +9,13 @@ import pytest
 
 from server.serving import STAGES, Served
 from triton_omni.errors import StageName
-from triton_omni.ledger_layout import server_name
+from triton_omni.ledger_layout import ledger_name
 from triton_omni.serving.stage_board import StageBoard
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_has_no_threads_that_wait_for_processes_which_there_are_not(server: Served, stage: StageName) -> None:
-    board = StageBoard(server_name(server.supervisor.pid))
+    board = StageBoard(ledger_name(server.supervisor.pid))
     threads = [file.read_text().strip() for file in Path(f"/proc/{board.pid(stage)}/task").glob("*/comm")]
     board.close()
     assert len(threads) > 3

@@ -84,7 +84,7 @@ def open_sessions(servers: list[Served]) -> list[int]:
 
 
 def test_servers_of_one_host_share_nothing(servers: list[Served]) -> None:
-    tables = [ledger_layout.table_path(ledger_layout.server_name(server.supervisor.pid)) for server in servers]
+    tables = [ledger_layout.table_path(ledger_layout.ledger_name(server.supervisor.pid)) for server in servers]
     assert len(set(tables)) == 2
     assert all(table.exists() for table in tables)
     assert len({server.supervisor.regions for server in servers}) == 2

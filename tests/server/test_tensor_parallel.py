@@ -20,7 +20,7 @@ from server.probes import SLOW_THINKER
 from server.serving import TINY, Served, serve, wait_for
 from server.test_mixed_media import CHATS
 from triton_omni.device import gpu_count
-from triton_omni.ledger_layout import server_name
+from triton_omni.ledger_layout import ledger_name
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni_client import Internal
 
@@ -44,7 +44,7 @@ def split(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def thinker(server: Served) -> int:
-    board = StageBoard(server_name(server.supervisor.pid))
+    board = StageBoard(ledger_name(server.supervisor.pid))
     try:
         return board.pid("thinker")
     finally:

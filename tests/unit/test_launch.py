@@ -224,13 +224,16 @@ def test_token2wav_starts_answers_and_closes(omni_model, folder, shared_memory):
     assert list(shared_memory.iterdir()) == []
 
 
-@pytest.mark.parametrize(("ring", "files"), [("auto", 1), ("true", 2), ("false", 1)])
+@pytest.mark.parametrize(
+    ("ring", "files"), [("auto", []), ("true", ["token2wav-bell", "token2wav-ring"]), ("false", [])]
+)
 def test_a_ring_is_offered_where_it_is_asked_for_and_goes_with_its_stage(
     omni_model, folder, shared_memory, ring, files
 ):
     del omni_model
     adapter = start_token2wav(PbUtils(), ARGS, folder(f"device: cpu\nring: {ring}"))
-    assert len(list(shared_memory.iterdir())) == files
+    [made] = shared_memory.iterdir()
+    assert sorted(path.name for path in made.iterdir()) == ["ledger", *files]
     adapter.close()
     assert list(shared_memory.iterdir()) == []
 

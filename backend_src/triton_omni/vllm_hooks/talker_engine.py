@@ -76,6 +76,7 @@ class TalkerVllmEngine:
         self._silent: list[str] = []
         self._runner: Any = self._core.model_executor.driver_worker.worker.model_runner
         self._rows: TalkerRows = self._runner.step.rows
+        self._positions = _rotary_positions(self._runner.get_model())
         self._runner.serve(self._by_request)
         # vLLM's null block, which nobody reads: not at the first abort, which would hold up every stream.
         self._runner.clear_blocks([0])
@@ -91,12 +92,13 @@ class TalkerVllmEngine:
 
         Raises:
             Overloaded: the rows cannot be had now.
-            TooLarge: the prompt leaves no room for a code.
+            TooLarge: the prompt leaves no room for a code, or its positions none in the rotary table.
             BadRequest: a sampling value is out of range.
             InternalError: the key is in use, or the prompt contradicts itself.
         """
         self._check_prompt(key, prompt)
         checked = self._check_sampling(sampling)
+        self._check_positions(prompt.positions, checked.max_tokens)
         text_bos = self._text_rows[prompt.text_bos_id]
         sequence = self._rows.open(key, prompt, text_bos, self._parameters(checked))
         sequence.priority = priority
@@ -235,6 +237,19 @@ class TalkerVllmEngine:
                 stage="talker",
             )
 
+    def _check_positions(self, positions: Tensor, codes: int) -> None:
+        """A kernel reads the rotary table at each position, and beyond it whatever is there."""
+        known = positions.numpy()
+        first, last = int(known.min()), int(known.max()) + codes
+        if first < 0:
+            raise InternalError(f"talker positions begin at {first}, the first there is is 0", stage="talker")
+        if last >= self._positions:
+            raise TooLarge(
+                f"prompt and speech reach position {last}, the checkpoint's rotary table ends at "
+                f"{self._positions - 1}: send fewer or shorter media",
+                stage="talker",
+            )
+
     def _submit(self, sequence: Sequence) -> None:
         """Give the sequence to vLLM: dummy prompt ids, since every input is a row plus an embedding."""
         ids = prompt_ids(sequence.prompt.prompt_rows, self._ids)
@@ -294,6 +309,11 @@ class TalkerVllmEngine:
         if sequence.request_id is not None:
             del self._by_request[sequence.request_id]
         self._rows.close(sequence)
+
+
+def _rotary_positions(network: torch.nn.Module) -> int:
+    """Positions in the network's rotary table."""
+    return next(len(table) for name, table in network.named_buffers() if name.endswith("cos_sin_cache"))
 
 
 def _start_vllm(checkpoint: Path, settings: TalkerSettings, device: torch.device, dtype: torch.dtype) -> LLMEngine:

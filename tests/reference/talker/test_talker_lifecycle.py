@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import shutil
 
@@ -204,6 +205,32 @@ def test_a_prompt_that_leaves_no_room_is_refused(engine, voices):
     prompt = TalkerPrompt(MAX_LEN - 2, torch.arange(MAX_LEN).expand(3, -1), voices[0], max_rows=MAX_LEN + 40)
     with pytest.raises(TooLarge, match="the prompt has 510 tokens, which leave the talker no room"):
         engine.open("s", prompt, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("position", "sentence"),
+    [
+        (-1, "talker positions begin at -1"),
+        (-(2**63), "talker positions begin at -9223372036854775808"),
+        (4 * 32768 - 20, "reach position 131072, the checkpoint's rotary table ends at 131071: send fewer"),
+        (2**40, "reach position 1099511627796"),
+    ],
+)
+@pytest.mark.parametrize("axis", range(3))
+def test_a_position_outside_the_rotary_table_is_refused(engine, cases, axis, position, sentence):
+    prompt = cases[1].prompt
+    positions = prompt.positions.clone()
+    positions[axis, 3] = position
+    with pytest.raises(InternalError if position < 0 else TooLarge, match=sentence):
+        engine.open("s", dataclasses.replace(prompt, positions=positions), Sampling(max_tokens=20))
+    assert_nothing_held(engine)
+
+
+def test_the_last_position_of_the_rotary_table_may_be_reached(engine, cases):
+    positions = cases[1].prompt.positions.clone()
+    positions[0, 3] = 4 * 32768 - 21
+    engine.open("s", dataclasses.replace(cases[1].prompt, positions=positions), Sampling(max_tokens=20))
+    engine.abort("s")
 
 
 @pytest.mark.parametrize(
