@@ -750,3 +750,28 @@ def test_long_input_is_searched_in_a_time_that_grows_with_its_length_alone() -> 
         parse_json(b"[" * (MAX_DEPTH + 1) + quotes, "name", max_bytes=1 << 22)
     with pytest.raises(TooLarge, match="name: 4194304 bytes, the limit is 3000"):
         parse_json(runs, "name", max_bytes=1000, max_media_bytes=2000)
+
+
+@pytest.mark.parametrize(
+    ("by_triton_us", "asked", "seconds"),
+    [
+        (0, None, 120.0),
+        (0, 7, 7.0),
+        (1_500_000, None, 1.5),
+        (1_500_000, 7, 1.5),
+        (9_000_000, 7, 7.0),
+        (300_000_000, None, 300.0),
+    ],
+)
+def test_the_sooner_of_both_timeouts_holds(by_triton_us, asked, seconds):
+    parameters = {} if asked is None else {"timeout": asked}
+    raw = RawRequest(text_input=b"hi", sampling_parameters=json.dumps(parameters).encode(), timeout_us=by_triton_us)
+    assert parse_request(raw, RequestLimits(), RequestDefaults()).timeout_s == seconds
+
+
+@pytest.mark.parametrize("by_triton_us", [3_600_000_001, 2**63, 2**64 - 1])
+def test_triton_s_timeout_has_the_deployment_s_limit(by_triton_us):
+    raw = RawRequest(text_input=b"hi", timeout_us=by_triton_us)
+    said = rf"^timeout: {by_triton_us} us \(Triton's parameter\) is over this deployment's limit of 3600000000 us$"
+    with pytest.raises(TooLarge, match=said):
+        parse_request(raw, RequestLimits(), RequestDefaults())
