@@ -51,6 +51,7 @@ from triton_omni.serving.server_options import ServerConfig, parse_options
 from triton_omni.serving.signals import exit_at_once, on_signals
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni.serving.start_checks import check_caches, check_shared_memory
+from triton_omni.serving.start_report import StartReport, stages_of
 from triton_omni.serving.warm_up import warm_up
 
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
@@ -181,7 +182,9 @@ class Supervisor:
         """
         deadline = time.monotonic() + self.config.ready_timeout_s
         probe = self._probe = Probe(self.config.host, self._ports)
+        report = StartReport(self.pid, self.log.path, stages_of(self.config.model_repository))
         while not probe.is_ready():
+            report.look()
             if self.exit_code is not None:
                 raise ServerNotReady(self._why_it_ended())
             if self._stop_requested:
@@ -191,6 +194,7 @@ class Supervisor:
             time.sleep(_POLL_S)
         self._watch_stages()
         if self.config.warm_up and self._board is not None:
+            report.warms_up()
             warm_up(self.config.host, self._ports["http"])
 
     def _watch_stages(self) -> None:
