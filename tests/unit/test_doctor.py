@@ -452,8 +452,7 @@ def test_a_stage_that_loads_again_is_named_with_its_new_process(rig: Rig, stage:
 def nowhere() -> str:
     """An address where nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as reserved:
-        address = f"127.0.0.1:{reserved.getsockname()[1]}"
-    return address
+        return f"127.0.0.1:{reserved.getsockname()[1]}"
 
 
 @pytest.mark.parametrize(
