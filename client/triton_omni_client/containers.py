@@ -7,7 +7,6 @@ It reads the lists of tracks, and nothing of what they hold.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 _MP4_PICTURES, _MP4_SOUND = b"vide", b"soun"
 """What the handler of a track says."""
@@ -27,9 +26,9 @@ def is_sound_alone(data: bytes) -> bool:
 
 
 def _mp4_tracks(data: bytes) -> Iterator[bytes]:
-    spans = iter([(0, len(data))])
+    spans = [(0, len(data))]
     for name in _MP4_TRACKS:
-        spans = chain.from_iterable(_boxes(data, span, name) for span in [*spans])
+        spans = [inner for span in spans for inner in _boxes(data, span, name)]
     for begin, _ in spans:
         # A version and a word that is not used come first.
         yield data[begin + 8 : begin + 12]
@@ -51,9 +50,9 @@ def _boxes(data: bytes, span: _Span, wanted: bytes) -> Iterator[_Span]:
 
 
 def _matroska_tracks(data: bytes) -> Iterator[bytes]:
-    spans = iter([(0, len(data))])
+    spans = [(0, len(data))]
     for name in (_SEGMENT, _TRACKS, _TRACK, _TRACK_TYPE):
-        spans = chain.from_iterable(_elements(data, span, name) for span in [*spans])
+        spans = [inner for span in spans for inner in _elements(data, span, name)]
     for begin, end in spans:
         yield data[begin:end][-1:]
 
