@@ -35,8 +35,10 @@ def media_kind(data: bytes, name: str = "") -> MediaKind:
         name: its name, for a content that is not known here.
 
     Raises:
-        BadRequest: neither content nor name says it.
+        BadRequest: neither content nor name says it, or it is empty.
     """
+    if not data:
+        raise BadRequest(f"{name or 'the data'}: is empty")
     for at, expected, kind in _MAGIC:
         if data[at : at + len(expected)] == expected:
             return "audio" if kind == "video" and is_sound_alone(data) else kind

@@ -134,11 +134,13 @@ def read_media(image: Files, audio: Files, video: Files) -> list[Media]:
     """The files of the three options, images first.
 
     Raises:
-        BadRequest: a file cannot be read, or a video has sound alone.
+        BadRequest: a file cannot be read or is empty, or a video has sound alone.
     """
     kinds: list[tuple[MediaKind, Files]] = [("image", image), ("audio", audio), ("video", video)]
     media = [Media.from_file(kind, path) for kind, paths in kinds for path in paths or []]
     for medium in media:
+        if not medium.data:
+            raise BadRequest(f"{medium.name}: is empty")
         if medium.kind == "video" and is_sound_alone(medium.data):
             raise BadRequest(f"{medium.name}: it has sound and no pictures; give it by --audio")
     return media
