@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from triton_omni import strict_json
 from triton_omni.chat import MAX_URL_HEADER, MediaPart, Message, TextPart
 from triton_omni.errors import BadRequest, OmniError, TooLarge
 from triton_omni.request import RawRequest, RequestDefaults, parse_request
@@ -775,3 +776,40 @@ def test_triton_s_timeout_has_the_deployment_s_limit(by_triton_us):
     said = rf"^timeout: {by_triton_us} us \(Triton's parameter\) is over this deployment's limit of 3600000000 us$"
     with pytest.raises(TooLarge, match=said):
         parse_request(raw, RequestLimits(), RequestDefaults())
+
+
+MANY_KEYS = {f"key {number}": 1 for number in range(65)}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "messages", "path"),
+    [
+        (MANY_KEYS, None, "sampling_parameters"),
+        ({}, [{"role": "user", "content": "hi"} | MANY_KEYS], r"messages\[0\]"),
+        (
+            {},
+            [{"role": "user", "content": [{"type": "text", "text": "hi"} | MANY_KEYS]}],
+            r"messages\[0\]\.content\[0\]",
+        ),
+    ],
+    ids=["parameters", "a message", "a part"],
+)
+def test_unknown_keys_are_counted_before_each_is_described(parameters, messages, path, monkeypatch):
+    monkeypatch.setattr(strict_json, "_describe", lambda *_: pytest.fail("described"))
+    chat = {"text_input": b"hi"} if messages is None else {"messages": json.dumps(messages).encode()}
+    raw = RawRequest(**chat, sampling_parameters=json.dumps(parameters).encode())
+    with pytest.raises(TooLarge, match=rf"^{path}: \d\d keys, the limit is 64$"):
+        parse_request(raw, RequestLimits(), RequestDefaults())
+
+
+def test_keys_of_the_client_s_own_are_as_many_as_their_limits_allow():
+    schema = {"properties": {f"p{number}": {} for number in range(200)}}
+    bias = {str(number): 1.0 for number in range(100)}
+    request = parse_request(
+        RawRequest(
+            b"hi", sampling_parameters=json.dumps({"thinker": {"json_schema": schema, "logit_bias": bias}}).encode()
+        ),
+        RequestLimits(max_logit_bias=100),
+        RequestDefaults(),
+    )
+    assert len(request.thinker.logit_bias) == 100
