@@ -112,9 +112,9 @@ help_serve() {
 Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N]
                         [--log-file FILE] [--log-verbose N] [--log-format plain|json] [--mps] [--gpus STAGE=N,...]
                         [--ready-timeout SECONDS] [--drain-timeout SECONDS] [--exit-timeout SECONDS] [--no-warm-up]
-                        [--client-shared-memory]
+                        [--client-shared-memory] [--version]
 
-Serves until Ctrl-C or SIGTERM. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded and a first reply,
+Serves until Ctrl-C or SIGTERM. Tells on standard error what it does until it is ready. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded and a first reply,
 which is the server's own (--no-warm-up: none), was spoken.
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
 The server's log goes to .cache/logs/server.log, or to --log-file, whose folder must be there.
@@ -151,7 +151,8 @@ Examines the servers that run here as this user, also under load, and only reads
 session ledger says, its process lives and its loop turns, no session is over its deadline, shared memory is somebody's,
 and the server is ready. What is wrong for 10 s (--persist) is told, a sentence each; what only moves does not stay.
 With --server only the tritonserver of this process id; with --metrics-url alone one elsewhere, by its metrics.
-Exit code: 0 = sound, 1 = something is wrong, or no server runs here, 2 = wrong usage.
+A server that is not up yet is told as such, with what it has loaded.
+Exit code: 0 = sound, 1 = something is wrong, a server still starts, or none runs here, 2 = wrong usage.
 TEXT
 }
 
@@ -483,7 +484,6 @@ start_server() { # start_server COMMAND
         --log-file "$LOGS/$1-server.log" --http-port 0 --grpc-port 0 --metrics-port 0 >&"$out" &
     SERVER=$!
     CHILDREN+=("$SERVER")
-    say "$1: starting the server (its log: $LOGS/$1-server.log)"
     wait_for_ready "$said"
     exec {out}>&- {said}<&-
 }

@@ -112,8 +112,9 @@ class Sender:
 
 
 class Request:
-    def __init__(self, inputs=(), request_id="r1", parameters="", outputs=("META", "ROWS")):
+    def __init__(self, inputs=(), request_id="r1", parameters="", outputs=("META", "ROWS"), timeout=0):
         self._inputs, self._id, self._parameters, self._outputs = list(inputs), request_id, parameters, outputs
+        self._timeout = timeout
         self.sender = Sender()
 
     def inputs(self):
@@ -124,6 +125,9 @@ class Request:
 
     def parameters(self):
         return self._parameters
+
+    def timeout(self):
+        return self._timeout
 
     def requested_output_names(self):
         return list(self._outputs)

@@ -359,7 +359,7 @@ class FakeThinkerEngine(_FakeEngine):
     def _advance(self, key, state):
         if self.fail_key is not None:
             del self.open_keys[key]
-            return ThinkerOutput(key, error="non-finite row")
+            return ThinkerOutput(key, error="non-finite row", is_refused=self.fail_key == "refused")
         token, state.position = state.position, state.position + 1
         finished = state.position == self.length
         if finished:

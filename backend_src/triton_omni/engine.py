@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-import torch
 from msgspec import Meta
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 

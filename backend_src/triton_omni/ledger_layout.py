@@ -116,6 +116,11 @@ def is_open(words: memoryview, at: int) -> bool:
     return bool(words[at + GENERATION]) and not is_closed(words, at, "thinker")
 
 
+def is_held(words: memoryview, at: int) -> bool:
+    """Whether the record at `at` holds an open session all of whose stages live as they did when it began."""
+    return is_open(words, at) and not lost_of(words, words[at + EPOCHS])
+
+
 def is_closed(words: memoryview, at: int, stage: StageName) -> bool:
     """Whether `stage` has finished with the session of the record at `at`."""
     return words[at + FIELDS[stage] + CLOSED] >> COUNT_BITS == words[at + GENERATION]

@@ -158,6 +158,8 @@ class RawRequest:
     media: Sequence[bytes] = ()
     sampling_parameters: bytes | None = None
     request_id: str = ""
+    timeout_us: int = 0
+    """Triton's own parameter `timeout`, in microseconds; 0 = not given."""
     traceparent: str = ""
     """W3C's, unchecked; empty where nobody traces requests."""
 
@@ -229,9 +231,18 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
         talker=parameters.talker,
         token2wav=parameters.token2wav,
         priority=parameters.priority,
-        timeout_s=defaults.timeout_s if parameters.timeout is None else parameters.timeout,
+        timeout_s=_timeout_s(raw, parameters, defaults),
         request_id=raw.request_id,
     )
+
+
+def _timeout_s(raw: RawRequest, parameters: _Parameters, defaults: RequestDefaults) -> float:
+    """The sooner of those that are given."""
+    by_triton_s = raw.timeout_us / 1e6 if raw.timeout_us else None
+    if by_triton_s is not None and by_triton_s > defaults.max_timeout_s:
+        limit = f"this deployment's limit of {defaults.max_timeout_s * 1e6:.0f}"
+        raise TooLarge(f"timeout: {raw.timeout_us} us (Triton's parameter) is over {limit} us")
+    return min((given for given in (parameters.timeout, by_triton_s) if given is not None), default=defaults.timeout_s)
 
 
 def _parse_parameters(raw: bytes | None, limits: RequestLimits, defaults: RequestDefaults) -> _Parameters:

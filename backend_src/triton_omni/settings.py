@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -137,13 +137,19 @@ class TalkerEngineSettings(EngineSettings):
     max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 1024
 
 
+MAX_NAME: Final = 1024
+"""Characters of a request's id, and of what else is a name."""
+MOST_MEDIA_ITEMS: Final = 4096
+"""Of any deployment: elements of a request's inputs are counted before its limits are known."""
+
+
 class RequestLimits(_Frozen):
     """What one request may bring; checked before memory is spent."""
 
     max_request_bytes: Positive = 1 << 20
     """UTF-8 bytes of `text_input` or `messages` (without media data URIs)."""
     max_messages: Positive = 256
-    max_media_items: Positive = 16
+    max_media_items: Annotated[int, Field(ge=1, le=MOST_MEDIA_ITEMS)] = 16
     max_media_bytes: Positive = 64 << 20
     """Encoded bytes of one medium."""
     max_body_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 30)] = 88 << 20

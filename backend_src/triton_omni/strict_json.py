@@ -19,6 +19,8 @@ from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.pydantic_words import wanted_kind, wanted_limit
 
 MAX_DEPTH = 32
+MAX_KEYS = 64
+"""Of an object whose keys are known."""
 SHOWN_CHARACTERS = 80
 
 # A whole string (skipped in one step) or one bracket outside of strings. A string that never ends is one, too: else the
@@ -204,9 +206,12 @@ def validate(schema: type[SchemaT], tree: object, path: str) -> SchemaT:
 
     Raises:
         BadRequest: the message names the key path under `path`, the value and what is allowed.
+        TooLarge: it has too many keys, each of which would be described.
     """
     if not isinstance(tree, dict):
         raise BadRequest(f"{path}: must be an object (got {shown(tree)})")
+    if len(tree) > MAX_KEYS:
+        raise TooLarge(f"{path}: {len(tree)} keys, the limit is {MAX_KEYS}")
     try:
         return schema.model_validate(tree)
     except ValidationError as error:

@@ -30,12 +30,11 @@ from torch import Tensor
 from triton_omni.engine import FinishReason, Sampling, StreamOptions
 from triton_omni.errors import ErrorCode, InternalError, OmniError, StageName, from_code
 from triton_omni.ledger_layout import CAPACITY, COUNT_MASK, PROTOCOL_VERSION
+from triton_omni.settings import MAX_NAME
 
 SEAL_BYTES: Final = 16
 MAX_META_BYTES: Final = 16 << 20
 """Positions of a prompt of 131072 tokens are 3 MiB."""
-MAX_NAME: Final = 1024
-"""Characters of a request's id, and of what else is a name."""
 
 Value = Tensor | bytes
 Count = Annotated[int, Meta(ge=0, le=COUNT_MASK)]

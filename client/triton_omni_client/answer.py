@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import typer
 
@@ -21,6 +22,10 @@ from .options import check_writable
 from .player import Player
 from .reply import Reply, ReplyBuilder
 from .terminal import Screen, errors, last_line, print_json, summary, wav_file
+
+NOT_KEPT: Final = (
+    "the speech was not kept: -o FILE.wav writes it, triton-omni play is heard, --text-only asks for text alone"
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ class Answer:
         if self.as_json:
             print_json(summary(reply, self.output))
         else:
-            typer.echo(last_line(reply.timings), err=True)
+            for line in (last_line(reply.timings), *self._speech_lines(reply.timings.audio)):
+                typer.echo(line, err=True)
         if interrupted:
             raise typer.Exit(INTERRUPTED)
 
@@ -89,6 +95,13 @@ class Answer:
                 interrupted = True
             builder.end()
         return builder.reply(), interrupted or interrupts.pressed
+
+    def _speech_lines(self, seconds: float) -> Iterator[str]:
+        """Where the speech is now, where that is not plain."""
+        if self.output not in ("", "-"):
+            yield f"wrote {self.output}"
+        elif seconds and not self.output and self.player is None:
+            yield NOT_KEPT
 
     def _hear(self, delta: AudioDelta, writer: WavWriter | None) -> None:
         for sink in (writer, self.player):

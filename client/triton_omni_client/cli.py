@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -36,8 +37,24 @@ from .options import seconds
 from .terminal import EXIT_CODES, FAILED, errors, print_json, with_hint
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Talk to a triton-omni server.", epilog=EXIT_CODES)
+app = typer.Typer(add_completion=False, no_args_is_help=True, epilog=EXIT_CODES)
 Wait = Annotated[float, typer.Option(parser=seconds(), metavar="SECONDS", help="To wait for readiness.")]
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"triton-omni {version('triton-omni-client')}")
+        raise typer.Exit
+
+
+@app.callback()
+def command(
+    tell: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell the version, and end.")
+    ] = False,
+) -> None:
+    """Talk to a triton-omni server."""
+
 
 app.command(epilog=SAY_EXAMPLES)(say)
 

@@ -10,6 +10,7 @@ import mimetypes
 from pathlib import Path
 from typing import get_args
 
+from .containers import is_sound_alone
 from .errors import BadRequest
 from .messages import Media, MediaKind
 
@@ -30,15 +31,17 @@ def media_kind(data: bytes, name: str = "") -> MediaKind:
     """Whether a file is an image, a sound or a video.
 
     Args:
-        data: the file, or its first 12 bytes.
+        data: the file; its first 12 bytes tell all but a video's kind of file that has sound alone, as a voice memo's.
         name: its name, for a content that is not known here.
 
     Raises:
-        BadRequest: neither content nor name says it.
+        BadRequest: neither content nor name says it, or it is empty.
     """
+    if not data:
+        raise BadRequest(f"{name or 'the data'}: is empty")
     for at, expected, kind in _MAGIC:
         if data[at : at + len(expected)] == expected:
-            return kind
+            return "audio" if kind == "video" and is_sound_alone(data) else kind
     if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2:  # an MPEG frame header, layer III
         return "audio"
     said = (mimetypes.guess_type(name)[0] or "").partition("/")[0]

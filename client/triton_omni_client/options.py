@@ -15,6 +15,8 @@ from typing import Annotated, Any, Final, get_args
 
 import typer
 
+from .containers import is_sound_alone
+from .errors import BadRequest
 from .messages import AudioFormat, Media, MediaKind
 from .terminal import usage_errors
 
@@ -132,10 +134,16 @@ def read_media(image: Files, audio: Files, video: Files) -> list[Media]:
     """The files of the three options, images first.
 
     Raises:
-        BadRequest: a file cannot be read.
+        BadRequest: a file cannot be read or is empty, or a video has sound alone.
     """
     kinds: list[tuple[MediaKind, Files]] = [("image", image), ("audio", audio), ("video", video)]
-    return [Media.from_file(kind, path) for kind, paths in kinds for path in paths or []]
+    media = [Media.from_file(kind, path) for kind, paths in kinds for path in paths or []]
+    for medium in media:
+        if not medium.data:
+            raise BadRequest(f"{medium.name}: is empty")
+        if medium.kind == "video" and is_sound_alone(medium.data):
+            raise BadRequest(f"{medium.name}: it has sound and no pictures; give it by --audio")
+    return media
 
 
 def with_limits(option: str, chosen: Mapping[str, Any] | None, limits: Mapping[str, int]) -> dict[str, Any]:

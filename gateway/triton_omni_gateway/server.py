@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -134,6 +135,8 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
 
 
 def _add_addresses(parser: _Parser, default: GatewaySettings) -> None:
+    told = f"triton-omni-gateway {version('triton-omni-gateway')}"
+    parser.add_argument("--version", action="version", version=told, help="tell the version, and end")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
     parser.add_argument(
         "--port", type=_whole(0, 65535), default=DEFAULT_PORT, metavar="N", help="default 8080; 0 = a free port"

@@ -117,7 +117,7 @@ def test_info_of_a_reply_without_speech_tells_of_the_thinker_alone(server: Serve
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"json_schema": {"type": "bogus"}}, "thinker.json_schema: cannot be compiled: 'Invalid type: bogus'"),
+        ({"json_schema": {"type": "bogus"}}, "thinker.json_schema.type: cannot be compiled: 'Invalid type: bogus'"),
         ({"logit_bias": {1 << 20: 1}}, r"thinker.logit_bias: token id 1048576 is not in the vocabulary"),
         ({"stop": [""]}, r"thinker.stop\[0\]: .*must have 1 or more characters"),
     ],

@@ -34,9 +34,10 @@ from server.probes import (
     DYING_TOKEN2WAV,
     SLOW_THINKER,
 )
-from server.serving import NEVER_S, STAGES, TINY, Served, note_figures, serve, wait_for
+from server.serving import IDLE_S, NEVER_S, STAGES, TINY, Served, note_figures, serve, wait_for
 from triton_omni.errors import StageName
 from triton_omni.ledger_layout import ledger_name
+from triton_omni.serving import doctor
 from triton_omni.serving.revival import RevivalPolicy
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni_client import Internal, OmniClientError, Overloaded, Reply, Request
@@ -170,6 +171,9 @@ def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(crashing: Crash
         assert_told(streams, stage, killed_at)
     wait_for(lambda: not crashing.ready(), crashing.ready, TOLD_WITHIN_S)
     assert not server.client.ready()
+    seen = doctor.examine(doctor.server_of_process(server.supervisor.pid), 0.0)[1]
+    assert f"{stage} has died " in seen[f"{stage}/lost"]
+    assert not [name for name in seen if name.partition("/")[0] in {*STAGES, "session"} - {stage}], seen
     with pytest.raises((Internal, Overloaded)):
         server.ask(f"{stage}: while it is not there", "hello")
     # Triton puts the ensemble back some moments after its last stage, and calls itself ready in between.
@@ -180,6 +184,8 @@ def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(crashing: Crash
     assert board.open_sessions() == 0
     assert_equals(server, ask(server, f"after {stage}"), f"after {stage}", crashing.before)
     wait_for(lambda: omni_figures(server) == {}, lambda: omni_figures(server))
+    # The ledger still has the sessions that nobody was left to close.
+    assert doctor.examine(doctor.server_of_process(server.supervisor.pid), IDLE_S)[1] == {}
 
 
 def test_a_killed_unary_model_without_requests_comes_back_alone(crashing: Crashing) -> None:

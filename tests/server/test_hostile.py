@@ -83,7 +83,10 @@ REFUSED: Mapping[str, tuple[Inputs, str]] = {
     "no number": (with_parameters('{"thinker": {"temperature": NaN}}'), "sampling_parameters: NaN is not"),
     "an endless number": (with_parameters('{"timeout": 1e999}'), "sampling_parameters.timeout"),
     "a number of 4300 digits": (with_parameters('{"seed": ' + "9" * 4300 + "}"), "sampling_parameters.seed"),
-    "a number of 5000 digits": (with_parameters('{"seed": ' + "9" * 5000 + "}"), "sampling_parameters: not JSON"),
+    "a number of 5000 digits": (
+        with_parameters('{"seed": ' + "9" * 5000 + "}"),
+        "an integer has more than 4300 digits",
+    ),
     "no tokens": (with_parameters('{"thinker": {"max_tokens": 0}}'), "sampling_parameters.thinker.max_tokens"),
     "an hour's deadline and more": (with_parameters('{"timeout": 1e9}'), "sampling_parameters.timeout"),
     "a voice of a path": (with_parameters('{"voice": "../../etc/passwd"}'), "sampling_parameters.voice"),
@@ -97,6 +100,28 @@ REFUSED: Mapping[str, tuple[Inputs, str]] = {
     "a schema of many automata": (
         with_parameters('{"thinker": {"json_schema": {"allOf": [{}, {}]}}}'),
         "sampling_parameters.thinker.json_schema.allOf",
+    ),
+    "a schema that ended its compiler's process": (
+        with_parameters('{"thinker": {"json_schema": {"const": -9223372036854775808}}}'),
+        "sampling_parameters.thinker.json_schema.const: -9223372036854775808 is below",
+    ),
+    "a schema of a constant of 400 digits": (
+        with_parameters('{"thinker": {"json_schema": {"const": ' + "9" * 400 + "}}}"),
+        "sampling_parameters.thinker.json_schema.const: 400 digits",
+    ),
+    "no schema": (with_parameters('{"thinker": {"json_schema": null}}'), "must be an object (got null)"),
+    "a schema of a circle": (with_parameters('{"thinker": {"json_schema": {"$ref": "#"}}}'), "no reply satisfies it"),
+    "a schema of an open group": (
+        with_parameters('{"thinker": {"json_schema": {"items": {"pattern": "("}}}}'),
+        "thinker.json_schema.items.pattern: cannot be compiled",
+    ),
+    "a schema of a tiny bound": (
+        with_parameters('{"thinker": {"json_schema": {"type": "number", "minimum": 5e-324}}}'),
+        "thinker.json_schema.minimum: cannot be compiled",
+    ),
+    "6000 unknown keys": (
+        with_parameters("{" + ",".join(f'"{number}":1' for number in range(6000)) + "}"),
+        "sampling_parameters: 6000 keys, the limit is 64",
     ),
     "a png of 50,000 x 50,000": (with_media("image", files.png_of_size(50_000, 50_000)), "medium 0 (image)"),
     "a jpeg of many scans": (with_media("image", files.jpeg_of_scans(3000, 512)), "at most 100"),

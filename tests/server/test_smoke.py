@@ -110,7 +110,7 @@ def test_a_server_passes_from_ready_to_its_stop_and_leaves_nothing(
     assert replies[0] == replies[1], "the same request has the same length of speech before and after"
     output, errors = command.communicate(timeout=5)
     assert (command.returncode, output) == (143, "")
-    assert errors.startswith("gateway: starting the server (its log: ")
+    assert errors.startswith("starting: tritonserver is process ")
     started.check_that_nothing_is_left(tmp_path)
 
 

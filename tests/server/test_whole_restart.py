@@ -29,7 +29,7 @@ from server.parity import GREEDY
 from server.probes import CRAWLING_THINKER
 from server.serving import TINY, Served, serve, wait_for
 from triton_omni.errors import StageName
-from triton_omni.ledger_layout import server_name
+from triton_omni.ledger_layout import ledger_name
 from triton_omni.serving.machine import ServerError
 from triton_omni.serving.revival import RevivalPolicy
 from triton_omni.serving.stage_board import StageBoard
@@ -58,7 +58,7 @@ class Supervised:
             self.errors.append(error)
 
     def board(self) -> StageBoard:
-        return StageBoard(server_name(self.server.supervisor.pid))
+        return StageBoard(ledger_name(self.server.supervisor.pid))
 
     def is_ready(self) -> bool:
         with suppress(OSError, HTTPException):
@@ -114,7 +114,7 @@ def test_where_errors_wait_each_death_ends_all_requests_at_once_and_the_server_c
 def test_a_server_that_does_not_stay_is_given_up_and_leaves_nothing(newer: Supervised) -> None:
     """The last test of this server: the starts above count."""
     supervisor, board = newer.server.supervisor, newer.board()
-    table = server_name(supervisor.pid)
+    table = ledger_name(supervisor.pid)
     os.kill(board.pid("token2wav"), signal.SIGKILL)
     wait_for(lambda: bool(newer.errors), newer.server.log)
     said = f"the server does not stay (starts in 600 s: {STARTS}): token2wav: its process ended"
@@ -135,7 +135,7 @@ def test_where_nobody_is_left_to_end_requests_they_end_at_once_and_the_server_co
 def assert_ended_and_back(supervised: Supervised, killed: list[StageName]) -> None:
     """Kill these under three requests; each ends before the server is ready again, whose replies are as before then."""
     server, board, old = supervised.server, supervised.board(), supervised.server.supervisor.pid
-    table, losses = server_name(old), server.supervisor.losses
+    table, losses = ledger_name(old), server.supervisor.losses
     with ThreadPoolExecutor(3) as pool:
         requests: list[Future[Any]] = [
             pool.submit(ask_for) for ask_for in (lambda: server.client.stream(LONG).collect(), *by_http(supervised))

@@ -12,10 +12,11 @@ from fake_pb_utils import PbUtils, Request, Tensor, TritonError, text_tensor
 from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine, thinker_message
 from triton_omni import ledger_layout as layout
 from triton_omni.engine import Sampling
-from triton_omni.errors import BadRequest, Overloaded
+from triton_omni.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.ledger import SessionLedger
 from triton_omni.link_stage import CANCEL_INTERVAL_NS
 from triton_omni.request import RawRequest
+from triton_omni.serving import request_parameters
 from triton_omni.serving.adapter import (
     StageAdapter,
     adapt_talker,
@@ -161,6 +162,25 @@ def test_any_other_number_of_elements_is_refused_by_name(name, values):
 def test_a_parameter_that_was_meant_as_an_input_is_refused_by_name(parameters, says):
     with pytest.raises(BadRequest, match=says):
         read_client_request(Request([text_tensor("text_input", "hi")], parameters=parameters))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({f"p{n}": n for n in range(65)}, "^parameters: 65 are given, the limit is 64$"),
+        ({f"p{n}": n for n in range(200_000)}, r"^parameters: \d{7} characters of JSON, the limit is 65536$"),
+        ({"x": "a" * 70_000}, "^parameters: 70009 characters of JSON, the limit is 65536$"),
+    ],
+    ids=["65", "200,000", "long"],
+)
+def test_many_parameters_are_refused_before_they_are_looked_at(parameters, says, monkeypatch):
+    monkeypatch.setattr(request_parameters, "_check_names", lambda names: pytest.fail(f"looked at {len(names)}"))
+    with pytest.raises(TooLarge, match=says):
+        read_client_request(Request([text_tensor("text_input", "hi")], parameters=json.dumps(parameters)))
+
+
+def test_a_time_that_is_given_as_triton_s_parameter_is_the_request_s():
+    assert read_client_request(Request([text_tensor("text_input", "hi")], timeout=1_500_000)).timeout_us == 1_500_000
 
 
 def test_parameters_of_triton_of_traces_and_of_proxies_pass():

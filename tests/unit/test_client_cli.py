@@ -14,6 +14,7 @@ import sys
 import time
 import wave
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ from client_fakes import (
 )
 from command_line import unframed
 from triton_omni_client import Timings, cli, terminal
+from triton_omni_client.answer import NOT_KEPT
 from triton_omni_client.audio import WavDecoder, wav_header
 from triton_omni_client.messages import AudioDelta, TextDelta
 
@@ -66,9 +68,32 @@ def _samples(path: Path) -> list[int]:
 def test_say_prints_the_text_and_writes_the_wav(server: FakeTriton, tmp_path: Path) -> None:
     result = _run("say", "hi", "-o", tmp_path / "reply.wav", url=server.url)
     assert (result.exit_code, result.stdout) == (0, "Hello, sea.\n")
-    assert LAST_LINE.fullmatch(result.stderr), result.stderr
+    times, *speech = result.stderr.splitlines(keepends=True)
+    assert LAST_LINE.fullmatch(times), times
+    assert speech == [f"wrote {tmp_path / 'reply.wav'}\n"]
     assert _samples(tmp_path / "reply.wav") == [8192] * 480 + [-16384] * 480
     assert "sampling_parameters" not in inputs_of(server.requests[0])
+
+
+@pytest.mark.parametrize("command", ["say", "ask"])
+def test_speech_that_is_not_kept_is_told_with_what_would_keep_it(server: FakeTriton, command: str) -> None:
+    result = _run(command, "hi", url=server.url)
+    assert result.exit_code == 0
+    assert result.stderr.splitlines()[1:] == [NOT_KEPT]
+    assert all(cure in NOT_KEPT for cure in ("-o FILE.wav", "triton-omni play", "--text-only"))
+
+
+@pytest.mark.parametrize("options", [["--json"], ["--text-only"], ["-o", "-"]])
+def test_where_there_is_no_speech_to_keep_or_it_is_kept_nothing_is_said(server: FakeTriton, options: list[str]) -> None:
+    if options == ["--text-only"]:
+        server.script = lambda *_: iter([chunk(text="Hi"), chunk(info=INFO), final()])
+    assert NOT_KEPT not in _run("say", "hi", *options, url=server.url).stderr
+    assert "wrote" not in _run("say", "hi", *options, url=server.url).stderr
+
+
+def test_the_version_is_the_package_s() -> None:
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"triton-omni {version('triton-omni-client')}\n")
 
 
 def test_say_to_stdout_is_a_wav_and_the_text_moves_to_stderr(server: FakeTriton) -> None:
@@ -300,7 +325,9 @@ def test_interrupt_prints_the_times_of_what_was_received(server: FakeTriton, mon
     server.script = server.endless
     result = _run("say", "hi", url=server.url)
     assert result.exit_code == 130
-    assert LAST_LINE.fullmatch(result.stderr), result.stderr
+    times, speech = result.stderr.splitlines(keepends=True)
+    assert LAST_LINE.fullmatch(times), times
+    assert speech == f"{NOT_KEPT}\n"
     assert server.cancelled.wait(5)
 
 

@@ -27,6 +27,7 @@ from triton_omni_client import (
     load_media,
     media_kind,
 )
+from triton_omni_client.options import read_media
 
 WORDS = "one two three four five six seven eight nine ten"
 PICTURE, SOUND = Media("image", b"picture"), Media("audio", b"sound")
@@ -258,7 +259,17 @@ def test_a_file_s_kind_is_told_by_its_content_and_else_by_its_name(tmp_path: Pat
         assert media_kind(data[:12], "misleading.png") == kind
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"plain text", b"RIFF\0\0\0\0AVI "])
+@pytest.mark.parametrize("name", ["picture.png", "memo.m4a", "notes"])
+def test_an_empty_file_is_refused_whatever_its_name_says(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(BadRequest, match=rf"{name}: is empty"):
+        load_media(tmp_path / name)
+    for kind in range(3):
+        with pytest.raises(BadRequest, match=rf"{name}: is empty"):
+            read_media(*([tmp_path / name] if kind == place else None for place in range(3)))
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"plain text", b"RIFF\0\0\0\0AVI "])
 def test_what_is_no_medium_is_refused_by_name(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_bytes(data)
     with pytest.raises(BadRequest, match=r"notes\.txt: neither"):

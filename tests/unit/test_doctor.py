@@ -3,28 +3,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
 import secrets
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from triton_omni import ledger_layout as layout
 from triton_omni.ledger import SessionLedger, StageFacts
-from triton_omni.serving import doctor, leftovers
+from triton_omni.serving import doctor, leftovers, start_report
 from triton_omni.serving.diagnosis import OVERDUE_S, Sample, findings
 from triton_omni.serving.doctor import Server, examine
 from triton_omni.serving.endpoint import http_addresses
 from triton_omni.serving.ledger_view import read_ledger
 from triton_omni.serving.metrics_page import MetricsPage
 from triton_omni.serving.stage_board import StageBoard
+from triton_omni.serving.stage_processes import running_for, server_processes, stage_processes
 
 STAGES = ("thinker", "talker", "token2wav")
 FIGURES = ("sessions", "running", "waiting", "kv_blocks_used", "rows_used", "outbox", "leaked_sessions")
@@ -419,3 +423,128 @@ def test_regions_are_stale_whose_supervisor_is_gone(tmp_path: Path, monkeypatch:
         supervisor.kill()
     assert leftovers.stale_regions() == [region]
     assert leftovers.remove_stale_regions() == [region.name]
+
+
+# A server that starts, and stages that start again.
+
+
+def test_sessions_of_a_dead_stage_are_nobody_s_fault_once_it_is_loaded_again(rig: Rig) -> None:
+    """Nobody ends them: the dead process would have."""
+    for slot in range(3):
+        rig.open(slot, seconds=-OVERDUE_S - 1)
+    rig.figures["thinker"]["sessions"] = 3
+    assert len(rig.wrong()) == 3
+    board = StageBoard(rig.name)
+    board.mark_lost("thinker")
+    assert list(rig.wrong()) == ["thinker/lost"]
+    again = SessionLedger(rig.name, "thinker", StageFacts(1))
+    rig.figures["thinker"] |= {"stage_starts": 2, "sessions": 0}
+    time.sleep(1.01)  # a session is missed from the thinker's figures only once it has been open for a while
+    assert rig.wrong() == {}
+    key = again.publish(3)
+    again.set_deadline(key, 1)
+    assert f"session/{key.name}" in rig.wrong(), "a session of the new process is looked at"
+    again.close()
+    board.close()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_that_loads_again_is_named_with_its_new_process(rig: Rig, stage: str) -> None:
+    board, pid = StageBoard(rig.name), os.getpid()
+    rig.ledgers[stage].say_broken()
+    sample = replace(rig.sample(), loading={stage: 4711})
+    assert findings(sample)[f"{stage}/broken"] == (
+        f"{stage}: its engine has failed (start 1) and it loads again as process 4711"
+    )
+    board.mark_lost(stage)
+    sample = replace(rig.sample(), loading={stage: 4711})
+    assert findings(sample)[f"{stage}/lost"] == (
+        f"{stage} has died (process {pid}, start 1) and loads again as process 4711"
+    )
+    assert rig.wrong()[f"{stage}/lost"] == f"{stage} has died (process {pid}, start 1) and is not loaded again yet"
+    board.close()
+
+
+@pytest.fixture
+def nowhere() -> str:
+    """An address where nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        return f"127.0.0.1:{reserved.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "told"),
+    [
+        ([], "no stage is loaded, thinker, talker, token2wav not yet"),
+        (["token2wav"], "loaded is token2wav, thinker, talker not yet"),
+        (["talker", "token2wav"], "loaded are talker, token2wav, thinker not yet"),
+    ],
+)
+def test_a_server_that_is_not_up_yet_starts_and_has_no_other_fault(
+    nowhere: str, loaded: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server("server 7", f"http://{nowhere}/metrics", Path("/dev/shm/none"), nowhere, os.getpid())
+    monkeypatch.setattr(doctor, "loaded_stages", lambda pid: loaded if pid == os.getpid() else [])
+    monkeypatch.setattr(doctor, "running_for", lambda pid: 34.4)
+    monkeypatch.setattr(doctor, "running_servers", lambda: iter([server]))
+    monkeypatch.setattr(doctor, "leftovers", lambda: iter(()))
+    assert doctor.main(["--persist", "3600"]) == 1
+    assert capsys.readouterr().out == f"starting: server 7: it has been starting for 34 s: {told}\n"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_server_whose_stages_are_loaded_and_that_listens_nowhere_does_not_start(
+    rig: Rig, nowhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "loaded_stages", lambda _: list(STAGES))
+    server = Server("server", "", rig.path, nowhere, os.getpid())
+    assert list(examine(server, 0.0)[1]) == ["server/http"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_server_that_listens_does_not_start(
+    answering: tuple[Server, dict[str, tuple[int, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "loaded_stages", lambda _: [])
+    assert examine(replace(answering[0], pid=os.getpid()), 0.0)[1] == {}
+
+
+def test_what_a_ledger_says_is_loaded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_report, "server_name", lambda pid: rig.name)
+    assert start_report.loaded_stages(1) == list(STAGES)
+    board = StageBoard(rig.name)
+    board._words[layout.BLOCKS["talker"] + layout.EPOCH] = 0
+    assert start_report.loaded_stages(1) == ["thinker", "token2wav"]
+    board.close()
+    monkeypatch.setattr(start_report, "server_name", lambda pid: "triton-omni-no-such")
+    assert start_report.loaded_stages(1) == []
+
+
+def test_servers_and_their_stages_are_found_by_their_processes(tmp_path: Path) -> None:
+    """A child of this process stands for a stage, one by the server's name and with its option for a server."""
+    (tmp_path / "tritonserver").symlink_to(sys.executable)
+    sleeping = "import time; time.sleep(60)"
+    for stage in ("talker", "qwen2_5_omni_unary"):
+        (tmp_path / stage / "1").mkdir(parents=True)
+        (tmp_path / stage / "1" / "model.py").write_text(sleeping)
+    option = "--backend-config=python,shm-region-prefix-name="
+    with contextlib.ExitStack() as stack:
+
+        def start(*command: str) -> int:
+            process = stack.enter_context(subprocess.Popen(command))
+            stack.callback(process.kill)
+            return process.pid
+
+        ours = start(str(tmp_path / "tritonserver"), "-c", sleeping, f"{option}triton_omni_0-1_")
+        strangers = start(str(tmp_path / "tritonserver"), "-c", sleeping, f"{option}else_")
+        other = start(sys.executable, "-c", sleeping, f"{option}triton_omni_0-1_")
+        talker = start(sys.executable, str(tmp_path / "talker" / "1" / "model.py"))
+        start(sys.executable, str(tmp_path / "qwen2_5_omni_unary" / "1" / "model.py"))
+        while ours not in (found := set(server_processes())):  # its name is its parent's until it has begun
+            time.sleep(0.01)
+        assert not found & {strangers, other}
+        while talker not in stage_processes(os.getpid()).values():
+            time.sleep(0.01)
+        assert stage_processes(os.getpid()) == {"talker": talker}
+        assert 0 <= running_for(ours) < 60
+        assert ours in (server.pid for server in doctor.running_servers())

@@ -113,6 +113,35 @@ int make(const char *path) {
 CALLING_FOR_A_FOLDER = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).make(sys.argv[2].encode()))"
 
 
+# Triton's functions, as far as a frontend calls them for a request's priority, and what it then hears.
+TRITON = """
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+void *TRITONSERVER_InferenceRequestSetPriorityUInt64(void *request, uint64_t priority) {
+    printf("set %lu\\n", (unsigned long)priority);
+    return NULL;
+}
+
+void *TRITONSERVER_ErrorNew(int code, const char *text) {
+    printf("%d %s\\n", code, text);
+    return NULL;
+}
+"""
+FRONTEND = """
+#include <stdint.h>
+#include <stdlib.h>
+
+void *TRITONSERVER_InferenceRequestSetPriorityUInt64(void *, uint64_t);
+
+int main(int count, char **arguments) {
+    TRITONSERVER_InferenceRequestSetPriorityUInt64(NULL, strtoull(arguments[count - 1], NULL, 10));
+    return 0;
+}
+"""
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_patience(tmp_path_factory.mktemp("native"), PATIENCE_S)
@@ -190,6 +219,23 @@ def test_only_the_server_s_python_backend_takes_locks_over_from_the_dead(
     )
     its_own = (process, caller) == ("tritonserver", "libtriton_python.so")
     assert (done.stdout, done.stderr) == (f"{0 if its_own else EOWNERDEAD}\n", "")
+
+
+@pytest.mark.parametrize("priority", [0, 1, 2**64 - 1])
+def test_a_priority_that_triton_would_drop_is_refused_by_name(library: Path, tmp_path: Path, priority: int) -> None:
+    triton, frontend = tmp_path / "libtritonserver.so", tmp_path / "tritonserver"
+    for source, flags in (
+        (TRITON, ["-shared", "-fPIC", "-o", str(triton)]),
+        (FRONTEND, ["-o", str(frontend), str(triton)]),
+    ):
+        subprocess.run([*patience.compiler(), "-xc", "-", "-xnone", *flags], input=source, check=True, text=True)
+    environment = {"LD_PRELOAD": str(library)}
+    done = subprocess.run([frontend, str(priority)], check=True, env=environment, capture_output=True, text=True)
+    refused = (
+        "3 priority: this parameter of Triton's is not taken, give a priority from -100 to 100 in sampling_parameters "
+        "[omni:bad_request]"
+    )
+    assert done.stdout == (f"{refused}\n" if priority else "set 0\n")
 
 
 def test_what_was_preloaded_before_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

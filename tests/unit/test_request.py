@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from triton_omni import strict_json
 from triton_omni.chat import MAX_URL_HEADER, MediaPart, Message, TextPart
 from triton_omni.errors import BadRequest, OmniError, TooLarge
 from triton_omni.request import RawRequest, RequestDefaults, parse_request
@@ -750,3 +751,65 @@ def test_long_input_is_searched_in_a_time_that_grows_with_its_length_alone() -> 
         parse_json(b"[" * (MAX_DEPTH + 1) + quotes, "name", max_bytes=1 << 22)
     with pytest.raises(TooLarge, match="name: 4194304 bytes, the limit is 3000"):
         parse_json(runs, "name", max_bytes=1000, max_media_bytes=2000)
+
+
+@pytest.mark.parametrize(
+    ("by_triton_us", "asked", "seconds"),
+    [
+        (0, None, 120.0),
+        (0, 7, 7.0),
+        (1_500_000, None, 1.5),
+        (1_500_000, 7, 1.5),
+        (9_000_000, 7, 7.0),
+        (300_000_000, None, 300.0),
+    ],
+)
+def test_the_sooner_of_both_timeouts_holds(by_triton_us, asked, seconds):
+    parameters = {} if asked is None else {"timeout": asked}
+    raw = RawRequest(text_input=b"hi", sampling_parameters=json.dumps(parameters).encode(), timeout_us=by_triton_us)
+    assert parse_request(raw, RequestLimits(), RequestDefaults()).timeout_s == seconds
+
+
+@pytest.mark.parametrize("by_triton_us", [3_600_000_001, 2**63, 2**64 - 1])
+def test_triton_s_timeout_has_the_deployment_s_limit(by_triton_us):
+    raw = RawRequest(text_input=b"hi", timeout_us=by_triton_us)
+    said = rf"^timeout: {by_triton_us} us \(Triton's parameter\) is over this deployment's limit of 3600000000 us$"
+    with pytest.raises(TooLarge, match=said):
+        parse_request(raw, RequestLimits(), RequestDefaults())
+
+
+MANY_KEYS = {f"key {number}": 1 for number in range(65)}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "messages", "path"),
+    [
+        (MANY_KEYS, None, "sampling_parameters"),
+        ({}, [{"role": "user", "content": "hi"} | MANY_KEYS], r"messages\[0\]"),
+        (
+            {},
+            [{"role": "user", "content": [{"type": "text", "text": "hi"} | MANY_KEYS]}],
+            r"messages\[0\]\.content\[0\]",
+        ),
+    ],
+    ids=["parameters", "a message", "a part"],
+)
+def test_unknown_keys_are_counted_before_each_is_described(parameters, messages, path, monkeypatch):
+    monkeypatch.setattr(strict_json, "_describe", lambda *_: pytest.fail("described"))
+    chat = {"text_input": b"hi"} if messages is None else {"messages": json.dumps(messages).encode()}
+    raw = RawRequest(**chat, sampling_parameters=json.dumps(parameters).encode())
+    with pytest.raises(TooLarge, match=rf"^{path}: \d\d keys, the limit is 64$"):
+        parse_request(raw, RequestLimits(), RequestDefaults())
+
+
+def test_keys_of_the_client_s_own_are_as_many_as_their_limits_allow():
+    schema = {"properties": {f"p{number}": {} for number in range(200)}}
+    bias = {str(number): 1.0 for number in range(100)}
+    request = parse_request(
+        RawRequest(
+            b"hi", sampling_parameters=json.dumps({"thinker": {"json_schema": schema, "logit_bias": bias}}).encode()
+        ),
+        RequestLimits(max_logit_bias=100),
+        RequestDefaults(),
+    )
+    assert len(request.thinker.logit_bias) == 100

@@ -637,6 +637,17 @@ def test_failure_of_one_session_reaches_its_client_alone(stage):
         assert finished(p.ask()).error is None
 
 
+@pytest.mark.parametrize(("why", "code"), [("refused", "bad_request"), ("any", "internal")])
+def test_a_sequence_that_its_engine_gave_up_tells_whose_fault_it_was(why, code):
+    engine = FakeThinkerEngine(length=10**9)
+    with pipeline(thinker=engine) as p:
+        ensemble = p.ask()
+        wait_for(lambda: ensemble.reply.responses)
+        engine.fail_key = why
+        assert finished(ensemble).error.to_text() == f"non-finite row [omni:{code};stage=thinker]"
+        p.wait_until_empty()
+
+
 @pytest.mark.parametrize("stage", ["thinker", "talker", "token2wav"])
 def test_error_waits_for_messages_that_are_still_on_their_way(stage):
     engine = FakeThinkerEngine(length=10**9)

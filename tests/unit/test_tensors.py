@@ -2,6 +2,8 @@
 """Tensors into and out of Triton: the same memory, the right bytes, and a count of what crossed by device."""
 
 import contextlib
+import struct
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -9,14 +11,18 @@ import pytest
 import torch
 
 from fake_pb_utils import PbUtils, Request, Tensor, text_tensor
+from triton_omni.errors import TooLarge
 from triton_omni.serving.tensors import (
     LinkCounter,
     LinkInputs,
+    bound_strings,
     read_bytes,
+    read_strings,
     read_tensor,
     write_tensor,
     write_tensors,
 )
+from triton_omni.settings import MOST_MEDIA_ITEMS
 from triton_omni.wire import Kind, Seal, SessionKey, TalkerMessage, ThinkerMessage
 
 KEY = SessionKey(1, 2)
@@ -147,3 +153,66 @@ def test_byte_inputs_are_read_as_lists_and_absent_ones_told():
 def test_byte_inputs_of_any_shape_are_read_flat():
     tensor = Tensor("media", np.array([[b"a"], [b"b"]], dtype=np.object_))
     assert read_bytes(Request([tensor]), ("media",)) == {"media": [b"a", b"b"]}
+
+
+MANY = 15_000_000
+TOO_MANY = {
+    "empty": bytes(4 * MANY),
+    "of a byte": struct.pack("<I", 1) + b"x" + bytes(4 * MANY),
+    "one too many": bytes(4 * (MOST_MEDIA_ITEMS + 1)),
+    "after a long one": struct.pack("<I", 1 << 20) + bytes(1 << 20) + bytes(4 * MANY),
+}
+
+
+def unpacked(encoded, shape):
+    """A tensor as Triton's backend makes it: the function of its module, and then the shape that the client gave."""
+    pb_utils = PbUtils()
+    bound_strings(pb_utils)
+    return Tensor("media", pb_utils.deserialize_bytes_tensor(np.frombuffer(encoded, np.uint8)).reshape(list(shape)))
+
+
+@pytest.mark.parametrize("items", [[], [b""], [b"a", b"", b"\x00\xff" * 300], [b""] * MOST_MEDIA_ITEMS], ids=len)
+def test_elements_are_unpacked_as_they_were_sent(items):
+    encoded = b"".join(struct.pack("<I", len(item)) + item for item in items)
+    found = unpacked(encoded, (len(items),))
+    assert (found.as_numpy().dtype, found.shape()) == (np.object_, [len(items)])
+    assert read_bytes(Request([found]), ("media",)) == {"media": items}
+
+
+def test_elements_keep_the_shape_that_the_client_gave():
+    encoded = b"".join(struct.pack("<I", 1) + item for item in (b"a", b"b"))
+    assert unpacked(encoded, (2, 1)).shape() == [2, 1]
+
+
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_millions_of_elements_are_refused_before_they_are_made(name):
+    encoded = TOO_MANY[name]
+    tracemalloc.start()
+    try:
+        tensor = unpacked(encoded, (MANY,))
+        with pytest.raises(TooLarge, match=f"^media: {MANY} elements, the limit of any deployment is 4096$"):
+            read_bytes(Request([tensor]), ("media",))
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_shape_of_any_rank_is_counted():
+    with pytest.raises(TooLarge, match="media: 15000000 elements"):
+        read_strings(unpacked(TOO_MANY["empty"], (3, 5, 1_000_000)))
+
+
+class Uncounted(Tensor):
+    """A tensor whose elements nobody may look at."""
+
+    def shape(self):
+        return [MOST_MEDIA_ITEMS + 1]
+
+    def as_numpy(self):
+        pytest.fail("listed before it was counted")
+
+
+@pytest.mark.parametrize("name", ["text_input", "messages", "media", "sampling_parameters"])
+def test_every_input_is_counted_before_it_is_listed(name):
+    with pytest.raises(TooLarge, match=f"{name}: 4097 elements"):
+        read_bytes(Request([Uncounted(name, None)]), (name,))

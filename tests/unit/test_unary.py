@@ -186,6 +186,38 @@ def test_the_stream_s_request_is_the_client_s(serve):
     ]
 
 
+@pytest.mark.parametrize(
+    ("inputs", "fields", "says"),
+    [
+        ([text_tensor("media", *[b""] * 4097)], {}, "media: 4097 elements, the limit of any deployment is 4096"),
+        ([], {"parameters": json.dumps({f"p{n}": 1 for n in range(65)})}, "parameters: 65 are given, the limit is 64"),
+        (
+            [],
+            {"parameters": '{"x": "' + "a" * 70_000 + '"}'},
+            "parameters: 70009 characters of JSON, the limit is 65536",
+        ),
+    ],
+    ids=["media", "parameters", "a long one"],
+)
+def test_what_is_too_much_is_refused_before_it_is_copied_and_costs_no_place(serve, inputs, fields, says):
+    model, ensemble = serve(speaking, max_requests=1)
+    for _ in range(3):
+        error = answered(ask(model, *inputs, **fields)).error
+        assert error.message() == f"{says} [omni:too_large;stage=unary]"
+        assert error.code() == TritonError.INVALID_ARG
+    assert ensemble.messages == []
+    assert reply(ask(model))["text_output"] == b"Hello"
+
+
+@pytest.mark.parametrize(("given", "passed_on"), [(0, None), (1_500_000, 1_500_000), (2**64 - 1, 2**63 - 1)])
+def test_triton_s_own_timeout_is_passed_on(serve, given, passed_on):
+    model, ensemble = serve(speaking)
+    answered(ask(model, timeout=given))
+    [message] = ensemble.messages
+    assert message.parameters["timeout"].int64_param == (passed_on or 0)
+    assert ("timeout" in message.parameters) or passed_on is None
+
+
 def test_an_input_without_elements_is_passed_on(serve):
     model, ensemble = serve(speaking)
     answered(ask(model, text_tensor("text_input", "hi"), empty_tensor("media")))
@@ -437,7 +469,7 @@ def test_an_id_that_is_no_text_is_refused_and_costs_no_place(serve):
     for _ in range(3):
         request = Undecodable([text_tensor("text_input", "hi")])
         model.execute([request])
-        assert answered(request).error.message() == "id, parameters: not UTF-8 [omni:bad_request;stage=unary]"
+        assert answered(request).error.message() == "id: not UTF-8 [omni:bad_request;stage=unary]"
     assert reply(ask(model))["text_output"] == b"Hello"
 
 

@@ -11,21 +11,21 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from triton_omni.errors import BadRequest, InternalError, OmniError, StageName, TooLarge
+from triton_omni.errors import BadRequest, InternalError, OmniError, StageName
 from triton_omni.hops import HopTimes, Until
 from triton_omni.ledger import SessionLedger
 from triton_omni.request import RawRequest
 from triton_omni.serving.metrics import StageMetrics
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
-from triton_omni.serving.request_parameters import CLIENT_INPUTS, read_parameters
-from triton_omni.serving.tensors import LinkCounter, LinkInputs, read_bytes
+from triton_omni.serving.request_parameters import CLIENT_INPUTS, read_id, read_parameters
+from triton_omni.serving.tensors import LinkCounter, LinkInputs, bound_strings, read_bytes
 from triton_omni.stage import Outlet, Stage
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker import callers
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
 from triton_omni.tracing import NO_TRACER, Tracer
-from triton_omni.wire import MAX_NAME, Unsealed
+from triton_omni.wire import Unsealed
 
 SENDING_THREADS = 4
 """A send takes a few tenths of a millisecond, most of it in Triton's process; sessions are spread over the threads."""
@@ -58,6 +58,7 @@ class StageAdapter:
         hops: Mapping[Until, HopTimes] | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
+        bound_strings(pb_utils)
         self._pb_utils = pb_utils
         self._name = name
         self._stage = stage
@@ -148,19 +149,15 @@ def _adapt_link(
 
 
 def read_client_request(request: Any, *, traced: bool = False) -> RawRequest:
-    """The four public inputs of a Triton request, still unchecked, and its parameter `traceparent` where it is traced.
+    """The four public inputs of a Triton request, still unchecked, what time it has by Triton's own parameter, and its
+    parameter `traceparent` where it is traced.
 
     Raises:
         BadRequest: an input of another number of elements, a parameter that was meant as an input, or an id that is not
-            UTF-8, which Triton's HTTP frontend does not check.
-        TooLarge: an id that is too long.
+            UTF-8.
+        TooLarge: there are too many elements or parameters, or the id is too long.
     """
-    try:
-        request_id = request.request_id()
-    except ValueError as error:
-        raise BadRequest("id: not UTF-8") from error
-    if len(request_id) > MAX_NAME:
-        raise TooLarge(f"id: {len(request_id)} characters, the limit is {MAX_NAME}: send a shorter one")
+    request_id = read_id(request)
     # W3C's header, which gRPC and HTTP clients give as a parameter of the request.
     traceparent = read_parameters(request).get("traceparent")
     given = read_bytes(request, CLIENT_INPUTS)
@@ -170,6 +167,7 @@ def read_client_request(request: Any, *, traced: bool = False) -> RawRequest:
         media=tuple(given["media"] or ()),
         sampling_parameters=_one(given["sampling_parameters"], "sampling_parameters"),
         request_id=request_id,
+        timeout_us=request.timeout(),
         traceparent=traceparent if traced and isinstance(traceparent, str) else "",
     )
 

@@ -39,6 +39,10 @@ class Sample:
     """None = the endpoint gave none."""
     faults: tuple[Finding, ...] = ()
     """What could not be asked, and what is wrong with the machine."""
+    start: Finding | None = None
+    """What a server that is not up yet does."""
+    loading: Mapping[StageName, int] = field(default_factory=dict)
+    """Processes of stages of which the ledger does not know yet."""
 
     @property
     def seen(self) -> bool:
@@ -46,14 +50,15 @@ class Sample:
         return self.ledger is not None or self.metrics is not None
 
     def figure(self, name: str, stage: StageName) -> int | None:
-        """One of a stage's figures; None where its present process has published none, as before its first request.
+        """One of a stage's figures; None where no living process has published any, as before its first request.
 
-        Until then Triton shows those of the process before it.
+        Triton shows those of the process before it until then, and those of a dead one.
         """
         if self.metrics is None:
             return None
         starts = self.metrics.value("omni_stage_starts", stage=stage)
-        if self.ledger is not None and starts != self.ledger.stages[stage].epoch:
+        view = None if self.ledger is None else self.ledger.stages[stage]
+        if view is not None and (starts != view.epoch or view.lost or not view.runs):
             return None
         value = self.metrics.value(f"omni_{name}", stage=stage)
         return None if value is None else int(value)
@@ -64,11 +69,13 @@ class Sample:
 
 
 def findings(sample: Sample) -> dict[str, str]:
-    """All that is wrong at this moment: sentences by name."""
+    """All that is wrong at this moment: sentences by name. A server that is not up yet is that alone."""
+    if sample.start is not None:
+        return dict([sample.start])
     found = [*sample.faults, *_of_page(sample.metrics)]
     if sample.ledger is not None:
         for stage, view in sample.ledger.stages.items():
-            found += _of_stage(stage, view)
+            found += _of_stage(stage, view, sample.loading.get(stage, 0))
         found += _of_unary(sample.ledger.unary)
         found += _of_sessions(sample.ledger)
     for stage in STAGES:
@@ -85,17 +92,18 @@ def _of_page(page: MetricsPage | None) -> Iterator[Finding]:
         )
 
 
-def _of_stage(stage: StageName, view: StageView) -> Iterator[Finding]:
+def _of_stage(stage: StageName, view: StageView, loading: int) -> Iterator[Finding]:
+    now = f"loads again as process {loading}" if loading else "is not loaded again yet"
     if not view.epoch:
         yield f"{stage}/absent", f"{stage} was never loaded"
     elif view.lost:
-        yield f"{stage}/lost", f"{stage} has died (process {view.pid}, start {view.epoch}) and is not loaded again yet"
+        yield f"{stage}/lost", f"{stage} has died (process {view.pid}, start {view.epoch}) and {now}"
     elif not view.pid:
         yield f"{stage}/left", f"{stage} is not loaded: it has left in order"
     elif not view.runs:
         yield f"{stage}/gone", f"{stage}: process {view.pid} is gone, and nobody has noticed yet"
     elif view.broken:
-        yield f"{stage}/broken", f"{stage}: its engine has failed (start {view.epoch}) and it is not loaded again yet"
+        yield f"{stage}/broken", f"{stage}: its engine has failed (start {view.epoch}) and it {now}"
     elif view.silent_s > SILENT_S:
         yield (
             f"{stage}/silent",

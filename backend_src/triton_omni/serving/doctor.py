@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -32,6 +32,8 @@ from triton_omni.serving.endpoint import command_line, http_addresses
 from triton_omni.serving.ledger_view import LedgerView, read_ledger
 from triton_omni.serving.leftovers import stale_regions
 from triton_omni.serving.metrics_page import fetch_page
+from triton_omni.serving.stage_processes import running_for, server_processes, stage_processes
+from triton_omni.serving.start_report import loaded_stages
 
 LOOKS_APART_S = 0.4
 SETTLE_S = 0.05
@@ -39,6 +41,7 @@ SETTLES = 8
 """Looks at the ledger before the metrics are read, so that a session is seen whose end they do not show yet."""
 PERSIST_S = 10.0
 HOW_TO_START = "./build.sh serve starts one"
+STARTING = "server/starting"
 REFUSED = "nothing listens there (connection refused)"
 _ANSWERS_WITHIN_S = 5.0
 _SHARED_MEMORY = Path("/dev/shm")
@@ -55,6 +58,8 @@ class Server:
     """None = it is on another machine or in another container."""
     http_address: str = ""
     """`HOST:PORT`; empty = unknown."""
+    pid: int = 0
+    """Of tritonserver; 0 = unknown."""
 
 
 def server_of_process(pid: int) -> Server:
@@ -65,15 +70,15 @@ def server_of_process(pid: int) -> Server:
     """
     http_address, metrics_address = http_addresses(command_line(pid))
     metrics_url = f"http://{metrics_address}/metrics" if metrics_address else ""
-    return Server(f"server {pid}", metrics_url, table_path(ledger_name(pid)), http_address)
+    return Server(f"server {pid}", metrics_url, table_path(ledger_name(pid)), http_address, pid)
 
 
 def running_servers() -> Iterator[Server]:
-    """This user's servers in this process-id namespace, by their ledgers."""
-    for path in own_folders():
+    """This user's servers in this process-id namespace, those that only start among them."""
+    owners = map(server_of, own_folders())
+    for pid in dict.fromkeys([*(pid for pid in owners if pid is not None), *server_processes()]):
         with contextlib.suppress(OSError):  # it ended this moment
-            if (pid := server_of(path)) is not None:
-                yield server_of_process(pid)
+            yield server_of_process(pid)
 
 
 def leftovers() -> Iterator[Finding]:
@@ -90,12 +95,42 @@ def leftovers() -> Iterator[Finding]:
 
 def look(server: Server) -> Sample:
     """One look at a server; it takes about half a second."""
+    if (start := _start_of(server)) is not None:
+        return Sample(start=start)
     faults: list[Finding] = []
     ledger, may_hold = _look_at_ledger(server, faults)
     metrics = _ask(lambda: fetch_page(server.metrics_url), "metrics", faults) if server.metrics_url else None
     if server.http_address:
         faults += _ask_triton(server.http_address)
-    return Sample(ledger, may_hold, metrics, tuple(faults))
+    processes = stage_processes(server.pid) if server.pid else {}
+    known = {} if ledger is None else {stage: view.pid for stage, view in ledger.stages.items()}
+    loading = {stage: pid for stage, pid in processes.items() if pid != known.get(stage)}
+    return Sample(ledger, may_hold, metrics, tuple(faults), loading=loading)
+
+
+def _start_of(server: Server) -> Finding | None:
+    """What a server does that is not up yet: it listens nowhere, and a stage was never loaded."""
+    if not server.pid or not server.http_address or _listens(server.http_address):
+        return None
+    loaded = loaded_stages(server.pid)
+    missing = [stage for stage in STAGES if stage not in loaded]
+    if not missing:
+        return None
+    told = f"loaded {'are' if len(loaded) > 1 else 'is'} {', '.join(loaded)}" if loaded else "no stage is loaded"
+    with contextlib.suppress(OSError):
+        seconds = f"{running_for(server.pid):.0f} s"
+        return STARTING, f"it has been starting for {seconds}: {told}, {', '.join(missing)} not yet"
+    return None
+
+
+def _listens(address: str) -> bool:
+    try:
+        _get(address, "/v2/health/live")
+    except ConnectionRefusedError:
+        return False
+    except (OSError, http.client.HTTPException):
+        return True
+    return True
 
 
 def examine(server: Server, persist_s: float = PERSIST_S) -> tuple[Sample, dict[str, str]]:
@@ -107,7 +142,7 @@ def examine(server: Server, persist_s: float = PERSIST_S) -> tuple[Sample, dict[
     begin = time.monotonic()
     sample = look(server)
     wrong = findings(sample)
-    while wrong and time.monotonic() - begin < persist_s:
+    while wrong and STARTING not in wrong and time.monotonic() - begin < persist_s:
         time.sleep(LOOKS_APART_S)
         sample = look(server)
         now = findings(sample)
@@ -180,8 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Examine servers and print what was found.
 
     Returns:
-        The exit code: 0 = all is sound, 1 = something is wrong, or no server was found. A wrong option ends the process
-        with 2.
+        The exit code: 0 = all is sound, 1 = something is wrong, a server is not up yet, or no server was found. A wrong
+        option ends the process with 2.
     """
     parser = _parser()
     given = parser.parse_args(arguments)
@@ -202,8 +237,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif server.ledger is None:
             found = {name: _with_hint(sentence) for name, sentence in found.items()}
         wrong |= {f"{server.name}/{name}": f"{server.name}: {sentence}" for name, sentence in found.items()}
-    for sentence in wrong.values():
-        out.print(f"wrong: {sentence}", style="red", highlight=False, markup=False)
+    for name, sentence in wrong.items():
+        kind, style = ("starting", "yellow") if name.endswith(STARTING) else ("wrong", "red")
+        out.print(f"{kind}: {sentence}", style=style, highlight=False, markup=False)
     if not wrong:
         out.print("sound")
     return 1 if wrong else 0
@@ -215,7 +251,7 @@ def _with_hint(sentence: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    exit_codes = "exit code 0 = sound, 1 = something is wrong or no server runs, 2 = wrong usage"
+    exit_codes = "exit code 0 = sound, 1 = something is wrong, a server still starts or none runs, 2 = wrong usage"
     parser = Parser(prog="doctor", description=f"Whether running servers are sound: {exit_codes}.")
     parser.add_argument(
         "--server",
@@ -251,9 +287,9 @@ def _metrics_url(text: str) -> str:
 def _chosen(given: argparse.Namespace) -> list[Server]:
     if given.server is not None:
         server = server_of_process(given.server)
-        if server.ledger is None or not server.ledger.exists():
-            raise FileNotFoundError(f"process {given.server} has no session ledger")
-        return [Server(server.name, given.metrics_url or server.metrics_url, server.ledger, server.http_address)]
+        if given.server not in (running.pid for running in running_servers()):
+            raise FileNotFoundError(f"process {given.server} is no server of this user")
+        return [replace(server, metrics_url=given.metrics_url or server.metrics_url)]
     if given.metrics_url:
         return [Server(given.metrics_url, given.metrics_url)]
     return list(running_servers())

@@ -59,7 +59,7 @@ def _told(value: int | None) -> str:
 def _sessions(sample: Sample) -> str:
     limit, taken = sample.figure("sessions_limit", "thinker"), sample.held("sessions", "thinker")
     free = (
-        "its stages publish their figures from the first request on"
+        "the thinker has published no figures since it was loaded: stages do so from their first request on"
         if limit is None
         else f"{max(0, limit - taken)} of {limit} slots free"
     )

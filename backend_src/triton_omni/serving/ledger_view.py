@@ -88,7 +88,7 @@ def read_ledger(path: Path) -> LedgerView:
             raise LedgerError(f"{path} is no session ledger")
         now_ns = time.monotonic_ns()
         records = (layout.record(slot) for slot in range(layout.CAPACITY))
-        sessions = tuple(_session(words, at, now_ns) for at in records if layout.is_open(words, at))
+        sessions = tuple(_session(words, at, now_ns) for at in records if layout.is_held(words, at))
         pid = words[layout.UNARY_PID]
         unary = UnaryView(pid, layout.is_running(pid), words[layout.UNARY_OPEN])
         return LedgerView({stage: _stage(words, stage) for stage in layout.STAGES}, unary, sessions)

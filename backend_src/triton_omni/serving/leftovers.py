@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Final
 
 from triton_omni.ledger_layout import process_id, process_namespace, process_of, remove_stale, server_name
 
@@ -20,6 +21,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 _KILLED_WITHIN_S = 10.0
 _POLL_S = 0.01
 _REGIONS = "triton_omni_"
+OWN_REGIONS_OPTION: Final = f"shm-region-prefix-name={_REGIONS}"
+"""By which a server of ours is told from others, in its command line."""
 _PROCESSES = "triton-omni-"
 """With what the names of `ledger_layout.server_name` begin."""
 

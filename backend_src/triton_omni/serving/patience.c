@@ -15,6 +15,9 @@
  *
  * The backend makes a folder in /tmp and removes it only where the server ends in order. It makes it in the folder that
  * the supervisor names, and removes however the server ends.
+ *
+ * Triton keeps a request's parameter `priority` from models and does nothing with it where no model has levels of it. Who
+ * gives it is told so, by the code and in the words of our refusals.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -22,6 +25,7 @@
 #include <limits.h>
 #include <pthread.h>
 #include <semaphore.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -33,6 +37,8 @@
 #error "PATIENCE_MS: for how long a wait that has timed out goes on"
 #endif
 enum { SLICE_MS = 50, NS_A_MS = 1000000, NS_A_S = 1000000000, STAGES = 64 };
+/* TRITONSERVER_ERROR_INVALID_ARG */
+enum { INVALID_ARG = 3 };
 
 #define PYTHON_BACKEND "/libtriton_python.so"
 
@@ -110,6 +116,16 @@ int sem_timedwait(sem_t *semaphore, const struct timespec *until) {
         result = timed_wait(semaphore, &next);
     }
     return result;
+}
+
+/* Of libtritonserver.so, for its frontends. */
+void *TRITONSERVER_InferenceRequestSetPriorityUInt64(void *request, uint64_t priority) {
+    void *(*set)(void *, uint64_t) = (void *(*)(void *, uint64_t))dlsym(RTLD_NEXT, __func__);
+    void *(*new_error)(int, const char *) = (void *(*)(int, const char *))dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");
+    if (priority == 0 || new_error == NULL)
+        return set(request, priority);
+    return new_error(INVALID_ARG, "priority: this parameter of Triton's is not taken, give a priority from -100 to 100 "
+                                  "in sampling_parameters [omni:bad_request]");
 }
 
 static int of_the_python_backend(const void *code) {

@@ -7,6 +7,7 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 from triton_omni.serving.arguments import Parser, port, seconds, whole_number
@@ -87,6 +88,9 @@ def _parser(*, mps: bool) -> argparse.ArgumentParser:
     """`mps` is whether the stages share the GPUs where no option says it."""
     parser = Parser(prog="triton_omni.serving.supervisor", description="Serve a model repository.")
     add = parser.add_argument
+    add(
+        "--version", action="version", version=f"triton-omni {version('triton-omni')}", help="tell the version, and end"
+    )
     add("--model-repository", type=Path, required=True, metavar="FOLDER")
     add("--model", default=os.environ.get("OMNI_MODEL"), help="folder or hub id (default: OMNI_MODEL)")
     add("--host", default="127.0.0.1", help="address to bind (default: loopback only)")

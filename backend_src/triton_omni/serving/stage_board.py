@@ -91,13 +91,9 @@ class StageBoard:
 
     def open_sessions(self) -> int:
         """Sessions that the thinker has not ended, those of dead stages left out."""
-        return sum(self._is_open(slot) for slot in range(layout.CAPACITY))
+        return sum(layout.is_held(self._words, layout.record(slot)) for slot in range(layout.CAPACITY))
 
     def _is_overdue(self, slot: int, stage: StageName) -> bool:
         at = layout.record(slot)
         passed = 0 < self._words[at + layout.DEADLINE] < time.monotonic_ns()
-        return passed and self._is_open(slot) and not layout.is_closed(self._words, at, stage)
-
-    def _is_open(self, slot: int) -> bool:
-        words, at = self._words, layout.record(slot)
-        return layout.is_open(words, at) and not layout.lost_of(words, words[at + layout.EPOCHS])
+        return passed and layout.is_held(self._words, at) and not layout.is_closed(self._words, at, stage)

@@ -37,6 +37,7 @@ from triton_omni.serving.server_options import ServerConfig, parse_options
 from triton_omni.serving.server_run import END_WITHIN_S, KILL_AFTER_S, Launch, ServerRun
 from triton_omni.serving.signals import exit_at_once, on_signals
 from triton_omni.serving.start_checks import check_caches, check_shared_memory
+from triton_omni.serving.start_report import StartReport, stages_of
 from triton_omni.serving.triton_features import known_options
 from triton_omni.serving.warm_up import warm_up
 
@@ -159,7 +160,9 @@ class Supervisor:
                 or `request_stop` was called.
         """
         run, deadline = self._running(), time.monotonic() + self.config.ready_timeout_s
+        report = StartReport(self.pid, self.log.path, stages_of(self.config.model_repository))
         while not run.is_ready():
+            report.look()
             if run.exit_code is not None:
                 raise ServerNotReady(run.why_it_ended())
             if self._stop_requested:
@@ -170,6 +173,7 @@ class Supervisor:
         if run.board is None:
             run.watch()
             if self.config.warm_up and run.board is not None:
+                report.warms_up()
                 warm_up(self.config.host, self._ports["http"])
 
     def run(self) -> None:

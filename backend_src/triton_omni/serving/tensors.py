@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -16,9 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from triton_omni.answer import Sent
+from triton_omni.errors import TooLarge
+from triton_omni.settings import MOST_MEDIA_ITEMS
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
     from triton_omni.wire import Value
 
@@ -26,6 +30,8 @@ RAW_TENSORS: Final = frozenset({"META"})
 """Tensors of a link that are bytes, UINT8 [N] to Triton: its own byte strings cost several times as much, since the
 Python backend packs and unpacks those in Python. A Triton tensor itself cannot be asked for its type.
 """
+
+_LENGTH_BYTES: Final = 4
 
 
 class LinkCounter:
@@ -123,8 +129,59 @@ def write_tensors(pb_utils: Any, values: Mapping[str, Sent]) -> list[Any]:
 
 
 def read_bytes(request: Any, names: Iterable[str]) -> dict[str, list[bytes] | None]:
-    """BYTES inputs of a client's request as lists; None = not given."""
+    """BYTES inputs of a client's request as lists; None = not given.
+
+    Raises:
+        TooLarge: one has more than `MOST_MEDIA_ITEMS` elements.
+    """
     given = {tensor.name(): tensor for tensor in request.inputs()}
     return {
-        name: [bytes(item) for item in given[name].as_numpy().reshape(-1)] if name in given else None for name in names
+        name: [bytes(item) for item in read_strings(given[name]).reshape(-1)] if name in given else None
+        for name in names
     }
+
+
+def read_strings(tensor: Any) -> NDArray[np.object_]:
+    """The elements of a BYTES input of a client's request; they are counted before anything is made of them.
+
+    Raises:
+        TooLarge: they are more than `MOST_MEDIA_ITEMS`.
+    """
+    count = math.prod(tensor.shape())
+    if count > MOST_MEDIA_ITEMS:
+        raise TooLarge(f"{tensor.name()}: {count} elements, the limit of any deployment is {MOST_MEDIA_ITEMS}")
+    strings: NDArray[np.object_] = tensor.as_numpy()
+    return strings
+
+
+def bound_strings(pb_utils: Any) -> None:
+    """Have Triton's backend unpack `MOST_MEDIA_ITEMS` elements of a BYTES input at most.
+
+    Until 25.10 it unpacks all inputs of all requests by this function of its module, before `execute` is called.
+    """
+    pb_utils.deserialize_bytes_tensor = unpack_strings
+
+
+def unpack_strings(encoded: NDArray[np.uint8]) -> NDArray[np.object_]:
+    """The elements of a BYTES tensor; of one with too many none, which is told by its shape (`read_strings`).
+
+    Args:
+        encoded: uint8 [N], of each element its length as little-endian uint32 and its bytes.
+    """
+    view, at = encoded.data, 0
+    strings: list[bytes] = []
+    while at < len(view):
+        if len(strings) == MOST_MEDIA_ITEMS:
+            return np.empty(0, np.object_).view(_Unread)
+        begin = at + _LENGTH_BYTES
+        at = begin + int.from_bytes(view[at:begin], "little")
+        strings.append(bytes(view[begin:at]))
+    return np.array(strings, np.object_)
+
+
+class _Unread(np.ndarray[Any, Any]):
+    """Stands for a tensor that was not unpacked: of any shape, and without memory."""
+
+    def reshape(self, *shape: Any, **_: Any) -> Any:
+        """As the backend brings what was unpacked into the shape that the client gave."""
+        return np.broadcast_to(np.array(b"", np.object_), *shape)

@@ -28,12 +28,14 @@ from tritonclient.utils import serialize_byte_tensor  # type: ignore[import-unty
 
 from triton_omni import errors
 from triton_omni.answer import Answer
-from triton_omni.errors import BadRequest, InternalError, OmniError, Overloaded
+from triton_omni.errors import InternalError, OmniError, Overloaded
 from triton_omni.ledger_layout import PROTOCOL_VERSION, create_table
 from triton_omni.serving.endpoint import OWN_CHANNEL
 from triton_omni.serving.loss_watch import LossWatch
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
+from triton_omni.serving.request_parameters import read_id, read_parameters
 from triton_omni.serving.stage_board import StageBoard
+from triton_omni.serving.tensors import bound_strings, read_strings
 from triton_omni.settings import UnarySettings
 from triton_omni.token2wav.encoding import WAV_HEADER_BYTES, to_base64, wav_header
 
@@ -42,6 +44,8 @@ CANCEL_POLL_S: Final = 0.05
 SETTLED_WITHIN_S: Final = 1.0
 LATE_END_S: Final = 2.0
 RETRY_AFTER_MS: Final = 250
+_LONGEST_US: Final = 2**63 - 1
+"""Triton keeps a `timeout` in 64 bits without a sign and takes it with one."""
 
 _CHANNEL_OPTIONS: Final = (
     *OWN_CHANNEL,
@@ -121,6 +125,7 @@ class UnaryModel:
     """
 
     def __init__(self, pb_utils: Any, settings: UnarySettings, grpc_url: str, table: str = "") -> None:
+        bound_strings(pb_utils)
         self._pb_utils = pb_utils
         self._settings = settings
         self._grpc_url = grpc_url
@@ -143,6 +148,7 @@ class UnaryModel:
             try:
                 self._take(request, outlet)
             except OmniError as error:
+                error.stage = error.stage or "unary"
                 outlet.fail(error, self._open.end)
 
     def close(self) -> None:
@@ -251,18 +257,17 @@ def to_message(request: Any) -> Any:
     """The ensemble's request over gRPC (`ModelInferRequest`) with a Triton request's inputs, id and parameters.
 
     Raises:
-        BadRequest: id or parameters are not UTF-8, which Triton's HTTP frontend does not check.
+        BadRequest, TooLarge: as `read_id`, `read_parameters` and `read_strings` do.
     """
-    try:
-        request_id, parameters = request.request_id(), json.loads(request.parameters() or "{}")
-    except ValueError as error:
-        raise BadRequest("id, parameters: not UTF-8", stage="unary") from error
-    message = service_pb2.ModelInferRequest(model_name=ENSEMBLE, id=request_id)
+    message = service_pb2.ModelInferRequest(model_name=ENSEMBLE, id=read_id(request))
+    parameters = read_parameters(request)
     for tensor in request.inputs():
-        array = tensor.as_numpy()
+        array = read_strings(tensor)
         message.inputs.add(name=tensor.name(), datatype="BYTES", shape=array.shape)
         message.raw_input_contents.append(serialize_byte_tensor(array).item() if array.size else b"")
     _set_parameters(message, parameters)
+    if timeout_us := request.timeout():
+        message.parameters["timeout"].int64_param = min(timeout_us, _LONGEST_US)
     return message
 
 

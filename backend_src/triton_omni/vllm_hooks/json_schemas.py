@@ -107,7 +107,7 @@ class JsonSchemas:
         self.prepare()
         verdict = try_schema(schema)
         if verdict.is_too_costly:
-            cure = "give fewer or simpler patterns, ranges and counts"
+            cure = "give fewer or simpler patterns, ranges, counts and references"
             raise TooLarge(f"thinker.json_schema: cannot be compiled: {verdict.reason}; {cure}")
         if verdict.reason:
             path = f"thinker.json_schema{verdict.path}"

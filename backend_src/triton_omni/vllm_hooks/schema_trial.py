@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 
 CPU_SECONDS: Final = 2
 MEMORY_BYTES: Final = 512 << 20
-_STACK_BYTES: Final = 4 << 20
-"""Half of what a thread of the thinker has at least."""
+STACK_BYTES: Final = 1 << 20
+"""Half of what a thread of the thinker has at least: 2 MiB, where the system sets no limit."""
 _WITHIN_S: Final = 60.0
 """A machine that gives the process so little CPU time has other troubles."""
 _KEPT: Final = 256
@@ -68,6 +68,8 @@ def _verdict_on_end(number: int) -> Verdict:
         return Verdict(f"it takes more than {CPU_SECONDS} s of CPU time", is_too_costly=True)
     if number == signal.SIGABRT:
         return Verdict(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory", is_too_costly=True)
+    if number == signal.SIGSEGV:
+        return Verdict(f"it takes more than {STACK_BYTES >> 10} KiB of stack", is_too_costly=True)
     return Verdict(f"its compiler crashed ({signal.Signals(number).name})")
 
 
@@ -77,7 +79,7 @@ def _verdict_on_end(number: int) -> Verdict:
 def main() -> None:
     """Say of the schema on standard input, in lines of JSON, why it cannot be used and which key is at fault."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
     schema = sys.stdin.buffer.read().decode()
