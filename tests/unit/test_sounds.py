@@ -66,7 +66,7 @@ def vorbis(rate: int = 44100, seconds: float = SECONDS) -> bytes:
 
 WHOLE: dict[str, tuple[Callable[[], bytes], int, int, int, float]] = {
     # What writes it, its rate, samples at 16 kHz, how many of them the encoder put before the sound, decibels.
-    "wav": (lambda: made("wav", "pcm_s24le"), 44100, 96000, 0, 100),
+    "wav": (lambda: made("wav", "pcm_s24le"), 44100, 96000, 0, 95),
     "mp3 vbr": (lambda: mp3(bit_rate=None, options={"q:a": "4"}), 44100, 96000, 0, 24),
     "mp3 abr": (lambda: mp3(options={"abr": "1"}), 44100, 96000, 0, 24),
     "mp3 of a low rate": (lambda: mp3(bit_rate=24000), 44100, 96000, 0, 24),
@@ -78,7 +78,7 @@ WHOLE: dict[str, tuple[Callable[[], bytes], int, int, int, float]] = {
     "ogg opus": (opus, 48000, 96000, 0, 33),
     "aac": (lambda: made("adts", "aac", bit_rate=128000), 44100, 96596, 372, 12),
     "m4a": (lambda: made("ipod", "aac", bit_rate=128000), 44100, 96224, 0, 25),
-    "m4a of ALAC": (lambda: made("ipod", "alac"), 44100, 96000, 0, 100),
+    "m4a of ALAC": (lambda: made("ipod", "alac"), 44100, 96000, 0, 95),
     "webm": (lambda: made("webm", "libopus", rate=48000), 48000, 96000, 0, 33),
     "webm, as a browser records it": (
         lambda: made("webm", "libopus", rate=48000, piped=True),
@@ -164,7 +164,7 @@ def test_of_a_chained_ogg_every_link_is_heard(name: str) -> None:
     # Links of one rate are resampled together.
     assert len(found) == 96000 * len(links)
     expected = np.concatenate([written(rate) for _, rate in links])
-    assert decibels(expected, found) > 30
+    assert decibels(expected, found) > 25
 
 
 @pytest.mark.parametrize("between", [b"", ID3, b"TAG" + bytes(125)], ids=["nothing", "ID3", "ID3v1"])
@@ -174,11 +174,10 @@ def test_of_joined_mp3_pieces_every_one_is_heard(between: bytes) -> None:
     # The second begins with its header as a frame of silence, and what its encoder put before the sound.
     before = round((1152 + 1105) * 16000 / 44100)
     assert len(found) == pytest.approx(2 * 96000 + before, abs=600)
-    assert decibels(written(44100), found[:96000]) > 24
-    second_begins = 96000 + max(
-        range(before + 600), key=lambda shift: np.dot(written(44100)[:48000], found[96000 + shift :][:48000])
-    )
-    assert decibels(written(44100)[:80000], found[second_begins:]) > 14
+    expected = written(44100)
+    assert decibels(expected, found[:96000]) > 24
+    second_begins = 96000 + int(np.argmax(np.correlate(found[96000 : 96000 + before + 600 + 48000], expected[:48000])))
+    assert decibels(expected[:80000], found[second_begins:]) > 14
 
 
 def with_noise(data: bytes, first: float, last: float) -> bytes:
@@ -192,7 +191,7 @@ DAMAGED = {
     "mp3 vbr": lambda: mp3(bit_rate=None, options={"q:a": "4"}),
     "flac": lambda: made("flac", "flac"),
     "aac": lambda: made("adts", "aac"),
-    "vorbis": vorbis,
+    "vorbis": lambda: vorbis(seconds=20),
     "opus": opus,
     "ogg flac": lambda: made("ogg", "flac"),
     "webm": lambda: made("webm", "libopus", rate=48000),
@@ -203,10 +202,13 @@ DAMAGED = {
 def test_what_is_left_of_a_damaged_sound_is_heard(name: str) -> None:
     data = DAMAGED[name]()
     whole, found = heard(data), heard(with_noise(data, 0.5, 0.6))
-    assert 0.6 * len(whole) < len(found) < len(whole)
+    assert 0.7 * len(whole) < len(found) < len(whole)
     np.testing.assert_allclose(found[:16000], whole[:16000], atol=1e-5)
-    # What follows the damage may be shifted by a part of a sample.
-    assert np.corrcoef(found[-8000:-800], whole[-8000:-800])[0, 1] > 0.9
+    # What follows the damage may be shifted by a part of a sample, and end a frame earlier or later.
+    end = found[-9000:-3000]
+    place = int(np.argmax(np.correlate(whole[-14000:], end)))
+    assert abs(place - 5000) < 200
+    assert np.corrcoef(whole[-14000:][place : place + 6000], end)[0, 1] > 0.98
 
 
 @pytest.mark.parametrize("name", DAMAGED)

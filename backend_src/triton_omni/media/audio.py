@@ -78,7 +78,9 @@ def decode_track(source: InputContainer, max_seconds: float) -> Audio | None:
     if not source.streams.audio:
         return None
     pictures = source.streams.video[0] if source.streams.video else None
-    begin = None if pictures is None or pictures.start_time is None else float(pictures.start_time * pictures.time_base)
+    begin = None
+    if pictures is not None and pictures.start_time is not None and pictures.time_base is not None:
+        begin = float(pictures.start_time * pictures.time_base)
     return finish_audio(_in_time(source, begin, max_seconds), max_seconds)
 
 

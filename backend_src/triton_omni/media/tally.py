@@ -16,9 +16,9 @@ from triton_omni.media.sniffing import FileType
 
 MOST_LOST = 0.5
 
-_DENSE: tuple[FileType, ...] = ("mp3", "aac", "amr")
-"""Formats in which packets follow each other without anything between."""
-_IN_ORDER: tuple[FileType, ...] = (*_DENSE, "flac", "ogg", "webm")
+_DENSE: tuple[FileType, ...] = ("mp3", "aac", "amr", "ogg")
+"""Formats in which packets, or the pages that hold them, follow each other without anything between."""
+_IN_ORDER: tuple[FileType, ...] = (*_DENSE, "flac", "webm")
 """Formats whose last packet is near the end of the file."""
 _LONGEST_PAUSES: dict[FileType, float] = {"flac": 0.1, "ogg": 0.1, "webm": 1.0, "mp4": 1.0}
 """Seconds between two packets in which nothing need be lost: into a container an encoder may write nothing of a silence
