@@ -7,6 +7,7 @@ Knows no codec: what is inside a file is the server's to find out.
 from __future__ import annotations
 
 import mimetypes
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -21,16 +22,21 @@ _MAGIC: tuple[tuple[int, bytes, MediaKind], ...] = (
     (0, b"fLaC", "audio"),
     (0, b"OggS", "audio"),
     (0, b"ID3", "audio"),
+    (0, b"#!AMR", "audio"),
     (4, b"ftyp", "video"),
     (0, b"\x1aE\xdf\xa3", "video"),  # Matroska: webm
 )
+_TRACKS = ((re.compile(rb"hdlr.{8}(.{4})", re.DOTALL), b"vide", b"soun"), (re.compile(rb"\x83\x81(.)"), b"\1", b"\2"))
+"""How a track says what it is in mp4 and in webm: where, of pictures, of sound."""
+_CLUSTER = b"\x1fC\xb6u"
+"""The tracks of a webm come before it."""
 
 
 def media_kind(data: bytes, name: str = "") -> MediaKind:
-    """Whether a file is an image, a sound or a video.
+    """Whether a file is an image, a sound or a video; an mp4 or a webm without a video track is a sound.
 
     Args:
-        data: the file, or its first 12 bytes.
+        data: the file, or its first 12 bytes, which do not name the tracks of a container.
         name: its name, for a content that is not known here.
 
     Raises:
@@ -38,8 +44,9 @@ def media_kind(data: bytes, name: str = "") -> MediaKind:
     """
     for at, expected, kind in _MAGIC:
         if data[at : at + len(expected)] == expected:
-            return kind
-    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2:  # an MPEG frame header, layer III
+            return "audio" if kind == "video" and _has_sound_alone(data) else kind
+    # An MPEG frame header of layer III, or ADTS.
+    if len(data) > 1 and data[0] == 0xFF and (data[1] & 0xE6 == 0xE2 or data[1] & 0xF6 == 0xF0):
         return "audio"
     said = (mimetypes.guess_type(name)[0] or "").partition("/")[0]
     for kind in get_args(MediaKind):
@@ -47,6 +54,12 @@ def media_kind(data: bytes, name: str = "") -> MediaKind:
             found: MediaKind = kind
             return found
     raise BadRequest(f"{name or 'the data'}: neither an image nor a sound nor a video, by content and by name")
+
+
+def _has_sound_alone(data: bytes) -> bool:
+    pattern, pictures, sound = _TRACKS[data[4:8] != b"ftyp"]
+    tracks = pattern.findall(data.partition(_CLUSTER)[0] if data[4:8] != b"ftyp" else data)
+    return sound in tracks and pictures not in tracks
 
 
 def load_media(path: str | Path) -> Media:

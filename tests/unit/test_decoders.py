@@ -65,13 +65,13 @@ def test_media_are_what_they_are_when_decoded_here(decoders: Decoders) -> None:
     there = decoders.decode(PARTS, with_audio=True, is_wanted=always)
     assert [type(medium) for medium in there] == [Image, Audio, Video, Video]
     image, audio, film, silent = zip(here, there, strict=True)
-    assert image[0].pixels.tobytes() == image[1].pixels.tobytes()  # type: ignore[union-attr]
-    np.testing.assert_array_equal(*(each.samples for each in audio))  # type: ignore[union-attr]
+    assert image[0].pixels.tobytes() == image[1].pixels.tobytes()
+    np.testing.assert_array_equal(*(each.samples for each in audio))
     for pair in (film, silent):
-        np.testing.assert_array_equal(*(each.frames for each in pair))  # type: ignore[union-attr]
-        assert pair[0].fps == pair[1].fps  # type: ignore[union-attr]
-    np.testing.assert_array_equal(*(each.audio.samples for each in film))  # type: ignore[union-attr]
-    assert there[1].samples.flags.writeable  # type: ignore[union-attr]
+        np.testing.assert_array_equal(*(each.frames for each in pair))
+        assert pair[0].fps == pair[1].fps
+    np.testing.assert_array_equal(*(each.audio.samples for each in film))
+    assert there[1].samples.flags.writeable
 
 
 @pytest.mark.parametrize(
