@@ -45,6 +45,58 @@ def audio_file(
     return out.getvalue()
 
 
+def sweep(seconds: float = 6.0, rate: int = 44100, channels: int = 1) -> np.ndarray:
+    """Rising tones that swell and fade: each moment sounds unlike any other. float32 [S] or [S, channels]."""
+    time = np.arange(round(seconds * rate)) / rate
+    tones = sum(np.sin(2 * np.pi * (200 * number + 20 * number * time) * time) for number in (1, 2, 3))
+    wave = (0.15 * tones * (0.6 + 0.4 * np.sin(2 * np.pi * 0.7 * time))).astype(np.float32)
+    return wave if channels == 1 else np.stack([wave * (1 - 0.3 * channel) for channel in range(channels)], axis=1)
+
+
+def encoded_sound(
+    container: str,
+    codec: str,
+    *,
+    seconds: float = 6.0,
+    rate: int = 44100,
+    channels: int = 1,
+    samples: np.ndarray | None = None,
+    bit_rate: int | None = None,
+    options: Mapping[str, str] | None = None,
+    piped: bool = False,
+) -> bytes:
+    """`sweep`, or `samples`, encoded by FFmpeg, or by libsndfile if as Vorbis; `piped` = nothing is written twice."""
+    out = io.BytesIO()
+    layout = {1: "mono", 2: "stereo", 8: "7.1"}[channels]
+    wave = sweep(seconds, rate, channels) if samples is None else samples
+    if codec == "vorbis":
+        return audio_file("ogg", samples=wave, rate=rate)
+    with av.open(_Pipe(out) if piped else out, mode="w", format=container) as file:
+        stream: Any = file.add_stream(codec, rate=rate, options=dict(options or {}))
+        stream.layout = layout
+        if bit_rate is not None:
+            stream.bit_rate = bit_rate
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(wave.reshape(len(wave), -1).T), "fltp", layout)
+        frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
+        context = stream.codec_context
+        context.open()
+        cut = av.AudioResampler(context.format.name, layout, rate, context.frame_size or None)
+        for piece in (*cut.resample(frame), *cut.resample(None)):
+            file.mux(stream.encode(piece))
+        file.mux(stream.encode(None))
+    return out.getvalue()
+
+
+class _Pipe:
+    """A file that cannot be gone back in."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        return self._file.write(data)
+
+
 def picture(width: int = 64, height: int = 48, seed: int = 0) -> np.ndarray:
     """A gradient with a bright square whose place depends on `seed`: uint8 [height, width, 3]."""
     rows, columns = np.mgrid[0:height, 0:width]

@@ -64,7 +64,8 @@ class _Url(StrictModel):
 
 class _InputAudio(StrictModel):
     data: str
-    format: Literal["wav", "mp3", "flac", "ogg"]
+    format: Literal["wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm", "amr"]
+    """Taken for OpenAI's sake: a sound is what its bytes are."""
 
 
 class _ImagePart(StrictModel):

@@ -22,13 +22,14 @@ _MAGIC: tuple[tuple[int, bytes, MediaKind], ...] = (
     (0, b"fLaC", "audio"),
     (0, b"OggS", "audio"),
     (0, b"ID3", "audio"),
+    (0, b"#!AMR", "audio"),
     (4, b"ftyp", "video"),
     (0, b"\x1aE\xdf\xa3", "video"),  # Matroska: webm
 )
 
 
 def media_kind(data: bytes, name: str = "") -> MediaKind:
-    """Whether a file is an image, a sound or a video.
+    """Whether a file is an image, a sound or a video; an mp4 or a webm without a video track is a sound.
 
     Args:
         data: the file; its first 12 bytes tell all but a video's kind of file that has sound alone, as a voice memo's.
@@ -42,7 +43,8 @@ def media_kind(data: bytes, name: str = "") -> MediaKind:
     for at, expected, kind in _MAGIC:
         if data[at : at + len(expected)] == expected:
             return "audio" if kind == "video" and is_sound_alone(data) else kind
-    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2:  # an MPEG frame header, layer III
+    # An MPEG frame header of layer III, or ADTS.
+    if len(data) > 1 and data[0] == 0xFF and (data[1] & 0xE6 == 0xE2 or data[1] & 0xF6 == 0xF0):
         return "audio"
     said = (mimetypes.guess_type(name)[0] or "").partition("/")[0]
     for kind in get_args(MediaKind):

@@ -98,7 +98,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Media:
-    """One encoded medium (wav, mp3, flac, ogg, png, jpeg, webp, mp4, webm): the bytes of its file."""
+    """One encoded medium: the bytes of its file.
+
+    A sound is wav, mp3, flac, ogg, aac, amr, or an mp4 (m4a) or webm of sound alone; a picture is png, jpeg or webp;
+    a video is mp4 or webm.
+    """
 
     kind: MediaKind
     data: bytes = field(repr=False)

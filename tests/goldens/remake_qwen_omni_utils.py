@@ -45,6 +45,18 @@ SOUNDS = tuple(
     {"rate": rate, "channels": channels, "seconds": 0.403, "kind": kind}
     for rate, channels, kind in (*product((8000, 16000, 24000, 44100, 48000), (1, 2), ("wav",)), (48000, 2, "flac"))
 )
+LONG_SOUNDS = (
+    {"container": "mp3", "codec": "libmp3lame", "options": {"q:a": "4"}},
+    {"container": "mp3", "codec": "libmp3lame", "rate": 48000, "bit_rate": 128000, "options": {"abr": "1"}},
+    {"container": "mp3", "codec": "libmp3lame", "rate": 16000, "bit_rate": 16000},
+    {"container": "mp3", "codec": "libmp3lame", "rate": 8000, "channels": 2, "bit_rate": 8000},
+    {"container": "mp3", "codec": "libmp3lame", "bit_rate": 64000, "piped": True},
+    {"container": "flac", "codec": "flac", "channels": 2},
+    {"container": "ogg", "codec": "libopus", "rate": 48000, "channels": 2},
+    {"container": "ogg", "codec": "vorbis", "rate": 22050},
+    {"container": "wav", "codec": "pcm_s24le", "rate": 48000, "channels": 2},
+    {"container": "wav", "codec": "adpcm_ms", "rate": 11025},
+)
 IMAGES = (
     {"width": 100, "height": 70},
     {"width": 10, "height": 13},
@@ -132,11 +144,11 @@ def images() -> Iterator[dict[str, Any]]:
         yield {"made": made, "size": list(pixels.shape[:2]), "grid": grid(pixels)}
 
 
-def heard(kind: str, path: Path) -> dict[str, Any]:
-    """A sound's length, and each 53rd of its samples."""
+def heard(kind: str, path: Path, step: int = 53) -> dict[str, Any]:
+    """A sound's length, and each `step`th of its samples."""
     chat = [{"role": "user", "content": [{"type": kind, kind: str(path)}]}]
     (sound,) = recipe().process_audio_info(chat, use_audio_in_video=True)
-    return {"length": len(sound), "samples": [round(float(sample), 5) for sample in sound[::53]]}
+    return {"length": len(sound), "samples": [round(float(sample), 5) for sample in sound[::step]]}
 
 
 def sounds(folder: Path) -> Iterator[dict[str, Any]]:
@@ -145,6 +157,14 @@ def sounds(folder: Path) -> Iterator[dict[str, Any]]:
         path = folder / "sound"
         path.write_bytes(samples.audio_file(**made))
         yield {"made": made, **heard("audio", path)}
+
+
+def long_sounds(folder: Path) -> Iterator[dict[str, Any]]:
+    """What compressed files of several seconds become."""
+    for made in LONG_SOUNDS:
+        path = folder / "sound"
+        path.write_bytes(samples.encoded_sound(**made))
+        yield {"made": made, **heard("audio", path, 499)}
 
 
 def sounds_of_videos(folder: Path) -> Iterator[dict[str, Any]]:
@@ -175,6 +195,7 @@ def main() -> None:
             "videos": videos(folder),
             "shared_pixels": shared_pixels(folder),
             "sounds": sounds(folder),
+            "long_sounds": long_sounds(folder),
             "sounds_of_videos": sounds_of_videos(folder),
         }
         head = {name: version(name) for name in ("qwen-omni-utils", "decord", "av", "librosa", "pillow")}

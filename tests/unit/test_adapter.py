@@ -25,7 +25,7 @@ from triton_omni.serving.adapter import (
     read_client_request,
 )
 from triton_omni.serving.tensors import LinkCounter, LinkInputs, write_tensors
-from triton_omni.settings import TalkerSettings, ThinkerSettings
+from triton_omni.settings import MAX_NAME, TalkerSettings, ThinkerSettings
 from triton_omni.stage import StageStats, refused_error
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
@@ -139,6 +139,21 @@ def test_an_id_that_is_no_text_is_refused():
 
     with pytest.raises(BadRequest, match="id: not UTF-8"):
         read_client_request(Undecodable([text_tensor("text_input", "hi")]))
+
+
+def test_an_id_has_a_longest_length():
+    class Named(Request):
+        name = ""
+
+        def request_id(self):
+            return self.name
+
+    request = Named([text_tensor("text_input", "hi")])
+    request.name = "i" * MAX_NAME
+    assert read_client_request(request).request_id == request.name
+    request.name += "i"
+    with pytest.raises(TooLarge, match=f"id: {MAX_NAME + 1} characters, the limit is {MAX_NAME}: send a shorter one"):
+        read_client_request(request)
 
 
 @pytest.mark.parametrize("name", ["text_input", "messages", "sampling_parameters"])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from client_fakes import INFO, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc
-from media_samples import audio_file, image_file, video_file
+from media_samples import audio_file, encoded_sound, image_file, video_file
 from triton_omni_client import (
     AsyncOmniClient,
     BadRequest,
@@ -243,6 +243,13 @@ FILES = {
     **{f"{kind}.bin": ("audio", audio_file(kind, seconds=0.1)) for kind in ("wav", "mp3", "flac", "ogg")},
     **{f"{kind}.bin": ("image", image_file(kind)) for kind in ("png", "jpeg", "webp")},
     **{f"{kind}.bin": ("video", video_file(kind, seconds=0.25)) for kind in ("mp4", "webm")},
+    "memo.m4a": ("audio", encoded_sound("ipod", "aac", seconds=0.5)),
+    "memo.webm": ("audio", encoded_sound("webm", "libopus", rate=48000, seconds=0.5)),
+    "memo.mp4": ("audio", encoded_sound("mp4", "aac", seconds=0.5)),
+    "talking.webm": ("video", video_file("webm", seconds=0.25, audio=True)),
+    "talking.mp4": ("video", video_file("mp4", seconds=0.25, audio=True)),
+    "raw": ("audio", encoded_sound("adts", "aac", seconds=0.5)),
+    "call": ("audio", encoded_sound("amr", "libopencore_amrnb", rate=8000, bit_rate=12200, seconds=0.5)),
     "tagged.mp3": ("audio", b"ID3\4" + bytes(20)),
     "old.gif": ("image", b"GIF89a"),  # for the server to refuse
     "tape.aiff": ("audio", b"FORM"),

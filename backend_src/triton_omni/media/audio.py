@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import math
-import re
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 import av
@@ -23,12 +22,13 @@ from av.audio.frame import AudioFrame
 from av.audio.stream import AudioStream
 from av.codec.context import Flags2
 from av.container import InputContainer
-from av.packet import Packet
 from av.stream import Disposition
 from numpy.typing import NDArray
 
 from triton_omni.errors import BadRequest, TooLarge
+from triton_omni.media import ogg
 from triton_omni.media.sniffing import FileType, after_tags, sniff
+from triton_omni.media.tally import Tally
 from triton_omni.media.types import SAMPLE_RATE, Audio
 from triton_omni.settings import RequestLimits
 
@@ -46,15 +46,10 @@ CODECS = (
 """FFmpeg has decoders of hundreds more, which nobody sends and few look after."""
 _KNOWN_CODECS = "AAC, MP3, Opus, Vorbis, FLAC, ALAC, AMR, AC-3 or PCM"
 LEAST_GAP_S = 0.1
-"""Time stamps of packets that follow each other may differ by less from the lengths of these."""
+"""Time stamps of packets that follow each other may be off by less."""
 
-_PACKED_FORMATS = {"wav": {"max_size": "65536"}}
-"""Options of a demuxer: packets of a thousand samples, its default, take longer to pass on than to decode."""
-_DENSE: tuple[FileType, ...] = ("mp3", "aac", "amr", "flac")
-"""Formats in which packets follow each other without anything between."""
-_TAGS = (b"ID3", b"TAG", b"APETAGEX", b"LYRICSBEGIN")
-_FIRST_PAGE = re.compile(rb"OggS\x00[\x02\x03\x06\x07]")
-_PAGE_HEADER = 27
+_DEMUXER_OPTIONS: dict[FileType, dict[str, str]] = {"wav": {"max_size": "65536"}}
+"""Packets of a thousand samples, the default, take longer to pass on than to decode."""
 
 Block = tuple[int, NDArray[np.float32]]
 """A sample rate, and mono samples."""
@@ -71,46 +66,22 @@ def decode_audio(data: bytes, limits: RequestLimits) -> Audio:
     kind = sniff(data)
     if kind is None:
         raise BadRequest("unreadable audio: an unknown format")
-    tally = Tally()
-    audio = finish_audio(_blocks_of_file(data, kind, tally), limits.max_audio_seconds)
-    tally.check()
-    return audio
+    return finish_audio(_blocks_of_file(data, kind), limits.max_audio_seconds)
 
 
-class Tally:
-    """How many bytes of a track could be decoded, and how many could not."""
-
-    def __init__(self) -> None:
-        self.decoded = self.lost = 0
-
-    def check(self) -> None:
-        """Refuse a track of which too little is left.
-
-        Raises:
-            BadRequest: less than half.
-        """
-        if self.lost > self.decoded:
-            share = 100 * self.lost / (self.lost + self.decoded)
-            raise BadRequest(
-                f"damaged: {share:.0f} % of the sound cannot be decoded, the limit is 50 %; encode or send it anew"
-            )
-
-
-def decode_track(source: InputContainer, limits_s: float) -> Audio | None:
+def decode_track(source: InputContainer, max_seconds: float) -> Audio | None:
     """The first sound track of an open video, or None where there is none; what is lost of it is silence.
 
     Raises:
-        BadRequest, TooLarge: as `decode_audio`; longer than `limits_s` seconds.
+        BadRequest, TooLarge: as `decode_audio`; longer than `max_seconds`.
     """
     if not source.streams.audio:
         return None
-    tally = Tally()
-    origin = source.streams.video[0].start_time if source.streams.video else None
-    time_base = source.streams.video[0].time_base if source.streams.video else None
-    began = float(origin * time_base) if origin is not None and time_base is not None else None
-    audio = finish_audio(_in_time(_frames(source, tally, None), began, limits_s), limits_s)
-    tally.check()
-    return audio
+    pictures = source.streams.video[0] if source.streams.video else None
+    begin = None
+    if pictures is not None and pictures.start_time is not None and pictures.time_base is not None:
+        begin = float(pictures.start_time * pictures.time_base)
+    return finish_audio(_in_time(source, begin, max_seconds), max_seconds)
 
 
 def finish_audio(blocks: Iterable[Block], max_seconds: float) -> Audio:
@@ -147,101 +118,80 @@ def _resample(wave: NDArray[np.float32], rate: int) -> NDArray[np.float32]:
     return np.pad(out, (0, length - len(out)))
 
 
-def _blocks_of_file(data: bytes, kind: FileType, tally: Tally) -> Iterator[Block]:
-    for piece in ogg_links(data) if kind == "ogg" else [data[after_tags(data) :]]:
+def _blocks_of_file(data: bytes, kind: FileType) -> Iterator[Block]:
+    tally = Tally(kind)
+    for piece in ogg.links(data) if kind == "ogg" else [data[after_tags(data) :]]:
+        tally.begin(piece)
         try:
             with _open(piece, kind) as source:
                 if any(not stream.disposition & Disposition.attached_pic for stream in source.streams.video):
                     raise BadRequest("is a video: send it as one, with use_audio_in_video where its sound matters")
                 if not source.streams.audio:
                     raise BadRequest("has no sound track")
-                most = _ogg_vorbis_samples(source, piece) if kind == "ogg" else None
-                frames = _frames(source, tally, piece if kind in _DENSE else None)
-                yield from _first(map(_mono, frames), most)
+                trim = _vorbis_trim(source, piece) if kind == "ogg" else iter
+                yield from trim(map(_mono, _frames(source, tally)))
         except av.error.FFmpegError as error:
-            raise BadRequest(f"unreadable audio: {error.strerror}; encode it anew, for example as wav") from error
+            raise BadRequest(
+                f"unreadable audio, damaged or cut off: {error.strerror}; encode it anew, for example as wav"
+            ) from error
+    tally.check()
 
 
-def _ogg_vorbis_samples(source: InputContainer, data: bytes) -> int | None:
-    """How many samples its last page counts, if it is Vorbis alone: FFmpeg counts those of the first packet, too, which
-    has none, and would end a sound of one page too early."""
+def _vorbis_trim(source: InputContainer, data: bytes) -> Callable[[Iterable[Block]], Iterator[Block]]:
+    """What leaves of an Ogg file's blocks those that are sound, where it is Vorbis alone.
+
+    The first packet has none, and the last page counts the samples. In a file of one page FFmpeg counts some for the
+    first packet, and would end the sound too early.
+    """
     stream = source.streams.audio[0]
     if stream.name != "vorbis" or len(source.streams) > 1:
-        return None
+        return iter
     stream.codec_context.flags2 |= Flags2.skip_manual
-    place = data.rfind(b"OggS") + 6
-    return int.from_bytes(data[place : place + 8], "little")
+    samples = ogg.last_position(data)
+    return lambda blocks: _first(itertools.islice(blocks, 1, None), samples)
 
 
-def _first(blocks: Iterable[Block], most: int | None) -> Iterator[Block]:
-    left = sys.maxsize if most is None else most
+def _first(blocks: Iterable[Block], samples: int) -> Iterator[Block]:
     for rate, block in blocks:
-        yield rate, block[:left]
-        left = max(0, left - len(block))
-
-
-def ogg_links(data: bytes) -> Iterator[bytes]:
-    """The pieces of a chained Ogg file, each of which is one by itself: they may differ in codec and rate.
-
-    A piece begins with the first pages of its streams, one after another.
-    """
-    start, follows = 0, 0
-    for found in _FIRST_PAGE.finditer(data):
-        place = found.start()
-        if place not in (start, follows):
-            yield data[start:place]
-            start = place
-        segments = data[place + _PAGE_HEADER - 1 : place + _PAGE_HEADER]
-        table = data[place + _PAGE_HEADER : place + _PAGE_HEADER + (segments[0] if segments else 0)]
-        follows = place + _PAGE_HEADER + len(table) + sum(table)
-    yield data[start:]
+        yield rate, block[:samples]
+        samples = max(0, samples - len(block))
 
 
 def _open(data: bytes, kind: FileType) -> InputContainer:
-    options = {"codec_whitelist": ",".join(CODECS), "max_streams": str(MAX_TRACKS), **_PACKED_FORMATS.get(kind, {})}
+    options = {"codec_whitelist": ",".join(CODECS), "max_streams": str(MAX_TRACKS), **_DEMUXER_OPTIONS.get(kind, {})}
     return av.open(io.BytesIO(data), mode="r", format=kind, metadata_errors="replace", options=options)
 
 
-def _frames(source: InputContainer, tally: Tally, dense: bytes | None) -> Iterator[AudioFrame]:
-    """What can be decoded of the first sound track; `dense` is the file, where what lies between packets is damage."""
+def _frames(source: InputContainer, tally: Tally) -> Iterator[AudioFrame]:
+    """What can be decoded of the first sound track, up to where the container itself is damaged."""
     stream = source.streams.audio[0]
     _check_codec(stream)
-    end = 0
-    for packet in _packets(source, stream, tally):
-        if dense is not None and packet.pos is not None:
-            tally.lost += _damage_between(dense, end, packet.pos)
-            end = packet.pos + packet.size
-        try:
-            frames = packet.decode()
-        except av.error.FFmpegError as error:
-            if error.errno == errno.ENOMEM:
-                raise
-            tally.lost += packet.size
-        else:
-            tally.decoded += packet.size
-            yield from frames
-
-
-def _packets(source: InputContainer, stream: AudioStream, tally: Tally) -> Iterator[Packet[AudioStream]]:
-    """All packets, up to where the container itself is damaged."""
-    packets, end = source.demux(stream), 0
-    while True:
+    packets, is_cut = source.demux(stream), False
+    while not is_cut:
         try:
             packet = next(packets)
         except StopIteration:
-            return
+            break
         except av.error.FFmpegError as error:
-            if error.errno == errno.ENOMEM:
-                raise
-            tally.lost += max(0, source.size - end)
-            return
-        end = packet.pos or end
-        yield packet
+            _check_memory(error)
+            is_cut = True
+            continue
+        try:
+            frames = packet.decode()
+        except av.error.FFmpegError as error:
+            _check_memory(error)
+            tally.take_packet(packet, is_decoded=False)
+            continue
+        tally.take_packet(packet, is_decoded=True)
+        for frame in frames:
+            tally.take_frame(frame)
+            yield frame
+    tally.end(source.size, is_cut=is_cut)
 
 
-def _damage_between(data: bytes, end: int, begin: int) -> int:
-    """Bytes between two packets that are no tag."""
-    return 0 if data.startswith(_TAGS, end) else max(0, begin - end)
+def _check_memory(error: av.error.FFmpegError) -> None:
+    if error.errno == errno.ENOMEM:
+        raise error
 
 
 def _check_codec(stream: AudioStream) -> None:
@@ -278,17 +228,18 @@ def _floats(samples: NDArray[np.generic]) -> NDArray[np.float32]:
     return samples.astype(np.float32)
 
 
-def _in_time(frames: Iterable[AudioFrame], origin: float | None, max_seconds: float) -> Iterator[Block]:
-    """Frames at the times of their stamps, counted from `origin` (None = the first one's): silence fills what lacks."""
-    seconds = 0.0
-    for frame in frames:
+def _in_time(source: InputContainer, begin: float | None, max_seconds: float) -> Iterator[Block]:
+    """The first sound track at the times of its stamps, counted from `begin` (None = its first): silence fills gaps."""
+    tally, seconds = Tally(None), 0.0
+    for frame in _frames(source, tally):
         rate, block = _mono(frame)
         if frame.time is not None:
-            origin = frame.time if origin is None else origin
-            gap = frame.time - origin - seconds
+            begin = frame.time if begin is None else begin
+            gap = frame.time - begin - seconds
             if gap > LEAST_GAP_S:
                 silence = np.zeros(round(min(gap, max_seconds + 1) * rate), np.float32)
                 seconds += len(silence) / rate
                 yield rate, silence
         seconds += len(block) / rate
         yield rate, block
+    tally.check()

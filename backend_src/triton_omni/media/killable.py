@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TypeVar
@@ -61,10 +62,9 @@ def start_server(module: str) -> None:
     # An interpreter that is embedded, as in Triton's stub, does not know what program would start it.
     multiprocessing.set_executable(str(Path(sys.prefix) / "bin" / "python3"))
     multiprocessing.set_forkserver_preload([module])
+    resource_tracker.ensure_running()  # `forkserver` does so as well, and unblocks signals then
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STAY)  # which a new process inherits
     try:
-        from multiprocessing import forkserver
-
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

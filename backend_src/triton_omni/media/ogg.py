@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an Ogg file's pages say (RFC 3533): where its links begin, where a page ends, how many samples there are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+_FIRST_PAGE = re.compile(rb"OggS\x00[\x02\x03\x06\x07]")
+"""Of a stream; the flag 2 says so."""
+_HEADER = 27
+_POSITION = 6
+
+
+def links(data: bytes) -> Iterator[bytes]:
+    """The pieces of a chained file, each of which is one by itself: they may differ in codec and rate.
+
+    A piece begins with the first pages of its streams, one after another.
+    """
+    start, follows = 0, 0
+    for found in _FIRST_PAGE.finditer(data):
+        place = found.start()
+        if place not in (start, follows):
+            yield data[start:place]
+            start = place
+        follows = page_end(data, place)
+    yield data[start:]
+
+
+def page_end(data: bytes, place: int) -> int:
+    """Where the page that begins at `place` ends."""
+    segments = data[place + _HEADER - 1] if place + _HEADER <= len(data) else 0
+    table = data[place + _HEADER : place + _HEADER + segments]
+    return place + _HEADER + len(table) + sum(table)
+
+
+def last_position(data: bytes) -> int:
+    """Samples of a stream that is alone in its file, by its last page."""
+    place = data.rfind(b"OggS") + _POSITION
+    return int.from_bytes(data[place : place + 8], "little")

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Media decoded in processes of their own: the same results and errors, and an end to what costs too much."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import soundfile
+
+import media_samples as samples
+from hostile import files
+from processes import is_running, wait_for
+from triton_omni.chat import MediaKind, MediaPart
+from triton_omni.errors import BadRequest, InternalError, OmniError, TooLarge
+from triton_omni.media import Audio, Image, Video, decode_media
+from triton_omni.media.decoders import Decoders
+from triton_omni.media.killable import Crashed, KillableProcess, OutOfMemory, OutOfTime, Unwanted
+from triton_omni.settings import RequestLimits
+
+LIMITS = RequestLimits()
+LONG_S = 100.0
+MEBIBYTE = 1 << 20
+
+
+def always() -> bool:
+    return True
+
+
+@pytest.fixture(scope="module")
+def decoders() -> Iterator[Decoders]:
+    made = Decoders(LIMITS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def process() -> Iterator[KillableProcess]:
+    made = KillableProcess(256 * MEBIBYTE)
+    yield made
+    made.kill()
+
+
+PARTS = [
+    MediaPart("image", samples.image_file("jpeg", 640, 480)),
+    MediaPart("audio", samples.audio_file("mp3", seconds=2.0, rate=44100)),
+    MediaPart("video", samples.video_file("mp4", seconds=2.0, audio=True)),
+    MediaPart("video", samples.video_file("webm", seconds=1.0)),
+]
+
+
+def test_media_are_what_they_are_when_decoded_here(decoders: Decoders) -> None:
+    here = decode_media(PARTS, LIMITS, with_audio=True)
+    there = decoders.decode(PARTS, with_audio=True, is_wanted=always)
+    assert [type(medium) for medium in there] == [Image, Audio, Video, Video]
+    image, audio, film, silent = zip(here, there, strict=True)
+    assert image[0].pixels.tobytes() == image[1].pixels.tobytes()
+    np.testing.assert_array_equal(*(each.samples for each in audio))
+    for pair in (film, silent):
+        np.testing.assert_array_equal(*(each.frames for each in pair))
+        assert pair[0].fps == pair[1].fps
+    np.testing.assert_array_equal(*(each.audio.samples for each in film))
+    assert there[1].samples.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "says"),
+    [
+        (MediaPart("image", b"GIF89a"), BadRequest, r"medium 1 \(image\): must be one of png, jpeg, webp; found an"),
+        (MediaPart("audio", b"fLaC" * 9), BadRequest, r"medium 1 \(audio\): unreadable audio"),
+        (MediaPart("image", files.png_of_size(6000, 6000)), TooLarge, r"medium 1 \(image\): 6000 x 6000 pixels"),
+    ],
+)
+def test_errors_keep_their_code_and_message(
+    decoders: Decoders, part: MediaPart, error: type[OmniError], says: str
+) -> None:
+    with pytest.raises(error, match=says) as refused:
+        decoders.decode([PARTS[0], part], with_audio=False, is_wanted=always)
+    with pytest.raises(error) as here:
+        decode_media([PARTS[0], part], LIMITS, with_audio=False)
+    assert refused.value.to_text() == here.value.to_text()
+
+
+def silence(seconds: int) -> bytes:
+    """As costly as a second of sound can be, in 2 KB a second."""
+    out = io.BytesIO()
+    with soundfile.SoundFile(out, "w", 192_000, 8, "PCM_16", format="FLAC") as file:
+        for _ in range(seconds):
+            file.write(np.zeros((192_000, 8), np.int16))
+    return out.getvalue()
+
+
+def test_a_request_that_decodes_for_too_long_is_refused_and_the_next_one_is_not() -> None:
+    limited = Decoders(LIMITS.model_copy(update={"max_decode_seconds": 1.0}))
+    with pytest.raises(TooLarge, match=r"medium 1 \(audio\): .* more than 1 seconds of CPU time, .*max_decode_seconds"):
+        limited.decode([PARTS[0], MediaPart("audio", silence(200))], with_audio=False, is_wanted=always)
+    assert len(limited.decode(PARTS[:2], with_audio=False, is_wanted=always)) == 2
+    limited.close()
+
+
+def test_the_seconds_are_those_of_all_media_of_a_request() -> None:
+    limited = Decoders(LIMITS.model_copy(update={"max_decode_seconds": 1.0}))
+    part = MediaPart("audio", silence(8))
+    assert limited.decode([part], with_audio=False, is_wanted=always)
+    with pytest.raises(TooLarge, match=r"medium [1-9]\d* \(audio\): .*send shorter, smaller or fewer files"):
+        limited.decode([part] * 40, with_audio=False, is_wanted=always)
+    limited.close()
+
+
+def test_a_medium_that_takes_too_much_memory_is_refused_and_the_next_one_is_not() -> None:
+    limited = Decoders(LIMITS.model_copy(update={"max_decode_bytes": 48 * MEBIBYTE}))
+    large = samples.image_file("png", 4096, 4000)
+    with pytest.raises(
+        TooLarge, match=r"medium 0 \(image\): .* more than 50331648 bytes of memory, .*max_decode_bytes"
+    ):
+        limited.decode([MediaPart("image", large)], with_audio=False, is_wanted=always)
+    assert len(limited.decode(PARTS[:2], with_audio=False, is_wanted=always)) == 2
+    limited.close()
+
+
+def _jpeg_with(segments: bytes) -> bytes:
+    whole = samples.image_file("jpeg", 40, 30)
+    return whole[:2] + segments + whole[2:]
+
+
+def _exif_segments(count: int) -> bytes:
+    return (b"\xff\xe1" + struct.pack(">H", 65535) + b"Exif\0\0" + bytes(65527)) * count
+
+
+def _mp4_of_tracks(count: int) -> bytes:
+    """The one track of an mp4 again and again."""
+    data = samples.video_file("mp4")
+    place = data.index(b"trak") - 4
+    track = data[place : place + int.from_bytes(data[place : place + 4])]
+    header = data.index(b"moov") - 4
+    size = int.from_bytes(data[header : header + 4]) + (count - 1) * len(track)
+    return (
+        data[:header] + struct.pack(">I", size) + data[header + 4 : place] + track * count + data[place + len(track) :]
+    )
+
+
+HOSTILE: dict[str, tuple[MediaKind, Callable[[], bytes]]] = {
+    "mp4 of 800 tracks": ("video", lambda: _mp4_of_tracks(800)),
+    "jpeg of many segments": ("image", lambda: _jpeg_with(_exif_segments(400))),
+    "jpeg of fill bytes": ("image", lambda: _jpeg_with(b"\xff" * (4 * MEBIBYTE))),
+    "png of many chunks": ("image", lambda: files.png_with(files.png_chunk(b"prVt", b""), 1_000_000)),
+    "huge silence": ("audio", lambda: silence(200)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_stays_within_its_budget_beside_another_request(name: str) -> None:
+    kind, make = HOSTILE[name]
+    limited = Decoders(LIMITS.model_copy(update={"max_decode_seconds": 1.0, "max_decode_bytes": 192 * MEBIBYTE}))
+    part, found = MediaPart(kind, make()), list[object]()
+
+    def decode() -> None:
+        try:
+            found.extend(limited.decode([part], with_audio=True, is_wanted=always))
+        except OmniError as error:
+            found.append(error)
+
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    thread = threading.Thread(target=decode)
+    thread.start()
+    assert len(limited.decode(PARTS[:1], with_audio=False, is_wanted=always)) == 1
+    thread.join()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert isinstance(found[0], BadRequest | TooLarge | Image | Video), found
+    assert after.ru_maxrss - before.ru_maxrss < (3 * len(part.data) >> 10) + (64 << 10)
+    assert after.ru_utime - before.ru_utime < 1.5
+    limited.close()
+
+
+class TestProcess:
+    """What ends a call, and what is left."""
+
+    def test_it_runs_call_after_call(self, process: KillableProcess) -> None:
+        for number in range(3):
+            found, used = process.run(functools.partial(divmod, number, 2), LONG_S, always)
+            assert found == divmod(number, 2)
+            assert 0 <= used < LONG_S
+
+    def test_what_a_call_raises_is_raised(self, process: KillableProcess) -> None:
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            process.run(functools.partial(divmod, 1, 0), LONG_S, always)
+        assert process.run(os.getpid, LONG_S, always)[0] == process.pid
+
+    @pytest.mark.parametrize("way", ["computing", "sleeping"])
+    def test_a_call_that_nobody_wants_any_more_ends(self, process: KillableProcess, way: str) -> None:
+        call = _spin if way == "computing" else functools.partial(time.sleep, 600)
+        asked = iter([True, True, False])
+        with pytest.raises(Unwanted):
+            process.run(call, LONG_S, lambda: next(asked))
+        process.kill()
+        assert not is_running(process.pid)
+
+    def test_a_call_beyond_its_cpu_time_ends(self, process: KillableProcess) -> None:
+        with pytest.raises(OutOfTime):
+            process.run(_spin, 1.0, always)
+        wait_for(lambda: not is_running(process.pid))
+
+    def test_time_without_work_does_not_count(self, process: KillableProcess) -> None:
+        assert process.run(functools.partial(time.sleep, 2.5), 1.0, always)[1] < 1
+
+    def test_a_call_beyond_its_memory_ends(self, process: KillableProcess) -> None:
+        assert process.run(functools.partial(_sized, 128 * MEBIBYTE), LONG_S, always)[0] == 128 * MEBIBYTE
+        with pytest.raises(OutOfMemory):
+            process.run(functools.partial(_sized, 512 * MEBIBYTE), LONG_S, always)
+
+    @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE])
+    def test_a_crash_is_told_by_its_signal(self, process: KillableProcess, number: signal.Signals) -> None:
+        with pytest.raises(Crashed, match=number.name):
+            process.run(functools.partial(_end_by, number), LONG_S, always)
+
+    def test_what_the_kernel_kills_lacked_memory(self, process: KillableProcess) -> None:
+        with pytest.raises(OutOfMemory):
+            process.run(functools.partial(_end_by, signal.SIGKILL), LONG_S, always)
+
+    def test_a_stop_that_begins_with_a_signal_to_all_does_not_end_it(self, process: KillableProcess) -> None:
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.run(os.getpid, LONG_S, always)[0] == process.pid
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _sized(size: int) -> int:
+    return len(bytes(size))
+
+
+def _end_by(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_a_crash_refuses_one_medium_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Decoders(LIMITS)
+    crash = functools.partial(_crash_on, PARTS[1].data)
+    monkeypatch.setattr("triton_omni.media.decode.decode_medium", crash)
+    with pytest.raises(BadRequest, match=r"medium 1 \(audio\): its decoder crashed \(SIGSEGV\); the file is damaged"):
+        made.decode(PARTS[:2], with_audio=False, is_wanted=always)
+    monkeypatch.undo()
+    assert len(made.decode(PARTS[:2], with_audio=False, is_wanted=always)) == 2
+    made.close()
+
+
+def _crash_on(data: bytes, part: MediaPart, *args: object, **options: object) -> MediaPart:
+    if part.data == data:
+        _end_by(signal.SIGSEGV)
+    return part
+
+
+def test_a_request_that_ends_is_refused_and_its_process_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Decoders(LIMITS)
+    monkeypatch.setattr("triton_omni.media.decode.decode_medium", _never_end)
+    asked = iter([True] * 3 + [False])
+    with pytest.raises(InternalError, match="nobody waits for medium 0 any more"):
+        made.decode(PARTS[:1], with_audio=False, is_wanted=lambda: next(asked))
+    monkeypatch.undo()
+    assert len(made.decode(PARTS[:1], with_audio=False, is_wanted=always)) == 1
+    made.close()
+
+
+def _never_end(*args: object, **options: object) -> None:
+    _spin()
+
+
+OWNER = """
+import functools, multiprocessing, sys, threading, time
+from triton_omni.media.decoders import Decoders
+from triton_omni.media.killable import KillableProcess
+from triton_omni.settings import RequestLimits
+from multiprocessing import forkserver
+decoders = Decoders(RequestLimits())
+idle, busy = KillableProcess(1 << 28), KillableProcess(1 << 28)
+idle.run(time.time, 9.0, lambda: True)
+threading.Thread(target=busy.run, args=(functools.partial(time.sleep, 600), 9.0, lambda: True), daemon=True).start()
+print(idle.pid, busy.pid, forkserver._forkserver._forkserver_pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_the_process_that_began_it(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pids = [int(word) for word in owner.stdout.readline().split()]
+        assert len(pids) == 3
+        assert all(map(is_running, pids))
+        owner.send_signal(number)
+    wait_for(lambda: not any(map(is_running, pids)))
