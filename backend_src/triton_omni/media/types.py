@@ -7,7 +7,7 @@ Knows no codec.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,14 @@ class VisionSizes:
     """Frames a second."""
     max_frames: int | None = None
     """Frames of one video; None = what the deployment allows."""
+
+    def within(self, fps: float | None, max_frames: int | None, max_pixels: int | None) -> VisionSizes:
+        """These sizes as a request narrows them; None leaves a choice as it is."""
+        chosen = self if fps is None else replace(self, fps=fps)
+        if max_pixels is not None:
+            image, frame = (PixelRange(kind.low, min(kind.high, max_pixels)) for kind in (self.image, self.frame))
+            chosen = replace(chosen, image=image, frame=frame)
+        return replace(chosen, max_frames=max_frames)
 
 
 def smart_resize(height: int, width: int, factor: int, pixels: PixelRange) -> tuple[int, int]:

@@ -231,7 +231,7 @@ class _VideoFile:
         qwen-vl-utils divides its `total_pixels` in the same way, but counts a pair of frames, which become one, once.
         """
         least = self.sizes.frame.low
-        most = max(min(self.sizes.frame.high, self.limits.max_video_pixels // count), int(least * 1.05))
+        most = min(self.sizes.frame.high, max(self.limits.max_video_pixels // count, int(least * 1.05)))
         height, width = smart_resize(first.shape[0], first.shape[1], self.sizes.factor, PixelRange(least, most))
         return np.zeros((count, height, width, 3), np.uint8)
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from triton_omni.checkpoint.config import OmniConfig
 from triton_omni.checkpoint.speakers import Speakers
 from triton_omni.engine import ThinkerEngine, ThinkerPlaced
-from triton_omni.media import decode_media
+from triton_omni.media import VisionSizes, decode_media
 from triton_omni.media.wanted import always
 from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request, talker_seed
 from triton_omni.settings import ThinkerSettings
@@ -95,7 +95,10 @@ class RequestIntake:
         take_timeout(request.timeout_s)
         if (schema := request.thinker.json_schema) is not None:
             self._engine.check_schema(compact_json(schema))
-        media = decode_media(request.media, self._limits, with_audio=request.use_audio_in_video, is_wanted=is_wanted)
+        sizes = VisionSizes().within(**vars(request.mm_processor_kwargs))
+        media = decode_media(
+            request.media, self._limits, sizes, with_audio=request.use_audio_in_video, is_wanted=is_wanted
+        )
         prompt = build_prompt(request, media, self._renderer)
         placed = self._engine.prepare(
             prompt, max_tokens=request.thinker.max_tokens or max(1, request.thinker.min_tokens)
