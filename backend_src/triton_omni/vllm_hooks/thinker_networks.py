@@ -24,6 +24,8 @@ from triton_omni.vllm_hooks.compat import (
     Qwen2_5OmniThinkerForConditionalGeneration,
     VllmConfig,
     build_mm_input_norm,
+    gpu_sync_allowed,
+    merge_interleaved_embeddings,
 )
 from triton_omni.vllm_hooks.media_positions import Placed, TimeScale, prompt_positions
 from triton_omni.vllm_hooks.media_processor import MediaProcessor, ProcessingInfo
@@ -69,6 +71,26 @@ class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration, VisionGraphs):
         side = tower.spatial_merge_size
         pixels = torch.zeros(side**2, tower.patch_embed.proj.input_size, dtype=torch.uint8, device=tower.device)
         self.embed_multimodal(pixel_values=pixels, image_grid_thw=torch.tensor([[1, side, side]], device="cpu"))
+
+    def embed_input_ids(
+        self, input_ids: Tensor, multimodal_embeddings: Any = None, *, is_multimodal: Tensor | None = None
+    ) -> Tensor:
+        """Embeddings [N, H] of a step's tokens [N], each medium's in the places of its kind.
+
+        A step may begin with the end of a chunk's sound and end with the next pictures. vLLM takes these for media one
+        after another, and gives the sound the embeddings of the pictures.
+        """
+        kinds = {getattr(embedding, "modality", None) for embedding in multimodal_embeddings or ()}
+        if is_multimodal is None or not kinds >= {"audio", "video"}:
+            return super().embed_input_ids(input_ids, multimodal_embeddings, is_multimodal=is_multimodal)
+        with gpu_sync_allowed():
+            ids = input_ids.cpu()
+        language: Any = self.get_language_model()
+        embeddings = self._embed_text_input_ids(input_ids, language.embed_input_ids, is_multimodal=is_multimodal)
+        is_video, is_audio = (
+            is_multimodal & (ids == token) for token in (self.config.video_token_index, self.config.audio_token_index)
+        )
+        return merge_interleaved_embeddings(embeddings, multimodal_embeddings, is_video, is_audio, is_multimodal)
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
