@@ -141,19 +141,15 @@ BOMBS: Mapping[str, Bomb] = {
     "png of 50,000 x 50,000": Bomb("image", lambda: files.png_of_size(50_000, 50_000), "pixels"),
     "png of 2^31 - 1": Bomb("image", lambda: files.png_of_size(2**31 - 1, 2**31 - 1), "pixels"),
     "png of 50,000 x 20": Bomb("image", lambda: files.png_of_size(50_000, 20), "200 times", BadRequest),
-    "png of many profiles": Bomb(
-        "image",
-        lambda: files.png_with(files.png_chunk(b"iCCP", _packed(1 << 20)), 2000),
-        "2000 colour profiles, at most 8",
-        BadRequest,
+    "jpeg of many scans": Bomb(
+        "image", lambda: files.jpeg_of_scans(5000, 1024), "over 100 scans of a jpeg", BadRequest
     ),
-    "png of unpacked text": Bomb(
-        "image",
-        lambda: files.png_with(files.png_chunk(b"zTXt", _packed(1 << 24)), 20),
-        "unreadable image",
-        BadRequest,
+    "jpeg of many segments": Bomb(
+        "image", lambda: files.jpeg_with(b"\xff\xfe\x00\x02", 70_000), "over 65536 segments of a jpeg", BadRequest
     ),
-    "jpeg of many scans": Bomb("image", lambda: files.jpeg_of_scans(5000, 1024), "scans, at most 100", BadRequest),
+    "png of many chunks": Bomb(
+        "image", lambda: files.png_with(files.png_chunk(b"tEXt", b"a\0b"), 70_000), "over 65536 chunks", BadRequest
+    ),
     "webp VP8": Bomb("image", lambda: files.webp_of_size(b"VP8 ", 16383, 16383), "pixels"),
     "webp VP8L": Bomb("image", lambda: files.webp_of_size(b"VP8L", 16384, 16384), "pixels"),
     "webp VP8X": Bomb("image", lambda: files.webp_of_size(b"VP8X", 1 << 24, 1 << 24), "pixels"),
@@ -204,6 +200,24 @@ def test_a_bomb_is_refused_before_it_costs_anything(name: str) -> None:
     found = decode(bomb.kind, bomb.make(), bomb.bounds)
     assert isinstance(found, bomb.error), found
     assert bomb.says in found.message
+
+
+UNSEEN: Mapping[str, Callable[[], bytes]] = {
+    "png of many profiles": lambda: files.png_with(files.png_chunk(b"iCCP", _packed(1 << 20)), 2000),
+    "png of unpacked text": lambda: files.png_with(files.png_chunk(b"zTXt", _packed(1 << 24)), 20),
+    "jpeg of EXIF in many segments": lambda: files.jpeg_with(b"\xff\xe1\x40\x02Exif\0\0" + bytes(0x3FFA), 2000),
+    "jpeg of many small EXIF segments": lambda: files.jpeg_with(b"\xff\xe1\0\x08Exif\0\0", 60_000),
+    "jpeg of fill bytes": lambda: files.jpeg_with(b"\xff", 30 << 20),
+    "jpeg of junk between segments": lambda: files.jpeg_with(b"\0", 30 << 20),
+    "jpeg before a film": lambda: samples.image_file("jpeg") + b"\xff\xda\0\x08" * 5_000_000,
+    "png before chunks": lambda: samples.image_file("png") + files.png_chunk(b"tEXt", b"a\0b") * 500_000,
+}
+"""Files that hold much beside a picture, which no viewer shows."""
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_no_viewer_shows_costs_nothing(name: str) -> None:
+    assert isinstance(decode("image", UNSEEN[name](), Bounds(1.5, 100.0)), Image)
 
 
 def test_a_wav_that_claims_more_than_it_has_is_what_it_has() -> None:
