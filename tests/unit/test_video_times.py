@@ -223,6 +223,24 @@ def oriented(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
     return bytes(out)
 
 
+class TestTracks:
+    @KINDS
+    def test_a_film_with_its_sound_and_text_that_spells_a_track_is_taken(self, kind):
+        data = samples.video_file(kind, audio=True)
+        spelled = data + b"\0\0\0\x10udtatrak----" * 20 if kind == "mp4" else data
+        assert video(spelled, kind).frames.shape[0] == 4
+
+    def test_a_codec_that_no_camera_writes_is_refused_by_name(self):
+        out = io.BytesIO()
+        with av.open(out, mode="w", format="mp4") as container:
+            stream = container.add_stream("mpeg2video", rate=25)
+            stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+            frame = av.VideoFrame.from_ndarray(samples.picture(), format="rgb24")
+            container.mux([*stream.encode(frame), *stream.encode(None)])
+        with pytest.raises(BadRequest, match=r"^the codec of its video track is mpeg2video, allowed are h264, hevc, "):
+            video(out.getvalue(), "mp4")
+
+
 class TestOrientation:
     @pytest.mark.parametrize(
         ("matrix", "shown_as"),

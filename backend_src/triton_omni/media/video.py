@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.media.audio import check_format, finish_audio
-from triton_omni.media.mp4_tables import check_tables
 from triton_omni.media.timing import STILL_SECONDS, Timeline, median_gap
 from triton_omni.media.types import Audio, PixelRange, Video, VisionSizes, smart_resize
+from triton_omni.media.video_tables import check_mp4, check_webm
 from triton_omni.media.wanted import IsWanted, always, while_wanted
 from triton_omni.settings import RequestLimits
 
@@ -43,6 +43,8 @@ MAX_SOURCE_FPS = 240
 """Bounds how many frames are decoded for one second of video."""
 MAX_PACKETS_PER_SECOND = 2000
 """Of all tracks together; bounds how long it takes to read what holds no picture."""
+PICTURE_CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg")
+"""FFmpeg's decoders of what cameras, browsers and screen recorders write; its others are never run."""
 PROBED_BYTES = 1 << 20
 """FFmpeg holds this much of a file as packets, each in a few hundred bytes, before it knows the tracks."""
 SOUND_SLACK_SECONDS = 1.0
@@ -74,7 +76,9 @@ def decode_video(
         Unwanted: nobody waits for it any more.
     """
     if container == "mp4":
-        check_tables(data, limits)
+        check_mp4(data, limits)
+    else:
+        check_webm(data)
     file = _VideoFile(data, container, limits, sizes, is_wanted)
     try:
         frames, fps = file.read_frames()
@@ -240,6 +244,10 @@ class _VideoFile:
             raise BadRequest("has no video track")
         stream = source.streams.video[0]
         context = _known_codec(stream)
+        if context.name not in PICTURE_CODECS:
+            raise BadRequest(
+                f"the codec of its video track is {context.name}, allowed are {', '.join(PICTURE_CODECS)}; convert it"
+            )
         self._check_pixels(context.width, context.height)
         context.options = self._decoder_options
         return stream
