@@ -30,6 +30,10 @@ MAX_SEED: Final = 2**63 - 1
 _TALKER_SEEDS: Final = MAX_SEED + 1
 """Where the talker's seeds begin."""
 MAX_PARAMETERS_BYTES = 1 << 16
+MIN_FRAME_PIXELS: Final = 128 * 28 * 28
+"""The model's processor scales smaller frames up to it."""
+MAX_IMAGE_PIXELS: Final = 16384 * 28 * 28
+"""The model's processor scales larger pictures down to it."""
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -119,6 +123,17 @@ class Token2WavOptions(StrictModel):
         return StreamOptions(**vars(self))
 
 
+class MediaOptions(StrictModel):
+    """How many frames of a video are taken, and how large pictures are; the names are those of vLLM's server."""
+
+    fps: Annotated[float, Field(gt=0, le=60)] | None = None
+    """Frames a second of a video; None = 2."""
+    max_frames: Annotated[int, Field(ge=2)] | None = None
+    """Of one video; None = what the deployment allows."""
+    max_pixels: Annotated[int, Field(ge=MIN_FRAME_PIXELS, le=MAX_IMAGE_PIXELS)] | None = None
+    """Of one picture or frame, which are scaled down to it; None = what the model card's recipe allows."""
+
+
 def _text_and_audio() -> list[Modality]:
     return ["text", "audio"]
 
@@ -131,6 +146,7 @@ class _Parameters(StrictModel):
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     audio_format: AudioFormat = "f32"
     use_audio_in_video: bool = False
+    mm_processor_kwargs: MediaOptions = MediaOptions()
     thinker: ThinkerOptions = ThinkerOptions()
     talker: TalkerOptions = TalkerOptions()
     token2wav: Token2WavOptions = Token2WavOptions()
@@ -144,6 +160,7 @@ def sampling_places(key: str) -> list[str]:
         "thinker": ThinkerOptions,
         "talker": TalkerOptions,
         "token2wav": Token2WavOptions,
+        "mm_processor_kwargs": MediaOptions,
     }
     places = ["sampling_parameters"] if key in _Parameters.model_fields else []
     return places + [f"sampling_parameters.{name}" for name, kind in stages.items() if key in kind.model_fields]
@@ -191,6 +208,7 @@ class OmniRequest:
     """None = the deployment draws one and reports it."""
     audio_format: AudioFormat
     use_audio_in_video: bool
+    mm_processor_kwargs: MediaOptions
     thinker: ThinkerOptions
     talker: TalkerOptions
     token2wav: Token2WavOptions
@@ -227,6 +245,7 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
         seed=parameters.seed,
         audio_format=parameters.audio_format,
         use_audio_in_video=parameters.use_audio_in_video,
+        mm_processor_kwargs=parameters.mm_processor_kwargs,
         thinker=parameters.thinker,
         talker=parameters.talker,
         token2wav=parameters.token2wav,
@@ -256,6 +275,9 @@ def _parse_parameters(raw: bytes | None, limits: RequestLimits, defaults: Reques
     _check_bias(parameters.thinker.logit_bias, limits, defaults, f"{name}.thinker.logit_bias")
     _check_stop(parameters.thinker.stop, limits, f"{name}.thinker.stop")
     _check_schema(parameters.thinker, limits, f"{name}.thinker")
+    _at_most(
+        parameters.mm_processor_kwargs.max_frames, limits.max_video_frames, f"{name}.mm_processor_kwargs.max_frames"
+    )
     _at_most(parameters.timeout, defaults.max_timeout_s, f"{name}.timeout")
     if parameters.voice is not None and defaults.voices and parameters.voice not in defaults.voices:
         known = ", ".join(sorted(defaults.voices))

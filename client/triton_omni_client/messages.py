@@ -21,7 +21,7 @@ import numpy as np
 
 from .audio import SAMPLE_RATE, Pcm16Decoder, WavDecoder, Waveform
 from .errors import BadRequest, Internal
-from .sampling import TalkerOptions, ThinkerOptions, Token2WavOptions
+from .sampling import MediaOptions, TalkerOptions, ThinkerOptions, Token2WavOptions
 
 AudioFormat = Literal["f32", "pcm16", "wav"]
 Modality = Literal["text", "audio"]
@@ -145,6 +145,8 @@ class Request:
     """How audio travels; the client decodes each to the same float32 waveform. `pcm16` and `wav` halve the bytes of
     `f32` less a third for base64, and cost 16-bit rounding."""
     use_audio_in_video: bool | None = None
+    mm_processor_kwargs: MediaOptions | Mapping[str, Any] = field(default_factory=dict)
+    """Of pictures and videos, for example `{"fps": 1, "max_frames": 64, "max_pixels": 401408}`."""
     thinker: ThinkerOptions | Mapping[str, Any] = field(default_factory=dict)
     """Sampling of the thinker, for example `{"temperature": 0.7, "max_tokens": 200, "stop": ["\\n"]}`."""
     talker: TalkerOptions | Mapping[str, Any] = field(default_factory=dict)
@@ -191,6 +193,7 @@ class Request:
             "seed": self.seed,
             "audio_format": None if self.audio_format == "f32" else self.audio_format,
             "use_audio_in_video": self.use_audio_in_video,
+            "mm_processor_kwargs": dict(self.mm_processor_kwargs) or None,
             "priority": self.priority,
             "timeout": self.timeout,
             "thinker": dict(self.thinker) or None,

@@ -23,7 +23,7 @@ from .messages import AudioDelta, Delta, Info, Media, Request, TextDelta
 from .player import NoSoundDevice, Player
 from .reply import Reply, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
-from .sampling import TalkerOptions, ThinkerOptions, Token2WavOptions
+from .sampling import MediaOptions, TalkerOptions, ThinkerOptions, Token2WavOptions
 
 __all__ = [
     "DEFAULT_RETRY",
@@ -42,6 +42,7 @@ __all__ = [
     "Info",
     "Internal",
     "Media",
+    "MediaOptions",
     "NoSoundDevice",
     "OmniClient",
     "OmniClientError",

@@ -41,6 +41,17 @@ class ThinkerOptions(TalkerOptions, total=False):
     """The reply is JSON of this schema."""
 
 
+class MediaOptions(TypedDict, total=False):
+    """How many frames of a video are taken, and how large pictures are."""
+
+    fps: float
+    """Frames a second, up to 60; 2 unless chosen."""
+    max_frames: int
+    """Of one video, from 2 up to the deployment's limit."""
+    max_pixels: int
+    """Of one picture or frame, which are scaled down to it: 100,352 to 12,845,056."""
+
+
 class Token2WavOptions(TypedDict, total=False):
     """How codes become a waveform."""
 

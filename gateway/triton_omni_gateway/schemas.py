@@ -90,6 +90,9 @@ class MediaOptions(_Model):
     """What vLLM's server calls `mm_processor_kwargs`."""
 
     use_audio_in_video: StrictBool | None = None
+    fps: Number | None = None
+    max_frames: StrictInt | None = None
+    max_pixels: StrictInt | None = None
 
 
 class Message(_Model):

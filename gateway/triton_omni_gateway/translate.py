@@ -60,15 +60,15 @@ def chat_request(chat: ChatRequest, find: FindTranscript, request_id: str) -> Re
         GatewayError: 400, a combination that makes no sense.
     """
     _check_lengths(chat)
-    in_video = chat.use_audio_in_video
-    if in_video is None and chat.mm_processor_kwargs is not None:
-        in_video = chat.mm_processor_kwargs.use_audio_in_video
+    media = {} if chat.mm_processor_kwargs is None else chat.mm_processor_kwargs.model_dump(exclude_none=True)
+    in_video = media.pop("use_audio_in_video", None)
     return Request(
         messages=[_message(message, index, find) for index, message in enumerate(chat.messages)],
         modalities=_modalities(chat),
         voice=None if chat.audio is None else chat.audio.voice,
         seed=chat.seed,
-        use_audio_in_video=in_video,
+        use_audio_in_video=in_video if chat.use_audio_in_video is None else chat.use_audio_in_video,
+        mm_processor_kwargs=media,
         thinker=chat.thinker(),
         talker=chat.talker or {},
         token2wav=chat.token2wav or {},

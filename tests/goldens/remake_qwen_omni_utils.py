@@ -38,7 +38,6 @@ VIDEOS = (
     {"fps": "8", "seconds": 0.5},
     {"fps": "2", "seconds": 1.5},
     {"fps": "25", "seconds": 3, "kind": "webm"},
-    {"fps": "8", "seconds": 3, "kind": "webm", "times": [0, 0.5, 1, 1.5, *(2 + number / 20 for number in range(20))]},
 )
 SHARED = tuple({"fps": "2", "seconds": 4, "width": 640, "height": height} for height in (480, 90))
 SOUNDS = tuple(

@@ -132,6 +132,12 @@ def png_with(chunk: bytes, count: int) -> bytes:
     return whole[:33] + chunk * count + whole[33:]
 
 
+def jpeg_with(bytes_between: bytes, count: int) -> bytes:
+    """A small jpeg with the same bytes `count` times after its first marker."""
+    whole = samples.image_file("jpeg", 40, 30)
+    return whole[:2] + bytes_between * count + whole[2:]
+
+
 def jpeg_of_scans(count: int, side: int) -> bytes:
     """A black progressive jpeg of side x side pixels, its last scan repeated."""
     whole = samples.encode_image(Image.new("L", (side, side)), "jpeg", progressive=True)

@@ -87,6 +87,8 @@ PARAMETERS = st.fixed_dictionaries(
         "seed": NUMBERS,
         "audio_format": st.sampled_from(["f32", "pcm16", "wav", "mp3"]) | ANY_JSON,
         "use_audio_in_video": st.booleans() | ANY_JSON,
+        "mm_processor_kwargs": ANY_JSON
+        | st.dictionaries(st.sampled_from(["fps", "max_frames", "max_pixels", "num_frames"]), NUMBERS),
         "priority": NUMBERS,
         "timeout": NUMBERS,
         **{

@@ -8,8 +8,10 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import soundfile
@@ -137,23 +139,34 @@ def _an_hour(container: str, subtype: str) -> bytes:
     return out.getvalue()
 
 
+def films(kind: str, count: int) -> bytes:
+    """A file of so many tracks of one picture each."""
+    out = io.BytesIO()
+    with av.open(out, mode="w", format=kind) as container:
+        streams = [container.add_stream("mpeg4" if kind == "mp4" else "libvpx", rate=8) for _ in range(count)]
+        for stream in streams:
+            stream.width, stream.height, stream.pix_fmt, stream.thread_count = 32, 32, "yuv420p", 1
+        for stream in streams:
+            frame = av.VideoFrame.from_ndarray(samples.picture(32, 32), format="rgb24")
+            frame.pts, frame.time_base = 0, Fraction(1, 8)
+            container.mux(stream.encode(frame))
+            container.mux(stream.encode(None))
+    return out.getvalue()
+
+
 BOMBS: Mapping[str, Bomb] = {
     "png of 50,000 x 50,000": Bomb("image", lambda: files.png_of_size(50_000, 50_000), "pixels"),
     "png of 2^31 - 1": Bomb("image", lambda: files.png_of_size(2**31 - 1, 2**31 - 1), "pixels"),
     "png of 50,000 x 20": Bomb("image", lambda: files.png_of_size(50_000, 20), "200 times", BadRequest),
-    "png of many profiles": Bomb(
-        "image",
-        lambda: files.png_with(files.png_chunk(b"iCCP", _packed(1 << 20)), 2000),
-        "2000 colour profiles, at most 8",
-        BadRequest,
+    "jpeg of many scans": Bomb(
+        "image", lambda: files.jpeg_of_scans(5000, 1024), "over 100 scans of a jpeg", BadRequest
     ),
-    "png of unpacked text": Bomb(
-        "image",
-        lambda: files.png_with(files.png_chunk(b"zTXt", _packed(1 << 24)), 20),
-        "unreadable image",
-        BadRequest,
+    "jpeg of many segments": Bomb(
+        "image", lambda: files.jpeg_with(b"\xff\xfe\x00\x02", 70_000), "over 65536 segments of a jpeg", BadRequest
     ),
-    "jpeg of many scans": Bomb("image", lambda: files.jpeg_of_scans(5000, 1024), "scans, at most 100", BadRequest),
+    "png of many chunks": Bomb(
+        "image", lambda: files.png_with(files.png_chunk(b"tEXt", b"a\0b"), 70_000), "over 65536 chunks", BadRequest
+    ),
     "webp VP8": Bomb("image", lambda: files.webp_of_size(b"VP8 ", 16383, 16383), "pixels"),
     "webp VP8L": Bomb("image", lambda: files.webp_of_size(b"VP8L", 16384, 16384), "pixels"),
     "webp VP8X": Bomb("image", lambda: files.webp_of_size(b"VP8X", 1 << 24, 1 << 24), "pixels"),
@@ -181,6 +194,14 @@ BOMBS: Mapping[str, Bomb] = {
     "mp4 with packed tables": Bomb(
         "video", lambda: files.mp4_with_box(b"moov", b"\0\0\0\x10cmovxxxxxxxx"), "cmov", BadRequest
     ),
+    "mp4 of 400 tracks": Bomb("video", lambda: films("mp4", 400), "400 tracks, the limit is 32", BadRequest),
+    "webm of 100 tracks": Bomb("video", lambda: films("webm", 100), "100 tracks, the limit is 32", BadRequest),
+    "webm of lengths in eight bytes": Bomb(
+        "video",
+        lambda: films("webm", 100).replace(b"\x86\x85V_VP8", b"\x86\1\0\0\0\0\0\0\5V_VP8"),
+        "100 tracks, the limit is 32",
+        BadRequest,
+    ),
     "mp4 of a million boxes": Bomb(
         "video", lambda: samples.video_file("mp4") + b"\0\0\0\x08free" * 1_000_000, "outermost boxes", BadRequest
     ),
@@ -204,6 +225,24 @@ def test_a_bomb_is_refused_before_it_costs_anything(name: str) -> None:
     found = decode(bomb.kind, bomb.make(), bomb.bounds)
     assert isinstance(found, bomb.error), found
     assert bomb.says in found.message
+
+
+UNSEEN: Mapping[str, Callable[[], bytes]] = {
+    "png of many profiles": lambda: files.png_with(files.png_chunk(b"iCCP", _packed(1 << 20)), 2000),
+    "png of unpacked text": lambda: files.png_with(files.png_chunk(b"zTXt", _packed(1 << 24)), 20),
+    "jpeg of EXIF in many segments": lambda: files.jpeg_with(b"\xff\xe1\x40\x02Exif\0\0" + bytes(0x3FFA), 2000),
+    "jpeg of many small EXIF segments": lambda: files.jpeg_with(b"\xff\xe1\0\x08Exif\0\0", 60_000),
+    "jpeg of fill bytes": lambda: files.jpeg_with(b"\xff", 30 << 20),
+    "jpeg of junk between segments": lambda: files.jpeg_with(b"\xff\0", 15 << 20),
+    "jpeg before a film": lambda: samples.image_file("jpeg") + b"\xff\xda\0\x08" * 5_000_000,
+    "png before chunks": lambda: samples.image_file("png") + files.png_chunk(b"tEXt", b"a\0b") * 500_000,
+}
+"""Files that hold much beside a picture, which no viewer shows."""
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_no_viewer_shows_costs_nothing(name: str) -> None:
+    assert isinstance(decode("image", UNSEEN[name](), Bounds(1.5, 100.0)), Image)
 
 
 def test_a_wav_that_claims_more_than_it_has_is_what_it_has() -> None:

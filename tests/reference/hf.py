@@ -132,11 +132,12 @@ class HfReference:
         images: Sequence[Any] = (),
         audios: Sequence[Any] = (),
         videos: Sequence[Any] = (),
+        fps: float = 2.0,
         use_audio_in_video: bool = False,
     ) -> dict[str, Any]:
         """Arguments of HF's `generate` from a chat, or from a rendered prompt with a placeholder group a medium.
 
-        Images are PIL images, audios float arrays of 16 kHz, videos uint8 arrays [frames, height, width, 3] at 2 fps.
+        Images are PIL images, audios float arrays of 16 kHz, videos uint8 arrays [frames, height, width, 3] at `fps`.
         """
         text = messages if isinstance(messages, str) else self.render(messages)
         features = self.processor(
@@ -144,6 +145,7 @@ class HfReference:
             images=list(images) or None,
             audio=list(audios) or None,
             videos=list(videos) or None,
+            fps=fps,
             use_audio_in_video=use_audio_in_video,
             return_tensors="pt",
         )

@@ -194,13 +194,15 @@ class Mixed:
     audio: tuple[Any, ...] = ()
     video: tuple[Any, ...] = ()
     sound_in_video: bool = False
+    fps: float = 2.0
 
     def prompt(self, hf: HfReference) -> ThinkerPrompt:
         media = {"image": list(self.image), "audio": list(self.audio), "video": list(self.video)}
         return ThinkerPrompt(
             token_ids(hf, *self.parts),
             {kind: items for kind, items in media.items() if items},
-            {"use_audio_in_video": True} if self.sound_in_video else {},
+            ({"use_audio_in_video": True} if self.sound_in_video else {})
+            | ({"second_per_grid_ts": [2 / self.fps] * len(self.video)} if self.video else {}),
         )
 
     def reference(self, hf: HfReference) -> ThinkerResult:
@@ -209,6 +211,7 @@ class Mixed:
             images=self.image,
             audios=self.audio,
             videos=self.video,
+            fps=self.fps,
             use_audio_in_video=self.sound_in_video,
         )
         return hf.thinker(inputs, Sampling(max_tokens=20))
@@ -225,6 +228,7 @@ MIXED = {
     "a sound": Mixed((SOUND, QUESTION), audio=(tone(1.3),)),
     "a sound over several prefill chunks": Mixed((SOUND, QUESTION), audio=(tone(7.7),)),
     "a video": Mixed((VIDEO, QUESTION), video=(clip(8),)),
+    "a video at 10 frames in 7 seconds": Mixed((VIDEO, QUESTION), video=(clip(8),), fps=10 / 7),
     "an image and a sound": Mixed((IMAGE, SOUND, QUESTION), image=(PHOTO,), audio=(tone(1.0),)),
     "a silent video and a sound": Mixed((VIDEO, SOUND, QUESTION), video=(clip(4),), audio=(tone(1.0),)),
 }
@@ -233,6 +237,10 @@ SOUNDING = {
     "sound shorter": Mixed((VIDEO, QUESTION), audio=(tone(1.0),), video=(clip(8),), sound_in_video=True),
     "sound longer": Mixed((VIDEO, QUESTION), audio=(tone(7.0),), video=(clip(4, 56, 56),), sound_in_video=True),
     "two": Mixed((VIDEO, VIDEO), audio=(tone(2.0), tone(0.6)), video=(clip(4), clip(4, 56, 56)), sound_in_video=True),
+    "at 10 frames in 7 seconds": Mixed((VIDEO,), (), (tone(6.0),), (clip(8),), sound_in_video=True, fps=10 / 7),
+    "pictures further apart than a chunk": Mixed(
+        (VIDEO, QUESTION), audio=(tone(9.0),), video=(clip(8),), sound_in_video=True, fps=0.4
+    ),
     "after an image": Mixed((IMAGE, VIDEO), (PHOTO,), (tone(2.0),), (clip(4),), sound_in_video=True),
 }
 

@@ -16,7 +16,7 @@ from triton_omni import request as backend_request
 from triton_omni.request import RawRequest, RequestDefaults, parse_request
 from triton_omni.settings import RequestLimits
 from triton_omni.token2wav import encoding
-from triton_omni_client import Media, Request, TalkerOptions, ThinkerOptions, Token2WavOptions, errors
+from triton_omni_client import Media, MediaOptions, Request, TalkerOptions, ThinkerOptions, Token2WavOptions, errors
 from triton_omni_client.audio import SAMPLE_RATE, WavDecoder, pcm16_from_waveform, wav_header
 from triton_omni_client.messages import Tensor
 
@@ -64,6 +64,8 @@ TOKEN2WAV: Token2WavOptions = {
     "max_lead_s": 3.0,
 }
 
+MEDIA: MediaOptions = {"fps": 0.5, "max_frames": 8, "max_pixels": 200704}
+
 
 @pytest.mark.parametrize(
     ("here", "there", "named"),
@@ -71,8 +73,9 @@ TOKEN2WAV: Token2WavOptions = {
         (ThinkerOptions, backend_request.ThinkerOptions, THINKER),
         (TalkerOptions, backend_request.TalkerOptions, TALKER),
         (Token2WavOptions, backend_request.Token2WavOptions, TOKEN2WAV),
+        (MediaOptions, backend_request.MediaOptions, MEDIA),
     ],
-    ids=["thinker", "talker", "token2wav"],
+    ids=["thinker", "talker", "token2wav", "media"],
 )
 def test_the_types_of_a_stages_options_have_the_backends_keys(
     here: type, there: type[BaseModel], named: Mapping[str, object]
@@ -116,6 +119,7 @@ def test_the_backend_accepts_every_field_that_the_client_can_send() -> None:
         seed=5,
         audio_format="pcm16",
         use_audio_in_video=True,
+        mm_processor_kwargs=MEDIA,
         thinker=THINKER,
         talker=TALKER,
         token2wav=TOKEN2WAV,
@@ -133,6 +137,7 @@ def test_the_backend_accepts_every_field_that_the_client_can_send() -> None:
     assert (parsed.thinker.max_tokens, parsed.talker.top_k, parsed.token2wav.solver) == (8, 3, "euler")
     assert parsed.thinker.logit_bias == {"5": -1.5}
     assert (parsed.thinker.stop, parsed.thinker.json_schema) == (["\n"], {"type": "string"})
+    assert parsed.mm_processor_kwargs.model_dump() == MEDIA
     assert len(parsed.media) == 1
 
 

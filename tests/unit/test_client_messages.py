@@ -100,6 +100,7 @@ def test_every_choice_is_sent_under_its_name() -> None:
         "seed": 0,
         "audio_format": "wav",
         "use_audio_in_video": False,
+        "mm_processor_kwargs": {"fps": 1},
         "timeout": 2.5,
         "thinker": {"temperature": 0},
         "talker": {"top_k": 3},

@@ -175,6 +175,13 @@ def test_a_video_s_sound_is_named_by_either_of_its_spellings(body: dict[str, Any
     assert (refusal.param, refusal.message) == (param, f"{param}: video 0 of the request has no audio track")
 
 
+@pytest.mark.parametrize(("name", "value"), [("fps", 61), ("max_frames", 300), ("max_frames", 1), ("max_pixels", 5)])
+def test_how_a_video_is_seen_is_named_as_it_was_written(name: str, value: int) -> None:
+    refusal = refused_chat(messages=[USER], mm_processor_kwargs={name: value})
+    assert refusal.param == f"mm_processor_kwargs.{name}"
+    assert refusal.message.startswith(f"mm_processor_kwargs.{name}: ")
+
+
 @pytest.mark.parametrize("role", ["developer", "system"])
 def test_a_message_s_role_is_the_one_that_was_written(role: str) -> None:
     refusal = refused_chat(messages=[USER, {"role": role, "content": "Be brief."}, USER])

@@ -144,6 +144,14 @@ def test_a_video_s_sound_is_heard_where_asked_for(extra: dict[str, Any]) -> None
     assert asked(**extra).use_audio_in_video is True
 
 
+def test_how_a_video_is_seen_is_passed_on_as_vllm_s_callers_say_it() -> None:
+    chosen = {"fps": 0.5, "max_frames": 64, "max_pixels": 401408}
+    assert asked(mm_processor_kwargs={"use_audio_in_video": True, **chosen}).mm_processor_kwargs == chosen
+    assert asked(mm_processor_kwargs={"use_audio_in_video": True}).mm_processor_kwargs == {}
+    assert refused(mm_processor_kwargs={"num_frames": 3}).param == "mm_processor_kwargs.num_frames"
+    assert refused(mm_processor_kwargs={"fps": "2"}).param == "mm_processor_kwargs.fps"
+
+
 @pytest.mark.parametrize(
     "extra",
     [

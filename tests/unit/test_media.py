@@ -32,8 +32,9 @@ from triton_omni.media import (
     decode_video,
     sniff,
 )
+from triton_omni.media.timing import frame_count
 from triton_omni.media.types import smart_resize
-from triton_omni.media.video import frame_count, resize_frame
+from triton_omni.media.video import resize_frame
 from triton_omni.settings import RequestLimits
 
 LIMITS = RequestLimits(
@@ -356,20 +357,6 @@ class TestVideo:
         indices = torch.linspace(0, 23, 6).round().long().tolist()
         np.testing.assert_array_equal(decoded.frames, np.stack([all_frames(data)[index] for index in indices]))
 
-    @pytest.mark.parametrize("kind", ["mp4", "webm"])
-    def test_of_a_variable_rate_frames_are_sampled_by_number_over_the_mean_rate(self, kind):
-        # Two frames a second, then twenty: 24 in 3 s.
-        times = [0.0, 0.5, 1.0, 1.5, *(2 + number / 20 for number in range(20))]
-        data = samples.video_file(kind, seconds=3, times=times, width=84, height=56, audio=True)
-        with av.open(io.BytesIO(data)) as source:
-            assert [frame.time for frame in source.decode(video=0)] == pytest.approx(times)
-        decoded = video(data, kind=kind, with_audio=True)
-        chosen = [0, 5, 9, 14, 18, 23]
-        np.testing.assert_array_equal(decoded.frames, np.stack([all_frames(data)[index] for index in chosen]))
-        # The second one is shown at 2.05 s and taken for one of half a second; the whole is as long as its sound.
-        assert decoded.fps == pytest.approx(2.0, rel=0.05)
-        assert len(decoded.audio.samples) / 16000 == pytest.approx(len(chosen) / decoded.fps, abs=0.1)
-
     def test_frames_are_resized_as_the_recipe_does(self):
         import torchvision.transforms.v2.functional as vision
 
@@ -457,24 +444,6 @@ class TestVideo:
         data = samples.video_file("webm", audio=True).replace(codec, codec[:-1] + b"?")
         with pytest.raises(BadRequest, match=f"the codec of its {track} track is unknown"):
             video(data, kind="webm", with_audio=True)
-
-    def test_packets_that_show_no_picture_do_not_count(self, monkeypatch):
-        data = samples.video_file(seconds=2, fps=8, width=84, height=56)
-        plain = video(data)
-        monkeypatch.setattr("triton_omni.media.video._VideoFile._count_packets", lambda file: (21, 8.0))
-        counted = video(data)
-        np.testing.assert_array_equal(counted.frames, plain.frames)
-        assert counted.fps == plain.fps
-
-    def test_a_video_filmed_upright_is_turned(self):
-        data = bytearray(samples.video_file(width=84, height=56))
-        frames = all_frames(bytes(data))
-        matrix = data.index(b"tkhd") + 44  # past the box's name, version, times, id, duration, layer and volume
-        assert struct.unpack(">9i", data[matrix : matrix + 36]) == (65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30)
-        data[matrix : matrix + 36] = struct.pack(">9i", 0, 65536, 0, -65536, 0, 0, 56 << 16, 0, 1 << 30)
-        turned = video(bytes(data))
-        assert turned.frames.shape[1:3] == (84, 56)
-        np.testing.assert_array_equal(turned.frames[0], np.rot90(frames[0], -1))  # clockwise
 
     @pytest.mark.parametrize("kind", ["mp4", "webm"])
     def test_a_truncated_file_is_refused_or_shorter(self, kind):

@@ -200,7 +200,7 @@ def test_media_are_grouped_by_kind_in_the_order_of_the_chat():
     assert [audio is expected for audio, expected in zip(data["audio"], [SOUND.samples, other.samples], strict=True)]
     assert data["audio"][1] is other.samples
     assert data["video"][0] is FRAMES
-    assert kwargs == {}
+    assert kwargs == {"second_per_grid_ts": [1.0]}
 
 
 def test_text_alone_needs_no_media_arguments():
@@ -210,13 +210,20 @@ def test_text_alone_needs_no_media_arguments():
 def test_the_sound_of_videos_goes_along_when_asked():
     data, kwargs = to_vllm_data([Video(FRAMES, 2.0, SOUND)], use_audio_in_video=True)
     assert data["audio"][0] is SOUND.samples
-    assert kwargs == {"use_audio_in_video": True}
+    assert kwargs == {"use_audio_in_video": True, "second_per_grid_ts": [1.0]}
+
+
+def test_the_true_rate_of_each_video_is_told():
+    videos = [Video(FRAMES, fps) for fps in (2.0, 0.5, 10 / 7)]
+    data, kwargs = to_vllm_data([videos[0], SOUND, *videos[1:]], use_audio_in_video=False)
+    assert len(data["video"]) == 3
+    assert kwargs == {"second_per_grid_ts": [1.0, 4.0, 2 / (10 / 7)]}
 
 
 def test_the_sound_of_videos_stays_out_unless_asked():
     data, kwargs = to_vllm_data([Video(FRAMES, 2.0, SOUND)], use_audio_in_video=False)
     assert set(data) == {"video"}
-    assert kwargs == {}
+    assert kwargs == {"second_per_grid_ts": [1.0]}
 
 
 def test_a_silent_video_is_refused_when_its_sound_is_asked_for():

@@ -95,6 +95,7 @@ def test_every_parameter_arrives():
             "seed": 2**63 - 1,
             "audio_format": "wav",
             "use_audio_in_video": True,
+            "mm_processor_kwargs": {"fps": 0.5, "max_frames": 64, "max_pixels": 401408},
             "thinker": {"temperature": 1, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "max_tokens": 512},
             "talker": {"temperature": 0, "repetition_penalty": 1, "max_tokens": 1024},
             "token2wav": {"solver": "euler", "num_steps": 4, "guidance_scale": 0, "mode": "offline"},
@@ -106,6 +107,8 @@ def test_every_parameter_arrives():
     assert request.modalities == ("text", "audio")
     assert (request.voice, request.seed, request.audio_format) == ("Ethan", 2**63 - 1, "wav")
     assert request.use_audio_in_video is True
+    chosen = request.mm_processor_kwargs
+    assert (chosen.fps, chosen.max_frames, chosen.max_pixels) == (0.5, 64, 401408)
     assert request.timeout_s == 2.5
     assert (request.token2wav.solver, request.token2wav.mode) == ("euler", "offline")
 
@@ -240,6 +243,12 @@ def test_text_only_wants_no_audio():
         ({"voice": "x" * 65}, r"voice: must have at most 64 characters"),
         ({"audio_format": "mp3"}, r"audio_format: must be 'f32', 'pcm16' or 'wav' \(got 'mp3'\)"),
         ({"use_audio_in_video": 1}, r"use_audio_in_video: must be true or false"),
+        ({"mm_processor_kwargs": {"fps": 0}}, r"mm_processor_kwargs\.fps: must be greater than 0 \(got 0\)"),
+        ({"mm_processor_kwargs": {"fps": 60.5}}, r"mm_processor_kwargs\.fps: must be at most 60 \(got 60\.5\)"),
+        ({"mm_processor_kwargs": {"max_frames": 1}}, r"mm_processor_kwargs\.max_frames: must be at least 2"),
+        ({"mm_processor_kwargs": {"max_pixels": 100351}}, r"\.max_pixels: must be at least 100352 \(got 100351\)"),
+        ({"mm_processor_kwargs": {"max_pixels": 12845057}}, r"\.max_pixels: must be at most 12845056"),
+        ({"mm_processor_kwargs": {"num_frames": 4}}, r"mm_processor_kwargs\.num_frames: "),
         ({"priority": 101}, r"priority: must be at most 100 \(got 101\)"),
         ({"priority": -101}, r"priority: must be at least -100"),
         ({"priority": 1.5}, r"priority: must be an integer"),
@@ -262,6 +271,8 @@ def test_a_wrong_parameter_is_refused_by_its_key_path(parameters, message):
         {"thinker": {"stop": ["a", "bcdef"]}},
         {"thinker": {"json_schema": {"title": "b" * 48}}},
         {"timeout": 100},
+        {"mm_processor_kwargs": {"fps": 60, "max_frames": 256, "max_pixels": 100352}},
+        {"mm_processor_kwargs": {"max_frames": 2, "max_pixels": 12845056}},
         {"voice": "Ethan"},
     ],
 )
@@ -285,6 +296,7 @@ def test_a_parameter_may_be_exactly_at_its_limit(parameters):
             r"json_schema\.items\[0\]\.maxItems: 4097 is over",
         ),
         ({"thinker": {"json_schema": {"minProperties": 1e9}}}, r"json_schema\.minProperties: .*over the limit of 4096"),
+        ({"mm_processor_kwargs": {"max_frames": 257}}, r"mm_processor_kwargs\.max_frames: 257 .*limit of 256"),
         ({"timeout": 100.5}, r"timeout: 100\.5 .*limit of 100"),
     ],
 )

@@ -37,11 +37,14 @@ class Decoders:
         self._is_closed = False
         start_server(decode.__name__)
 
-    def decode(self, parts: Sequence[MediaPart], *, with_audio: bool, is_wanted: IsWanted) -> tuple[Medium, ...]:
+    def decode(
+        self, parts: Sequence[MediaPart], sizes: VisionSizes, *, with_audio: bool, is_wanted: IsWanted
+    ) -> tuple[Medium, ...]:
         """Decode the media of one request one after another; see `decode.decode_media`.
 
         Args:
             parts: `OmniRequest.media`.
+            sizes: what pictures are resized to, and how videos are sampled.
             with_audio: take the sound of videos (`use_audio_in_video`).
             is_wanted: asked again and again; once it is not, the work is ended at once.
 
@@ -53,7 +56,7 @@ class Decoders:
             return ()
         with self._borrowed() as process:
             budget = _Budget(process, self._limits, is_wanted)
-            return decode.decode_media(parts, self._limits, with_audio=with_audio, decode=budget.decode)
+            return decode.decode_media(parts, self._limits, sizes, with_audio=with_audio, decode=budget.decode)
 
     def close(self) -> None:
         """End the processes that are idle; each of the others ends when its work is done or not wanted any more."""

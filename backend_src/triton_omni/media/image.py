@@ -7,37 +7,56 @@ Knows Pillow.
 from __future__ import annotations
 
 import io
+import logging
+import re
 import struct
+from collections.abc import Mapping
+from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image as Pillow
-from PIL import ImageOps, UnidentifiedImageError
+from PIL import UnidentifiedImageError
 
 from triton_omni.errors import BadRequest, TooLarge
+from triton_omni.media.picture_parts import picture_parts
 from triton_omni.media.types import Image, VisionSizes, smart_resize
 from triton_omni.settings import RequestLimits
 from triton_omni.strict_json import shown
 
+logger = logging.getLogger(__name__)
+
 FORMATS = ("PNG", "JPEG", "WEBP")
-MAX_SCANS = 100
-"""Of a progressive jpeg: each passes over the whole picture and can be 30 bytes long. Encoders write about ten."""
-MAX_PROFILES = 8
-"""Colour profiles of a png, each of which is unpacked; honest files have one, and compressed pixels may spell more."""
+_ORIENTATION: Final = 0x0112
+_XMP_ORIENTATION: Final = re.compile(rb'tiff:Orientation(?:="|>)([1-8])')
+_TRANSPOSE: Final[Mapping[int, Pillow.Transpose]] = {
+    2: Pillow.Transpose.FLIP_LEFT_RIGHT,
+    3: Pillow.Transpose.ROTATE_180,
+    4: Pillow.Transpose.FLIP_TOP_BOTTOM,
+    5: Pillow.Transpose.TRANSPOSE,
+    6: Pillow.Transpose.ROTATE_270,
+    7: Pillow.Transpose.TRANSVERSE,
+    8: Pillow.Transpose.ROTATE_90,
+}
+"""How a picture of each orientation is shown upright."""
 
 
 def decode_image(data: bytes, limits: RequestLimits, sizes: VisionSizes) -> Image:
     """Decode a png, jpeg or webp file; of an animation the first frame.
 
     Raises:
-        BadRequest: unreadable or truncated, or one side over 200 times the other.
+        BadRequest: unreadable or truncated, of more parts than encoders write, or one side over 200 times the other.
         TooLarge: the header names more pixels than `limits.max_image_pixels`.
     """
     _check_webp_canvas(data, limits)
-    _check_repeats(data)
+    parts = picture_parts(data)
     try:
-        opened = Pillow.open(io.BytesIO(data), formats=FORMATS)
+        opened = Pillow.open(io.BytesIO(parts.picture), formats=FORMATS)
         _check_pixels(opened.width, opened.height, limits)
-        height, width = _target(opened, sizes)
-        image = _on_white(ImageOps.exif_transpose(opened))
+        way = _TRANSPOSE.get(_orientation(parts.exif or opened.info.get("exif"), parts.xmp))
+        shown_as = opened if way is None else opened.transpose(way)
+        height, width = smart_resize(shown_as.height, shown_as.width, sizes.factor, sizes.image)
+        image = _on_white(shown_as, opened.info.get("transparency"))
     except (Pillow.DecompressionBombError, Pillow.DecompressionBombWarning) as error:
         raise TooLarge(f"the limit is {limits.max_image_pixels} pixels: {error}") from error
     except UnidentifiedImageError as error:  # its text names the object that the file was read from
@@ -47,10 +66,17 @@ def decode_image(data: bytes, limits: RequestLimits, sizes: VisionSizes) -> Imag
     return Image(image.resize((width, height)))
 
 
-def _target(opened: Pillow.Image, sizes: VisionSizes) -> tuple[int, int]:
-    turned = opened.getexif().get(0x0112, 1) in (5, 6, 7, 8)  # EXIF orientations that swap the sides
-    width, height = opened.size[::-1] if turned else opened.size
-    return smart_resize(height, width, sizes.factor, sizes.image)
+def _orientation(exif: bytes | None, xmp: bytes | None) -> int:
+    """EXIF's number of the orientation, 1 to 8; 1, upright, where it cannot be read."""
+    found = _XMP_ORIENTATION.search(xmp or b"")
+    said: object = int(found[1]) if found else 1
+    try:
+        block = Pillow.Exif()
+        block.load(exif or b"")
+        said = block.get(_ORIENTATION, said)
+    except (OSError, SyntaxError, ValueError, TypeError, LookupError, OverflowError, struct.error) as error:
+        logger.debug("a damaged EXIF block is left out: %s", error)
+    return said if isinstance(said, int) else 1
 
 
 def _check_pixels(width: int, height: int, limits: RequestLimits) -> None:
@@ -66,18 +92,21 @@ def _check_webp_canvas(data: bytes, limits: RequestLimits) -> None:
         _check_pixels(width, height, limits)
 
 
-def _check_repeats(data: bytes) -> None:
-    """Refuse what makes Pillow do the same work again and again."""
-    if data[:2] == b"\xff\xd8" and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
-        raise BadRequest(f"a jpeg of {scans} scans, at most {MAX_SCANS} are allowed")
-    if data[:4] == b"\x89PNG" and (profiles := data.count(b"iCCP")) > MAX_PROFILES:
-        raise BadRequest(f"a png of {profiles} colour profiles, at most {MAX_PROFILES} are allowed")
-
-
-def _on_white(image: Pillow.Image) -> Pillow.Image:
+def _on_white(image: Pillow.Image, transparency: object) -> Pillow.Image:
+    """RGB, transparent places white; `transparency` is a picture's transparent colour, if it has one."""
+    if image.mode.startswith("I"):
+        return _of_16_bits(np.asarray(image), transparency)
     if not image.has_transparency_data:
         return image.convert("RGB")
     layer = image.convert("RGBA")
     ground = Pillow.new("RGB", layer.size, (255, 255, 255))
     ground.paste(layer, mask=layer.getchannel("A"))
     return ground
+
+
+def _of_16_bits(gray: NDArray[np.integer[Any]], transparency: object) -> Pillow.Image:
+    """RGB of gray in 16 bits [H, W], which Pillow would clip to 8."""
+    scaled = (gray.astype(np.uint32) * 255 + 32767) // 65535
+    if isinstance(transparency, int):
+        scaled[gray == transparency] = 255
+    return Pillow.fromarray(scaled.astype(np.uint8)).convert("RGB")

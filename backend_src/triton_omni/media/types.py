@@ -7,13 +7,14 @@ Knows no codec.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image as PilImage
 
 from triton_omni.errors import BadRequest
+from triton_omni.media.timing import FPS
 
 SAMPLE_RATE = 16000
 """Samples a second of the audio encoder's input."""
@@ -37,12 +38,12 @@ class Image:
 
 @dataclass(frozen=True)
 class Video:
-    """Frames sampled evenly from first to last, and the sound where it was asked for."""
+    """Frames sampled evenly in time, and the sound where it was asked for."""
 
     frames: NDArray[np.uint8] = field(repr=False)
     """[T, H, W, 3], T even."""
     fps: float
-    """Sampled frames a second of video time."""
+    """Frames a second of video time: their number by the seconds that the video lasts."""
     audio: Audio | None = None
     """None: not asked for, or the file has no audio track."""
 
@@ -60,7 +61,9 @@ class PixelRange:
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """What pictures and frames are resized to; the defaults are those of the model card's recipe (qwen-omni-utils).
+    """How many frames are taken, and what pictures and frames are resized to.
+
+    The defaults are those of the model card's recipe (qwen-omni-utils).
 
     `factor` = patch size x spatial merge. The checkpoint's processor resizes again, which changes nothing when both
     hold the same ranges.
@@ -69,6 +72,18 @@ class VisionSizes:
     factor: int = 28
     image: PixelRange = PixelRange(4 * 28 * 28, 16384 * 28 * 28)
     frame: PixelRange = PixelRange(128 * 28 * 28, 768 * 28 * 28)
+    fps: float = FPS
+    """Frames a second."""
+    max_frames: int | None = None
+    """Frames of one video; None = what the deployment allows."""
+
+    def within(self, fps: float | None, max_frames: int | None, max_pixels: int | None) -> VisionSizes:
+        """These sizes as a request narrows them; None leaves a choice as it is."""
+        chosen = self if fps is None else replace(self, fps=fps)
+        if max_pixels is not None:
+            image, frame = (PixelRange(kind.low, min(kind.high, max_pixels)) for kind in (self.image, self.frame))
+            chosen = replace(chosen, image=image, frame=frame)
+        return replace(chosen, max_frames=max_frames)
 
 
 def smart_resize(height: int, width: int, factor: int, pixels: PixelRange) -> tuple[int, int]:

@@ -7,14 +7,20 @@ Knows FFmpeg through PyAV. A frame becomes RGB only if it was sampled, and is re
 from __future__ import annotations
 
 import io
+import itertools
+import logging
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import av
 import numpy as np
 import torch
+from av.audio.stream import AudioStream
 from av.container import InputContainer
+from av.packet import Packet
+from av.sidedata.sidedata import Type as SideDataType
 from av.video.codeccontext import VideoCodecContext
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
@@ -22,20 +28,21 @@ from numpy.typing import NDArray
 
 from triton_omni.errors import BadRequest, TooLarge
 from triton_omni.media.audio import decode_track
-from triton_omni.media.mp4_tables import check_tables
+from triton_omni.media.timing import STILL_SECONDS, Timeline, median_gap
 from triton_omni.media.types import Audio, PixelRange, Video, VisionSizes, smart_resize
+from triton_omni.media.video_tables import check_mp4, check_webm
 from triton_omni.settings import RequestLimits
+
+logger = logging.getLogger(__name__)
 
 Container = Literal["mp4", "webm"]
 
-FPS = 2.0
-FRAME_FACTOR = 2
-"""Frames are merged in pairs, so their number is even."""
-MIN_FRAMES = 4
 MAX_SOURCE_FPS = 240
 """Bounds how many frames are decoded for one second of video."""
 MAX_PACKETS_PER_SECOND = 2000
 """Of all tracks together; bounds how long it takes to read what holds no picture."""
+PICTURE_CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg")
+"""FFmpeg's decoders of what cameras, browsers and screen recorders write; its others are never run."""
 PROBED_BYTES = 1 << 20
 """FFmpeg holds this much of a file as packets, each in a few hundred bytes, before it knows the tracks."""
 SOUND_SLACK_SECONDS = 1.0
@@ -64,7 +71,9 @@ def decode_video(
         TooLarge: longer, or of more pixels a frame, than the limits allow.
     """
     if container == "mp4":
-        check_tables(data, limits)
+        check_mp4(data, limits)
+    else:
+        check_webm(data)
     file = _VideoFile(data, container, limits, sizes)
     try:
         frames, fps = file.read_frames()
@@ -72,18 +81,6 @@ def decode_video(
     except av.error.FFmpegError as error:
         raise BadRequest(f"unreadable video: {error.strerror}") from error
     return Video(frames, fps, audio)
-
-
-def frame_count(total: int, source_fps: float, most: int) -> int:
-    """How many of `total` frames are sampled: 2 a second, at least 4, even (`smart_nframes` of qwen-vl-utils).
-
-    Raises:
-        BadRequest: fewer than two frames.
-    """
-    if total < FRAME_FACTOR:
-        raise BadRequest(f"{total} frames, at least {FRAME_FACTOR} are needed")
-    count = min(max(total / source_fps * FPS, MIN_FRAMES), most, total)
-    return math.floor(count / FRAME_FACTOR) * FRAME_FACTOR
 
 
 def resize_frame(frame: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
@@ -115,22 +112,30 @@ class _VideoFile:
 
     def read_frames(self) -> tuple[NDArray[np.uint8], float]:
         """Sampled frames [T, H, W, 3] and how many a second they are."""
-        total, source_fps = self._count_packets()
-        frames, count, decoded = self._sample(total, source_fps)
-        if decoded != total:
-            # Packets that show no picture (VP8's hidden frames, damaged ones) do not count: sample among those shown.
-            total = self._checked_total(decoded, source_fps)
-            frames, count, decoded = self._sample(total, source_fps)
-        if decoded != total:
-            raise BadRequest(f"damaged: {total} frames at one reading, {decoded} at the next")
-        return frames, count / total * source_fps
+        track = self._survey()
+        chosen, fps = self._choose(track, track.stamps)
+        frames, shown = self._decode(chosen)
+        if shown != track.stamps:
+            # Damaged packets show no picture, nor do VP8's hidden frames: choose among those shown.
+            if 2 * len(shown) < len(track.stamps):
+                raise BadRequest(
+                    f"damaged: {len(shown)} of {len(track.stamps)} pictures can be decoded, at least half are needed; "
+                    "send an undamaged file"
+                )
+            chosen, fps = self._choose(track, shown)
+            frames, again = self._decode(chosen)
+            if again != shown:
+                raise BadRequest(f"damaged: {len(shown)} pictures at one reading, {len(again)} at the next")
+        return frames, fps
 
-    def _sample(self, total: int, source_fps: float) -> tuple[NDArray[np.uint8], int, int]:
-        """Frames sampled from `total`, their number, and how many there really were to sample from."""
-        count = frame_count(total, source_fps, self.limits.max_video_frames)
-        wanted = torch.linspace(0, total - 1, count).round().long().tolist()
-        frames, decoded = self._decode(wanted)
-        return frames, count, decoded
+    def _choose(self, track: _Track, stamps: Sequence[int]) -> tuple[list[int], float]:
+        """The time stamps of the sampled pictures, and how many a second they are."""
+        times = [(stamp - track.stamps[0]) * track.tick for stamp in stamps]
+        timeline = Timeline.of(times, track.end, track.stated_rate)
+        self._check_length(timeline)
+        most = min(self.limits.max_video_frames, self.sizes.max_frames or self.limits.max_video_frames)
+        count = timeline.count(self.sizes.fps, most)
+        return [stamps[number] for number in timeline.choose(count)], count / timeline.seconds
 
     def read_audio(self) -> Audio | None:
         """The first audio track, or None where there is none."""
@@ -148,46 +153,69 @@ class _VideoFile:
         """A decoder makes no room for larger frames, whatever the container says they are."""
         return {"max_pixels": str(self.limits.max_image_pixels)}
 
-    def _count_packets(self) -> tuple[int, float]:
-        """Packets of the video stream, nearly always one a frame, and frames a second; nothing is decoded."""
+    def _survey(self) -> _Track:
+        """When the pictures are shown, by the packets' time stamps; nothing is decoded."""
+        most = math.ceil(MAX_PACKETS_PER_SECOND * self.limits.max_video_seconds)
         with self._open() as source:
             stream = self._stream(source)
-            rate = stream.average_rate or stream.guessed_rate
-            if rate is None or not 0 < rate <= MAX_SOURCE_FPS:
-                raise BadRequest(f"{rate} frames a second, allowed are up to {MAX_SOURCE_FPS}")
-            total = self._count_shown(source, stream, float(rate))
-            self._check_work(total, stream.codec_context.width * stream.codec_context.height)
-            return total, float(rate)
+            sound = next(iter(source.streams.audio), None)
+            pictures: list[tuple[int, int]] = []
+            sound_end = 0.0
+            for count, packet in enumerate(self._packets(source)):
+                if count >= most:
+                    raise TooLarge(f"more than {most} packets in its tracks, which is the limit")
+                if packet.pts is None or packet.is_discard:
+                    continue
+                if packet.stream_index == stream.index:
+                    pictures.append((packet.pts, packet.duration or 0))
+                elif sound is not None and packet.stream_index == sound.index:
+                    sound_end = max(sound_end, (packet.pts + (packet.duration or 0)) * _tick(sound))
+            if not pictures:
+                raise BadRequest("has no picture with a time stamp")
+            self._check_work(len(pictures), stream.codec_context.width * stream.codec_context.height)
+            return _Track.of(stream, sorted(pictures), sound_end)
 
-    def _count_shown(self, source: InputContainer, stream: VideoStream, source_fps: float) -> int:
-        most = math.ceil(MAX_PACKETS_PER_SECOND * self.limits.max_video_seconds)
-        total = 0
-        for count, packet in enumerate(source.demux()):
-            if count >= most:
-                raise TooLarge(f"more than {most} packets in its tracks, which is the limit")
-            if packet.stream_index == stream.index and packet.size > 0:
-                total += 1
-        return self._checked_total(total, source_fps)
+    def _packets(self, source: InputContainer, *streams: VideoStream) -> Iterator[Packet[Any]]:
+        """The packets that hold something, up to where the file can be read no further."""
+        try:
+            for packet in source.demux(*streams):
+                if packet.size:
+                    yield packet
+        except av.error.InvalidDataError:
+            logger.info("a video cannot be read to its end; what came before is taken")
 
-    def _decode(self, wanted: list[int]) -> tuple[NDArray[np.uint8], int]:
-        """The frames of the numbers `wanted` (ascending, none twice), and how many frames there were in all."""
-        places = {index: place for place, index in enumerate(wanted)}
+    def _decode(self, wanted: Sequence[int]) -> tuple[NDArray[np.uint8], list[int]]:
+        """The frames of the time stamps `wanted`, of which one may come several times, and the stamps of all frames."""
+        places: dict[int, list[int]] = {}
+        for place, stamp in enumerate(wanted):
+            places.setdefault(stamp, []).append(place)
         out: NDArray[np.uint8] | None = None
-        decoded = work = 0
-        with self._open() as source:
-            for frame in source.decode(self._stream(source)):
-                work += frame.width * frame.height
-                self._check_work(1, work)
-                if (place := places.get(decoded)) is not None:
-                    pixels = _upright(frame)
-                    if out is None:
-                        out = self._room(len(wanted), pixels)
-                    out[place] = resize_frame(pixels, out.shape[1], out.shape[2])
-                decoded += 1
-                self._checked_total(decoded, MAX_SOURCE_FPS)
-        if out is None:
+        shown: list[int] = []
+        work = 0
+        for frame in self._frames():
+            work += frame.width * frame.height
+            self._check_work(1, work)
+            if frame.pts is None:
+                continue
+            shown.append(frame.pts)
+            if found := places.pop(frame.pts, None):
+                pixels = upright(frame)
+                if out is None:
+                    out = self._room(len(wanted), pixels)
+                out[found] = resize_frame(pixels, out.shape[1], out.shape[2])
+        if not shown:
             raise BadRequest("has no frame that can be decoded")
-        return out, decoded
+        return np.zeros((0, 0, 0, 3), np.uint8) if out is None else out, sorted(shown)
+
+    def _frames(self) -> Iterator[VideoFrame]:
+        """All frames that can be decoded; a damaged packet gives none."""
+        with self._open() as source:
+            stream = self._stream(source)
+            for packet in itertools.chain(self._packets(source, stream), (None,)):
+                try:
+                    yield from stream.decode(packet)
+                except av.error.InvalidDataError:
+                    logger.debug("a damaged packet of a video is left out")
 
     def _room(self, count: int, first: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """An empty result: the frames share `max_video_pixels`, but none is scaled under 1.05 x the least size.
@@ -195,7 +223,7 @@ class _VideoFile:
         qwen-vl-utils divides its `total_pixels` in the same way, but counts a pair of frames, which become one, once.
         """
         least = self.sizes.frame.low
-        most = max(min(self.sizes.frame.high, self.limits.max_video_pixels // count), int(least * 1.05))
+        most = min(self.sizes.frame.high, max(self.limits.max_video_pixels // count, int(least * 1.05)))
         height, width = smart_resize(first.shape[0], first.shape[1], self.sizes.factor, PixelRange(least, most))
         return np.zeros((count, height, width, 3), np.uint8)
 
@@ -204,6 +232,10 @@ class _VideoFile:
             raise BadRequest("has no video track")
         stream = source.streams.video[0]
         context = _known_codec(stream)
+        if context.name not in PICTURE_CODECS:
+            raise BadRequest(
+                f"the codec of its video track is {context.name}, allowed are {', '.join(PICTURE_CODECS)}; convert it"
+            )
         self._check_pixels(context.width, context.height)
         context.options = self._decoder_options
         return stream
@@ -220,11 +252,43 @@ class _VideoFile:
         if frames * pixels > limit:
             raise TooLarge(f"{frames * pixels} pixels in all frames before they are scaled, the limit is {limit}")
 
-    def _checked_total(self, total: int, source_fps: float) -> int:
-        seconds = total / source_fps
+    def _check_length(self, timeline: Timeline) -> None:
+        seconds, pictures = timeline.seconds, len(timeline.times)
         if seconds > self.limits.max_video_seconds:
-            raise TooLarge(f"{seconds:.1f} seconds of video, the limit is {self.limits.max_video_seconds:g}")
-        return total
+            raise TooLarge(
+                f"{seconds:.1f} seconds of video, the limit is {self.limits.max_video_seconds:g}; send a part of it"
+            )
+        if pictures > max(seconds * MAX_SOURCE_FPS, 1):
+            raise BadRequest(f"{pictures} pictures in {seconds:g} seconds, allowed are up to {MAX_SOURCE_FPS} a second")
+
+
+@dataclass(frozen=True)
+class _Track:
+    """What the packets of a video track say of its pictures."""
+
+    stamps: list[int]
+    """Ascending."""
+    tick: float
+    """Seconds of one unit of the stamps."""
+    stated_rate: float | None
+    end: float
+    """Seconds from the first picture to the end of the last."""
+
+    @classmethod
+    def of(cls, stream: VideoStream, pictures: Sequence[tuple[int, int]], sound_end: float) -> _Track:
+        """Of stamps and durations, ascending; `sound_end` in seconds."""
+        stamps, tick = [stamp for stamp, _ in pictures], _tick(stream)
+        end = stamps[-1] + median_gap(stamps)
+        # As viewers do, the last picture is shown until all has ended. What ends a little later was padded by an
+        # encoder, or guessed from a rate.
+        stays = max(stamps[-1] + pictures[-1][1], sound_end / tick)
+        end = stays if (stays - end) * tick > STILL_SECONDS else end
+        rate = stream.average_rate
+        return cls(stamps, tick, float(rate) if rate else None, (end - stamps[0]) * tick)
+
+
+def _tick(stream: VideoStream | AudioStream) -> float:
+    return float(stream.time_base or 1)
 
 
 def _known_codec(stream: VideoStream) -> VideoCodecContext:
@@ -235,7 +299,16 @@ def _known_codec(stream: VideoStream) -> VideoCodecContext:
     return context
 
 
-def _upright(frame: VideoFrame) -> NDArray[np.uint8]:
-    """RGB [H, W, 3], turned as the file's display matrix says (phones film upright that way)."""
+def upright(frame: VideoFrame) -> NDArray[np.uint8]:
+    """RGB [H, W, 3], turned and mirrored as the file's display matrix says (phones film upright that way).
+
+    The matrix takes (x, y) to (a x + c y, b x + d y); of each axis the larger part counts, so that eight are left.
+    """
     pixels = cast("NDArray[np.uint8]", frame.to_ndarray(format="rgb24"))
-    return np.rot90(pixels, round(frame.rotation / 90)) if frame.rotation else pixels
+    matrix = cast("Mapping[SideDataType, bytes]", frame.side_data).get(SideDataType.DISPLAYMATRIX)
+    if matrix is None:
+        return pixels
+    a, b, _, c, d = np.frombuffer(matrix, np.int32, 5).tolist()
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        pixels, a, d = pixels.transpose(1, 0, 2), c, b
+    return pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from triton_omni.checkpoint.config import OmniConfig
 from triton_omni.checkpoint.speakers import Speakers
 from triton_omni.engine import ThinkerEngine, ThinkerPlaced
+from triton_omni.media import VisionSizes
 from triton_omni.media.decoders import Decoders
 from triton_omni.media.killable import IsWanted
 from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request, talker_seed
@@ -105,7 +106,8 @@ class RequestIntake:
         take_timeout(request.timeout_s)
         if (schema := request.thinker.json_schema) is not None:
             self._engine.check_schema(compact_json(schema))
-        media = self._decoders.decode(request.media, with_audio=request.use_audio_in_video, is_wanted=is_wanted)
+        sizes = VisionSizes().within(**vars(request.mm_processor_kwargs))
+        media = self._decoders.decode(request.media, sizes, with_audio=request.use_audio_in_video, is_wanted=is_wanted)
         prompt = build_prompt(request, media, self._renderer)
         placed = self._engine.prepare(
             prompt, max_tokens=request.thinker.max_tokens or max(1, request.thinker.min_tokens)

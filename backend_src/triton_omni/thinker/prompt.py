@@ -20,6 +20,7 @@ from triton_omni.chat import MediaKind, Message, TextPart
 from triton_omni.engine import ThinkerPrompt
 from triton_omni.errors import BadRequest, InternalError
 from triton_omni.media import Audio, Image, Medium, Video
+from triton_omni.media.timing import FRAME_FACTOR
 from triton_omni.request import OmniRequest
 
 DEFAULT_SYSTEM_PROMPT = (
@@ -176,8 +177,8 @@ def build_prompt(request: OmniRequest, media: Sequence[Medium], renderer: Prompt
 def to_vllm_data(media: Sequence[Medium], *, use_audio_in_video: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """`multi_modal_data` and `mm_processor_kwargs` of vLLM, which go on to HF's `Qwen2_5OmniProcessor`.
 
-    Image: PIL RGB; audio: float32 [S] at 16 kHz; video: uint8 [T, H, W, 3]. No `fps` is given: HF's processor counts
-    every video at 2 frames a second, as the model card's recipe does, and vLLM interleaves sound with the same figure.
+    Image: PIL RGB; audio: float32 [S] at 16 kHz; video: uint8 [T, H, W, 3]. `second_per_grid_ts` has the seconds
+    between two time steps of each video, by its true rate.
     The sounds of videos that are heard come before all others.
 
     Raises:
@@ -187,6 +188,8 @@ def to_vllm_data(media: Sequence[Medium], *, use_audio_in_video: bool) -> tuple[
     audios = [item.samples for item in media if isinstance(item, Audio)]
     videos = [item for item in media if isinstance(item, Video)]
     kwargs: dict[str, Any] = {}
+    if videos:
+        kwargs["second_per_grid_ts"] = [FRAME_FACTOR / video.fps for video in videos]
     if use_audio_in_video and videos:
         audios = [*(_sound_of(video, index) for index, video in enumerate(videos)), *audios]
         kwargs["use_audio_in_video"] = True

@@ -104,6 +104,7 @@ try:
         Qwen2_5OmniThinkerForConditionalGeneration,
         Qwen2_5OmniThinkerMultiModalProcessor,
         Qwen2_5OmniThinkerProcessingInfo,
+        merge_interleaved_embeddings,
     )
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
     from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
@@ -113,6 +114,7 @@ try:
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
     from vllm.sequence import IntermediateTensors
+    from vllm.utils.gpu_sync_debug import gpu_sync_allowed
     from vllm.utils.system_utils import get_mp_context
     from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
     from vllm.v1.attention.backends.utils import PAD_SLOT_ID
@@ -272,6 +274,8 @@ __all__ = [
     "current_platform",
     "get_forward_context",
     "get_mp_context",
+    "gpu_sync_allowed",
+    "merge_interleaved_embeddings",
     "override_forward_context",
     "support_torch_compile",
 ]

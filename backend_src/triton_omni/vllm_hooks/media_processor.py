@@ -5,10 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
+import torch
+from transformers import BatchFeature
 
 from triton_omni.vllm_hooks.compat import Qwen2_5OmniThinkerMultiModalProcessor, Qwen2_5OmniThinkerProcessingInfo
+from triton_omni.vllm_hooks.media_positions import TimeScale, film_order
 from triton_omni.vllm_hooks.sound_features import LeastPaddedFeatures
+
+TIMES: Final = "second_per_grid_ts"
 
 
 class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
@@ -16,7 +23,7 @@ class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
 
     def get_hf_processor(self, **kwargs: object) -> Any:
         """The processor. vLLM keeps one for each set of arguments and gives it to nobody else, so it may be changed."""
-        processor = super().get_hf_processor(**kwargs)
+        processor = super().get_hf_processor(**_without_times(kwargs))
         if not isinstance(processor.feature_extractor, LeastPaddedFeatures):
             processor.feature_extractor = LeastPaddedFeatures.from_dict(processor.feature_extractor.to_dict())
             # Frames were scaled when they were decoded; HF warns of a cap of its own that is not decided on.
@@ -25,10 +32,35 @@ class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
 
 
 class MediaProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
-    """vLLM's. Where videos are heard, the first sounds are theirs, in their order; those behind have placeholders.
+    """vLLM's. Where videos are heard, the first sounds are theirs, in their order; the others have placeholders.
 
-    vLLM computes the features of such sounds, and then refuses a prompt with more sounds than videos.
+    vLLM computes the features of such sounds, and then refuses a prompt with more sounds than videos. It also reads
+    `second_per_grid_ts`, the seconds between two time steps of each video, which HF's processor does not know: that has
+    one rate for all videos.
     """
+
+    def _call_hf_processor(self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]) -> BatchFeature:
+        return super()._call_hf_processor(hf_data, _without_times(hf_kwargs))
+
+    def _postprocess_hf_mm_data(
+        self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object], processed_data: BatchFeature
+    ) -> BatchFeature:
+        processed = super()._postprocess_hf_mm_data(hf_data, hf_kwargs, processed_data)
+        if (times := hf_kwargs.get(TIMES)) is not None:
+            processed[TIMES] = torch.tensor(times, dtype=torch.float32)
+        return processed
+
+    @classmethod
+    def omni_get_updates_use_audio_in_video(
+        cls, thinker_config: Any, audio_len: int, video_grid_thw: Any, video_second_per_grid_t: float
+    ) -> list[int]:
+        """Ids that take the place of a heard video, in HF's order."""
+        steps, rows, columns = map(int, video_grid_thw)
+        size = rows * columns // thinker_config.vision_config.spatial_merge_size**2
+        scale = TimeScale(thinker_config.position_id_per_seconds, thinker_config.seconds_per_chunk)
+        is_picture = film_order(steps, size, audio_len, video_second_per_grid_t, scale)
+        inner = np.where(is_picture, thinker_config.video_token_index, thinker_config.audio_token_index)
+        return [thinker_config.audio_start_token_id, *inner.tolist(), thinker_config.audio_end_token_id]
 
     def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> tuple[list[int], Mapping[str, list[Any]]]:
         """Ids with expanded placeholders, and where each medium is."""
@@ -50,6 +82,10 @@ class MediaProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
         found["audio"] = [*heard["audio"], *others]
         self._validate_mm_placeholders(found, counts)
         return ids, found
+
+
+def _without_times(kwargs: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in kwargs.items() if name != TIMES}
 
 
 def _numbered(updates: Sequence[Any], index: int) -> list[Any]:

@@ -146,7 +146,8 @@ class ThinkerVllmEngine:
         """Preprocess media and expand their placeholders; may be called from any thread.
 
         `multi_modal_data` holds a list a modality: "image" (PIL, or uint8 [H, W, 3]), "audio" (float32 [S] at 16 kHz),
-        "video" (uint8 [T, H, W, 3] at 2 frames a second); with `use_audio_in_video` every video has its sound.
+        "video" (uint8 [T, H, W, 3]); with `use_audio_in_video` every video has its sound. `second_per_grid_ts` of the
+        processor's arguments has the seconds between two time steps of each video; without it frames are 2 a second.
 
         Raises:
             TooLarge: the expanded prompt and `max_tokens` exceed `max_model_len`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thinker's network under a name of this project: vLLM's own, with HF's positions for sound inside video.
+"""The thinker's network under a name of this project: vLLM's own, with HF's positions.
 
 vLLM inspects the classes of its own registry in a child process, where the preparations of `compat` do not
 hold; a registered class object is inspected in this process.
@@ -8,7 +8,6 @@ hold; a registered class object is inspected in this process.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,10 @@ from triton_omni.vllm_hooks.compat import (
     Qwen2_5OmniThinkerForConditionalGeneration,
     VllmConfig,
     build_mm_input_norm,
+    gpu_sync_allowed,
+    merge_interleaved_embeddings,
 )
+from triton_omni.vllm_hooks.media_positions import Placed, TimeScale, prompt_positions
 from triton_omni.vllm_hooks.media_processor import MediaProcessor, ProcessingInfo
 from triton_omni.vllm_hooks.named_weights import Weights, load_named
 from triton_omni.vllm_hooks.platform import UnsupportedEngineError
@@ -70,45 +72,56 @@ class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration, VisionGraphs):
         pixels = torch.zeros(side**2, tower.patch_embed.proj.input_size, dtype=torch.uint8, device=tower.device)
         self.embed_multimodal(pixel_values=pixels, image_grid_thw=torch.tensor([[1, side, side]], device="cpu"))
 
-    def _get_audio_for_video_mapping(self, mm_features: list[MultiModalFeatureSpec]) -> tuple[dict[int, int], set[int]]:
-        """Frames of the sound of each video that is heard, and where these are; vLLM takes the first sounds for them.
+    def embed_input_ids(
+        self, input_ids: Tensor, multimodal_embeddings: Any = None, *, is_multimodal: Tensor | None = None
+    ) -> Tensor:
+        """Embeddings [N, H] of a step's tokens [N], each medium's in the places of its kind.
 
-        The placeholders of a video and of its sound begin at one token, those of any two others do not.
+        A step may begin with the end of a chunk's sound and end with the next pictures. vLLM takes these for media one
+        after another, and gives the sound the embeddings of the pictures.
         """
-        films = {feature.mm_position.offset for feature in mm_features if feature.modality == "video"}
-        sounds = {
-            feature.mm_position.offset: _frames_of(feature)
-            for feature in mm_features
-            if feature.modality == "audio" and feature.mm_position.offset in films
-        }
-        return sounds, set(sounds)
+        kinds = {getattr(embedding, "modality", None) for embedding in multimodal_embeddings or ()}
+        if is_multimodal is None or not kinds >= {"audio", "video"}:
+            return super().embed_input_ids(input_ids, multimodal_embeddings, is_multimodal=is_multimodal)
+        with gpu_sync_allowed():
+            ids = input_ids.cpu()
+        language: Any = self.get_language_model()
+        embeddings = self._embed_text_input_ids(input_ids, language.embed_input_ids, is_multimodal=is_multimodal)
+        is_video, is_audio = (
+            is_multimodal & (ids == token) for token in (self.config.video_token_index, self.config.audio_token_index)
+        )
+        return merge_interleaved_embeddings(embeddings, multimodal_embeddings, is_video, is_audio, is_multimodal)
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
-        """M-RoPE positions int64 [3, P] of a prompt, and how far its reply's positions run ahead of their indices.
-
-        vLLM 0.32.0 lays the positions of sound inside video one token early, over the begin-of-audio token.
-        Source: `get_rope_index` of transformers, where both begin tokens share a position, and both end tokens.
-        """
-        if not mm_features:
-            # As both say of text, in a tenth of the time; by numpy, as in `positions.py`.
-            text = np.empty((3, len(input_tokens)), np.int64)
-            text[:] = np.arange(len(input_tokens))
-            return torch.from_numpy(text), 0
-        positions, delta = super().get_mrope_input_positions(input_tokens, mm_features)
-        sounding = [offset for offset, _, data in self.iter_mm_features(mm_features) if data.get("use_audio_in_video")]
-        if not sounding:
-            return positions, delta
-        for offset in sounding:
-            end = input_tokens.index(self.config.audio_end_token_id, offset)
-            positions = move_interleaved(positions, input_tokens, offset, end)
-        return positions, int(positions.max()) + 1 - len(input_tokens)
+        """M-RoPE positions int64 [3, P] of a prompt, and how far its reply's positions run ahead of their indices."""
+        config: Any = self.config
+        scale = TimeScale(config.position_id_per_seconds, config.seconds_per_chunk)
+        # By numpy, as in `positions.py`.
+        media = _placed(mm_features, config.vision_config.spatial_merge_size)
+        positions = prompt_positions(np.array(input_tokens), media, config.video_token_id, scale)
+        return torch.from_numpy(positions), int(positions.max()) + 1 - len(input_tokens)
 
 
-def _frames_of(sound: MultiModalFeatureSpec) -> int:
-    data: Any = sound.data
-    return int(data["audio_feature_lengths"].data)
+def _placed(features: list[MultiModalFeatureSpec], merge: int) -> list[Placed]:
+    """The media in the order of the prompt. The placeholders of a heard video and of its sound begin at one token."""
+    media = {feature.mm_position.offset: _of(feature, merge) for feature in features if feature.modality != "audio"}
+    for feature in features:
+        place = feature.mm_position
+        if feature.modality == "audio" and place.offset not in media:
+            media[place.offset] = Placed(place.offset, place.length)
+    return [media[begin] for begin in sorted(media)]
+
+
+def _of(feature: MultiModalFeatureSpec, merge: int) -> Placed:
+    data: Any = feature.data
+    steps, rows, columns = data[f"{feature.modality}_grid_thw"].data.tolist()
+    place, grid = feature.mm_position, (steps, rows // merge, columns // merge)
+    if feature.modality == "image":
+        return Placed(place.offset, place.length, grid)
+    seconds, is_heard = data["second_per_grid_ts"].data.item(), bool(data["use_audio_in_video"].data)
+    return Placed(place.offset, place.length, grid, seconds, is_heard)
 
 
 def check_time_scale(thinker_config: PretrainedConfig) -> None:
@@ -123,28 +136,6 @@ def check_time_scale(thinker_config: PretrainedConfig) -> None:
             f"thinker_config.position_id_per_seconds is {ours}, vision_config.tokens_per_second is {theirs}: "
             "vLLM would place videos elsewhere than HF does; make them equal"
         )
-
-
-def move_interleaved(positions: Tensor, tokens: list[int], begin: int, end: int) -> Tensor:
-    """Put the positions of one video with sound where HF has them.
-
-    Args:
-        positions: int64 [3, P] with the span's media positions one index early, and text behind them.
-        tokens: the P ids.
-        begin, end: indices of the begin-of-audio and end-of-audio ids around the media ids.
-
-    Returns:
-        int64 [3, P].
-    """
-    media = positions[:, begin : end - 1]
-    # As in HF, what follows counts on from the last chunk, not from the highest position of the span.
-    last_chunk = sum(1 for _ in takewhile(lambda token: token == tokens[end - 1], reversed(tokens[begin + 1 : end])))
-    end_position = int(media[:, -last_chunk:].max()) + 1
-    ends = torch.full((3, 2), end_position, dtype=positions.dtype)
-    rest = positions[:, end + 2 :]
-    if rest.shape[1]:
-        rest = rest - rest[0, 0] + end_position + 1
-    return torch.cat([positions[:, :begin], positions[:, begin - 1 : begin], media, ends, rest], dim=1)
 
 
 def media_features(engine_input: Mapping[str, Any]) -> list[MultiModalFeatureSpec]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many samples the tables of an mp4 file claim, before FFmpeg makes room for them.
+"""How many tracks a video's file has, and how many samples an mp4's tables claim, before FFmpeg makes room for them.
 
-FFmpeg's index has an entry for each sample that a table counts, times the edits that show it, whether or not the file
-has a byte of it: two kilobytes can claim gigabytes. Knows the few boxes that do so (ISO/IEC 14496-12), and no codec.
+FFmpeg opens a decoder for each track. Its index has an entry for each sample that a table counts, times the edits that
+show it, whether or not the file has a byte of it: two kilobytes can claim gigabytes. Knows the few boxes that do so
+(ISO/IEC 14496-12), the name of a webm's codecs (RFC 9559), and no codec.
 """
 
 from __future__ import annotations
@@ -21,30 +22,58 @@ SHOWN_SAMPLES_FACTOR: Final = 2
 MOST_BOXES: Final = 10_000
 """Outermost boxes; a file in fragments of a tenth of a second has twenty a second."""
 
+MOST_TRACKS: Final = 32
+"""Cameras write up to eight, of places and movements too; a film with its languages has twenty."""
+
 _FFMPEG_REFUSES: Final = (2**32 - 1) // 24
 """FFmpeg makes no index of so many entries, so text that spells a box's name is left alone (its letters are more)."""
-_TABLE = re.compile(rb"stsz|stz2|trun|elst|cmov")
+_TABLE = re.compile(rb"stsz|stz2|trun|elst|cmov|trak")
 """FFmpeg reads a box wherever it lies, so their places in the tree say nothing."""
 _EDIT_BYTES: Final = 12
+_CODEC_NAME = re.compile(
+    rb"[VASDB]_[A-Z](?:(?<=\x86[\x80-\xff].{3})|(?<=\x86[\x40-\x7f].{4})|(?<=\x86[\x20-\x3f].{5})"
+    rb"|(?<=\x86[\x10-\x1f].{6})|(?<=\x86[\x08-\x0f].{7})|(?<=\x86[\x04-\x07].{8})|(?<=\x86[\x02\x03].{9})"
+    rb"|(?<=\x86\x01.{10}))",
+    re.DOTALL,
+)
+"""Of a webm's track, the element after any spelling of its length; FFmpeg opens no track without one."""
 
 
-def check_tables(data: bytes, limits: RequestLimits) -> None:
+def check_webm(data: bytes) -> None:
+    """Refuse more tracks than a video has.
+
+    Raises:
+        BadRequest: so it is.
+    """
+    _check_tracks(sum(1 for _ in _CODEC_NAME.finditer(data)))
+
+
+def _check_tracks(tracks: int) -> None:
+    if tracks > MOST_TRACKS:
+        raise BadRequest(f"{tracks} tracks, the limit is {MOST_TRACKS}; send a file with the film and its sound alone")
+
+
+def check_mp4(data: bytes, limits: RequestLimits) -> None:
     """Refuse tables that claim more samples than a video within the limits has.
 
     Raises:
-        BadRequest: more samples than the file has bytes, or tables that are themselves compressed.
+        BadRequest: more samples than the file has bytes, more tracks than a video has, or tables that are themselves
+            compressed.
         TooLarge: more samples, or more of them shown by edits, than `limits.max_video_seconds` can need.
     """
-    samples = edits = 0
+    samples = edits = tracks = 0
     for start, end in _tables_outside_media(data):
         name, body = data[start : start + 4], data[start + 4 : min(end, start + 16)].ljust(12, b"\xff")
         if name == b"cmov":
             raise BadRequest("its header is compressed (cmov), which is not supported")
-        if name == b"elst":
+        if name == b"trak":
+            tracks += 1
+        elif name == b"elst":
             edits += min(int.from_bytes(body[4:8]), (end - start - 12) // _EDIT_BYTES)
         else:
             count = int.from_bytes(body[4:8] if name == b"trun" else body[8:12])
             samples += count if count < _FFMPEG_REFUSES else 0
+    _check_tracks(tracks)
     most = int(limits.max_video_seconds * SAMPLES_PER_SECOND)
     if samples > len(data):
         raise BadRequest(f"its tables claim {samples} samples in a file of {len(data)} bytes")
