@@ -13,7 +13,6 @@ import logging
 import resource
 from typing import Any
 
-import h11
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -97,15 +96,14 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP in OpenAI's form."""
-        if self.conn.our_state is not h11.IDLE and self.conn.our_state is not h11.SEND_RESPONSE:
-            self.transport.abort()  # in the middle of an answer
+        """Refuse what is no HTTP in OpenAI's form; in the middle of an answer close the connection."""
+        if not self.is_waiting and self.cycle.response_started:
+            self.transport.abort()
             return
         error = bad_request(f"The request is no HTTP, or its head is over {MAX_HEAD_BYTES} bytes.")
         body = json.dumps(error.body()).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()
 
     def _make_room(self, opened: list[BoundedProtocol], cause: str) -> None:
