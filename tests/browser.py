@@ -146,6 +146,13 @@ class Visit:
         return [(found["first"], found["samples"]) for found in self.page.evaluate("window.played")]
 
 
+def audit(at: Visit) -> list[str]:
+    """What axe finds wrong with the page."""
+    at.page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = at.page.evaluate("axe.run()")["violations"]
+    return [f"{each['id']}: {[node['html'] for node in each['nodes']]}" for each in found]
+
+
 @contextmanager
 def visit(browser: Any, base: str, extra: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Visit]:
     """The page of the gateway at `base`, in a browser session of its own.

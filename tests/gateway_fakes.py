@@ -61,7 +61,7 @@ class RunningGateway:
 
 @contextmanager
 def run_gateway(
-    *triton_urls: str, keys: ApiKeys | None = None, grace_s: int = 1, **settings: Any
+    *triton_urls: str, keys: ApiKeys | None = None, grace_s: int = 1, log_level: str = "warning", **settings: Any
 ) -> Iterator[RunningGateway]:
     """A gateway in front of these Triton servers."""
     command = Command(
@@ -71,7 +71,7 @@ def run_gateway(
         port=0,
         wait_s=0,
         grace_s=grace_s,
-        log_level="warning",
+        log_level=log_level,
     )
     listening = bind(command.host, command.port)
     server = make_server(command, listening)

@@ -28,6 +28,8 @@ class OmniClientError(Exception):
     """
 
     code: ClassVar[str] = "internal"
+    by_triton: bool = False
+    """Whether the message is Triton's or gRPC's own, which tells of the inside of a server and not of a request."""
 
     def __init__(self, message: str, *, stage: str | None = None, retry_after_ms: int | None = None) -> None:
         super().__init__(message)
@@ -104,4 +106,6 @@ def from_text(text: str, *, otherwise: type[OmniClientError] = Internal) -> Omni
 def _without_code(text: str, otherwise: type[OmniClientError]) -> OmniClientError:
     """An error of Triton itself; the one that is no fault of the request names the stage that died."""
     dead = _DEAD_STAGE.search(text)
-    return otherwise(text) if dead is None else Internal(text, stage=dead["stage"])
+    error = otherwise(text) if dead is None else Internal(text, stage=dead["stage"])
+    error.by_triton = True
+    return error

@@ -18,7 +18,7 @@ from triton_omni_client import OmniClientError
 
 from .browser_page import add_page
 from .connection import CLIENT_GONE
-from .errors import ClientGone, GatewayError, from_client
+from .errors import SOON, ClientGone, GatewayError
 from .gate import Gate, error_response
 from .keys import ApiKeys
 from .metrics import Metrics
@@ -128,7 +128,7 @@ def _add_operator_routes(app: FastAPI, metrics: Metrics) -> None:
         """Whether a Triton server behind takes requests: 200, or 503."""
         if await _gateway(request).ready():
             return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": "the Triton server is not ready"}, 503)
+        return JSONResponse({"status": "no Triton server is ready"}, 503, SOON)
 
     @app.get("/metrics")
     async def figures() -> Response:
@@ -143,7 +143,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(OmniClientError)
     async def failed(request: Request, error: OmniClientError) -> Response:
-        return error_response(from_client(error, request.state.naming))
+        return error_response(await _gateway(request).meaning(request, error))
 
     @app.exception_handler(ClientGone)
     async def gone(_request: Request, _error: ClientGone) -> Response:

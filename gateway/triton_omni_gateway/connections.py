@@ -13,7 +13,6 @@ import logging
 import resource
 from typing import Any
 
-import h11
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -48,6 +47,8 @@ class BoundedProtocol(H11Protocol):
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
         self._unsent = 0
+        self.is_aborted = False
+        """Whether it was closed here; uvicorn hears of that later."""
 
     @property
     def is_waiting(self) -> bool:
@@ -73,7 +74,7 @@ class BoundedProtocol(H11Protocol):
         """Begin to wait for a request, in place of another connection where there are too many."""
         super().connection_made(transport)
         self._wait()
-        opened = [one for one in self.connections if isinstance(one, BoundedProtocol)]
+        opened = [one for one in self.connections if isinstance(one, BoundedProtocol) and not one.is_aborted]
         of_peer = [one for one in opened if one.peer == self.peer]
         if len(of_peer) > self._limits.max_peer_connections:
             self._make_room(of_peer, "a peer has as many as --max-peer-connections allows")
@@ -97,22 +98,26 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP in OpenAI's form."""
-        if self.conn.our_state is not h11.IDLE and self.conn.our_state is not h11.SEND_RESPONSE:
-            self.transport.abort()  # in the middle of an answer
+        """Refuse what is no HTTP in OpenAI's form; in the middle of an answer close the connection."""
+        if not self.is_waiting and self.cycle.response_started:
+            self.abort()
             return
         error = bad_request(f"The request is no HTTP, or its head is over {MAX_HEAD_BYTES} bytes.")
         body = json.dumps(error.body()).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()
 
     def _make_room(self, opened: list[BoundedProtocol], cause: str) -> None:
         """Close the connection that has waited longest, or this one where all others are at work."""
         longest = min((one for one in opened if one.is_idle), key=lambda one: one.wait_ends, default=self)
         logger.warning("a connection was closed, since %s", cause)
-        longest.transport.abort()
+        longest.abort()
+
+    def abort(self) -> None:
+        """Close it now, whatever was not sent."""
+        self.is_aborted = True
+        self.transport.abort()
 
     def _wait(self) -> None:
         self._wait_no_more()
@@ -130,7 +135,7 @@ class BoundedProtocol(H11Protocol):
         if self._unsent and self._unsent != before:
             self._timer = self.loop.call_later(self._limits.head_timeout_s, self._end_wait)
         else:
-            self.transport.abort()
+            self.abort()
 
 
 def allow_open_files(connections: int) -> None:

@@ -18,18 +18,20 @@ CONTEXT_LENGTH = "context_length_exceeded"
 _RETRY_MS = 1000
 _NO_RETRY: Mapping[str, str] = {"x-should-retry": "false"}
 """Official clients retry 5xx by themselves; a request that took its whole time once would do so again."""
-_SOON: Mapping[str, str] = {"Retry-After": "1"}
+SOON: Mapping[str, str] = {"Retry-After": "1"}
+"""Headers of an answer that is another one in a second."""
 _MEANINGS: Mapping[str, tuple[int, str, Mapping[str, str]]] = {
     "bad_request": (400, INVALID, {}),
     "too_large": (413, INVALID, {}),
     CONTEXT_LENGTH: (400, INVALID, {}),
     "cancelled": (499, SERVER, _NO_RETRY),
     "timeout": (504, SERVER, _NO_RETRY),
-    "connection_failed": (503, SERVER, _SOON),
     "internal": (500, SERVER, {}),
 }
 """Status, OpenAI's `type` and headers by the code of the client's error, or by OpenAI's where it has one of its own."""
 _OF_THE_REQUEST = ("bad_request", "too_large")
+OF_THE_SERVER = ("overloaded", "internal", "connection_failed")
+"""Codes of errors that mean something else where no server is ready."""
 
 
 class Told(NamedTuple):
@@ -97,29 +99,60 @@ def too_large(limit: int) -> GatewayError:
 
 def overloaded(message: str, retry_after_ms: int | None = None) -> GatewayError:
     """A 429 with `Retry-After` in whole seconds, and in milliseconds for clients that know the finer header."""
+    return GatewayError(429, message, RATE, "overloaded", headers=_retry_headers(retry_after_ms))
+
+
+def _retry_headers(retry_after_ms: int | None) -> dict[str, str]:
     wait = _RETRY_MS if retry_after_ms is None else retry_after_ms
-    headers = {"Retry-After": str(max(1, math.ceil(wait / 1000))), "retry-after-ms": str(wait)}
-    return GatewayError(429, message, RATE, "overloaded", headers=headers)
+    return {"Retry-After": str(max(1, math.ceil(wait / 1000))), "retry-after-ms": str(wait)}
 
 
-def broken(request_id: str) -> GatewayError:
-    """A 500: a fault of the gateway itself."""
-    said = f"The gateway failed; its log has the cause under {request_id}."
+def broken(request_id: str, who: str = "gateway") -> GatewayError:
+    """A 500: a fault of the gateway itself, or of Triton, whose own words are for the log."""
+    said = f"The {who} failed; the gateway's log has the cause under {request_id}."
     return GatewayError(500, said, SERVER, "internal")
+
+
+def _unavailable(error: OmniClientError) -> GatewayError:
+    """A 503: no server takes requests."""
+    said = (
+        "No triton-omni server takes requests now: it starts, restarts a stage or stops. Send the request again later."
+    )
+    return GatewayError(503, said, SERVER, error.code, headers=_retry_headers(error.retry_after_ms))
+
+
+def _lost(error: OmniClientError) -> GatewayError:
+    """A 503: the server or a stage of it ended with the request under way; it may be sent again."""
+    said = error.message
+    if error.by_triton or error.code == "connection_failed":
+        said = "The Triton server, or a stage of it, ended while the request was under way. Send the request again."
+    return GatewayError(503, said, SERVER, error.code, headers=_retry_headers(error.retry_after_ms))
 
 
 def stopping() -> GatewayError:
     """A 503: the gateway ends before the answer is there; another one may take over."""
-    return GatewayError(503, "The gateway is stopping; send the request again.", SERVER, "stopping", headers=_SOON)
+    return GatewayError(503, "The gateway is stopping; send the request again.", SERVER, "stopping", headers=SOON)
 
 
-def from_client(error: OmniClientError, naming: Naming = Told) -> GatewayError:
+def from_client(
+    error: OmniClientError, naming: Naming = Told, request_id: str = "", *, is_ready: bool = True
+) -> GatewayError:
     """What an error of Triton's client means to a caller of HTTP.
 
     Args:
         error: of the client, or of the server behind it.
         naming: puts a refusal in the words of the request's caller.
+        request_id: under which the log has it.
+        is_ready: whether a server takes requests now.
     """
+    if error.code in OF_THE_SERVER and not is_ready:
+        return _unavailable(error)
+    if error.code == "connection_failed":
+        return _lost(error)
+    if error.code == "internal" and (error.retry_after_ms is not None or (error.by_triton and error.stage)):
+        return _lost(error)
+    if error.code == "internal" and error.by_triton:
+        return broken(request_id, "Triton server")
     told = Told(error.message)
     if error.code in _OF_THE_REQUEST:
         told = naming(told.message)

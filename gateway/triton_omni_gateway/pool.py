@@ -105,7 +105,7 @@ class PooledStream(AsyncDeltaIterator):
             self._connections += 1
             return self._connections < 2
         # Of Triton itself, without a stage: a model that is not loaded, or a server that stops.
-        return isinstance(error, Overloaded) or (type(error) is Internal and error.stage is None)
+        return isinstance(error, Overloaded) or (type(error) is Internal and error.by_triton and error.stage is None)
 
     def close(self) -> None:
         """Cancel the request unless it has ended; iteration stops after what has already arrived."""
@@ -140,6 +140,7 @@ class ServerPool:
         self._servers: list[Server] = []
         self._moved, self._seen = moved, seen
         self._turns = itertools.count(1)
+        self._looking: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[ServerPool]:
@@ -153,8 +154,10 @@ class ServerPool:
             try:
                 yield self
             finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+                ending = [task for task in (watching, self._looking) if task is not None]
+                for task in ending:
+                    task.cancel()
+                await asyncio.gather(*ending, return_exceptions=True)
 
     def stream(self, request: Request) -> PooledStream:
         """Send a request to the server that has the fewest replies open, and on to others where it is not taken.
@@ -173,8 +176,10 @@ class ServerPool:
         return PooledStream(self._in_order(), request, choose)
 
     async def ready(self) -> bool:
-        """Whether a server takes requests."""
-        await self._look()
+        """Whether a server takes requests; all who ask at once share one look."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        await asyncio.shield(self._looking)
         return any(server.ready for server in self._servers)
 
     async def wait_ready(self, seconds: float) -> bool:

@@ -89,7 +89,8 @@ class ChatChunks:
         self._include_usage = include_usage
         self._encoder = None if spoken is None else SoundEncoder(spoken.sound_format)
         self._texts: list[str] = []
-        self._info: Info | None = None
+        self.info: Info | None = None
+        """The server's account, once it came."""
         self._named = False
 
     @property
@@ -113,7 +114,7 @@ class ChatChunks:
                 if data := self._encoder.feed(delta.samples):
                     yield self._chunk(self._audio(data=_base64(data)))
             case Info():
-                self._info = delta
+                self.info = delta
 
     def end(self) -> Iterator[bytes]:
         """The last events, and the mark of the end."""
@@ -121,9 +122,9 @@ class ChatChunks:
             if rest := self._encoder.end():
                 yield self._chunk(self._audio(data=_base64(rest)))
             yield self._chunk(self._audio(expires_at=self._spoken.expires_at))
-        yield self._chunk({}, finish_reason(self._info), info=account(self._info))
+        yield self._chunk({}, finish_reason(self.info), info=account(self.info))
         if self._include_usage:
-            yield event({**self._head.of("chat.completion.chunk", []), "usage": usage(self._info)})
+            yield event({**self._head.of("chat.completion.chunk", []), "usage": usage(self.info)})
         yield DONE
 
     def _audio(self, **part: Any) -> Json:
@@ -144,11 +145,11 @@ def speech_delta(data: bytes) -> bytes:
 
 
 def speech_done(info: Info | None, seed: int) -> bytes:
-    """The event that ends a stream of speech; `seed` repeats it, and is not OpenAI's."""
+    """The event that ends a stream of speech; `finish_reason`, and `seed`, which repeats it, are not OpenAI's."""
     found = usage(info)
     counts = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
     told = {name: found[ours] for name, ours in counts.items()}
-    return event({"type": "speech.audio.done", "usage": told, "seed": seed})
+    return event({"type": "speech.audio.done", "usage": told, "finish_reason": finish_reason(info), "seed": seed})
 
 
 def account(info: Info | None) -> Json | None:

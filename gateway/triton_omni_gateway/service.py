@@ -29,11 +29,11 @@ from triton_omni_client import (
 from triton_omni_client.messages import MODEL
 
 from .connection import FlowingResponse, read_body, until_gone
-from .errors import CutOff, from_client
+from .errors import OF_THE_SERVER, CutOff, GatewayError, from_client
 from .field_names import SPEECH_NAMES, chat_names
 from .metrics import Metrics
 from .pool import PooledStream, ServerPool
-from .replies import ChatChunks, Head, Spoken, completion, event, speech_delta, speech_done
+from .replies import ChatChunks, Head, Spoken, completion, event, finish_reason, speech_delta, speech_done
 from .schemas import ChatRequest, SpeechRequest, parse
 from .settings import GatewaySettings
 from .sound import SoundEncoder
@@ -80,6 +80,20 @@ class Gateway:
     async def ready(self) -> bool:
         """Whether a Triton server takes requests."""
         return await self._pool.ready()
+
+    async def meaning(self, http: HttpRequest, error: OmniClientError) -> GatewayError:
+        """What an error of the server's means to the caller now; Triton's own words are logged instead of told."""
+        if error.by_triton:
+            logger.error("%s failed in Triton: %s", http.state.request_id, error.message)
+        is_ready = error.code not in OF_THE_SERVER or await self.ready()
+        return from_client(error, http.state.naming, http.state.request_id, is_ready=is_ready)
+
+    async def _failed(self, http: HttpRequest, error: OmniClientError) -> bytes:
+        """The event of an error inside a stream; its status is what is counted."""
+        meant = await self.meaning(http, error)
+        http.scope["state"]["status"] = meant.status
+        logger.error("%s failed while its answer was sent: %s", http.state.request_id, meant.message)
+        return event(meant.body())
 
     async def voices(self) -> list[str] | None:
         """What a request's `voice` may be, the default one first; None where the server does not tell."""
@@ -142,6 +156,7 @@ class Gateway:
     async def _whole_chat(self, http: HttpRequest, request: Request, head: Head, spoken: Spoken | None) -> Response:
         async with self._counted(self._pool.stream(request)) as stream:
             reply = await until_gone(http.receive, stream.collect())
+        _log_end(http, reply.info)
         if spoken is not None:
             self._transcripts.keep(spoken.audio_id, spoken.expires_at, reply.text)
         return JSONResponse(completion(head, reply, spoken))
@@ -156,12 +171,13 @@ class Gateway:
                     for part in chunks.feed(delta):
                         yield part
         except OmniClientError as error:
-            yield _failed(http, error)
+            yield await self._failed(http, error)
             return
         finally:
             # Also of a reply that was cut off: the caller may go on from what it heard.
             if spoken is not None:
                 self._transcripts.keep(spoken.audio_id, spoken.expires_at, chunks.text)
+        _log_end(http, chunks.info)
         for part in chunks.end():
             yield part
 
@@ -177,10 +193,11 @@ class Gateway:
                     elif isinstance(delta, Info):
                         info = delta
         except OmniClientError as error:
-            yield _failed(http, error)
+            yield await self._failed(http, error)
             return
         if rest := encoder.end():
             yield speech_delta(rest)
+        _log_end(http, info)
         yield speech_done(info, seed)
 
     async def _sound(self, http: HttpRequest, opened: Opened, encoder: SoundEncoder) -> AsyncGenerator[bytes, None]:
@@ -189,8 +206,10 @@ class Gateway:
                 async for delta in opened.deltas():
                     if isinstance(delta, AudioDelta):
                         yield encoder.feed(delta.samples)
+                    elif isinstance(delta, Info):
+                        _log_end(http, delta)
         except OmniClientError as error:
-            _failed(http, error)
+            await self._failed(http, error)
             raise CutOff from error
         if rest := encoder.end():
             yield rest
@@ -222,9 +241,8 @@ def _traced(request: Request, http: HttpRequest) -> Request:
     return replace(request, traceparent=http.headers.get("traceparent", "")[:_LONGEST_TRACEPARENT])
 
 
-def _failed(http: HttpRequest, error: OmniClientError) -> bytes:
-    """The event of an error inside a stream; its status is what is counted."""
-    meant = from_client(error, http.state.naming)
-    http.scope["state"]["status"] = meant.status
-    logger.error("%s failed while its answer was sent: %s", http.state.request_id, meant.message)
-    return event(meant.body())
+def _log_end(http: HttpRequest, info: Info | None) -> None:
+    """Log that a limit cut a reply off, which sound has no place to tell."""
+    if finish_reason(info) == "length":
+        reasons = ", ".join(f"{stage}: {reason}" for stage, reason in (info.finish_reason if info else {}).items())
+        logger.info("%s was cut off by a limit (%s)", http.state.request_id, reasons)

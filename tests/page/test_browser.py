@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from browser import AXE, Visit, launch, run_browser, visit
+from browser import Visit, audit, launch, run_browser, visit
 from client_fakes import INFO, FakeTriton, Samples, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
 from gateway_fakes import RunningGateway, run_gateway
 from media_samples import audio_file, image_file, tone, video_file
@@ -278,7 +278,7 @@ def test_an_error_in_the_middle_takes_the_turn_back(triton: FakeTriton, at: Visi
     def breaks(_request: Any, _context: Any) -> Iterator[Any]:
         yield chunk(text="The sea", audio=SPEECH)
         time.sleep(0.3)
-        yield failure("in ensemble 'qwen2_5_omni', the talker's engine has failed")
+        yield failure("in ensemble 'qwen2_5_omni', the talker's engine has failed [omni:internal;stage=talker]")
 
     triton.script = breaks
     at.write("hello")
@@ -424,13 +424,6 @@ def test_the_page_is_accessible(
         assert [empty, speaking, audit(at)] == [[], [], []]
         width, inner = at.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert width <= inner
-
-
-def audit(at: Visit) -> list[str]:
-    """What axe finds wrong."""
-    at.page.evaluate(AXE.read_text(encoding="utf-8"))
-    found = at.page.evaluate("axe.run()")["violations"]
-    return [f"{each['id']}: {[node['html'] for node in each['nodes']]}" for each in found]
 
 
 def test_everything_is_reached_by_the_keyboard_in_order_and_its_focus_seen(at: Visit) -> None:

@@ -297,6 +297,7 @@ def test_a_server_that_is_gone_is_unavailable(triton: FakeTriton) -> None:
         gateway.chat()
     assert (caught.value.status_code, caught.value.code) == (503, "connection_failed")
     assert caught.value.response.headers["retry-after"] == "1"
+    assert "127.0.0.1" not in caught.value.message
 
 
 def test_leaving_a_stream_cancels_on_the_server(triton: FakeTriton, gateway: RunningGateway) -> None:

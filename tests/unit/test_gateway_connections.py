@@ -9,8 +9,9 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,9 +115,11 @@ def test_bytes_that_are_no_http_in_the_middle_of_an_answer_close_the_connection(
 ) -> None:
     with run_gateway(triton.url, max_body_bytes=10) as gateway, connect(gateway) as connection:
         connection.sendall(CHUNKED + b"b\r\n{0123456789\r\n")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
-        connection.sendall(b"no length\r\n")
-        assert connection.recv(4096) == b""
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        sent_until_closed(connection, b"no length\r\n", 1, 100)
     assert not [record for record in caplog.records if record.exc_info]
 
 
@@ -141,12 +144,14 @@ def test_a_head_that_does_not_come_in_time_closes_the_connection(
 
 
 class _Timer:
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.call = call
-        self.is_cancelled = False
+    def __init__(self, call: Callable[[], None], when: float) -> None:
+        self.call, self._when = call, when
+
+    def when(self) -> float:
+        return self._when
 
     def cancel(self) -> None:
-        self.is_cancelled = True
+        pass
 
 
 class _Loop:
@@ -154,11 +159,13 @@ class _Loop:
         self.timers: list[_Timer] = []
 
     def call_later(self, _seconds: float, call: Callable[[], None]) -> _Timer:
-        self.timers.append(_Timer(call))
+        self.timers.append(_Timer(call, len(self.timers)))
         return self.timers[-1]
 
 
 class _Transport:
+    """Which tells that it was aborted, and calls nobody."""
+
     unsent = 0
     is_aborted = False
 
@@ -172,14 +179,34 @@ class _Transport:
         self.is_aborted = True
 
 
+def accepted(count: int, loop: _Loop, unsent: Sequence[int] = (), **limits: int) -> list[_Transport]:
+    """The transports of so many connections that uvicorn's loop accepts in one turn."""
+    config, state = uvicorn.Config(lambda: None, log_config=None), ServerState()
+    transports = [_Transport() for _ in range(count)]
+    for transport, size in zip_longest(transports, unsent, fillvalue=0):
+        transport.unsent = size
+        protocol = BoundedProtocol(GatewaySettings(**limits), config, state, {}, loop)  # type: ignore[arg-type]
+        protocol.connection_made(transport)  # type: ignore[arg-type]
+    return transports
+
+
+@pytest.mark.parametrize(
+    ("unsent", "kept"), [([], [5, 6, 7]), ([1], [0, 6, 7]), ([0, 1, 0, 1, 1], [1, 3, 4]), ([1] * 8, [0, 1, 2])]
+)
+@pytest.mark.parametrize("limit", ["max_connections", "max_peer_connections"])
+def test_of_many_at_once_those_stay_that_came_last_or_still_send(
+    unsent: list[int], kept: list[int], limit: str
+) -> None:
+    transports = accepted(8, _Loop(), unsent, **{limit: 3})
+    assert [place for place, transport in enumerate(transports) if not transport.is_aborted] == kept
+
+
 @pytest.mark.parametrize(
     ("unsent", "closed_at"), [([0], 0), ([9, 9], 1), ([9, 8, 5, 0], 3), ([9, 3, 3, 0], 2), ([5, 6, 1, 0], 3)]
 )
 def test_an_answer_that_still_leaves_is_not_cut_off(unsent: list[int], closed_at: int) -> None:
-    loop, transport = _Loop(), _Transport()
-    config = uvicorn.Config(lambda: None, log_config=None)
-    protocol = BoundedProtocol(GatewaySettings(), config, ServerState(), {}, loop)  # type: ignore[arg-type]
-    protocol.connection_made(transport)  # type: ignore[arg-type]
+    loop = _Loop()
+    (transport,) = accepted(1, loop)
     for look, left in enumerate(unsent):
         transport.unsent = left
         loop.timers[-1].call()

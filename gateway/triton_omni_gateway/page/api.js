@@ -46,6 +46,12 @@ export class Api {
     return { model: first.id, voices: first.voices ?? [] };
   }
 
+  /** Whether the gateway can be reached and a server behind it takes requests. */
+  async isReady() {
+    const answer = await fetch(new URL("health/ready", document.baseURI)).catch(() => null);
+    return answer?.ok ?? false;
+  }
+
   /**
    * A streamed reply, delta by delta.
    * @param {object} body of the chat completion

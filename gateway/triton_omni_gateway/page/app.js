@@ -5,6 +5,7 @@ import { Api, ApiError } from "./api.js";
 import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
 import { byId, element } from "./dom.js";
+import { Health } from "./health.js";
 import { Log } from "./log.js";
 import { inFileNames } from "./media.js";
 import { Player } from "./player.js";
@@ -16,6 +17,7 @@ const STATES = {
   connecting: "Connecting",
   locked: "Key needed",
   ready: "Ready",
+  away: "Server away",
   listening: "Listening",
   thinking: "Thinking",
   writing: "Writing",
@@ -26,6 +28,7 @@ const STATES = {
 
 const api = new Api(() => sessionStorage.getItem(KEY) ?? "");
 const conversation = new Conversation();
+const health = new Health(api, followHealth);
 const log = new Log(byId("log", HTMLElement));
 const player = new Player();
 const composer = new Composer({
@@ -69,6 +72,24 @@ function showState(name) {
   }
 }
 
+/** Show that nothing is under way: a question may be asked where the server takes one. */
+function showRest() {
+  composer.isReady = health.isReady;
+  showState(health.isReady ? "ready" : "away");
+}
+
+function followHealth() {
+  const now = state.dataset.state ?? "";
+  if (reply || talk.isRecording) {
+    return;
+  }
+  if (!health.isReady && ["ready", "stopped", "error"].includes(now)) {
+    showRest();
+  } else if (health.isReady && now === "away") {
+    connect();
+  }
+}
+
 /**
  * @param {string} message
  * @param {(() => Promise<void>) | null} again what would try it again
@@ -96,6 +117,7 @@ function fail(failure, again) {
   }
   showState("error");
   showError(message, again);
+  health.look();
 }
 
 /** @param {string} message why the key there is will not do; that there is none, the form tells by itself */
@@ -111,9 +133,10 @@ function askForKey(message) {
 }
 
 async function connect() {
+  const wasAway = state.dataset.state === "away";
   showState("connecting");
   try {
-    const offer = await api.offer();
+    const [offer] = await Promise.all([api.offer(), health.look()]);
     model = offer.model;
     const chosen = voice.value;
     const names = ["", ...offer.voices];
@@ -125,9 +148,10 @@ async function connect() {
   }
   keyForm.hidden = true;
   error.hidden = true;
-  composer.isReady = true;
-  showState("ready");
-  composer.focus();
+  showRest();
+  if (!wasAway) {
+    composer.focus();
+  }
 }
 
 /** Send the draft; a reply that still runs is cut off first. */
@@ -156,7 +180,7 @@ async function exchange({ text, media }) {
     const kept = await running.run(api, bodyOf(content));
     conversation.keep(content, kept);
     view.end(running.account, kept, running.isStopped);
-    showState(running.isStopped ? "stopped" : "ready");
+    running.isStopped ? showState("stopped") : showRest();
   } catch (failure) {
     log.remove(question, view.root);
     composer.restore({ text, media });
@@ -217,7 +241,7 @@ async function makeQuiet() {
 
 /** @param {File | null} speech */
 async function hear(speech) {
-  showState("ready");
+  showRest();
   if (speech) {
     await composer.attach([speech]);
     composer.submit();
@@ -232,7 +256,7 @@ async function startAfresh() {
   error.hidden = true;
   freshButton.disabled = true;
   showVideoOption();
-  showState("ready");
+  showRest();
   composer.focus();
 }
 
@@ -242,7 +266,7 @@ retryButton.addEventListener("click", () => retry());
 byId("dismiss", HTMLButtonElement).addEventListener("click", () => {
   error.hidden = true;
   if (model && state.dataset.state === "error") {
-    showState("ready");
+    showRest();
   }
   composer.focus();
 });
@@ -254,7 +278,7 @@ keyForm.addEventListener("submit", (event) => {
 });
 addEventListener("keydown", (event) => {
   if (event.key === "Escape") {
-    talk.isRecording ? talk.cancel().then(() => showState("ready")) : stop();
+    talk.isRecording ? talk.cancel().then(showRest) : stop();
   }
 });
 connect();

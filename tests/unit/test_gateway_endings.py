@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How answers end that are not whole: cut off by a limit, or by a server that starts, stops or loses a stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from client_fakes import INFO, FakeTriton, chunk, failure, final, serve_grpc
+from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
+
+SOUND = np.full(480, 0.25, np.float32)
+SPEECH = "/v1/audio/speech"
+ASKED = {"model": MODEL, "input": "The sea."}
+
+
+@pytest.fixture
+def triton() -> Iterator[FakeTriton]:
+    with serve_grpc(FakeTriton()) as fake:
+        yield fake
+
+
+@pytest.fixture
+def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
+    with run_gateway(triton.url, log_level="info") as running:
+        yield running
+
+
+def ending(**reasons: str) -> Any:
+    """A spoken reply whose stages ended so."""
+    info = {**INFO, "finish_reason": reasons}
+    return lambda *_: iter([chunk(text="Hello", audio=SOUND), chunk(info=info), final()])
+
+
+@pytest.mark.parametrize(
+    ("reasons", "told"),
+    [
+        ({"thinker": "stop", "talker": "stop"}, "stop"),
+        ({"thinker": "length", "talker": "stop"}, "length"),
+        ({"thinker": "stop", "talker": "length"}, "length"),
+        ({"thinker": "length", "talker": "length"}, "length"),
+    ],
+)
+def test_a_reply_that_a_limit_cut_off_says_so(
+    triton: FakeTriton,
+    gateway: RunningGateway,
+    caplog: pytest.LogCaptureFixture,
+    reasons: dict[str, str],
+    told: str,
+) -> None:
+    caplog.set_level("INFO", "uvicorn.error")
+    triton.script = ending(**reasons)
+    chat = {"model": MODEL, "messages": USER, "modalities": ["text", "audio"], "audio": {"format": "pcm16"}}
+    answers = [gateway.post({**ASKED, "stream_format": "sse"}, SPEECH), gateway.post(ASKED, SPEECH)]
+    answers += [gateway.post({**chat, "stream": stream}) for stream in (True, False)]
+
+    done = json.loads(answers[0].text.split("\n\n")[-2].removeprefix("data: "))
+    assert (done["type"], done["finish_reason"]) == ("speech.audio.done", told)
+    assert answers[3].json()["choices"][0]["finish_reason"] == told
+    for answer in answers:
+        line = f"{answer.headers['x-request-id']} was cut off by a limit (thinker: {reasons['thinker']}, "
+        assert (line in caplog.text) == (told == "length")
+
+
+STARTS = "talker is being started again [omni:overloaded;stage=talker;retry_after_ms=2250]"
+STOPS = "the server is shutting down [omni:overloaded;stage=thinker;retry_after_ms=2250]"
+DIED = "the process of talker ended unexpectedly [omni:internal;stage=talker;retry_after_ms=2250]"
+UNLOADED = "Request for unknown model: 'qwen2_5_omni' is not found"
+DEAD = "in ensemble 'qwen2_5_omni', Stub process 'talker_0_0' is not healthy."
+NO_ROOM = "Failed to increase the shared memory pool size for key 'triton_python_backend_shm_region_7'"
+
+
+@pytest.mark.parametrize("ask", [{"stream": False}, {"stream": True}, None])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *((text, False, 503, "3") for text in (STARTS, STOPS, DIED)),
+        *((text, False, 503, "1") for text in (UNLOADED, DEAD, NO_ROOM)),
+        (STARTS, True, 429, "3"),
+        (DIED, True, 503, "3"),
+        (DEAD, True, 503, "1"),
+        (NO_ROOM, True, 500, None),
+    ],
+)
+def test_a_server_that_starts_or_stops_is_told_in_the_gateway_s_own_words(
+    triton: FakeTriton,
+    gateway: RunningGateway,
+    ask: dict[str, bool] | None,
+    case: tuple[str, bool, int, str | None],
+) -> None:
+    text, is_ready, status, retry = case
+    triton.script = lambda *_: iter([failure(text)])
+    triton.is_ready = is_ready
+    if ask is None:
+        answer = gateway.post({"model": MODEL, "input": "hi"}, "/v1/audio/speech")
+    else:
+        answer = gateway.post({"model": MODEL, "messages": USER, **ask})
+    error = answer.json()["error"]
+    assert (answer.status_code, answer.headers.get("retry-after")) == (status, retry)
+    assert error["type"] in ("server_error", "rate_limit_error")
+    assert text not in error["message"]
+    if not is_ready:
+        assert error["message"].startswith("No triton-omni server takes requests now")
+        assert gateway.http.get("/health/ready").status_code == 503
+        assert gateway.http.get("/health/ready").headers["retry-after"]
