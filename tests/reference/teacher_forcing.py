@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,14 +39,23 @@ class Trace:
     rows: dict[str, Tensor] = field(default_factory=dict)
 
 
-def worst(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The largest relative error of any position of any sequence; NaN counts as infinite."""
+class Error(NamedTuple):
+    """Relative errors of single positions; NaN counts as infinite."""
+
+    typical: float
+    """The median."""
+    worst: float
+
+
+def relative_error(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Error:
+    """Of the vectors of all positions of all sequences, each by the norm of the difference."""
     errors = []
     for key, expected in plain.items():
         assert other[key].shape == expected.shape, key
         errors.append((other[key] - expected).norm(dim=-1) / expected.norm(dim=-1))
     found = torch.cat(errors)
-    return float(torch.where(found.isfinite(), found, torch.inf).max())
+    found = torch.where(found.isfinite(), found, torch.inf)
+    return Error(float(found.median()), float(found.max()))
 
 
 # --- the thinker ------------------------------------------------------------------------------------------------------

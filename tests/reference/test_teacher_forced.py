@@ -13,15 +13,16 @@ import pytest
 
 from reference.teacher_forcing import (
     DEVICE,
+    Error,
     Trace,
     make_shallow_checkpoint,
+    relative_error,
     run_talker,
     run_thinker,
     talker,
     talker_prompts,
     thinker,
     thinker_prompts,
-    worst,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -30,10 +31,10 @@ on_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="recorded and fused dec
 TOKENS = 48
 BATCHES = (1, 8, 32)
 LAYERS = 4
-HALF_PRECISION_ERROR = 0.03
-"""Bound of the relative error of one position's row or logits: sums of bfloat16 products in another order."""
-FP8_ERROR = 0.2
-"""The same of products in 8 bits against bfloat16."""
+HALF_PRECISION = Error(typical=0.02, worst=0.06)
+"""Bounds of the relative error of a position's row or logits: sums of bfloat16 products in another order."""
+FP8 = Error(typical=0.15, worst=0.5)
+"""The same of products in 8 bits against bfloat16, with random weights."""
 VOCABULARY = 250
 """Ids that every checkpoint has as ordinary tokens."""
 
@@ -61,36 +62,39 @@ def talker_traces(checkpoint: Path, teachers: dict[int, Trace] | None = None, **
         }
 
 
-def check(name: str, plain: dict[int, Trace], other: dict[int, Trace], bound: float) -> None:
+def check(name: str, plain: dict[int, Trace], other: dict[int, Trace], bound: Error) -> None:
     for count, expected in plain.items():
         found = other[count]
         assert found.ids == expected.ids, f"{name}: the forced ids were not drawn"
-        errors = [worst(expected.logits, found.logits), *([worst(expected.rows, found.rows)] if expected.rows else [])]
-        print(f"{name}, batch {count}: logits {errors[0]:.4f}, rows {errors[1] if len(errors) > 1 else 0:.4f}")
-        assert max(errors) < bound, f"{name}, batch {count}: {errors}"
+        for what, ours, theirs in (("logits", found.logits, expected.logits), ("rows", found.rows, expected.rows)):
+            if theirs:
+                error = relative_error(theirs, ours)
+                print(f"{name}, batch {count}, {what}: typical {error.typical:.4f}, worst {error.worst:.4f}")
+                assert error.typical < bound.typical, (name, count, what)
+                assert error.worst < bound.worst, (name, count, what)
 
 
 @on_gpu
 def test_thinker_steps_along_the_plain_path(checkpoint: Path) -> None:
     plain = thinker_traces(checkpoint, fused_decode=False, enforce_eager=True, async_scheduling=False)
-    check("recorded", plain, thinker_traces(checkpoint, plain, fused_decode=False), HALF_PRECISION_ERROR)
-    check("fused", plain, thinker_traces(checkpoint, plain, fused_decode=True), HALF_PRECISION_ERROR)
+    check("recorded", plain, thinker_traces(checkpoint, plain, fused_decode=False), HALF_PRECISION)
+    check("fused", plain, thinker_traces(checkpoint, plain, fused_decode=True), HALF_PRECISION)
 
 
 @on_gpu
 def test_thinker_steps_in_fp8(checkpoint: Path) -> None:
     plain = thinker_traces(checkpoint, fused_decode=False, enforce_eager=True, async_scheduling=False)
     recorded = thinker_traces(checkpoint, plain, fused_decode=False, quantization="fp8")
-    check("FP8 against bfloat16", plain, recorded, FP8_ERROR)
+    check("FP8 against bfloat16", plain, recorded, FP8)
     fused = thinker_traces(checkpoint, plain, fused_decode=True, quantization="fp8")
-    check("FP8 fused against FP8 recorded", recorded, fused, HALF_PRECISION_ERROR)
+    check("FP8 fused against FP8 recorded", recorded, fused, HALF_PRECISION)
 
 
 @on_gpu
 def test_talker_steps_along_the_plain_path(checkpoint: Path) -> None:
     plain = talker_traces(checkpoint, fused_decode=False, enforce_eager=True, async_scheduling=False)
-    check("recorded", plain, talker_traces(checkpoint, plain, fused_decode=False), HALF_PRECISION_ERROR)
-    check("fused", plain, talker_traces(checkpoint, plain, fused_decode=True), HALF_PRECISION_ERROR)
+    check("recorded", plain, talker_traces(checkpoint, plain, fused_decode=False), HALF_PRECISION)
+    check("fused", plain, talker_traces(checkpoint, plain, fused_decode=True), HALF_PRECISION)
 
 
 def test_a_changed_thinker_is_noticed(tiny_checkpoint: Path) -> None:
@@ -100,14 +104,14 @@ def test_a_changed_thinker_is_noticed(tiny_checkpoint: Path) -> None:
         plain = run_thinker(engine, prompts, 8)
         same = run_thinker(engine, prompts, 8, plain)
         assert same.ids == plain.ids
-        assert worst(plain.logits, same.logits) < 1e-5
-        assert worst(plain.rows, same.rows) < 1e-5
+        assert relative_error(plain.logits, same.logits).worst < 1e-5
+        assert relative_error(plain.rows, same.rows).worst < 1e-5
         layer = engine._model.language_model.model.layers[0]
         layer.post_attention_layernorm.weight.data.mul_(1.5)
         changed = run_thinker(engine, prompts, 8, plain)
     assert changed.ids == plain.ids
-    assert worst(plain.rows, changed.rows) > HALF_PRECISION_ERROR
-    assert worst(plain.logits, changed.logits) > HALF_PRECISION_ERROR
+    assert relative_error(plain.rows, changed.rows).typical > HALF_PRECISION.worst
+    assert relative_error(plain.logits, changed.logits).typical > HALF_PRECISION.worst
 
 
 def test_a_changed_talker_is_noticed(tiny_checkpoint: Path) -> None:
@@ -116,9 +120,9 @@ def test_a_changed_talker_is_noticed(tiny_checkpoint: Path) -> None:
         plain = run_talker(engine, prompts, 8)
         same = run_talker(engine, prompts, 8, plain)
         assert same.ids == plain.ids
-        assert worst(plain.logits, same.logits) < 1e-5
+        assert relative_error(plain.logits, same.logits).worst < 1e-5
         layer = engine.engine._runner.get_model().model.layers[0]
         layer.post_attention_layernorm.weight.data.mul_(1.5)
         changed = run_talker(engine, prompts, 8, plain)
     assert changed.ids == plain.ids
-    assert worst(plain.logits, changed.logits) > HALF_PRECISION_ERROR
+    assert relative_error(plain.logits, changed.logits).typical > HALF_PRECISION.worst
