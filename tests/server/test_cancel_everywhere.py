@@ -125,7 +125,8 @@ def gateway_left(server: Served, request: Request, *, gateway: RunningGateway) -
     }
     host, _, port = gateway.base.removeprefix("http://").rpartition(":")
     content = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + content)
         yield connection.close
