@@ -24,7 +24,7 @@ from hostile import files
 from processes import is_running, wait_for
 from triton_omni.chat import MediaKind, MediaPart
 from triton_omni.errors import BadRequest, InternalError, OmniError, TooLarge
-from triton_omni.media import Audio, Image, Video, VisionSizes, decode_media
+from triton_omni.media import Audio, Image, Video, decode_media
 from triton_omni.media.decoders import Decoders
 from triton_omni.media.killable import Crashed, KillableProcess, OutOfMemory, OutOfTime, Unwanted
 from triton_omni.settings import RequestLimits
@@ -62,7 +62,7 @@ PARTS = [
 
 def test_media_are_what_they_are_when_decoded_here(decoders: Decoders) -> None:
     here = decode_media(PARTS, LIMITS, with_audio=True)
-    there = decoders.decode(PARTS, VisionSizes(), with_audio=True, is_wanted=always)
+    there = decoders.decode(PARTS, with_audio=True, is_wanted=always)
     assert [type(medium) for medium in there] == [Image, Audio, Video, Video]
     image, audio, film, silent = zip(here, there, strict=True)
     assert image[0].pixels.tobytes() == image[1].pixels.tobytes()
@@ -86,7 +86,7 @@ def test_errors_keep_their_code_and_message(
     decoders: Decoders, part: MediaPart, error: type[OmniError], says: str
 ) -> None:
     with pytest.raises(error, match=says) as refused:
-        decoders.decode([PARTS[0], part], VisionSizes(), with_audio=False, is_wanted=always)
+        decoders.decode([PARTS[0], part], with_audio=False, is_wanted=always)
     with pytest.raises(error) as here:
         decode_media([PARTS[0], part], LIMITS, with_audio=False)
     assert refused.value.to_text() == here.value.to_text()

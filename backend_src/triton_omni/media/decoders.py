@@ -38,13 +38,13 @@ class Decoders:
         start_server(decode.__name__)
 
     def decode(
-        self, parts: Sequence[MediaPart], sizes: VisionSizes, *, with_audio: bool, is_wanted: IsWanted
+        self, parts: Sequence[MediaPart], sizes: VisionSizes | None = None, *, with_audio: bool, is_wanted: IsWanted
     ) -> tuple[Medium, ...]:
         """Decode the media of one request one after another; see `decode.decode_media`.
 
         Args:
             parts: `OmniRequest.media`.
-            sizes: what pictures are resized to, and how videos are sampled.
+            sizes: what pictures are resized to, and how videos are sampled; None = the defaults.
             with_audio: take the sound of videos (`use_audio_in_video`).
             is_wanted: asked again and again; once it is not, the work is ended at once.
 
