@@ -269,4 +269,4 @@ def _path(steps: tuple[int | str, ...], *, own_key: bool) -> str:
             path += f"[{step}]"
         elif (own_key and place == len(steps)) or step.isdigit() or (step.isidentifier() and step != "str"):
             path += f".{step}" if path else step
-    return path[:_SHOWN]
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in path)[:_SHOWN]

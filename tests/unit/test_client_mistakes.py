@@ -175,7 +175,7 @@ def test_a_medium_that_is_refused_unread_is_named_by_its_file_too(server: FakeTr
     server.script = lambda *_: iter([failure("media[1]: is empty [omni:bad_request;stage=thinker]")])
     paths = [tmp_path / "one.wav", tmp_path / "two.wav"]
     for path in paths:
-        path.touch()
+        path.write_bytes(b"?")
     said = f"error: bad_request: {paths[1]}: is empty (in the thinker)\n"
     assert run("ask", "What?", *paths, url=server.url).stderr == said
 

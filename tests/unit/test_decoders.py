@@ -257,10 +257,10 @@ def test_a_crash_refuses_one_medium_alone(monkeypatch: pytest.MonkeyPatch) -> No
     made.close()
 
 
-def _crash_on(data: bytes, part: MediaPart, *args: object, **options: object) -> MediaPart:
+def _crash_on(data: bytes, part: MediaPart, *args: object, **options: object) -> Audio:
     if part.data == data:
         _end_by(signal.SIGSEGV)
-    return part
+    return Audio(np.zeros(1, np.float32))
 
 
 def test_a_request_that_ends_is_refused_and_its_process_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,3 +302,19 @@ def test_nothing_outlives_the_process_that_began_it(number: signal.Signals) -> N
         assert all(map(is_running, pids))
         owner.send_signal(number)
     wait_for(lambda: not any(map(is_running, pids)))
+
+
+class Foreign:
+    """What no decoder answers: building it would run a command."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("exit 1",)
+
+
+def foreign() -> Foreign:
+    return Foreign()
+
+
+def test_an_answer_that_holds_anything_but_media_is_not_built(process: KillableProcess) -> None:
+    with pytest.raises(Crashed, match=r"it answered posix\.system"):
+        process.run(foreign, 5.0, always)

@@ -510,13 +510,13 @@ def test_a_server_that_listens_does_not_start(
 
 
 def test_what_a_ledger_says_is_loaded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_report, "server_name", lambda pid: rig.name)
+    monkeypatch.setattr(start_report, "ledger_name", lambda pid: rig.name)
     assert start_report.loaded_stages(1) == list(STAGES)
     board = StageBoard(rig.name)
     board._words[layout.BLOCKS["talker"] + layout.EPOCH] = 0
     assert start_report.loaded_stages(1) == ["thinker", "token2wav"]
     board.close()
-    monkeypatch.setattr(start_report, "server_name", lambda pid: "triton-omni-no-such")
+    monkeypatch.setattr(start_report, "ledger_name", lambda pid: "triton-omni-no-such")
     assert start_report.loaded_stages(1) == []
 
 

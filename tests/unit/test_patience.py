@@ -228,7 +228,7 @@ def test_a_priority_that_triton_would_drop_is_refused_by_name(library: Path, tmp
         (TRITON, ["-shared", "-fPIC", "-o", str(triton)]),
         (FRONTEND, ["-o", str(frontend), str(triton)]),
     ):
-        subprocess.run([*patience.compiler(), "-xc", "-", "-xnone", *flags], input=source, check=True, text=True)
+        subprocess.run([*compiler(), "-xc", "-", "-xnone", *flags], input=source, check=True, text=True)
     environment = {"LD_PRELOAD": str(library)}
     done = subprocess.run([frontend, str(priority)], check=True, env=environment, capture_output=True, text=True)
     refused = (

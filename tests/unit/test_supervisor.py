@@ -423,7 +423,7 @@ def test_a_server_s_guard_that_was_killed_is_replaced(repository: Path, capsys: 
         server.check()
         assert guard._process.pid != killed
         assert is_running(guard._process.pid)
-    assert capsys.readouterr().err == "warning: the guard's process was gone; another was started\n"
+    assert capsys.readouterr().err.endswith("\nwarning: the guard's process was gone; another was started\n")
 
 
 def test_a_server_that_waits_for_what_a_dead_stage_held_is_not_waited_for(

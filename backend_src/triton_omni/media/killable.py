@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from triton_omni.errors import OmniError
-from triton_omni.media.parcels import put, take
+from triton_omni.media.parcels import UnknownAnswerError, put, take, take_answer
 
 ResultT = TypeVar("ResultT")
 IsWanted = Callable[[], bool]
@@ -103,7 +103,9 @@ class KillableProcess:
             while not wait([self._link], LOOK_S):
                 if not is_wanted():
                     raise Unwanted
-            outcome, used = take(self._link)
+            outcome, used = take_answer(self._link)
+        except UnknownAnswerError as error:
+            raise Crashed(f"it answered {error}") from error
         except (EOFError, OSError) as error:
             raise self._cause() from error
         if isinstance(outcome, Exception):
