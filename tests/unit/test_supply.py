@@ -25,7 +25,7 @@ RESTRICTED = {
     Path("backend_src/triton_omni/checkpoint/speakers.py"): {"pickle"},
     Path("backend_src/triton_omni/media/parcels.py"): {"pickle"},
 }
-"""Who may import one of these: for unpicklers of plain values or media alone, which have their own tests; for an error."""
+"""Files that may import one of these: for unpicklers of plain values or media alone, which have their own tests."""
 BY_VERSION_ALONE = {"torch", "torchvision"}
 """Every index has its own builds of these."""
 
