@@ -132,12 +132,13 @@ class HfReference:
         images: Sequence[Any] = (),
         audios: Sequence[Any] = (),
         videos: Sequence[Any] = (),
-        fps: float = 2.0,
+        fps: float | Sequence[float] = 2.0,
         use_audio_in_video: bool = False,
     ) -> dict[str, Any]:
         """Arguments of HF's `generate` from a chat, or from a rendered prompt with a placeholder group a medium.
 
-        Images are PIL images, audios float arrays of 16 kHz, videos uint8 arrays [frames, height, width, 3] at `fps`.
+        Images are PIL images, audios float arrays of 16 kHz, videos uint8 arrays [frames, height, width, 3] at `fps`,
+        one number for all or one for each.
         """
         text = messages if isinstance(messages, str) else self.render(messages)
         features = self.processor(

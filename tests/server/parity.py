@@ -15,7 +15,7 @@ from PIL import Image
 from media_samples import audio_file, image_file, picture, video_file
 from reference.hf import GREEDY_TALKER, GREEDY_THINKER, HfReference, Reply, Solver
 from server.serving import TINY, Served
-from triton_omni.media import VisionSizes, decode_audio, decode_video
+from triton_omni.media import Video, VisionSizes, decode_audio, decode_video
 from triton_omni.settings import RequestLimits
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT
 from triton_omni.token2wav.noise import standard_normal
@@ -46,13 +46,18 @@ class Shown:
 
     @functools.cached_property
     def value(self) -> Any:
-        """A PIL image, float samples of 16 kHz, or frames [T, H, W, 3] at 2 a second."""
+        """A PIL image, float samples of 16 kHz, or frames [T, H, W, 3]."""
         if self.kind == "image":
             assert self.size is not None
             return Image.fromarray(picture(*self.size))
         if self.kind == "audio":
             return self.sound
-        return decode_video(self.data, "mp4", RequestLimits(), VisionSizes(), with_audio=False).frames
+        return self.video.frames
+
+    @functools.cached_property
+    def video(self) -> Video:
+        """Its frames and how many a second they are."""
+        return decode_video(self.data, "mp4", RequestLimits(), VisionSizes(), with_audio=False)
 
     @functools.cached_property
     def sound(self) -> Any:
@@ -146,6 +151,7 @@ class Chat:
             images=[medium.value for medium in self.media if medium.kind == "image"],
             audios=[medium.sound for medium in self.media if medium.kind in sounds],
             videos=[medium.value for medium in self.media if medium.kind == "video"],
+            fps=[medium.video.fps for medium in self.media if medium.kind == "video"] or 2.0,
             use_audio_in_video=self.heard,
         )
 

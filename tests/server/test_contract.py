@@ -260,7 +260,7 @@ def test_parameters_of_triton_pass(server: Served) -> None:
     status, _ = generate(server, text_input="hello", id="sequence", sampling_parameters='{"seed": 1}', **triton_s)
     assert status == 200
     message = to_grpc(Request(text="hello", request_id="parameters", seed=1), UNARY_MODEL)
-    for name, value in ({"priority": 1, "timeout": 60_000_000} | triton_s).items():
+    for name, value in ({"timeout": 60_000_000} | triton_s).items():
         field = "bool_param" if isinstance(value, bool) else "int64_param"
         setattr(message.parameters[name], field, value)
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:

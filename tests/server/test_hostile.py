@@ -124,7 +124,7 @@ REFUSED: Mapping[str, tuple[Inputs, str]] = {
         "sampling_parameters: 6000 keys, the limit is 64",
     ),
     "a png of 50,000 x 50,000": (with_media("image", files.png_of_size(50_000, 50_000)), "medium 0 (image)"),
-    "a jpeg of many scans": (with_media("image", files.jpeg_of_scans(3000, 512)), "at most 100"),
+    "a jpeg of many scans": (with_media("image", files.jpeg_of_scans(3000, 512)), "over 100 scans"),
     "a gif": (with_media("image", b"GIF89a" + bytes(100)), "found an unknown format"),
     "a cut webp": (with_media("image", image_file("webp")[:60]), "medium 0 (image): unreadable image"),
     "a wav of 4 GHz": (with_media("audio", files.wav_claiming(rate=2**32 - 1)), "medium 0 (audio)"),

@@ -237,7 +237,7 @@ class _VideoFile:
                 f"the codec of its video track is {context.name}, allowed are {', '.join(PICTURE_CODECS)}; convert it"
             )
         self._check_pixels(context.width, context.height)
-        context.options = self._decoder_options
+        context.options, context.thread_count = self._decoder_options, 1
         return stream
 
     def _check_pixels(self, width: int, height: int) -> None:
