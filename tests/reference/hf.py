@@ -141,15 +141,19 @@ class HfReference:
         one number for all or one for each.
         """
         text = messages if isinstance(messages, str) else self.render(messages)
+        # The processor takes one rate alone, by which it places the sound of a video among its frames.
+        rates = [float(fps)] * len(videos) or [2.0] if isinstance(fps, int | float) else list(fps)
         features = self.processor(
             text=text,
             images=list(images) or None,
             audio=list(audios) or None,
             videos=list(videos) or None,
-            fps=fps,
+            fps=rates[0],
             use_audio_in_video=use_audio_in_video,
             return_tensors="pt",
         )
+        if videos:
+            features["video_second_per_grid"] = torch.tensor([2 / rate for rate in rates])
         return {**features, "use_audio_in_video": use_audio_in_video}
 
     def ask(self, text: str) -> dict[str, Any]:
