@@ -34,7 +34,7 @@ WHAT, WHICH = "what is this?", "which came first?"
 CHATS = {
     "an image": Chat([user(IMAGE, WHAT)]),
     "a sound": Chat([user(SOUND, WHAT)]),
-    "a video": Chat([user(VIDEO, WHICH)]),
+    "a video": Chat([user("Look. ", VIDEO, WHICH)]),
     "an image and a sound": Chat([user(IMAGE, SOUND, WHAT)]),
     "an image and a video": Chat([user(VIDEO, IMAGE, WHAT)]),
     "a sound and a video": Chat([user(SOUND, VIDEO, WHICH)]),
