@@ -117,6 +117,9 @@ class _Request:
     def parameters(self) -> str:
         return "{}"
 
+    def timeout(self) -> int:
+        return 0
+
     def get_response_sender(self) -> _Request:
         return self
 

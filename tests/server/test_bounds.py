@@ -340,6 +340,5 @@ def test_the_client_tells_how_its_media_could_be_shared(serves: Served) -> None:
 
 
 def test_not_even_an_operator_has_triton_map_files_that_are_no_client_s(serves: Served) -> None:
-    control = serves.supervisor._control
-    assert control is not None
+    control = serves.supervisor._running().launch.control
     refuse_foreign_files(serves, [(f"triton-grpc-protocol-{HEADER}", control._key)])

@@ -114,6 +114,8 @@ def test_parameters_are_counted(server: Served, ask: Asking) -> None:
     said = ask(server, {f"p{number}": number for number in range(65)})
     assert "parameters: 65 are given, the limit is 64 [omni:too_large;" in said
     said = ask(server, {f"p{number}": number for number in range(20_000)})
+    assert "the request has over 1024 inputs, outputs and parameters, which is the limit [omni:too_large;" in said
+    said = ask(server, {"p": "x" * 65_536})
     assert "characters of JSON, the limit is 65536 [omni:too_large;" in said
 
 

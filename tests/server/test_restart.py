@@ -79,7 +79,7 @@ def test_a_server_killed_with_its_supervisor_leaves_nothing_and_starts_again(pla
     next(stream)
     server = server_of(first)
     processes = members(server)
-    assert len(processes) == 1 + len(STAGES) + 1, "tritonserver, its stages, and the unary model"
+    assert len(processes) == 1 + len(STAGES) + 2, "tritonserver, its stages, the unary model, and the decoders' server"
     assert len(shared_memory_of(first, server)) > len(STAGES)
     # At once, as where memory runs out: the supervisor first, so that it cannot tidy up.
     os.kill(first.process.pid, signal.SIGKILL)

@@ -24,9 +24,10 @@ from hostile import files
 from processes import is_running, wait_for
 from triton_omni.chat import MediaKind, MediaPart
 from triton_omni.errors import BadRequest, InternalError, OmniError, TooLarge
-from triton_omni.media import Audio, Image, Video, decode_media
+from triton_omni.media import Audio, Image, Video, decode, decode_media
 from triton_omni.media.decoders import Decoders
-from triton_omni.media.killable import Crashed, KillableProcess, OutOfMemory, OutOfTime, Unwanted
+from triton_omni.media.killable import Crashed, ForkServer, KillableProcess, OutOfMemory, OutOfTime, Unwanted
+from triton_omni.media.types import VisionSizes
 from triton_omni.settings import RequestLimits
 
 LIMITS = RequestLimits()
@@ -45,9 +46,16 @@ def decoders() -> Iterator[Decoders]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    made = ForkServer(decode.__name__)
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def process() -> Iterator[KillableProcess]:
-    made = KillableProcess(256 * MEBIBYTE)
+def process(server: ForkServer) -> Iterator[KillableProcess]:
+    made = server.process(256 * MEBIBYTE)
     yield made
     made.kill()
 
@@ -232,6 +240,24 @@ class TestProcess:
         os.kill(process.pid, signal.SIGTERM)
         assert process.run(os.getpid, LONG_S, always)[0] == process.pid
 
+    def test_a_fork_server_that_was_killed_is_started_again(self) -> None:
+        server = ForkServer("json")
+        before = server.process(256 * MEBIBYTE)
+        os.kill(server.pid, signal.SIGTERM)
+        assert before.run(os.getpid, LONG_S, always)[0] == before.pid
+        os.kill(server.pid, signal.SIGKILL)
+        after = server.process(256 * MEBIBYTE)
+        for process in (before, after):
+            assert process.run(os.getpid, LONG_S, always)[0] == process.pid
+            process.kill()
+        server.close()
+        wait_for(lambda: not any(map(is_running, [before.pid, after.pid, server.pid])))
+
+    def test_a_long_video_needs_no_memory_for_each_frame(self, process: KillableProcess) -> None:
+        part = MediaPart("video", samples.video_file("mp4", seconds=30.0))
+        call = functools.partial(decode.decode_medium, part, 0, LIMITS, VisionSizes(), with_audio=False)
+        assert len(process.run(call, LONG_S, always)[0].frames) == 60
+
 
 def _spin() -> None:
     while True:
@@ -279,16 +305,13 @@ def _never_end(*args: object, **options: object) -> None:
 
 
 OWNER = """
-import functools, multiprocessing, sys, threading, time
-from triton_omni.media.decoders import Decoders
-from triton_omni.media.killable import KillableProcess
-from triton_omni.settings import RequestLimits
-from multiprocessing import forkserver
-decoders = Decoders(RequestLimits())
-idle, busy = KillableProcess(1 << 28), KillableProcess(1 << 28)
+import functools, threading, time
+from triton_omni.media.killable import ForkServer
+server = ForkServer("triton_omni.media.decode")
+idle, busy = server.process(1 << 28), server.process(1 << 28)
 idle.run(time.time, 9.0, lambda: True)
 threading.Thread(target=busy.run, args=(functools.partial(time.sleep, 600), 9.0, lambda: True), daemon=True).start()
-print(idle.pid, busy.pid, forkserver._forkserver._forkserver_pid, flush=True)
+print(idle.pid, busy.pid, server.pid, flush=True)
 time.sleep(600)
 """
 

@@ -15,13 +15,13 @@ from triton_omni.chat import MediaPart
 from triton_omni.errors import BadRequest, InternalError, OmniError, TooLarge
 from triton_omni.media import decode
 from triton_omni.media.killable import (
+    ForkServer,
     IsWanted,
     KillableProcess,
     Killed,
     OutOfMemory,
     OutOfTime,
     Unwanted,
-    start_server,
 )
 from triton_omni.media.types import Medium, VisionSizes
 from triton_omni.settings import RequestLimits
@@ -35,7 +35,7 @@ class Decoders:
         self._idle: list[KillableProcess] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        start_server(decode.__name__)
+        self._server = ForkServer(decode.__name__)
 
     def decode(
         self, parts: Sequence[MediaPart], sizes: VisionSizes | None = None, *, with_audio: bool, is_wanted: IsWanted
@@ -65,13 +65,14 @@ class Decoders:
             leaving, self._idle = self._idle, []
         for process in leaving:
             process.kill()
+        self._server.close()
 
     @contextmanager
     def _borrowed(self) -> Iterator[KillableProcess]:
         """A process that is used again, unless its work was cut short."""
         with self._lock:
             process = self._idle.pop() if self._idle else None
-        process = process or KillableProcess(self._limits.max_decode_bytes)
+        process = process or self._server.process(self._limits.max_decode_bytes)
         is_sound = False
         try:
             yield process

@@ -1,40 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls in processes of their own, which end by force: at a limit of time or memory, or when nobody wants the result.
 
-Knows no media. The processes are forked from one that has imported what they need, and that holds nothing of a request.
+Knows no media. `fork_server` is what runs in those processes. `multiprocessing` has a fork server as well: its folder of
+sockets outlives a process that is killed, and its processes end at the first signal of a stop.
 """
 
 from __future__ import annotations
 
-import errno
-import math
-import multiprocessing
 import os
-import resource
 import signal
+import socket
+import struct
+import subprocess
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from triton_omni.errors import OmniError
-from triton_omni.media.parcels import UnknownAnswerError, put, take, take_answer
+from triton_omni.media.parcels import UnknownAnswerError, put, take_answer
 
 ResultT = TypeVar("ResultT")
 IsWanted = Callable[[], bool]
 
-LOOK_S = 0.02
+LOOK_S: Final = 0.02
 """How often it is asked whether a result is still wanted."""
-_STAY = {signal.SIGTERM, signal.SIGINT}
+NUMBER: Final = struct.Struct("i")
+"""What a fork server says of a process: its id, and its wait status after it ended."""
+_STAY: Final = {signal.SIGTERM, signal.SIGINT}
 """Signals that all processes of a service may get at its stop, which begins with replies being finished."""
-
-_starting = threading.Lock()
-"""`multiprocessing` looks after all children at each start of one, which two threads must not do together."""
 
 
 class Killed(Exception):
@@ -57,38 +53,80 @@ class Crashed(Killed):
     """The process ended by itself; the argument says how."""
 
 
-def start_server(module: str) -> None:
-    """Begin to start the process that all others are forked from; it ends with this one. `module` is imported there."""
-    # An interpreter that is embedded, as in Triton's stub, does not know what program would start it.
-    multiprocessing.set_executable(str(Path(sys.prefix) / "bin" / "python3"))
-    multiprocessing.set_forkserver_preload([module])
-    resource_tracker.ensure_running()  # `forkserver` does so as well, and unblocks signals then
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STAY)  # which a new process inherits
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+class ForkServer:
+    """A process that has imported `module` and holds nothing of a request; others are forked from it.
 
-
-class KillableProcess:
-    """One process, which runs one call at a time.
-
-    Args:
-        memory_bytes: that it may have besides what it begins with.
+    It ends with this process. Safe to use from many threads.
     """
 
-    def __init__(self, memory_bytes: int) -> None:
-        self._link, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=_serve, args=(theirs, memory_bytes), name="omni-decoder", daemon=True)
-        with _starting:
-            self._process.start()
-        theirs.close()
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._lock = threading.Lock()
+        self._start()
 
     @property
     def pid(self) -> int:
         """Its process id."""
-        return self._process.pid or 0
+        return self._server.pid
+
+    def process(self, memory_bytes: int) -> KillableProcess:
+        """Fork a process, which may have so much memory besides what it begins with."""
+        with self._lock:
+            try:
+                return self._fork(memory_bytes)
+            except OSError:  # the server was killed
+                self.close()
+                self._start()
+                return self._fork(memory_bytes)
+
+    def close(self) -> None:
+        """End the server; the processes forked from it stay."""
+        self._control.close()
+        self._server.kill()
+        self._server.wait()
+
+    def _start(self) -> None:
+        # An interpreter that is embedded, as in Triton's stub, does not know what program would start it.
+        python = Path(sys.prefix) / "bin" / "python3"
+        self._control, theirs = socket.socketpair()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STAY)  # which a new process inherits
+        try:
+            with theirs:
+                self._server = subprocess.Popen(
+                    [python, "-P", "-m", "triton_omni.media.fork_server", self._module, str(theirs.fileno())],
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    pass_fds=[theirs.fileno()],
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    def _fork(self, memory_bytes: int) -> KillableProcess:
+        link, theirs = Pipe()
+        end, told = os.pipe()
+        try:
+            socket.send_fds(self._control, [memory_bytes.to_bytes(8, "little")], [theirs.fileno(), told])
+        finally:
+            theirs.close()
+            os.close(told)
+        process = KillableProcess(link, end)
+        if not process.pid:
+            process.kill()
+            raise ConnectionResetError
+        return process
+
+
+class KillableProcess:
+    """One process, which runs one call at a time; made by `ForkServer.process`.
+
+    Args:
+        link: to the process.
+        end: a pipe on which the fork server writes its process id, and its wait status after it ended.
+    """
+
+    def __init__(self, link: Connection, end: int) -> None:
+        self._link, self._end = link, end
+        self.pid = self._number() or 0
+        """Its process id."""
 
     def run(self, call: Callable[[], ResultT], seconds: float, is_wanted: IsWanted) -> tuple[ResultT, float]:
         """What `call` returns, and the CPU seconds that it took; it and the result must be picklable.
@@ -113,69 +151,27 @@ class KillableProcess:
         return outcome, used
 
     def kill(self) -> None:
-        """End it, whatever it does."""
-        self._process.kill()
-        self._join()
+        """End it, whatever it does; the second time this does nothing."""
+        if self._link.closed:
+            return
+        if not wait([self._end], 0):
+            os.kill(self.pid, signal.SIGKILL)
+            wait([self._end])
         self._link.close()
-
-    def _join(self) -> int:
-        with _starting:
-            self._process.join()
-        return self._process.exitcode or 0
+        os.close(self._end)
 
     def _cause(self) -> Killed:
-        code = -self._join()
+        status = self._number()
+        code = signal.SIGKILL if status is None else -os.waitstatus_to_exitcode(status)
+        self._link.close()
+        os.close(self._end)
         if code == signal.SIGXCPU:
             return OutOfTime()
         if code == signal.SIGKILL:  # by the kernel, where the machine's memory or a container's is used up
             return OutOfMemory()
         return Crashed(signal.Signals(code).name if code > 0 else f"exit status {-code}")
 
-
-def _serve(link: Connection, memory_bytes: int) -> None:
-    """What the process does: call after call, until its parent closes the link or ends."""
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    most = _private_bytes() + memory_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    while True:
-        try:
-            call, seconds = take(link)
-        except EOFError:
-            return
-        began = time.process_time()
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(began + seconds), resource.RLIM_INFINITY))
-        put(link, (_outcome(call), time.process_time() - began))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-    os._exit(1)
-
-
-def _private_bytes() -> int:
-    """What counts against RLIMIT_DATA by now."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(status.partition("VmData:")[2].split()[0]) << 10
-
-
-def _outcome(call: Callable[[], object]) -> object:
-    try:
-        return call()
-    except Exception as error:  # noqa: BLE001 - the other process raises it again
-        if _lacked_memory(error):
-            return OutOfMemory()
-        if isinstance(error, OmniError):
-            return error
-        return RuntimeError(traceback.format_exc())
-
-
-def _lacked_memory(error: BaseException | None) -> bool:
-    """Whether it was raised because memory could not be had, or from an error that was."""
-    while error is not None:
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    def _number(self) -> int | None:
+        """The next number of the fork server, None where it has ended."""
+        got = os.read(self._end, NUMBER.size)
+        return NUMBER.unpack(got)[0] if got else None

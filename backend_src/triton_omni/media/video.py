@@ -304,7 +304,7 @@ def upright(frame: VideoFrame) -> NDArray[np.uint8]:
 
     The matrix takes (x, y) to (a x + c y, b x + d y); of each axis the larger part counts, so that eight are left.
     """
-    pixels = cast("NDArray[np.uint8]", frame.to_ndarray(format="rgb24"))
+    pixels = cast("NDArray[np.uint8]", frame.to_ndarray(format="rgb24", threads=1))
     matrix = cast("Mapping[SideDataType, bytes]", frame.side_data).get(SideDataType.DISPLAYMATRIX)
     if matrix is None:
         return pixels
