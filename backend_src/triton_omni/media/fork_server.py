@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m triton_omni.media.fork_server MODULE SOCKET`: imports a module, then forks a process for each message.
 
-A message is the bytes of memory that the process may have besides what it begins with, and two descriptors: a link, over
+A message is the bytes of memory that the process may have besides what it begins with, and two descriptors: a link over
 which the process gets calls, and the pipe of `KillableProcess`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import math
@@ -71,10 +72,8 @@ def _tell(ends: dict[int, int]) -> None:
         if not pid:
             return
         end = ends.pop(pid)
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the owner has ended, as this process does next
             os.write(end, NUMBER.pack(status))
-        except BrokenPipeError:
-            pass  # the owner has ended, as this process does next
         os.close(end)
 
 

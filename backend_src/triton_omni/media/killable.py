@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls in processes of their own, which end by force: at a limit of time or memory, or when nobody wants the result.
 
-Knows no media. `fork_server` is what runs in those processes. `multiprocessing` has a fork server as well: its folder of
-sockets outlives a process that is killed, and its processes end at the first signal of a stop.
+Knows no media. `fork_server` is what runs in those processes. `multiprocessing` has a fork server as well; its folder
+of sockets outlives a process that is killed, and its processes end at the first signal of a stop.
 """
 
 from __future__ import annotations
