@@ -27,15 +27,13 @@ from triton_omni.serving.ledger_view import read_ledger
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni.wire import PROTOCOL_VERSION
 
-pytestmark = [
-    pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
-]
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
 
 CPU = torch.device("cpu")
-FORK = multiprocessing.get_context("fork")
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload([Placer.__module__, SessionLedger.__module__, StageBoard.__module__, "pytest"])
 NOBODY = 65534
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -53,24 +51,29 @@ def name(shared):
     return f"triton-omni-{os.getuid()}-{layout.process_namespace()}-4194304-1-0a"
 
 
+def make_first(made, path):
+    MADE_FIRST[made](path)
+
+
 def by_nobody(act, *given):
     """What `act` returns, or the number of the system's error, in a process of another user."""
-    results = FORK.SimpleQueue()
-
-    def run():
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-        try:
-            results.put(act(*given))
-        except OSError as error:
-            results.put(error.errno)
-
-    process = FORK.Process(target=run)
+    results = SERVER.SimpleQueue()
+    process = SERVER.Process(target=_as_nobody, args=(results, layout._SHARED_MEMORY, act, given))
     process.start()
     process.join(WAIT_S)
     assert process.exitcode == 0
     return results.get()
+
+
+def _as_nobody(results, shared, act, given):
+    layout._SHARED_MEMORY = shared
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    try:
+        results.put(act(*given))
+    except OSError as error:
+        results.put(error.errno)
 
 
 def make_folder(path, mode):
@@ -107,7 +110,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("made", MADE_FIRST)
 def test_what_another_user_made_first_is_refused_by_a_sentence(shared, name, made, use):
-    by_nobody(MADE_FIRST[made], shared / name)
+    by_nobody(make_first, made, shared / name)
     with pytest.raises(LedgerError) as refused:
         USES[use](name)
     told = rf"{shared / name} belongs to user {NOBODY} and has mode .{{10}}; this server needs one that belongs to its "

@@ -49,11 +49,16 @@ def checkpoint(tiny_checkpoint):
 
 @pytest.fixture
 def make(checkpoint):
+    made = []
+
     def make_intake(**settings):
         engine = Engine()
-        return RequestIntake(*checkpoint, ThinkerSettings(**settings), engine), engine
+        made.append(RequestIntake(*checkpoint, ThinkerSettings(**settings), engine))
+        return made[-1], engine
 
-    return make_intake
+    yield make_intake
+    for intake in made:
+        intake.close()
 
 
 def raw(text="hello", **parameters):
