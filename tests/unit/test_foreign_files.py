@@ -185,7 +185,11 @@ def test_another_user_cannot_compute_the_name():
 def test_no_two_servers_have_the_same_random_part():
     parts = set()
     for _ in range(3):
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        program = "print(flush=True); input()"
+        with subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            process.stdout.readline()  # the kernel has put it in its place by now
             found = ledger_name(process.pid)
             assert found == ledger_name(process.pid)
             assert found.startswith(f"{layout.server_name(process.pid)}-")
