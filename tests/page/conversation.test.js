@@ -36,7 +36,9 @@ test("media are the parts that the gateway takes", () => {
 });
 
 test("what is no image, sound or video has no kind", async () => {
-  const kinds = ["image/webp", "audio/ogg", "video/webm", "text/html", ""].map((type) => kindOf(new Blob([], { type })));
+  const kinds = ["image/webp", "audio/ogg", "video/webm", "text/html", ""].map((type) =>
+    kindOf(new Blob([], { type })),
+  );
   assert.deepEqual(await Promise.all(kinds), ["image", "audio", "video", null, null]);
 });
 
