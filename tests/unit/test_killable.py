@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import media_samples as samples
@@ -17,6 +19,7 @@ from triton_omni.chat import MediaPart
 from triton_omni.errors import InternalError
 from triton_omni.media.decoders import Decoders
 from triton_omni.media.killable import ForkServer, KillableProcess
+from triton_omni.media.types import image_of
 from triton_omni.settings import RequestLimits
 
 LIMITS = RequestLimits()
@@ -102,6 +105,18 @@ def test_nothing_is_started_after_the_end() -> None:
             made.decode(PARTS[:1], with_audio=False, is_wanted=always)
     assert made._server.pid == pid
     assert not is_running(pid)
+
+
+@pytest.mark.parametrize(("width", "height"), [(28, 56), (640, 480), (1000, 30)])
+def test_a_picture_s_pixels_go_apart_from_its_pickle_and_arrive_as_they_were(width: int, height: int) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(image_of(pixels), protocol=5, buffer_callback=buffers.append)
+    assert len(head) < 1000
+    assert [buffer.raw().nbytes for buffer in buffers] == [pixels.nbytes]
+    found = pickle.loads(head, buffers=buffers).pixels
+    assert (found.mode, found.size) == ("RGB", (width, height))
+    np.testing.assert_array_equal(np.asarray(found), pixels)
 
 
 def _descriptors() -> int:
