@@ -19,6 +19,15 @@ from triton_omni_gateway.server import Command, GatewayServer, bind, make_server
 
 MODEL = "qwen2_5_omni"
 USER = [{"role": "user", "content": "hi"}]
+NOT_NOW = (
+    "No triton-omni server takes requests now: it starts, restarts a stage or stops. Send the request again later."
+)
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"model": MODEL, "messages": USER}),
+    ("/v1/chat/completions", {"model": MODEL, "messages": USER, "stream": True}),
+    ("/v1/audio/speech", {"model": MODEL, "input": "hello", "voice": "Ethan"}),
+]
+"""All that a gateway can be asked for."""
 TIMEOUT_S = 100.0
 """What a reply takes on a machine with other work, and more."""
 
@@ -86,3 +95,11 @@ def run_gateway(
             thread.join(20)
             listening.close()
             assert not thread.is_alive()
+
+
+def assert_not_now(gateway: RunningGateway) -> None:
+    """Each request is refused in the gateway's own words, with a time to come back, since no server is ready."""
+    for path, body in ASKED:
+        answer = gateway.post(body, path)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, NOT_NOW), answer.text
+        assert int(answer.headers["retry-after"]) > 0

@@ -164,8 +164,9 @@ class RequestLimits(_Frozen):
     """Pixels of all frames of one video together; larger frames are scaled down to fit."""
     max_video_source_pixels: Positive = 16 << 30
     """Pixels of all frames that are decoded, sampled or not: two minutes of 1920 x 1080 at 60 frames a second."""
-    max_decode_seconds: Annotated[float, Field(ge=1)] = 60.0
-    """CPU seconds in which all media of one request are decoded; its process is ended then."""
+    max_decode_seconds: Annotated[float, Field(ge=1)] = 160.0
+    """CPU seconds in which all media of one request are decoded; its process is ended then. Enough for a video of all
+    source pixels and media bytes that is decoded twice."""
     max_decode_bytes: Annotated[int, Field(ge=64 << 20)] = 1 << 30
     """Memory of one process that decodes, besides its code."""
     max_logit_bias: Annotated[int, Field(ge=0, le=4096)] = 300

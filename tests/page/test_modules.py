@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from container_samples import SOUNDS, VIDEOS
+from triton_omni_client.containers import is_sound_alone
 from triton_omni_client.heard import heard_text
 
 HERE = Path(__file__).parent
@@ -69,3 +71,24 @@ def test_every_character_takes_as_long_as_in_the_client() -> None:
     wide = [unicodedata.east_asian_width(character) in "WF" for character in known]
     differing = [hex(ord(known[at])) for at in range(len(known)) if found[at] != wide[at]]
     assert differing == []
+
+
+@pytest.mark.parametrize(("kind", "files"), [("audio", SOUNDS), ("video", VIDEOS)])
+def test_a_file_without_pictures_is_a_sound_as_for_the_client(
+    tmp_path: Path, kind: str, files: dict[str, bytes]
+) -> None:
+    for number, data in enumerate(files.values()):
+        for part in range(41):
+            (tmp_path / f"{number:02}-{part:02}").write_bytes(data[: len(data) * part // 40])
+    code = f"""import {{ readdirSync, readFileSync }} from "node:fs"; import {{ kindOf }} from "{PAGE}/media.js";
+        const found = {{}};
+        for (const name of readdirSync("{tmp_path}")) {{
+            found[name] = await kindOf(new Blob([readFileSync("{tmp_path}/" + name)], {{ type: "video/webm" }}));
+        }}
+        console.log(JSON.stringify(found));"""
+    done = run_node("--input-type=module", "--eval", code)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for path in tmp_path.iterdir():
+        assert found[path.name] == ("audio" if is_sound_alone(path.read_bytes()) else "video"), path.name
+    assert {found[f"{number:02}-40"] for number in range(len(files))} == {kind}

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
+from gateway_fakes import USER, RunningGateway, assert_not_now, run_gateway
 from reference.hf import HfReference
 from server.asking import BATCH_TOLERANCE
 from server.parity import GREEDY, SYSTEM, assert_equals_hf, check_reply, hf_reply
@@ -99,6 +100,13 @@ def crashing(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
             assert list(SHARED_MEMORY.glob(f"{name}*")) == []
 
 
+@pytest.fixture(scope="module")
+def gateway(crashing: Crashing) -> Iterator[RunningGateway]:
+    """In front of that server."""
+    with run_gateway(crashing.server.supervisor.grpc_url) as running:
+        yield running
+
+
 def test_before_anything_dies_a_reply_is_hf_s_and_its_rows_and_codes_went_by_the_ring(
     crashing: Crashing, hf: HfReference
 ) -> None:
@@ -156,21 +164,28 @@ def test_a_deadline_is_kept_though_the_stage_that_is_to_answer_stands_still(cras
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(crashing: Crashing, stage: StageName) -> None:
+def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(
+    crashing: Crashing, gateway: RunningGateway, stage: StageName
+) -> None:
     server, board = crashing.server, crashing.board
     epoch = board.epoch(stage)
+    spoken = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}, **LONG["thinker"]}
     with ThreadPoolExecutor(STREAMS) as pool:
         # The first slows the thinker down, and is among those that it serves, so that none ends before all have begun.
         streams = [pool.submit(until_the_end, server, f"{stage}, slow", CRAWLING_THINKER)]
         wait_for(lambda: in_token2wav(server) == 1, server.held)
-        streams += [pool.submit(until_the_end, server, f"{stage} {seed}", seed) for seed in range(1, STREAMS)]
+        streams += [pool.submit(until_the_end, server, f"{stage} {seed}", seed) for seed in range(1, STREAMS - 1)]
+        by_gateway = pool.submit(gateway.post, {"model": MODEL, "messages": USER, "seed": 0, **spoken})
         wait_for(lambda: board.open_sessions() == STREAMS, board.open_sessions)
         wait_for(lambda: in_token2wav(server) == STREAMS, server.held)
         killed_at = time.monotonic()
         os.kill(board.pid(stage), signal.SIGKILL)
         assert_told(streams, stage, killed_at)
+    answer = by_gateway.result()
+    assert (answer.status_code, answer.headers["retry-after"].isdecimal()) == (503, True), answer.text
     wait_for(lambda: not crashing.ready(), crashing.ready, TOLD_WITHIN_S)
     assert not server.client.ready()
+    assert_not_now(gateway)
     seen = doctor.examine(doctor.server_of_process(server.supervisor.pid), 0.0)[1]
     assert f"{stage} has died " in seen[f"{stage}/lost"]
     assert not [name for name in seen if name.partition("/")[0] in {*STAGES, "session"} - {stage}], seen
@@ -179,6 +194,7 @@ def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(crashing: Crash
     # Triton puts the ensemble back some moments after its last stage, and calls itself ready in between.
     wait_for(server.client.ready, crashing.ready, BACK_WITHIN_S)
     assert crashing.ready()
+    assert gateway.chat(seed=7).choices[0].finish_reason
     note_figures(killed=stage, back_s=time.monotonic() - killed_at)
     assert board.epoch(stage) == epoch + 1
     assert board.open_sessions() == 0
@@ -273,7 +289,7 @@ def test_a_stage_whose_engine_failed_ends_its_streams_and_comes_back(crashing: C
     assert_equals(server, ask(server, "after a failed engine"), "after a failed engine", crashing.before)
 
 
-def test_a_server_stops_while_a_stage_is_started_again(crashing: Crashing) -> None:
+def test_a_server_stops_while_a_stage_is_started_again(crashing: Crashing, gateway: RunningGateway) -> None:
     """The last test of this module."""
     server = crashing.server
     loads = server.log().count("loading: talker:1")
@@ -287,7 +303,12 @@ def test_a_server_stops_while_a_stage_is_started_again(crashing: Crashing) -> No
         assert "the device is lost" not in caught.value.message, "the cause is for the log, not for clients"
     wait_for(lambda: not server.client.ready(), server.log)
     wait_for(lambda: server.log().count("loading: talker:1") == loads + 1, server.log)
-    seconds = server.supervisor.stop()
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(server.supervisor.stop)
+        while not stopping.done():
+            assert_not_now(gateway)
+        seconds = stopping.result()
+    assert_not_now(gateway)
     note_figures(after="crashes", stop_s=seconds)
     assert seconds < server.stop_limit_s
 

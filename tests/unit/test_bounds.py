@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.serving import bounds
-from triton_omni.serving.bounds import bounded, build_bounds
+from triton_omni.serving import native
+from triton_omni.serving.bounds import SOURCE, bounded
 from triton_omni.serving.machine import ServerError
-from triton_omni.serving.native import compiler
+from triton_omni.serving.native import build_library, compiler
 from triton_omni.serving.served_repository import thinker_limits
 
 BODY_BYTES = 1 << 20
@@ -38,7 +38,7 @@ print(library.fail(sys.argv[3].encode()).decode())
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_bounds(tmp_path_factory.mktemp("native"), BODY_BYTES)
+    return build_library(SOURCE, tmp_path_factory.mktemp("native"), BODY_BYTES=BODY_BYTES)
 
 
 def run(process: str, library: Path, *arguments: str, preload: str = "") -> str:
@@ -85,10 +85,8 @@ def test_errors_of_the_python_backend_name_none_of_its_regions(library: Path, tm
 
 
 def test_the_limit_is_compiled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "cache_folder", lambda: tmp_path)
-    first = bounded({}, 88 << 20)["LD_PRELOAD"]
-    assert bounded({"LD_PRELOAD": "/lib/other.so"}, 88 << 20)["LD_PRELOAD"] == f"{first}:/lib/other.so"
-    assert bounded({}, BODY_BYTES)["LD_PRELOAD"] != first
+    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
+    assert bounded({}, BODY_BYTES)["LD_PRELOAD"] != bounded({}, 88 << 20)["LD_PRELOAD"]
 
 
 def test_the_limit_is_the_thinker_s(thinker: Path, tmp_path: Path) -> None:
@@ -102,15 +100,3 @@ def test_an_impossible_limit_is_refused(thinker: Path, found: object) -> None:
     thinker.write_text(f"limits: {{max_body_bytes: {found}}}")
     with pytest.raises(ServerError, match=r"stage\.yaml: limits\.max_body_bytes"):
         thinker_limits(thinker.parents[2])
-
-
-def test_without_a_compiler_the_operator_is_told_what_is_open(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bounds, "cache_folder", lambda: tmp_path)
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert bounded({}, BODY_BYTES) == {}
-    told = capsys.readouterr().err
-    assert "no C compiler" in told
-    assert "each caller can end the server" in told

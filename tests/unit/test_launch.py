@@ -282,6 +282,18 @@ def test_the_unary_model_finds_its_server_by_the_command_line(folder, monkeypatc
     model.close()
 
 
+@pytest.mark.parametrize(("thinker", "seconds"), [(None, 120.0), ("device: cpu", 120.0), ("timeout_s: 7", 7.0)])
+def test_the_unary_model_knows_the_thinker_s_deadline(tmp_path, thinker, seconds):
+    own = tmp_path / "qwen2_5_omni_unary" / "1"
+    for path, text in ((own, "grpc_url: 127.0.0.1:9"), (tmp_path / "thinker" / "1", thinker)):
+        if text is not None:
+            path.mkdir(parents=True)
+            (path / "stage.yaml").write_text(text)
+    model = start_unary(PbUtils(), ARGS, own)
+    assert model._timeout_s == seconds
+    model.close()
+
+
 def test_the_unary_model_is_not_loaded_where_grpc_is_off(folder, monkeypatch):
     monkeypatch.setattr(launch, "command_line", lambda pid: ["--allow-grpc=false"])
     with pytest.raises(SettingsError, match="--allow-grpc"):

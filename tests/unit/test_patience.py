@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.serving import patience
-from triton_omni.serving.native import NativeError, compiler
-from triton_omni.serving.patience import SCRATCH_VARIABLE, build_patience, preloaded
+from triton_omni.serving.native import build_library, compiler
+from triton_omni.serving.patience import SCRATCH_VARIABLE, SOURCE
 
 PATIENCE_S = 3.0
 WAIT_S = 0.1
@@ -144,7 +143,7 @@ int main(int count, char **arguments) {
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_patience(tmp_path_factory.mktemp("native"), PATIENCE_S)
+    return build_library(SOURCE, tmp_path_factory.mktemp("native"), PATIENCE_MS=round(PATIENCE_S * 1000))
 
 
 def wait(
@@ -238,13 +237,6 @@ def test_a_priority_that_triton_would_drop_is_refused_by_name(library: Path, tmp
     assert done.stdout == (f"{refused}\n" if priority else "set 0\n")
 
 
-def test_what_was_preloaded_before_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(patience, "cache_folder", lambda: tmp_path)
-    library = preloaded({}, tmp_path)["LD_PRELOAD"]
-    assert Path(library).is_file()
-    assert preloaded({"LD_PRELOAD": "/lib/other.so"}, tmp_path)["LD_PRELOAD"] == f"{library}:/lib/other.so"
-
-
 @pytest.mark.parametrize("process", ["tritonserver", "python3"])
 @pytest.mark.parametrize("caller", ["libtriton_python.so", "libtriton_other.so"])
 def test_only_the_server_s_python_backend_makes_its_folder_where_the_supervisor_says(
@@ -270,28 +262,3 @@ def test_a_name_that_the_backend_s_buffer_has_no_room_for_is_left_alone(library:
     environment = {"LD_PRELOAD": str(library), SCRATCH_VARIABLE: "/" + "x" * 4090}
     subprocess.run(command, check=True, executable=sys.executable, env=environment)
     assert len(list(tmp_path.glob("python_env_*"))) == 1
-
-
-def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    library = build_patience(tmp_path, 1.0)
-    monkeypatch.setenv("CC", "/nowhere/cc")
-    assert build_patience(tmp_path, 1.0) == library
-    with pytest.raises(NativeError, match="/nowhere/cc"):
-        build_patience(tmp_path, 2.0)
-
-
-def test_without_a_compiler_the_server_starts_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(patience, "cache_folder", lambda: tmp_path)
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert preloaded({}, tmp_path) == {}
-    assert "no C compiler" in capsys.readouterr().err
-
-
-def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CC", f"{sys.executable} -c 'raise SystemExit(\"no such target\")'")
-    with pytest.raises(NativeError, match=r"could not compile patience\.c: no such target"):
-        build_patience(tmp_path, 1.0)
-    assert list(tmp_path.iterdir()) == []

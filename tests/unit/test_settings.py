@@ -69,6 +69,16 @@ def test_an_empty_file_gives_the_defaults(load, text):
     assert load(text) == ThinkerSettings()
 
 
+@pytest.mark.parametrize(
+    ("codec", "pixel_s", "byte_s"), [("vp9", 3.6e-9, 0.106e-6), ("hevc", 1.1e-9, 0.12e-6), ("av1", 1.5e-9, 0.1e-6)]
+)
+def test_the_largest_video_is_decoded_twice_within_the_seconds(codec, pixel_s, byte_s):
+    """By the times of `docs/limits.md`, and a tenth more."""
+    limits = RequestLimits()
+    once_s = limits.max_video_source_pixels * pixel_s + limits.max_media_bytes * byte_s
+    assert 2 * 1.1 * once_s <= limits.max_decode_seconds, codec
+
+
 def test_given_keys_replace_defaults_and_leave_the_others(load):
     settings = load("max_sessions: 3\nengine: {max_num_seqs: 5}\n")
     assert settings.max_sessions == 3

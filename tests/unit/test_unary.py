@@ -25,7 +25,7 @@ from triton_omni.answer import Answer
 from triton_omni.errors import BadRequest, InternalError, Overloaded, TooLarge
 from triton_omni.serving import loss_watch
 from triton_omni.serving.stage_board import StageBoard
-from triton_omni.serving.unary import UnaryModel
+from triton_omni.serving.unary import UnaryModel, asked_timeout_s, to_message
 from triton_omni.settings import UnarySettings
 from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
 
@@ -292,6 +292,58 @@ def test_the_ledger_has_its_process_and_the_requests_that_only_it_can_end(serve,
         answered(request)
     wait_for(lambda: not board.leaves_open("unary"))
     board.close()
+
+
+@pytest.mark.parametrize("asked", ["sampling_parameters", "Triton's timeout", "the default"])
+@pytest.mark.parametrize(
+    "answers", [(), (Answer(text="Hel"),), (Answer(text="Hel"), Answer(audio=torch.tensor([0.1])))]
+)
+def test_a_stream_that_nobody_ends_is_ended_after_the_deadline(serve, monkeypatch, tmp_path, asked, answers):
+    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("triton_omni.serving.unary.LATE_TIMEOUT_S", 0.0)
+    over = threading.Event()
+
+    def infer(message):
+        yield from responses(*answers)
+        over.wait(10)
+
+    model, ensemble = serve(infer, max_requests=1, table="table")
+    board = StageBoard("table")
+    if asked == "the default":
+        model._timeout_s = 0.3
+    inputs = [text_tensor("sampling_parameters", '{"timeout": 0.3}')] if asked == "sampling_parameters" else []
+    error = answered(ask(model, *inputs, timeout=300_000 if asked == "Triton's timeout" else 0)).error
+    assert error.message() == "timeout: 0.3 s have passed [omni:timeout;stage=unary]"
+    wait_for(lambda: len(ensemble.cancelled) == 1)
+    wait_for(lambda: not board.leaves_open("unary"))
+    ensemble.infer = speaking
+    assert reply(ask(model))["text_output"] == b"Hello", "the only place is free"
+    over.set()
+    board.close()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "timeout_us", "seconds"),
+    [
+        (None, 0, 120.0),
+        ("", 0, 120.0),
+        ('{"timeout": 3}', 0, 3.0),
+        ('{"timeout": 3}', 2_000_000, 2.0),
+        ('{"timeout": 3}', 2**63, 3.0),
+        ('{"timeout": 3600}', 0, 3600.0),
+        ('{"timeout": 3601}', 0, 120.0),
+        ('{"timeout": -1}', 0, 120.0),
+        ('{"timeout": "3"}', 0, 120.0),
+        ("[" * 40_000, 0, 120.0),
+        ("[3]", 0, 120.0),
+        ("{", 5_000_000, 5.0),
+    ],
+)
+def test_the_deadline_is_the_one_that_the_thinker_keeps(parameters, timeout_us, seconds):
+    inputs = [text_tensor("text_input", "hi")]
+    if parameters is not None:
+        inputs.append(text_tensor("sampling_parameters", parameters))
+    assert asked_timeout_s(to_message(Request(inputs, timeout=timeout_us)), 120.0) == seconds
 
 
 def test_a_table_that_a_stage_has_made_is_left_as_it_is(serve, monkeypatch, tmp_path):

@@ -50,7 +50,7 @@ class Decoders:
 
         Raises:
             BadRequest, TooLarge: the message begins with the medium's index and kind.
-            InternalError: nobody wants the media any more.
+            InternalError: nobody wants the media any more, or `close` was called.
         """
         if not parts:
             return ()
@@ -62,17 +62,15 @@ class Decoders:
         """End the processes that are idle; each of the others ends when its work is done or not wanted any more."""
         with self._lock:
             self._is_closed = True
-            leaving, self._idle = self._idle, []
-        for process in leaving:
-            process.kill()
-        self._server.close()
+            for process in self._idle:
+                process.kill()
+            self._idle.clear()
+            self._server.close()
 
     @contextmanager
     def _borrowed(self) -> Iterator[KillableProcess]:
         """A process that is used again, unless its work was cut short."""
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        process = process or self._server.process(self._limits.max_decode_bytes)
+        process = self._take()
         is_sound = False
         try:
             yield process
@@ -82,6 +80,17 @@ class Decoders:
             raise
         finally:
             self._give_back(process, is_sound=is_sound)
+
+    def _take(self) -> KillableProcess:
+        """An idle process that still runs, or a new one."""
+        with self._lock:
+            if self._is_closed:  # a fork server started from here on would outlive its owner's use
+                raise InternalError("the server is shutting down")
+            while self._idle:
+                if (process := self._idle.pop()).is_running:
+                    return process
+                process.kill()
+            return self._server.process(self._limits.max_decode_bytes)
 
     def _give_back(self, process: KillableProcess, *, is_sound: bool) -> None:
         with self._lock:

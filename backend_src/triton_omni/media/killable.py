@@ -104,15 +104,16 @@ class ForkServer:
         link, theirs = Pipe()
         end, told = os.pipe()
         try:
-            socket.send_fds(self._control, [memory_bytes.to_bytes(8, "little")], [theirs.fileno(), told])
-        finally:
-            theirs.close()
-            os.close(told)
-        process = KillableProcess(link, end)
-        if not process.pid:
-            process.kill()
-            raise ConnectionResetError
-        return process
+            try:
+                socket.send_fds(self._control, [memory_bytes.to_bytes(8, "little")], [theirs.fileno(), told])
+            finally:
+                theirs.close()
+                os.close(told)
+            return KillableProcess(link, end)
+        except OSError:
+            link.close()
+            os.close(end)
+            raise
 
 
 class KillableProcess:
@@ -121,12 +122,22 @@ class KillableProcess:
     Args:
         link: to the process.
         end: a pipe on which the fork server writes its process id, and its wait status after it ended.
+
+    Raises:
+        ConnectionResetError: the fork server has ended; `link` and `end` stay open.
     """
 
     def __init__(self, link: Connection, end: int) -> None:
         self._link, self._end = link, end
-        self.pid = self._number() or 0
+        if (pid := self._number()) is None:
+            raise ConnectionResetError("the fork server has ended")
+        self.pid = pid
         """Its process id."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it can be asked again: neither it nor its fork server has ended."""
+        return not self._link.closed and not wait([self._end], 0)
 
     def run(self, call: Callable[[], ResultT], seconds: float, is_wanted: IsWanted) -> tuple[ResultT, float]:
         """What `call` returns, and the CPU seconds that it took; it and the result must be picklable.
@@ -135,6 +146,7 @@ class KillableProcess:
             Killed: the process has ended and must not be asked again.
             OmniError: raised by the call.
             RuntimeError: the call raised something else; the text has its traceback.
+            OSError: this process lacks descriptors or memory; the other one must not be asked again.
         """
         try:
             put(self._link, (call, seconds))
@@ -144,7 +156,7 @@ class KillableProcess:
             outcome, used = take_answer(self._link)
         except UnknownAnswerError as error:
             raise Crashed(f"it answered {error}") from error
-        except (EOFError, OSError) as error:
+        except (EOFError, ConnectionError) as error:
             raise self._cause() from error
         if isinstance(outcome, Exception):
             raise outcome
@@ -152,19 +164,24 @@ class KillableProcess:
 
     def kill(self) -> None:
         """End it, whatever it does; the second time this does nothing."""
-        if self._link.closed:
-            return
-        if not wait([self._end], 0):
-            os.kill(self.pid, signal.SIGKILL)
-            wait([self._end])
+        if not self._link.closed:
+            self._close()
+
+    def _close(self) -> int | None:
+        """End it; its wait status, None where the fork server has ended and cannot tell."""
+        try:
+            if self.is_running:  # else the id may be that of another process by now
+                os.kill(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it ended in between, and the fork server tells how
+        status = self._number()
         self._link.close()
         os.close(self._end)
+        return status
 
     def _cause(self) -> Killed:
-        status = self._number()
+        status = self._close()
         code = signal.SIGKILL if status is None else -os.waitstatus_to_exitcode(status)
-        self._link.close()
-        os.close(self._end)
         if code == signal.SIGXCPU:
             return OutOfTime()
         if code == signal.SIGKILL:  # by the kernel, where the machine's memory or a container's is used up

@@ -28,13 +28,12 @@ _ANSWERS: Final = {
     ("numpy._core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "scalar"),
     ("numpy._core.numeric", "_frombuffer"),
-    ("PIL.Image", "Image"),
     ("triton_omni.errors", "BadRequest"),
     ("triton_omni.errors", "InternalError"),
     ("triton_omni.errors", "TooLarge"),
     ("triton_omni.media.killable", "OutOfMemory"),
     ("triton_omni.media.types", "Audio"),
-    ("triton_omni.media.types", "Image"),
+    ("triton_omni.media.types", "image_of"),
     ("triton_omni.media.types", "Video"),
 }
 """What a decoder answers is made of these; none of them does anything when it is built."""

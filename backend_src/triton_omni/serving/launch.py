@@ -180,7 +180,7 @@ def start_unary(pb_utils: Any, args: dict[str, str], folder: Path) -> UnaryModel
     """Start the unary model.
 
     Raises:
-        SettingsError: `stage.yaml` cannot be used, or this server's gRPC endpoint cannot be.
+        SettingsError: `stage.yaml`, its own or the thinker's, cannot be used, or this server's gRPC endpoint cannot be.
     """
     del args
     _prepare_process()
@@ -191,7 +191,9 @@ def start_unary(pb_utils: Any, args: dict[str, str], folder: Path) -> UnaryModel
     from triton_omni.ledger_layout import ledger_name
     from triton_omni.serving.unary import UnaryModel
 
-    return UnaryModel(pb_utils, settings, grpc_url, ledger_name(os.getppid()))
+    thinker = folder.parents[1] / "thinker" / folder.name
+    timeout_s = (_settings(thinker, ThinkerSettings) if thinker.is_dir() else ThinkerSettings()).timeout_s
+    return UnaryModel(pb_utils, settings, grpc_url, ledger_name(os.getppid()), timeout_s)
 
 
 def end_process(close: Callable[[], None]) -> None:

@@ -8,9 +8,14 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
+
+from triton_omni.cache_folder import cache_folder
+from triton_omni.serving.machine import prepend
 
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _COMPILES_WITHIN_S: Final = 60.0
@@ -18,6 +23,23 @@ _COMPILES_WITHIN_S: Final = 60.0
 
 class NativeError(RuntimeError):
     """A library cannot be had; the message is a sentence that says why."""
+
+
+def preloading(source: Path, environment: Mapping[str, str], without: str, **macros: int) -> dict[str, str]:
+    """What to add to the environment of tritonserver; nothing, and a warning, where the library cannot be had.
+
+    Args:
+        source: the C file.
+        environment: what tritonserver has so far.
+        without: what is so without the library, for the operator.
+        macros: compiled in.
+    """
+    try:
+        library = build_library(source, cache_folder() / "native", **macros)
+    except NativeError as error:
+        print(f"warning: {error}; {without}", file=sys.stderr)
+        return {}
+    return {"LD_PRELOAD": prepend([library], environment.get("LD_PRELOAD", ""))}
 
 
 def build_library(source: Path, folder: Path, **macros: int) -> Path:

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -28,8 +29,9 @@ from tritonclient.utils import serialize_byte_tensor  # type: ignore[import-unty
 
 from triton_omni import errors
 from triton_omni.answer import Answer
-from triton_omni.errors import InternalError, OmniError, Overloaded
+from triton_omni.errors import DeadlineExceeded, InternalError, OmniError, Overloaded
 from triton_omni.ledger_layout import PROTOCOL_VERSION, create_table
+from triton_omni.request import MAX_PARAMETERS_BYTES, RequestDefaults
 from triton_omni.serving.endpoint import OWN_CHANNEL
 from triton_omni.serving.loss_watch import LossWatch
 from triton_omni.serving.outlet import SendingThread, TritonOutlet
@@ -37,16 +39,21 @@ from triton_omni.serving.request_parameters import read_id, read_parameters
 from triton_omni.serving.stage_board import StageBoard
 from triton_omni.serving.tensors import bound_strings, read_strings
 from triton_omni.settings import UnarySettings
+from triton_omni.strict_json import parse_json
 from triton_omni.token2wav.encoding import WAV_HEADER_BYTES, to_base64, wav_header
 
 ENSEMBLE: Final = "qwen2_5_omni"
 CANCEL_POLL_S: Final = 0.05
 SETTLED_WITHIN_S: Final = 1.0
 LATE_END_S: Final = 2.0
+LATE_TIMEOUT_S: Final = 5.0
+"""What the stages get to answer a request whose deadline has passed."""
 RETRY_AFTER_MS: Final = 250
 _LONGEST_US: Final = 2**63 - 1
 """Triton keeps a `timeout` in 64 bits without a sign and takes it with one."""
 
+_LENGTH_BYTES: Final = 4
+"""Before each string of a BYTES tensor."""
 _CHANNEL_OPTIONS: Final = (
     *OWN_CHANNEL,
     ("grpc.max_send_message_length", -1),
@@ -122,10 +129,19 @@ class UnaryModel:
         settings: how many requests run at once; further ones are refused as overloaded.
         grpc_url: `HOST:PORT` of this server.
         table: name of its ledger, which is made where no stage has made it; empty = it has none.
+        timeout_s: the thinker's deadline of a request that names none, in seconds.
     """
 
-    def __init__(self, pb_utils: Any, settings: UnarySettings, grpc_url: str, table: str = "") -> None:
+    def __init__(
+        self,
+        pb_utils: Any,
+        settings: UnarySettings,
+        grpc_url: str,
+        table: str = "",
+        timeout_s: float = RequestDefaults.timeout_s,
+    ) -> None:
         bound_strings(pb_utils)
+        self._timeout_s = timeout_s
         self._pb_utils = pb_utils
         self._settings = settings
         self._grpc_url = grpc_url
@@ -185,7 +201,8 @@ class UnaryModel:
 
     async def _serve(self, message: Any, outlet: TritonOutlet) -> None:
         try:
-            collected = await self._unless_cancelled(self._collect(message), outlet)
+            timeout_s = asked_timeout_s(message, self._timeout_s)
+            collected = await self._unless_cancelled(self._collect(message), outlet, timeout_s)
             end = functools.partial(outlet.answer, collected.to_answer().to_tensors(), self._open.end)
         except OmniError as error:
             end = functools.partial(outlet.fail, error, self._open.end)
@@ -197,15 +214,16 @@ class UnaryModel:
         self._places.release()
         end()
 
-    async def _unless_cancelled(self, collecting: Any, outlet: TritonOutlet) -> Collected:
-        """The reply, unless the client goes away first, or a stage died and nobody tells: then the stream is cancelled,
-        and the stages see it.
+    async def _unless_cancelled(self, collecting: Any, outlet: TritonOutlet, timeout_s: float) -> Collected:
+        """The reply, unless the client goes away first, or a stage died or the deadline passed and nobody tells: then
+        the stream is cancelled, and the stages see it.
         """
-        watch = LossWatch(self._board)
+        watch, end = LossWatch(self._board), time.monotonic() + timeout_s + LATE_TIMEOUT_S
         task: asyncio.Task[Collected] = self._loop.create_task(collecting)
         while not (await asyncio.wait({task}, timeout=CANCEL_POLL_S))[0]:
             gone = errors.Cancelled("the request was cancelled", stage="unary") if outlet.is_cancelled() else None
-            if (error := gone or watch.error()) is not None:
+            late = DeadlineExceeded(f"timeout: {timeout_s:g} s have passed", stage="unary")
+            if (error := gone or watch.error() or (late if time.monotonic() > end else None)) is not None:
                 task.cancel()
                 await asyncio.wait({task})
                 raise error
@@ -228,6 +246,28 @@ class UnaryModel:
         finally:
             stream.cancel()
         return collected
+
+
+def asked_timeout_s(message: Any, default_s: float) -> float:
+    """The deadline that the thinker keeps for an ensemble's request: the sooner of its two timeouts, or the default.
+
+    What the thinker is going to refuse counts as not given.
+    """
+    given = [message.parameters["timeout"].int64_param / 1e6] if "timeout" in message.parameters else []
+    for one, raw in zip(message.inputs, message.raw_input_contents, strict=True):
+        if one.name == "sampling_parameters" and raw[_LENGTH_BYTES:]:
+            given += _timeout_in(raw[_LENGTH_BYTES:])
+    allowed = [seconds for seconds in given if 0 < seconds <= RequestDefaults.max_timeout_s]
+    return min(allowed, default=default_s)
+
+
+def _timeout_in(parameters: bytes) -> list[float]:
+    try:
+        tree = parse_json(parameters, "sampling_parameters", max_bytes=MAX_PARAMETERS_BYTES)
+    except OmniError:
+        return []
+    seconds = tree.get("timeout") if isinstance(tree, dict) else None
+    return [seconds] if isinstance(seconds, int | float) else []
 
 
 def _open_board(table: str) -> StageBoard:

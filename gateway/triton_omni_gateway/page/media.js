@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /** Files to parts of a message. What may be in them is the server's to say; a file of no known kind is refused here. */
 
+import { isSoundAlone } from "./containers.js";
+
 /**
  * @typedef {"image" | "audio" | "video"} Kind
  * @typedef {{kind: Kind, name: string, url: string, part: import("./conversation.js").Part}} Medium `url` is an object
@@ -21,13 +23,16 @@ const AUDIO_FORMATS = new Map([
 ]);
 
 /**
- * What a file shows or plays; null for anything else.
- * @param {string} type its media type
- * @returns {Kind | null}
+ * What a file shows or plays; null for anything else. A browser calls every `.webm` and `.mp4` a video.
+ * @param {Blob} file
+ * @returns {Promise<Kind | null>}
  */
-export function kindOf(type) {
-  const [kind] = type.split("/");
-  return kind === "image" || kind === "audio" || kind === "video" ? kind : null;
+export async function kindOf(file) {
+  const [kind] = file.type.split("/");
+  if (kind === "video") {
+    return isSoundAlone(new Uint8Array(await file.arrayBuffer())) ? "audio" : "video";
+  }
+  return kind === "image" || kind === "audio" ? kind : null;
 }
 
 /**
@@ -36,7 +41,7 @@ export function kindOf(type) {
  * @throws {Error} the file cannot be read, or is neither an image nor a sound nor a video
  */
 export async function mediumOf(file) {
-  const kind = kindOf(file.type);
+  const kind = await kindOf(file);
   if (!kind) {
     throw new Error(`${file.name} is neither an image nor a sound nor a video.`);
   }
