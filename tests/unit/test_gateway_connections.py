@@ -110,7 +110,7 @@ def test_a_head_over_the_limit_is_refused_in_openai_s_form(triton: FakeTriton) -
         assert gateway.http.get("/health/live", headers={"X": "a" * (MAX_HEAD_BYTES - 1024)}).status_code == 200
 
 
-@pytest.mark.parametrize("size", [1, 16, 1000])
+@pytest.mark.parametrize("size", [1, 16, 100])
 def test_a_body_of_many_small_chunks_is_refused(triton: FakeTriton, size: int) -> None:
     """A million of one byte held the event loop for seven seconds."""
     chunk = b"%x\r\n%s\r\n" % (size, b" " * size)
