@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What uvicorn leaves open: how many connections there are, in all and of one peer, and how long one may say nothing.
+"""What uvicorn leaves open: how many connections there are, in all and of one peer, how long one may say nothing, and
+in how small pieces and how far ahead it may send.
 
 A connection waits while no request of its is under way: before its first one, and after an answer. Where there are too
 many, the one that has waited longest goes, so that those who hold connections open keep nobody out.
@@ -13,6 +14,7 @@ import logging
 import resource
 from typing import Any
 
+import h11
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -24,7 +26,33 @@ MAX_HEAD_BYTES = 32 << 10
 """Of a request's line and headers together, and of what else HTTP keeps whole."""
 _OTHER_FILES = 128
 """Open at once beside the callers' connections: those to Triton, listening sockets, the page's files."""
+SMALL_CHUNKS, CHUNK_BYTES = 4096, 1024
+"""A body may come in so many chunks, and in one more for each so many bytes: a chunk takes as long as a KiB or two."""
 logger = logging.getLogger("uvicorn.error")
+
+
+class _BoundedParser(h11.Connection):
+    """h11's parser, for which a body of too many small chunks is no HTTP."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self._chunks = self._bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """As h11's.
+
+        Raises:
+            RemoteProtocolError: what came is no HTTP, or over a limit.
+        """
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > SMALL_CHUNKS + self._bytes / CHUNK_BYTES:
+                raise h11.RemoteProtocolError("too many small chunks")
+        return event
 
 
 class BoundedProtocol(H11Protocol):
@@ -44,6 +72,7 @@ class BoundedProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.conn = _BoundedParser()
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
         self._unsent = 0
@@ -87,10 +116,16 @@ class BoundedProtocol(H11Protocol):
         self._wait_no_more()
 
     def handle_events(self) -> None:
-        """Take what has arrived; a request whose head is complete ends the wait."""
+        """Take what has arrived; a request whose head is complete ends the wait.
+
+        A caller that sends the next request before its answer gets no other: answers to thousands of them, each to be
+        made in a thread, would be under way for one connection.
+        """
         super().handle_events()
         if not self.is_waiting:
             self._wait_no_more()
+            if self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
+                self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         """Wait for the next request, which may have arrived."""
@@ -102,7 +137,8 @@ class BoundedProtocol(H11Protocol):
         if not self.is_waiting and self.cycle.response_started:
             self.abort()
             return
-        error = bad_request(f"The request is no HTTP, or its head is over {MAX_HEAD_BYTES} bytes.")
+        chunks = f"its body has over {SMALL_CHUNKS} chunks of under {CHUNK_BYTES} bytes"
+        error = bad_request(f"The request is no HTTP, {chunks}, or its head is over {MAX_HEAD_BYTES} bytes.")
         body = json.dumps(error.body()).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)

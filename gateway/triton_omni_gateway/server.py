@@ -22,7 +22,7 @@ from typing import Any, NoReturn, cast
 import uvicorn
 
 from .app import create_app
-from .connections import MAX_HEAD_BYTES, BoundedProtocol, allow_open_files
+from .connections import BoundedProtocol, allow_open_files
 from .keys import VARIABLE, ApiKeys, read_keys
 from .logs import log_config
 from .pool import ServerPool
@@ -70,7 +70,6 @@ def make_server(command: Command, listening: socket.socket) -> GatewayServer:
         create_app(command.settings, command.keys),
         # What uvicorn calls for each connection; h11 is the parser of its two that bounds all that it keeps.
         http=cast(Any, functools.partial(BoundedProtocol, command.settings)),
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         ws="none",
         loop="asyncio",
         log_config=log_config(),

@@ -11,9 +11,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,39 @@ def test_a_body_of_many_chunks_is_refused(serves: Served, chunks: int, status: i
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
         assert connection.recv(12) == f"HTTP/1.1 {status}".encode()
+
+
+@pytest.mark.parametrize("path", ["health/live", "models/none/ready", "models/qwen2_5_omni/config"])
+def test_a_caller_that_sends_requests_ahead_is_closed_upon(serves: Served, path: str) -> None:
+    """On one connection they took 50 MiB of memory and 2 MB of the log a second."""
+    before, logged = resident_bytes(serves.supervisor.pid), len(serves.log())
+    ahead = f"GET /v2/{path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    host, port = serves.supervisor.http_url.split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        reading = threading.Thread(target=read_all, args=(connection,))
+        reading.start()
+        with pytest.raises(ConnectionError):
+            connection.sendall(ahead * 2_000_000)
+        reading.join()
+    assert resident_bytes(serves.supervisor.pid) - before < 64 << 20
+    assert len(serves.log()) - logged < 100_000
+
+
+def read_all(connection: socket.socket) -> None:
+    with suppress(ConnectionError):
+        while connection.recv(1 << 20):
+            pass
+
+
+def test_requests_one_after_the_other_keep_their_connection(serves: Served) -> None:
+    connection = http.client.HTTPConnection(serves.supervisor.http_url, timeout=60)
+    with closing(connection):
+        connection.connect()
+        opened = connection.sock
+        for _ in range(500):
+            connection.request("GET", "/v2/health/live")
+            assert connection.getresponse().read() == b""
+        assert connection.sock is opened
 
 
 OUTPUTS = ("text_output", "audio_output", "audio_base64", "info")

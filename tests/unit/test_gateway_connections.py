@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from client_fakes import FakeTriton, chunk, final, serve_grpc
 from gateway_command import started
 from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
 from triton_omni_gateway import connections
-from triton_omni_gateway.connections import MAX_HEAD_BYTES, BoundedProtocol, allow_open_files
+from triton_omni_gateway.connections import CHUNK_BYTES, MAX_HEAD_BYTES, SMALL_CHUNKS, BoundedProtocol, allow_open_files
 from triton_omni_gateway.logs import EVERY_S, Repeats
 from triton_omni_gateway.settings import GatewaySettings, SettingsError
 
@@ -108,6 +108,40 @@ def test_a_head_over_the_limit_is_refused_in_openai_s_form(triton: FakeTriton) -
         assert head.startswith(b"HTTP/1.1 400 ")
         assert json.loads(body)["error"]["message"].endswith(f"its head is over {MAX_HEAD_BYTES} bytes.")
         assert gateway.http.get("/health/live", headers={"X": "a" * (MAX_HEAD_BYTES - 1024)}).status_code == 200
+
+
+@pytest.mark.parametrize("size", [1, 16, 100])
+def test_a_body_of_many_small_chunks_is_refused(triton: FakeTriton, size: int) -> None:
+    """A million of one byte held the event loop for seven seconds."""
+    chunk = b"%x\r\n%s\r\n" % (size, b" " * size)
+    with run_gateway(triton.url) as gateway, connect(gateway) as connection:
+        connection.sendall(CHUNKED + chunk * (SMALL_CHUNKS // 2))
+        assert not is_closed(connection)
+        answer = sent_until_closed(connection, chunk * SMALL_CHUNKS, 100, 0.01)
+        assert gateway.post({"model": MODEL, "messages": USER}).status_code == 200
+    assert b"over 4096 chunks of under 1024 bytes" in answer or not answer
+
+
+def test_a_body_of_many_large_chunks_is_read(triton: FakeTriton) -> None:
+    body = json.dumps({"model": MODEL, "messages": USER}).encode().ljust(3 * SMALL_CHUNKS * CHUNK_BYTES)
+    with run_gateway(triton.url) as gateway:
+        pieces = (body[at : at + CHUNK_BYTES] for at in range(0, len(body), CHUNK_BYTES))
+        assert gateway.post(pieces).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["health/live", "page/app.js", "v1/models"])
+@pytest.mark.parametrize("count", [2, 100, 2000])
+def test_of_requests_that_are_sent_ahead_the_first_alone_is_answered(triton: FakeTriton, count: int, path: str) -> None:
+    """The page's files, asked for so on one connection, took 60 MiB of memory a second."""
+    with run_gateway(triton.url) as gateway, connect(gateway) as connection:
+        connection.sendall(f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() * count)
+        answer = b""
+        # A connection that is closed before all that came was read may be reset.
+        with suppress(ConnectionResetError):
+            while part := connection.recv(65536):
+                answer += part
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.startswith(b"HTTP/1.1 200 ")
 
 
 def test_bytes_that_are_no_http_in_the_middle_of_an_answer_close_the_connection(

@@ -12,6 +12,7 @@ import pytest
 
 from triton_omni.serving.machine import ServerError
 from triton_omni.serving.readiness import NO_BACKEND
+from triton_omni.serving.repeats import PERIOD_S, WRITTEN, Repeats
 from triton_omni.serving.server_log import ServerLog, find_reason
 
 # Written by every server on a machine without a GPU, whatever happens later.
@@ -167,3 +168,36 @@ def test_a_log_is_emptied_but_never_that_of_a_server_that_runs(tmp_path: Path) -
     second.open()
     assert path.read_text() == ""
     second.close()
+
+
+ODDITY = "[ERROR] evhtp.c:3130 ODDITY, resuming when not paused?!? :: (errno: None)\n"
+FULL = "[warn] Error from accept() call: Too many open files\n"
+TRACE = "Traceback (most recent call last):\n"
+
+
+@pytest.mark.parametrize("line", [ODDITY, FULL, TRACE])
+def test_a_line_that_repeats_is_counted(line: str) -> None:
+    now = 0.0
+    repeats = Repeats(lambda: now)
+    assert [list(repeats.pass_on(line)) for _ in range(50)] == [[line]] * WRITTEN + [[]] * (50 - WRITTEN)
+    assert list(repeats.pass_on("another\n")) == ["another\n"]
+    now = PERIOD_S
+    assert list(repeats.pass_on(line)) == [f"{line.rstrip()} (30 times more in 10 s)\n", line]
+    assert list(repeats.rest()) == []
+
+
+def test_lines_of_which_none_repeats_all_pass() -> None:
+    repeats = Repeats(lambda: 0.0)
+    lines = [f"request {number}\n" for number in range(5000)]
+    assert [passed for line in lines for passed in repeats.pass_on(line)] == lines
+
+
+def test_what_a_caller_repeats_does_not_displace_the_reason(tmp_path: Path) -> None:
+    log = ServerLog(tmp_path / "server.log")
+    command = [sys.executable, "-c", f"print('error: the first'); [print({ODDITY.strip()!r}) for _ in range(100_000)]"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        log.follow(process)
+        process.wait()
+        log.close()
+    assert log.reason() == "the first"
+    assert (tmp_path / "server.log").stat().st_size < 100 * len(ODDITY)

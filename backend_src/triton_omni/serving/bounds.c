@@ -7,6 +7,9 @@
  * answers is answered 413, and the rest of what it brings is dropped. Brackets count wherever they stand: of random
  * bytes every 128th is one.
  *
+ * Pipelining. Triton 24.10 reads requests that are sent ahead without a bound, and logs a line for each. Here a
+ * connection on which input waits while AHEAD answers are written is closed.
+ *
  * Stacks. Triton's HTTP threads put parts of a body on their stack: two bytes for each byte of a body of the form
  * content type, which is curl's default, and less than BRACKET_BYTES for each level of JSON. So they get larger ones.
  * What a large body has touched of a stack is given back with the answer.
@@ -31,6 +34,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -45,7 +49,7 @@
 #define NAME_CHARACTERS "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-"
 enum { MIB = 1 << 20, CONNECTIONS = 1 << 20, HEADERS_BYTES = 1 << 16, DROPPED_BYTES = 1 << 30, IN_USE_BYTES = 1 << 18 };
 enum { LINE_ENDS = 1 << 18, BRACKETS = BODY_BYTES / 64 + MIB, BRACKET_BYTES = 128 };
-enum { PARTS = 1024 };
+enum { PARTS = 1024, AHEAD = 64 };
 enum { TRITONSERVER_ERROR_INVALID_ARG = 3, Z_STREAM_ERROR = -2 };
 static const size_t STACK_BYTES = 2UL * BODY_BYTES + (size_t)BRACKET_BYTES * MIB + 8UL * MIB;
 
@@ -93,6 +97,8 @@ typedef struct {
     int64_t bytes, line_ends, brackets;
 } quantity;
 static quantity taken[CONNECTIONS];
+/* Answers during which input waited: a caller that waits for its answer sends nothing meanwhile. */
+static int ahead[CONNECTIONS];
 
 static int is_too_large(const quantity *body) {
     return body->bytes > BODY_BYTES + HEADERS_BYTES || body->line_ends > LINE_ENDS || body->brackets > BRACKETS;
@@ -126,6 +132,8 @@ static void refuse(int connection) {
 
 /* HTTP alone reads this way. */
 ssize_t readv(int connection, const struct iovec *parts, int count) {
+    if (connection >= 0 && connection < CONNECTIONS && ahead[connection] > AHEAD)
+        return 0;
     ssize_t got = ((ssize_t(*)(int, const struct iovec *, int))dlsym(RTLD_NEXT, "readv"))(connection, parts, count);
     if (got <= 0 || connection >= CONNECTIONS)
         return got;
@@ -164,6 +172,8 @@ ssize_t writev(int connection, const struct iovec *parts, int count) {
         if (taken[connection].bytes > MIB)
             give_stack_back();
         taken[connection] = (quantity){0};
+        int waiting = 0;
+        ahead[connection] += ioctl(connection, FIONREAD, &waiting) == 0 && waiting > 0;
     }
     return ((ssize_t(*)(int, const struct iovec *, int))dlsym(RTLD_NEXT, "writev"))(connection, parts, count);
 }
@@ -171,8 +181,10 @@ ssize_t writev(int connection, const struct iovec *parts, int count) {
 int accept4(int listener, struct sockaddr *peer, socklen_t *length, int flags) {
     int connection =
         ((int (*)(int, struct sockaddr *, socklen_t *, int))dlsym(RTLD_NEXT, "accept4"))(listener, peer, length, flags);
-    if (connection >= 0 && connection < CONNECTIONS)
+    if (connection >= 0 && connection < CONNECTIONS) {
         taken[connection] = (quantity){0};
+        ahead[connection] = 0;
+    }
     return connection;
 }
 

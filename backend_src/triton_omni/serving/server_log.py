@@ -13,13 +13,14 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from triton_omni.serving.machine import ServerError
 from triton_omni.serving.readiness import NO_BACKEND
+from triton_omni.serving.repeats import Repeats
 
 _KEPT_LINES = 400
 # How far from its end a log is searched for a crash when no model failed to load: what is further up was survived.
@@ -147,11 +148,16 @@ class ServerLog:
         return _silent_end(exit_code or 0) or find_reason(list(self._tail))
 
     def _copy(self, source: IO[bytes]) -> None:
+        repeats = Repeats()
         with source:
             for raw in source:
-                line = raw.decode("utf-8", errors="replace")
-                self._tail.append(line.rstrip("\n"))
-                self._write(self._sink or sys.stderr, line)
+                self._keep(repeats.pass_on(raw.decode("utf-8", errors="replace")))
+        self._keep(repeats.rest())
+
+    def _keep(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._tail.append(line.rstrip("\n"))
+            self._write(self._sink or sys.stderr, line)
 
     def _write(self, sink: IO[str], line: str) -> None:
         """Output that nobody reads would stop the server at its next line, so a line that cannot be kept is dropped."""
