@@ -61,4 +61,4 @@ HEALTHCHECK --interval=10s --timeout=3s --start-period=15m --retries=3 \
     CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/v2/health/ready', timeout=2)"]
 
 # In a container every address is the container's own; what is published decides who reaches it.
-ENTRYPOINT ["python3", "-m", "triton_omni.serving.supervisor", "--model-repository", "/opt/triton-omni/model_repository", "--host", "0.0.0.0"]
+ENTRYPOINT ["python3", "-m", "triton_omni.supervisor.serve", "--model-repository", "/opt/triton-omni/model_repository", "--host", "0.0.0.0"]

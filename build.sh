@@ -352,7 +352,7 @@ make_tritonserver() {
 
 # Exports OMNI_MODEL as a folder; a hub id is fetched with the hub's own progress bar, nothing means the tiny checkpoint.
 make_checkpoint() {
-    TRANSFORMERS_VERBOSITY=error child "$VENV/bin/python" -m triton_omni.serving.model_folder \
+    TRANSFORMERS_VERBOSITY=error child "$VENV/bin/python" -m triton_omni.supervisor.model_folder \
         ${OMNI_MODEL:+"$OMNI_MODEL"} >"$LOGS/checkpoint.out" || fail "no checkpoint to serve (see above)"
     OMNI_MODEL=$(<"$LOGS/checkpoint.out")
     export OMNI_MODEL
@@ -454,7 +454,7 @@ make_perf_analyzer() {
 
 command_serve() {
     run_setup
-    child "$VENV/bin/python" -m triton_omni.serving.supervisor \
+    child "$VENV/bin/python" -m triton_omni.supervisor.serve \
         --model-repository "$REPOSITORY" --model "$OMNI_MODEL" --log-file "$LOGS/server.log" "$@"
 }
 
@@ -480,7 +480,7 @@ start_server() { # start_server COMMAND
     exec {said}<"$output"
     rm "$output"
     # In a session of its own Ctrl-C does not reach it: the client goes first, and its request with it.
-    setsid "$VENV/bin/python" -m triton_omni.serving.supervisor --model-repository "$REPOSITORY" --model "$OMNI_MODEL" \
+    setsid "$VENV/bin/python" -m triton_omni.supervisor.serve --model-repository "$REPOSITORY" --model "$OMNI_MODEL" \
         --log-file "$LOGS/$1-server.log" --http-port 0 --grpc-port 0 --metrics-port 0 >&"$out" &
     SERVER=$!
     CHILDREN+=("$SERVER")
@@ -490,7 +490,7 @@ start_server() { # start_server COMMAND
 
 command_doctor() {
     run_setup
-    child "$VENV/bin/python" -m triton_omni.serving.doctor "$@"
+    child "$VENV/bin/python" -m triton_omni.doctor.cli "$@"
 }
 
 command_demo() {

@@ -27,8 +27,8 @@ from rich.progress import track
 from rich.table import Table
 
 from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
-from triton_omni.serving.server_options import ServerConfig
-from triton_omni.serving.supervisor import Supervisor
+from triton_omni.supervisor.options import ServerConfig
+from triton_omni.supervisor.serve import Supervisor
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT
 from triton_omni_client import OmniClient, Reply
 

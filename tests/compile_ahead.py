@@ -31,23 +31,23 @@ from triton_omni.token2wav.kernels import (
 )
 from triton_omni.token2wav.layer_kernels import LayerTilings, product, tilings_for
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP
-from triton_omni.token2wav.past import LayerPast
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.token2wav.solver_kernels import advance, fused_condition
-from triton_omni.vllm_hooks import thinker_step_kernels
-from triton_omni.vllm_hooks.decode_attention_kernels import Cache, Projected, Rotation, decode_attention
-from triton_omni.vllm_hooks.decode_product_kernels import (
+from triton_omni.token2wav.window_cache import LayerKVCache
+from triton_omni.vllm_hooks.kernels import thinker_step
+from triton_omni.vllm_hooks.kernels.decode_attention import Cache, Projected, Rotation, decode_attention
+from triton_omni.vllm_hooks.kernels.decode_product import (
     add_norm,
     gated_product,
     most_rows,
     split_product,
 )
-from triton_omni.vllm_hooks.draw_kernels import fused_draw
-from triton_omni.vllm_hooks.step_copy_kernels import DrawnIds, fetch
-from triton_omni.vllm_hooks.talker_columns import Column
-from triton_omni.vllm_hooks.talker_draw import Setting
-from triton_omni.vllm_hooks.talker_draw_kernels import Rules, draw
-from triton_omni.vllm_hooks.talker_step_kernels import Layout, Memory, begin
+from triton_omni.vllm_hooks.kernels.draw import fused_draw
+from triton_omni.vllm_hooks.kernels.step_copy import DrawnIds, fetch
+from triton_omni.vllm_hooks.kernels.talker_draw import Rules, draw
+from triton_omni.vllm_hooks.kernels.talker_step import Layout, Memory, begin
+from triton_omni.vllm_hooks.talker.columns import Column
+from triton_omni.vllm_hooks.talker.draw import Setting
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -170,13 +170,13 @@ def thinker_steps(count: int, width: int) -> None:
     """Both ends of a step."""
     positions, axes = zeros(count, dtype=torch.int64), zeros(3, count + 1, dtype=torch.int64)
     lengths, blocks = zeros(count, dtype=torch.int32), zeros(count, 64, dtype=torch.int32)
-    places = thinker_step_kernels.Places(positions, axes, lengths, positions.clone(), blocks, 16)
-    numbers = thinker_step_kernels.Uniforms(zeros(count, dtype=torch.float64), zeros(count, dtype=torch.float64))
+    places = thinker_step.Places(positions, axes, lengths, positions.clone(), blocks, 16)
+    numbers = thinker_step.Uniforms(zeros(count, dtype=torch.float64), zeros(count, dtype=torch.float64))
     table, inputs = zeros(152064, width, dtype=torch.bfloat16), zeros(count, width, dtype=torch.bfloat16)
     for uniforms in (None, numbers):
-        thinker_step_kernels.begin(zeros(count, dtype=torch.int32), table, inputs, places, uniforms)
+        thinker_step.begin(zeros(count, dtype=torch.int32), table, inputs, places, uniforms)
     for rows in (None, inputs.clone()):
-        thinker_step_kernels.finish(rows, inputs)
+        thinker_step.finish(rows, inputs)
 
 
 def transformer(blocks: int, width: int = 1024, heads: int = 16) -> None:
@@ -188,7 +188,7 @@ def transformer(blocks: int, width: int = 1024, heads: int = 16) -> None:
     number = zeros(blocks, dtype=torch.int32)
     angles = zeros(rows, head // 2, dtype=FLOAT)
     before = Rotary(zeros(1, 24, 1, head // 2, dtype=FLOAT), zeros(1, 24, 1, head // 2, dtype=FLOAT))
-    past = LayerPast(zeros(3, 24, 2 * width), zeros(1, dtype=torch.int32)[0], number, number, before)
+    past = LayerKVCache(zeros(3, 24, 2 * width), zeros(1, dtype=torch.int32)[0], number, number, before)
     qkv = zeros(rows, 3 * width)
     for reach in ((0, 0), (1, 0), (0, 1)):
         neighbours = Neighbours(number, number, number)

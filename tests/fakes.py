@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from triton_omni.engine import (
+from triton_omni.core.errors import BadRequest, OmniError
+from triton_omni.request.parse import RawRequest
+from triton_omni.session.engine import (
     AudioOutput,
     EngineStats,
     Sampling,
@@ -27,10 +29,8 @@ from triton_omni.engine import (
     ThinkerOutput,
     ThinkerPlaced,
 )
-from triton_omni.errors import BadRequest, OmniError
-from triton_omni.request import RawRequest
-from triton_omni.thinker.prepared import Prepared
-from triton_omni.wire import SEAL_BYTES, Seal, Session, TalkerMessage, ThinkerMessage, Value
+from triton_omni.session.wire import SEAL_BYTES, Seal, Session, TalkerMessage, ThinkerMessage, Value
+from triton_omni.thinker.preprocessed import Preprocessed
 
 HIDDEN = 8
 
@@ -84,7 +84,7 @@ class Refused(Exception):
 
 
 class LinkOutlet:
-    """An outlet whose responses become requests of the next stage, as in the ensemble."""
+    """An response sender whose responses become requests of the next stage, as in the ensemble."""
 
     def __init__(self, ensemble: FakeEnsemble, deliver: Callable[[Mapping[str, Value]], None]) -> None:
         self._ensemble = ensemble
@@ -93,7 +93,7 @@ class LinkOutlet:
         self._cancelled_at_birth = ensemble.cancelled
         self._whole = True
         self.finals = 0
-        ensemble.outlets.append(self)
+        ensemble.senders.append(self)
 
     def bind(self, slot):
         pass
@@ -180,7 +180,7 @@ class FakeEnsemble:
         self._lock = threading.Lock()
         self._on_the_way = 0
         self.cancelled = False
-        self.outlets: list[LinkOutlet] = []
+        self.senders: list[LinkOutlet] = []
         self.leaked = False
         self.to_talker: list[Mapping[str, Value]] = []
         self.to_token2wav: list[Mapping[str, Value]] = []
@@ -202,16 +202,16 @@ class FakeEnsemble:
 
         return functools.partial(thread.submit, run_later)
 
-    def fail(self, error: OmniError, outlet: LinkOutlet) -> None:
+    def fail(self, error: OmniError, sender: LinkOutlet) -> None:
         # Triton leaks the request when any other request of it is open, or on its way, at an error response.
         with self._lock:
-            others = [other for other in self.outlets if other is not outlet and not other.finals]
+            others = [other for other in self.senders if other is not sender and not other.finals]
             self.leaked = self.leaked or bool(self._on_the_way or others)
         self.reply.error = error
 
     def check_done(self) -> None:
         with self._lock:
-            if not self._on_the_way and all(outlet.finals for outlet in self.outlets):
+            if not self._on_the_way and all(sender.finals for sender in self.senders):
                 self.reply.done.set()
 
     def forward_to_talker(self, tensors) -> None:
@@ -240,10 +240,10 @@ class FakeEnsemble:
     def _deliver(self, stage, tensors, deliver) -> None:
         time.sleep(self._transit_s)
         if self.reply.error is None:
-            outlet = LinkOutlet(self, deliver)
+            sender = LinkOutlet(self, deliver)
             with self._lock:
                 self._on_the_way -= 1
-            stage.submit(tensors, outlet)
+            stage.submit(tensors, sender)
         else:
             with self._lock:
                 self._on_the_way -= 1
@@ -259,7 +259,7 @@ class FakeIntake:
 
     def prepare_at_once(
         self, raw: RawRequest, accepted_ns: int, take_timeout: Callable[[float], None]
-    ) -> Prepared | None:
+    ) -> Preprocessed | None:
         return None if self._later or self._delay_s else self.prepare(raw, accepted_ns, take_timeout)
 
     def prepare(
@@ -268,7 +268,7 @@ class FakeIntake:
         accepted_ns: int,
         take_timeout: Callable[[float], None],
         is_wanted: Callable[[], bool] = lambda: True,
-    ) -> Prepared:
+    ) -> Preprocessed:
         take_timeout(self._session.get("timeout_s", 30.0))
         time.sleep(self._delay_s)
         text = (raw.text_input or b"").decode()
@@ -290,7 +290,7 @@ class FakeIntake:
             }
         )
         placed = ThinkerPlaced(ids, torch.arange(len(ids)).expand(3, -1), text)
-        return Prepared(placed, Sampling(), session)
+        return Preprocessed(placed, Sampling(), session)
 
     def close(self) -> None:
         pass

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
-from triton_omni.ledger import SessionLedger, StageFacts
-from triton_omni.request import RawRequest
-from triton_omni.ring import offer_ring
-from triton_omni.settings import TalkerSettings, ThinkerSettings
+from triton_omni.core.settings import TalkerSettings, ThinkerSettings
+from triton_omni.core.tracing import NO_TRACER
+from triton_omni.link.ring import offer_ring
+from triton_omni.request.parse import RawRequest
+from triton_omni.session.ledger import SessionLedger, StageFacts
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
-from triton_omni.tracing import NO_TRACER
 
 CPU = torch.device("cpu")
 NO_TRACERS = (NO_TRACER,) * 3
@@ -122,5 +122,5 @@ def pipeline(
 def finished(ensemble):
     assert ensemble.reply.done.wait(WAIT_S), "the request did not end"
     assert not ensemble.leaked, "an error was answered while another request of the ensemble was open or on its way"
-    assert all(outlet.finals == 1 for outlet in ensemble.outlets)
+    assert all(sender.finals == 1 for sender in ensemble.senders)
     return ensemble.reply

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import torch
 
-from triton_omni.engine import Sampling
-from triton_omni.outbox import Outbox
+from triton_omni.link.send_queue import SendQueue
+from triton_omni.session.engine import Sampling
+from triton_omni.session.wire import Session, SessionKey
 from triton_omni.thinker.open_session import OpenSession
-from triton_omni.wire import Session, SessionKey
 
 PROMPT = 5
 
@@ -32,9 +32,9 @@ class FakeLedger:
 
 def session(slot=0, rows=0, **request):
     """A session of which so many rows of the reply have left."""
-    outbox = Outbox(512)
-    outbox.put(torch.zeros(PROMPT + rows, 2))
-    outbox.take(0)
+    send_queue = SendQueue(512)
+    send_queue.put(torch.zeros(PROMPT + rows, 2))
+    send_queue.take(0)
     told = {"want_audio": True, "prompt_tokens": PROMPT, "max_rows": 100, **request}
     return OpenSession(
         SessionKey(slot, 1),
@@ -42,7 +42,7 @@ def session(slot=0, rows=0, **request):
         "a",
         0,
         0,
-        outbox,
+        send_queue,
         session=Session(
             request_id="a",
             audio_format="f32",

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2.5-Omni on NVIDIA Triton: three stages that stream text and speech. Start reading at `wire.py`."""
+"""Qwen2.5-Omni on NVIDIA Triton: three stages that stream text and speech. Start reading at `session/wire.py`."""

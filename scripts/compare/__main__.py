@@ -24,10 +24,10 @@ from compare.balancer import BalancerError  # noqa: E402
 from compare.running import BenchFailed, Served, measure, serving  # noqa: E402
 from compare.table import compared  # noqa: E402
 from compare.variants import ONLY, Load, Variant, parse_load, parse_variant, write_repository  # noqa: E402
-from triton_omni.serving.machine import ServerError  # noqa: E402
-from triton_omni.serving.model_folder import model_folder  # noqa: E402
-from triton_omni.serving.signals import on_signals  # noqa: E402
-from triton_omni.settings import SettingsError  # noqa: E402
+from triton_omni.core.settings import SettingsError  # noqa: E402
+from triton_omni.supervisor.machine import ServerError  # noqa: E402
+from triton_omni.supervisor.model_folder import model_folder  # noqa: E402
+from triton_omni.supervisor.signals import on_signals  # noqa: E402
 
 console = Console()
 Named = TypeVar("Named", Variant, Load)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import yaml
 
-from triton_omni.serving.machine import choose_ports
+from triton_omni.supervisor.machine import choose_ports
 
 _HOST: Final = "127.0.0.1"
 _SHIPPED: Final = Path(__file__).resolve().parents[2] / "deploy" / "envoy" / "envoy.yaml"

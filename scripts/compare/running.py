@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triton_omni.ledger_layout import STAGES
-from triton_omni.serving.machine import visible_gpus
-from triton_omni.serving.server_options import ServerConfig
-from triton_omni.serving.supervisor import Supervisor
+from triton_omni.session.ledger_layout import STAGES
+from triton_omni.supervisor.machine import visible_gpus
+from triton_omni.supervisor.options import ServerConfig
+from triton_omni.supervisor.serve import Supervisor
 
 from .balancer import on_loopback, run_envoy
 from .variants import Load, Variant

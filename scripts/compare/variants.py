@@ -14,8 +14,14 @@ from typing import Annotated, Any, Final
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from triton_omni.serving.placement import parse_placement
-from triton_omni.settings import TalkerSettings, ThinkerSettings, Token2WavSettings, describe_validation, load_settings
+from triton_omni.core.settings import (
+    TalkerSettings,
+    ThinkerSettings,
+    Token2WavSettings,
+    describe_validation,
+    load_settings,
+)
+from triton_omni.supervisor.placement import parse_placement
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KINDS: Final[Mapping[str, type[Any]]] = {

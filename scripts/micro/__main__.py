@@ -27,7 +27,7 @@ if not __package__:
 from micro.child import MEASUREMENTS, ON_REQUEST  # noqa: E402
 from micro.plan import Plan  # noqa: E402
 from micro.report import Run, line_of, table, write  # noqa: E402
-from triton_omni.settings import Quantization  # noqa: E402
+from triton_omni.core.settings import Quantization  # noqa: E402
 from triton_omni_client.options import check_writable  # noqa: E402
 
 console = Console(stderr=True)

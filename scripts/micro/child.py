@@ -72,7 +72,7 @@ def seeds(plan: Plan) -> Items:
 
 def media(plan: Plan) -> Items:
     """Our thinker's first token behind prompts with media, in a process set up as the stage's is."""
-    from triton_omni.heap import keep_freed_memory
+    from triton_omni.core.heap import keep_freed_memory
 
     from .media import OwnFirstTokens, measure_media
 

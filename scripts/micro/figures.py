@@ -25,7 +25,7 @@ READY: Mapping[str, Any] = {"ready": {}}
 
 
 @dataclass(frozen=True)
-class Figure:
+class Metric:
     """One measured quantity: `name` and `parameters` say of what, `by` which implementation was measured."""
 
     name: str
@@ -58,7 +58,7 @@ def milliseconds(
     name: str, by: str, seconds: Sequence[float], parameters: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Summary of times given in seconds."""
-    return Figure(name, by, parameters or {}, "ms", tuple(value * 1e3 for value in seconds)).summary()
+    return Metric(name, by, parameters or {}, "ms", tuple(value * 1e3 for value in seconds)).summary()
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ import torch
 from PIL import Image as PilImage
 from transformers import AutoTokenizer
 
-from triton_omni.chat import MediaPart, Message, TextPart
-from triton_omni.engine import Sampling, ThinkerPrompt
-from triton_omni.media import SAMPLE_RATE, Audio, Image, Medium, Video
-from triton_omni.settings import EngineSettings, ThinkerSettings
+from triton_omni.core.settings import EngineSettings, ThinkerSettings
+from triton_omni.request.chat import MediaPart, Message, TextPart
+from triton_omni.request.media import SAMPLE_RATE, Audio, Image, Medium, Video
+from triton_omni.session.engine import Sampling, ThinkerPrompt
 from triton_omni.thinker.prompt import PromptRenderer, to_vllm_data
-from triton_omni.vllm_hooks.compat import LLMEngine, RequestOutputKind, SamplingParams
-from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+from triton_omni.vllm_hooks.shared.compat import LLMEngine, RequestOutputKind, SamplingParams
+from triton_omni.vllm_hooks.thinker.engine import ThinkerVllmEngine
 
 from .figures import milliseconds
 from .own_decoders import OwnEngine

@@ -14,11 +14,11 @@ import torch
 
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
-from triton_omni.engine import Sampling, TalkerPrompt, ThinkerPrompt
-from triton_omni.settings import EngineSettings, TalkerEngineSettings, TalkerSettings, ThinkerSettings
-from triton_omni.vllm_hooks.engine_args import resolve_dtype
-from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
-from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+from triton_omni.core.settings import EngineSettings, TalkerEngineSettings, TalkerSettings, ThinkerSettings
+from triton_omni.session.engine import Sampling, TalkerPrompt, ThinkerPrompt
+from triton_omni.vllm_hooks.shared.engine_args import resolve_dtype
+from triton_omni.vllm_hooks.talker.engine import TalkerVllmEngine
+from triton_omni.vllm_hooks.thinker.engine import ThinkerVllmEngine
 
 from .decoding import Mode
 from .figures import OURS

@@ -144,10 +144,10 @@ PLAIN_UTILS = SimpleNamespace(
 """Stands in for `triton_python_backend_utils`."""
 
 
-def serve(model: str, started: Any, stage: str, inbox: Any, outbox: Any) -> None:
+def serve(model: str, started: Any, stage: str, inbox: Any, send_queue: Any) -> None:
     """A stage's process: takes requests from one queue and answers into the other, until it is given None."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    from triton_omni.serving import launch
+    from triton_omni.stub import launch
 
     os.environ[launch.CHECKPOINT_VARIABLE] = model
     start = getattr(launch, f"start_{stage}")
@@ -155,9 +155,9 @@ def serve(model: str, started: Any, stage: str, inbox: Any, outbox: Any) -> None
     started.put(stage)
     while (tensors := inbox.get()) is not None:
         if "error" in tensors:
-            outbox.put(tensors)
+            send_queue.put(tensors)
         else:
-            adapter.execute([_Request(tensors, outbox.put)])
+            adapter.execute([_Request(tensors, send_queue.put)])
     launch.end_process(adapter.close)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from triton_omni.device import resolve_device
-from triton_omni.settings import Quantization
+from triton_omni.core.device import resolve_device
+from triton_omni.core.settings import Quantization
 
 MIN_REPEATS = 3
 """Windows or replies of a figure, however long they take."""

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
-from triton_omni.engine import StreamOptions
-from triton_omni.settings import Token2WavSettings
+from triton_omni.core.settings import Token2WavSettings
+from triton_omni.session.engine import StreamOptions
 from triton_omni.token2wav.acceleration import resolve_dtype
 from triton_omni.token2wav.engine import Token2WavEngine
 
-from .figures import OURS, READY, Figure
+from .figures import OURS, READY, Metric
 from .plan import Plan
 from .speech import codes_of
 
@@ -74,4 +74,4 @@ def decibel(reference: Tensor, other: Tensor) -> float:
 
 def _figure(labels: Mapping[str, Any], replies: list[Tensor], references: list[Tensor]) -> dict[str, Any]:
     ratios = tuple(decibel(reference, reply) for reference, reply in zip(references, replies, strict=True))
-    return Figure("token2wav_snr", OURS, labels, "dB", ratios).summary()
+    return Metric("token2wav_snr", OURS, labels, "dB", ratios).summary()

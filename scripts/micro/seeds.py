@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from triton_omni.checkpoint.config import load_config
+from triton_omni.core.transfer import to_device
 from triton_omni.token2wav import noise
-from triton_omni.transfer import to_device
-from triton_omni.vllm_hooks import sampling
+from triton_omni.vllm_hooks.shared import sampling
 
 from .figures import OURS, READY, UNSEEDED, milliseconds
 from .plan import Plan, repeated, timed
@@ -52,7 +52,7 @@ def _forms(at: torch.device) -> tuple[Draw, Noise]:
     if at.type != "cuda":
         return sampling.draw, noise.standard_normal
     from triton_omni.token2wav.kernels import fused_standard_normal
-    from triton_omni.vllm_hooks.draw_kernels import fused_draw
+    from triton_omni.vllm_hooks.kernels.draw import fused_draw
 
     return fused_draw, fused_standard_normal
 

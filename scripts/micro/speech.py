@@ -17,15 +17,15 @@ from torch import Tensor
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
-from triton_omni.engine import AudioOutput, StreamOptions
-from triton_omni.settings import StreamingPlan, Token2WavSettings
+from triton_omni.core.settings import StreamingPlan, Token2WavSettings
+from triton_omni.session.engine import AudioOutput, StreamOptions
 from triton_omni.token2wav.acceleration import Vocoder
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Solver
 from triton_omni.token2wav.sampler import FlowOptions, Window
 from triton_omni.token2wav.steps import Steps, run_out
 
-from .figures import OURS, READY, Figure, milliseconds
+from .figures import OURS, READY, Metric, milliseconds
 from .plan import Plan, repeated, timed
 
 CODES_A_SECOND = 50
@@ -228,7 +228,7 @@ def windows(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
             parameters = {"batch": batch, "solver": solver, "evaluations": evaluations(solver)}
             yield milliseconds("token2wav_window", OURS, times, parameters)
             rates = tuple(batch * SECONDS_A_WINDOW / seconds for seconds in times)
-            yield Figure("token2wav_throughput", OURS, parameters, "audio-s/s", rates).summary()
+            yield Metric("token2wav_throughput", OURS, parameters, "audio-s/s", rates).summary()
     whole.close()
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from triton_omni.settings import EngineSettings, ThinkerSettings
-from triton_omni.vllm_hooks.compat import (
+from triton_omni.core.settings import EngineSettings, ThinkerSettings
+from triton_omni.vllm_hooks.shared.compat import (
     EngineArgs,
     LLMEngine,
     ModelRegistry,
@@ -22,7 +22,7 @@ from triton_omni.vllm_hooks.compat import (
     RequestOutputKind,
     SamplingParams,
 )
-from triton_omni.vllm_hooks.engine_args import (
+from triton_omni.vllm_hooks.shared.engine_args import (
     apply_thread_share,
     build_engine_args,
     quantization_arguments,

@@ -20,10 +20,10 @@ from soak.judging import Soaked, faults  # noqa: E402
 from soak.plan import Shares  # noqa: E402
 from soak.report import tables, write  # noqa: E402
 from soak.running import Options, soak  # noqa: E402
-from triton_omni.serving.machine import ServerError  # noqa: E402
-from triton_omni.serving.model_folder import model_folder  # noqa: E402
-from triton_omni.serving.server_options import ServerConfig  # noqa: E402
-from triton_omni.serving.signals import on_signals  # noqa: E402
+from triton_omni.supervisor.machine import ServerError  # noqa: E402
+from triton_omni.supervisor.model_folder import model_folder  # noqa: E402
+from triton_omni.supervisor.options import ServerConfig  # noqa: E402
+from triton_omni.supervisor.signals import on_signals  # noqa: E402
 
 console = Console()
 

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from triton_omni.ledger_layout import STAGES, ledger_name
-from triton_omni.serving.machine import ServerError
-from triton_omni.serving.metric_families import FAMILIES
-from triton_omni.serving.server_options import ServerConfig
-from triton_omni.serving.stage_board import StageBoard
-from triton_omni.serving.supervisor import Supervisor
-from triton_omni.settings import ThinkerSettings, UnarySettings, load_settings
+from triton_omni.core.settings import ThinkerSettings, UnarySettings, load_settings
+from triton_omni.session.ledger_layout import STAGES, ledger_name
+from triton_omni.session.stage_board import StageBoard
+from triton_omni.stub.metric_families import FAMILIES
+from triton_omni.supervisor.machine import ServerError
+from triton_omni.supervisor.options import ServerConfig
+from triton_omni.supervisor.serve import Supervisor
 from triton_omni_client.messages import UNARY_MODEL
 
 from .asking import Asker, Ended
@@ -99,7 +99,7 @@ class Run:
         for helper in helpers:
             helper.join()
         seconds = self._asker.now()
-        losses, left = self._server.losses, {} if self._gone else self._left()
+        deaths, left = self._server.deaths, {} if self._gone else self._left()
         self._watch.close()
         self._asker.close()
         self._board.close()
@@ -111,7 +111,7 @@ class Run:
             processes=self._watch.processes,
             left=left,
             gone=self._gone,
-            deaths=losses,
+            deaths=deaths,
             stop_s=self._server.stop(),
             seconds=seconds,
             # A cancelled request has its place until the stages have noticed.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from triton_omni.serving.leftovers import members
+from triton_omni.supervisor.leftovers import members
 
 MIB = 1 << 20
 _FEWEST = 10

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from triton_omni.errors import BadRequest, OmniError, TooLarge
+from triton_omni.core.errors import BadRequest, OmniError, TooLarge
 
 MAX_MESSAGE = 3000
 """32 keys of a path, each of 80 characters at most, and what is said of the last."""

@@ -23,10 +23,10 @@ from hostile import files
 from hostile.judging import Bounds, judge
 from hostile.sizes import cases
 from hostile.strategies import INTERESTING, damaged
-from triton_omni.chat import MediaKind, MediaPart
-from triton_omni.errors import BadRequest, OmniError, TooLarge
-from triton_omni.media import Audio, Image, Medium, PixelRange, Video, VisionSizes, decode_media
-from triton_omni.settings import RequestLimits
+from triton_omni.core.errors import BadRequest, OmniError, TooLarge
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request.chat import MediaKind, MediaPart
+from triton_omni.request.media import Audio, Image, Medium, PixelRange, Video, VisionSizes, decode_media
 
 LIMITS = RequestLimits(
     max_image_pixels=1 << 20,

@@ -30,10 +30,10 @@ from hostile.strategies import (
 )
 from hostile.watching import Watch, watch
 from special_tokens import SPECIALS
-from triton_omni.chat import Message, TextPart
-from triton_omni.errors import OmniError, TooLarge
-from triton_omni.request import OmniRequest, RawRequest, RequestDefaults, parse_request
-from triton_omni.settings import RequestLimits
+from triton_omni.core.errors import OmniError, TooLarge
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request.chat import Message, TextPart
+from triton_omni.request.parse import OmniRequest, RawRequest, RequestDefaults, parse_request
 from triton_omni.thinker.prompt import PromptRenderer
 
 LIMITS = RequestLimits(

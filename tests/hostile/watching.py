@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from triton_omni.errors import OmniError
+from triton_omni.core.errors import OmniError
 
 Watch = Callable[[Callable[[], object]], list[str]]
 

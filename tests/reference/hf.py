@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
-from triton_omni.engine import Sampling
+from triton_omni.session.engine import Sampling
 
 define_torchvision_operators()
 

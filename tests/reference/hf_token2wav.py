@@ -19,8 +19,8 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     RungeKutta4ODESolver,
 )
 
-from triton_omni.engine import AudioOutput, EngineStats
-from triton_omni.settings import StreamingPlan
+from triton_omni.core.settings import StreamingPlan
+from triton_omni.session.engine import AudioOutput, EngineStats
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.noise import standard_normal
 from triton_omni.token2wav.ode import Solver

@@ -21,9 +21,9 @@ from torch import Tensor
 from triton_omni.checkpoint import synthetic, synthetic_config
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
-from triton_omni.engine import Sampling, TalkerPrompt, ThinkerPrompt
-from triton_omni.settings import EngineSettings, TalkerEngineSettings, TalkerSettings, ThinkerSettings
-from triton_omni.vllm_hooks.talker_columns import Column
+from triton_omni.core.settings import EngineSettings, TalkerEngineSettings, TalkerSettings, ThinkerSettings
+from triton_omni.session.engine import Sampling, TalkerPrompt, ThinkerPrompt
+from triton_omni.vllm_hooks.talker.columns import Column
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POSITIONS = 256
@@ -66,7 +66,7 @@ def thinker(
     checkpoint: Path, *, dtype: str, sequences: int, quantization: str = "none", **engine: Any
 ) -> Iterator[Any]:
     """An engine that prefills every prompt in one step."""
-    from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+    from triton_omni.vllm_hooks.thinker.engine import ThinkerVllmEngine
 
     sizes = EngineSettings(
         max_num_seqs=sequences, max_model_len=512, max_num_batched_tokens=8192, max_graph_tokens=64, threads=1, **engine
@@ -144,8 +144,8 @@ class Tape:
 
 def tape_steps(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     """Have every step that is made from here on keep a tape; the latest engine's is the last of the list."""
-    from triton_omni.vllm_hooks.fused_talker_step import FusedTalkerStep
-    from triton_omni.vllm_hooks.talker_step import TalkerStep
+    from triton_omni.vllm_hooks.talker.fused_step import FusedTalkerStep
+    from triton_omni.vllm_hooks.talker.step import TalkerStep
 
     tapes: list[Tape] = []
     make, draw = TalkerStep.__init__, TalkerStep.draw
@@ -206,7 +206,7 @@ class TapedTalker:
 @contextmanager
 def talker(checkpoint: Path, *, dtype: str, sequences: int, **engine: Any) -> Iterator[TapedTalker]:
     """An engine that prefills every prompt in one step."""
-    from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
+    from triton_omni.vllm_hooks.talker.engine import TalkerVllmEngine
 
     sizes = TalkerEngineSettings(
         max_num_seqs=sequences, max_model_len=512, max_num_batched_tokens=8192, max_graph_tokens=64, **engine

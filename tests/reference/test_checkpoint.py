@@ -10,7 +10,7 @@ import torch
 
 from reference.hf import SAMPLED_TALKER, HfReference, Reply, loading_info
 from triton_omni.checkpoint.config import OmniConfig, load_config
-from triton_omni.engine import Sampling
+from triton_omni.session.engine import Sampling
 
 PROMPTS = ("Hello", "What is the capital of France?", "1+1=?", "Write a poem", "Who are you?", "ok")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from triton_omni.vllm_hooks.decode_attention_kernels import (
+from triton_omni.vllm_hooks.kernels.decode_attention import (
     Cache,
     Projected,
     Rotation,
@@ -21,7 +21,7 @@ from triton_omni.vllm_hooks.decode_attention_kernels import (
     splits,
     tile,
 )
-from triton_omni.vllm_hooks.decode_product_kernels import (
+from triton_omni.vllm_hooks.kernels.decode_product import (
     add_norm,
     gated_product,
     shares,
@@ -216,7 +216,7 @@ class Same:
 
 
 def test_a_layer_computes_a_recorded_step_by_the_kernel_and_others_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton_omni.vllm_hooks import fused_layers
+    from triton_omni.vllm_hooks.shared import fused_layers
 
     step = Step([40, 3])
     outer = torch.randn(step.heads * step.width, 8, generator=torch.Generator().manual_seed(2)).to(DEVICE)
@@ -285,7 +285,7 @@ def plain_layer(seed: int, hidden: int = 96, inner: int = 160) -> Any:
 
 
 def test_what_a_projection_in_front_leaves_to_the_first_norm_is_what_the_plain_one_gives() -> None:
-    from triton_omni.vllm_hooks.fused_layers import FusedLayer, FusedProjection, Switch
+    from triton_omni.vllm_hooks.shared.fused_layers import FusedLayer, FusedProjection, Switch
 
     weight, bias, inputs = normal(96, 160) * 0.1, normal(96), normal(5, 160)
     linear = SimpleNamespace(weight=weight, bias=bias, forward=lambda inputs: F.linear(inputs, weight, bias))
@@ -302,7 +302,7 @@ def test_what_a_projection_in_front_leaves_to_the_first_norm_is_what_the_plain_o
 
 def test_what_a_step_lays_out_is_there_when_its_layers_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """They read it early, so the projection before them is launched when all before it is through."""
-    from triton_omni.vllm_hooks import fused_layers
+    from triton_omni.vllm_hooks.shared import fused_layers
 
     launched = []
 
@@ -333,8 +333,8 @@ def test_what_a_step_lays_out_is_there_when_its_layers_begin(monkeypatch: pytest
 def test_the_ends_are_fused_where_their_matrices_are_plain(
     changed: dict[str, Any], projection_is_fused: bool, head_is_fused: bool
 ) -> None:
-    from triton_omni.vllm_hooks.compat import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
-    from triton_omni.vllm_hooks.fused_layers import FusedHead, FusedProjection, Switch, fuse_ends
+    from triton_omni.vllm_hooks.shared.compat import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+    from triton_omni.vllm_hooks.shared.fused_layers import FusedHead, FusedProjection, Switch, fuse_ends
 
     given = {"layers": True, "projection_bias": normal(96), "head_bias": None}
     given |= {"projection_method": UnquantizedLinearMethod(), "head_method": UnquantizedEmbeddingMethod()} | changed
@@ -351,7 +351,7 @@ def test_the_ends_are_fused_where_their_matrices_are_plain(
 @pytest.mark.parametrize(("vocabulary", "fused"), [(64 * 132, True), (64 * 3, False)])
 def test_a_head_that_fills_a_gpu_gives_the_logits_of_the_plain_one(vocabulary: int, fused: bool) -> None:
     """One that does not, or of a large step, is a library's."""
-    from triton_omni.vllm_hooks.fused_layers import FusedHead, Switch
+    from triton_omni.vllm_hooks.shared.fused_layers import FusedHead, Switch
 
     head, hidden, asked = SimpleNamespace(weight=normal(vocabulary, 256) * 0.1), normal(2, 256), []
 
@@ -370,7 +370,7 @@ def test_a_head_that_fills_a_gpu_gives_the_logits_of_the_plain_one(vocabulary: i
 
 
 def test_layers_and_the_norm_behind_them_give_what_plain_ones_give() -> None:
-    from triton_omni.vllm_hooks.fused_layers import FusedLayer, FusedNorm, Switch
+    from triton_omni.vllm_hooks.shared.fused_layers import FusedLayer, FusedNorm, Switch
 
     hidden, count = 96, 3
 

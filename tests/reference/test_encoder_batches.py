@@ -26,7 +26,7 @@ from reference.thinker_rig import (
     run,
     token_ids,
 )
-from triton_omni.engine import ThinkerPrompt
+from triton_omni.session.engine import ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -70,7 +70,7 @@ def test_requests_that_come_together_share_each_encoders_pass(tiny_checkpoint: P
 def test_the_vision_tower_has_run_before_the_first_image(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from triton_omni.vllm_hooks.thinker_networks import ThinkerNetwork
+    from triton_omni.vllm_hooks.thinker.networks import ThinkerNetwork
 
     embed, seen = ThinkerNetwork.embed_multimodal, []
     monkeypatch.setattr(ThinkerNetwork, "embed_multimodal", lambda self, **kwargs: seen.append(embed(self, **kwargs)))

@@ -15,8 +15,8 @@ from reference.hf import HfReference
 from reference.talker.rig import DEVICE, HfTalker, make_engine
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
-from triton_omni.engine import Sampling, ThinkerPrompt
-from triton_omni.settings import EngineSettings, ThinkerSettings
+from triton_omni.core.settings import EngineSettings, ThinkerSettings
+from triton_omni.session.engine import Sampling, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 on_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="fused decode steps need a GPU")
@@ -29,7 +29,7 @@ TOKENS = 40
 def thinker(checkpoint: Path, **engine: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+        from triton_omni.vllm_hooks.thinker.engine import ThinkerVllmEngine
 
         sizes = EngineSettings(max_num_seqs=4, max_model_len=1024, max_num_batched_tokens=512, threads=1, **engine)
         return ThinkerVllmEngine(checkpoint, ThinkerSettings(engine=sizes), DEVICE)
@@ -127,7 +127,7 @@ def test_talker_codes_of_who_waits_among_others(tiny_checkpoint: Path, hf: HfRef
 
 
 def test_what_the_kernels_do_not_compute_is_said(tiny_checkpoint: Path) -> None:
-    from triton_omni.vllm_hooks.fused_decode import why_not_fused
+    from triton_omni.vllm_hooks.shared.fused_decode import why_not_fused
 
     engine = thinker(tiny_checkpoint)
     assert why_not_fused(engine._model, torch.float32) == "they are of half precision, the network is torch.float32"

@@ -18,8 +18,8 @@ import torch
 
 from reference.hf import HfReference
 from reference.thinker_rig import NOTHING_HELD, REPLY, ROW_TOLERANCE, Answer, ask, drain, engine_of, run
-from triton_omni.engine import Sampling, ThinkerPrompt
-from triton_omni.errors import BadRequest
+from triton_omni.core.errors import BadRequest
+from triton_omni.session.engine import Sampling, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -85,7 +85,7 @@ def test_replies_are_json_of_their_schemas_and_others_are_as_they_were(
 def test_while_a_grammar_is_compiled_no_step_follows_the_other_at_once(
     engine: Any, hf: HfReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from triton_omni.vllm_hooks.steady_engine import NAP_S
+    from triton_omni.vllm_hooks.shared.incremental_engine import NAP_S
 
     compiler, went_on = engine._schemas.prepare(), threading.Event()
     compile_grammar = compiler.compile_grammar

@@ -13,7 +13,7 @@ import pytest
 from media_samples import picture, tone
 from reference.hf import HfReference
 from reference.thinker_rig import NOTHING_HELD, Answer, engine_of, token_ids
-from triton_omni.engine import Sampling, ThinkerPrompt
+from triton_omni.session.engine import Sampling, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -36,7 +36,7 @@ def heard_video(hf: HfReference) -> ThinkerPrompt:
 @pytest.fixture(params=[False, True], ids=["step by step", "scheduled ahead"])
 def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[Any]:
     """As if vLLM thought that no medium has more tokens than a step."""
-    from triton_omni.vllm_hooks.media_processor import ProcessingInfo
+    from triton_omni.vllm_hooks.thinker.media_processor import ProcessingInfo
 
     sizes = {"image": 64, "audio": 64, "video": 64}
     with pytest.MonkeyPatch.context() as patch:

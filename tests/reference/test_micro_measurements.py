@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from triton_omni.settings import Token2WavSettings
+from triton_omni.core.settings import Token2WavSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 ROOT = Path(__file__).parents[2]

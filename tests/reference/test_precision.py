@@ -19,8 +19,8 @@ from reference.hf import HfReference
 from reference.talker.rig import DEVICE, HfTalker, make_engine
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
-from triton_omni.engine import Sampling, ThinkerPrompt
-from triton_omni.settings import EngineSettings, ThinkerSettings
+from triton_omni.core.settings import EngineSettings, ThinkerSettings
+from triton_omni.session.engine import Sampling, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -43,7 +43,7 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
 def test_thinker_rows_in_bfloat16(tiny_checkpoint: Path, hf: HfReference, text: str, quantization: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+        from triton_omni.vllm_hooks.thinker.engine import ThinkerVllmEngine
 
         sizes = EngineSettings(max_num_seqs=4, max_model_len=512, max_num_batched_tokens=512, threads=1)
         engine = ThinkerVllmEngine(

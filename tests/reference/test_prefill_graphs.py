@@ -21,8 +21,8 @@ from torch import Tensor
 from media_samples import picture, tone
 from reference.hf import HfReference
 from reference.thinker_rig import token_ids
-from triton_omni.engine import Sampling, ThinkerPrompt
-from triton_omni.settings import EngineSettings, ThinkerSettings
+from triton_omni.core.settings import EngineSettings, ThinkerSettings
+from triton_omni.session.engine import Sampling, ThinkerPrompt
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -40,7 +40,7 @@ RELATIVE_ERROR = 0.02
 def make_engine(checkpoint: Path, dtype: Any, max_graph_tokens: int) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+        from triton_omni.vllm_hooks.thinker.engine import ThinkerVllmEngine
 
         sizes = EngineSettings(max_model_len=LONGEST, max_graph_tokens=max_graph_tokens)
         return ThinkerVllmEngine(checkpoint, ThinkerSettings(dtype=dtype, engine=sizes), torch.device("cuda"))

@@ -11,7 +11,7 @@ import pytest
 
 from reference.hf import HfReference
 from reference.thinker_rig import NOTHING_HELD, Answer, ask, drain, make_engine, run
-from triton_omni.engine import Sampling
+from triton_omni.session.engine import Sampling
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 import media_samples as samples
-from triton_omni.media import decode_media
-from triton_omni.request import RawRequest, RequestDefaults, parse_request
-from triton_omni.settings import RequestLimits
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request.media import decode_media
+from triton_omni.request.parse import RawRequest, RequestDefaults, parse_request
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT, PromptRenderer, build_prompt
 
 LIMITS = RequestLimits()
@@ -46,10 +46,10 @@ def vllm_processor(tiny_checkpoint):
     from vllm.config import ModelConfig
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    from triton_omni.vllm_hooks import thinker_networks
+    from triton_omni.vllm_hooks.thinker import networks
 
-    thinker_networks.register()
-    overrides = {"architectures": [thinker_networks.THINKER_ARCHITECTURE]}
+    networks.register()
+    overrides = {"architectures": [networks.THINKER_ARCHITECTURE]}
     config = ModelConfig(model=str(tiny_checkpoint), hf_overrides=overrides, dtype="float32", max_model_len=8192)
     return MULTIMODAL_REGISTRY.create_processor(config)
 
@@ -59,7 +59,7 @@ def normalised(vllm_processor):
     """What the vision tower makes of bytes first."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    from triton_omni.vllm_hooks.compat import build_mm_input_norm
+    from triton_omni.vllm_hooks.shared.compat import build_mm_input_norm
 
     config = vllm_processor.info.ctx.model_config
     with set_current_vllm_config(VllmConfig(model_config=config)):
@@ -133,7 +133,7 @@ def test_ids_and_pixels_after_expansion_are_hfs(hf_processor, vllm_processor, no
 def test_the_length_of_a_prompt_is_known_before_its_media_are_processed(
     hf_processor, vllm_processor, kinds, use_audio_in_video
 ):
-    from triton_omni.vllm_hooks.prompt_media import expanded_length
+    from triton_omni.vllm_hooks.thinker.prompt_media import expanded_length
 
     tokenizer, names = hf_processor.tokenizer, {"image": "<|IMAGE|>", "audio": "<|AUDIO|>", "video": "<|VIDEO|>"}
     ids = {kind: tokenizer.convert_tokens_to_ids(name) for kind, name in names.items()}
@@ -147,7 +147,7 @@ SIZES = [(3000, 4000), (1920, 1080), (28, 28), (3000, 20), (1, 1)]
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_tokens_of_an_image_are_those_of_hf_s_grid(hf_processor, vllm_processor, size):
-    from triton_omni.vllm_hooks.prompt_media import media_length
+    from triton_omni.vllm_hooks.thinker.prompt_media import media_length
 
     image = Image.new("RGB", size)
     grid = hf_processor.image_processor([image], return_tensors="pt")["image_grid_thw"]
@@ -156,7 +156,7 @@ def test_the_tokens_of_an_image_are_those_of_hf_s_grid(hf_processor, vllm_proces
 
 @pytest.mark.parametrize("shape", [(8, 48, 64), (3, 364, 644), (2, 28, 28), (2, 1456, 28)])
 def test_the_tokens_of_a_video_are_those_of_hf_s_grid(hf_processor, vllm_processor, shape):
-    from triton_omni.vllm_hooks.prompt_media import media_length
+    from triton_omni.vllm_hooks.thinker.prompt_media import media_length
 
     video, text = np.zeros((*shape, 3), np.uint8), "<|VIDEO|>"
     grid = hf_processor(text=text, videos=[video], return_tensors="pt")["video_grid_thw"]

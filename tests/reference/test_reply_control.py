@@ -27,8 +27,8 @@ from reference.thinker_rig import (
     engine_of,
     run,
 )
-from triton_omni.engine import Sampling, ThinkerOutput
-from triton_omni.errors import BadRequest
+from triton_omni.core.errors import BadRequest
+from triton_omni.session.engine import Sampling, ThinkerOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

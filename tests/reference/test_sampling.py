@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from triton_omni.request import talker_seed
+from triton_omni.request.parse import talker_seed
 
 # vLLM's import walks over every attribute of torch.distributed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
@@ -23,7 +23,7 @@ VOCAB = 24
 
 @pytest.fixture(scope="module")
 def sampling():
-    from triton_omni.vllm_hooks import sampling
+    from triton_omni.vllm_hooks.shared import sampling
 
     return sampling
 
@@ -31,7 +31,7 @@ def sampling():
 @pytest.fixture(params=["plain", "fused"])
 def draw(sampling, request):
     """What draws: `sampling.draw`, or the same in two kernels, which without a GPU run in Triton's interpreter."""
-    from triton_omni.vllm_hooks.draw_kernels import fused_draw
+    from triton_omni.vllm_hooks.kernels.draw import fused_draw
 
     return sampling.draw if request.param == "plain" else fused_draw
 
@@ -199,7 +199,7 @@ def test_a_draw_does_not_depend_on_its_neighbours(sampling, draw):
 
 @pytest.mark.parametrize("form", ["transposed", "cut out", "bfloat16"])
 def test_logits_may_lie_in_any_way(sampling, form):
-    from triton_omni.vllm_hooks.draw_kernels import fused_draw
+    from triton_omni.vllm_hooks.kernels.draw import fused_draw
 
     logits = 3 * torch.randn(3, 1300, generator=torch.Generator().manual_seed(6)).to(DEVICE)
     given = {
@@ -213,8 +213,8 @@ def test_logits_may_lie_in_any_way(sampling, form):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_runner_draws_as_its_engine_was_told(sampling, fused):
-    from triton_omni.vllm_hooks.draw_kernels import fused_draw
-    from triton_omni.vllm_hooks.fused_decode import FUSED_DECODE
+    from triton_omni.vllm_hooks.kernels.draw import fused_draw
+    from triton_omni.vllm_hooks.shared.fused_decode import FUSED_DECODE
 
     class Plain:
         max_num_reqs = 4

@@ -14,10 +14,10 @@ from hypothesis import given
 
 from hostile.sizes import cases
 from hostile.strategies import COMPILED_SCHEMAS
-from triton_omni.errors import OmniError
-from triton_omni.schema_limits import check_schema_limits
-from triton_omni.vllm_hooks import schema_trial
-from triton_omni.vllm_hooks.schema_trial import Verdict, try_schema
+from triton_omni.core.errors import OmniError
+from triton_omni.request.schema_limits import check_schema_limits
+from triton_omni.vllm_hooks.thinker import schema_trial
+from triton_omni.vllm_hooks.thinker.schema_trial import Verdict, try_schema
 
 DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(15):
@@ -68,7 +68,7 @@ FATAL: dict[str, tuple[dict[str, Any], str, bool]] = {
         True,
     ),
 }
-"""What `schema_limits.py` refuses before; another such schema may be found any day."""
+"""What `request/schema_limits.py` refuses before; another such schema may be found any day."""
 
 
 @pytest.mark.parametrize("name", USABLE)
@@ -132,9 +132,7 @@ def test_any_schema_within_the_limits_neither_ends_nor_stops_its_compiler(schema
 
 
 def test_the_process_leaves_no_core_and_ends_at_its_limit() -> None:
-    endless = (
-        "import itertools, triton_omni.vllm_hooks.schema_trial as t; t.why_not = lambda _: list(itertools.count())"
-    )
+    endless = f"import itertools, {schema_trial.__name__} as t; t.why_not = lambda _: list(itertools.count())"
     command = [sys.executable, "-c", f"{endless}; t.CPU_SECONDS = 1; t.main()"]
     ended = subprocess.run(command, input=b"{}", capture_output=True, check=False)
     assert -ended.returncode in (signal.SIGXCPU, signal.SIGKILL) or b"MemoryError" in ended.stderr

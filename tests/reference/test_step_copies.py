@@ -11,7 +11,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.mark.parametrize("count", [1, 7, 90])
 def test_what_the_host_tells_is_on_the_device_and_nothing_behind_it(count: int) -> None:
-    from triton_omni.vllm_hooks.step_copy_kernels import fetch
+    from triton_omni.vllm_hooks.kernels.step_copy import fetch
 
     told = torch.arange(100 * 7, dtype=torch.int64).view(100, 7) - (1 << 40)
     told[:, 5] = torch.arange(100) * 3 + 1
@@ -27,7 +27,7 @@ def test_what_the_host_tells_is_on_the_device_and_nothing_behind_it(count: int) 
 
 @pytest.mark.parametrize("count", [1, 33, 600])
 def test_what_steps_draw_stays_on_the_device_and_for_some_steps_on_the_host(count: int) -> None:
-    from triton_omni.vllm_hooks.step_copy_kernels import DrawnIds
+    from triton_omni.vllm_hooks.kernels.step_copy import DrawnIds
 
     ids, memory = DrawnIds(600, DEVICE), torch.zeros(count, dtype=torch.int32, device=DEVICE)
     left = []

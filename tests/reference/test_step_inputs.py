@@ -13,7 +13,7 @@ import torch
 from media_samples import tone
 from reference.hf import HfReference
 from reference.thinker_rig import REPLY, ask, make_engine, token_ids
-from triton_omni.engine import ThinkerPlaced, ThinkerPrompt
+from triton_omni.session.engine import ThinkerPlaced, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

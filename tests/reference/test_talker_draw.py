@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from triton_omni.engine import Sampling
+from triton_omni.session.engine import Sampling
 
 # vLLM's import walks over every attribute of torch.distributed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
@@ -27,7 +27,7 @@ SETTINGS = [
 
 @pytest.fixture
 def draws():
-    from triton_omni.vllm_hooks.talker_draw import SlotDraws
+    from triton_omni.vllm_hooks.talker.draw import SlotDraws
 
     stops = torch.zeros(VOCABULARY, dtype=torch.bool)
     stops[list(STOPS)] = True
@@ -55,7 +55,7 @@ def by_vllm(logits, sampling, position):
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
 
-    from triton_omni.vllm_hooks.sampling import CounterTopKTopPSampler, counter_uniforms
+    from triton_omni.vllm_hooks.shared.sampling import CounterTopKTopPSampler, counter_uniforms
 
     class Config:
         class scheduler_config:  # noqa: N801

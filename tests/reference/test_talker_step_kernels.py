@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_omni.engine import Sampling, TalkerPrompt
-from triton_omni.talker.conditioning import CodecIds
+from triton_omni.session.engine import Sampling, TalkerPrompt
+from triton_omni.vllm_hooks.talker.conditioning import CodecIds
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IDS = CodecIds(mask=96, pad=97, bos=98, eos=99)
@@ -28,10 +28,10 @@ SETTINGS = [
 
 def make_step(fused: bool) -> Any:
     """A step with sequences in the middle of their replies, always the same."""
-    from triton_omni.vllm_hooks.fused_talker_step import FusedTalkerStep
-    from triton_omni.vllm_hooks.talker_columns import Column
-    from triton_omni.vllm_hooks.talker_rows import TalkerRows
-    from triton_omni.vllm_hooks.talker_step import TalkerStep
+    from triton_omni.vllm_hooks.talker.columns import Column
+    from triton_omni.vllm_hooks.talker.fused_step import FusedTalkerStep
+    from triton_omni.vllm_hooks.talker.rows import TalkerRows
+    from triton_omni.vllm_hooks.talker.step import TalkerStep
 
     random = torch.Generator().manual_seed(0)
     tail = torch.randn(2, WIDTH, generator=random).to(DEVICE)
@@ -96,18 +96,18 @@ def test_a_row_that_is_not_finite_counts_against_its_own_sequence() -> None:
 @pytest.fixture
 def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many as are shipped a draw takes the interpreter three times as long."""
-    from triton_omni.vllm_hooks import talker_draw_kernels
+    from triton_omni.vllm_hooks.kernels import talker_draw
 
-    monkeypatch.setattr(talker_draw_kernels, "_GROUPS", 16)
+    monkeypatch.setattr(talker_draw, "_GROUPS", 16)
 
 
 @pytest.mark.parametrize(("seed", "listed"), [(0, 128), (1, 128), (2, 128), (3, 8), (4, 8), (5, 8), (6, 8), (7, 1)])
 @pytest.mark.usefixtures("few_groups")
 def test_ids_are_drawn_as_by_the_plain_step(seed: int, listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among few near ids, or among all where there are more than may be listed."""
-    from triton_omni.vllm_hooks import talker_draw_kernels
+    from triton_omni.vllm_hooks.kernels import talker_draw
 
-    monkeypatch.setattr(talker_draw_kernels, "_SHORT", listed)
+    monkeypatch.setattr(talker_draw, "_SHORT", listed)
 
     def finish(step: Any) -> dict[str, Tensor]:
         random = torch.Generator().manual_seed(seed)
@@ -136,7 +136,7 @@ def test_a_sequence_with_what_is_not_finite_draws_the_mask_id_alone() -> None:
 
 def test_what_was_drawn_before_stays_where_a_sequence_waits() -> None:
     """Its place is told the slot of nobody."""
-    from triton_omni.vllm_hooks.talker_columns import Column
+    from triton_omni.vllm_hooks.talker.columns import Column
 
     def finish(step: Any) -> dict[str, Tensor]:
         step.index[1, Column.SLOT] = step.rows.idle_slot
@@ -151,7 +151,7 @@ def test_what_was_drawn_before_stays_where_a_sequence_waits() -> None:
 @pytest.mark.usefixtures("few_groups")
 def test_ids_as_likely_as_the_last_kept_are_all_kept() -> None:
     """A sort keeps some of them by their place; half-precision logits are often equal."""
-    from triton_omni.vllm_hooks.talker_columns import Column
+    from triton_omni.vllm_hooks.talker.columns import Column
 
     step, draws = make_step(fused=True), 8
     assert SETTINGS[2].top_k == 5
@@ -170,7 +170,7 @@ def test_ids_as_likely_as_the_last_kept_are_all_kept() -> None:
 @pytest.mark.usefixtures("few_groups")
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_last_code_and_the_ids_behind_it_have_their_places_in_the_distribution(fused: bool) -> None:
-    from triton_omni.vllm_hooks.talker_columns import Column
+    from triton_omni.vllm_hooks.talker.columns import Column
 
     step, wanted = make_step(fused), [0, SPEAKABLE - 1, IDS.pad, IDS.eos]
     step.rows.used.zero_()

@@ -28,7 +28,7 @@ def sleeping_follower(pids: Any, **_: Any) -> None:
 
 def leading(pids: Any) -> None:
     """An engine's process with one follower, which it watches."""
-    from triton_omni.vllm_hooks import tensor_parallel
+    from triton_omni.vllm_hooks.shared import tensor_parallel
 
     tensor_parallel.WorkerProc = SimpleNamespace(worker_main=sleeping_follower)  # type: ignore[assignment,misc]
     FORK.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ def leading(pids: Any) -> None:
 
 @pytest.mark.parametrize("first", ["engine", "follower"])
 def test_each_ends_with_the_other(first: str) -> None:
-    import triton_omni.vllm_hooks.tensor_parallel  # noqa: F401, the processes below share it
+    import triton_omni.vllm_hooks.shared.tensor_parallel  # noqa: F401, the processes below share it
 
     pids = FORK.Queue()
     engine = FORK.Process(target=leading, args=(pids,))
@@ -61,7 +61,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_a_follower_that_fails_in_a_step_ends() -> None:
-    from triton_omni.vllm_hooks.tensor_parallel import failing_together
+    from triton_omni.vllm_hooks.shared.tensor_parallel import failing_together
 
     def fail() -> None:
         with failing_together(rank=1):
@@ -76,7 +76,7 @@ def test_a_follower_that_fails_in_a_step_ends() -> None:
 
 
 def test_a_call_goes_by_its_name_so_that_every_rank_can_make_it() -> None:
-    from triton_omni.vllm_hooks.tensor_parallel import TensorParallelExecutor
+    from triton_omni.vllm_hooks.shared.tensor_parallel import TensorParallelExecutor
 
     executor = object.__new__(TensorParallelExecutor)
     with pytest.raises(TypeError, match="a call goes by its name"):
@@ -86,8 +86,8 @@ def test_a_call_goes_by_its_name_so_that_every_rank_can_make_it() -> None:
 def test_there_must_be_as_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from triton_omni.settings import SettingsError
-    from triton_omni.vllm_hooks.engine_args import _ranks
+    from triton_omni.core.settings import SettingsError
+    from triton_omni.vllm_hooks.shared.engine_args import _ranks
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert _ranks(2, torch.device("cuda", 1))["device_ids"] == [1, 2]
@@ -96,7 +96,7 @@ def test_there_must_be_as_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_cannot_load_says_why_before_its_followers_end_it() -> None:
-    from triton_omni.vllm_hooks.tensor_parallel import TensorParallelExecutor
+    from triton_omni.vllm_hooks.shared.tensor_parallel import TensorParallelExecutor
 
     follower = FORK.Process(target=time.sleep, args=(0,))
     follower.start()

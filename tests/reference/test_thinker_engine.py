@@ -41,9 +41,9 @@ from reference.thinker_rig import (
 )
 from triton_omni.checkpoint.reading import CheckpointError
 from triton_omni.checkpoint.weights import weight_map
-from triton_omni.engine import Sampling, ThinkerPrompt
-from triton_omni.errors import BadRequest, TooLarge
-from triton_omni.settings import SettingsError, TalkerSettings, ThinkerSettings
+from triton_omni.core.errors import BadRequest, TooLarge
+from triton_omni.core.settings import SettingsError, TalkerSettings, ThinkerSettings
+from triton_omni.session.engine import Sampling, ThinkerPrompt
 
 # vLLM's and transformers' own warnings are not ours to fix.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -341,8 +341,8 @@ def test_an_aborted_key_can_be_used_again_and_unknown_keys_are_ignored(
 
 @pytest.mark.parametrize("stage", ["thinker", "talker"])
 def test_sequences_longer_than_the_network_s_are_refused_at_load(tiny_checkpoint: Path, stage: str) -> None:
-    from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
-    from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+    from triton_omni.vllm_hooks.talker.engine import TalkerVllmEngine
+    from triton_omni.vllm_hooks.thinker.engine import ThinkerVllmEngine
 
     engine, settings = {"thinker": (ThinkerVllmEngine, ThinkerSettings), "talker": (TalkerVllmEngine, TalkerSettings)}[
         stage
@@ -490,7 +490,7 @@ def _count_calls(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list
     ],
 )
 def test_what_the_runners_cannot_do_is_refused_by_name(engine: Any, change: dict[str, Any], message: str) -> None:
-    from triton_omni.vllm_hooks.platform import UnsupportedEngineError, refuse_unsupported
+    from triton_omni.vllm_hooks.shared.platform import UnsupportedEngineError, refuse_unsupported
 
     parallel = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1}
     parallel |= {name: value for name, value in change.items() if name in parallel}
@@ -515,8 +515,8 @@ def test_a_tensor_of_another_shape_is_told_by_name_with_its_file(tiny_checkpoint
 
 
 def test_a_checkpoint_in_which_vllm_and_hf_would_place_videos_differently_is_refused(engine: Any) -> None:
-    from triton_omni.vllm_hooks.platform import UnsupportedEngineError
-    from triton_omni.vllm_hooks.thinker_networks import check_time_scale
+    from triton_omni.vllm_hooks.shared.platform import UnsupportedEngineError
+    from triton_omni.vllm_hooks.thinker.networks import check_time_scale
 
     config = SimpleNamespace(position_id_per_seconds=25, vision_config=SimpleNamespace(tokens_per_second=2))
     with pytest.raises(UnsupportedEngineError, match=r"position_id_per_seconds is 25.*tokens_per_second is 2"):

@@ -13,7 +13,7 @@ from PIL import Image
 from media_samples import picture, tone
 from reference.hf import HfReference
 from reference.thinker_rig import Answer, ask, assert_equals_hf, drain, make_engine
-from triton_omni.engine import Sampling, ThinkerPrompt
+from triton_omni.session.engine import Sampling, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

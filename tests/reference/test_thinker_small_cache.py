@@ -15,7 +15,7 @@ from media_samples import tone
 from reference.hf import HfReference
 from reference.thinker_rig import NOTHING_HELD, REPLY, Answer, ask, assert_equals_hf, drain, engine_of, token_ids
 from reference.vllm_records import preemptions
-from triton_omni.engine import Sampling, ThinkerPrompt
+from triton_omni.session.engine import Sampling, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_omni.vllm_hooks.hidden_rows import finish as finish_plainly
+from triton_omni.vllm_hooks.thinker.hidden_rows import finish as finish_plainly
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK = 16
@@ -29,7 +29,7 @@ def integers(*shape: int, dtype: torch.dtype = torch.int64, seed: int = 0) -> Te
 @pytest.mark.parametrize("draws", [True, False])
 @pytest.mark.parametrize(("count", "width"), [(1, 64), (5, 1100)])
 def test_a_step_begins_where_the_one_before_ended(count: int, width: int, draws: bool) -> None:
-    from triton_omni.vllm_hooks.thinker_step_kernels import Places, Uniforms, begin
+    from triton_omni.vllm_hooks.kernels.thinker_step import Places, Uniforms, begin
 
     # The first of the last block, among others.
     positions = integers(MOST, seed=1)
@@ -66,7 +66,7 @@ def test_a_step_begins_where_the_one_before_ended(count: int, width: int, draws:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (9, 6), (9, 0)])
 def test_rows_and_flags_of_a_step_are_those_of_plain_operations(tokens: int, rows: int, dtype: torch.dtype) -> None:
-    from triton_omni.vllm_hooks.thinker_step_kernels import finish
+    from triton_omni.vllm_hooks.kernels.thinker_step import finish
 
     hidden = random(tokens, 100, dtype=dtype)
     taken = random(rows, 100, dtype=dtype, seed=1) if rows else None
@@ -82,7 +82,7 @@ def test_rows_and_flags_of_a_step_are_those_of_plain_operations(tokens: int, row
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_flagged_alone(bad: float) -> None:
-    from triton_omni.vllm_hooks.thinker_step_kernels import finish
+    from triton_omni.vllm_hooks.kernels.thinker_step import finish
 
     hidden = random(4, 100)
     hidden[2, 99] = bad

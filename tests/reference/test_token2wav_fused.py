@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from triton_omni.engine import StreamOptions
-from triton_omni.settings import SettingsError, StreamingPlan, Token2WavSettings
+from triton_omni.core.settings import SettingsError, StreamingPlan, Token2WavSettings
+from triton_omni.session.engine import StreamOptions
 from triton_omni.token2wav import fused_dit
 from triton_omni.token2wav.acceleration import resolve_dtype, vocoder_shapes
 from triton_omni.token2wav.attention import Before, block_attention
@@ -39,11 +39,11 @@ from triton_omni.token2wav.layer_kernels import LIBRARY, LayerTilings, Tiling, p
 from triton_omni.token2wav.networks import Networks, load_networks
 from triton_omni.token2wav.noise import MAX_SEED, standard_normal
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, STEPS, Solver, guide
-from triton_omni.token2wav.past import Past, WindowPast
 from triton_omni.token2wav.rotary import Rotary, rotate_
 from triton_omni.token2wav.sampler import FlowOptions, Sampler, StepwiseSolver, Window, condition
 from triton_omni.token2wav.solver_kernels import advance, fused_condition
 from triton_omni.token2wav.steps import run_out
+from triton_omni.token2wav.window_cache import WindowCacheUse, WindowKVCache
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -89,16 +89,16 @@ def test_residual_norm_equals_sum_and_adaptive_norm(width: int) -> None:
     torch.testing.assert_close(normed, modulate(hidden, shift, scale), atol=1e-5, rtol=1e-5)
 
 
-def some_past(networks: Networks, layout: BlockLayout, *, bad: float) -> Past:
+def some_past(networks: Networks, layout: BlockLayout, *, bad: float) -> WindowKVCache:
     """Pages with a past before the second and the fourth window; all others, of whom nobody reads, are `bad`."""
     pool = networks.dit.past_pool(7, torch.float32)
     pool.pages.fill_(bad)
     pool.pages[1:4] = random(*pool.pages[1:4].shape, seed=5)
     windows = [
-        WindowPast(4, is_left=False, kept_frames=24),
-        WindowPast(0, is_left=True, kept_frames=0),
+        WindowCacheUse(4, is_left=False, kept_frames=24),
+        WindowCacheUse(0, is_left=True, kept_frames=0),
         None,
-        WindowPast(2, is_left=True, kept_frames=48),
+        WindowCacheUse(2, is_left=True, kept_frames=48),
     ]
     return pool.of_batch(windows, layout, evaluations=2, halves=1).upload()
 
@@ -327,7 +327,9 @@ def assert_recorded_steps_are_the_same(
     graphed = GraphedSolver(networks.dit, fused, graphs, pasts[1], sizes=(2, 6), recorded=recorded)
     for lengths in batches:
         windows = [
-            dataclasses.replace(window, past=WindowPast(page, is_left=True, kept_frames=24 * (len(window.codes) // 12)))
+            dataclasses.replace(
+                window, past=WindowCacheUse(page, is_left=True, kept_frames=24 * (len(window.codes) // 12))
+            )
             for window, page in zip(some_windows(networks, lengths), (0, options.pages), strict=False)
         ]
         one_by_one, by_steps = (

@@ -14,10 +14,10 @@ import torch
 from hf_token2wav import DEVICE, lent
 from torch import Tensor
 
-from triton_omni.engine import StreamOptions
-from triton_omni.errors import BadRequest
-from triton_omni.request import Token2WavOptions
-from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
+from triton_omni.core.errors import BadRequest
+from triton_omni.core.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
+from triton_omni.request.parse import Token2WavOptions
+from triton_omni.session.engine import StreamOptions
 from triton_omni.token2wav import streaming
 from triton_omni.token2wav.engine import Token2WavEngine
 

@@ -19,7 +19,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 )
 
 from triton_omni.checkpoint.facts import EcapaConfig
-from triton_omni.settings import Token2WavSettings
+from triton_omni.core.settings import Token2WavSettings
 from triton_omni.token2wav.batching import block_layout
 from triton_omni.token2wav.bigvgan import ACTIVATION_TAPS, low_pass
 from triton_omni.token2wav.ecapa import Ecapa

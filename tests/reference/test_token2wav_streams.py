@@ -12,8 +12,8 @@ import torch
 from hf_token2wav import DEVICE, HfToken2Wav, solved_by, streamed_waveform
 from torch import Tensor
 
-from triton_omni.engine import AudioOutput, StreamOptions
-from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
+from triton_omni.core.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
+from triton_omni.session.engine import AudioOutput, StreamOptions
 from triton_omni.token2wav.attention import AttentionKind
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.ode import Solver

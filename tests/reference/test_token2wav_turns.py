@@ -13,10 +13,10 @@ import torch
 from hf_token2wav import DEVICE, lent, next_outputs
 from torch import Tensor
 
-from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
-from triton_omni.errors import Overloaded
-from triton_omni.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
-from triton_omni.token2wav import flight
+from triton_omni.core.errors import Overloaded
+from triton_omni.core.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
+from triton_omni.session.engine import AudioOutput, EngineStats, StreamOptions
+from triton_omni.token2wav import batch_launch
 from triton_omni.token2wav.acceleration import Vocoder
 from triton_omni.token2wav.engine import (
     AT_ONCE_FRAMES,
@@ -25,8 +25,8 @@ from triton_omni.token2wav.engine import (
     STEPS_AHEAD,
     Token2WavEngine,
 )
-from triton_omni.token2wav.past import LayerPast
-from triton_omni.token2wav.splicing import Due, Spliced
+from triton_omni.token2wav.mel_gather import Due, Spliced
+from triton_omni.token2wav.window_cache import LayerKVCache
 
 STREAMS, FIRST, SECOND = 5, 24, 24
 """Streams of the large batch, and codes of which the first and second chunk come."""
@@ -91,11 +91,13 @@ def batches(engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch) -> list[st
     """Keys of each batch that was begun."""
     found: list[str] = []
 
-    def climb(batch: Sequence[Due], climb: Callable[[Sequence[Due]], flight.Climb] = engine._climb) -> flight.Climb:
+    def launching(
+        batch: Sequence[Due], launching: Callable[[Sequence[Due]], batch_launch.BatchLaunch] = engine._launching
+    ) -> batch_launch.BatchLaunch:
         found.append("".join(sorted(due.stream.key for due in batch)))
-        return climb(batch)
+        return launching(batch)
 
-    monkeypatch.setattr(engine, "_climb", climb)
+    monkeypatch.setattr(engine, "_launching", launching)
     return found
 
 
@@ -126,7 +128,7 @@ def test_who_is_being_launched_waits_for_no_crowd(engine: Token2WavEngine, monke
     for key in "abc":
         begin(engine, key)
     assert engine.step() == []
-    assert len(engine._climbs) == 1
+    assert len(engine._launchings) == 1
     for key in "def":
         engine.open(key, VOICE, 1, StreamOptions())
     assert engine.keeps_listeners_waiting
@@ -165,7 +167,7 @@ def test_later_windows_wait_for_no_crowd(
 MINUTE_NS = 60_000_000_000
 
 
-def climb(engine: Token2WavEngine) -> list[AudioOutput]:
+def launching(engine: Token2WavEngine) -> list[AudioOutput]:
     """Begin to launch the second windows of five streams; what the first gave."""
     for key in "abcde":
         begin(engine, key)
@@ -177,7 +179,7 @@ def climb(engine: Token2WavEngine) -> list[AudioOutput]:
         engine._streams[key].sound_until_ns = time.monotonic_ns() + MINUTE_NS
         go_on(engine, key)
     assert engine.step() == []
-    (under_way,) = engine._climbs
+    (under_way,) = engine._launchings
     assert sum(len(due.chunk.solved) for due in under_way.batch) > AT_ONCE_FRAMES
     return outputs
 
@@ -186,7 +188,7 @@ def climb(engine: Token2WavEngine) -> list[AudioOutput]:
 def climbing(engine: Token2WavEngine, alone: dict[str, Tensor]) -> list[AudioOutput]:
     """Five streams whose second windows are being launched; what they gave before."""
     del alone
-    return climb(engine)
+    return launching(engine)
 
 
 def test_who_has_enough_sound_comes_along_with_who_goes_between(
@@ -195,13 +197,13 @@ def test_who_has_enough_sound_comes_along_with_who_goes_between(
     # Each batch is through in no time, as it seems, so that who hears nothing can wait for one.
     monkeypatch.setattr("triton_omni.token2wav.sharing.SHORT_BATCH_NS", -2 * MINUTE_NS)
     engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_streams": STREAMS + 2}), DEVICE)
-    outputs = climb(engine)
+    outputs = launching(engine)
     begin(engine, "f")
     begin(engine, "g")
     engine._streams["g"].sound_until_ns = time.monotonic_ns() + 2 * MINUTE_NS
     outputs += (between := next_outputs(engine))
     assert [output.key for output in between] == ["f", "g"]
-    assert len(engine._climbs) == 1
+    assert len(engine._launchings) == 1
     for key in "fg":
         go_on(engine, key)
     assert_sound_is_that_alone(outputs + drain(engine), alone, "abcdefg")
@@ -213,7 +215,7 @@ def test_a_listener_who_hears_nothing_goes_between(
     begin(engine, "f")
     outputs = next_outputs(engine)
     assert [output.key for output in outputs] == ["f"]
-    assert len(engine._climbs) == 1
+    assert len(engine._launchings) == 1
     go_on(engine, "f")
     outputs = climbing + outputs + drain(engine)
     assert_sound_is_that_alone(outputs, alone, "abcdef")
@@ -260,7 +262,7 @@ def test_no_more_steps_are_launched_than_the_device_has_to_do(
         events.append(Reached())
         return events[-1]
 
-    monkeypatch.setattr(flight, "record_event", mark)
+    monkeypatch.setattr(batch_launch, "record_event", mark)
     for _ in range(10):
         assert engine.step() == []
     assert len(events) == most
@@ -308,7 +310,7 @@ def test_a_newcomer_has_the_pages_of_who_was_dropped_on_the_way_behind_the_batch
         begin(engine, "h")
     # Nobody else waits.
     assert [output.key for output in next_outputs(engine)] == ["f"]
-    assert len(engine._climbs) == 1
+    assert len(engine._launchings) == 1
     engine.abort("f")
     go_on(engine, "g")
     outputs = climbing + drain(engine)
@@ -350,21 +352,21 @@ Lacking = Callable[[set[str]], bool]
 
 def in_the_solver(engine: Token2WavEngine, lacking: Lacking, patched: pytest.MonkeyPatch) -> None:
     """Memory runs out when a layer has just left what the next windows are to find."""
-    leave = LayerPast.leave
+    leave = LayerKVCache.leave
 
-    def full(self: LayerPast, key: Tensor, value: Tensor) -> None:
+    def full(self: LayerKVCache, key: Tensor, value: Tensor) -> None:
         leave(self, key, value)
         left = self.left.tolist()
         if self.number > 1 and lacking({name for name, stream in engine._streams.items() if stream.page in left}):
             raise torch.OutOfMemoryError("tried to allocate too much")
 
-    patched.setattr(LayerPast, "leave", full)
+    patched.setattr(LayerKVCache, "leave", full)
 
 
 def in_the_vocoder(engine: Token2WavEngine, lacking: Lacking, patched: pytest.MonkeyPatch) -> None:
     """Memory runs out behind the solver, when all that the next windows are to find was left."""
     del engine
-    sound = flight._sound
+    sound = batch_launch._sound
 
     def full(spliced: Spliced, vocoder: Vocoder) -> tuple[Tensor, tuple[int, ...]]:
         made = sound(spliced, vocoder)
@@ -372,7 +374,7 @@ def in_the_vocoder(engine: Token2WavEngine, lacking: Lacking, patched: pytest.Mo
             raise torch.OutOfMemoryError("tried to allocate too much")
         return made
 
-    patched.setattr(flight, "_sound", full)
+    patched.setattr(batch_launch, "_sound", full)
 
 
 RunOut = Callable[[Token2WavEngine, Lacking, pytest.MonkeyPatch], None]
@@ -401,7 +403,7 @@ def test_what_an_attempt_held_is_given_back_before_the_next(
     engine: Token2WavEngine, climbing: list[AudioOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del climbing
-    sound, held = flight._sound, list[weakref.ref[Tensor]]()
+    sound, held = batch_launch._sound, list[weakref.ref[Tensor]]()
 
     def full(spliced: Spliced, vocoder: Vocoder) -> tuple[Tensor, tuple[int, ...]]:
         assert all(frames() is None for frames in held)
@@ -410,7 +412,7 @@ def test_what_an_attempt_held_is_given_back_before_the_next(
             raise torch.OutOfMemoryError("tried to allocate too much")
         return sound(spliced, vocoder)
 
-    monkeypatch.setattr(flight, "_sound", full)
+    monkeypatch.setattr(batch_launch, "_sound", full)
     assert sorted(output.key for output in drain(engine) if output.final and not output.error) == list("abcde")
     assert len(held) > 2 * STREAMS
 
@@ -433,7 +435,7 @@ def test_a_window_alone_waits_for_the_memory_of_a_batch_under_way(
     engine: Token2WavEngine, climbing: list[AudioOutput], alone: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(engine, "f")
-    in_the_solver(engine, lambda keys: "f" in keys and len(engine._climbs) > 1, monkeypatch)
+    in_the_solver(engine, lambda keys: "f" in keys and len(engine._launchings) > 1, monkeypatch)
     outputs = climbing + drain(engine)
     # It has waited.
     assert [output.key for output in outputs[STREAMS:]].index("f") > 0

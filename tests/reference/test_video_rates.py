@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from triton_omni.engine import ThinkerPrompt
-from triton_omni.vllm_hooks.media_positions import TimeScale, film_order
+from triton_omni.session.engine import ThinkerPrompt
+from triton_omni.vllm_hooks.thinker.media_positions import TimeScale, film_order
 
 SCALE = TimeScale(25, 2.0)
 FILM = "<|vision_bos|><|VIDEO|><|vision_eos|>"
@@ -30,10 +30,10 @@ def vllm_processor(tiny_checkpoint):
     from vllm.config import ModelConfig
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    from triton_omni.vllm_hooks import thinker_networks
+    from triton_omni.vllm_hooks.thinker import networks
 
-    thinker_networks.register()
-    overrides = {"architectures": [thinker_networks.THINKER_ARCHITECTURE]}
+    networks.register()
+    overrides = {"architectures": [networks.THINKER_ARCHITECTURE]}
     # Half precision must not round the times.
     config = ModelConfig(model=str(tiny_checkpoint), hf_overrides=overrides, dtype="bfloat16", max_model_len=8192)
     return MULTIMODAL_REGISTRY.create_processor(config)
@@ -43,7 +43,7 @@ def our_prompt(processor, ids, media, kwargs):
     """Ids and positions of what vLLM's processor and our network make of a prompt."""
     from types import SimpleNamespace
 
-    from triton_omni.vllm_hooks.thinker_networks import ThinkerNetwork, media_features
+    from triton_omni.vllm_hooks.thinker.networks import ThinkerNetwork, media_features
 
     prompt = ThinkerPrompt(tuple(ids), media, kwargs)
     items = processor.info.parse_mm_data(prompt.multi_modal_data)
@@ -89,7 +89,7 @@ def test_ids_and_positions_are_hfs(hf, vllm_processor, rates, heard):
 
 
 def test_times_are_cut_off_in_the_precision_of_hf():
-    from triton_omni.vllm_hooks.media_positions import Placed, prompt_positions
+    from triton_omni.vllm_hooks.thinker.media_positions import Placed, prompt_positions
 
     seconds = torch.tensor(1.4)
     positions = prompt_positions(np.zeros(8, np.int64), [Placed(0, 8, (8, 1, 1), second_per_grid=1.4)], 0, SCALE)

@@ -17,8 +17,8 @@ from media_samples import picture
 from reference.hf import HfReference
 from reference.thinker_rig import DEVICE, Answer, run, token_ids
 from reference.thinker_rig import make_engine as make_plain_engine
-from triton_omni.engine import Sampling, ThinkerPrompt
-from triton_omni.settings import EngineSettings, ThinkerSettings
+from triton_omni.core.settings import EngineSettings, ThinkerSettings
+from triton_omni.session.engine import Sampling, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -47,7 +47,7 @@ def record_by_hand(manager: Any, settings: EngineSettings) -> None:
     """What vLLM's manager does at the start of a GPU's engine, with passes that are run again instead of recorded."""
     from vllm.v1.worker.encoder_cudagraph import BudgetGraphMetadata
 
-    from triton_omni.vllm_hooks.vision_graphs import image_budgets
+    from triton_omni.vllm_hooks.shared.vision_graphs import image_budgets
 
     network, most, frames = manager.model, manager.max_batch_size, manager.max_frames_per_batch
     assert manager.token_budgets == image_budgets(settings)
@@ -97,7 +97,7 @@ def manager_of(network: Any, settings: EngineSettings) -> Any:
     """vLLM's own manager of passes, recorded by hand."""
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
-    from triton_omni.vllm_hooks.vision_graphs import vision_graphs
+    from triton_omni.vllm_hooks.shared.vision_graphs import vision_graphs
 
     config = network.vllm_config
     for name, value in vision_graphs(settings).items():
@@ -142,7 +142,7 @@ def test_an_image_too_large_to_be_recorded_and_for_the_memory_fails_its_request_
 def make_engine(checkpoint: Path, dtype: Any, max_graph_tokens: int) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+        from triton_omni.vllm_hooks.thinker.engine import ThinkerVllmEngine
 
         sizes = EngineSettings(max_num_seqs=16, max_graph_tokens=max_graph_tokens)
         return ThinkerVllmEngine(checkpoint, ThinkerSettings(dtype=dtype, engine=sizes), DEVICE)
@@ -185,6 +185,6 @@ def test_an_engine_that_records_images_gives_the_rows_of_one_that_does_not(
     ],
 )
 def test_images_are_recorded_up_to_the_size_of_steps_with_prompts(settings: EngineSettings, last: int | None) -> None:
-    from triton_omni.vllm_hooks.vision_graphs import vision_graphs
+    from triton_omni.vllm_hooks.shared.vision_graphs import vision_graphs
 
     assert vision_graphs(settings).get("encoder_cudagraph_token_budgets", [None])[-1] == last

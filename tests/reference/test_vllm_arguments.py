@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from triton_omni.serving.launch import INVARIANCE_VARIABLE
-from triton_omni.settings import EngineSettings, SettingsError
+from triton_omni.core.settings import EngineSettings, SettingsError
+from triton_omni.stub.launch import INVARIANCE_VARIABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -20,7 +20,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 @pytest.fixture(scope="module")
 def engine_args() -> Any:
-    from triton_omni.vllm_hooks import engine_args
+    from triton_omni.vllm_hooks.shared import engine_args
 
     return engine_args
 
@@ -38,7 +38,7 @@ def own_device(engine_args: Any) -> torch.device:
 
 
 def build(engine_args: Any, folder: Path, settings: EngineSettings, device: torch.device, **names: Any) -> Any:
-    worker = {"worker_cls": "triton_omni.vllm_hooks.thinker_worker.ThinkerWorker"} | names
+    worker = {"worker_cls": "triton_omni.vllm_hooks.thinker.worker.ThinkerWorker"} | names
     return engine_args.build_engine_args(
         folder, settings, device, torch.float32, hf_overrides={"architectures": ["X"]}, **worker
     )
@@ -165,7 +165,7 @@ def test_auto_is_exact_on_the_cpu_and_fast_on_a_gpu(
 
 
 def test_another_vllm_is_refused_by_its_version(engine_args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton_omni.vllm_hooks import compat
+    from triton_omni.vllm_hooks.shared import compat
 
     monkeypatch.setattr(importlib.metadata, "version", lambda _package: "0.31.9")
     with pytest.raises(compat.UnsupportedVllmError, match=r"vllm 0\.31\.9 is installed.*install vllm==0\.32\.0"):
@@ -173,7 +173,7 @@ def test_another_vllm_is_refused_by_its_version(engine_args: Any, monkeypatch: p
 
 
 def test_a_missing_vllm_is_named(engine_args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton_omni.vllm_hooks import compat
+    from triton_omni.vllm_hooks.shared import compat
 
     def absent(package: str) -> str:
         raise importlib.metadata.PackageNotFoundError(package)
@@ -184,7 +184,7 @@ def test_a_missing_vllm_is_named(engine_args: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_runner_without_an_extended_method_is_refused(engine_args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton_omni.vllm_hooks import compat
+    from triton_omni.vllm_hooks.shared import compat
 
     monkeypatch.delattr(compat.GPUModelRunner, "_model_forward")
     with pytest.raises(compat.UnsupportedVllmError, match="_model_forward"):

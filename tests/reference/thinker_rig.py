@@ -17,8 +17,8 @@ import torch
 
 from importing import more_is_imported
 from reference.hf import HfReference, ThinkerResult
-from triton_omni.engine import EngineStats, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
-from triton_omni.settings import EngineSettings, ThinkerSettings
+from triton_omni.core.settings import EngineSettings, ThinkerSettings
+from triton_omni.session.engine import EngineStats, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # A GPU adds its kernels' order of summation.
@@ -60,7 +60,7 @@ class Answer:
 @functools.cache
 def engine_class() -> Any:
     """Ours, imported with vLLM."""
-    from triton_omni.vllm_hooks.thinker_engine import ThinkerVllmEngine
+    from triton_omni.vllm_hooks.thinker.engine import ThinkerVllmEngine
 
     more_is_imported()
     return ThinkerVllmEngine
@@ -93,8 +93,8 @@ def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch, *, steady: bool =
     """vLLM schedules ahead on a GPU alone, so the streams it needs are stood in."""
     from vllm.platforms.cpu import CpuPlatform
 
-    from triton_omni.vllm_hooks.holding import HoldingAsyncScheduler
-    from triton_omni.vllm_hooks.steady_schedule import SteadyAsyncScheduler
+    from triton_omni.vllm_hooks.shared.incremental_schedule import IncrementalAsyncScheduler
+    from triton_omni.vllm_hooks.shared.pausing import PausableAsyncScheduler
 
     adjust = CpuPlatform.check_and_update_config
     # It exchanges torch's events for good once it is imported, and must not be undone with what is exchanged here.
@@ -103,7 +103,7 @@ def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch, *, steady: bool =
     def adjust_but_stay_async(config: Any) -> None:
         adjust(config)
         config.scheduler_config.async_scheduling = True
-        config.scheduler_config.scheduler_cls = SteadyAsyncScheduler if steady else HoldingAsyncScheduler
+        config.scheduler_config.scheduler_cls = IncrementalAsyncScheduler if steady else PausableAsyncScheduler
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(adjust_but_stay_async))
     for name, stand_in in (("Stream", _Ordered), ("Event", _Ordered), ("current_stream", _Ordered)):

@@ -59,7 +59,7 @@ def command(folder: Path, checkpoint: Path, ports: Mapping[str, int] | None = No
     chosen = {f"--{service}-port": (ports or {}).get(service, 0) for service in ("http", "grpc", "metrics")}
     arguments = [str(part) for option in (options | chosen | {"--drain-timeout": 60}).items() for part in option]
     process = subprocess.Popen(
-        [sys.executable, "-m", "triton_omni.serving.supervisor", *arguments],
+        [sys.executable, "-m", "triton_omni.supervisor.serve", *arguments],
         env=os.environ | config.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -15,8 +15,8 @@ from PIL import Image
 from media_samples import audio_file, image_file, picture, video_file
 from reference.hf import GREEDY_TALKER, GREEDY_THINKER, HfReference, Reply, Solver
 from server.serving import TINY, Served
-from triton_omni.media import Video, VisionSizes, decode_audio, decode_video
-from triton_omni.settings import RequestLimits
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request.media import Video, VisionSizes, decode_audio, decode_video
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT
 from triton_omni.token2wav.noise import standard_normal
 from triton_omni_client import Reply as ServerReply

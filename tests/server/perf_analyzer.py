@@ -16,8 +16,8 @@ import pytest
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from server.serving import ROOT, Served
-from triton_omni.serving.machine import find_triton, prepend
-from triton_omni.serving.model_control import HEADER
+from triton_omni.supervisor.machine import find_triton, prepend
+from triton_omni.supervisor.model_control import HEADER
 from triton_omni_client import BadRequest
 from triton_omni_client.bench.profile_export import CUT_OFF, read_profile_export
 from triton_omni_client.messages import MODEL, UNARY_MODEL

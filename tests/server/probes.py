@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from triton_omni.heap import uncollected
+from triton_omni.core.heap import uncollected
 
 RECORDS_VARIABLE = "OMNI_TEST_RECORDS"
 
@@ -125,7 +125,7 @@ def _untraced() -> Iterator[None]:
 
 
 def _watch_cancellation(recorder: Recorder) -> None:
-    from triton_omni import ledger
+    from triton_omni.session import ledger
 
     class WatchedLedger(ledger.SessionLedger):
         def mark_cancelled(self, key: Any) -> None:
@@ -197,9 +197,9 @@ def _die_with_locks() -> None:
 
 
 def _probe_thinker(recorder: Recorder) -> None:
-    from triton_omni.vllm_hooks import thinker_engine
+    from triton_omni.vllm_hooks.thinker import engine
 
-    class ProbedThinkerEngine(_Disturbed, thinker_engine.ThinkerVllmEngine):
+    class ProbedThinkerEngine(_Disturbed, engine.ThinkerVllmEngine):
         stage = "thinker"
 
         def add(self, key: str, placed: Any, sampling: Any, *, want_rows: bool, priority: int = 0) -> None:
@@ -217,17 +217,17 @@ def _probe_thinker(recorder: Recorder) -> None:
             return outputs
 
     ProbedThinkerEngine.recorder = recorder
-    thinker_engine.ThinkerVllmEngine = ProbedThinkerEngine
+    engine.ThinkerVllmEngine = ProbedThinkerEngine
     _probe_intake(recorder)
 
 
 def _probe_intake(recorder: Recorder) -> None:
-    from triton_omni.thinker import intake
+    from triton_omni.thinker import preprocessing
 
     def is_slow(raw: Any) -> bool:
         return str(SLOW_INTAKE).encode() in (raw.sampling_parameters or b"")
 
-    class ProbedIntake(intake.RequestIntake):
+    class ProbedIntake(preprocessing.Preprocessor):
         def prepare_at_once(self, raw: Any, accepted_ns: int, take_timeout: Any) -> Any:
             return None if is_slow(raw) else super().prepare_at_once(raw, accepted_ns, take_timeout)
 
@@ -239,17 +239,17 @@ def _probe_intake(recorder: Recorder) -> None:
 
             return super().prepare(raw, accepted_ns, decode_slowly if is_slow(raw) else take_timeout, is_wanted)
 
-    intake.RequestIntake = ProbedIntake
+    preprocessing.Preprocessor = ProbedIntake
 
 
 def _probe_talker(recorder: Recorder) -> None:
     import torch
 
-    from triton_omni.request import talker_seed
+    from triton_omni.request.parse import talker_seed
     from triton_omni.talker import stage
-    from triton_omni.vllm_hooks import talker_engine
+    from triton_omni.vllm_hooks.talker import engine
 
-    class ProbedTalkerEngine(_Disturbed, talker_engine.TalkerVllmEngine):
+    class ProbedTalkerEngine(_Disturbed, engine.TalkerVllmEngine):
         stage = "talker"
 
         def open(self, key: str, prompt: Any, sampling: Any, *, priority: int = 0) -> None:
@@ -270,7 +270,7 @@ def _probe_talker(recorder: Recorder) -> None:
             super()._take_placed(session, tensor)
 
     ProbedTalkerEngine.recorder = recorder
-    talker_engine.TalkerVllmEngine = ProbedTalkerEngine
+    engine.TalkerVllmEngine = ProbedTalkerEngine
     stage.TalkerStage = ProbedTalkerStage
 
 

@@ -26,9 +26,9 @@ from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from processes import UNMEASURED
 from server.probes import RECORDS_VARIABLE
-from triton_omni.serving.metric_families import FAMILIES
-from triton_omni.serving.server_options import ServerConfig
-from triton_omni.serving.supervisor import Supervisor
+from triton_omni.stub.metric_families import FAMILIES
+from triton_omni.supervisor.options import ServerConfig
+from triton_omni.supervisor.serve import Supervisor
 from triton_omni_client import NO_RETRY, HttpClient, OmniClient, Reply, Request
 
 ROOT = Path(__file__).parents[2]

@@ -26,7 +26,7 @@ from media_samples import audio_file
 from processes import family
 from server.serving import TINY, Served, resident_bytes, serve
 from server.test_contract import infer_request
-from triton_omni.serving.model_control import HEADER
+from triton_omni.supervisor.model_control import HEADER
 from triton_omni_client import BadRequest, HttpClient, Media, OmniClient, Request, TooLarge
 from triton_omni_client.messages import MODEL, UNARY_MODEL
 

@@ -27,8 +27,8 @@ from server.probes import (
 )
 from server.serving import STAGES, TINY, Served, check_in_time, in_time_once, note_figures, wait_for
 from server.test_cancel import LONG_PROMPT, WAYS, longest_step
-from triton_omni.ledger_layout import ledger_name
-from triton_omni.serving.stage_board import StageBoard
+from triton_omni.session.ledger_layout import ledger_name
+from triton_omni.session.stage_board import StageBoard
 from triton_omni_client import Request
 
 PLACES: int = TINY["thinker"]["engine"]["max_num_seqs"]

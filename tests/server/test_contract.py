@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from media_samples import audio_file, image_file
 from server.probes import CRAWLING_THINKER
 from server.serving import Served, wait_for
-from triton_omni.wire import PROTOCOL_VERSION, Seal
+from triton_omni.session.wire import PROTOCOL_VERSION, Seal
 from triton_omni_client import Overloaded, Reply, Request
 from triton_omni_client.audio import Pcm16Decoder, wav_header
 from triton_omni_client.messages import MODEL, UNARY_MODEL

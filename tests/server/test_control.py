@@ -15,7 +15,7 @@ import torch
 
 from reference.hf_token2wav import HfToken2Wav, solved_by, streamed_waveform
 from server.serving import Served
-from triton_omni.settings import StreamingPlan
+from triton_omni.core.settings import StreamingPlan
 from triton_omni_client import BadRequest, Info, Reply, Request, ThinkerOptions, Token2WavOptions
 
 SAME = 1e-5

@@ -36,11 +36,11 @@ from server.probes import (
     SLOW_THINKER,
 )
 from server.serving import IDLE_S, NEVER_S, STAGES, TINY, Served, note_figures, serve, wait_for
-from triton_omni.errors import StageName
-from triton_omni.ledger_layout import ledger_name
-from triton_omni.serving import doctor
-from triton_omni.serving.revival import RevivalPolicy
-from triton_omni.serving.stage_board import StageBoard
+from triton_omni.core.errors import StageName
+from triton_omni.doctor import cli
+from triton_omni.session.ledger_layout import ledger_name
+from triton_omni.session.stage_board import StageBoard
+from triton_omni.supervisor.restart import RestartPolicy
 from triton_omni_client import Internal, OmniClientError, Overloaded, Reply, Request
 from triton_omni_client.errors import from_text
 from triton_omni_client.messages import MODEL
@@ -65,7 +65,7 @@ SHARED_MEMORY = Path("/dev/shm")
 CONNECTIONS = 24
 STANDS_STILL_S = 3.0
 """Triton's own patience is one second."""
-IMPATIENT = RevivalPolicy(silent_after_s=1.5, overdue_after_s=6.0)
+IMPATIENT = RestartPolicy(silent_after_s=1.5, overdue_after_s=6.0)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Crashing:
 @pytest.fixture(scope="module")
 def crashing(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashing]:
     """One server for all crashes; its stop shows that none of them is in its way."""
-    with serve(tmp_path_factory.mktemp("crashes"), tiny_checkpoint, SETTINGS, revival=IMPATIENT) as server:
+    with serve(tmp_path_factory.mktemp("crashes"), tiny_checkpoint, SETTINGS, restart=IMPATIENT) as server:
         supervisor = server.supervisor
         table, regions = SHARED_MEMORY / ledger_name(supervisor.pid), supervisor.regions
         assert len(list(table.glob("*-ring"))) == 2
@@ -186,7 +186,7 @@ def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(
     wait_for(lambda: not crashing.ready(), crashing.ready, TOLD_WITHIN_S)
     assert not server.client.ready()
     assert_not_now(gateway)
-    seen = doctor.examine(doctor.server_of_process(server.supervisor.pid), 0.0)[1]
+    seen = cli.examine(cli.server_of_process(server.supervisor.pid), 0.0)[1]
     assert f"{stage} has died " in seen[f"{stage}/lost"]
     assert not [name for name in seen if name.partition("/")[0] in {*STAGES, "session"} - {stage}], seen
     with pytest.raises((Internal, Overloaded)):
@@ -201,7 +201,7 @@ def test_a_killed_stage_fails_its_streams_at_once_and_comes_back(
     assert_equals(server, ask(server, f"after {stage}"), f"after {stage}", crashing.before)
     wait_for(lambda: omni_figures(server) == {}, lambda: omni_figures(server))
     # The ledger still has the sessions that nobody was left to close.
-    assert doctor.examine(doctor.server_of_process(server.supervisor.pid), IDLE_S)[1] == {}
+    assert cli.examine(cli.server_of_process(server.supervisor.pid), IDLE_S)[1] == {}
 
 
 def test_a_killed_unary_model_without_requests_comes_back_alone(crashing: Crashing) -> None:

@@ -31,7 +31,7 @@ from server.test_contract import (
     with_url,
 )
 from special_tokens import SPECIALS
-from triton_omni.settings import RequestLimits
+from triton_omni.core.settings import RequestLimits
 from triton_omni_client import Request
 from triton_omni_client.messages import MODEL, UNARY_MODEL
 

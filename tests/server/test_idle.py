@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from server.serving import STAGES, Served
-from triton_omni.errors import StageName
-from triton_omni.ledger_layout import ledger_name
-from triton_omni.serving.stage_board import StageBoard
+from triton_omni.core.errors import StageName
+from triton_omni.session.ledger_layout import ledger_name
+from triton_omni.session.stage_board import StageBoard
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from server.serving import Served, serve
-from triton_omni.serving.native import compiler
+from triton_omni.supervisor.native import compiler
 from triton_omni_client import Request, TooLarge
 
 TEXT_BYTES = 2 << 20

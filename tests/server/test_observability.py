@@ -19,9 +19,9 @@ from observed import OF_A_GPU, alert_rules, dashboard_queries, named_metrics
 from otlp_receiver import Receiver, attributes, receive_spans
 from server.probes import FAILING_TOKEN2WAV, SLOW_THINKER
 from server.serving import STAGES, TINY, Served, serve, wait_for
-from triton_omni import ledger_layout as layout
-from triton_omni.serving import doctor
-from triton_omni.serving.warm_up import REQUEST_ID
+from triton_omni.doctor import cli
+from triton_omni.session import ledger_layout as layout
+from triton_omni.supervisor.warm_up import REQUEST_ID
 from triton_omni_client import (
     BadRequest,
     Cancelled,
@@ -205,13 +205,13 @@ def test_the_doctor_finds_an_idle_server_and_a_busy_one_sound(
 ) -> None:
     server = observed.server
     arguments = ["--server", str(server.supervisor.pid), "--persist", "5"]
-    assert doctor.main(arguments) == 0
+    assert cli.main(arguments) == 0
     told = capsys.readouterr().out
     assert f"{SESSIONS} of {SESSIONS} slots free" in told
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(server.ask, f"busy {i}", "hello", seed=SLOW_THINKER) for i in range(2)]
         wait_for(lambda: len(server.held()) > 3, server.held)
-        assert doctor.main(arguments) == 0
+        assert cli.main(arguments) == 0
         assert "sessions open, the oldest for" in capsys.readouterr().out
         for future in running:
             future.result()
@@ -219,7 +219,7 @@ def test_the_doctor_finds_an_idle_server_and_a_busy_one_sound(
 
 
 def test_the_doctor_finds_a_session_that_nobody_serves(observed: Observed, capsys: pytest.CaptureFixture[str]) -> None:
-    path = doctor.server_of_process(observed.server.supervisor.pid).ledger
+    path = cli.server_of_process(observed.server.supervisor.pid).ledger
     assert path is not None
     before = path.read_bytes()
     forged = bytearray(before)
@@ -227,7 +227,7 @@ def test_the_doctor_finds_a_session_that_nobody_serves(observed: Observed, capsy
     forged[at : at + 8] = (7).to_bytes(8, "little")
     try:
         overwrite(path, forged[at : at + 8], at)
-        assert doctor.main(["--server", str(observed.server.supervisor.pid), "--persist", "1"]) == 1
+        assert cli.main(["--server", str(observed.server.supervisor.pid), "--persist", "1"]) == 1
     finally:
         overwrite(path, before[at : at + 8], at)
     assert "the ledger has 1 session open, the thinker holds 0" in capsys.readouterr().out

@@ -23,10 +23,10 @@ from tritonclient.grpc import service_pb2_grpc
 from server.asking import BATCH_TOLERANCE
 from server.probes import SLOW_THINKER
 from server.serving import STAGES, TINY, Served, resident_bytes, wait_for
-from triton_omni.device import gpu_count
-from triton_omni.errors import StageName
-from triton_omni.ledger_layout import ledger_name
-from triton_omni.serving.stage_board import StageBoard
+from triton_omni.core.device import gpu_count
+from triton_omni.core.errors import StageName
+from triton_omni.session.ledger_layout import ledger_name
+from triton_omni.session.stage_board import StageBoard
 from triton_omni_client import BadRequest, OmniClient, Overloaded, Reply, Request, Retry, TooLarge
 from triton_omni_client.messages import MODEL
 from triton_omni_client.protocol import StreamReader, to_grpc

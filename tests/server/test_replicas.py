@@ -26,7 +26,7 @@ from gateway_fakes import MODEL, RunningGateway, run_gateway
 from server.asking import DIFFERENT, ask, ask_together, request
 from server.probes import SLOW_TALKER, SLOW_THINKER
 from server.serving import TINY, Served, serve, wait_for
-from triton_omni import ledger_layout
+from triton_omni.session import ledger_layout
 from triton_omni_client import NO_RETRY, OmniClient, Request
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from server.probes import SLOW_THINKER
 from server.serving import Served, resident_bytes
-from triton_omni.serving.stage_processes import stage_processes
+from triton_omni.doctor.stage_processes import stage_processes
 from triton_omni_client.messages import MODEL, UNARY_MODEL
 
 LONG = {"seed": SLOW_THINKER, "thinker": {"min_tokens": 200, "max_tokens": 200}}

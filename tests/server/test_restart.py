@@ -23,8 +23,8 @@ from server.asking import BATCH_TOLERANCE
 from server.commands import Command, command
 from server.probes import SLOW_THINKER
 from server.serving import STAGES, wait_for
-from triton_omni.serving.leftovers import members
-from triton_omni.serving.machine import choose_ports
+from triton_omni.supervisor.leftovers import members
+from triton_omni.supervisor.machine import choose_ports
 from triton_omni_client import ConnectionFailed, Overloaded, Reply, Request
 
 GONE_S, STOP_S = 10.0, 10.0

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from server.serving import TINY, server_config, wait_for
-from triton_omni.serving.machine import ServerError
-from triton_omni.serving.supervisor import Supervisor
+from triton_omni.supervisor.machine import ServerError
+from triton_omni.supervisor.serve import Supervisor
 
 
 def test_unknown_setting_stops_the_start_by_name(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from server.serving import STAGES, Served, wait_for
-from triton_omni.serving.model_control import HEADER
-from triton_omni.thinker.callers import UNHEARD_FOR_S
+from triton_omni.supervisor.model_control import HEADER
+from triton_omni.thinker.direct_calls import UNHEARD_FOR_S
 from triton_omni_client import Request
 from triton_omni_client.protocol import to_grpc
 

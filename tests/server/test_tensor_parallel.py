@@ -19,9 +19,9 @@ from server.parity import GREEDY, check_reply, hf_reply
 from server.probes import SLOW_THINKER
 from server.serving import TINY, Served, serve, wait_for
 from server.test_mixed_media import CHATS
-from triton_omni.device import gpu_count
-from triton_omni.ledger_layout import ledger_name
-from triton_omni.serving.stage_board import StageBoard
+from triton_omni.core.device import gpu_count
+from triton_omni.session.ledger_layout import ledger_name
+from triton_omni.session.stage_board import StageBoard
 from triton_omni_client import Internal
 
 AT_ONCE = ("all kinds between words", "a film that is heard")

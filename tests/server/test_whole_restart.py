@@ -28,11 +28,11 @@ from server.asking import BATCH_TOLERANCE
 from server.parity import GREEDY
 from server.probes import CRAWLING_THINKER
 from server.serving import TINY, Served, serve, wait_for
-from triton_omni.errors import StageName
-from triton_omni.ledger_layout import ledger_name
-from triton_omni.serving.machine import ServerError
-from triton_omni.serving.revival import RevivalPolicy
-from triton_omni.serving.stage_board import StageBoard
+from triton_omni.core.errors import StageName
+from triton_omni.session.ledger_layout import ledger_name
+from triton_omni.session.stage_board import StageBoard
+from triton_omni.supervisor.machine import ServerError
+from triton_omni.supervisor.restart import RestartPolicy
 from triton_omni_client import ConnectionFailed, Internal, Reply, Request
 
 STARTS = 2
@@ -79,8 +79,8 @@ class Supervised:
 
 
 @contextmanager
-def supervised(folder: Path, checkpoint: Path, policy: RevivalPolicy) -> Iterator[Supervised]:
-    with serve(folder, checkpoint, TINY, revival=policy) as server:
+def supervised(folder: Path, checkpoint: Path, policy: RestartPolicy) -> Iterator[Supervised]:
+    with serve(folder, checkpoint, TINY, restart=policy) as server:
         made = Supervised(server, ask(server))
         thread = threading.Thread(target=made.run)
         thread.start()
@@ -92,7 +92,7 @@ def supervised(folder: Path, checkpoint: Path, policy: RevivalPolicy) -> Iterato
 @pytest.fixture(scope="module")
 def newer(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
     """A server that is treated as that of a Triton whose errors wait."""
-    policy = RevivalPolicy(attempts=STARTS, first_wait_s=0.1, whole_server=True)
+    policy = RestartPolicy(attempts=STARTS, first_wait_s=0.1, whole_server=True)
     with supervised(tmp_path_factory.mktemp("newer"), tiny_checkpoint, policy) as made:
         yield made
 
@@ -100,7 +100,7 @@ def newer(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture(scope="module")
 def older(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
     """A server that is treated as what it is."""
-    with supervised(tmp_path_factory.mktemp("older"), tiny_checkpoint, RevivalPolicy(first_wait_s=0.1)) as made:
+    with supervised(tmp_path_factory.mktemp("older"), tiny_checkpoint, RestartPolicy(first_wait_s=0.1)) as made:
         yield made
 
 
@@ -135,7 +135,7 @@ def test_where_nobody_is_left_to_end_requests_they_end_at_once_and_the_server_co
 def assert_ended_and_back(supervised: Supervised, killed: list[StageName]) -> None:
     """Kill these under three requests; each ends before the server is ready again, whose replies are as before then."""
     server, board, old = supervised.server, supervised.board(), supervised.server.supervisor.pid
-    table, losses = ledger_name(old), server.supervisor.losses
+    table, deaths = ledger_name(old), server.supervisor.deaths
     with ThreadPoolExecutor(3) as pool:
         requests: list[Future[Any]] = [
             pool.submit(ask_for) for ask_for in (lambda: server.client.stream(LONG).collect(), *by_http(supervised))
@@ -148,7 +148,7 @@ def assert_ended_and_back(supervised: Supervised, killed: list[StageName]) -> No
             assert isinstance(request.exception(), (ConnectionFailed, Internal, OSError, HTTPException))
         assert not supervised.is_ready(), "its clients were told before it was there again"
     wait_for(lambda: supervised.is_ready() and server.client.ready(), server.log, BACK_WITHIN_S)
-    assert server.supervisor.losses - losses in range(1, len(killed) + 1)
+    assert server.supervisor.deaths - deaths in range(1, len(killed) + 1)
     assert server.supervisor.pid != old
     assert not list(SHARED_MEMORY.glob(f"{table}*"))
     again = ask(server)

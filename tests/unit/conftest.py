@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni import ledger_layout
+from triton_omni.session import ledger_layout
 
 
 @pytest.fixture(scope="module", autouse=True)

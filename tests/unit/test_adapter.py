@@ -10,27 +10,27 @@ import torch
 
 from fake_pb_utils import PbUtils, Request, Tensor, TritonError, text_tensor
 from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine, thinker_message
-from triton_omni import ledger_layout as layout
-from triton_omni.engine import Sampling
-from triton_omni.errors import BadRequest, Overloaded, TooLarge
-from triton_omni.ledger import SessionLedger
-from triton_omni.link_stage import CANCEL_INTERVAL_NS
-from triton_omni.request import RawRequest
-from triton_omni.serving import request_parameters
-from triton_omni.serving.adapter import (
+from triton_omni.core.errors import BadRequest, Overloaded, TooLarge
+from triton_omni.core.settings import MAX_NAME, TalkerSettings, ThinkerSettings
+from triton_omni.link.link_stage import CANCEL_INTERVAL_NS
+from triton_omni.request.parse import RawRequest
+from triton_omni.session import ledger_layout as layout
+from triton_omni.session.engine import Sampling
+from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.stage import StageStats, refused_error
+from triton_omni.session.wire import SEAL_BYTES, Kind, Seal, Session, TalkerMessage, ThinkerMessage
+from triton_omni.stub import request_parameters
+from triton_omni.stub.adapter import (
     StageAdapter,
     adapt_talker,
     adapt_thinker,
     adapt_token2wav,
     read_client_request,
 )
-from triton_omni.serving.tensors import LinkCounter, LinkInputs, write_tensors
-from triton_omni.settings import MAX_NAME, TalkerSettings, ThinkerSettings
-from triton_omni.stage import StageStats, refused_error
+from triton_omni.stub.tensors import LinkCounter, LinkInputs, write_tensors
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
-from triton_omni.wire import SEAL_BYTES, Kind, Seal, Session, TalkerMessage, ThinkerMessage
 
 WAIT_S = 5.0
 CPU = torch.device("cpu")
@@ -55,14 +55,14 @@ class RecordingStage:
         return iter(())
 
 
-def submit(request, outlet):
+def submit(request, sender):
     found = read_client_request(request)
     if found.text_input == b"overloaded":
         raise Overloaded("no session", retry_after_ms=5)
     if found.text_input == b"fault":
         raise KeyError("secret")
-    outlet.send({"TEXT": found.text_input})
-    outlet.finish()
+    sender.send({"TEXT": found.text_input})
+    sender.finish()
 
 
 class Ledger:
@@ -231,7 +231,7 @@ def test_the_stage_starts_at_once_and_is_closed_first_then_the_sending_then_the_
 
         def close(self):
             super().close()
-            outlet.finish(then=lambda: self.calls.append("answered"))
+            sender.finish(then=lambda: self.calls.append("answered"))
 
     stage, request = LateStage(), ask("one")
     with contextlib.ExitStack() as ending:
@@ -239,15 +239,15 @@ def test_the_stage_starts_at_once_and_is_closed_first_then_the_sending_then_the_
             PbUtils(),
             "thinker",
             stage,
-            lambda _, given: outlets.append(given),
+            lambda _, given: senders.append(given),
             counter=LinkCounter(),
             ledger=Ledger(stage.calls),
         )
         ending.callback(adapter.close)
-        outlets = []
+        senders = []
         assert stage.calls == ["start"]
         adapter.execute([request])
-        [outlet] = outlets
+        [sender] = senders
     assert stage.calls == ["start", "close", "answered", "ledger closed"]
     assert answered(request).responses == []
 
@@ -255,15 +255,15 @@ def test_the_stage_starts_at_once_and_is_closed_first_then_the_sending_then_the_
 def test_an_engine_that_cannot_be_closed_loses_no_answer():
     class BrokenStage(RecordingStage):
         def close(self):
-            outlets[0].fail(Overloaded("closing"))
+            senders[0].fail(Overloaded("closing"))
             raise RuntimeError("device lost")
 
-    outlets, calls, request = [], [], ask("one")
+    senders, calls, request = [], [], ask("one")
     adapter = StageAdapter(
         PbUtils(),
         "thinker",
         BrokenStage(),
-        lambda _, given: outlets.append(given),
+        lambda _, given: senders.append(given),
         counter=LinkCounter(),
         ledger=Ledger(calls),
     )
@@ -444,7 +444,7 @@ def test_a_cancel_that_a_message_brings_is_written_to_the_ledger(open_stage, thi
 @pytest.mark.parametrize("kind", ["talker", "token2wav"])
 def test_triton_is_asked_for_a_cancel_once_an_interval_and_session(open_stage, thinker_ledger, kind, monkeypatch):
     now = [10**12]
-    monkeypatch.setattr("triton_omni.link_stage.time.monotonic_ns", lambda: now[0])
+    monkeypatch.setattr("triton_omni.link.link_stage.time.monotonic_ns", lambda: now[0])
     adapter = open_stage(kind)
     keys = [thinker_ledger.publish(slot) for slot in (0, 4)]
     requests = []

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.serving import native
-from triton_omni.serving.bounds import SOURCE, bounded
-from triton_omni.serving.machine import ServerError
-from triton_omni.serving.native import build_library, compiler
-from triton_omni.serving.served_repository import thinker_limits
+from triton_omni.supervisor import native
+from triton_omni.supervisor.bounds import SOURCE, bounded
+from triton_omni.supervisor.machine import ServerError
+from triton_omni.supervisor.native import build_library, compiler
+from triton_omni.supervisor.served_repository import thinker_limits
 
 BODY_BYTES = 1 << 20
 TOLD = "import json, os; print(json.dumps(os.environ.get('LD_PRELOAD', '').strip(':')))"

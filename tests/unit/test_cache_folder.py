@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni import cache_folder as module
-from triton_omni.cache_folder import cache_folder
 from triton_omni.checkpoint.synthetic import default_checkpoint_path
+from triton_omni.core import cache_folder as module
+from triton_omni.core.cache_folder import cache_folder
 
 
 def test_in_a_repository_it_lies_there() -> None:

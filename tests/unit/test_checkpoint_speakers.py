@@ -13,7 +13,7 @@ import torch
 from triton_omni.checkpoint.config import CheckpointError, OmniConfig, load_config
 from triton_omni.checkpoint.speakers import Speakers, load_speakers
 from triton_omni.checkpoint.voice_names import voice_names
-from triton_omni.errors import BadRequest
+from triton_omni.core.errors import BadRequest
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import itertools
 import pytest
 from pydantic import ValidationError
 
-from triton_omni.settings import StreamingPlan
+from triton_omni.core.settings import StreamingPlan
 from triton_omni.token2wav.chunking import Chunk, Span, WindowPlan, offline_plan, streaming_plan
 
 PLANS = [

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from client_fakes import FakeTriton, failure, inputs_of, parameters_of, serve_grpc
 from command_line import unframed
 from media_samples import audio_file, image_file, video_file
-from triton_omni.request import MAX_SEED, Priority
+from triton_omni.request.parse import MAX_SEED, Priority
 from triton_omni_client import cli
 from triton_omni_client.commands import options
 from triton_omni_client.option_groups import grouped

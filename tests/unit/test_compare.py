@@ -12,7 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from triton_omni.settings import SettingsError
+from triton_omni.core.settings import SettingsError
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,14 @@
 import numpy as np
 import pytest
 
-from triton_omni.talker.conditioning import CodecIds, can_speak, pool_rows, prompt_ids, split_at_text_bos, stored_rows
+from triton_omni.vllm_hooks.talker.conditioning import (
+    CodecIds,
+    can_speak,
+    pool_rows,
+    prompt_ids,
+    split_at_text_bos,
+    stored_rows,
+)
 
 IDS = CodecIds(mask=216, pad=212, bos=213, eos=214)
 EOS, PAD = 0, 1

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from observed import ALERTS, DASHBOARD, TRITONS_OWN, alert_rules, dashboard_queries, named_metrics
-from triton_omni.serving.metric_families import FAMILIES
+from triton_omni.stub.metric_families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 SERIES = {series: family for family in FAMILIES for series in family.series}

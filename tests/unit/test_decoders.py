@@ -22,13 +22,13 @@ import soundfile
 import media_samples as samples
 from hostile import files
 from processes import is_running, wait_for
-from triton_omni.chat import MediaKind, MediaPart
-from triton_omni.errors import BadRequest, InternalError, OmniError, TooLarge
-from triton_omni.media import Audio, Image, Video, decode, decode_media
-from triton_omni.media.decoders import Decoders
-from triton_omni.media.killable import Crashed, ForkServer, KillableProcess, OutOfMemory, OutOfTime, Unwanted
-from triton_omni.media.types import VisionSizes
-from triton_omni.settings import RequestLimits
+from triton_omni.core.errors import BadRequest, InternalError, OmniError, TooLarge
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request.chat import MediaKind, MediaPart
+from triton_omni.request.media import Audio, Image, Video, decode, decode_media
+from triton_omni.request.media.decoders import Decoders
+from triton_omni.request.media.killable import Crashed, ForkServer, KillableProcess, OutOfMemory, OutOfTime, Unwanted
+from triton_omni.request.media.types import VisionSizes
 
 LIMITS = RequestLimits()
 LONG_S = 100.0
@@ -275,7 +275,7 @@ def _end_by(number: signal.Signals) -> None:
 def test_a_crash_refuses_one_medium_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Decoders(LIMITS)
     crash = functools.partial(_crash_on, PARTS[1].data)
-    monkeypatch.setattr("triton_omni.media.decode.decode_medium", crash)
+    monkeypatch.setattr("triton_omni.request.media.decode.decode_medium", crash)
     with pytest.raises(BadRequest, match=r"medium 1 \(audio\): its decoder crashed \(SIGSEGV\); the file is damaged"):
         made.decode(PARTS[:2], with_audio=False, is_wanted=always)
     monkeypatch.undo()
@@ -291,7 +291,7 @@ def _crash_on(data: bytes, part: MediaPart, *args: object, **options: object) ->
 
 def test_a_request_that_ends_is_refused_and_its_process_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Decoders(LIMITS)
-    monkeypatch.setattr("triton_omni.media.decode.decode_medium", _never_end)
+    monkeypatch.setattr("triton_omni.request.media.decode.decode_medium", _never_end)
     asked = iter([True] * 3 + [False])
     with pytest.raises(InternalError, match="nobody waits for medium 0 any more"):
         made.decode(PARTS[:1], with_audio=False, is_wanted=lambda: next(asked))
@@ -306,8 +306,8 @@ def _never_end(*args: object, **options: object) -> None:
 
 OWNER = """
 import functools, threading, time
-from triton_omni.media.killable import ForkServer
-server = ForkServer("triton_omni.media.decode")
+from triton_omni.request.media.killable import ForkServer
+server = ForkServer("triton_omni.request.media.decode")
 idle, busy = server.process(1 << 28), server.process(1 << 28)
 idle.run(time.time, 9.0, lambda: True)
 threading.Thread(target=busy.run, args=(functools.partial(time.sleep, 600), 9.0, lambda: True), daemon=True).start()

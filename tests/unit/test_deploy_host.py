@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from triton_omni.serving import server_options, supervisor
-from triton_omni.settings import ThinkerSettings
+from triton_omni.core.settings import ThinkerSettings
+from triton_omni.supervisor import options as server_options
+from triton_omni.supervisor import serve
 from triton_omni_client.cli import app
 from triton_omni_gateway.server import DEFAULT_PORT, Command, parse_command
 
@@ -85,7 +86,7 @@ def test_a_unit_waits_until_its_server_is_ready() -> None:
 
 def test_a_unit_is_given_the_time_that_its_stop_takes(tmp_path: Path) -> None:
     unit, config = service_of("triton-omni@.service", "0"), server_unit("0")
-    assert supervisor.longest_stop_s(config) < int(unit["TimeoutStopSec"])
+    assert serve.longest_stop_s(config) < int(unit["TimeoutStopSec"])
     assert config.drain_timeout_s >= ThinkerSettings().timeout_s
     gateway = service_of("triton-omni-gateway.service")
     command = gateway_command(shlex.split(gateway["ExecStart"])[1:], tmp_path)
@@ -119,7 +120,7 @@ def test_compose_starts_what_there_is_and_waits_for_its_stop(tmp_path: Path, mon
     monkeypatch.delenv("OMNI_API_KEYS", raising=False)
     for service in SERVERS:
         config = server_options.parse_options(["--model-repository", "x", *service["command"]])
-        assert supervisor.longest_stop_s(config) < seconds(service["stop_grace_period"])
+        assert serve.longest_stop_s(config) < seconds(service["stop_grace_period"])
     gateway = SERVICES["gateway"]
     command = gateway_command(gateway["command"], tmp_path)
     assert command.settings.triton_urls == ("envoy:8001",)

@@ -13,8 +13,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from triton_omni.serving import metric_families, server_options, supervisor
-from triton_omni.settings import ThinkerSettings
+from triton_omni.core.settings import ThinkerSettings
+from triton_omni.stub import metric_families
+from triton_omni.supervisor import options as server_options
+from triton_omni.supervisor import serve
 from triton_omni_gateway import GatewaySettings
 from triton_omni_gateway.app import create_app
 from triton_omni_gateway.server import DEFAULT_PORT, Command, parse_command
@@ -226,7 +228,7 @@ def test_monitors_scrape_ports_and_paths_that_are_there() -> None:
     assert {"metrics"} <= ports(SERVER).keys()
 
 
-def test_the_server_s_probes_wait_for_a_start_and_leave_a_revival_alone(options: server_options.ServerConfig) -> None:
+def test_the_server_s_probes_wait_for_a_start_and_leave_a_restart_alone(options: server_options.ServerConfig) -> None:
     probes = container(SERVER)
     assert {probes[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe")} == {"/v2/health/ready"}
     # Not ready while a stage is started again; a container that is restarted for it would lose the others.
@@ -246,7 +248,7 @@ def test_the_gateway_s_probes_are_routes_of_it(command: Command) -> None:
 
 def test_the_server_is_given_the_time_that_its_stop_takes(options: server_options.ServerConfig) -> None:
     asleep = container(SERVER)["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert asleep + supervisor.longest_stop_s(options) < pod(SERVER)["terminationGracePeriodSeconds"]
+    assert asleep + serve.longest_stop_s(options) < pod(SERVER)["terminationGracePeriodSeconds"]
     assert options.drain_timeout_s >= ThinkerSettings().timeout_s, "a reply would be cut off by a roll-out"
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni import device
-from triton_omni.device import gpu_count, resolve_device, resolve_dtype_name
-from triton_omni.settings import SettingsError
+from triton_omni.core import device
+from triton_omni.core.device import gpu_count, resolve_device, resolve_dtype_name
+from triton_omni.core.settings import SettingsError
 
 
 class Driver:
@@ -81,6 +81,6 @@ def test_auto_dtype_follows_the_device(setting, where, found):
 
 def test_finding_the_device_needs_no_torch():
     """A model's configuration is completed before load, where importing torch would cost seconds a model."""
-    code = "import sys, triton_omni.device, triton_omni.serving.launch; sys.exit('torch' in sys.modules)"
-    source = Path(device.__file__).parents[1]
+    code = "import sys, triton_omni.core.device, triton_omni.stub.launch; sys.exit('torch' in sys.modules)"
+    source = Path(device.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(source)}, check=True)

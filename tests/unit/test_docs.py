@@ -13,8 +13,9 @@ import yaml
 from pydantic import BaseModel
 
 from server.calling import ALL_WAYS, MODALITIES
-from triton_omni import errors, request, settings
-from triton_omni.settings import TalkerSettings, ThinkerSettings, Token2WavSettings, UnarySettings
+from triton_omni.core import errors, settings
+from triton_omni.core.settings import TalkerSettings, ThinkerSettings, Token2WavSettings, UnarySettings
+from triton_omni.request import parse
 from triton_omni_gateway import errors as gateway_errors
 from triton_omni_gateway.schemas import ChatRequest, SpeechRequest
 
@@ -156,12 +157,12 @@ def test_contract_table_is_the_model_configuration(model: str, side: str) -> Non
 
 def test_parameter_table_names_every_key_a_request_may_have() -> None:
     documented = table(section("The public contract"), "`sampling_parameters` key")
-    accepted = set(request._Parameters.model_fields)
+    accepted = set(parse._Parameters.model_fields)
     assert documented.keys() == accepted
     for stage, options in (
-        ("thinker", request.ThinkerOptions),
-        ("talker", request.TalkerOptions),
-        ("token2wav", request.Token2WavOptions),
+        ("thinker", parse.ThinkerOptions),
+        ("talker", parse.TalkerOptions),
+        ("token2wav", parse.Token2WavOptions),
     ):
         said = dict(re.findall(r"`(\w+)`(?: (-?[\d.]+\d|\d))?", documented[stage][1]))
         assert options.model_fields.keys() <= said.keys(), stage
@@ -188,7 +189,7 @@ def test_error_table_names_every_code() -> None:
 
 
 def test_upgrade_note_names_every_private_method_relied_on() -> None:
-    compat = ast.parse((ROOT / "backend_src/triton_omni/vllm_hooks/compat.py").read_text(encoding="utf-8"))
+    compat = ast.parse((ROOT / "backend_src/triton_omni/vllm_hooks/shared/compat.py").read_text(encoding="utf-8"))
     values = {
         target.id: node.value
         for node in compat.body

@@ -19,16 +19,17 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni import ledger_layout as layout
-from triton_omni.ledger import SessionLedger, StageFacts
-from triton_omni.serving import doctor, leftovers, start_report
-from triton_omni.serving.diagnosis import OVERDUE_S, Sample, findings
-from triton_omni.serving.doctor import Server, examine
-from triton_omni.serving.endpoint import http_addresses
-from triton_omni.serving.ledger_view import read_ledger
-from triton_omni.serving.metrics_page import MetricsPage
-from triton_omni.serving.stage_board import StageBoard
-from triton_omni.serving.stage_processes import running_for, server_processes, stage_processes
+from triton_omni.core.endpoint import http_addresses
+from triton_omni.doctor import cli
+from triton_omni.doctor.cli import Server, examine
+from triton_omni.doctor.diagnosis import OVERDUE_S, Sample, findings
+from triton_omni.doctor.metrics_page import MetricsPage
+from triton_omni.doctor.stage_processes import running_for, server_processes, stage_processes
+from triton_omni.session import ledger_layout as layout
+from triton_omni.session.ledger import SessionLedger, StageFacts
+from triton_omni.session.ledger_view import read_ledger
+from triton_omni.session.stage_board import StageBoard
+from triton_omni.supervisor import leftovers, start_report
 
 STAGES = ("thinker", "talker", "token2wav")
 FIGURES = ("sessions", "running", "waiting", "kv_blocks_used", "rows_used", "outbox", "leaked_sessions")
@@ -77,8 +78,8 @@ def rig() -> Iterator[Rig]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "LOOKS_APART_S", 0.01)
-    monkeypatch.setattr(doctor, "SETTLE_S", 0.001)
+    monkeypatch.setattr(cli, "LOOKS_APART_S", 0.01)
+    monkeypatch.setattr(cli, "SETTLE_S", 0.001)
 
 
 @pytest.fixture
@@ -248,7 +249,7 @@ def test_what_a_client_left_registered_and_readiness_are_asked(
     answering: tuple[Server, dict[str, tuple[int, str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, answers = answering
-    monkeypatch.setattr(doctor, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(cli, "_SHARED_MEMORY", tmp_path)
     (tmp_path / "there").touch()
     regions = [{"name": name, "key": f"/{name}", "offset": 0, "byte_size": 64} for name in ("there", "removed")]
     answers["/v2/systemsharedmemory/status"] = (200, json.dumps(regions))
@@ -272,36 +273,36 @@ def test_the_command_tells_by_its_exit_code(
     server, _ = answering
     rig.open()
     rig.figures["thinker"]["sessions"] = 1
-    monkeypatch.setattr(doctor, "running_servers", lambda: iter([server]))
-    monkeypatch.setattr(doctor, "own_folders", lambda: [Path(f"/dev/shm/triton-omni-0-1-{2**22 - 7}-1-0a")])
-    monkeypatch.setattr(doctor, "stale_regions", lambda: [Path("/dev/shm/triton_omni_x")])
-    assert doctor.main([]) == 1
+    monkeypatch.setattr(cli, "running_servers", lambda: iter([server]))
+    monkeypatch.setattr(cli, "own_folders", lambda: [Path(f"/dev/shm/triton-omni-0-1-{2**22 - 7}-1-0a")])
+    monkeypatch.setattr(cli, "stale_regions", lambda: [Path("/dev/shm/triton_omni_x")])
+    assert cli.main([]) == 1
     told = capsys.readouterr().out
     assert told.count("wrong: ") == 2
     assert "the next start removes it" in told
-    monkeypatch.setattr(doctor, "own_folders", list)
-    monkeypatch.setattr(doctor, "stale_regions", list)
-    assert doctor.main([]) == 0
+    monkeypatch.setattr(cli, "own_folders", list)
+    monkeypatch.setattr(cli, "stale_regions", list)
+    assert cli.main([]) == 0
     told = capsys.readouterr().out
     assert "1 sessions open, the oldest for 0." in told
     assert "7 of 8 slots free" in told
     assert told.endswith("sound\n")
-    assert doctor.main(["--metrics-url", server.metrics_url]) == 0
+    assert cli.main(["--metrics-url", server.metrics_url]) == 0
     rig.figures["talker"]["rows_used"] = 9
-    assert doctor.main(["--metrics-url", server.metrics_url, "--persist", "0.1"]) == 1
+    assert cli.main(["--metrics-url", server.metrics_url, "--persist", "0.1"]) == 1
     assert "talker holds no session, and 9 rows of device memory" in capsys.readouterr().out
 
 
 def test_without_any_server_nothing_is_sound(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "running_servers", lambda: iter(()))
-    monkeypatch.setattr(doctor, "leftovers", lambda: iter(()))
-    assert doctor.main([]) == 1
+    monkeypatch.setattr(cli, "running_servers", lambda: iter(()))
+    monkeypatch.setattr(cli, "leftovers", lambda: iter(()))
+    assert cli.main([]) == 1
     said = "no server of this user runs here; --metrics-url names one elsewhere, and ./build.sh serve starts one"
     assert capsys.readouterr().out == f"wrong: {said}\n"
     with pytest.raises(SystemExit) as ended:
-        doctor.main(["--server", str(2**22 - 7)])
+        cli.main(["--server", str(2**22 - 7)])
     assert ended.value.code == 1
 
 
@@ -311,19 +312,19 @@ def test_an_address_that_is_none_of_metrics_is_not_sound(
 ) -> None:
     server, answers = answering
     answers["/"] = (200, "")
-    assert doctor.main(["--metrics-url", f"http://{server.http_address}/", "--persist", "0"]) == 1
+    assert cli.main(["--metrics-url", f"http://{server.http_address}/", "--persist", "0"]) == 1
     assert "what answers there has no metrics of Triton" in capsys.readouterr().out
     answers["/"] = (200, "nv_inference_count 3\n")  # a server that was not asked yet
-    assert doctor.main(["--metrics-url", f"http://{server.http_address}/", "--persist", "0"]) == 0
+    assert cli.main(["--metrics-url", f"http://{server.http_address}/", "--persist", "0"]) == 0
 
 
 def test_where_nothing_listens_that_is_said_with_how_to_start_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     url = "http://127.0.0.1:1/metrics"
-    assert doctor.main(["--metrics-url", url, "--persist", "0"]) == 1
+    assert cli.main(["--metrics-url", url, "--persist", "0"]) == 1
     said = "the metrics cannot be read: nothing listens there (connection refused); ./build.sh serve starts one"
     assert capsys.readouterr().out == f"wrong: {url}: {said}\n"  # and no table of what nobody knows
     unknown = "http://host.invalid:1/metrics"
-    assert doctor.main(["--metrics-url", unknown, "--persist", "0"]) == 1
+    assert cli.main(["--metrics-url", unknown, "--persist", "0"]) == 1
     told = capsys.readouterr().out
     assert told.startswith(f"wrong: {unknown}: the metrics cannot be read: ")
     assert "urlopen" not in told
@@ -342,7 +343,7 @@ def test_a_port_that_does_not_speak_http_is_one_sentence(capsys: pytest.CaptureF
 
         threading.Thread(target=answer, daemon=True).start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/metrics"
-        assert doctor.main(["--metrics-url", url, "--persist", "0"]) == 1
+        assert cli.main(["--metrics-url", url, "--persist", "0"]) == 1
     assert f"wrong: {url}: the metrics cannot be read: " in capsys.readouterr().out
 
 
@@ -361,7 +362,7 @@ def test_a_wrong_option_is_named_with_its_value_and_what_is_allowed(
     option: str, value: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        doctor.main([option, value])
+        cli.main([option, value])
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"error: argument {option}: {says}\n"
 
@@ -371,10 +372,10 @@ def test_another_process_than_a_tritonserver_is_told_with_those_there_are(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(doctor, "running_servers", lambda: iter([answering[0]]))
+    monkeypatch.setattr(cli, "running_servers", lambda: iter([answering[0]]))
     for pid, says in ((os.getpid(), "is no tritonserver with stages loaded"), (2**22 - 7, "does not run")):
         with pytest.raises(SystemExit) as ended:
-            doctor.main(["--server", str(pid)])
+            cli.main(["--server", str(pid)])
         assert ended.value.code == 1
         said = f"error: --server: process {pid} {says}; this user's servers here: {answering[0].name}\n"
         assert capsys.readouterr().err == said
@@ -387,7 +388,7 @@ def test_figures_are_whole_where_a_terminal_is_narrow(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    doctor.main(["--metrics-url", answering[0].metrics_url])
+    cli.main(["--metrics-url", answering[0].metrics_url])
     told = capsys.readouterr().out
     assert "token2wav" in told
     assert "…" not in told
@@ -396,8 +397,8 @@ def test_figures_are_whole_where_a_terminal_is_narrow(
 def test_a_server_is_found_by_its_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     name = layout.ledger_name(os.getpid())
     layout.create_table(name, 1)
-    assert any(server.ledger == layout.table_path(name) for server in doctor.running_servers())
-    assert not any(name in sentence for _, sentence in doctor.leftovers())
+    assert any(server.ledger == layout.table_path(name) for server in cli.running_servers())
+    assert not any(name in sentence for _, sentence in cli.leftovers())
     layout.remove_folder(name)
 
 
@@ -484,11 +485,11 @@ def test_a_server_that_is_not_up_yet_starts_and_has_no_other_fault(
     nowhere: str, loaded: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = Server("server 7", f"http://{nowhere}/metrics", Path("/dev/shm/none"), nowhere, os.getpid())
-    monkeypatch.setattr(doctor, "loaded_stages", lambda pid: loaded if pid == os.getpid() else [])
-    monkeypatch.setattr(doctor, "running_for", lambda pid: 34.4)
-    monkeypatch.setattr(doctor, "running_servers", lambda: iter([server]))
-    monkeypatch.setattr(doctor, "leftovers", lambda: iter(()))
-    assert doctor.main(["--persist", "3600"]) == 1
+    monkeypatch.setattr(cli, "loaded_stages", lambda pid: loaded if pid == os.getpid() else [])
+    monkeypatch.setattr(cli, "running_for", lambda pid: 34.4)
+    monkeypatch.setattr(cli, "running_servers", lambda: iter([server]))
+    monkeypatch.setattr(cli, "leftovers", lambda: iter(()))
+    assert cli.main(["--persist", "3600"]) == 1
     assert capsys.readouterr().out == f"starting: server 7: it has been starting for 34 s: {told}\n"
 
 
@@ -496,7 +497,7 @@ def test_a_server_that_is_not_up_yet_starts_and_has_no_other_fault(
 def test_a_server_whose_stages_are_loaded_and_that_listens_nowhere_does_not_start(
     rig: Rig, nowhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "loaded_stages", lambda _: list(STAGES))
+    monkeypatch.setattr(cli, "loaded_stages", lambda _: list(STAGES))
     server = Server("server", "", rig.path, nowhere, os.getpid())
     assert list(examine(server, 0.0)[1]) == ["server/http"]
 
@@ -505,7 +506,7 @@ def test_a_server_whose_stages_are_loaded_and_that_listens_nowhere_does_not_star
 def test_a_server_that_listens_does_not_start(
     answering: tuple[Server, dict[str, tuple[int, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "loaded_stages", lambda _: [])
+    monkeypatch.setattr(cli, "loaded_stages", lambda _: [])
     assert examine(replace(answering[0], pid=os.getpid()), 0.0)[1] == {}
 
 
@@ -547,4 +548,4 @@ def test_servers_and_their_stages_are_found_by_their_processes(tmp_path: Path) -
             time.sleep(0.01)
         assert stage_processes(os.getpid()) == {"talker": talker}
         assert 0 <= running_for(ours) < 60
-        assert ours in (server.pid for server in doctor.running_servers())
+        assert ours in (server.pid for server in cli.running_servers())

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from triton_omni.serving.draining import drain, end_sessions
-from triton_omni.serving.server_options import parse_options
+from triton_omni.supervisor.drain import drain, end_sessions
+from triton_omni.supervisor.options import parse_options
 
 
 class Sessions:

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from triton_omni.serving.endpoint import command_line, own_grpc_url
-from triton_omni.settings import SettingsError
+from triton_omni.core.endpoint import command_line, own_grpc_url
+from triton_omni.core.settings import SettingsError
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triton_omni import errors
-from triton_omni.errors import BadRequest, Cancelled, DeadlineExceeded, InternalError, OmniError, Overloaded, TooLarge
+from triton_omni.core import errors
+from triton_omni.core.errors import (
+    BadRequest,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    OmniError,
+    Overloaded,
+    TooLarge,
+)
 
 KINDS = [BadRequest, TooLarge, Overloaded, Cancelled, DeadlineExceeded, InternalError]
 STAGES = ["thinker", "talker", "token2wav", "unary"]

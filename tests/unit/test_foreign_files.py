@@ -17,21 +17,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from triton_omni import ledger_layout as layout
-from triton_omni.bell import Bell
-from triton_omni.ledger import SessionLedger, StageFacts
-from triton_omni.ledger_layout import LedgerError, ledger_name, own_folder, own_folders, remove_stale, table_path
-from triton_omni.placing import Placer
-from triton_omni.ring import find_ring, offer_ring
-from triton_omni.serving.ledger_view import read_ledger
-from triton_omni.serving.stage_board import StageBoard
-from triton_omni.wire import PROTOCOL_VERSION
+from triton_omni.link.doorbell import Doorbell
+from triton_omni.link.ring import find_ring, offer_ring
+from triton_omni.link.ring_writer import RingWriter
+from triton_omni.session import ledger_layout as layout
+from triton_omni.session.ledger import SessionLedger, StageFacts
+from triton_omni.session.ledger_layout import (
+    LedgerError,
+    ledger_name,
+    own_folder,
+    own_folders,
+    remove_stale,
+    table_path,
+)
+from triton_omni.session.ledger_view import read_ledger
+from triton_omni.session.stage_board import StageBoard
+from triton_omni.session.wire import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
 
 CPU = torch.device("cpu")
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload([Placer.__module__, SessionLedger.__module__, StageBoard.__module__, "pytest"])
+SERVER.set_forkserver_preload([RingWriter.__module__, SessionLedger.__module__, StageBoard.__module__, "pytest"])
 NOBODY = 65534
 WAIT_S = 60.0
 
@@ -98,7 +105,7 @@ MADE_FIRST = {
 }
 USES = {
     "a stage": lambda name: SessionLedger(name, "thinker", StageFacts(1)),
-    "a bell": lambda name: Bell(name, "talker", lambda: None),
+    "a bell": lambda name: Doorbell(name, "talker", lambda: None),
     "a ring": lambda name: offer_ring(name, "talker", 1, shape=(1, 1), dtype=torch.int32, device=CPU),
     "who looks for a ring": lambda name: find_ring(name, "talker", 1, CPU),
     "the supervisor": StageBoard,
@@ -138,14 +145,14 @@ def test_a_folder_that_others_may_open_is_refused(name, mode):
 
 def test_rows_go_by_messages_where_the_ring_is_another_user_s(name, caplog):
     ledger = SessionLedger(name, "thinker", StageFacts(1))
-    placer = Placer(ledger, "talker", CPU)
+    ring_writer = RingWriter(ledger, "talker", CPU)
     offered = table_path(name).with_name("talker-ring")
     offered.touch()
     os.chown(offered, NOBODY, NOBODY)
-    placer.look(10**12)
+    ring_writer.look(10**12)
     assert "slower: " in caplog.text
     assert f"belongs to user {NOBODY}" in caplog.text
-    placer.close()
+    ring_writer.close()
     ledger.close()
 
 
@@ -154,15 +161,15 @@ def server(name):
     ledger = SessionLedger(name, "talker", StageFacts(1))
     offer_ring(name, "talker", 1, shape=(1, 1), dtype=torch.int32, device=CPU)
     heard = []
-    bell = Bell(name, "talker", lambda: heard.append(1))
+    bell = Doorbell(name, "talker", lambda: heard.append(1))
     yield heard
     bell.close()
     ledger.close()
 
 
 def ring(path):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rope:
-        rope.sendto(b"", str(path))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+        client.sendto(b"", str(path))
 
 
 def test_another_user_opens_nothing_of_ours(name):

@@ -14,10 +14,10 @@ from client_fakes import FakeTriton, chunk, failure, serve_grpc
 from gateway_fakes import MODEL, run_gateway
 from media_samples import audio_file, image_file
 from session_rig import finished, pipeline
-from triton_omni.errors import OmniError
-from triton_omni.media import decode_media
-from triton_omni.request import RawRequest, RequestDefaults, parse_request
-from triton_omni.settings import RequestLimits, TalkerEngineSettings, TalkerSettings
+from triton_omni.core.errors import OmniError
+from triton_omni.core.settings import RequestLimits, TalkerEngineSettings, TalkerSettings
+from triton_omni.request.media import decode_media
+from triton_omni.request.parse import RawRequest, RequestDefaults, parse_request
 from triton_omni_client import Request, errors
 from triton_omni_gateway.errors import GatewayError, Naming, from_client
 from triton_omni_gateway.field_names import SPEECH_NAMES, chat_names

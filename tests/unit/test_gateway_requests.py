@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from triton_omni.request import RawRequest, RequestDefaults, parse_request
-from triton_omni.settings import RequestLimits
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request.parse import RawRequest, RequestDefaults, parse_request
 from triton_omni_client import Request
 from triton_omni_gateway.errors import GatewayError
 from triton_omni_gateway.schemas import ChatRequest, SpeechRequest, parse

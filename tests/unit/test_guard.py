@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 
 from processes import IN_TIME_S, children, is_running, wait_for
-from triton_omni.ledger_layout import process_of, server_name
-from triton_omni.serving.leftovers import end_group_of
+from triton_omni.session.ledger_layout import process_of, server_name
+from triton_omni.supervisor.leftovers import end_group_of
 
 SENT_FIRST = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 SUPERVISOR = """
 import subprocess, sys
 from pathlib import Path
-from triton_omni.serving.guard import Guard
+from triton_omni.supervisor.guard import Guard
 server = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True)
 stage = int(server.stdout.readline())
 guard = Guard(server.pid, regions=sys.argv[1], folders=[Path(sys.argv[2])])

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import weakref
 
-from triton_omni.heap import never_collected, uncollected
+from triton_omni.core.heap import never_collected, uncollected
 
 PROGRAM = """
 import resource, sys
 import numpy as np
-from triton_omni.heap import keep_freed_memory
+from triton_omni.core.heap import keep_freed_memory
 
 if sys.argv[1] == "kept":
     assert keep_freed_memory()

@@ -13,8 +13,8 @@ from hypothesis import given as for_all
 from hypothesis import strategies as st
 from torch import Tensor
 
-from triton_omni.vllm_hooks.hidden_rows import HiddenRowsMixin, RowTap, Segment, StepRows
-from triton_omni.vllm_hooks.row_release import Piece, RowRelease, StopCut
+from triton_omni.vllm_hooks.thinker.hidden_rows import HiddenRowsMixin, RowTap, Segment, StepRows
+from triton_omni.vllm_hooks.thinker.row_release import Piece, RowRelease, StopCut
 
 HIDDEN = 4
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports go one way: contracts, then protocol, then engines' parts, then stages, then serving, then the models."""
+"""Imports go one way: core, session, link and request, engines, stages, the programs around Triton, the models."""
 
 import ast
 import sys
@@ -12,58 +12,16 @@ BACKEND = ROOT / "backend_src" / "triton_omni"
 CLIENT = ROOT / "client" / "triton_omni_client"
 GATEWAY = ROOT / "gateway" / "triton_omni_gateway"
 
-# Each module may import modules of lower layers and of its own group.
+# Each module may import modules of lower floors and of its own room.
 LAYERS = [
-    {
-        "contracts": {
-            "errors",
-            "events",
-            "settings",
-            "engine",
-            "device",
-            "heap",
-            "cache_folder",
-            "streams",
-            "transfer",
-            "precision",
-            "spans",
-            "tiles",
-            "early_kernels",
-            "pydantic_words",
-            "tracing",
-        }
-    },
-    {
-        "protocol": {
-            "answer",
-            "wire",
-            "ledger",
-            "ledger_layout",
-            "precedence",
-            "figures",
-            "tally",
-            "hops",
-            "loop",
-            "stage",
-            "outbox",
-            "ring",
-            "bell",
-            "placing",
-            "fetching",
-            "text_relay",
-            "strict_json",
-            "schema_limits",
-            "chat",
-            "request",
-        },
-        "checkpoint": {"checkpoint"},
-    },
-    {"media": {"media"}, "token2wav": {"token2wav"}},
-    {"thinker": {"thinker.prompt"}, "talker": {"talker.conditioning"}},
+    {"core": {"core"}},
+    {"session": {"session"}, "checkpoint": {"checkpoint"}},
+    {"link": {"link"}, "policy": {"policy"}, "request": {"request"}, "token2wav": {"token2wav"}},
+    {"thinker": {"thinker.prompt"}},
     {"vllm_hooks": {"vllm_hooks"}},
-    {"protocol": {"link_stage"}},
-    {"thinker": {"thinker"}, "talker": {"talker"}, "token2wav": {"token2wav.stage"}},
-    {"serving": {"serving"}},
+    {"thinker": {"thinker"}, "talker": {"talker"}, "token2wav": {"token2wav.stage", "token2wav.text_relay"}},
+    {"stub": {"stub"}, "supervisor": {"supervisor"}},
+    {"doctor": {"doctor"}},
 ]
 
 
@@ -117,10 +75,11 @@ def importing(package):
 
 
 def test_the_whole_backend_is_seen():
-    assert {"triton_omni.errors", "triton_omni.serving.adapter", "triton_omni.token2wav.stage"} <= set(BACKEND_MODULES)
+    seen = {"triton_omni.core.errors", "triton_omni.stub.adapter", "triton_omni.token2wav.stage"}
+    assert seen <= set(BACKEND_MODULES)
     assert len(MODEL_FILES) == 4
-    assert own_imports(BACKEND / "loop.py") == set()
-    assert "triton_omni.ledger" in own_imports(BACKEND / "thinker" / "stage.py")
+    assert own_imports(BACKEND / "session" / "loop.py") == set()
+    assert "triton_omni.session.ledger" in own_imports(BACKEND / "thinker" / "stage.py")
 
 
 @pytest.mark.parametrize("module", [module for module in BACKEND_MODULES if module != "triton_omni"])
@@ -161,8 +120,8 @@ def test_triton_is_imported_by_the_models_alone():
 def test_models_import_the_launching_module_alone():
     for path in MODEL_FILES:
         assert {name for name in imports(path) if name.startswith("triton_omni.")} == {
-            "triton_omni.serving",
-            "triton_omni.serving.launch",
+            "triton_omni.stub",
+            "triton_omni.stub.launch",
         }
 
 
@@ -184,39 +143,17 @@ def test_the_gateway_is_the_client_and_a_web_server_alone():
 def test_token2wav_is_torch_and_numpy_alone():
     # pydantic: its ValidationError is what settings raise.
     allowed = {"torch", "numpy", "pydantic", "triton_omni", *sys.stdlib_module_names}
-    ours = {
-        "settings",
-        "engine",
-        "errors",
-        "precision",
-        "spans",
-        "streams",
-        "transfer",
-        "tiles",
-        "early_kernels",
-        "checkpoint",
-        "token2wav",
-    }
+    ours = {"core", "session", "checkpoint", "token2wav"}
     kernels = {"triton_omni.token2wav.kernels"}
     kernels |= {f"triton_omni.token2wav.{kind}_kernels" for kind in ("attention", "layer", "solver")}
-    decode = {
-        f"triton_omni.vllm_hooks.{kind}_kernels"
-        for kind in (
-            "decode_attention",
-            "decode_product",
-            "draw",
-            "step_copy",
-            "talker_draw",
-            "talker_step",
-            "thinker_step",
-        )
-    }
-    assert importing("triton") == kernels | decode | {"triton_omni.early_kernels"}
+    decode = {module for module in BACKEND_MODULES if module.startswith("triton_omni.vllm_hooks.kernels.")}
+    assert importing("triton") == kernels | decode | {"triton_omni.core.kernel_launch"}
+    stage = {"triton_omni.token2wav.stage", "triton_omni.token2wav.text_relay"}
     for module, path in BACKEND_MODULES.items():
-        if module.startswith("triton_omni.token2wav") and module != "triton_omni.token2wav.stage":
+        if module.startswith("triton_omni.token2wav") and module not in stage:
             assert top_level(path) - ({"triton"} if module in kernels else set()) <= allowed, module
             assert {name.split(".")[1] for name in own_imports(path)} <= ours, module
-            assert "triton_omni.token2wav.stage" not in own_imports(path)
+            assert not stage & own_imports(path)
 
 
 def test_the_package_itself_imports_nothing():

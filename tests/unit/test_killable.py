@@ -15,12 +15,12 @@ import pytest
 
 import media_samples as samples
 from processes import is_running, wait_for
-from triton_omni.chat import MediaPart
-from triton_omni.errors import InternalError
-from triton_omni.media.decoders import Decoders
-from triton_omni.media.killable import ForkServer, KillableProcess
-from triton_omni.media.types import image_of
-from triton_omni.settings import RequestLimits
+from triton_omni.core.errors import InternalError
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request.chat import MediaPart
+from triton_omni.request.media.decoders import Decoders
+from triton_omni.request.media.killable import ForkServer, KillableProcess
+from triton_omni.request.media.types import image_of
 
 LIMITS = RequestLimits()
 LONG_S = 100.0
@@ -70,7 +70,7 @@ def test_a_killed_fork_server_leaves_no_descriptor(times: int) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("what", ["os.memfd_create", "os.fdopen", "triton_omni.media.parcels.send_handle"])
+@pytest.mark.parametrize("what", ["os.memfd_create", "os.fdopen", "triton_omni.request.media.batches.send_handle"])
 def test_what_this_process_lacks_is_not_told_of_the_other(
     process: KillableProcess, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from fake_pb_utils import PbUtils, Request, TritonError, text_tensor
-from triton_omni import ledger_layout
 from triton_omni.checkpoint.config import CheckpointError, fingerprint
-from triton_omni.ledger import SessionLedger, StageFacts
-from triton_omni.ledger_layout import LedgerError, ledger_name
-from triton_omni.ring import RingError
-from triton_omni.serving import launch
-from triton_omni.serving.launch import (
+from triton_omni.core.settings import SettingsError, TalkerSettings, ThinkerSettings
+from triton_omni.link.ring import RingError
+from triton_omni.session import ledger_layout
+from triton_omni.session.ledger import SessionLedger, StageFacts
+from triton_omni.session.ledger_layout import LedgerError, ledger_name
+from triton_omni.stub import launch
+from triton_omni.stub.launch import (
     checkpoint_folder,
     complete_talker,
     complete_thinker,
     start_token2wav,
     start_unary,
 )
-from triton_omni.serving.tensors import write_tensor
-from triton_omni.settings import SettingsError, TalkerSettings, ThinkerSettings
+from triton_omni.stub.tensors import write_tensor
 
 CPU = torch.device("cpu")
 
@@ -63,7 +63,7 @@ def machine(monkeypatch):
     """A machine with as many GPUs as the test says; torch is not asked."""
 
     def has(gpus):
-        monkeypatch.setattr("triton_omni.device.gpu_count", lambda: gpus)
+        monkeypatch.setattr("triton_omni.core.device.gpu_count", lambda: gpus)
 
     return has
 
@@ -246,7 +246,7 @@ def test_a_ring_that_cannot_be_had_stops_the_load_only_where_it_is_asked_for(fol
     def refuse(*names, **shape):
         raise RingError("CUDA says no")
 
-    monkeypatch.setattr("triton_omni.ring.offer_ring", refuse)
+    monkeypatch.setattr("triton_omni.link.ring.offer_ring", refuse)
     gpu = torch.device("cuda", 0)
     if ring == "true":
         with pytest.raises(SettingsError, match="ring true, and its memory cannot be shared: CUDA says no"):
@@ -320,7 +320,7 @@ def test_every_model_file_has_the_calls_that_triton_makes(monkeypatch, machine, 
 def test_a_closed_stage_s_process_ends_at_once_with_its_log_written():
     code = """
 import atexit, logging, threading
-from triton_omni.serving.launch import end_process
+from triton_omni.stub.launch import end_process
 
 atexit.register(threading.Event().wait)  # what hangs at the end of an interpreter
 threading.Thread(target=threading.Event().wait).start()
@@ -333,14 +333,14 @@ end_process(lambda: logging.warning("the last line"))
 
 
 def test_a_stage_that_cannot_be_closed_ends_all_the_same_and_says_why():
-    code = "import triton_omni.serving.launch as launch; launch.end_process(lambda: 1 / 0)"
+    code = "import triton_omni.stub.launch as launch; launch.end_process(lambda: 1 / 0)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "the model could not be closed in order" in ended.stderr
     assert "ZeroDivisionError" in ended.stderr
 
 
 def test_threads_that_wait_for_the_interpreter_get_it_soon():
-    code = "import sys; from triton_omni.serving.launch import _prepare_process; _prepare_process()"
+    code = "import sys; from triton_omni.stub.launch import _prepare_process; _prepare_process()"
     said = subprocess.run(
         [sys.executable, "-c", f"{code}; print(sys.getswitchinterval())"], capture_output=True, check=True
     )
@@ -350,8 +350,8 @@ def test_threads_that_wait_for_the_interpreter_get_it_soon():
 
 def test_only_warnings_that_nobody_can_act_on_are_kept_out_of_the_log():
     code = """import logging, sys, warnings
-from triton_omni.ring import RingError
-from triton_omni.serving import launch
+from triton_omni.link.ring import RingError
+from triton_omni.stub import launch
 launch._prepare_process()
 logger = logging.getLogger("transformers.configuration_utils")
 for name in ("tts_text_start_token_id", "audio_end_token_id", "pad_token_id"):

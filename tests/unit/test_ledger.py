@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triton_omni import ledger_layout as layout
-from triton_omni.ledger import Placed, SessionLedger, Slots, StageFacts
-from triton_omni.ledger_layout import CAPACITY, LedgerError, own_folder, remove_stale, server_name
-from triton_omni.serving.stage_board import StageBoard
-from triton_omni.tally import Ending
-from triton_omni.wire import SessionKey
+from triton_omni.session import ledger_layout as layout
+from triton_omni.session.ledger import Placed, SessionLedger, Slots, StageFacts
+from triton_omni.session.ledger_layout import CAPACITY, LedgerError, own_folder, remove_stale, server_name
+from triton_omni.session.outcome import RequestOutcome
+from triton_omni.session.stage_board import StageBoard
+from triton_omni.session.wire import SessionKey
 
 STAGES = ("thinker", "talker", "token2wav")
 ORDERS = list(itertools.permutations(STAGES))
@@ -430,7 +430,7 @@ def test_slots_are_given_once_and_again_after_release(thinker):
 
 
 def by_token2wav(token2wav, slots, key):
-    token2wav.say_outcome(key, Ending())
+    token2wav.say_outcome(key, RequestOutcome())
 
 
 def by_the_thinker(token2wav, slots, key):
@@ -458,7 +458,7 @@ def test_sessions_that_do_not_close_use_up_the_slots_in_the_end(attach):
     slots = Slots(thinker, 2)
     keys = [slots.allocate() for _ in range(2)]
     for key in keys:
-        token2wav.say_outcome(key, Ending())
+        token2wav.say_outcome(key, RequestOutcome())
     assert [slots.allocate() is None for _ in range(3)] == [False, False, True]
     assert len(slots.taken) == 4
 
@@ -466,10 +466,10 @@ def test_sessions_that_do_not_close_use_up_the_slots_in_the_end(attach):
 def test_a_late_answer_of_an_earlier_session_counts_for_no_other(attach):
     thinker, token2wav = attach("thinker"), attach("token2wav")
     old, new = thinker.publish(3), thinker.publish(3)
-    token2wav.say_outcome(old, Ending())
+    token2wav.say_outcome(old, RequestOutcome())
     assert thinker.is_served(new)
-    token2wav.say_outcome(new, Ending())
-    token2wav.say_outcome(old, Ending())
+    token2wav.say_outcome(new, RequestOutcome())
+    token2wav.say_outcome(old, RequestOutcome())
     assert not thinker.is_served(new)
 
 

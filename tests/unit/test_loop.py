@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from triton_omni.loop import IDLE_POLL_S, StageLoop
+from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 
 WAIT_S = 5.0
 COMMANDS_S = 0.004
@@ -48,7 +48,7 @@ class Driven:
 @pytest.fixture
 def rarely_polling(monkeypatch):
     """A loop that is not woken looks after itself too late for any test here to see it."""
-    monkeypatch.setattr("triton_omni.loop.IDLE_POLL_S", 2 * WAIT_S)
+    monkeypatch.setattr("triton_omni.session.loop.IDLE_POLL_S", 2 * WAIT_S)
     return Driven(delay=2 * WAIT_S)
 
 

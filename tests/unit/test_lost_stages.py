@@ -10,12 +10,12 @@ import pytest
 
 from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine
 from session_rig import WAIT_S, finished, pipeline, wait_for
-from triton_omni.errors import InternalError, Overloaded
-from triton_omni.ledger import StageFacts
-from triton_omni.ledger_layout import wait_while_held
-from triton_omni.serving.stage_board import StageBoard
-from triton_omni.settings import ThinkerSettings
-from triton_omni.stage import REVIVED_AFTER_MS
+from triton_omni.core.errors import InternalError, Overloaded
+from triton_omni.core.settings import ThinkerSettings
+from triton_omni.session.ledger import StageFacts
+from triton_omni.session.ledger_layout import wait_while_held
+from triton_omni.session.stage import REVIVED_AFTER_MS
+from triton_omni.session.stage_board import StageBoard
 
 STAGES = ("thinker", "talker", "token2wav")
 SOON_S = 1.0
@@ -96,7 +96,7 @@ def test_a_whole_reply_whose_last_request_a_stage_took_with_it_still_ends(stage)
         ensemble = p.ask("12345")
         wait_for(lambda: ensemble.reply.info, message="the reply is not whole")
         time.sleep(0.1)
-        assert not ensemble.outlets[0].finals
+        assert not ensemble.senders[0].finals
         kill(p, board, stage)
         assert_told(ensemble, stage)
         wait_for(lambda: p.thinker.stats().sessions == 0)
@@ -163,7 +163,7 @@ def test_the_talker_holds_one_heartbeat_of_a_request_until_it_opens():
     with watched(intake=FakeIntake(delay_s=0.5), settings=ThinkerSettings(heartbeat_ms=20)) as (p, _):
         ensemble = p.ask("12345")
         wait_for(lambda: len(ensemble.to_talker) > 5)
-        held = [outlet for outlet in ensemble.outlets[1:] if not outlet.finals]
+        held = [sender for sender in ensemble.senders[1:] if not sender.finals]
         assert len(held) <= 2, "the last one, and perhaps one that has just arrived"
         finished(ensemble)
         assert not p.talker._unopened

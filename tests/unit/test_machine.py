@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from triton_omni.serving.machine import ServerError, TritonInstall, choose_ports, stub_environment
+from triton_omni.supervisor.machine import ServerError, TritonInstall, choose_ports, stub_environment
 
 INSTALL = TritonInstall(Path("/triton/bin/tritonserver"), None, (Path("/triton/libs"),))
 MODEL = Path("/models/omni")

@@ -19,9 +19,10 @@ from PIL import Image as Pillow
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as hf_smart_resize
 
 import media_samples as samples
-from triton_omni.chat import MediaPart
-from triton_omni.errors import BadRequest, OmniError, TooLarge
-from triton_omni.media import (
+from triton_omni.core.errors import BadRequest, OmniError, TooLarge
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request.chat import MediaPart
+from triton_omni.request.media import (
     Audio,
     PixelRange,
     VisionSizes,
@@ -32,10 +33,9 @@ from triton_omni.media import (
     decode_video,
     sniff,
 )
-from triton_omni.media.timing import frame_count
-from triton_omni.media.types import smart_resize
-from triton_omni.media.video import resize_frame
-from triton_omni.settings import RequestLimits
+from triton_omni.request.media.timing import frame_count
+from triton_omni.request.media.types import smart_resize
+from triton_omni.request.media.video import resize_frame
 
 LIMITS = RequestLimits(
     max_image_pixels=1 << 20, max_audio_seconds=2.0, max_video_seconds=4.0, max_video_frames=8, max_video_pixels=1 << 22
@@ -418,7 +418,7 @@ class TestVideo:
     @pytest.mark.parametrize("kind", ["mp4", "webm"])
     def test_too_long_is_refused_without_decoding(self, kind, monkeypatch):
         data = samples.video_file(kind, seconds=5, fps=4)
-        monkeypatch.setattr("triton_omni.media.video._VideoFile._decode", None)
+        monkeypatch.setattr("triton_omni.request.media.video._VideoFile._decode", None)
         with pytest.raises(TooLarge, match=r"5\.0 seconds of video, the limit is 4"):
             video(data, kind=kind)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_omni.vllm_hooks.media_memory import MediaMemoryMixin
+from triton_omni.vllm_hooks.thinker.media_memory import MediaMemoryMixin
 
 HIDDEN = 4
 TOKENS = {"small": 3, "large": 9}

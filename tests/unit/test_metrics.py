@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from fake_pb_utils import PbUtils
-from triton_omni.figures import Figure
-from triton_omni.hops import HopTimes
-from triton_omni.serving import metrics
-from triton_omni.serving.metric_families import FAMILIES
-from triton_omni.serving.metrics import StageMetrics
-from triton_omni.serving.tensors import LinkCounter
-from triton_omni.stage import StageStats
+from triton_omni.core.metrics import Metric
+from triton_omni.link.latency import LinkLatency
+from triton_omni.session.stage import StageStats
+from triton_omni.stub import metrics
+from triton_omni.stub.metric_families import FAMILIES
+from triton_omni.stub.metrics import StageMetrics
+from triton_omni.stub.tensors import LinkCounter
 
 WAIT_S = 5.0
 
@@ -85,7 +85,7 @@ def rounds(stats, count=3):
 
 
 def test_every_figure_has_a_gauge_with_the_stages_label(published, pb_utils, stats):
-    stats.now = StageStats(sessions=1, running=2, waiting=3, kv_blocks_used=4, rows_used=5, outbox=6)
+    stats.now = StageStats(sessions=1, running=2, waiting=3, kv_blocks_used=4, rows_used=5, send_queue=6)
     rounds(stats)
     assert last(pb_utils) == {
         "omni_sessions": 1,
@@ -118,7 +118,7 @@ def test_a_family_s_name_tells_its_kind():
 def test_a_counter_is_told_what_was_added_and_begins_at_nothing(published, pb_utils, stats):
     assert published
     for value in (0, 3, 3, 8):
-        stats.more = [Figure("omni_codes_total", value)]
+        stats.more = [Metric("omni_codes_total", value)]
         rounds(stats, 5)
     assert gauge(pb_utils, "omni_codes_total").values == [3, 8]
 
@@ -126,8 +126,8 @@ def test_a_counter_is_told_what_was_added_and_begins_at_nothing(published, pb_ut
 def test_labels_are_added_to_the_stage_s_and_may_name_another(published, pb_utils, stats):
     assert published
     stats.more = [
-        Figure("omni_errors_total", 1, {"stage": "token2wav", "code": "internal"}),
-        Figure("omni_errors_total", 2, {"stage": "thinker", "code": "internal"}),
+        Metric("omni_errors_total", 1, {"stage": "token2wav", "code": "internal"}),
+        Metric("omni_errors_total", 2, {"stage": "thinker", "code": "internal"}),
     ]
     rounds(stats, 5)
     found = {m.labels["stage"]: (m.labels["code"], m.values) for m in family(pb_utils, "omni_errors_total").metrics}
@@ -163,7 +163,7 @@ def test_a_stage_that_comes_to_rest_tells_all_at_once(pb_utils, stats, counter, 
     monkeypatch.setattr(metrics, "SLOW_ROUNDS", 10**9)
     published = StageMetrics(pb_utils, "talker", stats, counter)
     for held, told in ((0, 0), (4, 2), (0, 1)):
-        stats.more, stats.now = [Figure("omni_credits_used", told)], StageStats(held, 0, 0, 0, 0, 0)
+        stats.more, stats.now = [Metric("omni_credits_used", told)], StageStats(held, 0, 0, 0, 0, 0)
         published.start()
         rounds(stats, 5)
     assert gauge(pb_utils, "omni_sessions").values == [0, 4, 0]
@@ -184,7 +184,7 @@ def test_received_bytes_are_told_by_tensor_and_device(published, pb_utils, stats
 
 
 def test_hop_times_are_a_cumulative_histogram(pb_utils, stats, counter):
-    times = HopTimes()
+    times = LinkLatency()
     for seconds in (0.00005, 0.001, 0.0012, 7.0):
         times.observe(10**9, 10**9 + round(seconds * 1e9))
     times.observe(10**9, 10**9 - 5)

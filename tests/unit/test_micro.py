@@ -193,7 +193,7 @@ def test_a_child_that_ends_well_has_no_reason(micro, monkeypatch, tmp_path):
     "tensor", [torch.ones(2, 3), torch.empty(0, 4, dtype=torch.bfloat16), torch.arange(3, dtype=torch.int32)]
 )
 def test_a_tensor_passes_between_the_stages_without_triton(micro, tensor):
-    from triton_omni.serving.tensors import read_tensor, write_tensor
+    from triton_omni.stub.tensors import read_tensor, write_tensor
 
     sent = write_tensor(micro("pipeline").PLAIN_UTILS, "ROWS", tensor)
     found = read_tensor(micro("pipeline").PlainTensor("ROWS", pickle.loads(ForkingPickler.dumps(sent.value))))
@@ -202,16 +202,16 @@ def test_a_tensor_passes_between_the_stages_without_triton(micro, tensor):
 
 
 def test_a_stage_of_the_pipeline_hands_an_error_on(micro, monkeypatch):
-    from triton_omni.serving import launch
+    from triton_omni.stub import launch
 
-    adapter, inbox, outbox = mock.Mock(), queue.SimpleQueue(), queue.SimpleQueue()
+    adapter, inbox, send_queue = mock.Mock(), queue.SimpleQueue(), queue.SimpleQueue()
     monkeypatch.setenv(launch.CHECKPOINT_VARIABLE, "")
     monkeypatch.setattr(launch, "start_talker", lambda *_: adapter)
     monkeypatch.setattr(launch, "end_process", lambda close: close())
     for given in ({"error": "no such voice"}, None):
         inbox.put(given)
-    micro("pipeline").serve("model", queue.SimpleQueue(), "talker", inbox, outbox)
-    assert outbox.get_nowait() == {"error": "no such voice"}
+    micro("pipeline").serve("model", queue.SimpleQueue(), "talker", inbox, send_queue)
+    assert send_queue.get_nowait() == {"error": "no such voice"}
     adapter.execute.assert_not_called()
 
 

@@ -11,7 +11,7 @@ import grpc  # type: ignore[import-untyped]
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
-from triton_omni.serving.model_control import HEADER, KEY_VARIABLE, ModelControl, ModelControlError, operator_key
+from triton_omni.supervisor.model_control import HEADER, KEY_VARIABLE, ModelControl, ModelControlError, operator_key
 
 
 class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]

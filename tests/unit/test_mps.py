@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from processes import is_running, wait_for
-from triton_omni.serving import mps
-from triton_omni.serving.machine import ServerError, visible_gpus
-from triton_omni.serving.mps import mps_daemon
-from triton_omni.serving.server_options import ServerConfig
-from triton_omni.serving.supervisor import Supervisor, main
+from triton_omni.supervisor import mps
+from triton_omni.supervisor.machine import ServerError, visible_gpus
+from triton_omni.supervisor.mps import mps_daemon
+from triton_omni.supervisor.options import ServerConfig
+from triton_omni.supervisor.serve import Supervisor, main
 
 # Speaks as nvidia-cuda-mps-control does: `-f` is the daemon, without arguments it hands one command to the daemon of
 # its CUDA_MPS_PIPE_DIRECTORY. What happened is appended to the file in MPS_RECORD.
@@ -260,9 +260,9 @@ def arguments(config: ServerConfig, tiny_checkpoint: Path) -> list[str]:
 
 # The command in a process of its own, on a machine with a GPU.
 COMMAND = """import sys
-from triton_omni.serving import mps, supervisor
+from triton_omni.supervisor import mps, serve
 mps.visible_gpus = lambda environment: 1
-sys.exit(supervisor.main(sys.argv[1:]))"""
+sys.exit(serve.main(sys.argv[1:]))"""
 
 
 @pytest.mark.usefixtures("hang_up_ends")

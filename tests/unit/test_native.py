@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.serving import native
-from triton_omni.serving.bounds import bounded
-from triton_omni.serving.native import NativeError, build_library
-from triton_omni.serving.patience import SCRATCH_VARIABLE, preloaded
+from triton_omni.supervisor import native
+from triton_omni.supervisor.bounds import bounded
+from triton_omni.supervisor.native import NativeError, build_library
+from triton_omni.supervisor.stall_guard import SCRATCH_VARIABLE, preloaded
 
 Adding = Callable[[Mapping[str, str]], dict[str, str]]
 SCRATCH = Path("/scratch")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.serving.machine import ServerError
-from triton_omni.serving.placement import check_placement, parse_placement
-from triton_omni.serving.server_options import ServerConfig, parse_options
-from triton_omni.serving.supervisor import Supervisor
+from triton_omni.supervisor.machine import ServerError
+from triton_omni.supervisor.options import ServerConfig, parse_options
+from triton_omni.supervisor.placement import check_placement, parse_placement
+from triton_omni.supervisor.serve import Supervisor
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from PIL import Image as Pillow
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from special_tokens import SPECIALS
-from triton_omni.chat import MediaPart, Message, TextPart
-from triton_omni.errors import BadRequest, InternalError
-from triton_omni.media import Audio, Image, Video
-from triton_omni.request import RawRequest, RequestDefaults, parse_request
-from triton_omni.settings import RequestLimits
+from triton_omni.core.errors import BadRequest, InternalError
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request.chat import MediaPart, Message, TextPart
+from triton_omni.request.media import Audio, Image, Video
+from triton_omni.request.parse import RawRequest, RequestDefaults, parse_request
 from triton_omni.thinker.prompt import (
     DEFAULT_SYSTEM_PROMPT,
     ControlIds,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.serving.model_control import ModelControlError
-from triton_omni.serving.readiness import Readiness, say_ready, say_unready
+from triton_omni.supervisor.model_control import ModelControlError
+from triton_omni.supervisor.readiness import Readiness, say_ready, say_unready
 
 WAIT_S = 5.0
 BROKEN, IDLE = 'name: "standstill"\nbackend: "none"\n', 'name: "standstill"\nbackend: "python"\n'

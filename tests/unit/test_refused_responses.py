@@ -10,12 +10,12 @@ import pytest
 
 from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine, talker_message, thinker_message
 from session_rig import finished, pipeline, wait_for
-from triton_omni.engine import Sampling
-from triton_omni.errors import InternalError
-from triton_omni.settings import TalkerSettings, ThinkerSettings
-from triton_omni.stage import refused_error
-from triton_omni.tally import OUTCOMES
-from triton_omni.wire import Kind
+from triton_omni.core.errors import InternalError
+from triton_omni.core.settings import TalkerSettings, ThinkerSettings
+from triton_omni.session.engine import Sampling
+from triton_omni.session.outcome import OUTCOMES
+from triton_omni.session.stage import refused_error
+from triton_omni.session.wire import Kind
 
 SOON_S = 1.8
 """Far from any deadline, and less than what an error waits for stages that do not stop."""
@@ -224,9 +224,9 @@ def test_a_stop_leaves_a_session_to_later_stages_that_were_told_of_its_end():
     with pipeline(thinker=EngineThatTakesNothing()) as p:
         p.talker._loop.stop()
         ensemble = p.ask()
-        assert not ensemble.outlets[0].finals, "nobody else could tell the client yet"
+        assert not ensemble.senders[0].finals, "nobody else could tell the client yet"
         p.thinker.close()
-        assert ensemble.outlets[0].finals == 1
+        assert ensemble.senders[0].finals == 1
         assert ensemble.reply.error is None
 
 
@@ -235,8 +235,8 @@ def test_a_session_is_left_to_later_stages_that_stand_still_for_long(monkeypatch
     with pipeline(thinker=EngineThatTakesNothing()) as p:
         p.talker._loop.stop()
         ensemble = p.ask()
-        assert not ensemble.outlets[0].finals
-        wait_for(lambda: ensemble.outlets[0].finals)
+        assert not ensemble.senders[0].finals
+        wait_for(lambda: ensemble.senders[0].finals)
         assert ensemble.reply.error is None
 
 
@@ -259,7 +259,7 @@ def test_a_stage_says_how_much_it_sent_before_it_gives_its_own_request_back(stag
 
 
 def test_a_client_is_no_stranger_because_heartbeats_were_refused(monkeypatch):
-    monkeypatch.setattr("triton_omni.thinker.callers.UNHEARD_FOR_S", 0.05)
+    monkeypatch.setattr("triton_omni.thinker.direct_calls.UNHEARD_FOR_S", 0.05)
     settings = ThinkerSettings(max_sessions=8, heartbeat_ms=10)
     with pipeline(intake=FakeIntake(delay_s=0.3), settings=settings) as p:
         begun = time.monotonic()

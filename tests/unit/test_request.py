@@ -13,12 +13,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from triton_omni import strict_json
-from triton_omni.chat import MAX_URL_HEADER, MediaPart, Message, TextPart
-from triton_omni.errors import BadRequest, OmniError, TooLarge
-from triton_omni.request import RawRequest, RequestDefaults, parse_request
-from triton_omni.settings import RequestLimits
-from triton_omni.strict_json import MAX_DEPTH, parse_json, shown
+from triton_omni.core.errors import BadRequest, OmniError, TooLarge
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request import strict_json
+from triton_omni.request.chat import MAX_URL_HEADER, MediaPart, Message, TextPart
+from triton_omni.request.parse import RawRequest, RequestDefaults, parse_request
+from triton_omni.request.strict_json import MAX_DEPTH, parse_json, shown
 
 LIMITS = RequestLimits(
     max_request_bytes=4096,

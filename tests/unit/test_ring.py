@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from triton_omni import ledger_layout
-from triton_omni.ring import RingError, find_ring, offer_ring
+from triton_omni.link.ring import RingError, find_ring, offer_ring
+from triton_omni.session import ledger_layout
 
 CPU = torch.device("cpu")
 SHAPE = (3, 4, 2)
@@ -96,8 +96,8 @@ def test_the_file_of_a_server_that_is_gone_is_removed(monkeypatch):
 
 OWNER = """
 import sys, pathlib, torch
-from triton_omni import ledger_layout
-from triton_omni.ring import offer_ring
+from triton_omni.session import ledger_layout
+from triton_omni.link.ring import offer_ring
 ledger_layout._SHARED_MEMORY = pathlib.Path(sys.argv[2])
 device = torch.device(sys.argv[3])
 ring = offer_ring(sys.argv[1], "talker", 1, shape=(3, 4, 2), dtype=torch.float32, device=device)

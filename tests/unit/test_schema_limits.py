@@ -3,8 +3,8 @@
 
 import pytest
 
-from triton_omni.errors import BadRequest, OmniError, TooLarge
-from triton_omni.schema_limits import (
+from triton_omni.core.errors import BadRequest, OmniError, TooLarge
+from triton_omni.request.schema_limits import (
     LEAST_NUMBER,
     MAX_COUNT,
     MAX_COUNTED_PROPERTIES,

@@ -17,17 +17,17 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from triton_omni.checkpoint.config import load_config
-from triton_omni.ledger_layout import STAGES
-from triton_omni.serving.machine import ServerError
-from triton_omni.serving.model_folder import checkpoint_name
-from triton_omni.serving.served_repository import (
+from triton_omni.core.settings import RequestLimits
+from triton_omni.session.ledger_layout import STAGES
+from triton_omni.supervisor.machine import ServerError
+from triton_omni.supervisor.model_folder import checkpoint_name
+from triton_omni.supervisor.served_repository import (
     STREAMING_MODEL,
     UNARY_MODEL,
     served_facts,
     served_repository,
     stage_settings,
 )
-from triton_omni.settings import RequestLimits
 
 PROJECT = Path(__file__).parents[2] / "model_repository"
 
@@ -171,7 +171,7 @@ def test_a_checkpoint_is_told_by_its_name_and_not_by_its_path(folder: str, name:
 
 
 def test_telling_costs_no_import_of_torch() -> None:
-    code = "import sys, triton_omni.serving.supervisor; sys.exit('torch' in sys.modules)"
+    code = "import sys, triton_omni.supervisor.serve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

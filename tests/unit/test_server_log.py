@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.serving.machine import ServerError
-from triton_omni.serving.readiness import NO_BACKEND
-from triton_omni.serving.repeats import PERIOD_S, WRITTEN, Repeats
-from triton_omni.serving.server_log import ServerLog, find_reason
+from triton_omni.supervisor.machine import ServerError
+from triton_omni.supervisor.readiness import NO_BACKEND
+from triton_omni.supervisor.repeats import PERIOD_S, WRITTEN, Repeats
+from triton_omni.supervisor.server_log import ServerLog, find_reason
 
 # Written by every server on a machine without a GPU, whatever happens later.
 BEGINNING = """\
@@ -37,9 +37,9 @@ terminate called after throwing an instance of 'triton::backend::python::PythonB
   what():  Failed to increase the shared memory pool size for key 'region_1' to 1048576 bytes: No space left on device
 """
 TRACEBACK = """\
-2026-11-21 06:00:07,201 ERROR triton_omni.loop the engine failed
+2026-11-21 06:00:07,201 ERROR triton_omni.session.loop the engine failed
 Traceback (most recent call last):
-  File "/srv/triton_omni/loop.py", line 71, in _run
+  File "/srv/triton_omni/session/loop.py", line 71, in _run
     self._step()
     ~~~~~~~~~~^^
 ValueError: No available memory for the cache blocks.
@@ -49,7 +49,7 @@ The above exception was the direct cause of the following exception:
 Traceback (most recent call last):
   File "/srv/triton_omni/vllm_hooks/engine.py", line 40, in load
     raise EngineError("the KV cache does not fit") from error
-triton_omni.engine.EngineError: the KV cache does not fit
+triton_omni.session.engine.EngineError: the KV cache does not fit
 Exception ignored in: <function Pool.__del__>
 """
 REFUSED = """\
@@ -74,7 +74,7 @@ stage.yaml: engine.x: unknown key (known: a)\\n\\nAt:\\n  /srv/model.py(17): ini
         (
             BEGINNING + TRACEBACK + STUB_GONE + END,
             "model talker cannot be loaded: Internal: Stub process 'talker_0' is not healthy after "
-            "triton_omni.engine.EngineError: the KV cache does not fit",
+            "triton_omni.session.engine.EngineError: the KV cache does not fit",
         ),
         (
             BEGINNING + "Fatal Python error: Segmentation fault\n\nThread 0x01:\n" + STUB_GONE + END,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.serving.server_options import ServerConfig, parse_options
+from triton_omni.supervisor.options import ServerConfig, parse_options
 
 BUILD = Path(__file__).parents[2] / "build.sh"
 GIVEN_BY_BUILD = {"--help", "--model-repository", "--model"}

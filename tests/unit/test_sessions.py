@@ -22,13 +22,13 @@ from fakes import (
     thinker_message,
 )
 from session_rig import CODE_PLACES, WAIT_S, finished, pipeline, wait_for
-from triton_omni import ledger_layout
-from triton_omni.engine import Sampling
-from triton_omni.errors import BadRequest, InternalError, Overloaded
-from triton_omni.outbox import CREDITS
-from triton_omni.settings import TalkerSettings, ThinkerSettings
-from triton_omni.text_relay import TextRelay
-from triton_omni.wire import Kind, MediaTokens, SessionKey, TalkerMessage
+from triton_omni.core.errors import BadRequest, InternalError, Overloaded
+from triton_omni.core.settings import TalkerSettings, ThinkerSettings
+from triton_omni.link.send_queue import CREDITS
+from triton_omni.session import ledger_layout
+from triton_omni.session.engine import Sampling
+from triton_omni.session.wire import Kind, MediaTokens, SessionKey, TalkerMessage
+from triton_omni.token2wav.text_relay import TextRelay
 
 
 @pytest.fixture(autouse=True, params=["messages", "ring"])
@@ -133,9 +133,9 @@ def test_the_thinker_rests_while_the_first_window_is_on_its_way():
 
 
 def test_the_thinker_s_steps_keep_apart_where_text_is_far_ahead(monkeypatch):
-    monkeypatch.setattr("triton_omni.thinker.spacing.MANY_SESSIONS", 0)
-    monkeypatch.setattr("triton_omni.thinker.spacing.ENOUGH_ROWS", 5)
-    monkeypatch.setattr("triton_omni.thinker.spacing.APART_NS", 50_000_000)
+    monkeypatch.setattr("triton_omni.thinker.minimum_interval.MANY_SESSIONS", 0)
+    monkeypatch.setattr("triton_omni.thinker.minimum_interval.ENOUGH_ROWS", 5)
+    monkeypatch.setattr("triton_omni.thinker.minimum_interval.APART_NS", 50_000_000)
     waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
     waveform.window = 5
     with pipeline(thinker=thinker, waveform=waveform) as p:
@@ -150,11 +150,11 @@ def test_the_thinker_s_steps_keep_apart_where_text_is_far_ahead(monkeypatch):
 
 
 def test_the_talker_s_steps_keep_apart_once_its_first_codes_are_there(monkeypatch):
-    monkeypatch.setattr("triton_omni.talker.spacing.MANY_SESSIONS", 0)
-    monkeypatch.setattr("triton_omni.talker.spacing.APART_NS", 50_000_000)
-    monkeypatch.setattr("triton_omni.talker.spacing.LONGEST_APART_NS", 50_000_000)
+    monkeypatch.setattr("triton_omni.talker.minimum_interval.MANY_SESSIONS", 0)
+    monkeypatch.setattr("triton_omni.talker.minimum_interval.APART_NS", 50_000_000)
+    monkeypatch.setattr("triton_omni.talker.minimum_interval.LONGEST_APART_NS", 50_000_000)
     # A row that comes late is awaited; nobody waits for longer where it is there.
-    monkeypatch.setattr("triton_omni.talker.spacing.AWAITED", 3600)
+    monkeypatch.setattr("triton_omni.talker.minimum_interval.AWAITED", 3600)
     waveform = FakeWaveformEngine()
     waveform.window = CODE_PLACES // 2
     with pipeline(thinker=FakeThinkerEngine(length=20), waveform=waveform) as p:
@@ -176,7 +176,7 @@ def test_the_talker_s_steps_keep_apart_once_its_first_codes_are_there(monkeypatc
 
 @by_messages
 def test_the_talker_s_places_are_kept_while_somebody_s_first_codes_are_awaited(monkeypatch):
-    monkeypatch.setattr("triton_omni.outbox.MESSAGE_NS", 0)
+    monkeypatch.setattr("triton_omni.link.send_queue.MESSAGE_NS", 0)
     waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
     waveform.window, thinker.step_s = 20, 0.003
     with pipeline(thinker=thinker, waveform=waveform) as p:
@@ -229,7 +229,7 @@ def test_the_prompt_s_rows_come_with_the_first_of_the_reply():
 
 @by_messages
 def test_the_last_rows_of_the_first_window_wait_for_no_pace(monkeypatch):
-    monkeypatch.setattr("triton_omni.outbox.MESSAGE_NS", 3600 * 10**9)
+    monkeypatch.setattr("triton_omni.link.send_queue.MESSAGE_NS", 3600 * 10**9)
     waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
     waveform.window, thinker.step_s = 7, 0.002
     with pipeline(thinker=thinker, waveform=waveform) as p:
@@ -345,7 +345,7 @@ def test_what_a_step_gave_is_told_of_before_it_ends(monkeypatch):
 
             monkeypatch.setattr(stage, "step", seen)
 
-        see(p.thinker, p.ledgers[0], rows, lambda session: session.outbox.placed)
+        see(p.thinker, p.ledgers[0], rows, lambda session: session.send_queue.placed)
         see(p.talker, p.ledgers[1], codes, lambda session: session.told)
         finished(p.ask())
         p.wait_until_empty()
@@ -400,7 +400,7 @@ def test_rows_wait_for_places_and_none_is_lost():
 def test_a_stage_that_offers_no_ring_gets_messages():
     with pipeline(rings=True) as p:
         p.ledgers[1]._words[ledger_layout.BLOCKS["talker"] + ledger_layout.EPOCH] += 1
-        wait_for(lambda: not p.thinker._placer.has_places(SessionKey(0, 1)))
+        wait_for(lambda: not p.thinker._ring_writer.has_places(SessionKey(0, 1)))
         ensemble = p.ask("12345")
         assert len(finished(ensemble).samples) == 2 * 9
         p.wait_until_empty()
@@ -473,12 +473,12 @@ def test_at_most_two_data_messages_are_on_the_way():
         key_sent = []
         original = p.talker.submit
 
-        def slow_submit(tensors, outlet):
+        def slow_submit(tensors, sender):
             message = thinker_message(tensors)
             if message.kind == Kind.DATA:
                 key_sent.append(len(key_sent) + 1 - p.ledgers[0].consumed(message.key, "talker"))
                 time.sleep(0.005)
-            original(tensors, outlet)
+            original(tensors, sender)
 
         p.talker.submit = slow_submit
         finished(p.ask())
@@ -503,9 +503,9 @@ def test_rows_that_wait_for_credit_leave_together():
     with pipeline(thinker=thinker) as p:
         original = p.talker.submit
 
-        def slow_submit(tensors, outlet):
+        def slow_submit(tensors, sender):
             time.sleep(0.01 if thinker_message(tensors).kind == Kind.DATA else 0)
-            original(tensors, outlet)
+            original(tensors, sender)
 
         p.talker.submit = slow_submit
         ensemble = p.ask()
@@ -717,13 +717,13 @@ def test_message_out_of_sequence_fails_the_session():
     with pipeline(thinker=FakeThinkerEngine(length=500)) as p:
         original, dropped = p.talker.submit, []
 
-        def lossy_submit(tensors, outlet):
+        def lossy_submit(tensors, sender):
             message = thinker_message(tensors)
             if message.sequence == 2 and not dropped:
                 dropped.append(message)
-                outlet.finish()
+                sender.finish()
                 return
-            original(tensors, outlet)
+            original(tensors, sender)
 
         p.talker.submit = lossy_submit
         reply = finished(p.ask())
@@ -795,11 +795,11 @@ def test_text_leaves_while_a_step_of_token2wav_runs():
 
 def relayed(*messages):
     """What a relay answered of messages with these sequence numbers and texts."""
-    outlet = RecordingOutlet()
-    relay = TextRelay(outlet, lambda: None)
+    sender = RecordingOutlet()
+    relay = TextRelay(sender, lambda: None)
     for sequence, text in messages:
         relay.take(TalkerMessage(key=SessionKey(0, 1), kind=Kind.TEXT, sequence=sequence, text=text))
-    return outlet.texts, relay
+    return sender.texts, relay
 
 
 class RecordingOutlet:
@@ -979,11 +979,11 @@ def test_error_that_is_lost_between_stages_still_reaches_the_client(monkeypatch)
     with pipeline(thinker=engine) as p:
         original = p.token2wav.submit
 
-        def lossy_submit(tensors, outlet):
+        def lossy_submit(tensors, sender):
             if talker_message(tensors).kind == Kind.ERROR:
-                outlet.finish()
+                sender.finish()
             else:
-                original(tensors, outlet)
+                original(tensors, sender)
 
         p.token2wav.submit = lossy_submit
         ensemble = p.ask()

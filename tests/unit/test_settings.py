@@ -7,7 +7,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from triton_omni.settings import (
+from triton_omni.core.settings import (
     EngineSettings,
     RequestLimits,
     SettingsError,

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from triton_omni.token2wav.mel_gather import Due
 from triton_omni.token2wav.sharing import ENOUGH_NS, FRAME_NS, SHORT_BATCH_NS, goes_before, share
-from triton_omni.token2wav.splicing import Due
 
 NOW = 10**12
 MOST_FRAMES = 1200

@@ -16,11 +16,11 @@ import soxr
 
 import media_samples as samples
 from media_samples import encoded_sound
-from triton_omni.chat import MediaPart
-from triton_omni.errors import BadRequest, TooLarge
-from triton_omni.media import Video, decode_audio, decode_media, decode_video, sniff
-from triton_omni.media.types import VisionSizes
-from triton_omni.settings import RequestLimits
+from triton_omni.core.errors import BadRequest, TooLarge
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request.chat import MediaPart
+from triton_omni.request.media import Video, decode_audio, decode_media, decode_video, sniff
+from triton_omni.request.media.types import VisionSizes
 
 LIMITS = RequestLimits()
 SECONDS = 6

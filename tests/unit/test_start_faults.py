@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 from triton_omni.checkpoint.headers import check_file
 from triton_omni.checkpoint.reading import INDEX_FILE, CheckpointError
-from triton_omni.serving import start_checks
-from triton_omni.serving.machine import ServerError
-from triton_omni.serving.served_repository import served_repository
-from triton_omni.serving.server_log import ServerLog
-from triton_omni.serving.start_checks import check_caches, check_shared_memory
-from triton_omni.serving.supervisor import main
-from triton_omni.vllm_hooks.named_weights import load_named
+from triton_omni.supervisor import start_checks
+from triton_omni.supervisor.machine import ServerError
+from triton_omni.supervisor.serve import main
+from triton_omni.supervisor.served_repository import served_repository
+from triton_omni.supervisor.server_log import ServerLog
+from triton_omni.supervisor.start_checks import check_caches, check_shared_memory
+from triton_omni.vllm_hooks.shared.named_weights import load_named
 
 ROOT = Path(__file__).parents[2]
 TENSOR = "talker.model.layers.0.mlp.gate_proj.weight"
@@ -181,8 +181,8 @@ def test_a_cache_that_can_be_written_is_left_empty(tmp_path: Path) -> None:
 
 LIMITED = """
 import resource, sys
-from triton_omni.serving.machine import ServerError
-from triton_omni.serving.start_checks import check_caches
+from triton_omni.supervisor.machine import ServerError
+from triton_omni.supervisor.start_checks import check_caches
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 try:
     check_caches({"VLLM_CACHE_ROOT": sys.argv[1]})

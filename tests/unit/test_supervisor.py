@@ -22,17 +22,17 @@ from typing import Any
 import pytest
 
 from processes import children, is_running, wait_for
-from triton_omni import ledger_layout
-from triton_omni.serving import leftovers
-from triton_omni.serving.machine import ServerError, ServerNotReady, choose_ports, find_triton, visible_gpus
-from triton_omni.serving.memory_pool import memory_pool_bytes, pool_bytes
-from triton_omni.serving.model_control import ModelControl
-from triton_omni.serving.model_folder import ModelFolderError, check_files, model_folder
-from triton_omni.serving.model_folder import main as print_model_folder
-from triton_omni.serving.revival import RevivalPolicy
-from triton_omni.serving.server_options import ServerConfig
-from triton_omni.serving.supervisor import Supervisor, main
-from triton_omni.settings import TalkerSettings, ThinkerSettings
+from triton_omni.core.settings import TalkerSettings, ThinkerSettings
+from triton_omni.session import ledger_layout
+from triton_omni.supervisor import leftovers
+from triton_omni.supervisor.machine import ServerError, ServerNotReady, choose_ports, find_triton, visible_gpus
+from triton_omni.supervisor.memory_pool import memory_pool_bytes, pool_bytes
+from triton_omni.supervisor.model_control import ModelControl
+from triton_omni.supervisor.model_folder import ModelFolderError, check_files, model_folder
+from triton_omni.supervisor.model_folder import main as print_model_folder
+from triton_omni.supervisor.options import ServerConfig
+from triton_omni.supervisor.restart import RestartPolicy
+from triton_omni.supervisor.serve import Supervisor, main
 
 # Answers the readiness path as tritonserver does; what it should do otherwise is told by its environment.
 STAND_IN = '''#!{python}
@@ -190,7 +190,7 @@ def test_a_server_that_never_gets_ready_is_stopped(repository: Path) -> None:
 
 
 def test_a_deaf_server_is_ended_after_its_exit_timeout(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_omni.serving.server_run.KILL_AFTER_S", 0.5)
+    monkeypatch.setattr("triton_omni.supervisor.server_run.KILL_AFTER_S", 0.5)
     with Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, exit_timeout_s=0)) as server:
         assert server.stop() >= 0.5
         assert server.exit_code == 128 + signal.SIGKILL
@@ -199,7 +199,7 @@ def test_a_deaf_server_is_ended_after_its_exit_timeout(repository: Path, monkeyp
 def test_a_server_that_goes_on_without_a_stage_is_not_waited_for(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("triton_omni.serving.server_run._ALONE_S", 0.5)
+    monkeypatch.setattr("triton_omni.supervisor.server_run._ALONE_S", 0.5)
     with Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, exit_timeout_s=60)) as server:
         assert 0.5 <= server.stop() < 10
         assert server.exit_code == 128 + signal.SIGKILL
@@ -209,8 +209,8 @@ def test_a_server_that_goes_on_without_a_stage_is_not_waited_for(
 def test_a_server_that_still_has_a_stage_gets_its_whole_exit_timeout(
     repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni.serving.server_run._ALONE_S", 0.1)
-    monkeypatch.setattr("triton_omni.serving.server_run.KILL_AFTER_S", 0.5)
+    monkeypatch.setattr("triton_omni.supervisor.server_run._ALONE_S", 0.1)
+    monkeypatch.setattr("triton_omni.supervisor.server_run.KILL_AFTER_S", 0.5)
     environment = {"BEHAVIOUR": "deaf", "STAGE": str(stage)}
     with Supervisor(config(repository, environment=environment, exit_timeout_s=1)) as server:
         assert server.stop() >= 1.5
@@ -229,7 +229,7 @@ def stage(tmp_path: Path) -> Iterator[Path]:
 def test_no_stage_is_left_of_a_server_that_was_stopped(
     repository: Path, stage: Path, behaviour: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni.serving.server_run.KILL_AFTER_S", 0.5)
+    monkeypatch.setattr("triton_omni.supervisor.server_run.KILL_AFTER_S", 0.5)
     environment = {"BEHAVIOUR": behaviour, "STAGE": str(stage)}
     with Supervisor(config(repository, environment=environment, exit_timeout_s=0)) as server:
         assert is_running(int(stage.read_text()))
@@ -248,8 +248,8 @@ def test_no_stage_is_left_of_a_server_that_was_killed(repository: Path, stage: P
 def test_a_server_that_lives_but_listens_no_more_is_given_up(
     repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni.serving.probe._LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr("triton_omni.serving.probe._HUNG_UP_S", 0.3)
+    monkeypatch.setattr("triton_omni.supervisor.probe._LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("triton_omni.supervisor.probe._HUNG_UP_S", 0.3)
     with Supervisor(config(repository, environment={"STAGE": str(stage)})) as server:
         until = time.monotonic() + 0.6
         while time.monotonic() < until:
@@ -326,7 +326,7 @@ def one_stage(server: Supervisor) -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture
 def mortal(repository: Path) -> Iterator[tuple[Supervisor, subprocess.Popen[bytes]]]:
     """A server that refuses to load anything, and its stage."""
-    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, revival=RevivalPolicy(attempts=1)))
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, restart=RestartPolicy(attempts=1)))
     server.start()
     with one_stage(server) as stage:
         yield server, stage
@@ -369,7 +369,7 @@ def test_where_errors_wait_a_death_ends_the_server_and_another_takes_its_place(
         run_until_replaced(server, ended.process.pid)
         assert ended.exit_code == 128 + signal.SIGKILL
         assert urls == (server.http_url, server.grpc_url, server.metrics_url)
-        assert (server.exit_code, server.losses) == (None, 1)
+        assert (server.exit_code, server.deaths) == (None, 1)
         log = repository.parent / "server.log"
         wait_for(lambda: log.read_text().count('"model"') == 2)
     said = capsys.readouterr().err.splitlines()
@@ -382,8 +382,8 @@ def test_where_errors_wait_a_death_ends_the_server_and_another_takes_its_place(
 def test_a_server_that_cannot_be_started_again_is_given_up_in_one_sentence(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = RevivalPolicy(attempts=2, first_wait_s=0.1, whole_server=True)
-    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, revival=policy))
+    policy = RestartPolicy(attempts=2, first_wait_s=0.1, whole_server=True)
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, restart=policy))
     server.start()
     with one_stage(server) as stage:
         binary = repository.parent / "bin" / "tritonserver"
@@ -396,8 +396,8 @@ def test_a_server_that_cannot_be_started_again_is_given_up_in_one_sentence(
 
 
 def test_a_stop_ends_the_wait_before_a_server_is_started_again(repository: Path) -> None:
-    policy = RevivalPolicy(attempts=9, first_wait_s=600.0, whole_server=True)
-    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, revival=policy))
+    policy = RestartPolicy(attempts=9, first_wait_s=600.0, whole_server=True)
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, restart=policy))
     server.start()
     with one_stage(server) as stage:
         server._starts.begin()
@@ -429,8 +429,8 @@ def test_a_server_s_guard_that_was_killed_is_replaced(repository: Path, capsys: 
 def test_a_server_that_waits_for_what_a_dead_stage_held_is_not_waited_for(
     mortal: tuple[Supervisor, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni.serving.server_run._ALONE_S", 0.3)
-    monkeypatch.setattr("triton_omni.serving.server_run.has_followers", lambda process: True)
+    monkeypatch.setattr("triton_omni.supervisor.server_run._ALONE_S", 0.3)
+    monkeypatch.setattr("triton_omni.supervisor.server_run.has_followers", lambda process: True)
     server, killed = mortal
     killed.kill()
     with contextlib.suppress(ServerError):
@@ -542,7 +542,7 @@ def whole_checkpoint(repository: Path, tiny_checkpoint: Path, monkeypatch: pytes
 
 
 FREE_PORTS = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
-MODULE = [sys.executable, "-m", "triton_omni.serving.supervisor"]
+MODULE = [sys.executable, "-m", "triton_omni.supervisor.serve"]
 
 
 def after_the_start(said: str) -> str:
@@ -594,7 +594,7 @@ def test_a_signal_while_models_load_ends_the_command_without_a_word(
 
 
 def test_a_signal_while_a_checkpoint_is_fetched_ends_the_command_at_once(repository: Path, tmp_path: Path) -> None:
-    code = """import sys, time, triton_omni.serving.supervisor as supervisor
+    code = """import sys, time, triton_omni.supervisor.serve as supervisor
 supervisor.model_folder = lambda source: (print("fetching", flush=True), time.sleep(600))
 supervisor.main(sys.argv[1:])"""
     process = subprocess.Popen(

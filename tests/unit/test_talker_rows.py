@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_omni.engine import TalkerPrompt
-from triton_omni.vllm_hooks.talker_rows import Sequence, TalkerRows
+from triton_omni.session.engine import TalkerPrompt
+from triton_omni.vllm_hooks.talker.rows import Sequence, TalkerRows
 
 WIDTH, PROMPT, LONGEST = 4, 3, 10
 BOS = 9.0
@@ -64,7 +64,7 @@ def test_what_was_fed_to_a_sequence_that_ended_is_not_stored_over_the_next_in_it
 
 def test_a_long_prompt_is_stored_as_it_comes(rows: TalkerRows, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step reads a prompt before all of it is there, and so much memory is not kept besides."""
-    monkeypatch.setattr("triton_omni.vllm_hooks.talker_rows.MOST_FED", 4)
+    monkeypatch.setattr("triton_omni.vllm_hooks.talker.rows.MOST_FED", 4)
     first, second = begin(rows, "first"), begin(rows, "second")
     rows.feed(first, rows_of(1, 1))
     assert stored(rows, first, 1) == [0.0]

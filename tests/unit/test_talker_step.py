@@ -8,11 +8,11 @@ import functools
 import pytest
 import torch
 
-from triton_omni.engine import Sampling, TalkerPrompt
-from triton_omni.talker.conditioning import CodecIds
-from triton_omni.vllm_hooks.talker_columns import Column
-from triton_omni.vllm_hooks.talker_rows import TalkerRows
-from triton_omni.vllm_hooks.talker_step import TalkerStep
+from triton_omni.session.engine import Sampling, TalkerPrompt
+from triton_omni.vllm_hooks.talker.columns import Column
+from triton_omni.vllm_hooks.talker.conditioning import CodecIds
+from triton_omni.vllm_hooks.talker.rows import TalkerRows
+from triton_omni.vllm_hooks.talker.step import TalkerStep
 
 IDS = CodecIds(mask=12, pad=10, bos=13, eos=11)
 VOCABULARY, SPEAKABLE, WIDTH, SEQUENCES = 16, 8, 4, 3

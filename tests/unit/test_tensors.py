@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from fake_pb_utils import PbUtils, Request, Tensor, text_tensor
-from triton_omni.errors import TooLarge
-from triton_omni.serving.tensors import (
+from triton_omni.core.errors import TooLarge
+from triton_omni.core.settings import MOST_MEDIA_ITEMS
+from triton_omni.session.wire import Kind, Seal, SessionKey, TalkerMessage, ThinkerMessage
+from triton_omni.stub.tensors import (
     LinkCounter,
     LinkInputs,
     bound_strings,
@@ -22,8 +24,6 @@ from triton_omni.serving.tensors import (
     write_tensor,
     write_tensors,
 )
-from triton_omni.settings import MOST_MEDIA_ITEMS
-from triton_omni.wire import Kind, Seal, SessionKey, TalkerMessage, ThinkerMessage
 
 KEY = SessionKey(1, 2)
 SEAL = Seal(bytes(32), "thinker")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.serving.machine import ServerError, TritonInstall, find_triton, stub_environment
-from triton_omni.serving.triton_features import (
+from triton_omni.supervisor.machine import ServerError, TritonInstall, find_triton, stub_environment
+from triton_omni.supervisor.triton_features import (
     CLIENT_SHARED_MEMORY,
     HTTP_BODY_LIMIT,
     Version,

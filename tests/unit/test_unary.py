@@ -20,14 +20,14 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 from fake_pb_utils import PbUtils, Request, TritonError, text_tensor
-from triton_omni import ledger_layout
-from triton_omni.answer import Answer
-from triton_omni.errors import BadRequest, InternalError, Overloaded, TooLarge
-from triton_omni.serving import loss_watch
-from triton_omni.serving.stage_board import StageBoard
-from triton_omni.serving.unary import UnaryModel, asked_timeout_s, to_message
-from triton_omni.settings import UnarySettings
-from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header
+from triton_omni.core.errors import BadRequest, InternalError, Overloaded, TooLarge
+from triton_omni.core.pcm import to_base64, to_pcm16, wav_header
+from triton_omni.core.settings import UnarySettings
+from triton_omni.session import ledger_layout
+from triton_omni.session.answer import Answer
+from triton_omni.session.stage_board import StageBoard
+from triton_omni.stub import death_watch
+from triton_omni.stub.unary import UnaryModel, asked_timeout_s, to_message
 
 WAIT_S = 5.0
 INFO = json.dumps({"sample_rate": 24000, "seed": 1})
@@ -251,7 +251,7 @@ def test_an_error_of_the_stream_keeps_its_code_which_triton_lost(serve, error, c
 
 
 def test_a_request_that_lost_a_stage_and_is_not_told_is_failed(serve, monkeypatch, tmp_path):
-    monkeypatch.setattr(loss_watch, "TOLD_WITHIN_S", 0.2)
+    monkeypatch.setattr(death_watch, "TOLD_WITHIN_S", 0.2)
     monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", tmp_path)
     over = threading.Event()
 
@@ -300,7 +300,7 @@ def test_the_ledger_has_its_process_and_the_requests_that_only_it_can_end(serve,
 )
 def test_a_stream_that_nobody_ends_is_ended_after_the_deadline(serve, monkeypatch, tmp_path, asked, answers):
     monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr("triton_omni.serving.unary.LATE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("triton_omni.stub.unary.LATE_TIMEOUT_S", 0.0)
     over = threading.Event()
 
     def infer(message):
@@ -357,7 +357,7 @@ def test_a_table_that_a_stage_has_made_is_left_as_it_is(serve, monkeypatch, tmp_
 
 
 def test_a_whole_reply_whose_stream_does_not_end_is_answered(serve, monkeypatch):
-    monkeypatch.setattr("triton_omni.serving.unary.LATE_END_S", 0.2)
+    monkeypatch.setattr("triton_omni.stub.unary.LATE_END_S", 0.2)
     over = threading.Event()
 
     def infer(message):
@@ -526,5 +526,5 @@ def test_an_id_that_is_no_text_is_refused_and_costs_no_place(serve):
 
 
 def test_it_is_served_without_torch_which_is_most_of_its_start_and_memory():
-    code = "import sys, triton_omni.serving.unary; sys.exit('torch' in sys.modules)"
+    code = "import sys, triton_omni.stub.unary; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

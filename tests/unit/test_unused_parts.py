@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from triton_omni.vllm_hooks import unused_parts
+from triton_omni.vllm_hooks.shared import unused_parts
 
 ABSENT, CLASS = "package_of_a_test.exporter", "package_of_a_test.parser"
 

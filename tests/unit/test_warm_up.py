@@ -7,10 +7,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from triton_omni.request import TalkerOptions, ThinkerOptions, Token2WavOptions
-from triton_omni.serving.machine import choose_ports
-from triton_omni.serving.warm_up import _REQUEST, warm_up
-from triton_omni.settings import TalkerSettings, ThinkerSettings
+from triton_omni.core.settings import TalkerSettings, ThinkerSettings
+from triton_omni.request.parse import TalkerOptions, ThinkerOptions, Token2WavOptions
+from triton_omni.supervisor.machine import choose_ports
+from triton_omni.supervisor.warm_up import _REQUEST, warm_up
 
 HOST = "127.0.0.1"
 

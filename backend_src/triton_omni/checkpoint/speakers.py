@@ -15,7 +15,7 @@ from torch import Tensor
 from triton_omni.checkpoint.config import OmniConfig
 from triton_omni.checkpoint.reading import CheckpointError
 from triton_omni.checkpoint.voice_names import DEFAULT_VOICE, SPEAKER_FILE
-from triton_omni.errors import BadRequest
+from triton_omni.core.errors import BadRequest
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from triton_omni.cache_folder import cache_folder
 from triton_omni.checkpoint import synthetic_config, synthetic_text, synthetic_weights
 from triton_omni.checkpoint.synthetic_config import SIZES, Size, omni_config, vocabulary
 from triton_omni.checkpoint.synthetic_text import write_speakers, write_text_files
 from triton_omni.checkpoint.synthetic_weights import WeightRules
+from triton_omni.core.cache_folder import cache_folder
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5OmniConfig

@@ -15,21 +15,20 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from triton_omni.engine import FinishReason, Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
-from triton_omni.errors import ErrorCode, InternalError, OmniError, TooLarge
-from triton_omni.figures import Figure
-from triton_omni.ledger import SessionLedger
-from triton_omni.link_stage import LinkSession, LinkStage
-from triton_omni.loop import IDLE_POLL_S
-from triton_omni.outbox import Outbox, Pace, Parcel, link_figures
-from triton_omni.placing import Placer
-from triton_omni.ring import Ring
-from triton_omni.settings import TalkerSettings
-from triton_omni.stage import CLAIMED_POLL_S, SOON_S, Outlet, lost_error, refused_error
-from triton_omni.talker.spacing import Spacing
-from triton_omni.tally import Ending
-from triton_omni.tracing import NO_TRACER, Tracer
-from triton_omni.wire import (
+from triton_omni.core.errors import ErrorCode, InternalError, OmniError, TooLarge
+from triton_omni.core.metrics import Metric
+from triton_omni.core.settings import TalkerSettings
+from triton_omni.core.tracing import NO_TRACER, Tracer
+from triton_omni.link.link_stage import LinkSession, LinkStage
+from triton_omni.link.ring import Ring
+from triton_omni.link.ring_writer import RingWriter
+from triton_omni.link.send_queue import Batch, RateLimit, SendQueue, link_metrics
+from triton_omni.session.engine import FinishReason, Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
+from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.loop import IDLE_POLL_S
+from triton_omni.session.outcome import RequestOutcome
+from triton_omni.session.stage import CLAIMED_POLL_S, SOON_S, ResponseSender, lost_error, refused_error
+from triton_omni.session.wire import (
     Failure,
     Kind,
     Session,
@@ -40,6 +39,7 @@ from triton_omni.wire import (
     ThinkerReport,
     Value,
 )
+from triton_omni.talker.minimum_interval import MinimumInterval
 
 ORPHANED_S = 10.0
 """How long a session that the thinker has ended waits for its error, which comes within milliseconds, or seconds on a
@@ -50,7 +50,7 @@ machine that is too slow for its load."""
 class _Open(LinkSession):
     """State of one session; touched by the loop's thread only."""
 
-    outbox: Outbox = dataclasses.field(kw_only=True)
+    send_queue: SendQueue = dataclasses.field(kw_only=True)
     sequence: int = 0
     refused: int = 0
     """Of so many messages, those that did not leave; of the sending thread."""
@@ -89,26 +89,26 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._engine = engine
         self._text_bos_id = text_bos_id
         self._own_seal = ledger.seal("talker")
-        self._pace = Pace()
-        self._placer = Placer(ledger, "token2wav", device)
-        self._spacing = Spacing(ledger)
+        self._pace = RateLimit()
+        self._ring_writer = RingWriter(ledger, "token2wav", device)
+        self._spacing = MinimumInterval(ledger)
         self._is_held = False
         self._codes = 0
         # Of sessions that are not open yet, the last heartbeat's request. By the whole key: what has only the name of a
         # session must not end it.
-        self._unopened: dict[SessionKey, Outlet] = {}
+        self._unopened: dict[SessionKey, ResponseSender] = {}
 
     def poll(self) -> float:
         """Pace the text by how many sessions still have some; look after every session."""
         self._pace.sessions = sum(session.thinker is None for session in self._open.values())
-        self._placer.look(time.monotonic_ns())
+        self._ring_writer.look(time.monotonic_ns())
         delay = super().poll()
-        self._placer.leave()
+        self._ring_writer.leave()
         self._hold()
         if self._is_held:
             delay = min(delay, CLAIMED_POLL_S)
-        for key, outlet in list(self._unopened.items()):
-            self._attend_unopened(key, outlet)
+        for key, sender in list(self._unopened.items()):
+            self._attend_unopened(key, sender)
         return min(delay, SOON_S) if self._unopened else delay
 
     def _hold(self) -> None:
@@ -141,29 +141,29 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         # Codes before messages, each of which takes longer than the codes of all.
         for session in going_on:
             self._place(session)
-        self._placer.leave()
+        self._ring_writer.leave()
         for session in going_on:
             self._flush(session)
 
-    def figures(self) -> Iterator[Figure]:
+    def figures(self) -> Iterator[Metric]:
         """Figures by the names of their metrics, see `stage.Stage`."""
         yield from super().figures()
         open_now, consumed = list(self._open.values()), self._ledger.consumed
-        yield from link_figures((one.outbox, consumed(one.key, "token2wav")) for one in open_now)
-        yield Figure("omni_codes_total", self._codes)
+        yield from link_metrics((one.send_queue, consumed(one.key, "token2wav")) for one in open_now)
+        yield Metric("omni_codes_total", self._codes)
 
     def _parse(self, tensors: Mapping[str, Value]) -> ThinkerMessage:
         return ThinkerMessage.from_tensors(tensors, self._seal)
 
-    def _relay(self, message: ThinkerMessage, outlet: Outlet) -> None:
-        """Say that the session has come here: its caller is the ensemble (`thinker/callers.py`)."""
-        del outlet
+    def _relay(self, message: ThinkerMessage, sender: ResponseSender) -> None:
+        """Say that the session has come here: its caller is the ensemble (`thinker/direct_calls.py`)."""
+        del sender
         self._ledger.mark_reached(message.key)
 
     def _held(self) -> int:
-        return sum(session.outbox.held for session in list(self._open.values()))
+        return sum(session.send_queue.held for session in list(self._open.values()))
 
-    def _receive(self, message: ThinkerMessage, outlet: Outlet, arrived_ns: int) -> None:
+    def _receive(self, message: ThinkerMessage, sender: ResponseSender, arrived_ns: int) -> None:
         """Hold each session's last heartbeat until the session opens; a thinker that dies before leaves no other
         request of the client's that could be answered.
         """
@@ -171,28 +171,28 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if (held := self._unopened.pop(key, None)) is not None:
             self._give_back(key, held)
         if message.kind == Kind.HEARTBEAT and key.name not in self._open and self._ledger.holds(key):
-            self._unopened[key] = outlet
+            self._unopened[key] = sender
         else:
-            super()._receive(message, outlet, arrived_ns)
+            super()._receive(message, sender, arrived_ns)
 
-    def _attend_unopened(self, key: SessionKey, outlet: Outlet) -> None:
+    def _attend_unopened(self, key: SessionKey, sender: ResponseSender) -> None:
         lost = self._ledger.lost_stages(key)
         if not (lost or self._ledger.is_over(key) or self._ledger.closed(key, "thinker")):
             return
         del self._unopened[key]
         if lost:
-            outlet.fail(lost_error(lost[0]), functools.partial(self._ledger.count_returned, key))
+            sender.fail(lost_error(lost[0]), functools.partial(self._ledger.count_returned, key))
         else:
-            self._give_back(key, outlet)
+            self._give_back(key, sender)
 
     def _end_all(self) -> None:
-        self._placer.close()
-        for key, outlet in self._unopened.items():
-            self._give_back(key, outlet)
+        self._ring_writer.close()
+        for key, sender in self._unopened.items():
+            self._give_back(key, sender)
 
-    def _begin(self, message: ThinkerMessage, request: Session, outlet: Outlet) -> _Open:
-        outbox = Outbox(self._settings.max_codes)
-        session = _Open(message.key, outlet, request, outbox=outbox)
+    def _begin(self, message: ThinkerMessage, request: Session, sender: ResponseSender) -> _Open:
+        send_queue = SendQueue(self._settings.max_codes)
+        session = _Open(message.key, sender, request, send_queue=send_queue)
         # Relayed first: from here on token2wav holds the sender through which an error can reach the client.
         self._send(session, TalkerMessage(key=message.key, kind=Kind.OPEN, session=request))
         return session
@@ -203,7 +203,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             prompt, sampling = self._prompt(request, message), self._within_limits(request)
             self._engine.open(session.key.name, prompt, sampling, priority=request.priority)
         else:
-            session.outbox.finish_tensors()
+            session.send_queue.finish_tensors()
 
     def _prompt(self, request: Session, message: ThinkerMessage) -> TalkerPrompt:
         if message.positions is None:
@@ -226,23 +226,23 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             )
         return dataclasses.replace(request.talker, max_tokens=limit)
 
-    def _take_message(self, session: _Open, message: ThinkerMessage, outlet: Outlet) -> None:
+    def _take_message(self, session: _Open, message: ThinkerMessage, sender: ResponseSender) -> None:
         if message.failure is not None:
-            self._give_back(message.key, outlet)
+            self._give_back(message.key, sender)
             self._relay_failure(session, message.failure)
             return
-        self._take_rows(session, message, outlet)
-        session.outbox.put_text(message.text)
+        self._take_rows(session, message, sender)
+        session.send_queue.put_text(message.text)
         if message.last:
             self._finish_input(session, message)
         self._flush(session)
 
-    def _take_rows(self, session: _Open, message: ThinkerMessage, outlet: Outlet) -> None:
+    def _take_rows(self, session: _Open, message: ThinkerMessage, sender: ResponseSender) -> None:
         if message.rows is None:
-            self._give_back(message.key, outlet)
+            self._give_back(message.key, sender)
             return
         self._feed(session, message.rows)
-        self._give_back_consumed(session, message, message.rows, outlet)
+        self._give_back_consumed(session, message, message.rows, sender)
 
     def _take_placed(self, session: _Open, tensor: torch.Tensor) -> None:
         self._feed(session, tensor)
@@ -257,7 +257,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _finish_input(self, session: _Open, message: ThinkerMessage) -> None:
         session.thinker = message.report
-        session.outbox.finish_text()
+        session.send_queue.finish_text()
         self._await_placed(session, message.placed)
 
     def _end_input(self, session: _Open) -> None:
@@ -272,12 +272,12 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             session.codes += count
             self._codes += count
             session.first_code_ns = session.first_code_ns or time.monotonic_ns()
-            session.outbox.put(output.codes, output.codes_ready)
+            session.send_queue.put(output.codes, output.codes_ready)
         if output.finish_reason is not None:
             self._finish_codes(session, output.finish_reason)
 
     def _finish_codes(self, session: _Open, reason: FinishReason) -> None:
-        session.outbox.finish_tensors()
+        session.send_queue.finish_tensors()
         accepted_ns = session.session.accepted_ns
         session.report = TalkerReport(
             finish_reason=reason,
@@ -287,12 +287,12 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         )
 
     def _flush(self, session: _Open) -> None:
-        outbox = session.outbox
-        if outbox.idle:
+        send_queue = session.send_queue
+        if send_queue.idle:
             return
         consumed, wanted = self._ledger.consumed(session.key, "token2wav"), self._wanted(session.key)
-        while parcel := outbox.take(consumed, pace=self._pace, wanted=wanted):
-            self._send(session, _to_message(session, parcel), parcel.ready)
+        while batch := send_queue.take(consumed, pace=self._pace, wanted=wanted):
+            self._send(session, _to_message(session, batch), batch.ready)
 
     def _wanted(self, key: SessionKey) -> int:
         """Codes, from the first on, without which token2wav can do nothing; before it has said: all."""
@@ -306,29 +306,29 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         better, though each takes the host three times as long: fewer of them make as many codes, and leave token2wav
         the device.
         """
-        awaited = not (session.told if session.outbox.past_messages else session.outbox.given)
+        awaited = not (session.told if session.send_queue.past_messages else session.send_queue.given)
         return awaited and session.report is None and self._wanted(session.key) <= self._settings.max_codes
 
     def _place(self, session: _Open) -> None:
         """Put codes into token2wav's ring as they come, and tell of them when they complete a window, or all are there,
         or half of the places are full of them."""
-        outbox, key = session.outbox, session.key
-        if session.told == session.codes or outbox.messages or not self._placer.has_places(key):
+        send_queue, key = session.send_queue, session.key
+        if session.told == session.codes or send_queue.messages or not self._ring_writer.has_places(key):
             return
-        outbox.go_past_messages()
-        if outbox.held:
-            self._placer.take(key, outbox)
-        untold = outbox.placed - session.told
-        ends = session.report is not None and not outbox.held
-        complete = session.told < self._wanted(key) <= outbox.placed
-        if untold and (complete or ends or self._placer.is_half_full(untold)):
-            session.told = outbox.placed
-            self._placer.tell(key, outbox)
+        send_queue.go_past_messages()
+        if send_queue.held:
+            self._ring_writer.take(key, send_queue)
+        untold = send_queue.placed - session.told
+        ends = session.report is not None and not send_queue.held
+        complete = session.told < self._wanted(key) <= send_queue.placed
+        if untold and (complete or ends or self._ring_writer.is_half_full(untold)):
+            session.told = send_queue.placed
+            self._ring_writer.tell(key, send_queue)
 
     def _send(self, session: _Open, message: TalkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.sequence += 1
         stamped = msgspec.structs.replace(message, number=session.sequence, sent_ns=time.monotonic_ns())
-        session.outlet.send(stamped.to_tensors(self._own_seal), ready, functools.partial(self._lose, session))
+        session.sender.send(stamped.to_tensors(self._own_seal), ready, functools.partial(self._lose, session))
 
     def _lose(self, session: _Open) -> None:
         """On the sending thread: count a message that Triton refused, and have its session end."""
@@ -349,7 +349,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         # token2wav may want fewer than when they came, or have made room.
         self._place(session)
         self._flush(session)
-        return SOON_S if session.outbox.waiting or session.thinker is not None else IDLE_POLL_S
+        return SOON_S if session.send_queue.waiting or session.thinker is not None else IDLE_POLL_S
 
     def _await_failure(self, session: _Open) -> None:
         """The thinker ends before this stage only with an error, which is on its way here, or was kept by a client that
@@ -367,8 +367,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _answer_error(self, session: _Open, error: OmniError) -> None:
         if self._drop(session, error.code):
-            self._ledger.say_outcome(session.key, Ending.of(error, "talker"))
-            session.outlet.fail(error, functools.partial(self._mark_ended, session))
+            self._ledger.say_outcome(session.key, RequestOutcome.of(error, "talker"))
+            session.sender.fail(error, functools.partial(self._mark_ended, session))
 
     def _relay_failure(self, session: _Open, failure: Failure) -> None:
         message = TalkerMessage(key=session.key, kind=Kind.ERROR, sequence=session.sequence, failure=failure)
@@ -377,7 +377,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _close(self, session: _Open, code: ErrorCode | None = None) -> None:
         if self._drop(session, code):
-            session.outlet.finish(then=functools.partial(self._mark_ended, session))
+            session.sender.finish(then=functools.partial(self._mark_ended, session))
 
     def _mark_ended(self, session: _Open) -> None:
         self._mark_closed(session.key, session.sequence - session.refused)
@@ -398,16 +398,16 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         return "cancelled" if self._ledger.cancelled(key) else "internal"
 
 
-def _to_message(session: _Open, parcel: Parcel) -> TalkerMessage:
+def _to_message(session: _Open, batch: Batch) -> TalkerMessage:
     return TalkerMessage(
         key=session.key,
-        kind=Kind.DATA if parcel.tensor is not None else Kind.TEXT,
+        kind=Kind.DATA if batch.tensor is not None else Kind.TEXT,
         sequence=session.sequence,
-        text=parcel.text,
-        codes=parcel.tensor,
-        codes_done=parcel.tensors_done,
-        placed=session.outbox.placed,
-        last=parcel.last,
-        thinker=session.thinker if parcel.last else None,
-        talker=session.report if parcel.last else None,
+        text=batch.text,
+        codes=batch.tensor,
+        codes_done=batch.tensors_done,
+        placed=session.send_queue.placed,
+        last=batch.last,
+        thinker=session.thinker if batch.last else None,
+        talker=session.report if batch.last else None,
     )

@@ -6,18 +6,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from triton_omni.engine import FinishReason, ThinkerOutput
-from triton_omni.errors import OmniError, StageName
-from triton_omni.ledger import SessionLedger
-from triton_omni.ledger_layout import STAGES
-from triton_omni.outbox import Outbox, Parcel
-from triton_omni.placing import Placer
-from triton_omni.request import RawRequest
-from triton_omni.stage import Outlet
-from triton_omni.tally import Ending
-from triton_omni.thinker.callers import Caller
-from triton_omni.tracing import NO_SPAN, Span
-from triton_omni.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
+from triton_omni.core.errors import OmniError, StageName
+from triton_omni.core.tracing import NO_SPAN, Span
+from triton_omni.link.ring_writer import RingWriter
+from triton_omni.link.send_queue import Batch, SendQueue
+from triton_omni.request.parse import RawRequest
+from triton_omni.session.engine import FinishReason, ThinkerOutput
+from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_layout import STAGES
+from triton_omni.session.outcome import RequestOutcome
+from triton_omni.session.stage import ResponseSender
+from triton_omni.session.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
+from triton_omni.thinker.direct_calls import Caller
 
 STILL_S = 1.0
 """A later stage whose loop has not turned for so long is in a long step, or hangs."""
@@ -36,11 +36,11 @@ class OpenSession:
     """
 
     key: SessionKey
-    outlet: Outlet
+    sender: ResponseSender
     label: str
     accepted_ns: int
     deadline_ns: int
-    outbox: Outbox
+    send_queue: SendQueue
     raw: RawRequest | None = None
     """The request, while it waits for a thread that makes it ready."""
     session: Session | None = None
@@ -56,7 +56,7 @@ class OpenSession:
     reply_tokens: int = 0
     first_token_ns: int = 0
     report: ThinkerReport | None = None
-    ending: Ending | None = None
+    ending: RequestOutcome | None = None
     """By which error this stage ended it."""
     ended_ns: int = 0
     first_wanted: int = 0
@@ -89,7 +89,7 @@ class OpenSession:
     def wanted_rows(self) -> int | None:
         """Rows without which the talker can do nothing: it begins with the reply's first. None = it can use each."""
         prompt = self.session.prompt_tokens if self.session is not None else 0
-        return prompt + 1 if self.outbox.given <= prompt else None
+        return prompt + 1 if self.send_queue.given <= prompt else None
 
     @property
     def reply_rows(self) -> int:
@@ -97,7 +97,7 @@ class OpenSession:
         some.
         """
         prompt = self.session.prompt_tokens if self.session is not None else 0
-        return self.outbox.given + self.outbox.held - prompt
+        return self.send_queue.given + self.send_queue.held - prompt
 
     def is_alone(self, ledger: SessionLedger) -> bool:
         """Whether no message of it is open in a later stage or on its way there."""
@@ -132,30 +132,30 @@ class OpenSession:
         still = any(ledger.silent_for(stage) > STILL_S for stage in later)
         return not still or now_ns - self.deadline_ns > HELD_UP_AT_MOST_S * 1e9
 
-    def place(self, placer: Placer) -> None:
+    def place(self, ring_writer: RingWriter) -> None:
         """Have rows leave by the talker's ring: the reply's, but for the first, with which the talker begins."""
-        outbox = self.outbox
-        if not outbox.held:
+        send_queue = self.send_queue
+        if not send_queue.held:
             return
-        if not outbox.past_messages and self.wanted_rows is None and placer.has_places(self.key):
-            outbox.go_past_messages()
-        if placer.take(self.key, outbox):
-            placer.tell(self.key, outbox)
+        if not send_queue.past_messages and self.wanted_rows is None and ring_writer.has_places(self.key):
+            send_queue.go_past_messages()
+        if ring_writer.take(self.key, send_queue):
+            ring_writer.tell(self.key, send_queue)
 
     def put(self, output: ThinkerOutput) -> None:
         """Have what a step of the engine gave wait to leave."""
         self.reply_tokens += len(output.token_ids)
         if output.token_ids and not self.first_token_ns:
             self.first_token_ns = time.monotonic_ns()
-        self.outbox.put_text(output.text)
+        self.send_queue.put_text(output.text)
         if output.rows is not None:
-            self.outbox.put(output.rows, output.rows_ready)
+            self.send_queue.put(output.rows, output.rows_ready)
         if output.finish_reason is not None:
             self._finish_reply(output.finish_reason, output.stop_string)
 
     def _finish_reply(self, reason: FinishReason, stop_string: str | None) -> None:
-        self.outbox.finish_tensors()
-        self.outbox.finish_text()
+        self.send_queue.finish_tensors()
+        self.send_queue.finish_text()
         self.report = ThinkerReport(
             finish_reason=reason,
             stop_string=stop_string,
@@ -168,22 +168,22 @@ class OpenSession:
     def stop(self) -> None:
         """It ends now, with what still waits to leave."""
         self.ended_ns, self.raw = time.monotonic_ns(), None
-        self.outbox = Outbox(self.outbox.largest)
+        self.send_queue = SendQueue(self.send_queue.largest)
 
     def to_failure(self, error: OmniError) -> ThinkerMessage:
         """The session's last message, with the error that ends it."""
         failure = Failure.of(error, "thinker")
         return ThinkerMessage(key=self.key, kind=Kind.ERROR, sequence=self.sequence, failure=failure)
 
-    def to_message(self, parcel: Parcel) -> ThinkerMessage:
+    def to_message(self, batch: Batch) -> ThinkerMessage:
         """The session's next message, with what leaves."""
         return ThinkerMessage(
             key=self.key,
-            kind=Kind.DATA if parcel.tensor is not None else Kind.TEXT,
+            kind=Kind.DATA if batch.tensor is not None else Kind.TEXT,
             sequence=self.sequence,
-            text=parcel.text,
-            rows=parcel.tensor,
-            placed=self.outbox.placed,
-            last=parcel.last,
-            report=self.report if parcel.last else None,
+            text=batch.text,
+            rows=batch.tensor,
+            placed=self.send_queue.placed,
+            last=batch.last,
+            report=self.report if batch.last else None,
         )

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from triton_omni.chat import MediaKind, Message, TextPart
-from triton_omni.engine import ThinkerPrompt
-from triton_omni.errors import BadRequest, InternalError
-from triton_omni.media import Audio, Image, Medium, Video
-from triton_omni.media.timing import FRAME_FACTOR
-from triton_omni.request import OmniRequest
+from triton_omni.core.errors import BadRequest, InternalError
+from triton_omni.request.chat import MediaKind, Message, TextPart
+from triton_omni.request.media import Audio, Image, Medium, Video
+from triton_omni.request.media.timing import FRAME_FACTOR
+from triton_omni.request.parse import OmniRequest
+from triton_omni.session.engine import ThinkerPrompt
 
 DEFAULT_SYSTEM_PROMPT = (
     "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving auditory and "

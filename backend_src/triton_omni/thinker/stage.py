@@ -17,39 +17,39 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from triton_omni.engine import EngineStats, ThinkerEngine, ThinkerOutput
-from triton_omni.errors import BadRequest, DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
-from triton_omni.figures import Figure
-from triton_omni.ledger import SessionLedger, Slots
-from triton_omni.loop import IDLE_POLL_S, StageLoop
-from triton_omni.outbox import Outbox, Pace
-from triton_omni.placing import Placer
-from triton_omni.request import RawRequest
-from triton_omni.settings import ThinkerSettings
-from triton_omni.stage import (
+from triton_omni.core.errors import BadRequest, DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
+from triton_omni.core.metrics import Metric
+from triton_omni.core.settings import ThinkerSettings
+from triton_omni.core.streams import settle_thread
+from triton_omni.core.tracing import NO_TRACER, Tracer
+from triton_omni.link.ring_writer import RingWriter
+from triton_omni.link.send_queue import RateLimit, SendQueue
+from triton_omni.request.parse import RawRequest
+from triton_omni.session.engine import EngineStats, ThinkerEngine, ThinkerOutput
+from triton_omni.session.ledger import SessionLedger, Slots
+from triton_omni.session.loop import IDLE_POLL_S, StageLoop
+from triton_omni.session.outcome import RequestOutcome
+from triton_omni.session.stage import (
     CLAIMED_POLL_S,
     SOON_S,
-    Outlet,
+    ResponseSender,
     StageStats,
     as_omni_error,
     leaving_error,
     lost_error,
-    memory_figures,
+    memory_metrics,
     refused_error,
-    revival_refusal,
+    restart_refusal,
 )
-from triton_omni.streams import settle_thread
-from triton_omni.tally import Ending
-from triton_omni.thinker import callers
-from triton_omni.thinker.accounts import ThinkerAccounts
+from triton_omni.session.wire import Kind, ThinkerMessage
+from triton_omni.thinker import direct_calls
+from triton_omni.thinker.minimum_interval import MinimumInterval
 from triton_omni.thinker.open_session import OpenSession
+from triton_omni.thinker.pause_policy import PausePolicy
 from triton_omni.thinker.positions import extend_positions
-from triton_omni.thinker.prepared import Intake, Prepared
-from triton_omni.thinker.preparing import Preparing
-from triton_omni.thinker.rest import Rest
-from triton_omni.thinker.spacing import Spacing
-from triton_omni.tracing import NO_TRACER, Tracer
-from triton_omni.wire import Kind, ThinkerMessage
+from triton_omni.thinker.preprocess_pool import PreprocessPool
+from triton_omni.thinker.preprocessed import Intake, Preprocessed
+from triton_omni.thinker.request_metrics import RequestMetrics
 
 RETRY_AFTER_MS = 250
 UNPACED_TOKENS = 2
@@ -91,15 +91,15 @@ class ThinkerStage:
         self._device = device
         self._hidden_size, self._dtype = hidden_size, dtype
         self._open: dict[str, OpenSession] = {}
-        self._preparing = Preparing(intake, settings.preprocess_threads)
+        self._preparing = PreprocessPool(intake, settings.preprocess_threads)
         self._loop = StageLoop("omni-thinker", self, commands_s=ADMISSION_S)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
-        self._rest = Rest(ledger, engine)
-        self._spacing = Spacing(ledger)
-        self._pace = Pace()
-        self._placer = Placer(ledger, "talker", device)
-        self.accounts = ThinkerAccounts(ledger, tracer)
+        self._rest = PausePolicy(ledger, engine)
+        self._spacing = MinimumInterval(ledger)
+        self._pace = RateLimit()
+        self._ring_writer = RingWriter(ledger, "talker", device)
+        self.accounts = RequestMetrics(ledger, tracer)
 
     # Called from any thread.
 
@@ -108,30 +108,30 @@ class ThinkerStage:
         self._loop.post(functools.partial(settle_thread, self._device))
         self._loop.start()
 
-    def submit(self, raw: RawRequest, outlet: Outlet) -> None:
-        """Take a request; it is answered through `outlet`, always, and always with exactly one final."""
+    def submit(self, raw: RawRequest, sender: ResponseSender) -> None:
+        """Take a request; it is answered through `sender`, always, and always with exactly one final."""
         accepted_ns = time.monotonic_ns()
         if not raw.request_id:
             # A name for logs and `info`.
             raw = replace(raw, request_id=secrets.token_hex(8))
         span = self.accounts.begin(raw, accepted_ns)
         if self._ledger.draining:
-            outlet.fail(self.accounts.refuse(leaving_error(), raw, span))
+            sender.fail(self.accounts.refuse(leaving_error(), raw, span))
             return
         key = self._slots.allocate()
         if key is None:
-            outlet.fail(self.accounts.refuse(self._no_slot(), raw, span))
+            sender.fail(self.accounts.refuse(self._no_slot(), raw, span))
             return
         if lost := self._ledger.lost_stages(key):
             self._ledger.mark_closed(key)
             self._slots.release(key)
-            outlet.fail(self.accounts.refuse(revival_refusal(lost[0]), raw, span))
+            sender.fail(self.accounts.refuse(restart_refusal(lost[0]), raw, span))
             return
-        outlet.bind(key.slot)
+        sender.bind(key.slot)
         deadline_ns = accepted_ns + int(self._settings.timeout_s * 1e9)
         self._ledger.set_deadline(key, deadline_ns)
-        outbox = Outbox(self._settings.rows_per_message)
-        session = OpenSession(key, outlet, raw.request_id, accepted_ns, deadline_ns, outbox, span=span)
+        send_queue = SendQueue(self._settings.rows_per_message)
+        session = OpenSession(key, sender, raw.request_id, accepted_ns, deadline_ns, send_queue, span=span)
         self.accounts.accept(session)
         self._make_ready(session, raw)
 
@@ -142,24 +142,24 @@ class ThinkerStage:
         self._preparing.close()
         if self._loop.stop():
             self._leave_all()
-            self._placer.close()
+            self._ring_writer.close()
             self._engine.close()
 
     def stats(self) -> StageStats:
         """Figures of this moment; sessions counts slots in use, also those whose later stages still work."""
         engine = self._engine_stats
-        held = sum(session.outbox.held for session in list(self._open.values()))
+        held = sum(session.send_queue.held for session in list(self._open.values()))
         return StageStats(
             len(self._slots.taken), engine.running, engine.waiting, engine.kv_blocks_used, engine.rows_used, held
         )
 
-    def figures(self) -> Iterator[Figure]:
+    def figures(self) -> Iterator[Metric]:
         """Figures by the names of their metrics, see `stage.Stage`."""
         open_now = list(self._open.values())
-        yield Figure("omni_sessions_limit", self._settings.max_sessions)
-        yield Figure("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
+        yield Metric("omni_sessions_limit", self._settings.max_sessions)
+        yield Metric("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
         yield from self.accounts.figures(open_now, self._slots.taken)
-        yield from memory_figures(self._device)
+        yield from memory_metrics(self._device)
 
     def _no_slot(self) -> OmniError:
         limit = self._settings.max_sessions
@@ -171,7 +171,7 @@ class ThinkerStage:
         """
         take_timeout = functools.partial(self._take_timeout, session)
         prepared = self._preparing.at_once(session, raw, take_timeout)
-        if isinstance(prepared, Prepared):
+        if isinstance(prepared, Preprocessed):
             self._open_session(session, prepared)
         elif prepared is None:
             self._send(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
@@ -181,7 +181,7 @@ class ThinkerStage:
         else:
             self._post_admission(session, prepared)
 
-    def _post_admission(self, session: OpenSession, prepared: Prepared | OmniError) -> None:
+    def _post_admission(self, session: OpenSession, prepared: Preprocessed | OmniError) -> None:
         self._loop.post(functools.partial(self._admit, session, prepared))
 
     def _take_timeout(self, session: OpenSession, seconds: float) -> None:
@@ -196,7 +196,7 @@ class ThinkerStage:
         return self._broken is None and self._engine.has_work()
 
     def step(self) -> None:
-        """One engine step; what it gave leaves as soon as its outbox lets it."""
+        """One engine step; what it gave leaves as soon as its send queue lets it."""
         outputs = self._engine.step()
         self.accounts.tell_accepted()
         if outputs:
@@ -207,8 +207,8 @@ class ThinkerStage:
                 self._take(session, output)
         # Rows before messages, each of which takes longer than the rows of all.
         for session, _ in pairs:
-            session.place(self._placer)
-        self._placer.leave()
+            session.place(self._ring_writer)
+        self._ring_writer.leave()
         for session, _ in pairs:
             if not session.ended_ns:
                 self._flush(session)
@@ -222,9 +222,9 @@ class ThinkerStage:
         if self._ledger.ending:
             self._end_all(leaving_error())
         now = time.monotonic_ns()
-        self._placer.look(now)
+        self._ring_writer.look(now)
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
-        self._placer.leave()
+        self._ring_writer.leave()
         # Once a turn: whether there is work, and how long to sleep, must be said of the same moment.
         held = self._ledger.device_claimed() or self._rest.is_due(self._open.values(), now)
         held = held or self._spacing.is_early(self._open.values(), now)
@@ -246,7 +246,7 @@ class ThinkerStage:
         if self._broken is not None:
             self._fail(session, InternalError(self._broken, stage="thinker"))
 
-    def _admit(self, session: OpenSession, prepared: Prepared | OmniError) -> None:
+    def _admit(self, session: OpenSession, prepared: Preprocessed | OmniError) -> None:
         if session.ended_ns:
             return
         if isinstance(prepared, OmniError):
@@ -269,11 +269,11 @@ class ThinkerStage:
         else:
             self.accounts.prompt_tokens += prepared.session.prompt_tokens
 
-    def _open_session(self, session: OpenSession, prepared: Prepared) -> None:
+    def _open_session(self, session: OpenSession, prepared: Preprocessed) -> None:
         """Tell the later stages of it; by its loop, or before its loop knows it."""
         session.session = msgspec.structs.replace(prepared.session, traceparent=session.span.traceparent)
         if not prepared.session.want_audio:
-            session.outbox.finish_tensors()
+            session.send_queue.finish_tensors()
         positions = extend_positions(prepared.placed.positions, 2)
         self._send(
             session, ThinkerMessage(key=session.key, kind=Kind.OPEN, session=session.session, positions=positions)
@@ -288,14 +288,14 @@ class ThinkerStage:
         session.put(output)
 
     def _flush(self, session: OpenSession) -> None:
-        outbox, ledger = session.outbox, self._ledger
-        if outbox.idle:
+        send_queue, ledger = session.send_queue, self._ledger
+        if send_queue.idle:
             return
-        session.place(self._placer)
+        session.place(self._ring_writer)
         at_once = session.reply_tokens <= UNPACED_TOKENS or self._rest.completes_first_window(session)
         pace, wanted = None if at_once else self._pace, session.wanted_rows
-        while parcel := outbox.take(ledger.consumed(session.key, "talker"), pace=pace, wanted=wanted):
-            self._send(session, session.to_message(parcel), parcel.ready)
+        while batch := send_queue.take(ledger.consumed(session.key, "talker"), pace=pace, wanted=wanted):
+            self._send(session, session.to_message(batch), batch.ready)
 
     def _send(self, session: OpenSession, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.left_ns = time.monotonic_ns()
@@ -303,7 +303,7 @@ class ThinkerStage:
         session.sent += 1
         stamped = msgspec.structs.replace(message, number=session.sent, sent_ns=session.left_ns)
         lost = functools.partial(self._lose, session, message.kind)
-        session.outlet.send(stamped.to_tensors(self._hidden_size, self._dtype, self._seal), ready, lost)
+        session.sender.send(stamped.to_tensors(self._hidden_size, self._dtype, self._seal), ready, lost)
 
     def _lose(self, session: OpenSession, kind: Kind) -> None:
         """On the sending thread: count a message that Triton refused, and have its session end; a heartbeat is none."""
@@ -335,7 +335,7 @@ class ThinkerStage:
             # At once: there is no ensemble whose request could leak, and no later stage that has to end.
             self._drop(session)
             session.session = None
-            self._answer_error(session, callers.refusal(session.label))
+            self._answer_error(session, direct_calls.refusal(session.label))
         elif session.is_overdue(self._ledger, now):
             seconds = (session.deadline_ns - session.accepted_ns) / 1e9
             self._fail(session, DeadlineExceeded(f"timeout: {seconds:g} s have passed", stage="thinker"))
@@ -343,14 +343,14 @@ class ThinkerStage:
             self._flush(session)
             if now - session.left_ns >= self._settings.heartbeat_ms * 1_000_000:
                 self._send(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
-            return SOON_S if session.outbox.waiting or session.report is not None else IDLE_POLL_S
+            return SOON_S if session.send_queue.waiting or session.report is not None else IDLE_POLL_S
         return SOON_S
 
     def _fail(self, session: OpenSession, error: OmniError) -> None:
         """End with an error: directly while no later stage holds the session, else in-band through token2wav."""
         if session.ended_ns:
             return
-        session.ending = Ending.of(error, "thinker")
+        session.ending = RequestOutcome.of(error, "thinker")
         if session.session is None:
             # The talker then gives the heartbeat back that it holds.
             self._ledger.mark_failed(session.key)
@@ -374,16 +374,16 @@ class ThinkerStage:
         alone = session.is_alone(ledger)
         if ledger.has_reached(key, "token2wav") or ledger.cancelled(key) or (late and session.session is not None):
             session.refusal = None
-            session.outlet.finish(then=functools.partial(session.mark_closed, ledger))
+            session.sender.finish(then=functools.partial(session.mark_closed, ledger))
         elif alone or late:
             session.session = None
             self._answer_error(session, error)
         return SOON_S
 
     def _answer_error(self, session: OpenSession, error: OmniError) -> None:
-        session.refusal, session.ending = None, Ending.of(error, "thinker")
+        session.refusal, session.ending = None, RequestOutcome.of(error, "thinker")
         self._slots.answer(session.key)
-        session.outlet.fail(error, functools.partial(session.mark_closed, self._ledger))
+        session.sender.fail(error, functools.partial(session.mark_closed, self._ledger))
 
     def _end_lost(self, session: OpenSession, stage: StageName) -> None:
         """Answer the error of a dead stage at once: its requests stay open for ever, so there is no better moment."""

@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from triton_omni.settings import Dtype, SettingsError, Token2WavSettings
+from triton_omni.core.settings import Dtype, SettingsError, Token2WavSettings
 from triton_omni.token2wav.chunking import streaming_plan
 from triton_omni.token2wav.dit import DiT
 from triton_omni.token2wav.networks import Networks
-from triton_omni.token2wav.past import PastPool
 from triton_omni.token2wav.sampler import FlowOptions, FlowSolver, Sampler, StepwiseSolver
+from triton_omni.token2wav.window_cache import WindowCachePool
 
 GRAPHED_BLOCKS = (1, *range(2, 16, 2), *range(16, 37, 4), 42, 50, 56, 64, 72, 88, 104, 128, 160, 200)
 """Blocks of a batch, one half of guidance counted, for which a solver's step is recorded: a long window of the plan
@@ -74,7 +74,7 @@ def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.de
     return sampler, vocoder
 
 
-def past_pool(dit: DiT, settings: Token2WavSettings, dtype: torch.dtype) -> PastPool:
+def past_pool(dit: DiT, settings: Token2WavSettings, dtype: torch.dtype) -> WindowCachePool:
     """Room for the pasts of `max_streams` streams that leave `diffusion` as it is set."""
     return dit.past_pool(settings.max_streams * FlowOptions.of(settings.diffusion).pages, dtype)
 

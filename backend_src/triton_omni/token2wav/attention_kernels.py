@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.early_kernels import early_launch, let_next_begin, wait_for_inputs
-from triton_omni.tiles import padded_rows
+from triton_omni.core.kernel_launch import early_launch, let_next_begin, wait_for_inputs
+from triton_omni.core.tiles import padded_rows
 from triton_omni.token2wav.batching import Neighbours
-from triton_omni.token2wav.past import LayerPast
+from triton_omni.token2wav.window_cache import LayerKVCache
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def block_attention(
     rotary: tuple[Tensor, Tensor],
     neighbours: Neighbours,
     reach: tuple[int, int],
-    past: LayerPast | None,
+    past: LayerKVCache | None,
     *,
     heads: int,
     rotary_heads: int,
@@ -228,8 +228,8 @@ def _leave_past(
         tl.store(target + inner, tl.load(source + inner, mask=inside), mask=inside)
 
 
-def leave_past(qkv: Tensor, past: LayerPast, *, heads: int, early: bool = False) -> None:
-    """Write the keys and values of the blocks that are left to later windows (`past.LayerPast.leave`).
+def leave_past(qkv: Tensor, past: LayerKVCache, *, heads: int, early: bool = False) -> None:
+    """Write the keys and values of the blocks that are left to later windows (`past.LayerKVCache.leave`).
 
     Args:
         qkv: [R, 3 x heads x head_dim], see `block_attention`, which must have been launched before.

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.transfer import to_device, upload
+from triton_omni.core.transfer import to_device, upload
 
 LAYOUTS_KEPT = 128
 """Of the latest batches, with their angles at most half a megabyte each where batches are recorded."""

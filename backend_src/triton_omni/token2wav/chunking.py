@@ -12,7 +12,8 @@ One regular chunk, here with one block of look-ahead::
     vocoder      .                [ ctx |  audio    | ctx ]            mel frames into BigVGAN
     audio        .                      [===========]                  samples given out
 
-- Look-back costs no frames: the window before left what it kept in its last block (`past.py`). It is exact; what makes
+- Look-back costs no frames: the window before left what it kept in its last block (`window_cache.py`). It is exact;
+what makes
   a streamed reply differ from the whole one is that no window sees behind its look-ahead.
 - Look-ahead frames are solved again by the window that keeps them.
 - The vocoder reads, left of `start`, the mel frames that *earlier* windows kept (the stream's tail); from `start`
@@ -35,7 +36,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from triton_omni.settings import StreamingPlan
+from triton_omni.core.settings import StreamingPlan
 
 UNBOUNDED = sys.maxsize
 

@@ -22,8 +22,8 @@ from triton_omni.token2wav.attention import Attention, Before
 from triton_omni.token2wav.batching import BlockLayout
 from triton_omni.token2wav.ecapa import Ecapa
 from triton_omni.token2wav.ode import Velocity
-from triton_omni.token2wav.past import LayerPast, Past, PastPool
 from triton_omni.token2wav.rotary import Rotary, rotate_
+from triton_omni.token2wav.window_cache import LayerKVCache, WindowCachePool, WindowKVCache
 
 NORM_EPS = 1e-6
 TIME_FREQUENCIES = 256
@@ -98,13 +98,13 @@ class DiT(nn.Module):
         angles = (positions[..., None].float() * self.rotary_frequencies)[:, :, None]
         return Rotary(angles.cos(), angles.sin())
 
-    def past_pool(self, pages: int, dtype: torch.dtype) -> PastPool:
+    def past_pool(self, pages: int, dtype: torch.dtype) -> WindowCachePool:
         """Room on the network's device for `pages` pages of keys and values in `dtype`."""
         device = self.rotary_frequencies.device
         rotary = self.rotary(torch.arange(-self.config.block_size, 0, device=device)[None])
-        return PastPool(self.config, rotary, pages, dtype=dtype, device=device)
+        return WindowCachePool(self.config, rotary, pages, dtype=dtype, device=device)
 
-    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: Past) -> Velocity:
+    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: WindowKVCache) -> Velocity:
         """The velocity of one batch as a function of the evaluation's number and the state; see `forward`.
 
         Args:
@@ -125,7 +125,7 @@ class DiT(nn.Module):
         *,
         rotary: Rotary,
         layout: BlockLayout,
-        past: Past,
+        past: WindowKVCache,
     ) -> Tensor:
         """One evaluation of the velocity.
 
@@ -244,7 +244,7 @@ class Layer(nn.Module):
         self.ff = FeedForward(config.hidden_size, config.hidden_size * config.ff_mult)
 
     def forward(
-        self, hidden: Tensor, parts: Tensor, rotary: Rotary, layout: BlockLayout, past: LayerPast | None
+        self, hidden: Tensor, parts: Tensor, rotary: Rotary, layout: BlockLayout, past: LayerKVCache | None
     ) -> Tensor:
         """[N, block, H] to the same; `parts` [6, H] are this layer's shifts, scales and gates."""
         attn_shift, attn_scale, attn_gate, ff_shift, ff_scale, ff_gate = parts.unbind(0)
@@ -266,7 +266,7 @@ class SelfAttention(nn.Module):
         self.to_v = nn.Linear(config.hidden_size, inner)
         self.to_out = nn.Sequential(nn.Linear(inner, config.hidden_size))
 
-    def forward(self, hidden: Tensor, rotary: Rotary, layout: BlockLayout, past: LayerPast | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Rotary, layout: BlockLayout, past: LayerKVCache | None) -> Tensor:
         """[N, block, H] to the same."""
         by_head = (*hidden.shape[:2], self.heads, -1)
         query, key, value = (part(hidden).view(by_head) for part in (self.to_q, self.to_k, self.to_v))
@@ -277,7 +277,7 @@ class SelfAttention(nn.Module):
         output: Tensor = self.to_out(mixed.flatten(2))
         return output
 
-    def _exchange(self, key: Tensor, value: Tensor, past: LayerPast) -> Before:
+    def _exchange(self, key: Tensor, value: Tensor, past: LayerKVCache) -> Before:
         """Take what earlier windows left, then leave `key`, not yet rotated, and `value` to the next ones."""
         earlier_key, earlier_value, there = past.find(self.heads)
         past.leave(key, value)

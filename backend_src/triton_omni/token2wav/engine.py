@@ -19,17 +19,17 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from triton_omni.checkpoint.facts import SAMPLE_RATE
-from triton_omni.engine import AudioOutput, EngineStats, StreamOptions
-from triton_omni.errors import BadRequest, Overloaded, TooLarge
-from triton_omni.settings import DiffusionSettings, Token2WavSettings, describe_validation
+from triton_omni.core.errors import BadRequest, Overloaded, TooLarge
+from triton_omni.core.settings import DiffusionSettings, Token2WavSettings, describe_validation
+from triton_omni.session.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.token2wav.acceleration import accelerate
+from triton_omni.token2wav.batch_launch import BatchLaunch, FinishedWindow, InFlightBatch, launch_batch
 from triton_omni.token2wav.chunking import offline_plan, streaming_plan
-from triton_omni.token2wav.flight import Climb, Flight, Landed, take_off
+from triton_omni.token2wav.mel_gather import Due
 from triton_omni.token2wav.networks import load_networks
 from triton_omni.token2wav.noise import MAX_SEED
 from triton_omni.token2wav.sampler import FlowOptions
 from triton_omni.token2wav.sharing import goes_before, share
-from triton_omni.token2wav.splicing import Due
 from triton_omni.token2wav.streaming import Stream, StreamRequest
 
 RETRY_AFTER_MS = 250
@@ -83,9 +83,9 @@ class Token2WavEngine:
         )
         self._sampler, self._vocoder = accelerate(networks, settings, device)
         self._streams: dict[str, Stream] = {}
-        self._climbs: list[Climb] = []
+        self._launchings: list[BatchLaunch] = []
         """Batches that are being launched, the most urgent last."""
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightBatch] = deque()
         self._frames_solved = 0
 
     @property
@@ -152,7 +152,7 @@ class Token2WavEngine:
 
     def has_work(self) -> bool:
         """Whether a window is due or a batch is on the device."""
-        return bool(self._flights or self._climbs) or any(stream.due() for stream in self._streams.values())
+        return bool(self._flights or self._launchings) or any(stream.due() for stream in self._streams.values())
 
     def step(self) -> list[AudioOutput]:
         """Launch the next batch of due windows, or its next step; give the chunks that came through the device.
@@ -160,11 +160,11 @@ class Token2WavEngine:
         It does not wait for the device: while a batch is there, the caller's other work goes on between the steps.
         A stream whose mel frames or samples are not finite ends with an error; the others are untouched by it.
         """
-        outputs = self._land()
+        outputs = self._finished_windows()
         if self._may_launch():
             outputs += self._launch()
-        outputs = outputs or self._land()
-        if not outputs and (self._flights or self._is_far_ahead or not self._climbs):
+        outputs = outputs or self._finished_windows()
+        if not outputs and (self._flights or self._is_far_ahead or not self._launchings):
             time.sleep(SHORT_NAP_S if self._is_landing else NAP_S)
         return outputs
 
@@ -196,9 +196,9 @@ class Token2WavEngine:
             return
         # Another may have them at once: its windows wait for a batch that still writes there.
         self._sampler.past.give(stream.page)
-        for climb in self._climbs:
-            if climb.holds(stream):
-                climb.left.append(stream.pages)
+        for launching in self._launchings:
+            if launching.holds(stream):
+                launching.left.append(stream.pages)
 
     def stats(self) -> EngineStats:
         """Open streams, windows due (waiting), pages of their pasts (KV blocks) and mel frames held (rows used)."""
@@ -214,8 +214,8 @@ class Token2WavEngine:
         """Drop every stream, and what became of the batches on the device."""
         for key in list(self._streams):
             self.abort(key)
-        for climb in tuple(self._climbs):
-            self._end_climb(climb)
+        for launching in tuple(self._launchings):
+            self._end_launching(launching)
         self._flights.clear()
 
     def _is_open(self, stream: Stream) -> bool:
@@ -241,7 +241,7 @@ class Token2WavEngine:
                 f"num_steps: {flow.num_steps} points of {flow.solver} need more room than all of max_streams {most}",
                 stage="token2wav",
             )
-        page = past.take(flow.pages, avoid=[pages for climb in self._climbs for pages in climb.left])
+        page = past.take(flow.pages, avoid=[pages for launching in self._launchings for pages in launching.left])
         if page is None:
             raise Overloaded(
                 f"the pasts of {len(self._streams)} open streams leave no room for another's, see max_streams {most}",
@@ -255,14 +255,14 @@ class Token2WavEngine:
         opening."""
         chunks = ((stream, stream.due()) for stream in self._streams.values())
         due = [Due(stream, chunk, stream.deadline_ns) for stream, chunk in chunks if chunk is not None]
-        if self._climbs:
-            due = [item for item in due if not any(climb.holds_up(item.stream) for climb in self._climbs)]
+        if self._launchings:
+            due = [item for item in due if not any(launching.holds_up(item.stream) for launching in self._launchings)]
         return sorted(due, key=lambda item: item.deadline_ns)
 
     def _batch(self, due: Sequence[Due]) -> list[Due]:
         """The windows to be launched next; none if all can wait for the batch that is being launched."""
         settings, now = self._settings, time.monotonic_ns()
-        launched = self._climbs[-1].batch[0] if self._climbs else None
+        launched = self._launchings[-1].batch[0] if self._launchings else None
         if not due or (launched is not None and not goes_before(due[0], launched, now)):
             return []
         most_windows, most_frames = settings.most_together, settings.max_batch_frames
@@ -272,7 +272,7 @@ class Token2WavEngine:
     def _is_far_ahead(self) -> bool:
         """Whether the device has enough to do with steps of batches that are being launched."""
         most = SHARED_STEPS_AHEAD if len(self._streams) > MANY_STREAMS else STEPS_AHEAD
-        return any(climb.steps_ahead >= most for climb in self._climbs)
+        return any(launching.steps_ahead >= most for launching in self._launchings)
 
     @property
     def _is_landing(self) -> bool:
@@ -291,13 +291,13 @@ class Token2WavEngine:
         of all."""
         due = self._due()
         # An empty reply's only chunk.
-        silent = [Landed(d.stream, d.chunk, torch.empty(0), True, 0) for d in due if not len(d.chunk.solved)]
+        silent = [FinishedWindow(d.stream, d.chunk, torch.empty(0), True, 0) for d in due if not len(d.chunk.solved)]
         due = [item for item in due if len(item.chunk.solved)]
         gathered = self._gathered(due)
         due = [item for item in due if item.stream.key not in gathered]
         if batch := self._batch(due):
-            self._climbs.append(self._climb(batch))
-        failed = self._advance_or_drop(self._climbs[-1]) if self._climbs else []
+            self._launchings.append(self._launching(batch))
+        failed = self._advance_or_drop(self._launchings[-1]) if self._launchings else []
         return [*(self._finish(landed) for landed in silent), *failed]
 
     def _gathered(self, due: Sequence[Due]) -> frozenset[str]:
@@ -311,48 +311,48 @@ class Token2WavEngine:
         missing = sum(abs(stream.opened_ns - opened) < CROWD_NS for stream in others)
         return frozenset(stream.key for stream in first) if missing > max(FEW, len(first) // 10) else frozenset()
 
-    def _climb(self, batch: Sequence[Due]) -> Climb:
-        return Climb(batch, take_off(batch, self._sampler, self._vocoder, self._device))
+    def _launching(self, batch: Sequence[Due]) -> BatchLaunch:
+        return BatchLaunch(batch, launch_batch(batch, self._sampler, self._vocoder, self._device))
 
-    def _advance_or_drop(self, climb: Climb) -> list[AudioOutput]:
+    def _advance_or_drop(self, launching: BatchLaunch) -> list[AudioOutput]:
         """Launch a batch's next step, of a small one all; one of which nobody is left is dropped."""
-        if not any(self._is_open(due.stream) for due in climb.batch):
-            self._end_climb(climb)
+        if not any(self._is_open(due.stream) for due in launching.batch):
+            self._end_launching(launching)
             return []
         try:
-            flight = self._advance(climb)
+            flight = self._advance(launching)
         except torch.OutOfMemoryError as error:
-            logger.warning("no memory for a batch of %d windows: %s", len(climb.batch), str(error))
+            logger.warning("no memory for a batch of %d windows: %s", len(launching.batch), str(error))
         else:
             if flight is not None:
                 self._flights.append(flight)
                 self._frames_solved += flight.frames
-                self._end_climb(climb)
+                self._end_launching(launching)
             return []
         # Out here nothing refers to the error any more, not even a record of the log, and so to what the attempt held.
-        return self._divide(climb)
+        return self._divide(launching)
 
-    def _advance(self, climb: Climb) -> Flight | None:
+    def _advance(self, launching: BatchLaunch) -> InFlightBatch | None:
         with torch.inference_mode():
-            flight = climb.advance(self._device)
-            while flight is None and climb.frames <= AT_ONCE_FRAMES:
-                flight = climb.advance(self._device)
+            flight = launching.advance(self._device)
+            while flight is None and launching.frames <= AT_ONCE_FRAMES:
+                flight = launching.advance(self._device)
         return flight
 
-    def _divide(self, climb: Climb) -> list[AudioOutput]:
+    def _divide(self, launching: BatchLaunch) -> list[AudioOutput]:
         """Have the windows of a batch for which there was no memory go again, half as many together.
 
         One that was alone goes again behind the batches under way, which hold memory; if there are none, its stream
         ends.
         """
-        self._end_climb(climb)
+        self._end_launching(launching)
         torch.cuda.empty_cache()
-        batch = [due for due in climb.batch if self._is_open(due.stream)]
-        if len(climb.batch) > 1:
+        batch = [due for due in launching.batch if self._is_open(due.stream)]
+        if len(launching.batch) > 1:
             half = (len(batch) + 1) // 2
-            self._climbs += [self._climb(part) for part in (batch[half:], batch[:half]) if part]
-        elif any(other.has_begun for other in self._climbs):
-            self._climbs.insert(0, self._climb(batch))
+            self._launchings += [self._launching(part) for part in (batch[half:], batch[:half]) if part]
+        elif any(other.has_begun for other in self._launchings):
+            self._launchings.insert(0, self._launching(batch))
         else:
             return [self._give_up(due.stream) for due in batch]
         return []
@@ -362,19 +362,19 @@ class Token2WavEngine:
         wrong = "the device has no memory for this window"
         return AudioOutput(stream.key, torch.empty(0), final=True, error=wrong)
 
-    def _end_climb(self, climb: Climb) -> None:
+    def _end_launching(self, launching: BatchLaunch) -> None:
         """It launches nothing more; whoever has pages of it writes to them behind it."""
-        self._climbs.remove(climb)
-        climb.steps.close()
+        self._launchings.remove(launching)
+        launching.steps.close()
 
-    def _land(self) -> list[AudioOutput]:
+    def _finished_windows(self) -> list[AudioOutput]:
         """The oldest batch, if it has come through; a stream that was dropped meanwhile gives nothing."""
-        if not self._flights or not self._flights[0].has_landed:
+        if not self._flights or not self._flights[0].is_finished:
             return []
-        arrived = self._flights.popleft().land()
+        arrived = self._flights.popleft().finished_windows()
         return [self._finish(landed) for landed in arrived if self._is_open(landed.stream)]
 
-    def _finish(self, landed: Landed) -> AudioOutput:
+    def _finish(self, landed: FinishedWindow) -> AudioOutput:
         key, chunk, clamped = landed.stream.key, landed.chunk, landed.clamped_codes
         if not landed.finite or chunk.final:
             self.abort(key)

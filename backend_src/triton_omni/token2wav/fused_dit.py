@@ -21,8 +21,8 @@ from triton_omni.token2wav.dit import FINAL_PARTS, LAYER_PARTS, NORM_EPS, DiT, L
 from triton_omni.token2wav.kernels import residual_norm
 from triton_omni.token2wav.layer_kernels import LIBRARY, Tiling, fit, product, tilings_for
 from triton_omni.token2wav.ode import Velocity
-from triton_omni.token2wav.past import Past
 from triton_omni.token2wav.rotary import ROTARY_HEADS, Rotary
+from triton_omni.token2wav.window_cache import WindowKVCache
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class FusedDiT:
         self._layers = [self._fuse(cast(Layer, layer)) for layer in dit.transformer_blocks]
         self._leave = _Projection.of(dit.proj_out, dtype=dtype)
 
-    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: Past) -> Velocity:
+    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: WindowKVCache) -> Velocity:
         """See `DiT.begin`; the pages of `past` are in the same dtype as the matrix products."""
         rotary = self._dit.rotary(layout.positions)
         return lambda number, state: self.evaluate(
@@ -95,7 +95,7 @@ class FusedDiT:
         *,
         rotary: Rotary,
         neighbours: Neighbours,
-        past: Past,
+        past: WindowKVCache,
     ) -> Tensor:
         """See `DiT.forward`; a condition of twice the blocks takes the state for each half, and the velocity is in the
         dtype of the products.

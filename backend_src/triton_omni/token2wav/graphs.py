@@ -18,17 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from triton_omni.core.transfer import fill, to_device
 from triton_omni.token2wav.batching import LAYOUTS_KEPT, Neighbours, block_layout
 from triton_omni.token2wav.dit import DiT
 from triton_omni.token2wav.fused_dit import FusedDiT
 from triton_omni.token2wav.fused_vocoder import FusedVocoder
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Solver
-from triton_omni.token2wav.past import NONE, Past, PastPool, evaluation_numbers
 from triton_omni.token2wav.rotary import Rotary
 from triton_omni.token2wav.sampler import Flow, StepwiseSolver
 from triton_omni.token2wav.solver_kernels import advance
 from triton_omni.token2wav.steps import Steps
-from triton_omni.transfer import fill, to_device
+from triton_omni.token2wav.window_cache import NONE, WindowCachePool, WindowKVCache, evaluation_numbers
 
 WARM_UP_CALLS = 2
 """Before recording: kernels are compiled and libraries choose their algorithms at the first call."""
@@ -108,11 +108,11 @@ class _Inputs:
     """int32 [5, halves x S], of which the next two are views."""
     neighbours: Neighbours
     """Of halves x S blocks."""
-    past: Past
+    past: WindowKVCache
     """The same, at the evaluations of the step."""
 
     @classmethod
-    def allocate(cls, dit: DiT, pool: PastPool, halves: int, blocks: int, evaluations: int) -> _Inputs:
+    def allocate(cls, dit: DiT, pool: WindowCachePool, halves: int, blocks: int, evaluations: int) -> _Inputs:
         size, config, device = dit.config.block_size, dit.config, pool.pages.device
         pointers = to_device(torch.from_numpy(_pointers(None, halves, blocks, size)), device)
         rows = dit.modulation(torch.zeros(1, device=device)).shape[1]
@@ -126,7 +126,7 @@ class _Inputs:
             rotary=dit.rotary(torch.zeros(halves * blocks, size, dtype=torch.int64, device=device)),
             pointers=pointers,
             neighbours=Neighbours(*pointers[:3]),
-            past=Past(pool, pointers[3], pointers[4], numbers),
+            past=WindowKVCache(pool, pointers[3], pointers[4], numbers),
         )
 
     def load(self, state: Tensor, flow: Flow) -> None:
@@ -201,7 +201,7 @@ class GraphedSolver:
         dit: DiT,
         fused: FusedDiT,
         pool: GraphPool,
-        past: PastPool,
+        past: WindowCachePool,
         *,
         sizes: Iterable[int],
         recorded: Iterable[tuple[Solver, bool]],

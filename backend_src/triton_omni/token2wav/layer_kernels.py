@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triton_omni.early_kernels import early_launch, let_next_begin, wait_for_inputs
+from triton_omni.core.kernel_launch import early_launch, let_next_begin, wait_for_inputs
 
 SHARED_BYTES = 227 << 10
 """Shared memory of a program, which the tilings below take most of; Hopper's and the datacentre's Blackwell have it."""

@@ -13,8 +13,8 @@ from triton_omni.checkpoint.config import CheckpointError, load_config
 from triton_omni.checkpoint.facts import DitConfig
 from triton_omni.checkpoint.speakers import Speaker, load_speakers
 from triton_omni.checkpoint.weights import load_module
-from triton_omni.precision import use_full_float32, use_ordered_sums
-from triton_omni.settings import SettingsError, Token2WavSettings
+from triton_omni.core.precision import use_full_float32, use_ordered_sums
+from triton_omni.core.settings import SettingsError, Token2WavSettings
 from triton_omni.token2wav.attention import ATTENTION
 from triton_omni.token2wav.bigvgan import BigVGAN
 from triton_omni.token2wav.dit import DiT, Voice

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from triton_omni.settings import DiffusionSettings
+from triton_omni.core.settings import DiffusionSettings
+from triton_omni.core.transfer import to_device
 from triton_omni.token2wav.batching import LAYOUTS_KEPT, BlockLayout, block_layout
 from triton_omni.token2wav.dit import DiT, Voice
 from triton_omni.token2wav.noise import standard_normal
@@ -31,9 +32,8 @@ from triton_omni.token2wav.ode import (
     integrate,
     time_grid,
 )
-from triton_omni.token2wav.past import HostPast, Past, PastPool, WindowPast
 from triton_omni.token2wav.steps import Steps, run_out
-from triton_omni.transfer import to_device
+from triton_omni.token2wav.window_cache import HostWindowKVCache, WindowCachePool, WindowCacheUse, WindowKVCache
 
 UNGUIDED_BELOW = 1e-5
 """HF evaluates without the unconditional half below this guidance scale."""
@@ -81,7 +81,7 @@ class Window:
     seed: int
     voice: Voice
     guidance_scale: float
-    past: WindowPast | None = None
+    past: WindowCacheUse | None = None
     """None: nothing before it is seen, and nothing left behind."""
 
 
@@ -100,7 +100,7 @@ class Flow:
     solver: Solver
     layout: BlockLayout
     """Of the N blocks."""
-    past: HostPast
+    past: HostWindowKVCache
     """Of the N blocks of each half."""
 
     @property
@@ -136,7 +136,7 @@ class FlowSolver(Protocol):
 class VelocityNetwork(Protocol):
     """The DiT, or a form of it."""
 
-    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: Past) -> Velocity:
+    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: WindowKVCache) -> Velocity:
         """See `DiT.begin`."""
 
 
@@ -187,7 +187,7 @@ class Sampler:
         *,
         noise: Callable[[Sequence[tuple[int, int, int]], int, torch.device], Tensor] = standard_normal,
         lay_condition: Callable[[Tensor, Tensor, Tensor, BlockLayout], Tensor] = condition,
-        past: PastPool | None = None,
+        past: WindowCachePool | None = None,
     ) -> None:
         self.past = past or dit.past_pool(0, torch.float32)
         self._dit = dit

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from triton_omni.token2wav.splicing import Due
+from triton_omni.token2wav.mel_gather import Due
 
 SHORT_BATCH_NS: Final = 100_000_000
 """How long a batch of a single window takes beside the steps of other stages, with some to spare."""

@@ -19,21 +19,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from triton_omni.answer import Answer
-from triton_omni.engine import AudioOutput, StreamOptions
-from triton_omni.errors import InternalError, OmniError
-from triton_omni.figures import SECONDS, Figure, Histogram
-from triton_omni.ledger import SessionLedger
-from triton_omni.link_stage import LinkEngine, LinkSession, LinkStage
-from triton_omni.loop import IDLE_POLL_S
-from triton_omni.precedence import DeviceClaim
-from triton_omni.ring import Ring
-from triton_omni.stage import SOON_S, Outlet, refused_error
-from triton_omni.tally import Ending
-from triton_omni.text_relay import TextRelay
-from triton_omni.token2wav.encoding import to_base64, to_pcm16, wav_header, whole_groups
-from triton_omni.tracing import NO_TRACER, Tracer
-from triton_omni.wire import Kind, Session, SessionKey, TalkerMessage, Value
+from triton_omni.core.errors import InternalError, OmniError
+from triton_omni.core.metrics import SECONDS, Histogram, Metric
+from triton_omni.core.pcm import to_base64, to_pcm16, wav_header, whole_groups
+from triton_omni.core.tracing import NO_TRACER, Tracer
+from triton_omni.link.link_stage import LinkEngine, LinkSession, LinkStage
+from triton_omni.link.ring import Ring
+from triton_omni.policy.device_claim import DeviceClaim
+from triton_omni.session.answer import Answer
+from triton_omni.session.engine import AudioOutput, StreamOptions
+from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.loop import IDLE_POLL_S
+from triton_omni.session.outcome import RequestOutcome
+from triton_omni.session.stage import SOON_S, ResponseSender, refused_error
+from triton_omni.session.wire import Kind, Session, SessionKey, TalkerMessage, Value
+from triton_omni.token2wav.text_relay import TextRelay
 
 UPSTREAM_STOP_S = 2.0
 """How long an error waits for thinker and talker to send their finals."""
@@ -136,24 +136,24 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             if session is not None and session.error is None:
                 self._take(session, output)
 
-    def figures(self) -> Iterator[Figure]:
+    def figures(self) -> Iterator[Metric]:
         """Figures by the names of their metrics, see `stage.Stage`."""
         yield from super().figures()
-        yield Figure("omni_audio_seconds_total", self._samples / self._sample_rate)
+        yield Metric("omni_audio_seconds_total", self._samples / self._sample_rate)
         for name, times in self._times.items():
             yield from times.figures(name)
 
     def _parse(self, tensors: Mapping[str, Value]) -> TalkerMessage:
         return TalkerMessage.from_tensors(tensors, self._seal)
 
-    def _relay(self, message: TalkerMessage, outlet: Outlet) -> None:
+    def _relay(self, message: TalkerMessage, sender: ResponseSender) -> None:
         if message.kind == Kind.OPEN:
-            self._relays.setdefault(message.key, TextRelay(outlet, self._when_lost(message.key)))
+            self._relays.setdefault(message.key, TextRelay(sender, self._when_lost(message.key)))
         elif message.kind != Kind.HEARTBEAT and (relay := self._relays.get(message.key)) is not None:
             relay.take(message)
 
-    def _receive(self, message: TalkerMessage, outlet: Outlet, arrived_ns: int) -> None:
-        super()._receive(message, outlet, arrived_ns)
+    def _receive(self, message: TalkerMessage, sender: ResponseSender, arrived_ns: int) -> None:
+        super()._receive(message, sender, arrived_ns)
         if message.kind == Kind.OPEN and message.key.name not in self._open:
             self._relays.pop(message.key, None)
 
@@ -161,10 +161,10 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         for session in list(self._open.values()):
             self._answer_held_error(session)
 
-    def _begin(self, message: TalkerMessage, request: Session, outlet: Outlet) -> _Open:
+    def _begin(self, message: TalkerMessage, request: Session, sender: ResponseSender) -> _Open:
         self._ledger.mark_reached(message.key)
-        relay = self._relays.setdefault(message.key, TextRelay(outlet, self._when_lost(message.key)))
-        return _Open(message.key, outlet, request, relay=relay, audio_done=not request.want_audio)
+        relay = self._relays.setdefault(message.key, TextRelay(sender, self._when_lost(message.key)))
+        return _Open(message.key, sender, request, relay=relay, audio_done=not request.want_audio)
 
     def _open_sequence(self, session: _Open, message: TalkerMessage) -> None:
         del message
@@ -177,24 +177,24 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         """Let the talker know how many codes make the next window due."""
         self._ledger.want(key, self._engine.wanted(key.name))
 
-    def _take_message(self, session: _Open, message: TalkerMessage, outlet: Outlet) -> None:
+    def _take_message(self, session: _Open, message: TalkerMessage, sender: ResponseSender) -> None:
         if message.failure is not None or session.error is not None:
-            self._give_back(message.key, outlet)
+            self._give_back(message.key, sender)
             if message.failure is not None:
                 self._hold_error(session, message.failure.to_error())
             return
-        self._take_codes(session, message, outlet)
+        self._take_codes(session, message, sender)
         if message.last:
             session.ending = message
         self._finish_if_done(session)
 
-    def _take_codes(self, session: _Open, message: TalkerMessage, outlet: Outlet) -> None:
+    def _take_codes(self, session: _Open, message: TalkerMessage, sender: ResponseSender) -> None:
         if message.codes is None:
-            self._give_back(message.key, outlet)
+            self._give_back(message.key, sender)
         else:
             self._engine.feed(session.key.name, message.codes)
             self._tell_wanted(session.key)
-            self._give_back_consumed(session, message, message.codes, outlet)
+            self._give_back_consumed(session, message, message.codes, sender)
         if message.codes_done:
             self._await_placed(session, message.placed)
 
@@ -214,13 +214,13 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         if len(output.samples):
             lost = self._when_lost(session.key)
             # First of all: a record of the log takes as long as the sending.
-            session.outlet.send(self._encode(session, output).to_tensors(), lost=lost)
+            session.sender.send(self._encode(session, output).to_tensors(), lost=lost)
             self._observe_chunk(session)
             session.samples += len(output.samples)
             self._samples += len(output.samples)
             session.chunks += 1
         elif output.final and (answer := self._encode(session, output)).audio_base64:
-            session.outlet.send(answer.to_tensors())
+            session.sender.send(answer.to_tensors())
         session.clamped_codes = output.clamped_codes
         session.audio_done = output.final
         self._finish_if_done(session)
@@ -252,13 +252,13 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         self._times["omni_reply_seconds"].add(self._age(session) / 1e9)
         self._drop(session)
         # Before the last response leaves: its client may ask again as soon as it has it.
-        self._ledger.say_outcome(session.key, Ending())
+        self._ledger.say_outcome(session.key, RequestOutcome())
         lost = functools.partial(self._loop.post, functools.partial(self._take_back, session))
-        session.outlet.conclude(info.to_tensors(), functools.partial(self._end_whole, session), lost)
+        session.sender.conclude(info.to_tensors(), functools.partial(self._end_whole, session), lost)
 
     def _end_whole(self, session: _Open) -> None:
         """On the sending thread, behind a reply of which all has left."""
-        self._log_end(session, Ending())
+        self._log_end(session, RequestOutcome())
         self._mark_closed(session.key)
 
     def _when_lost(self, key: SessionKey) -> Callable[[], object]:
@@ -276,7 +276,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         # That time was counted when it was dropped.
         session.relay.first_ns = 0
         # Before the other stages see the failure, and how it came to that.
-        self._ledger.say_outcome(session.key, Ending.of(error, "token2wav"))
+        self._ledger.say_outcome(session.key, RequestOutcome.of(error, "token2wav"))
         self._fail(session, error)
 
     def _info(self, session: _Open, ending: TalkerMessage) -> dict[str, Any]:
@@ -314,8 +314,8 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             return self._try_answer_error(session)
         if not self._ledger.holds(session.key) or self._ledger.cancelled(session.key):
             self._drop(session)
-            self._log_end(session, Ending("cancelled"))
-            session.outlet.finish(then=functools.partial(self._mark_closed, session.key))
+            self._log_end(session, RequestOutcome("cancelled"))
+            session.sender.finish(then=functools.partial(self._mark_closed, session.key))
         elif self._ledger.closed(session.key, "thinker"):
             self._await_failure(session)
         return IDLE_POLL_S
@@ -363,12 +363,12 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _answer_error(self, session: _Open, error: OmniError) -> None:
         self._drop(session)
-        ending = Ending.of(error, "token2wav")
+        ending = RequestOutcome.of(error, "token2wav")
         self._ledger.say_outcome(session.key, ending)
         self._log_end(session, ending)
-        session.outlet.fail(error, functools.partial(self._mark_closed, session.key))
+        session.sender.fail(error, functools.partial(self._mark_closed, session.key))
 
-    def _log_end(self, session: _Open, ending: Ending) -> None:
+    def _log_end(self, session: _Open, ending: RequestOutcome) -> None:
         made_s = session.samples / self._sample_rate
         self._tell_end(session, ending.code, by=ending.by, audio_s=made_s, chunks=session.chunks)
 

@@ -13,11 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from triton_omni.errors import TooLarge
+from triton_omni.core.errors import TooLarge
 from triton_omni.token2wav.chunking import Chunk, Span, WindowPlan
 from triton_omni.token2wav.dit import Voice
-from triton_omni.token2wav.past import WindowPast
 from triton_omni.token2wav.sampler import FlowOptions, Window
+from triton_omni.token2wav.window_cache import WindowCacheUse
 
 WHOLE_REPLY_WAITS_NS: Final = 1_000_000_000
 """How long a whole reply, which nobody listens to yet, lets the windows of listeners go before it."""
@@ -169,10 +169,10 @@ class Stream:
             past=self._past(chunk),
         )
 
-    def _past(self, chunk: Chunk) -> WindowPast | None:
+    def _past(self, chunk: Chunk) -> WindowCacheUse | None:
         if self.page is None:
             return None
-        return WindowPast(self.page, chunk.index > 0, 0 if chunk.final else len(chunk.kept))
+        return WindowCacheUse(self.page, chunk.index > 0, 0 if chunk.final else len(chunk.kept))
 
     def needed_later(self, chunk: Chunk) -> Span:
         """Mel frames that a chunk after `chunk` needs, of those kept so far and with it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's entry to the unary model; everything it does is in `triton_omni.serving`."""
+"""Triton's entry to the unary model; everything it does is in `triton_omni.stub`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from triton_omni.serving import launch
+from triton_omni.stub import launch
 
 FOLDER = Path(__file__).resolve().parent
 

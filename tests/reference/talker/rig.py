@@ -14,8 +14,8 @@ from transformers import LogitsProcessorList
 from importing import more_is_imported
 from media_samples import picture, tone
 from reference.hf import AdditivePenalties
-from triton_omni.engine import Sampling, TalkerPrompt
-from triton_omni.settings import TalkerEngineSettings, TalkerSettings
+from triton_omni.core.settings import TalkerEngineSettings, TalkerSettings
+from triton_omni.session.engine import Sampling, TalkerPrompt
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_LEN = 512
@@ -116,8 +116,8 @@ def schedule_ahead_on_the_cpu(monkeypatch):
 
     vLLM switches that off on the CPU, where nothing runs beside the host; its logic is the same.
     """
-    from triton_omni.vllm_hooks.compat import EngineArgs
-    from triton_omni.vllm_hooks.waiting import WaitingAsyncScheduler
+    from triton_omni.vllm_hooks.shared.compat import EngineArgs
+    from triton_omni.vllm_hooks.talker.waiting import WaitingAsyncScheduler
 
     create = EngineArgs.create_engine_config
 
@@ -133,7 +133,7 @@ def schedule_ahead_on_the_cpu(monkeypatch):
 @functools.cache
 def engine_class():
     """Ours, imported with vLLM."""
-    from triton_omni.vllm_hooks.talker_engine import TalkerVllmEngine
+    from triton_omni.vllm_hooks.talker.engine import TalkerVllmEngine
 
     more_is_imported()
     return TalkerVllmEngine

@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 from rig import Spoken, make_engine
 
-from triton_omni.engine import Sampling
+from triton_omni.session.engine import Sampling
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
 

@@ -18,7 +18,7 @@ from reference.talker.rig import (
     whole_replies,
 )
 from triton_omni.checkpoint.config import load_config
-from triton_omni.engine import Sampling
+from triton_omni.session.engine import Sampling
 
 # vLLM's import walks over every attribute of torch.distributed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")

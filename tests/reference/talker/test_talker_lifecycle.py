@@ -20,8 +20,8 @@ from reference.talker.rig import (
     make_engine,
     speak,
 )
-from triton_omni.engine import Sampling, TalkerPrompt
-from triton_omni.errors import BadRequest, InternalError, Overloaded, TooLarge
+from triton_omni.core.errors import BadRequest, InternalError, Overloaded, TooLarge
+from triton_omni.session.engine import Sampling, TalkerPrompt
 
 # vLLM's import walks over every attribute of torch.distributed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")

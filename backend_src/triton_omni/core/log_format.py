@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a stage's log is written: a line a record, plain or as JSON (`OMNI_LOG_FORMAT`)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from triton_omni.core.settings import SettingsError
+
+FORMAT_VARIABLE: Final = "OMNI_LOG_FORMAT"
+LEVEL_VARIABLE: Final = "OMNI_LOG_LEVEL"
+FORMATS: Final = ("plain", "json")
+LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+# What could begin a line of its own, or drive a terminal.
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+
+
+class PlainFormatter(logging.Formatter):
+    """Time, level, logger and message in one line; a traceback follows in lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
+        """The line."""
+        return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", super().formatMessage(record))
+
+
+class JsonFormatter(logging.Formatter):
+    """An object a line: `time` (UTC), `level`, `logger`, `message`, and `event` with its fields, or `exception`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        told: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if (event := getattr(record, "event", None)) is not None:
+            told |= {"event": event, **getattr(record, "fields", {})}
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told, default=str)
+
+
+def configure_logging() -> None:
+    """Write this process's records to standard error, as the environment says.
+
+    Raises:
+        SettingsError: `OMNI_LOG_FORMAT` is neither `plain` nor `json`, or `OMNI_LOG_LEVEL` no level.
+    """
+    chosen = os.environ.get(FORMAT_VARIABLE) or "plain"
+    if chosen not in FORMATS:
+        raise SettingsError(f"{FORMAT_VARIABLE} must be plain or json, not {chosen!r:.80}")
+    level = os.environ.get(LEVEL_VARIABLE) or "INFO"
+    if level.upper() not in logging.getLevelNamesMapping():
+        raise SettingsError(f"{LEVEL_VARIABLE} must be one of {', '.join(LEVELS)}, not {level!r:.80}")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if chosen == "json" else PlainFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    if chosen == "json":
+        # Else vLLM writes its records itself, in its own form.
+        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures that a stage keeps for whoever watches it: numbers, and histograms of them. They know no metric's kind.
+
+Whoever owns a figure adds to it; others may read it at any time, and see it at most a moment old.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+SECONDS: Final = (0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Bounds of what a listener waits for."""
+POWERS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+"""Bounds of numbers of sequences."""
+LEAKED_AFTER_S: Final = 35.0
+"""Nothing keeps a session so long that is over: an error waits for a stage in a long step for 30 s at most."""
+
+
+class Metric(NamedTuple):
+    """One number at one moment."""
+
+    name: str
+    value: float
+    labels: Mapping[str, str] = MappingProxyType({})
+
+
+class Histogram:
+    """A cumulative histogram; one thread observes, any may read.
+
+    Args:
+        bounds: upper bounds of the buckets, ascending; a last one has no bound.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        """Values so far."""
+        return sum(self._counts)
+
+    def buckets(self) -> Iterator[tuple[str, int]]:
+        """How many values were at most so large, by bound as Prometheus writes it; the last counts all."""
+        bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        return zip(bounds, itertools.accumulate(self._counts), strict=True)
+
+    def figures(self, name: str, **labels: str) -> Iterator[Metric]:
+        """In the names of a Prometheus histogram."""
+        for bound, count in self.buckets():
+            yield Metric(f"{name}_bucket", count, {**labels, "le": bound})
+        yield Metric(f"{name}_count", self.count, labels)
+        yield Metric(f"{name}_sum", self.total, labels)
+
+
+class LeakWatch:
+    """Counts what ought to be gone and stays; `count` is of one thread."""
+
+    def __init__(self) -> None:
+        self._since: dict[Hashable, float] = {}
+
+    def count(self, suspects: Iterable[Hashable], now_s: float | None = None) -> int:
+        """How many of these were among the suspects at every call for `LEAKED_AFTER_S`; by the monotonic clock."""
+        now = time.monotonic() if now_s is None else now_s
+        self._since = {suspect: self._since.get(suspect, now) for suspect in suspects}
+        return sum(now - since >= LEAKED_AFTER_S for since in self._since.values())

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serving settings of a stage: the only reader of `stage.yaml`.
+
+What a deployment chooses (limits, precision, streaming plan) is here; what the weights dictate
+(sizes, special ids, rates) is in `checkpoint/config.py`. Unknown keys, wrong types, values out of
+range and impossible pairs stop the load with a message that names the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from triton_omni.core.validation import wanted_kind, wanted_limit
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+UseRing = Literal["auto", True, False]
+"""Whether what the stage before makes comes by memory shared with it (`link/ring.py`) instead of Triton's messages;
+auto = where both are on one GPU."""
+Quantization = Literal["none", "fp8"]
+Solver = Literal["rk4", "euler"]
+Positive = Annotated[int, Field(gt=0)]
+Lead = Annotated[float, Field(ge=1, le=120)]
+"""Seconds of sound ahead of a listener; with less than a window takes to be made, it would stop."""
+
+# A block of the DiT's attention: 24 mel frames, two a code, so 12 codes.
+FRAMES_PER_BLOCK = 24
+
+
+class SettingsError(ValueError):
+    """A `stage.yaml` that cannot be used; the message names the file, the key and the value."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class EngineSettings(_Frozen):
+    """Arguments of one in-process vLLM engine."""
+
+    max_num_seqs: Positive = 32
+    """Sequences that decode together."""
+    max_model_len: Annotated[int, Field(ge=64, le=131072)] = 32768
+    """Prompt and reply tokens of one sequence."""
+    kv_cache_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens of all sequences together that the KV cache holds; 0 = `max_num_seqs` sequences of `usual_len`, or one of
+    `max_model_len` where that is more. Where it is not enough, the sequence that would be served last waits, and is
+    computed again."""
+    usual_len: ClassVar[int] = 4096
+    """Tokens of a sequence that is not unusually long."""
+    max_num_batched_tokens: Annotated[int, Field(ge=32)] = 2048
+    """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
+    max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 2048
+    """Steps with prompts get CUDA graphs up to this many tokens, where the attention kernels allow it, and images too;
+    0 = none. All steps, as it comes: launching one of a thousand tokens kernel by kernel takes longer than running
+    it."""
+    enforce_eager: bool = False
+    """Switch CUDA graphs off (the plain path)."""
+    torch_compile: bool = False
+    """Compile the network as well (GPU only): faster steps for a longer first start; what was compiled is kept on disk
+    (`VLLM_CACHE_ROOT`)."""
+    fused_decode: Literal["auto", True, False] = "auto"
+    """Record decode steps with kernels that do in one launch what vLLM does in several (GPU, half precision, with CUDA
+    graphs, not compiled); `auto` = where that can be. Other steps are vLLM's own."""
+    async_scheduling: bool = True
+    """Schedule the next step while the device runs this one (GPU only)."""
+    deterministic: bool = False
+    """Have vLLM compute each sequence as if it were alone (GPU only, see `VLLM_BATCH_INVARIANT`), so that reduced
+    precision rounds alike in any batch. On a CPU in float32 tokens do not depend on the batch anyhow."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of the engine on a machine without a GPU; 0 = a fair share of the cores."""
+
+    @model_validator(mode="after")
+    def _one_way_to_run(self) -> EngineSettings:
+        if self.torch_compile and self.enforce_eager:
+            raise ValueError("torch_compile true and enforce_eager true exclude each other: set one of them to false")
+        for other in self._unfused:
+            if self.fused_decode is True:
+                raise ValueError(f"fused_decode true and {other} true exclude each other: set one of them to false")
+        return self
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all sequences together for which there is room."""
+        return self.kv_cache_tokens or max(self.max_num_seqs * self.usual_tokens, self.max_model_len)
+
+    @property
+    def usual_tokens(self) -> int:
+        """Tokens of one sequence for which there is always room, unless `kv_cache_tokens` says otherwise."""
+        return min(self.usual_len, self.max_model_len)
+
+    @property
+    def fuses_decode(self) -> bool:
+        """Whether decode steps of a whole network on a GPU are to be fused, if the network allows it."""
+        return self.fused_decode is True or (self.fused_decode == "auto" and not self._unfused)
+
+    @property
+    def _unfused(self) -> list[str]:
+        """The switches that are on and leave no step to be fused."""
+        return [name for name in ("torch_compile", "enforce_eager", "deterministic") if getattr(self, name)]
+
+    @model_validator(mode="after")
+    def _the_cache_holds_a_sequence(self) -> EngineSettings:
+        if 0 < self.kv_cache_tokens < self.max_model_len:
+            raise ValueError(
+                f"kv_cache_tokens {self.kv_cache_tokens} is below max_model_len {self.max_model_len}: the longest "
+                "sequence could never end"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_step_holds_a_batch(self) -> EngineSettings:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
+                "a decode step could not hold one token a sequence"
+            )
+        return self
+
+
+class TalkerEngineSettings(EngineSettings):
+    """Arguments of the talker's vLLM engine."""
+
+    max_model_len: Annotated[int, Field(ge=64, le=131072)] = 32768
+    """Positions of one sequence: prompt rows, two more, and codes."""
+    usual_len: ClassVar[int] = 8194
+    """A prompt of the thinker's `usual_len`, two more, and `max_codes`."""
+    max_num_batched_tokens: Annotated[int, Field(ge=32)] = 1024
+    """Tokens of one engine step: no more than of the longest that is recorded as a CUDA graph, since one with prompts
+    that is launched kernel by kernel holds all others up."""
+    max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 1024
+
+
+MAX_NAME: Final = 1024
+"""Characters of a request's id, and of what else is a name."""
+MOST_MEDIA_ITEMS: Final = 4096
+"""Of any deployment: elements of a request's inputs are counted before its limits are known."""
+
+
+class RequestLimits(_Frozen):
+    """What one request may bring; checked before memory is spent."""
+
+    max_request_bytes: Positive = 1 << 20
+    """UTF-8 bytes of `text_input` or `messages` (without media data URIs)."""
+    max_messages: Positive = 256
+    max_media_items: Annotated[int, Field(ge=1, le=MOST_MEDIA_ITEMS)] = 16
+    max_media_bytes: Positive = 64 << 20
+    """Encoded bytes of one medium."""
+    max_body_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 30)] = 88 << 20
+    """Of an HTTP request, as it comes and unpacked: one medium of 64 MiB in base64 and a text. The stack of each of
+    Triton's HTTP threads is twice that. Over gRPC a request may be larger."""
+    max_image_pixels: Positive = 16 << 20
+    max_audio_seconds: Annotated[float, Field(gt=0)] = 300.0
+    max_video_seconds: Annotated[float, Field(gt=0)] = 120.0
+    max_video_frames: Annotated[int, Field(ge=2)] = 256
+    """Frames sampled from a video for the model."""
+    max_video_pixels: Positive = 96 << 20
+    """Pixels of all frames of one video together; larger frames are scaled down to fit."""
+    max_video_source_pixels: Positive = 16 << 30
+    """Pixels of all frames that are decoded, sampled or not: two minutes of 1920 x 1080 at 60 frames a second."""
+    max_decode_seconds: Annotated[float, Field(ge=1)] = 160.0
+    """CPU seconds in which all media of one request are decoded; its process is ended then. Enough for a video of all
+    source pixels and media bytes that is decoded twice."""
+    max_decode_bytes: Annotated[int, Field(ge=64 << 20)] = 1 << 30
+    """Memory of one process that decodes, besides its code."""
+    max_logit_bias: Annotated[int, Field(ge=0, le=4096)] = 300
+    """Token ids that a request may bias."""
+    max_stop_strings: Annotated[int, Field(ge=0, le=64)] = 16
+    max_stop_characters: Annotated[int, Field(ge=1, le=1024)] = 64
+    """Of one stop string; that many less one are held back from a reply that has one."""
+    max_schema_bytes: Annotated[int, Field(ge=2, le=1 << 15)] = 1 << 14
+    """Of a JSON schema without spaces, in UTF-8."""
+    allowed_url_schemes: tuple[Literal["data"], ...] = ("data",)
+    """Nothing is fetched or opened by name unless the deployment says so here."""
+
+
+class ThinkerSettings(_Frozen):
+    """`model_repository/thinker/1/stage.yaml`."""
+
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    quantization: Quantization = "none"
+    """Of the decoder's matrix products: `fp8` halves the bytes that a step reads, at the price of exactness (GPU only,
+    half precision). Media encoders and the links stay in `dtype`."""
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
+    """GPUs that share each layer: the one that the stage is placed on, and those after it."""
+    steady_decode: bool = True
+    """A decode step of the sequences of the last one is laid out from that one, not anew as every other (GPU only, with
+    `engine.async_scheduling`; one GPU)."""
+    engine: EngineSettings = EngineSettings()
+    limits: RequestLimits = RequestLimits()
+    max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
+    """Sessions open at once over all stages; the next one is refused as overloaded."""
+    max_new_tokens: Positive = 1024
+    """Longest reply; a request may ask for less."""
+    rows_per_message: Annotated[int, Field(gt=0, le=2048)] = 512
+    heartbeat_ms: Annotated[int, Field(ge=10, le=1000)] = 100
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
+    """Deadline of a request that names none."""
+    preprocess_threads: Positive = 4
+
+    @model_validator(mode="after")
+    def _kernels_know_whole_layers(self) -> ThinkerSettings:
+        if self.engine.fused_decode is True and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"engine.fused_decode true and tensor_parallel_size {self.tensor_parallel_size} exclude each other: "
+                "set one of them back"
+            )
+        return self
+
+
+class TalkerSettings(_Frozen):
+    """`model_repository/talker/1/stage.yaml`."""
+
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    engine: TalkerEngineSettings = TalkerEngineSettings()
+    max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
+    """Sequences open at once; those beyond `engine.max_num_seqs` queue, their rows reserved."""
+    max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
+    """Longest spoken reply in codec codes (50 a second); no more than token2wav's `max_codes`."""
+    ring: UseRing = "auto"
+    """For the reply's rows."""
+
+
+class StreamingPlan(_Frozen):
+    """Window sizes of a stream by chunk index, in blocks of 24 mel frames (0.24 s).
+
+    The waveform is a function of (codes, seed, plan): load and timing never change a window.
+    """
+
+    chunk_blocks: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 1, 2, 3, 4, 6)
+    """New blocks of chunk 0, 1, ...; the last entry repeats."""
+    look_ahead_blocks: Annotated[int, Field(ge=0, le=8)] = 1
+    vocoder_context_frames: Annotated[int, Field(ge=0, le=96)] = 24
+    """Mel frames a side that the vocoder reads beyond the samples it gives out."""
+
+    @model_validator(mode="after")
+    def _first_chunk_has_sound(self) -> StreamingPlan:
+        seen = (self.chunk_blocks[0] + self.look_ahead_blocks) * FRAMES_PER_BLOCK
+        if seen <= self.vocoder_context_frames:
+            raise ValueError(
+                f"vocoder_context_frames {self.vocoder_context_frames} leaves no sound of the first chunk: "
+                f"chunk_blocks[0] and look_ahead_blocks make {seen} mel frames"
+            )
+        return self
+
+
+class DiffusionSettings(_Frozen):
+    """How the flow-matching ODE is solved unless a request says otherwise."""
+
+    solver: Solver = "rk4"
+    num_steps: Annotated[int, Field(ge=2, le=64)] = 10
+    """Points of the time grid; `num_steps - 1` intervals, as in HF's sampler."""
+    guidance_scale: Annotated[float, Field(ge=0, le=10)] = 0.5
+    sway_coefficient: Annotated[float, Field(ge=-1, le=1)] = -1.0
+
+
+class Token2WavSettings(_Frozen):
+    """`model_repository/token2wav/1/stage.yaml`."""
+
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    """Of matrix products and convolutions; auto is float16 on a GPU, float32 elsewhere. float32 is the plain path:
+    PyTorch's own kernels one by one, equal to HF within rounding."""
+    cuda_graphs: bool = True
+    """Launch recorded passes at once instead of kernel by kernel (half precision only)."""
+    ring: UseRing = "auto"
+    """For codes."""
+    mode: Literal["streaming", "offline"] = "streaming"
+    plan: str = "balanced"
+    """Name of the entry of `plans` that streams use."""
+    plans: dict[str, StreamingPlan] = {
+        "balanced": StreamingPlan(),
+        "low_latency": StreamingPlan(look_ahead_blocks=0, vocoder_context_frames=8),
+        "steady": StreamingPlan(chunk_blocks=(2, 1, 2, 3, 4, 6)),
+    }
+    diffusion: DiffusionSettings = DiffusionSettings()
+    max_lead_s: Lead | None = None
+    """Seconds of sound that a stream may be ahead of its listener, who is taken to play at real time from the first
+    chunk on; None = as far as codes come. What is not made is not buffered for a slow reader, nor made for one who
+    hangs up."""
+    max_streams: Annotated[int, Field(gt=0, le=1024)] = 64
+    """Streams open at once, offline ones not counted; the next one is refused as overloaded. Each keeps the keys and
+    values that its next window looks back on: 14 MB of a GPU by default, for as many evaluations as `diffusion` makes.
+    A stream that asks for more takes the room of several, one that asks for fewer less."""
+    max_batch: Annotated[int, Field(gt=0, le=64)] = 32
+    """Windows solved together in one batch."""
+    max_batch_frames: Positive = 1200
+    """Mel frames of one batch, look-ahead included: bounds its memory and its time. First windows alone may be a third
+    more, and a longer window runs alone."""
+    deterministic: bool = False
+    """The same codes and seed give the same bits of sound, whatever else runs: each window is solved and vocoded alone,
+    and libraries may take no algorithm whose sums have no order."""
+    attention: Literal["block", "plain"] = "block"
+    """Block-local attention, or the plain masked one (slow; to compare with); of the plain path only."""
+    max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
+    """Longest stream, which also bounds what Triton can hold for a slow reader."""
+    threads: Annotated[int, Field(ge=0)] = 0
+
+    @property
+    def most_together(self) -> int:
+        """Windows of one batch at most."""
+        return 1 if self.deterministic else self.max_batch
+
+    @model_validator(mode="after")
+    def _plan_is_listed(self) -> Token2WavSettings:
+        if self.plan not in self.plans:
+            raise ValueError(f"plan {self.plan!r} is not in plans: {sorted(self.plans)}")
+        return self
+
+
+class UnarySettings(_Frozen):
+    """`model_repository/qwen2_5_omni_unary/1/stage.yaml`."""
+
+    max_requests: Annotated[int, Field(gt=0, le=1024)] = 64
+    """Unary requests served at once; the next one is refused as overloaded."""
+    grpc_url: str = ""
+    """`HOST:PORT` of this server's gRPC endpoint, over which the ensemble is asked; empty = by its command line."""
+
+
+SettingsT = TypeVar("SettingsT", bound=_Frozen)
+
+
+def load_settings(path: Path, kind: type[SettingsT]) -> SettingsT:
+    """Read and check one `stage.yaml`.
+
+    Raises:
+        SettingsError: the file is missing, is no UTF-8 mapping, or holds an unknown key or an impossible value.
+    """
+    try:
+        raw: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path}: cannot be read: {_why_unreadable(error)}") from error
+    if raw is not None and not isinstance(raw, dict):
+        raise SettingsError(f"{path}: expected a mapping of settings, found {type(raw).__name__}")
+    try:
+        return kind.model_validate(raw or {})
+    except ValidationError as error:
+        raise SettingsError(f"{path}: {describe_validation(error, kind)}") from error
+
+
+def _why_unreadable(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        return f"{error.problem} ({where})"
+    return " ".join(str(error).split())
+
+
+def describe_validation(error: ValidationError, kind: type[BaseModel]) -> str:
+    """One line that names every offending key of a `kind`, what was found and what is allowed."""
+    parts = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(step) for step in item["loc"])
+        problem = _problem(item["type"], item.get("ctx", {}), item["msg"], item["input"])
+        if item["type"] == "extra_forbidden":
+            problem = _unknown_key(str(item["loc"][-1]), _known_keys(kind, item["loc"][:-1]))
+        parts.append(f"{key}: {problem}" if key else problem)
+    return "; ".join(parts)
+
+
+def _problem(code: str, context: dict[str, Any], message: str, value: object) -> str:
+    """What is wrong with one value, by the code that pydantic gives it."""
+    found = f"{value!r:.80}"
+    if code == "value_error":  # a validator of ours, whose sentence has the values
+        return str(context["error"])
+    if limit := wanted_limit(code, context):
+        return f"{found} must {limit}"
+    kind = wanted_kind(code)
+    return f"expected {kind}, found {found}" if kind else f"{message} (found {found})"
+
+
+def _unknown_key(key: str, known: Sequence[str]) -> str:
+    near = get_close_matches(key, known, n=1)
+    return f"unknown key (did you mean {near[0]}?)" if near else f"unknown key (known: {', '.join(known)})"
+
+
+def _known_keys(kind: Any, path: Sequence[str | int]) -> list[str]:
+    """The keys of the section at `path` in a `kind`."""
+    for step in path:
+        # A section is a field of its own or, as in `plans`, an entry of a mapping whose names are free.
+        kind = kind.model_fields[step].annotation if hasattr(kind, "model_fields") else get_args(kind)[1]
+    return list(kind.model_fields)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stage tells of its part in a request to whoever traces requests through many services.
+
+Spans are made by `stub/otel.py` where an exporter is configured; everywhere else these do nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+Attribute = str | int | float
+
+
+class Span(Protocol):
+    """One stage's part in one request; any thread may call it."""
+
+    @property
+    def traceparent(self) -> str:
+        """W3C `traceparent` by which later parts belong to this one; empty = they need not."""
+
+    def event(self, name: str) -> None:
+        """Something happened now."""
+
+    def end(self, error: str | None = None, **attributes: Attribute | None) -> None:
+        """It is over now, with an error of this code, if any. Attributes that are None are left out."""
+
+
+class Tracer(Protocol):
+    """Makes the spans of one stage."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody sees them."""
+
+    def begin(self, traceparent: str, start_ns: int) -> Span:
+        """A span that began at `start_ns` of the monotonic clock, under the one that `traceparent` names, if any."""
+
+    def close(self) -> None:
+        """Give away what has ended."""
+
+
+class _NoSpan:
+    @property
+    def traceparent(self) -> str:
+        """None."""
+        return ""
+
+    def event(self, name: str) -> None:
+        """Nobody sees it."""
+
+    def end(self, error: str | None = None, **attributes: Attribute | None) -> None:
+        """Nobody sees it."""
+
+
+class _NoTracer:
+    @property
+    def is_on(self) -> bool:
+        """It is not."""
+        return False
+
+    def begin(self, traceparent: str, start_ns: int) -> Span:
+        """The span that does nothing."""
+        del traceparent, start_ns
+        return NO_SPAN
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+NO_SPAN: Final[Span] = _NoSpan()
+NO_TRACER: Final[Tracer] = _NoTracer()

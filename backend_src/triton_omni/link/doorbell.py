@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a stage tells the next one that the ledger has news: an empty datagram to a socket in the server's folder.
+
+The folder is open to the server's user alone, and so is the bell. A datagram that does not arrive loses nothing: a
+stage that hears none looks into the ledger a little later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+
+from triton_omni.core.errors import StageName
+from triton_omni.session.ledger_layout import own_folder, table_path
+
+
+class Doorbell:
+    """The bell of one stage: calls `heard` on a thread of its own whenever somebody rang. It takes the place of the
+    bell of an earlier process of the stage.
+
+    Args:
+        name: of the ledger's table.
+        stage: whose bell it is.
+
+    Raises:
+        LedgerError: the server's folder is not this user's alone.
+        OSError: the socket cannot be made.
+    """
+
+    def __init__(self, name: str, stage: StageName, heard: Callable[[], object]) -> None:
+        path = own_folder(name) / _file_name(stage)
+        self._heard = heard
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            path.unlink(missing_ok=True)
+            self._socket.bind(str(path))
+        except OSError:
+            self._socket.close()
+            raise
+        self._open = True
+        self._thread = threading.Thread(target=self._listen, name=f"omni-{stage}-bell", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hear nothing more."""
+        self._open = False
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+
+    def _listen(self) -> None:
+        while self._open:
+            with contextlib.suppress(OSError):
+                self._socket.recv(1)
+            if self._open:
+                self._heard()
+
+
+class DoorbellRinger:
+    """Rings the bell of a stage.
+
+    Args:
+        name: of the ledger's table.
+    """
+
+    def __init__(self, name: str, stage: StageName) -> None:
+        self._address = str(table_path(name).with_name(_file_name(stage)))
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+
+    def ring(self) -> None:
+        """Ring; where nobody listens, or so many rings wait that one more says nothing, nothing happens."""
+        with contextlib.suppress(OSError):
+            self._socket.sendto(b"", self._address)
+
+    def close(self) -> None:
+        """Ring no more."""
+        self._socket.close()
+
+
+def _file_name(stage: StageName) -> str:
+    return f"{stage}-bell"

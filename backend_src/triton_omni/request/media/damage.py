@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a sound is lost, by bytes and by time stamps; refuses what is mostly lost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from av.audio.frame import AudioFrame
+from av.audio.stream import AudioStream
+from av.packet import Packet
+
+from triton_omni.core.errors import BadRequest
+from triton_omni.request.media import ogg
+from triton_omni.request.media.sniffing import FileType
+
+MOST_LOST = 0.5
+
+_DENSE: tuple[FileType, ...] = ("mp3", "aac", "amr", "ogg")
+"""Formats in which packets, or the pages that hold them, follow each other without anything between."""
+_IN_ORDER: tuple[FileType, ...] = (*_DENSE, "flac", "webm")
+"""Formats whose last packet is near the end of the file."""
+_LONGEST_PAUSES: dict[FileType, float] = {"flac": 0.1, "ogg": 0.1, "webm": 1.0, "mp4": 1.0}
+"""Seconds between two packets in which nothing need be lost: into a container an encoder may write nothing of a silence
+(Opus writes something each 0.4 s)."""
+_TAGS = (b"ID3", b"TAG", b"APETAGEX", b"LYRICSBEGIN")
+
+
+@dataclass
+class Tally:
+    """Counts one track, whose file may have several pieces.
+
+    Attributes:
+        kind: of the file; None = the file has other tracks, so places and pauses say nothing.
+        piece: what is decoded now.
+    """
+
+    kind: FileType | None
+    piece: bytes = b""
+    decoded_bytes: int = 0
+    lost_bytes: int = 0
+    decoded_s: float = 0.0
+    lost_s: float = 0.0
+    _end: int | None = None
+    _next_s: float = math.inf
+
+    def begin(self, piece: bytes) -> None:
+        """Go on with the next piece."""
+        self.piece, self._end, self._next_s = piece, None, math.inf
+
+    def take_packet(self, packet: Packet[AudioStream], *, is_decoded: bool) -> None:
+        """Count a packet, and what lies between it and the one before."""
+        if is_decoded:
+            self.decoded_bytes += packet.size
+        else:
+            self.lost_bytes += packet.size
+        if packet.pos is None:
+            return
+        if self.kind in _DENSE:
+            self._skip_to(packet.pos)
+        self._end = ogg.page_end(self.piece, packet.pos) if self.kind == "ogg" else packet.pos + packet.size
+
+    def take_frame(self, frame: AudioFrame) -> None:
+        """Count a frame, and the time that lacks before it."""
+        seconds = frame.samples / frame.sample_rate
+        self.decoded_s += seconds
+        if frame.time is not None and self.kind is not None:
+            pause = frame.time - self._next_s
+            self.lost_s += pause if pause > _LONGEST_PAUSES.get(self.kind, math.inf) else 0
+            self._next_s = frame.time + seconds
+
+    def end(self, size: int, *, is_cut: bool) -> None:
+        """Count what follows the last packet in a piece of `size` bytes, which may be cut off by damage."""
+        if is_cut or self.kind in _IN_ORDER:
+            self._skip_to(size)
+
+    def check(self) -> None:
+        """Refuse a track of which too little is left.
+
+        Raises:
+            BadRequest: less than half.
+        """
+        parts = ((self.lost_bytes, self.decoded_bytes), (self.lost_s, self.decoded_s))
+        share = max(lost / ((lost + decoded) or 1) for lost, decoded in parts)
+        if share > MOST_LOST:
+            raise BadRequest(
+                f"damaged: {share:.0%} of the sound is lost, the limit is {MOST_LOST:.0%}; encode or send it anew"
+            )
+
+    def _skip_to(self, place: int) -> None:
+        if self._end is not None and not self.piece.startswith(_TAGS, self._end):
+            self.lost_bytes += max(0, place - self._end)

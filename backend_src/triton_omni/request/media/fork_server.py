@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m triton_omni.request.media.fork_server MODULE SOCKET`: imports a module, then forks a process for each
+message.
+
+A message is the bytes of memory that the process may have besides what it begins with, and two descriptors: a link over
+which the process gets calls, and the pipe of `KillableProcess`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from triton_omni.core.errors import OmniError
+from triton_omni.request.media.killable import NUMBER, OutOfMemory
+from triton_omni.request.media.parcels import put, take
+
+
+def main(module: str, descriptor: int) -> None:
+    """Serve until the other end of the socket `descriptor` is closed."""
+    importlib.import_module(module)
+    ends: dict[int, int] = {}
+    signal.signal(signal.SIGCHLD, lambda *_: _tell(ends))
+    with socket.socket(fileno=descriptor) as control:
+        while True:
+            memory, descriptors, *_ = socket.recv_fds(control, 8, 2)
+            if not descriptors:
+                return
+            _fork(control, descriptors, int.from_bytes(memory, "little"), ends)
+
+
+def _fork(control: socket.socket, descriptors: list[int], memory_bytes: int, ends: dict[int, int]) -> None:
+    link, end = descriptors
+    # A process that ends at once is told of after its id.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    if pid := os.fork():
+        os.close(link)
+        ends[pid] = end
+        os.write(end, NUMBER.pack(pid))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    control.close()
+    for other in [*ends.values(), end]:
+        os.close(other)
+    try:
+        _serve(Connection(link), memory_bytes)
+    except Exception:  # noqa: BLE001 - the log's reader learns of it, the owner by the end of the link
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _tell(ends: dict[int, int]) -> None:
+    """Say how processes ended, to whom it concerns."""
+    while ends:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        end = ends.pop(pid)
+        with contextlib.suppress(BrokenPipeError):  # the owner has ended, as this process does next
+            os.write(end, NUMBER.pack(status))
+        os.close(end)
+
+
+def _serve(link: Connection, memory_bytes: int) -> None:
+    """Call after call, until the owner closes the link or ends."""
+    threading.Thread(target=_end_with_owner, args=(link.fileno(),), name="owner-watch", daemon=True).start()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    most = _private_bytes() + memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    while True:
+        try:
+            call, seconds = take(link)
+        except EOFError:
+            return
+        began = time.process_time()
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(began + seconds), resource.RLIM_INFINITY))
+        put(link, (_outcome(call), time.process_time() - began))
+
+
+def _end_with_owner(link: int) -> None:
+    closed = select.poll()
+    closed.register(link, 0)  # whatever is asked for, the end of the other side is told
+    closed.poll()
+    os._exit(1)
+
+
+def _private_bytes() -> int:
+    """What counts against RLIMIT_DATA by now."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.partition("VmData:")[2].split()[0]) << 10
+
+
+def _outcome(call: Callable[[], object]) -> object:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - the other process raises it again
+        if _lacked_memory(error):
+            return OutOfMemory()
+        if isinstance(error, OmniError):
+            return error
+        return RuntimeError(traceback.format_exc())
+
+
+def _lacked_memory(error: BaseException | None) -> bool:
+    """Whether it was raised because memory could not be had, or from an error that was."""
+    while error is not None:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a file is by its first bytes. Knows the magic numbers, no codec."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from triton_omni.request.chat import MediaKind
+
+FileType = Literal["wav", "flac", "ogg", "mp3", "aac", "amr", "png", "jpeg", "webp", "mp4", "webm"]
+
+KINDS_OF: dict[FileType, tuple[MediaKind, ...]] = {
+    "wav": ("audio",),
+    "mp3": ("audio",),
+    "flac": ("audio",),
+    "ogg": ("audio",),
+    "aac": ("audio",),
+    "amr": ("audio",),
+    "png": ("image",),
+    "jpeg": ("image",),
+    "webp": ("image",),
+    "mp4": ("audio", "video"),
+    "webm": ("audio", "video"),
+}
+"""What kinds of media a file may be; a container is a video by its video track, and else a sound."""
+
+_MAGIC: tuple[tuple[int, bytes, FileType], ...] = (
+    (8, b"WAVE", "wav"),
+    (8, b"WEBP", "webp"),
+    (0, b"\x89PNG\r\n\x1a\n", "png"),
+    (0, b"\xff\xd8\xff", "jpeg"),
+    (0, b"fLaC", "flac"),
+    (0, b"OggS", "ogg"),
+    (0, b"#!AMR", "amr"),
+    (4, b"ftyp", "mp4"),
+    (0, b"\x1aE\xdf\xa3", "webm"),
+)
+_RIFF = (b"RIFF", b"RF64")
+_TAG_HEADER = 10
+
+
+def sniff(data: bytes) -> FileType | None:
+    """What a file is by its first bytes, or by those after its ID3 tags; None = none that is known."""
+    start = after_tags(data)
+    for place, expected, name in _MAGIC:
+        if data.startswith(expected, start + place) and (place != 8 or data.startswith(_RIFF, start)):
+            return name
+    if len(data) < start + 2 or data[start] != 0xFF:
+        return "mp3" if start else None
+    # A frame header: 12 sync bits, one of MPEG's version, two of its layer. ADTS has layer 0, an mp3 layer III.
+    if data[start + 1] & 0xF6 == 0xF0:
+        return "aac"
+    return "mp3" if data[start + 1] & 0xE6 == 0xE2 or start else None
+
+
+def after_tags(data: bytes) -> int:
+    """Where a file's sound begins after the ID3 tags that it begins with."""
+    start = 0
+    while data.startswith(b"ID3", start) and len(data) >= start + _TAG_HEADER:
+        size = 0
+        for byte in data[start + 6 : start + _TAG_HEADER]:
+            size = size << 7 | byte & 0x7F
+        start += _TAG_HEADER + size
+    return start

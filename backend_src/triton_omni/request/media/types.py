@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoded media, and the sizes that vision inputs are brought to.
+
+Knows no codec.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL.Image import Image as PilImage
+from PIL.Image import fromarray
+
+from triton_omni.core.errors import BadRequest
+from triton_omni.request.media.timing import FPS
+
+SAMPLE_RATE = 16000
+"""Samples a second of the audio encoder's input."""
+MAX_ASPECT_RATIO = 200
+
+
+@dataclass(frozen=True)
+class Audio:
+    """Mono sound at 16 kHz."""
+
+    samples: NDArray[np.float32] = field(repr=False)
+    """[S], nominally in [-1, 1]."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """One picture, upright, RGB, both sides a multiple of the patch factor."""
+
+    pixels: PilImage = field(repr=False)
+
+    def __reduce__(self) -> tuple[Callable[[NDArray[np.uint8]], Image], tuple[NDArray[np.uint8]]]:
+        """As an array, which goes from process to process apart from the pickle, and is copied less often."""
+        return image_of, (np.asarray(self.pixels),)
+
+
+def image_of(pixels: NDArray[np.uint8]) -> Image:
+    """The picture of RGB pixels [H, W, 3]."""
+    return Image(fromarray(pixels))
+
+
+@dataclass(frozen=True)
+class Video:
+    """Frames sampled evenly in time, and the sound where it was asked for."""
+
+    frames: NDArray[np.uint8] = field(repr=False)
+    """[T, H, W, 3], T even."""
+    fps: float
+    """Frames a second of video time: their number by the seconds that the video lasts."""
+    audio: Audio | None = None
+    """None: not asked for, or the file has no audio track."""
+
+
+Medium = Audio | Image | Video
+
+
+@dataclass(frozen=True)
+class PixelRange:
+    """Least and most pixels of one picture after resizing."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """How many frames are taken, and what pictures and frames are resized to.
+
+    The defaults are those of the model card's recipe (qwen-omni-utils).
+
+    `factor` = patch size x spatial merge. The checkpoint's processor resizes again, which changes nothing when both
+    hold the same ranges.
+    """
+
+    factor: int = 28
+    image: PixelRange = PixelRange(4 * 28 * 28, 16384 * 28 * 28)
+    frame: PixelRange = PixelRange(128 * 28 * 28, 768 * 28 * 28)
+    fps: float = FPS
+    """Frames a second."""
+    max_frames: int | None = None
+    """Frames of one video; None = what the deployment allows."""
+
+    def within(self, fps: float | None, max_frames: int | None, max_pixels: int | None) -> VisionSizes:
+        """These sizes as a request narrows them; None leaves a choice as it is."""
+        chosen = self if fps is None else replace(self, fps=fps)
+        if max_pixels is not None:
+            image, frame = (PixelRange(kind.low, min(kind.high, max_pixels)) for kind in (self.image, self.frame))
+            chosen = replace(chosen, image=image, frame=frame)
+        return replace(chosen, max_frames=max_frames)
+
+
+def smart_resize(height: int, width: int, factor: int, pixels: PixelRange) -> tuple[int, int]:
+    """Height and width that keep the aspect ratio, are multiples of `factor` and hold a number of pixels in `pixels`.
+
+    The same figures as `smart_resize` of HF's Qwen2-VL image processor.
+
+    Raises:
+        BadRequest: one side is over 200 times the other, which the model does not take.
+    """
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise BadRequest(f"{width} x {height} pixels: one side may be at most {MAX_ASPECT_RATIO} times the other")
+    new_height = max(factor, round(height / factor) * factor)
+    new_width = max(factor, round(width / factor) * factor)
+    if new_height * new_width > pixels.high:
+        shrink = math.sqrt(height * width / pixels.high)
+        return _floor(height / shrink, factor), _floor(width / shrink, factor)
+    if new_height * new_width < pixels.low:
+        grow = math.sqrt(pixels.low / (height * width))
+        return math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def _floor(side: float, factor: int) -> int:
+    return max(factor, math.floor(side / factor) * factor)

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stage and its engine say to each other; neither Triton nor vLLM appears here.
+
+An engine is owned by one thread (`session/loop.py`): every method below is called on that thread only.
+Sequences are named by `key`, a string that the stage mints once a session.
+
+Shapes: P prompt tokens, N rows or codes of this message, H thinker hidden size (= the talker's embedding size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+from msgspec import Meta
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one stage draws its tokens; `temperature` 0 is greedy.
+
+    The ranges are those of a request (`request/parse.py`); a stage that is told of them by a message checks them again.
+    Noise is a function of (seed, position) alone, so a sequence draws the same tokens in any batch.
+    """
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    """0 = all."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] = 1.0
+    max_tokens: Annotated[int, Meta(ge=1, le=131072)] = 1024
+    seed: Annotated[int, Meta(ge=0)] = 0
+    min_tokens: Annotated[int, Meta(ge=0, le=131072)] = 0
+    """No id that ends the sequence is drawn before so many tokens."""
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    """Taken off the logit of each id that the reply has, as in OpenAI's API."""
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    """Taken off as often as the reply has the id."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Thinker only, as all that follows: (id, what is added to its logit) before the penalties; each id once."""
+    stop: tuple[str, ...] = ()
+    """Strings at the first of which the reply's text ends; the string itself is not shown."""
+    json_schema: str | None = None
+    """A JSON schema, as JSON, that the reply keeps to."""
+
+
+@dataclass(frozen=True)
+class ThinkerPrompt:
+    """A chat rendered for the thinker.
+
+    `token_ids` holds one placeholder id a medium, between its begin and end ids, as HF's processor writes the chat
+    before expansion (text that a user wrote never becomes a special id, which text alone could not promise);
+    `multi_modal_data` and `mm_processor_kwargs` are vLLM's own arguments of these names.
+    """
+
+    token_ids: tuple[int, ...]
+    multi_modal_data: Mapping[str, Any] = field(default_factory=dict)
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ThinkerPlaced:
+    """A prompt as the engine took it (returned by `ThinkerEngine.prepare`)."""
+
+    prompt_token_ids: tuple[int, ...]
+    """The P ids after expansion of the media placeholders."""
+    positions: Tensor
+    """int64 [3, P], CPU: M-RoPE positions (temporal, height, width) of the prompt."""
+    engine_input: Any
+    """Opaque: what `ThinkerEngine.add` gives to vLLM."""
+
+
+@dataclass(frozen=True)
+class ThinkerOutput:
+    """What became known about one sequence in one engine step.
+
+    `rows` are the rows of sequence positions [row_start, row_start + N): sum of the input embedding (zeroed at
+    audio, image and video tokens) and the last hidden state after the final norm. Rows of positions
+    >= P + n_out - 1 are never given (the last reply token has no row), nor are those of reply tokens of which a stop
+    string leaves no character.
+    """
+
+    key: str
+    text: str = ""
+    """New text since the last output of this key."""
+    token_ids: tuple[int, ...] = ()
+    """New reply tokens, the ending id included, as HF's `generate` returns them."""
+    rows: Tensor | None = None
+    """[N, H] on the engine's device, engine dtype; owned by the receiver."""
+    row_start: int = 0
+    rows_ready: torch.cuda.Event | None = None
+    """Recorded after `rows` was written, where the device is a GPU."""
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    """Which of `Sampling.stop` ended the reply."""
+    error: str | None = None
+    """The engine gave this sequence up (for example non-finite rows); nothing follows."""
+    is_refused: bool = False
+    """Whether `error` is the fault of what was asked, and not of the engine."""
+
+
+@dataclass(frozen=True)
+class TalkerPrompt:
+    """What a talker sequence needs before its first row arrives.
+
+    The sequence's ids are [codec_mask] x P + [codec_pad, codec_bos], as HF's repetition penalty counts them.
+    """
+
+    prompt_rows: int
+    """P: prompt rows that will come before the reply rows."""
+    positions: Tensor
+    """int64 [3, P + 2], CPU: M-RoPE positions of (prompt ids, text_bos, first reply token)."""
+    text_bos_id: int
+    """Text id of the speaker's beginning of speech, in the thinker's vocabulary."""
+    max_rows: int
+    """Upper bound of all rows of the session, P + the longest reply; reserved at open."""
+
+
+@dataclass(frozen=True)
+class TalkerOutput:
+    """Codec codes that one engine step gave to one sequence."""
+
+    key: str
+    codes: Tensor | None = None
+    """int32 [N] on the engine's device: codes to be spoken; a stop id never is, as in HF's `generate`."""
+    codes_ready: torch.cuda.Event | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine holds now; 0 when nothing is open."""
+
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    rows_used: int
+    """Rows of device memory reserved by open sequences (talker) or held back (thinker)."""
+    kv_blocks_limit: int = field(default=0, compare=False)
+    """KV cache blocks that there are: not held, and so not compared."""
+
+
+class ThinkerEngine(Protocol):
+    """Text, image, sound and video in; reply tokens and one row a token out."""
+
+    def prepare(self, prompt: ThinkerPrompt, *, max_tokens: int = 1) -> ThinkerPlaced:
+        """Preprocess media and expand their placeholders; may be called from any thread.
+
+        Raises:
+            TooLarge: prompt and `max_tokens` exceed what a sequence may hold.
+            BadRequest: media and placeholders do not fit together.
+        """
+
+    def check_schema(self, schema: str) -> None:
+        """See whether a JSON schema can be compiled; may be called from any thread.
+
+        Raises:
+            BadRequest: it cannot be.
+        """
+
+    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0) -> None:
+        """Queue a sequence; `want_rows` False (a text-only request) gives no rows.
+
+        Of the sequences that wait for a place the one with the lowest `priority` is next, then the oldest.
+        """
+
+    def hold(self, held: bool) -> None:
+        """Begin no step from now on, or begin steps again; `step` still gives what is under way."""
+
+    @property
+    def steps_under_way(self) -> int:
+        """Steps that were begun, and whose results have not been given."""
+
+    def step(self) -> list[ThinkerOutput]:
+        """Run one engine step and return what it gave; an empty list when there is nothing to do."""
+
+    def abort(self, key: str) -> None:
+        """Drop a sequence and everything it holds; unknown keys are ignored."""
+
+    def has_work(self) -> bool:
+        """Whether `step` could advance a sequence now; if held, whether something is under way."""
+
+    def stats(self) -> EngineStats:
+        """Figures of this moment."""
+
+    def close(self) -> None:
+        """Release the device."""
+
+
+class TalkerEngine(Protocol):
+    """Hidden rows in, codec codes out, while the thinker still writes."""
+
+    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> None:
+        """Reserve the session's rows; `priority` as in `ThinkerEngine.add`.
+
+        Raises:
+            Overloaded: they cannot be had.
+        """
+
+    def feed(self, key: str, rows: Tensor) -> None:
+        """Take the next rows [N, H] (prompt rows first, then the reply's) into the session's reserve.
+
+        The next step begins with the copy, ordered after whatever was enqueued on the current stream: until then `rows`
+        must stay as they are. The engine keeps them so long; of another device it has enqueued the copy at once.
+        """
+
+    def settle(self) -> None:
+        """Enqueue the copies of all rows that were fed, now instead of with the next step."""
+
+    def end(self, key: str) -> None:
+        """No more rows: from here on the tail (text_eos once, then text_pad) is added."""
+
+    def hold(self, held: bool) -> None:
+        """Begin no step from now on, or begin steps again; `step` still gives what is under way."""
+
+    def keep_places(self, kept: bool) -> None:
+        """Whether sequences that wait for rows keep their places in the batch, so that a step of the others takes the
+        host less; if not, the next step leaves them out.
+        """
+
+    def step(self) -> list[TalkerOutput]:
+        """Run one engine step over every sequence whose next row is there."""
+
+    def abort(self, key: str) -> None:
+        """Drop a sequence and its rows; unknown keys are ignored."""
+
+    def waits(self, key: str) -> bool:
+        """Whether no step could bring a sequence's next code, behind those under way: its row is yet to come."""
+
+    def has_work(self) -> bool:
+        """Whether `step` could advance a sequence now (False while every sequence waits for rows); if held, whether
+        something is under way."""
+
+    def stats(self) -> EngineStats:
+        """Figures of this moment."""
+
+    def close(self) -> None:
+        """Release the device."""
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """How one stream is made into sound; None = the stage's setting."""
+
+    solver: Literal["rk4", "euler"] | None = None
+    num_steps: Annotated[int, Meta(ge=2, le=64)] | None = None
+    guidance_scale: Annotated[float, Meta(ge=0, le=10)] | None = None
+    mode: Literal["streaming", "offline"] | None = None
+    max_lead_s: Annotated[float, Meta(ge=1, le=120)] | None = None
+    """Seconds of sound that may be made ahead of what a listener has heard, at real time from the first chunk on."""
+
+
+@dataclass(frozen=True)
+class AudioOutput:
+    """One chunk of a stream's waveform."""
+
+    key: str
+    samples: Tensor
+    """fp32 [S], CPU: mono, 24 kHz, in [-1, 1]; may be empty on the final chunk."""
+    final: bool = False
+    error: str | None = None
+    """The engine gave this stream up (for example a non-finite waveform); nothing follows."""
+    clamped_codes: int = 0
+    """Codes of the stream so far that were outside the codec's table and were clamped into it."""

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the three stages share: where they answer, and how they are looked at. It knows no engine, no Triton."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+from triton_omni.core.errors import InternalError, OmniError, Overloaded, StageName
+from triton_omni.core.metrics import Metric
+from triton_omni.session.answer import Sent
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+CLAIMED_POLL_S: Final = 0.001
+"""How soon to look again while another stage claims the device, or steps keep apart."""
+
+SOON_S: Final = 0.002
+"""How soon to look again when a session waits for another stage."""
+
+REVIVED_AFTER_MS: Final = 5000
+"""When to ask again after a stage has died: soon enough for the smaller stages, and the others are asked once more."""
+
+
+_OWN_MEMORY: Final = Path("/proc/self/statm")
+
+
+class ResponseSender(Protocol):
+    """Where one Triton request is answered. Calls only enqueue; a thread of the stage sends, in order.
+
+    `ready` is waited for before a message leaves; `then` runs on the sending thread once it has left, `lost` instead
+    if Triton refused it (its memory may be full).
+    """
+
+    def bind(self, slot: int) -> None:
+        """Send on the thread of this session's slot: what is bound to one slot leaves in the order of the calls, and
+        its `then`s never run side by side. To be called before anything is sent.
+        """
+
+    def send(
+        self,
+        tensors: Mapping[str, Sent],
+        ready: torch.cuda.Event | None = None,
+        lost: Callable[[], object] | None = None,
+    ) -> None:
+        """Send one response; those after it are sent, too, if it is lost."""
+
+    def conclude(self, tensors: Mapping[str, Sent], then: Callable[[], None], lost: Callable[[], bool]) -> None:
+        """Send the last response of an answer and the empty final, unless it or a response before it was lost: a
+        client must not take an answer with a hole for a whole one. `lost` then says whether the request will be failed
+        by who is told so; if not, it is failed here and now.
+        """
+
+    def finish(self, ready: torch.cuda.Event | None = None, then: Callable[[], None] | None = None) -> None:
+        """Send the empty final; nothing may follow. A second call does nothing."""
+
+    def fail(self, error: OmniError, then: Callable[[], None] | None = None) -> None:
+        """Send an error as the final; nothing may follow. `then` runs in any case, as that of `finish`."""
+
+    def if_cancelled(self, then: Callable[[], None]) -> None:
+        """Ask Triton whether the client is gone, and run `then` if so, both on the sending thread and before what is
+        sent later. Not after the final.
+        """
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """What a stage holds now; every figure is 0 when no session is open."""
+
+    sessions: int
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    rows_used: int
+    send_queue: int
+    """Rows or codes that wait to leave."""
+
+
+class Stage(Protocol):
+    """One stage: `start`, `submit`, `close`, and figures."""
+
+    def start(self) -> None:
+        """Begin to serve."""
+
+    def close(self) -> None:
+        """End every session and release the device."""
+
+    def stats(self) -> StageStats:
+        """Figures of the last poll."""
+
+    def figures(self) -> Iterator[Metric]:
+        """All other figures, by the names of their metrics; called by one thread."""
+
+
+def memory_metrics(device: torch.device) -> Iterator[Metric]:
+    """Main memory of this process, and what torch has of `device` where it is a GPU, in bytes."""
+    pages = int(_OWN_MEMORY.read_text().split()[1])
+    yield Metric("omni_resident_memory_bytes", pages * resource.getpagesize())
+    if device.type == "cuda":
+        import torch
+
+        yield Metric("omni_device_memory_bytes", torch.cuda.memory_allocated(device), {"kind": "allocated"})
+        yield Metric("omni_device_memory_bytes", torch.cuda.memory_reserved(device), {"kind": "reserved"})
+
+
+def as_omni_error(error: Exception, label: str) -> OmniError:
+    """What a session ends with when handling its message raised; what is not ours is logged under `label`."""
+    if isinstance(error, OmniError):
+        return error
+    import torch
+
+    logger.error("request %s: handling a message failed", label, exc_info=error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return InternalError("the device has no memory for this request")
+    return InternalError(f"handling a message failed: {type(error).__name__}")
+
+
+def lost_error(stage: StageName) -> InternalError:
+    """What a session ends with when the process of `stage` died during it."""
+    cause = f"the process of {stage} ended unexpectedly and with it this reply; it is being started again"
+    return InternalError(cause, stage=stage, retry_after_ms=REVIVED_AFTER_MS)
+
+
+def refused_error(stage: StageName) -> InternalError:
+    """What a session ends with when Triton did not take a response of `stage`."""
+    return InternalError(f"Triton refused what {stage} sent, a part of this reply: see the server's log", stage=stage)
+
+
+def leaving_error() -> Overloaded:
+    """What a request is refused with, and a session ends with, while the server stops."""
+    return Overloaded("the server is shutting down", stage="thinker", retry_after_ms=REVIVED_AFTER_MS)
+
+
+def restart_refusal(stage: StageName) -> Overloaded:
+    """What a request is refused with while `stage` is not there."""
+    return Overloaded(f"{stage} is being started again", stage=stage, retry_after_ms=REVIVED_AFTER_MS)

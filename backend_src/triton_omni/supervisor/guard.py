@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends what a supervisor that is killed would leave behind: a process that waits for nothing else.
+
+Nobody else can. tritonserver writes into a pipe that nobody reads any more and ends sooner or later, also in the middle
+of replies; its stages then live on, each with its memory of the GPU, since threads of theirs wait for tritonserver with
+Python's global lock. A guard's standard input is a pipe whose other end the supervisor has: the kernel closes it,
+however the supervisor ends.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from triton_omni.session.ledger_layout import server_name
+from triton_omni.supervisor.leftovers import end_group, end_group_of, remove_shared_memory
+from triton_omni.supervisor.machine import ServerError
+
+
+class Guard:
+    """If this process is killed before `close`, end a process group, and remove its shared memory and its folders.
+
+    Args:
+        leader: process id of who leads the group.
+        regions: with what the names of its regions of shared memory begin; empty = it has none.
+        folders: made for it.
+
+    Raises:
+        OSError: no process can be started.
+    """
+
+    def __init__(self, leader: int, *, regions: str = "", folders: Sequence[Path] = ()) -> None:
+        self._command = [sys.executable, "-m", __name__, server_name(leader), regions, *map(str, folders)]
+        self._process = self._start()
+        self._told = False
+
+    def renew(self) -> None:
+        """Start another process where this one's has ended; tells of it on standard error, and may be called often."""
+        if self._process.poll() is None:
+            return
+        self._process.communicate()
+        try:
+            self._process = self._start()
+        except OSError as error:
+            if not self._told:
+                _say(f"warning: the guard's process is gone, and another cannot be started ({error.strerror})")
+            self._told = True
+        else:
+            _say("warning: the guard's process was gone; another was started")
+            self._told = False
+
+    def close(self) -> None:
+        """From here on the group is left alone."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # A session of its own: what ends the supervisor's group, or comes from its terminal, does not reach the guard.
+        return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def guarded_process(
+    command: Sequence[str], environment: Mapping[str, str], regions: str, folders: Sequence[Path]
+) -> Iterator[tuple[subprocess.Popen[bytes], Guard]]:
+    """Start a server in a group of its own, guarded until the end, which does not end it; its output is a pipe.
+
+    A terminal's Ctrl-C reaches the supervisor alone, which then stops the server in order, and what is left of the
+    server can be ended whole. What it makes, shared memory among it, is for its user alone.
+
+    Raises:
+        ServerError: a process cannot be started; none is left.
+    """
+    with ExitStack() as guarded:
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                umask=0o077,
+            )
+            with ExitStack() as unguarded:
+                unguarded.enter_context(process)
+                unguarded.callback(end_group, process)
+                guard = Guard(process.pid, regions=regions, folders=folders)
+                guarded.callback(guard.close)
+                unguarded.pop_all()
+        except OSError as error:
+            raise ServerError(f"{error.filename or 'a process'} cannot be started: {error.strerror}") from error
+        yield process, guard
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Wait for the supervisor's end, then do what `Guard` says."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # Who ends all processes of a service in turn starts with these: the supervisor then stops in order.
+        signal.signal(number, signal.SIG_IGN)
+    leader, regions, *folders = arguments
+    sys.stdin.buffer.read()
+    print(f"the supervisor is gone: {leader} is ended", file=sys.stderr, flush=True)
+    end_group_of(leader)
+    if regions:
+        remove_shared_memory(regions)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

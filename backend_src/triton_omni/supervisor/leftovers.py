@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends and removes what a tritonserver that did not stop in order leaves behind: stages, and shared memory.
+
+It knows processes and files, and nothing of when a server is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Final
+
+from triton_omni.session.ledger_layout import process_id, process_namespace, process_of, remove_stale, server_name
+
+_SHARED_MEMORY = Path("/dev/shm")
+_KILLED_WITHIN_S = 10.0
+_POLL_S = 0.01
+_REGIONS = "triton_omni_"
+OWN_REGIONS_OPTION: Final = f"shm-region-prefix-name={_REGIONS}"
+"""By which a server of ours is told from others, in its command line."""
+_PROCESSES = "triton-omni-"
+"""With what the names of `ledger_layout.server_name` begin."""
+
+
+def end_group(leader: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a group, and everything in the group; it may have ended by itself already.
+
+    Stages outlive a server that was killed, and ignore SIGTERM.
+    """
+    kill_group(leader.pid)
+    leader.wait()
+    _await_end(leader.pid)
+
+
+def end_group_of(name: str) -> None:
+    """The same of a process that is no child of this one, by its `server_name`."""
+    leader = process_id(name)
+    with contextlib.suppress(OSError):  # the leader is gone; its group may be there
+        if server_name(leader) != name:
+            return  # so is the group, and its number has been given anew
+    kill_group(leader)
+    _await_end(leader)
+
+
+def kill_group(group: int) -> None:
+    """Have all processes of a group end, without waiting for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _await_end(group: int) -> None:
+    deadline = time.monotonic() + _KILLED_WITHIN_S
+    while members(group) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def has_followers(leader: subprocess.Popen[bytes]) -> bool:
+    """Whether another process of the group that `leader` leads runs."""
+    return bool(members(leader.pid) - {leader.pid})
+
+
+def members(group: int) -> set[int]:
+    """Process ids of a process group; one that has ended and is not yet collected by its parent does not count."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            # The command's name, in brackets, may hold anything.
+            state, _, member_of = file.read_text().rpartition(")")[2].split()[:3]
+            if int(member_of) == group and state not in "ZX":
+                found.add(int(file.parent.name))
+    return found
+
+
+def new_region_prefix(owner: int) -> str:
+    """With what the names of one server's regions of shared memory begin, and no other's.
+
+    Args:
+        owner: process id of its supervisor, without which they are stale once nobody maps them.
+    """
+    return f"{_REGIONS}{server_name(owner).removeprefix(_PROCESSES)}_{secrets.token_hex(4)}_"
+
+
+def _own_regions() -> str:
+    return f"{_REGIONS}{os.getuid()}-{process_namespace()}-"
+
+
+def remove_stale_regions() -> list[str]:
+    """Remove the regions that servers of this user left here when they were killed with their supervisors.
+
+    Returns:
+        The names of the removed.
+    """
+    stale = stale_regions()
+    for region in stale:
+        region.unlink(missing_ok=True)
+    return [region.name for region in stale]
+
+
+def stale_regions() -> list[Path]:
+    """Regions of servers of this user whose supervisors are gone, and that no process has mapped.
+
+    Those of other process-id namespaces are left out: whether their processes live cannot be seen from here.
+    """
+    found = [region for region in _SHARED_MEMORY.glob(f"{_own_regions()}*") if _owner_is_gone(region)]
+    mapped = _mapped_regions() if found else set()
+    return [region for region in found if region.name not in mapped]
+
+
+def _owner_is_gone(region: Path) -> bool:
+    owner = region.name.removeprefix(_REGIONS).partition("_")[0]
+    return process_of(f"{_PROCESSES}{owner}") is None
+
+
+def _mapped_regions() -> set[str]:
+    """Names of the regions that any process has mapped."""
+    mapped: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            lines = maps.read_text(errors="replace").splitlines()
+            mapped.update(line.rpartition("/")[2] for line in lines if f"/{_REGIONS}" in line)
+    return mapped
+
+
+def remove_shared_memory(prefix: str) -> None:
+    """Remove the shared memory of ended servers: Triton's regions of this prefix, and ledgers."""
+    for region in _SHARED_MEMORY.glob(f"{prefix}*"):
+        region.unlink(missing_ok=True)
+    remove_stale()

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the C libraries that are preloaded into tritonserver, each once for a state of its source."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from triton_omni.core.cache_folder import cache_folder
+from triton_omni.supervisor.machine import prepend
+
+_COMPILERS: Final = ("cc", "gcc", "clang")
+_COMPILES_WITHIN_S: Final = 60.0
+
+
+class NativeError(RuntimeError):
+    """A library cannot be had; the message is a sentence that says why."""
+
+
+def preloading(source: Path, environment: Mapping[str, str], without: str, **macros: int) -> dict[str, str]:
+    """What to add to the environment of tritonserver; nothing, and a warning, where the library cannot be had.
+
+    Args:
+        source: the C file.
+        environment: what tritonserver has so far.
+        without: what is so without the library, for the operator.
+        macros: compiled in.
+    """
+    try:
+        library = build_library(source, cache_folder() / "native", **macros)
+    except NativeError as error:
+        print(f"warning: {error}; {without}", file=sys.stderr)
+        return {}
+    return {"LD_PRELOAD": prepend([library], environment.get("LD_PRELOAD", ""))}
+
+
+def build_library(source: Path, folder: Path, **macros: int) -> Path:
+    """The shared library of a C file with these macros, in `folder`.
+
+    Raises:
+        NativeError: there is no C compiler, it fails, or `folder` cannot be written.
+    """
+    flags = ["-O2", "-shared", "-fPIC", *(f"-D{name}={value}" for name, value in macros.items())]
+    name = hashlib.sha256(repr(flags).encode() + source.read_bytes()).hexdigest()[:12]
+    library = folder / f"{source.stem}-{os.uname().machine}-{name}.so"
+    if not library.is_file():
+        _compile([*compiler(), *flags, str(source), "-ldl"], source.name, library)
+    return library
+
+
+def compiler() -> list[str]:
+    """The command of a C compiler.
+
+    Raises:
+        NativeError: there is none.
+    """
+    if given := os.environ.get("CC"):
+        return shlex.split(given)
+    for name in _COMPILERS:
+        if found := shutil.which(name):
+            return [found]
+    raise NativeError(f"no C compiler ({', '.join(_COMPILERS)}) is on PATH, nor named by CC")
+
+
+def _compile(command: list[str], source: str, library: Path) -> None:
+    """Put the output in its place at once, for whoever compiles the same meanwhile."""
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder, library.name)
+            subprocess.run(
+                [*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=_COMPILES_WITHIN_S
+            )
+            made.replace(library)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [f"it ended with {error.returncode}"]
+        raise NativeError(f"{command[0]} could not compile {source}: {said[0]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeError(f"{source} could not be compiled: {error}") from error

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one server runs, and the supervisor command's options for it. It starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+from triton_omni.core.arguments import Parser, port, seconds, whole_number
+from triton_omni.core.log_format import FORMAT_VARIABLE, FORMATS
+from triton_omni.supervisor.placement import parse_placement
+from triton_omni.supervisor.restart import RestartPolicy
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How one server runs."""
+
+    model_repository: Path
+    model: str | None = None
+    """Checkpoint folder or hub id; None = the tiny synthetic checkpoint."""
+    host: str = "127.0.0.1"
+    """Address that the three services bind."""
+    http_port: int = 0
+    """0 = a free port, here and below."""
+    grpc_port: int = 0
+    metrics_port: int = 0
+    log_path: Path | None = None
+    """Where the server's output goes; None = this process's standard error."""
+    log_verbose: int = 0
+    """Triton's own verbosity."""
+    ready_timeout_s: float = 900.0
+    """First start on a GPU included: kernels are compiled and weights are read."""
+    exit_timeout_s: int = 30
+    """What Triton is given to stop in, in seconds, once no session is open."""
+    drain_timeout_s: float = 30.0
+    """What a server that was told to stop gives the replies under way, in seconds; 0 = nothing."""
+    mps: bool = False
+    """Whether the server and its stages share the GPUs under a CUDA MPS daemon of their own."""
+    client_shared_memory: bool = False
+    """Whether clients may register regions of shared memory for their inputs."""
+    warm_up: bool = True
+    """Whether it is asked for a short reply before others may ask it."""
+    placement: Mapping[str, int] = field(default_factory=lambda: parse_placement(""))
+    """Number of each stage's GPU."""
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    """How a stage that died is started again."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of the server and its stages."""
+
+
+def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
+    """The command's options; a refusal ends the process with one line. The environment gives some defaults."""
+    by_variable = os.environ.get("OMNI_MPS") or "0"
+    parser = _parser(mps=by_variable == "1")
+    given = parser.parse_args(arguments)
+    try:
+        placement = parse_placement(given.gpus)
+    except ValueError as error:
+        parser.error(f"--gpus (or OMNI_GPUS): {error}")
+    if by_variable not in ("0", "1"):
+        parser.error(f"OMNI_MPS must be 0 or 1, not '{by_variable}'")
+    return ServerConfig(
+        model_repository=given.model_repository,
+        model=given.model,
+        host=given.host,
+        http_port=given.http_port,
+        grpc_port=given.grpc_port,
+        metrics_port=given.metrics_port,
+        log_path=given.log_file,
+        log_verbose=given.log_verbose,
+        ready_timeout_s=given.ready_timeout,
+        exit_timeout_s=given.exit_timeout,
+        drain_timeout_s=given.drain_timeout,
+        mps=given.mps,
+        client_shared_memory=given.client_shared_memory,
+        warm_up=given.warm_up,
+        placement=placement,
+        environment={FORMAT_VARIABLE: given.log_format} if given.log_format else {},
+    )
+
+
+def _parser(*, mps: bool) -> argparse.ArgumentParser:
+    """`mps` is whether the stages share the GPUs where no option says it."""
+    parser = Parser(prog="triton_omni.supervisor.serve", description="Serve a model repository.")
+    add = parser.add_argument
+    add(
+        "--version", action="version", version=f"triton-omni {version('triton-omni')}", help="tell the version, and end"
+    )
+    add("--model-repository", type=Path, required=True, metavar="FOLDER")
+    add("--model", default=os.environ.get("OMNI_MODEL"), help="folder or hub id (default: OMNI_MODEL)")
+    add("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
+    add("--http-port", type=port, default=8000, metavar="N", help="default 8000; 0 = a free port")
+    add("--grpc-port", type=port, default=8001, metavar="N", help="default 8001; 0 = a free port")
+    add("--metrics-port", type=port, default=8002, metavar="N", help="default 8002; 0 = a free port")
+    log = "the server's log, in a folder that is there (default: standard error)"
+    add("--log-file", type=Path, metavar="FILE", help=log)
+    add("--log-verbose", type=whole_number, default=0, metavar="N", help="Triton's own verbosity (default 0)")
+    add("--log-format", choices=FORMATS, help="of the stages' records (default: OMNI_LOG_FORMAT, or plain)")
+    start = "what loading all models may take (default 900)"
+    add("--ready-timeout", type=seconds, default=900.0, metavar="SECONDS", help=start)
+    stop = "what Triton is given to stop in once no reply is under way (default 30)"
+    add("--exit-timeout", type=whole_number, default=30, metavar="SECONDS", help=stop)
+    drain = "what replies under way are given when the server is told to stop (default 30; 0 = nothing)"
+    add("--drain-timeout", type=seconds, default=30.0, metavar="SECONDS", help=drain)
+    shared = "run the stages on a GPU at once, under a CUDA MPS daemon of the server's own (default: OMNI_MPS, or not)"
+    add("--mps", action=argparse.BooleanOptionalAction, default=mps, help=shared)
+    regions = "let clients register regions of shared memory for their inputs (default: not)"
+    add("--client-shared-memory", action="store_true", help=regions)
+    warm = "have a short reply spoken at the start, so that the first caller's comes as soon as others' (default)"
+    add("--warm-up", action=argparse.BooleanOptionalAction, default=True, help=warm)
+    placed = "the GPU of each stage, thinker=0,token2wav=1 for instance (default: OMNI_GPUS, or all on GPU 0)"
+    add("--gpus", default=os.environ.get("OMNI_GPUS", ""), metavar="STAGE=N,...", help=placed)
+    return parser

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes `/v2/health/ready` false while every model goes on serving, and true again. It knows no stage.
+
+Triton calls a server ready whose models are loaded or unloaded, and not ready one that has a model that could not be
+loaded. So it is asked to load one, of a backend that does not exist. To unload what was never loaded changes nothing:
+before the server is ready again the model must have been loaded, so it is given the backend that the stages have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Final, Protocol
+
+from triton_omni.supervisor.model_control import ModelControlError
+
+NO_BACKEND: Final = "none"
+_STANDSTILL_MODEL, _DRAINING_MODEL = "standstill", "draining"
+_IDLE_MODEL: Final = """\
+import os
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return []
+
+    def finalize(self):
+        # As the stages end: where Triton ends the interpreter, newer versions log a fatal error of Python's.
+        os._exit(0)
+"""
+_CPU: Final = "instance_group [{ kind: KIND_CPU }]\n"
+
+
+class Loads(Protocol):
+    """Loads and unloads models, see `model_control.py`; both raise `ModelControlError`."""
+
+    def load(self, model: str) -> None:
+        """Put `model` into service."""
+
+    def unload(self, model: str) -> None:
+        """Take `model` out of service."""
+
+
+def say_unready(control: Loads, repository: Path, model: str) -> None:
+    """Make the server not ready.
+
+    Args:
+        repository: tritonserver's own, which is written to.
+        model: the name of one that is not there.
+    """
+    _write(repository / model, NO_BACKEND)
+    with contextlib.suppress(ModelControlError):
+        control.load(model)
+
+
+def say_ready(control: Loads, repository: Path, model: str) -> None:
+    """Take back what `say_unready` said with the same model; a second or two until the server is ready.
+
+    Raises:
+        ModelControlError: Triton could not load it; the server is still not ready.
+    """
+    _write(repository / model, "python", _CPU)
+    (repository / model / "1" / "model.py").write_text(_IDLE_MODEL)
+    control.load(model)
+    control.unload(model)
+
+
+def _write(folder: Path, backend: str, rest: str = "") -> None:
+    (folder / "1").mkdir(parents=True, exist_ok=True)
+    (folder / "config.pbtxt").write_text(f'name: "{folder.name}"\nbackend: "{backend}"\n{rest}')
+
+
+class Readiness:
+    """What one server says of itself from its start to its end.
+
+    Args:
+        control, repository: as `say_unready` has them.
+    """
+
+    def __init__(self, control: Loads, repository: Path) -> None:
+        self._control, self._repository = control, repository
+        self._said = True
+        self._telling: threading.Thread | None = None
+
+    def tell(self, ready: bool) -> None:
+        """Have the server say so, if it does not. Returns at once and may be asked often: Triton takes its time and is
+        told on a thread of its own, one word after the other.
+        """
+        if ready == self._said or (self._telling is not None and self._telling.is_alive()):
+            return
+        self._telling = threading.Thread(target=self._say, args=(ready,), name="readiness", daemon=True)
+        self._telling.start()
+
+    def end(self) -> None:
+        """Have the server be not ready for good; returns when it is so."""
+        say_unready(self._control, self._repository, _DRAINING_MODEL)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until nothing is written to the repository any more."""
+        if self._telling is not None:
+            self._telling.join(timeout_s)
+
+    def _say(self, ready: bool) -> None:
+        say = say_ready if ready else say_unready
+        # What did not come through is tried again when `tell` is asked the next time.
+        with contextlib.suppress(ModelControlError, OSError):
+            say(self._control, self._repository, _STANDSTILL_MODEL)
+            self._said = ready

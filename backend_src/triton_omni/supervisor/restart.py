@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches a server's stages and its unary model, and starts one that died again: Triton does neither.
+
+A stage has died when its process ended, when its engine failed in a process that lives, or when its loop has not
+turned for long; the last is ended by force. The others are told through the ledger, so that they end what they share
+with it. Unloading it makes the server say that it is not ready, until it is loaded again. So does, before that, a loop
+that has not turned for some seconds (`readiness.py`).
+
+Where requests of a dead process would never end, the whole server is ended at once, and the supervisor starts it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from triton_omni.core.errors import StageName
+from triton_omni.session.ledger_layout import WATCHED
+from triton_omni.supervisor.model_control import ModelControlError
+from triton_omni.supervisor.served_repository import UNARY_MODEL
+
+MODELS: Final[Mapping[StageName, str]] = {stage: UNARY_MODEL if stage == "unary" else stage for stage in WATCHED}
+"""The Triton model that each watched process serves."""
+_POLL_S = 0.1
+_LEAVES_WITHIN_S = 10.0
+"""A stage whose engine failed ends its requests and its process within this, or by force."""
+_PAUSED_S = 1.0
+"""The watch, which looks every `_POLL_S`, did not run when it looks so late."""
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """How patiently a stage is started again."""
+
+    attempts: int = 5
+    """Starts of one stage within `window_s`; when the next would be due, the server is given up."""
+    window_s: float = 600.0
+    first_wait_s: float = 1.0
+    """Before the second start within `window_s`; doubles with each further one. The first is made at once."""
+    stalled_after_s: float = 300.0
+    """A stage whose loop has not turned for so long is ended. An engine's first steps may compile for minutes."""
+    overdue_after_s: float = 30.0
+    """The same while it has a session past its deadline. token2wav's errors wait as long for another stage's step."""
+    silent_after_s: float = 10.0
+    """A server is not ready while a stage's loop has not turned for so long."""
+    whole_server: bool | None = None
+    """Whether the server is started again where a process of it died; None = where Triton's version wants it."""
+
+    def wait_s(self, earlier: int) -> float:
+        """What to wait for before a start that has `earlier` ones within the window, in seconds."""
+        return self.first_wait_s * 2 ** (earlier - 1) if earlier else 0.0
+
+
+class Starts:
+    """The starts of one thing, which a policy bounds."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._made: deque[float] = deque()
+
+    def are_exhausted(self) -> bool:
+        """Whether there were as many within the window as there may be."""
+        now = time.monotonic()
+        while self._made and now - self._made[0] > self._policy.window_s:
+            self._made.popleft()
+        return len(self._made) >= self._policy.attempts
+
+    def begin(self) -> float:
+        """Count a start from now on; what to wait for before it is made, in seconds."""
+        wait_s = self._policy.wait_s(len(self._made))
+        self._made.append(time.monotonic())
+        return wait_s
+
+    def sentence(self, what: str, cause: str) -> str:
+        """Why `what` is given up."""
+        return f"{what} does not stay (starts in {self._policy.window_s:g} s: {self._policy.attempts}): {cause}"
+
+
+class Board(Protocol):
+    """What is known of the stages' processes, see `stage_board.py`."""
+
+    def pid(self, stage: StageName) -> int:
+        """The process that serves `stage`, or last did."""
+
+    def silent_for(self, stage: StageName) -> float:
+        """Seconds since its loop last turned."""
+
+    def is_broken(self, stage: StageName) -> bool:
+        """Whether its engine has failed."""
+
+    def holds_overdue(self, stage: StageName) -> bool:
+        """Whether it has not finished with a session whose deadline has passed."""
+
+    def leaves_open(self, stage: StageName) -> bool:
+        """Whether requests that only its process could have ended were open when it died."""
+
+    def mark_lost(self, stage: StageName) -> None:
+        """Tell the other stages that it died."""
+
+    def hold(self, stage: StageName, held: bool) -> None:
+        """Whether its next process waits before it loads anything."""
+
+
+class Control(Protocol):
+    """Loads and unloads models, see `model_control.py`; both raise `ModelControlError`."""
+
+    def unload(self, model: str) -> None:
+        """Take `model` out of service."""
+
+    def load(self, model: str) -> None:
+        """Put `model` into service."""
+
+
+class Process:
+    """A process that is not ours to wait for; its number cannot come to mean another one while this is open.
+
+    Raises:
+        ProcessLookupError: it has ended and was collected.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._handle = os.pidfd_open(pid)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait until it has ended, for `seconds` at most; whether it has."""
+        return bool(select.select([self._handle], [], [], seconds)[0])
+
+    def fileno(self) -> int:
+        """What `select` takes; readable once the process has ended."""
+        return self._handle
+
+    def kill(self) -> None:
+        """End it by force."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Give the handle back."""
+        os.close(self._handle)
+
+
+@dataclass
+class _Watched:
+    """One stage; touched by one thread at a time: the watching one, or the one that starts it again."""
+
+    starts: Starts
+    process: Process | None = None
+    restart: threading.Thread | None = None
+
+    @property
+    def is_restarting(self) -> bool:
+        return self.restart is not None and self.restart.is_alive()
+
+
+class Silence:
+    """For how long each stage's loop has not turned, as one sees it who looks several times a second.
+
+    What the looking process slept through does not count: who stops a whole machine or container stops both, and a
+    stage that wakes with it has done nothing wrong.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._looked: float | None = None
+        self._awake_since = -math.inf
+
+    def look(self, now: float) -> None:
+        """Say when it is, in seconds of the monotonic clock."""
+        if self._looked is not None and now - self._looked > _PAUSED_S:
+            self._awake_since = now
+        self._looked = now
+
+    def of(self, stage: StageName) -> float:
+        """Seconds up to the last look."""
+        awake_for = math.inf if self._looked is None else self._looked - self._awake_since
+        return min(self._board.silent_for(stage), awake_for)
+
+
+class StageRestarter:
+    """Watches all stages on a thread of its own, from `start` to `close`, and starts each again on another.
+
+    Args:
+        tell_ready: told at each look whether the server is ready, as far as its stages go; it must return at once.
+        end_server: ends the server at once.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        control: Control,
+        policy: RestartPolicy | None = None,
+        tell_ready: Callable[[bool], None] | None = None,
+        end_server: Callable[[], None] | None = None,
+    ) -> None:
+        self._board = board
+        self._control = control
+        self._policy = policy or RestartPolicy()
+        self._tell_ready = tell_ready or (lambda ready: None)
+        self._end_server = end_server or (lambda: None)
+        self._silence = Silence(board)
+        self._watched: dict[StageName, _Watched] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stage-watch", daemon=True)
+        self.failure: str | None = None
+        """Why the server is given up, in one sentence; None = it is not."""
+        self.ended_for: str | None = None
+        """Why the server was ended and has to be started again; None = it was not."""
+        self.deaths = 0
+        """How often a process died that leaves requests in Triton which never end."""
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether a stage is being started again now."""
+        return any(watched.is_restarting for watched in self._watched.values())
+
+    def start(self) -> None:
+        """Begin to watch the stages that are loaded."""
+        for stage in WATCHED:
+            if self._board.pid(stage):
+                self._watched[stage] = _Watched(Starts(self._policy))
+                self._follow(stage)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Start no stage any more, from here on; a load that is under way ends with the server."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of a load that was under way; to be called when the server has ended."""
+        for watched in self._watched.values():
+            if watched.restart is not None:
+                watched.restart.join(timeout_s)
+            if watched.process is not None and not watched.is_restarting:
+                watched.process.close()
+                watched.process = None
+
+    def _run(self) -> None:
+        while not self._stopping.is_set() and self.failure is None:
+            self._await_death()
+            self._silence.look(time.monotonic())
+            self._judge_readiness()
+            for stage, watched in self._watched.items():
+                # In this order: a thread that gave up has said so.
+                if watched.is_restarting or self.failure is not None or self._stopping.is_set():
+                    continue
+                if (cause := self._cause_of_death(stage, watched)) is not None:
+                    self._begin_restart(stage, watched, cause)
+
+    def _await_death(self) -> None:
+        """Until a process has ended that is not being seen to, for a moment at most."""
+        living = [watched.process for watched in self._watched.values() if not watched.is_restarting]
+        select.select([process for process in living if process is not None], [], [], _POLL_S)
+
+    def _cause_of_death(self, stage: StageName, watched: _Watched) -> str | None:
+        if watched.process is None or watched.process.ends_within(0):
+            return "its process ended"
+        if self._board.is_broken(stage):
+            return "its engine failed"
+        patience_s = self._patience_s(stage)
+        if self._silence.of(stage) > patience_s:
+            watched.process.kill()
+            watched.process.ends_within(_LEAVES_WITHIN_S)
+            return f"it did nothing for {patience_s:g} s and was ended"
+        return None
+
+    def _patience_s(self, stage: StageName) -> float:
+        """How long its loop may stand still; every session is looked at only where that matters."""
+        policy = self._policy
+        overdue = self._silence.of(stage) > policy.overdue_after_s and self._board.holds_overdue(stage)
+        return policy.overdue_after_s if overdue else policy.stalled_after_s
+
+    def _judge_readiness(self) -> None:
+        loaded = [stage for stage, watched in self._watched.items() if not watched.is_restarting]
+        if any(self._silence.of(stage) > self._policy.silent_after_s for stage in loaded):
+            self._tell_ready(False)
+        elif len(loaded) == len(self._watched):
+            self._tell_ready(True)
+
+    def _begin_restart(self, stage: StageName, watched: _Watched, cause: str) -> None:
+        _say(f"{stage}: {cause}")
+        if not self._lives(watched):
+            self._lose(stage, cause)
+            if self.ended_for is not None:
+                return
+        watched.restart = threading.Thread(
+            target=self._revive, args=(stage, watched, cause), name=f"revive-{stage}", daemon=True
+        )
+        watched.restart.start()
+
+    @staticmethod
+    def _lives(watched: _Watched) -> bool:
+        return watched.process is not None and not watched.process.ends_within(0)
+
+    def _lose(self, stage: StageName, cause: str) -> None:
+        """Tell of a process that has died: by errors of the other stages, or by the server's end, at which its clients'
+        connections break.
+        """
+        if self._policy.whole_server or self._board.leaves_open(stage):
+            self.deaths += 1
+            self._stopping.set()
+            self.ended_for = f"{stage}: {cause}"
+            self._end_server()
+        elif stage != "unary":
+            self.deaths += 1
+            self._board.mark_lost(stage)
+
+    # On a thread a stage.
+
+    def _revive(self, stage: StageName, watched: _Watched, cause: str) -> None:
+        # Loading begins at once, since Triton calls a server ready that has a model unloaded; the new process waits.
+        self._board.hold(stage, True)
+        with contextlib.suppress(ModelControlError):  # a model that is out of service already
+            self._control.unload(MODELS[stage])
+        while not self._stopping.is_set():
+            if watched.starts.are_exhausted():
+                self.failure = watched.starts.sentence(stage, cause)
+                return
+            opening = threading.Thread(target=self._open, args=(stage, watched), name=f"hold-{stage}", daemon=True)
+            opening.start()
+            error = self._load(stage)
+            opening.join()
+            if error is None:
+                self._follow(stage)
+                _say(f"{stage}: started again")
+                return
+            cause = f"it could not be loaded: {error}"
+            _say(f"{stage}: {cause}")
+            self._board.hold(stage, True)
+
+    def _load(self, stage: StageName) -> ModelControlError | None:
+        try:
+            self._control.load(MODELS[stage])
+        except ModelControlError as error:
+            return error
+        return None
+
+    def _open(self, stage: StageName, watched: _Watched) -> None:
+        """Let the new process load when the old one has ended, which holds memory, and the wait is over."""
+        wait_s = watched.starts.begin()
+        self._end(stage, watched)
+        if not self._stopping.wait(wait_s):
+            self._board.hold(stage, False)
+
+    def _end(self, stage: StageName, watched: _Watched) -> None:
+        """Until the old process has ended, by itself or by force."""
+        if watched.process is None:
+            return
+        if not watched.process.ends_within(_LEAVES_WITHIN_S):
+            watched.process.kill()
+            watched.process.ends_within(_LEAVES_WITHIN_S)
+            self._lose(stage, "it did not leave and was ended")
+        watched.process.close()
+        watched.process = None
+
+    def _follow(self, stage: StageName) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._watched[stage].process = Process(self._board.pid(stage))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

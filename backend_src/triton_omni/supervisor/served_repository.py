@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model repository that tritonserver is given: the project's own, with what depends on this start.
+
+Triton hands a model's configuration to every client that asks, over HTTP and gRPC. What depends on the checkpoint and
+on the stages' settings cannot stand in a file of the repository, so it is written into a copy of the public models'
+`config.pbtxt` at each start (each parameter's text is JSON), and into the stages' the GPU that each is on. All else of
+the copy is links to the original.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.text_encoding import CEscape  # type: ignore[import-untyped]
+
+from triton_omni.checkpoint.config import OmniConfig, load_config
+from triton_omni.checkpoint.reading import CheckpointError
+from triton_omni.checkpoint.voice_names import voice_names
+from triton_omni.core.settings import (
+    RequestLimits,
+    SettingsError,
+    SettingsT,
+    TalkerSettings,
+    ThinkerSettings,
+    Token2WavSettings,
+    UnarySettings,
+    load_settings,
+)
+from triton_omni.supervisor.machine import ServerError
+from triton_omni.supervisor.model_folder import checkpoint_name
+from triton_omni.supervisor.placement import instance_group
+
+STREAMING_MODEL = "qwen2_5_omni"
+UNARY_MODEL = "qwen2_5_omni_unary"
+CONFIG_FILE = "config.pbtxt"
+_INSTANCES = re.compile(r"^\s*instance_group\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """Of all stages of one repository, and of its unary model where it has one.
+
+    Raises:
+        SettingsError: token2wav could not take a reply that the talker may speak.
+    """
+
+    thinker: ThinkerSettings
+    talker: TalkerSettings
+    token2wav: Token2WavSettings
+    unary: UnarySettings | None
+
+    def __post_init__(self) -> None:
+        spoken, taken = self.talker.max_codes, self.token2wav.max_codes
+        if spoken > taken:
+            raise SettingsError(
+                f"talker/1/stage.yaml: max_codes: {spoken} must be at most token2wav's max_codes, {taken}: "
+                "a longer reply would fail where it is spoken; lower it, or raise token2wav's"
+            )
+
+
+@contextmanager
+def served_repository(repository: Path, checkpoint: Path, placement: Mapping[str, int] | None = None) -> Iterator[Path]:
+    """A model repository like `repository` in a folder of its own, which is removed at the end.
+
+    Its public models' configurations have the parameters `voices`, `limits`, `sample_rate` and `checkpoint`. A
+    repository without the public models is given back as it is.
+
+    Args:
+        repository: the original.
+        checkpoint: the checkpoint's folder.
+        placement: number of each stage's GPU; None = there is no GPU. A stage whose settings say `device: cpu` is on
+            none, and one whose `config.pbtxt` has an `instance_group` keeps it.
+
+    Raises:
+        ServerError: a `stage.yaml` or the checkpoint's configuration cannot be used, two stages' settings do not go
+            together, or the folder cannot be written.
+    """
+    public = [name for name in (STREAMING_MODEL, UNARY_MODEL) if (repository / name / CONFIG_FILE).is_file()]
+    if not public:
+        yield repository
+        return
+    try:
+        stages, config = stage_settings(repository), load_config(checkpoint)
+        added = {name: _parameters(served_facts(stages, config, checkpoint, name)) for name in public}
+        for name, group in _instances(repository, stages, placement or {}).items():
+            added[name] = added.get(name, "") + group
+    except (SettingsError, CheckpointError) as error:
+        raise ServerError(str(error)) from error
+    with temporary_folder() as folder:
+        _compose(repository.resolve(), Path(folder), added)
+        yield Path(folder)
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder of one server's; raises `ServerError` where none can be made."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="triton_omni_")
+    except OSError as error:
+        where = os.environ.get("TMPDIR", "/tmp")
+        raise ServerError(
+            f"the model repository cannot be laid out in {where} ({error.strerror}); see TMPDIR"
+        ) from error
+
+
+def stage_settings(repository: Path) -> StageSettings:
+    """The settings of all models of a repository.
+
+    Raises:
+        SettingsError: a `stage.yaml` cannot be used, or two do not go together.
+    """
+    return StageSettings(
+        _settings(repository, "thinker", ThinkerSettings),
+        _settings(repository, "talker", TalkerSettings),
+        _settings(repository, "token2wav", Token2WavSettings),
+        _settings(repository, UNARY_MODEL, UnarySettings) if (repository / UNARY_MODEL).is_dir() else None,
+    )
+
+
+def thinker_limits(repository: Path) -> RequestLimits:
+    """What the thinker of a repository takes of one request; the defaults where there is no thinker.
+
+    Raises:
+        ServerError: the thinker's `stage.yaml` cannot be used.
+    """
+    if not (repository / "thinker").is_dir():
+        return RequestLimits()
+    try:
+        return _settings(repository, "thinker", ThinkerSettings).limits
+    except SettingsError as error:
+        raise ServerError(str(error)) from error
+
+
+def served_facts(stages: StageSettings, config: OmniConfig, checkpoint: Path, model: str) -> dict[str, Any]:
+    """What a public model tells: parameters of its configuration by name. `config` is that of `checkpoint`."""
+    limits = effective_limits(stages, config)
+    if model == UNARY_MODEL and stages.unary is not None:
+        limits["max_sessions"] = min(limits["max_sessions"], stages.unary.max_requests)
+    facts = {"limits": limits, "sample_rate": config.codec.sample_rate, "checkpoint": checkpoint_name(checkpoint)}
+    try:
+        return {"voices": list(voice_names(checkpoint)), **facts}
+    except CheckpointError:
+        # The stages, which need more of that file than its names, say what is wrong with it.
+        return facts
+
+
+def effective_limits(stages: StageSettings, config: OmniConfig) -> dict[str, Any]:
+    """Limits of a request, by the names of the settings: the lowest where several stages have a say.
+
+    Besides those of `RequestLimits`: `max_prompt_tokens` (media included), `max_reply_tokens`, `max_codes` (of speech,
+    50 a second) and `max_sessions` (requests at once). A reply may use what its prompt leaves of
+    `engine.max_model_len`, so none has both at their most; where the talker bounds the prompt, one that is not spoken
+    may have a longer one.
+    """
+    thinker, talker, token2wav = stages.thinker, stages.talker, stages.token2wav
+    tokens = thinker.engine.max_model_len - 1
+    limits = thinker.limits.model_dump(mode="json")
+    limits["max_audio_seconds"] = min(thinker.limits.max_audio_seconds, config.max_audio_seconds)
+    return limits | {
+        # The talker's sequence has two rows behind the prompt's, and a code.
+        "max_prompt_tokens": min(tokens, talker.engine.max_model_len - 3),
+        "max_reply_tokens": min(thinker.max_new_tokens, tokens),
+        "max_codes": min(talker.max_codes, config.talker.sampling.max_new_tokens),
+        "max_sessions": min(thinker.max_sessions, talker.max_sessions, token2wav.max_streams),
+    }
+
+
+def _settings(repository: Path, model: str, kind: type[SettingsT]) -> SettingsT:
+    return load_settings(repository / model / "1" / "stage.yaml", kind)
+
+
+def _instances(repository: Path, stages: StageSettings, placement: Mapping[str, int]) -> dict[str, str]:
+    """What the configuration of each Python model says of its instances, where the original says nothing."""
+    devices = {
+        "thinker": stages.thinker.device,
+        "talker": stages.talker.device,
+        "token2wav": stages.token2wav.device,
+        UNARY_MODEL: "cpu",
+    }
+    return {
+        model: instance_group(None if device == "cpu" else placement.get(model))
+        for model, device in devices.items()
+        if (repository / model / CONFIG_FILE).is_file() and not _INSTANCES.search(_config(repository / model))
+    }
+
+
+def _config(model: Path) -> str:
+    return (model / CONFIG_FILE).read_text(encoding="utf-8")
+
+
+def _compose(repository: Path, target: Path, added: Mapping[str, str]) -> None:
+    try:
+        for source in repository.iterdir():
+            if source.name in added:
+                _add_model(source, target / source.name, added[source.name])
+            else:
+                (target / source.name).symlink_to(source)
+    except OSError as error:
+        raise ServerError(f"the model repository cannot be laid out in {target}: {error.strerror}") from error
+
+
+def _add_model(source: Path, target: Path, added: str) -> None:
+    target.mkdir()
+    for part in source.iterdir():
+        if part.name != CONFIG_FILE:
+            (target / part.name).symlink_to(part)
+    (target / CONFIG_FILE).write_text(f"{_config(source)}\n{added}", encoding="utf-8")
+
+
+def _parameters(facts: Mapping[str, Any]) -> str:
+    """As entries of a `config.pbtxt`."""
+    escaped = {name: CEscape(json.dumps(value), as_utf8=False) for name, value in facts.items()}
+    return "".join(
+        f'parameters {{ key: "{name}" value {{ string_value: "{text}" }} }}\n' for name, text in escaped.items()
+    )

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes the output of tritonserver to a file or to standard error, and keeps its end to say why a server died.
+
+It knows the form of Triton's log lines and of crashes, and nothing of the models.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from triton_omni.supervisor.machine import ServerError
+from triton_omni.supervisor.readiness import NO_BACKEND
+from triton_omni.supervisor.repeats import Repeats
+
+_KEPT_LINES = 400
+# How far from its end a log is searched for a crash when no model failed to load: what is further up was survived.
+_LAST_LINES = 60
+# `E1121 02:22:03.042 42 model_lifecycle.cc:654] "failed to load 'thinker' version 1: Internal: SettingsError: …"`:
+# a message of several lines is quoted, its line ends escaped; the first line has the reason.
+_FAILED_MODEL = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*?)(?:\\n|\"?$)")
+_ERROR = re.compile(r"^(?:E\d{4} .*?\] \"?|error: )(?P<reason>.*?)(?:\\n.*|\"?)$")
+# Lines that tell that something went wrong, and not what.
+_GENERIC = re.compile(
+    r"Stub process .* is not healthy|See root cause above|failed to load all models|has no loaded version"
+    r"|Exit timeout expired"
+)
+_CXX_EXCEPTION = re.compile(r"terminate called after throwing an instance of '(?P<type>.+)'")
+_CXX_WHAT = re.compile(r"\s*what\(\):\s*(?P<what>.*\S)")
+_HARMLESS = re.compile(
+    rf"for backend '{NO_BACKEND}'|CudaDriverHelper has not been initialized|unable to create stream for"
+)
+"""In the lines about a model that was not to be loaded, and in those that come on every machine without a GPU."""
+_KILLED = "it was killed (SIGKILL), as by a system that has no memory left"
+_TOLD = {signal.SIGABRT, signal.SIGSEGV}
+"""Signals of which the log says more: Triton writes a line for these two before it ends."""
+_TRACEBACK = "Traceback (most recent call last):"
+# A fault; not the two signals that stop a server in order.
+_SIGNAL = re.compile(r"Fatal Python error: .+|Signal \((?!2\)|15\))\d+\) received\.?|Segmentation fault.*")
+
+
+def find_reason(lines: Sequence[str]) -> str:
+    """Why a server with this output ended, in one sentence.
+
+    The first model that failed to load and what it said, else the crash at the end, else the last error line. A crash
+    (a C++ exception, a Python traceback, a fatal signal) tells more than the generic lines that Triton writes after it.
+    """
+    lines = [line for line in lines if not _HARMLESS.search(line)]
+    for number, line in enumerate(lines):
+        if found := _FAILED_MODEL.search(line):
+            reason = found["reason"].strip()
+            if _GENERIC.search(reason):
+                reason = " after ".join([reason.rstrip("."), *_crashes(lines[:number])[-1:]])
+            return f"model {found['model']} cannot be loaded: {reason}"
+    errors = [found["reason"] for line in lines if (found := _ERROR.match(line))]
+    told = [error for error in errors if not _GENERIC.search(error)]
+    return (_crashes(lines[-_LAST_LINES:])[-1:] or told[-1:] or errors[-1:] or [*lines[-1:], "it said nothing"])[0]
+
+
+def _crashes(lines: Sequence[str]) -> list[str]:
+    """One line for each crash, in order; bare signals before exceptions, which say more."""
+    signals, exceptions, in_traceback = [], [], False
+    for number, line in enumerate(lines):
+        if found := _CXX_EXCEPTION.search(line):
+            what = next((what["what"] for after in lines[number + 1 :] if (what := _CXX_WHAT.match(after))), "")
+            exceptions.append(f"{found['type']}: {what}" if what else found["type"])
+        elif found := _SIGNAL.match(line):
+            signals.append(found[0])
+        elif in_traceback and line and not line[0].isspace():
+            exceptions.append(line)
+        in_traceback = line.endswith(_TRACEBACK) or (in_traceback and line[:1].isspace())
+    return signals + exceptions
+
+
+def _silent_end(exit_code: int) -> str | None:
+    """The signal that ended a process without a word in its log; None = none did."""
+    if exit_code == 128 + signal.SIGKILL:
+        return _KILLED
+    number = exit_code - 128
+    if number not in set(signal.Signals) - _TOLD:
+        return None
+    return f"it was ended by {signal.Signals(number).name} ({signal.strsignal(number)})"
+
+
+class ServerLog:
+    """One server's output; `follow` each of its processes in turn, and `close` it after the last has ended."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._tail: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._pump: threading.Thread | None = None
+        self._sink: IO[str] | None = None
+        self._told = False
+
+    @property
+    def hint(self) -> str:
+        """Where to read more, as the end of a sentence."""
+        return f" (log: {self.path})" if self.path is not None else ""
+
+    def open(self) -> None:
+        """Make the file; to be called before there is output that would be lost.
+
+        Raises:
+            ServerError: it cannot be made, as where its folder does not exist, or is the log of a server that runs.
+        """
+        if self.path is not None:
+            try:
+                if not self.path.parent.exists():
+                    raise ServerError(f"the log {self.path} cannot be written: its folder does not exist")
+                self._sink = _own(self.path)
+            except OSError as error:
+                raise ServerError(f"the log {self.path} cannot be written ({error.strerror})") from error
+
+    def follow(self, process: subprocess.Popen[bytes]) -> None:
+        """Copy the process's standard output from now on, in a thread of its own; the one before has been settled."""
+        if process.stdout is None:
+            raise ValueError("the process was started without a pipe for its output")
+        if self._sink is None:
+            self.open()
+        self._tail.clear()
+        self._pump = threading.Thread(target=self._copy, args=(process.stdout,), name="server-log", daemon=True)
+        self._pump.start()
+
+    def settle(self, timeout_s: float = 5.0) -> None:
+        """Wait until all output of a process that has ended is copied."""
+        if self._pump is not None:
+            self._pump.join(timeout_s)
+
+    def close(self) -> None:
+        """Give the file back, when all output is copied."""
+        self.settle()
+        if self._sink is not None:
+            # Closing a file that could not be written tries it once more.
+            with suppress(OSError):
+                self._sink.close()
+
+    def reason(self, exit_code: int | None = None) -> str:
+        """Why the server died, in one sentence: by `find_reason`, unless a signal ended it before it could say."""
+        return _silent_end(exit_code or 0) or find_reason(list(self._tail))
+
+    def _copy(self, source: IO[bytes]) -> None:
+        repeats = Repeats()
+        with source:
+            for raw in source:
+                self._keep(repeats.pass_on(raw.decode("utf-8", errors="replace")))
+        self._keep(repeats.rest())
+
+    def _keep(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._tail.append(line.rstrip("\n"))
+            self._write(self._sink or sys.stderr, line)
+
+    def _write(self, sink: IO[str], line: str) -> None:
+        """Output that nobody reads would stop the server at its next line, so a line that cannot be kept is dropped."""
+        try:
+            sink.write(line)
+            sink.flush()
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                what = f"the log {self.path or 'on standard error'} cannot be written ({error.strerror})"
+                print(f"{what}: lines are lost, the server goes on", file=sys.stderr, flush=True)
+
+
+def _own(path: Path) -> IO[str]:
+    """Open a server's log, empty; a second server would take the lines of a first one that runs."""
+    sink = path.open("a", encoding="utf-8")
+    if path.is_file():
+        try:
+            fcntl.flock(sink, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            sink.close()
+            raise ServerError(f"the log {path} is that of a running server: choose another with --log-file") from error
+        except OSError:
+            # A file system without locks.
+            pass
+        sink.truncate(0)
+    return sink

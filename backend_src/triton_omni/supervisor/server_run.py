@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tritonserver process, from its start to its end, with all that watches it.
+
+The supervisor starts one after the other; what they have in common is a `Launch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from triton_omni.session.ledger_layout import WATCHED, ledger_name
+from triton_omni.session.stage_board import StageBoard
+from triton_omni.supervisor.bounds import bounded
+from triton_omni.supervisor.drain import end_sessions
+from triton_omni.supervisor.guard import guarded_process
+from triton_omni.supervisor.leftovers import end_group, has_followers, kill_group, remove_shared_memory
+from triton_omni.supervisor.machine import ServerError, TritonInstall
+from triton_omni.supervisor.memory_pool import memory_pool_bytes
+from triton_omni.supervisor.model_control import ModelControl, ModelControlError
+from triton_omni.supervisor.options import ServerConfig
+from triton_omni.supervisor.probe import Probe, address, own_host
+from triton_omni.supervisor.readiness import Readiness
+from triton_omni.supervisor.restart import MODELS, RestartPolicy, StageRestarter
+from triton_omni.supervisor.served_repository import served_repository, temporary_folder, thinker_limits
+from triton_omni.supervisor.server_log import ServerLog
+from triton_omni.supervisor.stall_guard import preloaded
+from triton_omni.supervisor.triton_command import server_command
+from triton_omni.supervisor.triton_features import errors_wait, server_version
+
+# Triton stops by itself within its exit timeout; what is left after this much more is ended.
+KILL_AFTER_S = 5.0
+END_WITHIN_S: Final = 3.0
+"""What stages get to tell the clients of open sessions that the server stops."""
+_ALONE_S = 2.0
+"""What a server that was told to stop gets once its stages have left, and where a dead one keeps it from its end."""
+_POLL_S: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What all processes of one server have in common."""
+
+    config: ServerConfig
+    install: TritonInstall
+    model: Path
+    """The checkpoint."""
+    gpus: int
+    ports: Mapping[str, int]
+    """Of `http`, `grpc` and `metrics`."""
+    regions: str
+    """With what the names of Triton's regions of shared memory begin."""
+    environment: Mapping[str, str]
+    control: ModelControl
+    options: frozenset[str]
+    """That this tritonserver knows."""
+
+    def command(self, repository: Path) -> list[str]:
+        """Of tritonserver, to serve a repository that was laid out; raises `ServerError` of settings."""
+        original = self.config.model_repository
+        pools = [memory_pool_bytes(original, self.model)] * self.gpus if self.gpus else []
+        return server_command(
+            self.config,
+            self.install,
+            repository,
+            ports=self.ports,
+            control_flags=self.control.flags,
+            regions=self.regions,
+            pools=pools,
+            options=self.options,
+            body_limit=thinker_limits(original).max_body_bytes,
+        )
+
+
+class ServerRun:
+    """Starts a process, at once.
+
+    Raises:
+        ServerError: settings or checkpoint cannot be used, or the process cannot be started.
+    """
+
+    def __init__(self, launch: Launch, log: ServerLog) -> None:
+        self.launch, self._log = launch, log
+        self._ended = False
+        self._board: StageBoard | None = None
+        self._restarter: StageRestarter | None = None
+        self._probe: Probe | None = None
+        config = launch.config
+        with contextlib.ExitStack() as outliving:
+            placement = config.placement if launch.gpus else None
+            laid_out = served_repository(config.model_repository, launch.model, placement)
+            repository = outliving.enter_context(laid_out)
+            # A repository that was not laid out for this start is not ours to write to.
+            own = [repository] if repository != config.model_repository else []
+            scratch = Path(outliving.enter_context(temporary_folder()))
+            environment = {**launch.environment, **preloaded(launch.environment, scratch)}
+            environment |= bounded(environment, thinker_limits(config.model_repository).max_body_bytes)
+            started = guarded_process(launch.command(repository), environment, launch.regions, [*own, scratch])
+            self.process, self._guard = outliving.enter_context(started)
+            self._readiness = Readiness(launch.control, repository) if own else None
+            if self._readiness is not None:
+                outliving.callback(self._readiness.join, KILL_AFTER_S)
+            self._outliving = outliving.pop_all()
+        log.follow(self.process)
+
+    def again(self) -> ServerRun:
+        """Start another, after this one has ended; raises as this does."""
+        return ServerRun(self.launch, self._log)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of tritonserver, None while it runs; as a shell gives it (128 + signal)."""
+        code = self.process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    @property
+    def board(self) -> StageBoard | None:
+        """What the stages say; None before the server was ready, and of a server without stages."""
+        return self._board
+
+    @property
+    def deaths(self) -> int:
+        """How often a process died that leaves requests in Triton which never end."""
+        return self._restarter.deaths if self._restarter is not None else 0
+
+    @property
+    def ended_for(self) -> str | None:
+        """For which death this server was ended, and is to be started again; None = for none."""
+        return self._restarter.ended_for if self._restarter is not None else None
+
+    def is_ready(self) -> bool:
+        """Whether every model is loaded and every port is open."""
+        if self._probe is None:
+            self._probe = Probe(self.launch.config.host, self.launch.ports)
+        return self._probe.is_ready()
+
+    def watch(self) -> None:
+        """See to the stages of a server that is ready from here on."""
+        # A server without stages has no table, and one that ended meanwhile is told by `check`.
+        with contextlib.suppress(FileNotFoundError):
+            self._board = StageBoard(ledger_name(self.process.pid))
+            tell = self._readiness.tell if self._readiness is not None else None
+            self._restarter = StageRestarter(self._board, self.launch.control, self._policy(), tell, self._end_at_once)
+            self._restarter.start()
+
+    def check(self) -> None:
+        """See whether the server, once ready, goes on or was ended for a death; replace its guard where that is gone.
+
+        Raises:
+            ServerError: it ended by itself or listens no more, or a stage died too often; the message has the reason.
+        """
+        exit_code = self.exit_code
+        if self.ended_for is not None:  # said before it is ended, so asked afterwards
+            return
+        if exit_code is not None:
+            raise ServerError(self.why_it_ended())
+        if self._restarter is not None and self._restarter.failure is not None:
+            raise ServerError(f"{self._restarter.failure}{self._log.hint}")
+        if self._probe is not None and self._probe.has_hung_up():
+            raise ServerError(f"the server's process lives, but has closed its HTTP port{self._log.hint}")
+        self._guard.renew()
+
+    def why_it_ended(self) -> str:
+        """One sentence about a process that has ended, of which nothing is left then."""
+        self.remove_leftovers()
+        return f"the server ended with code {self.exit_code}: {self._log.reason(self.exit_code)}{self._log.hint}"
+
+    def say_leaving(self) -> None:
+        """Be not ready for good."""
+        if self._readiness is not None:
+            self._readiness.end()
+
+    def stop(self) -> None:
+        """Stop the server in order, by force only past its exit timeout. Open sessions end with an error."""
+        if self._ended:
+            return
+        if self._restarter is not None:
+            self._restarter.close()
+        if self._board is not None:
+            end_sessions(self._board, END_WITHIN_S, lambda: self.exit_code is not None)
+        if self.process.poll() is None:
+            self._await_end()
+        self.remove_leftovers()
+
+    def remove_leftovers(self) -> None:
+        """End what is left of the server, and remove what it leaves."""
+        # Once: the number of a group that is gone may be another's later.
+        if self._ended:
+            return
+        self._ended, self._board = True, None
+        if self._restarter is not None:
+            self._restarter.close()
+        end_group(self.process)
+        if self._restarter is not None:
+            self._restarter.join(KILL_AFTER_S)
+        self._log.settle()
+        self._outliving.close()
+        remove_shared_memory(self.launch.regions)
+
+    def _policy(self) -> RestartPolicy:
+        policy = self.launch.config.restart
+        if policy.whole_server is not None:
+            return policy
+        http = address(own_host(self.launch.config.host), self.launch.ports["http"])
+        return replace(policy, whole_server=errors_wait(server_version(http)))
+
+    def _end_at_once(self) -> None:
+        if self.process.poll() is None:
+            kill_group(self.process.pid)
+
+    def _unload(self) -> bool:
+        """Have Triton end all models; whether it took that on.
+
+        Told to stop, Triton waits for every client that holds a gRPC stream open, also for one without a request; since
+        2.58 before it unloads the models. So they leave first, and then nothing is lost with such a client. Not while a
+        stage is loaded, which Triton may finish first.
+        """
+        if self._board is None or (self._restarter is not None and self._restarter.is_restarting):
+            return False
+        try:
+            for name in reversed(WATCHED):
+                self.launch.control.unload(MODELS[name])
+        except ModelControlError as error:
+            print(f"the models could not be unloaded before the stop: {error}", file=sys.stderr, flush=True)
+            return False
+        return True
+
+    def _await_end(self) -> None:
+        """Tell the server to stop when its stages have left, and wait for its end: for a while after the last stage has
+        left, and until its exit timeout at most.
+        """
+        begin = last_stage = time.monotonic()
+        exit_timeout_s, told = self.launch.config.exit_timeout_s, not self._unload()
+        if told:
+            self.process.terminate()
+        while self.process.poll() is None and (waited_s := time.monotonic() - begin) < exit_timeout_s + KILL_AFTER_S:
+            stages_left = not has_followers(self.process) or self._is_held_up_by_the_dead()
+            if not stages_left:
+                last_stage = time.monotonic()
+            if not told and (stages_left or waited_s > exit_timeout_s):
+                told, last_stage = True, time.monotonic()
+                self.process.terminate()
+            elif time.monotonic() - last_stage > _ALONE_S:
+                print("nothing is left to do; clients that hold a stream open are cut off", file=sys.stderr, flush=True)
+                return
+            time.sleep(_POLL_S)
+
+    def _is_held_up_by_the_dead(self) -> bool:
+        """Whether Triton, without an open session, only waits for a stage: for what a dead one has held, which never
+        ends, or until one is loaded.
+        """
+        if self._restarter is None or self._board is None:
+            return False
+        waits = self._restarter.deaths > 0 or self._restarter.is_restarting
+        return waits and not self._board.open_sessions()

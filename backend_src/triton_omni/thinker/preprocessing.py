@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a client's bytes to what the engine takes: check, decode, render, tokenise.
+
+Runs on a pool of threads, each of which has media decoded by a process, so that a long or hostile file holds up nobody
+else. The thread that brings a short text makes it ready itself.
+It knows no session and no Triton.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Final
+
+from transformers import AutoTokenizer
+
+from triton_omni.checkpoint.config import OmniConfig
+from triton_omni.checkpoint.speakers import Speakers
+from triton_omni.core.settings import ThinkerSettings
+from triton_omni.request.media import VisionSizes
+from triton_omni.request.media.decoders import Decoders
+from triton_omni.request.media.killable import IsWanted
+from triton_omni.request.parse import OmniRequest, RawRequest, RequestDefaults, parse_request, talker_seed
+from triton_omni.request.strict_json import compact_json
+from triton_omni.session.engine import ThinkerEngine, ThinkerPlaced
+from triton_omni.session.wire import MediaTokens, Session
+from triton_omni.thinker.preprocessed import Preprocessed, TakeTimeout
+from triton_omni.thinker.prompt import PromptRenderer, build_prompt
+
+DRAWN_SEED_BITS: Final = 53
+"""A drawn seed is reported in JSON, whose readers hold larger integers as inexact doubles."""
+SHORT_BYTES: Final = 4096
+"""Of all inputs of a request together: so much text is tokenised in less than a millisecond."""
+
+
+def _ignore(timeout_s: float) -> None:
+    pass
+
+
+def _always() -> bool:
+    return True
+
+
+class Preprocessor:
+    """Makes requests ready; safe to call from many threads.
+
+    Args:
+        checkpoint: folder whose tokenizer writes the prompt.
+        config: the checkpoint's facts.
+        engine: expands media placeholders and knows the positions.
+    """
+
+    def __init__(
+        self, checkpoint: Path, config: OmniConfig, speakers: Speakers, settings: ThinkerSettings, engine: ThinkerEngine
+    ) -> None:
+        self._settings = settings
+        seconds = min(settings.limits.max_audio_seconds, config.max_audio_seconds)
+        self._limits = settings.limits.model_copy(update={"max_audio_seconds": seconds})
+        self._decoders = Decoders(self._limits)
+        self._thinker = config.thinker
+        self._speakers = speakers
+        self._engine = engine
+        self._renderer = PromptRenderer(AutoTokenizer.from_pretrained(checkpoint))
+        self._defaults = RequestDefaults(
+            timeout_s=settings.timeout_s,
+            max_thinker_tokens=settings.max_new_tokens,
+            max_codes=config.talker.sampling.max_new_tokens,
+            vocabulary=config.thinker.decoder.vocab_size,
+            voice=speakers.default.name,
+            voices=frozenset(speakers.names),
+        )
+
+    def prepare_at_once(
+        self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout = _ignore
+    ) -> Preprocessed | None:
+        """See `prepared.Intake`; raises what `prepare` does."""
+        if raw.media or _size(raw) > SHORT_BYTES:
+            return None
+        request = parse_request(raw, self._limits, self._defaults)
+        if request.media or request.thinker.json_schema is not None:
+            return None
+        return self._prepare(request, accepted_ns, take_timeout, _always)
+
+    def prepare(
+        self,
+        raw: RawRequest,
+        accepted_ns: int,
+        take_timeout: TakeTimeout = _ignore,
+        is_wanted: IsWanted = _always,
+    ) -> Preprocessed:
+        """Check, decode and tokenise one request; see `prepared.Intake`.
+
+        Raises:
+            BadRequest: something is wrong in the request itself.
+            TooLarge: a limit of this deployment is exceeded.
+        """
+        return self._prepare(parse_request(raw, self._limits, self._defaults), accepted_ns, take_timeout, is_wanted)
+
+    def close(self) -> None:
+        """End the processes that decode; see `prepared.Intake`."""
+        self._decoders.close()
+
+    def _prepare(
+        self, request: OmniRequest, accepted_ns: int, take_timeout: TakeTimeout, is_wanted: IsWanted
+    ) -> Preprocessed:
+        take_timeout(request.timeout_s)
+        if (schema := request.thinker.json_schema) is not None:
+            self._engine.check_schema(compact_json(schema))
+        sizes = VisionSizes().within(**vars(request.mm_processor_kwargs))
+        media = self._decoders.decode(request.media, sizes, with_audio=request.use_audio_in_video, is_wanted=is_wanted)
+        prompt = build_prompt(request, media, self._renderer)
+        placed = self._engine.prepare(
+            prompt, max_tokens=request.thinker.max_tokens or max(1, request.thinker.min_tokens)
+        )
+        return self._ready(request, placed, accepted_ns)
+
+    def _ready(self, request: OmniRequest, placed: ThinkerPlaced, accepted_ns: int) -> Preprocessed:
+        seed = secrets.randbits(DRAWN_SEED_BITS) if request.seed is None else request.seed
+        prompt_tokens = len(placed.prompt_token_ids)
+        # A reply without a limit of its own may use what the prompt leaves.
+        room = min(self._settings.max_new_tokens, self._settings.engine.max_model_len - prompt_tokens)
+        sampling = request.thinker.to_sampling(seed, room)
+        session = Session(
+            request_id=request.request_id,
+            want_audio=request.wants_audio,
+            audio_format=request.audio_format,
+            voice=self._speakers.get(request.voice).name,
+            seed=seed,
+            priority=request.priority,
+            talker=request.talker.to_sampling(talker_seed(seed), self._defaults.max_codes),
+            prompt_tokens=prompt_tokens,
+            media_tokens=self._media_tokens(placed.prompt_token_ids),
+            max_rows=prompt_tokens + sampling.max_tokens,
+            accepted_ns=accepted_ns,
+            # Only the unary model gives a token.
+            token2wav=request.token2wav.to_stream_options(),
+        )
+        return Preprocessed(placed, sampling, session)
+
+    def _media_tokens(self, ids: tuple[int, ...]) -> MediaTokens:
+        thinker = self._thinker
+        return MediaTokens(
+            audio=ids.count(thinker.audio_token_id),
+            image=ids.count(thinker.image_token_id),
+            video=ids.count(thinker.video_token_id),
+        )
+
+
+def _size(raw: RawRequest) -> int:
+    return sum(len(value or b"") for value in (raw.text_input, raw.messages, raw.sampling_parameters))

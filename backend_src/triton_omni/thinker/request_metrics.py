@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the thinker counts for whoever watches the server: it alone sees every request begin and end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from triton_omni.core.errors import InternalError, OmniError
+from triton_omni.core.events import log_event
+from triton_omni.core.metrics import POWERS, Histogram, LeakWatch, Metric
+from triton_omni.core.tracing import NO_SPAN, Span, Tracer
+from triton_omni.link.send_queue import link_metrics
+from triton_omni.request.parse import RawRequest
+from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.outcome import OutcomeCounter, RequestOutcome
+from triton_omni.thinker.open_session import OpenSession
+
+STATES: Final = ("preparing", "writing", "speaking", "closing")
+
+_UNEXPLAINED: Final = RequestOutcome("internal")
+
+logger = logging.getLogger(__name__)
+
+
+class RequestMetrics:
+    """Kept by the stage; `figures` is called by another thread.
+
+    Args:
+        ledger: in which the other stages say how they ended a request.
+        tracer: of the thinker's spans.
+    """
+
+    def __init__(self, ledger: SessionLedger, tracer: Tracer) -> None:
+        self._ledger = ledger
+        self._tracer = tracer
+        self.outcomes = OutcomeCounter()
+        """Of all requests to the server."""
+        self.prompt_tokens = 0
+        self.reply_tokens = 0
+        self.batches = Histogram(POWERS)
+        self._leaks = LeakWatch()
+        self._accepted: deque[OpenSession] = deque()
+
+    def count_unread(self, error: Exception) -> None:
+        """Count a request that ended with this error because it could not even be read."""
+        self.outcomes.receive()
+        self._end(
+            RequestOutcome.of(error if isinstance(error, OmniError) else InternalError("unreadable"), "thinker"),
+            NO_SPAN,
+        )
+
+    def begin(self, raw: RawRequest, accepted_ns: int) -> Span:
+        """Count a request, and begin its span."""
+        self.outcomes.receive()
+        return self._tracer.begin(raw.traceparent, accepted_ns)
+
+    def refuse(self, error: OmniError, raw: RawRequest, span: Span) -> OmniError:
+        """Count a received request that gets no session, and what it is answered with instead."""
+        self._end(RequestOutcome.of(error, "thinker"), span, request=raw.request_id)
+        return error
+
+    def accept(self, session: OpenSession) -> None:
+        """Have it told of later that a request got a session.
+
+        Behind a rest a record of the log takes a quarter of a millisecond, for which a listener would wait.
+        """
+        self._accepted.append(session)
+
+    def tell_accepted(self) -> None:
+        """Write in the log who was accepted; on the loop's thread, once it has nothing more urgent to do."""
+        while self._accepted:
+            session = self._accepted.popleft()
+            log_event(logger, "accepted", stage="thinker", request=session.label, session=session.key.name)
+
+    def close(self, session: OpenSession) -> None:
+        """Count a session that no stage holds any more: by the stage that answered it, else by what ended it here."""
+        self.tell_accepted()
+        ledger, key = self._ledger, session.key
+        ending = ledger.outcome(key, "token2wav") or ledger.outcome(key, "talker") or session.ending
+        if ending is None:
+            ending = RequestOutcome("cancelled") if ledger.cancelled(key) else _UNEXPLAINED
+        self._end(
+            ending,
+            session.span,
+            request=session.label,
+            session=key.name,
+            prompt_tokens=session.session.prompt_tokens if session.session else None,
+            reply_tokens=session.reply_tokens,
+            seconds=(session.ended_ns - session.accepted_ns) / 1e9,
+        )
+
+    def _end(self, ending: RequestOutcome, span: Span, **fields: str | float | None) -> None:
+        fields |= {"code": ending.code, "by": ending.by}
+        self.outcomes.end(ending)
+        log_event(logger, ending.outcome, stage="thinker", **fields)
+        span.end(ending.code, outcome=ending.outcome, **fields)
+
+    def figures(self, open_now: Sequence[OpenSession], taken: set[int]) -> Iterator[Metric]:
+        """Figures by the names of their metrics.
+
+        Args:
+            open_now: the sessions that the stage holds.
+            taken: slots that are not free.
+        """
+        states = Counter(session.state for session in open_now)
+        for state in STATES:
+            yield Metric("omni_sessions_by_state", states[state], {"state": state})
+        consumed = self._ledger.consumed
+        yield from link_metrics((one.send_queue, consumed(one.key, "talker")) for one in open_now if not one.ended_ns)
+        yield Metric("omni_leaked_sessions", self._leaks.count(_overstayed(open_now, taken)))
+        yield Metric("omni_prompt_tokens_total", self.prompt_tokens)
+        yield Metric("omni_reply_tokens_total", self.reply_tokens)
+        yield from self.outcomes.figures()
+        yield from self.batches.figures("omni_batch_size")
+
+
+def _overstayed(open_now: Sequence[OpenSession], taken: set[int]) -> set[int]:
+    """Slots that are taken without a session, or by one after its deadline."""
+    now = time.monotonic_ns()
+    return taken - {session.key.slot for session in open_now if now < session.deadline_ns}

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mel frames of a batch of streams, those kept of earlier windows and those just made, put where they are needed.
+
+For all streams at once: an index made on the host, one copy, and two gathers, however many streams there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triton_omni.core.transfer import upload
+from triton_omni.token2wav.chunking import Chunk, Span
+from triton_omni.token2wav.streaming import Stream
+
+
+@dataclass(frozen=True)
+class Due:
+    """A chunk whose codes are there."""
+
+    stream: Stream
+    chunk: Chunk
+    deadline_ns: int
+    """See `Stream.deadline_ns`, before the chunk is launched."""
+
+
+@dataclass(frozen=True)
+class Spliced:
+    """What the windows of a batch came to."""
+
+    batch: Sequence[Due]
+    frames: Tensor
+    """[sum of the chunks' vocoder frames, M], one chunk behind another."""
+    broken: Tensor
+    """fp32 [W], how many mel frames of each window are not finite."""
+    tails: Sequence[Tensor]
+    """What each stream keeps: views of one tensor, which the last of them lets go of (half a megabyte for 32)."""
+
+    def take_on(self) -> None:
+        """Have the streams go on behind their chunks; it takes no memory of the device."""
+        for due, tail in zip(self.batch, self.tails, strict=True):
+            due.stream.advance(due.chunk, tail)
+
+
+def splice(batch: Sequence[Due], mels: Sequence[Tensor]) -> Spliced:
+    """Put the frames of a batch together; its streams stay where they are until they are taken on.
+
+    Args:
+        batch: of which chunks the windows were solved.
+        mels: [T, M] of each window, fp32.
+    """
+    source = torch.cat([*(due.stream.tail for due in batch), *mels])
+    tails, lengths = [len(due.stream.tail) for due in batch], [len(mel) for mel in mels]
+    starts = np.cumsum([0, *tails, *lengths])
+    later = [due.stream.needed_later(due.chunk) for due in batch]
+    vocoded, kept = [], []
+    for number, (due, span) in enumerate(zip(batch, later, strict=True)):
+        behind_tail, mel = starts[number + 1], starts[len(batch) + number]
+        vocoded.append(_places(due.chunk.vocoder, due.chunk.solved.start, behind_tail, mel))
+        kept.append(_places(span, due.chunk.solved.start, behind_tail, mel))
+    windows = np.repeat(np.arange(len(batch)), lengths)
+    to_vocoder, to_tails, of_window = upload([np.concatenate(vocoded), np.concatenate(kept), windows], source.device)
+    parts = torch.split(source.index_select(0, to_tails), [len(span) for span in later])
+    broken = (~torch.isfinite(source[starts[len(batch)] :]).all(1)).float()
+    counts = torch.zeros(len(batch), device=source.device).index_add_(0, of_window, broken)
+    return Spliced(batch, source.index_select(0, to_vocoder), counts, parts)
+
+
+def _places(span: Span, first: int, behind_tail: int, mel: int) -> NDArray[np.int64]:
+    """Rows of the frames in `span`, those before frame `first` being the tail's last, the others the window's."""
+    frames = np.arange(span.start, span.end) - first
+    return np.where(frames < 0, behind_tail + frames, mel + frames)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stream's next window needs of the block before it: keys and values, kept instead of solved again.
+
+Layers that look back see one block. The keys and values of the block before a window were computed by the window that
+kept it, at the same evaluation of the solver and for the same half of guidance; a stream keeps them in its *pages*, one
+an evaluation and half, which every window reads and then overwrites. So a window begins with its first new frame.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triton_omni.checkpoint.facts import DitConfig
+from triton_omni.core.spans import FirstFit
+from triton_omni.core.transfer import upload
+from triton_omni.token2wav.batching import BlockLayout
+from triton_omni.token2wav.ode import GRIDS_KEPT
+from triton_omni.token2wav.rotary import Rotary
+
+NONE = -1
+"""In place of a page's number."""
+
+
+@dataclass(frozen=True)
+class WindowCacheUse:
+    """What one window does with the pages of its stream."""
+
+    page: int
+    """The stream's first page."""
+    is_left: bool
+    """Whether a window before has left a past there."""
+    kept_frames: int
+    """Whole blocks of the window, of which the last is left to the next window; 0 when none follows."""
+
+
+@dataclass(frozen=True)
+class LayerKVCache:
+    """What one layer finds and leaves at one evaluation of N blocks.
+
+    Of one window the first block finds and a later one, or the same, leaves in the same page: all find before any
+    leaves.
+    """
+
+    pages: Tensor
+    """[P + 1, block, 2 x inner]: the layer's keys, not rotated, and values side by side; the last page is nobody's."""
+    number: Tensor
+    """int32 [], of the evaluation, on the device."""
+    found: Tensor
+    """int32 [N], see `WindowKVCache`."""
+    left: Tensor
+    """int32 [N], see `WindowKVCache`."""
+    rotary: Rotary
+    """Angles [1, block, 1, head_dim / 2] of the block before a window's first."""
+
+    def find(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys (not rotated) and values before each block, [N, block, heads, head_dim], and whether there are any [N].
+
+        Where there are none both are zero, whatever lies in the pages.
+        """
+        there = self.found != NONE
+        rows = torch.where(there[:, None, None], self.pages.index_select(0, self._pages_at(self.found)), 0.0)
+        key, value = rows.view(*rows.shape[:2], 2, heads, -1).unbind(2)
+        return key, value, there
+
+    def leave(self, key: Tensor, value: Tensor) -> None:
+        """Write the keys, not rotated, and values [N, block, heads, head_dim] of the blocks that are left."""
+        rows = torch.cat([key.flatten(2), value.flatten(2)], dim=-1)
+        self.pages.index_copy_(0, self._pages_at(self.left), rows)
+
+    def _pages_at(self, first: Tensor) -> Tensor:
+        """int64 [N]: pages of this evaluation, nobody's where there is none."""
+        return torch.where(first == NONE, len(self.pages) - 1, first + self.number).long()
+
+
+@dataclass(frozen=True)
+class WindowKVCache:
+    """Where the N blocks of a batch, all halves of guidance one behind another, find and leave keys and values."""
+
+    pool: WindowCachePool
+    found: Tensor
+    """int32 [N]: first page of what lies before the block, -1 for nothing of an earlier window."""
+    left: Tensor
+    """int32 [N]: first page that takes what the block leaves, -1 for none."""
+    numbers: Tensor
+    """int32 [E], of the evaluations, on the device."""
+
+    def at(self, evaluation: int, layer: int) -> LayerKVCache | None:
+        """What `layer` finds and leaves at the `evaluation`-th of `numbers`; None if it does not look back."""
+        if layer not in self.pool.layers:
+            return None
+        pages = self.pool.pages[:, self.pool.layers.index(layer)]
+        return LayerKVCache(pages, self.numbers[evaluation], self.found, self.left, self.pool.rotary)
+
+
+@dataclass(frozen=True)
+class HostWindowKVCache:
+    """The same, told on the host."""
+
+    pool: WindowCachePool
+    pages: NDArray[np.int64]
+    """[2, N]: what `WindowKVCache.found` and `WindowKVCache.left` hold."""
+    evaluations: int
+    """E."""
+
+    def upload(self) -> WindowKVCache:
+        """Tell the device."""
+        device = self.pool.pages.device
+        found, left = upload([*self.pages], device)
+        return WindowKVCache(self.pool, found.int(), left.int(), evaluation_numbers(self.evaluations, device))
+
+
+@functools.lru_cache(maxsize=GRIDS_KEPT)
+def evaluation_numbers(count: int, device: torch.device) -> Tensor:
+    """int32 [count], from 0 on; kept, so not to be written to."""
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True)
+class SavedPages:
+    """What stood in pages before a batch that overwrites what it has read, for one that finds no memory on its way."""
+
+    pages: Sequence[Tensor]
+    """Views of the pool, P pages each."""
+    rows: Sequence[Tensor]
+    """What they held."""
+
+    def restore(self) -> None:
+        """Write it back, behind all that was launched; it takes no memory of the device."""
+        for page, row in zip(self.pages, self.rows, strict=True):
+            page.copy_(row)
+
+
+class WindowCachePool:
+    """The pages of all streams, at one address for good.
+
+    Pages are not cleared: a stream's first window finds nothing, so none ever reads what another has left.
+
+    Args:
+        config: sizes of the DiT.
+        rotary: angles [1, block, 1, head_dim / 2] of the block before a window's first.
+        pages: how many all open streams share.
+        dtype: of keys and values.
+        device: where they lie.
+    """
+
+    def __init__(
+        self, config: DitConfig, rotary: Rotary, pages: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layers = config.look_backward_layers
+        self.rotary = rotary
+        sizes = (len(self.layers), config.block_size, 2 * config.num_heads * config.head_dim)
+        self.pages = torch.zeros(pages + 1, *sizes, dtype=dtype, device=device)
+        self._spans = FirstFit(pages)
+
+    @property
+    def capacity(self) -> int:
+        """Pages that streams can have."""
+        return self._spans.capacity
+
+    @property
+    def used(self) -> int:
+        """Pages that open streams have."""
+        return self._spans.used
+
+    def take(self, pages: int, *, avoid: Sequence[range] = ()) -> int | None:
+        """First of `pages` pages for one stream, or None where they are not free; of those to `avoid` only if there are
+        no others.
+        """
+        page = self._spans.take(pages, avoid=avoid)
+        return self._spans.take(pages) if page is None else page
+
+    def give(self, page: int) -> None:
+        """Free what `take` returned."""
+        self._spans.give(page)
+
+    def save(self, windows: Sequence[WindowCacheUse | None], pages: int) -> SavedPages:
+        """What a batch of `windows` reads and then overwrites, of `pages` pages a stream.
+
+        A stream's first window reads nothing, and its last leaves nothing.
+        """
+        both = [past.page for past in windows if past is not None and past.is_left and past.kept_frames]
+        views = [self.pages[page : page + pages] for page in both]
+        return SavedPages(views, torch.split(torch.cat(views), pages) if views else ())
+
+    def of_batch(
+        self, windows: Sequence[WindowCacheUse | None], layout: BlockLayout, *, evaluations: int, halves: int
+    ) -> HostWindowKVCache:
+        """The pasts of a batch of `windows`, laid out by `layout` in each of `halves`; None is a window without one."""
+        pages = np.full((2, layout.num_blocks), NONE)
+        for first, past in zip(layout.starts, windows, strict=True):
+            if past is not None and past.is_left:
+                pages[0, first] = past.page
+            if past is not None and past.kept_frames:
+                pages[1, first + past.kept_frames // layout.block_size - 1] = past.page
+        # Each half of guidance has pages of its own behind those of the half before.
+        later = evaluations * np.arange(halves)[:, None]
+        ours = np.where(pages[:, None] == NONE, NONE, pages[:, None] + later).reshape(2, -1)
+        return HostWindowKVCache(self, ours, evaluations)

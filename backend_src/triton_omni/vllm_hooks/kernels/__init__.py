@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of decode steps in the Triton language."""

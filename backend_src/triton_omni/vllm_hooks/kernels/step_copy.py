@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode step is told by the host and tells it, by kernels, in the Triton language.
+
+A GPU's copy engines, one for each direction, take longer to hand over to each other and to its multiprocessors than a
+few bytes take to travel: 27 microseconds lay between two steps of a talker, of 1250, and 15 do where a kernel reads and
+writes pinned memory itself. It knows tensors alone.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_omni.core.kernel_launch import early_launch, let_next_begin, wait_for_inputs
+
+_TILE: Final = 512
+
+
+@triton.jit(do_not_specialize=["count"])
+def _fetch(
+    told, target, lengths, count, WIDTH: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr
+):
+    let_next_begin(EARLY)
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    # What the host has written is there; the step before may still read what it is copied to.
+    values = tl.load(told + at, mask=at < count)
+    wait_for_inputs(EARLY)
+    tl.store(target + at, values, mask=at < count)
+    tl.store(lengths + at // WIDTH, values.to(tl.int32), mask=(at < count) & (at % WIDTH == LENGTH))
+
+
+def fetch(told: Tensor, target: Tensor, lengths: Tensor, column: int) -> None:
+    """Copy `told` int64 [N, C], contiguous in pinned memory, to `target` [N or more, C] of the device, and one column
+    to `lengths` int32 [N or more], in the order of the stream."""
+    count, width = told.numel(), told.shape[1]
+    _fetch[(triton.cdiv(count, _TILE),)](
+        told,
+        target,
+        lengths,
+        count,
+        WIDTH=width,
+        LENGTH=column,
+        TILE=_TILE,
+        num_warps=4,
+        **early_launch(target.device),
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+def _leave(drawn, kept, host, count, TILE: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_inputs(EARLY)
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    ids = tl.load(drawn + at, mask=at < count, other=0)
+    tl.store(kept + at, ids, mask=at < count)
+    tl.store(host + at, ids, mask=at < count)
+
+
+class DrawnIds:
+    """Takes what steps draw, to the host as well.
+
+    Args:
+        most: ids of a step at most.
+        device: of the ids.
+    """
+
+    _STEPS: Final = 4
+    """Kept for the host, one behind another: more than are ever under way."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        # Lines that begin where a kernel's wide writes may.
+        width = -(-most // 16) * 16
+        self._host = torch.zeros(self._STEPS, width, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._step = 0
+
+    def leave(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of `drawn` int32 [B]: on the device, and on the host, there once the stream is, for `_STEPS` steps."""
+        kept, self._step = torch.empty_like(drawn), (self._step + 1) % self._STEPS
+        host = self._host[self._step, : len(drawn)]
+        _leave[(triton.cdiv(len(drawn), _TILE),)](
+            drawn, kept, host, len(drawn), TILE=_TILE, num_warps=4, **early_launch(drawn.device)
+        )
+        return kept, host

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of an in-process vLLM engine from a stage's settings, the same for thinker and talker.
+
+It decides what serving needs of vLLM (memory sized in advance, no prefix cache, graphs of decode steps);
+what a model needs comes from the caller.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from triton_omni.checkpoint.facts import DecoderConfig
+from triton_omni.core.settings import Dtype, EngineSettings, Quantization, SettingsError
+from triton_omni.vllm_hooks.shared.compat import CompilationMode, EngineArgs, VllmConfig, current_platform
+from triton_omni.vllm_hooks.shared.fused_decode import FUSED_DECODE
+from triton_omni.vllm_hooks.shared.tensor_parallel import TensorParallelExecutor
+from triton_omni.vllm_hooks.shared.vision_graphs import vision_graphs
+
+GPU_BLOCK_SIZE = 16
+CPU_BLOCK_SIZE = 32
+"""Tokens of one KV cache block; the CPU attention kernel wants a multiple of 32."""
+
+_CLASS_PREFIXES = ("triton_omni.", "vllm.")
+_STAGES = 3
+_TOWERS = ("visual.*", "audio_tower.*")
+"""vLLM's names of the thinker's layers that are not its decoder's."""
+
+
+class _StageArgs(EngineArgs):
+    """vLLM's arguments, with room for media as long as a whole prompt.
+
+    vLLM would have room for the longest medium by its own rule: a longer one is refused, and a video that needs room
+    together with its sound waits for ever.
+    """
+
+    def create_engine_config(self, *args: Any, **kwargs: Any) -> VllmConfig:
+        config = super().create_engine_config(*args, **kwargs)
+        scheduler, longest = config.scheduler_config, config.model_config.max_model_len
+        # Both in tokens: of what a step encodes, and of what is kept until it was read.
+        scheduler.max_num_encoder_input_tokens = max(scheduler.max_num_encoder_input_tokens, longest)
+        scheduler.encoder_cache_size = max(scheduler.encoder_cache_size, longest)
+        return config
+
+
+def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on the CPU, where it is exact with the reference."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    resolved: torch.dtype = getattr(torch, dtype)
+    return resolved
+
+
+def quantization_arguments(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Engine arguments of a way to quantise the decoder's weights while they are loaded; none of them = not at all.
+
+    For `fp8` one scale a row of the weights and one a token (E4M3 on both sides). The towers are left as they are: a
+    step does not run them, and FP8's kernels do not take every width that a vision tower has.
+
+    Raises:
+        SettingsError: the device or the dtype cannot be had with it.
+    """
+    if quantization == "none":
+        return {}
+    if device.type != "cuda":
+        raise SettingsError(f"quantization: {quantization} needs a GPU, the device is {device.type}; use none")
+    if dtype == torch.float32:
+        raise SettingsError(f"quantization: {quantization} needs a half-precision dtype, it is float32; use none")
+    return {"quantization": "fp8_per_channel", "quantization_config": {"ignore": list(_TOWERS)}}
+
+
+def check_length(settings: EngineSettings, decoder: DecoderConfig) -> None:
+    """Refuse sequences longer than the network's own.
+
+    Raises:
+        SettingsError: naming both lengths.
+    """
+    if settings.max_model_len > decoder.max_positions:
+        raise SettingsError(
+            f"engine.max_model_len: {settings.max_model_len} is over the checkpoint's max_position_embeddings, "
+            f"{decoder.max_positions}"
+        )
+
+
+def kv_cache_blocks(settings: EngineSettings, block_size: int) -> int:
+    """Blocks that hold `kv_cache_tokens`, or else `max_num_seqs` usual sequences, each in whole blocks.
+
+    One more is vLLM's null block, which it never gives out.
+    """
+    blocks = -(-settings.cached_tokens // block_size)
+    if not settings.kv_cache_tokens:
+        blocks = max(blocks, settings.max_num_seqs * -(-settings.usual_tokens // block_size))
+    return blocks + 1
+
+
+def graph_sizes(settings: EngineSettings) -> list[int]:
+    """Tokens of the steps that get a CUDA graph: decode steps of 1, 2, 4, then every 8 sequences and the most, then,
+    for steps with prompts, in growing strides up to `max_graph_tokens`.
+
+    None is of more tokens than one sequence may have: vLLM records a step with prompts as if each of its sequences had
+    all of them, and would read behind the end of its block tables.
+    """
+    most = settings.max_num_seqs
+    decode = {1, 2, 4, *range(8, most + 1, 8), most}
+    prefill = {16, 32, *range(64, 256, 32), *range(256, 512, 64), *range(512, settings.max_graph_tokens + 1, 128)}
+    largest = min(settings.max_graph_tokens, settings.max_num_batched_tokens, settings.max_model_len)
+    return sorted({size for size in decode if size <= most} | {size for size in prefill if size <= largest})
+
+
+def schedules_ahead(settings: EngineSettings, device: torch.device) -> bool:
+    """Whether a step is scheduled while the device still runs the one before."""
+    return device.type == "cuda" and settings.async_scheduling
+
+
+def apply_thread_share(settings: EngineSettings) -> None:
+    """Give the engine its share of the cores; must run before the worker starts, which pins the count.
+
+    `OMP_NUM_THREADS` wins over the fair share, since whoever set it knows the machine.
+    """
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // _STAGES))
+
+
+def build_engine_args(
+    checkpoint: Path,
+    settings: EngineSettings,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    worker_cls: str,
+    scheduler_cls: str | None = None,
+    hf_overrides: dict[str, Any] | Callable[[Any], Any],
+    for_runner: Mapping[str, Any] = MappingProxyType({}),
+    tensor_parallel_size: int = 1,
+    **model_arguments: Any,
+) -> EngineArgs:
+    """Arguments of one engine.
+
+    Args:
+        checkpoint: folder of the whole checkpoint (config.json, safetensors, tokenizer).
+        settings: limits and switches of `stage.yaml`.
+        device: where the engine runs; must be the platform that this vLLM was built for.
+        dtype: of weights and activations.
+        worker_cls, scheduler_cls: dotted names within `triton_omni.` or `vllm.`.
+        hf_overrides: changes to the checkpoint's config, at least `architectures`.
+        for_runner: what the stage's own model runner reads in `additional_config`.
+        tensor_parallel_size: GPUs that share each layer: `device`, and those after it.
+        model_arguments: further `EngineArgs` that only one of the models needs.
+
+    Raises:
+        SettingsError: the device is not this vLLM's, there are not so many of it, or a class name is outside the
+            allowed packages.
+    """
+    _check_device(device)
+    for name in (worker_cls, scheduler_cls):
+        _check_class_name(name)
+    on_gpu = device.type == "cuda"
+    fuses = settings.fuses_decode and on_gpu and tensor_parallel_size == 1
+    block_size = GPU_BLOCK_SIZE if on_gpu else CPU_BLOCK_SIZE
+    return _StageArgs(
+        model=str(checkpoint),
+        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        seed=0,
+        hf_overrides=hf_overrides,
+        generation_config="vllm",
+        use_tqdm_on_load=False,
+        disable_log_stats=True,
+        worker_cls=worker_cls,
+        scheduler_cls=scheduler_cls,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        scheduling_policy="priority",
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=False,
+        async_scheduling=schedules_ahead(settings, device),
+        **_ranks(tensor_parallel_size, device),
+        additional_config={FUSED_DECODE: fuses and settings.fused_decode, **for_runner},
+        **_memory(settings, block_size),
+        **_execution(settings, on_gpu, tensor_parallel_size),
+        **model_arguments,
+    )
+
+
+def _ranks(size: int, device: torch.device) -> dict[str, Any]:
+    """The GPUs of the engine: `device`, and as many after it as share its layers.
+
+    Raises:
+        SettingsError: there are not so many.
+    """
+    first = device.index or 0
+    if size == 1:
+        return {"device_ids": [first] if first else None}
+    split = {"tensor_parallel_size": size, "distributed_executor_backend": TensorParallelExecutor}
+    if device.type == "cpu":
+        return split
+    seen = torch.cuda.device_count()
+    if first + size > seen:
+        raise SettingsError(
+            f"tensor_parallel_size: {size} GPUs from number {first} on, but this process sees {seen} (0 to {seen - 1})"
+        )
+    return split | {"device_ids": list(range(first, first + size))}
+
+
+def _memory(settings: EngineSettings, block_size: int) -> dict[str, Any]:
+    """KV cache by number of blocks, not by what is free: three processes start together on one device.
+
+    Any explicit `kv_cache_memory_bytes` keeps vLLM from measuring free memory; the number of blocks then
+    replaces it. `gpu_memory_utilization` is only compared with what is free at start, so it is kept small.
+    """
+    return {
+        "block_size": block_size,
+        "num_gpu_blocks_override": kv_cache_blocks(settings, block_size),
+        "kv_cache_memory_bytes": 1,
+        "gpu_memory_utilization": 0.01,
+    }
+
+
+def _execution(settings: EngineSettings, on_gpu: bool, tensor_parallel_size: int) -> dict[str, Any]:
+    """Graphs of whole steps, of kernels as they are or of what torch.compile makes of them.
+
+    `prefill_graphs.py` adds those of steps with prompts; to vLLM itself the sizes above `max_num_seqs` mean nothing.
+    """
+    if not on_gpu or settings.enforce_eager:
+        return {"enforce_eager": True}
+    return {
+        "enforce_eager": False,
+        "compilation_config": {
+            "mode": CompilationMode.VLLM_COMPILE if settings.torch_compile else CompilationMode.NONE,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": graph_sizes(settings),
+            **(vision_graphs(settings) if tensor_parallel_size == 1 else {}),
+        },
+    }
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type != current_platform.device_type:
+        raise SettingsError(
+            f"device: {device} was asked for, but the installed vLLM runs on {current_platform.device_type!r}"
+        )
+
+
+def _check_class_name(name: str | None) -> None:
+    if name is not None and not name.startswith(_CLASS_PREFIXES):
+        raise SettingsError(f"class name {name!r} is outside the allowed packages {_CLASS_PREFIXES}")

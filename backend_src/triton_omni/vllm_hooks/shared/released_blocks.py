@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV cache blocks that a sequence leaves before all that it wrote there is known to be finite.
+
+Attention multiplies what lies behind a sequence's end by zero, and zero times NaN is NaN: such blocks are zeroed before
+they are another's. It knows vLLM's records of sequences, neither thinker nor talker.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from triton_omni.vllm_hooks.shared.compat import GPUModelRunner, SchedulerOutput
+
+if TYPE_CHECKING:
+    _Runner = GPUModelRunner
+else:
+    _Runner = object
+
+
+class ReleasedBlocksMixin(_Runner):
+    """Zeroes the blocks that a sequence leaves, once, and only while they are its own.
+
+    vLLM's scheduler gives the blocks of a preempted sequence away at once, and the runner is told which it was with the
+    step that may use them; until the sequence is resumed, vLLM's runner goes on naming the blocks that it had.
+
+    Put it before the platform's runner in the bases.
+    """
+
+    def clear_cache_of(self, request_id: str) -> None:
+        """Zero the blocks of a sequence that failed, or may have, and forget them; an unknown one is ignored.
+
+        Ordered behind every step already launched. The sequence may have ended: its blocks are known here, and nobody
+        else's, until the next step.
+        """
+        state = self.requests.get(request_id)
+        if state is None:
+            return
+        self.clear_blocks([block for group in state.block_ids for block in group])
+        state.block_ids = tuple([] for _ in state.block_ids)
+
+    @torch.inference_mode()
+    def clear_blocks(self, blocks: list[int]) -> None:
+        """Zero KV cache blocks; the first call compiles what does that on a GPU."""
+        if self.device.type != "cpu" and not hasattr(self, "_kv_block_zeroer"):
+            self._init_kv_zero_meta()
+        self._zero_block_ids(blocks)
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM's, once what preempted sequences held is zeroed: from here on it may be another's."""
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self.clear_cache_of(request_id)
+        return super()._update_states(scheduler_output)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vision tower's passes over images as CUDA graphs, by vLLM's own means.
+
+A pass launches a thousand kernels one by one, and only where the host is free do they keep up with the GPU. vLLM
+records such towers for networks that say how; it has Qwen2.5-VL say it, whose tower the thinker has, but not
+Qwen2.5-Omni.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from triton_omni.core.settings import EngineSettings
+from triton_omni.vllm_hooks.shared.compat import (
+    EncoderCudaGraphConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    SupportsEncoderCudaGraph,
+)
+
+IMAGES_A_PASS = 8
+"""Images that share a recorded pass at most; vLLM shares more of them out."""
+
+_OF_THE_SAME_TOWER: Any = Qwen2_5_VLForConditionalGeneration
+"""Its methods read `visual` alone, so they hold for any network that has one."""
+
+
+def image_budgets(settings: EngineSettings) -> list[int]:
+    """Prompt tokens of the images of a pass that gets a CUDA graph, up to `max_graph_tokens`.
+
+    An image costs what the next of these sizes does: at most a third more, from 256 tokens on.
+    """
+    sizes = [*range(64, 257, 64), *range(384, 1025, 128), *range(1280, 2049, 256)]
+    return [size for size in sizes if size <= settings.max_graph_tokens]
+
+
+def vision_graphs(settings: EngineSettings) -> dict[str, Any]:
+    """vLLM's compilation settings that have images recorded; nothing where no size is to be.
+
+    With `deterministic` none is: a recorded pass's attention plans for its size, and that depends on what else came.
+    To a network without a vision tower these settings mean nothing.
+    """
+    budgets = image_budgets(settings)
+    if settings.deterministic or not budgets:
+        return {}
+    return {
+        "cudagraph_mm_encoder": True,
+        "encoder_cudagraph_token_budgets": budgets,
+        "encoder_cudagraph_max_vision_items_per_batch": IMAGES_A_PASS,
+        "encoder_cudagraph_max_frames_per_batch": IMAGES_A_PASS,
+    }
+
+
+class VisionGraphs(SupportsEncoderCudaGraph):
+    """What vLLM asks a network whose images are recorded, for one whose `visual` is Qwen2.5-VL's tower.
+
+    Put it behind vLLM's network in the bases, whose `__init__` a protocol would hide. Videos are not recorded: they are
+    so long that launching them takes less time than running them, and vLLM does not look whether their frames have room
+    in what was recorded.
+    """
+
+    is_multimodal_pruning_enabled = False
+
+    get_input_modality = _OF_THE_SAME_TOWER.get_input_modality
+    get_encoder_cudagraph_budget_range = _OF_THE_SAME_TOWER.get_encoder_cudagraph_budget_range
+    get_encoder_cudagraph_item_specs = _OF_THE_SAME_TOWER.get_encoder_cudagraph_item_specs
+    select_encoder_cudagraph_items = _OF_THE_SAME_TOWER.select_encoder_cudagraph_items
+    prepare_encoder_cudagraph_capture_inputs = _OF_THE_SAME_TOWER.prepare_encoder_cudagraph_capture_inputs
+    prepare_encoder_cudagraph_replay_buffers = _OF_THE_SAME_TOWER.prepare_encoder_cudagraph_replay_buffers
+    encoder_cudagraph_forward = _OF_THE_SAME_TOWER.encoder_cudagraph_forward
+    encoder_eager_forward = _OF_THE_SAME_TOWER.encoder_eager_forward
+    _get_grid_thw_by_modality = _OF_THE_SAME_TOWER._get_grid_thw_by_modality
+    _get_pixel_values_by_modality = _OF_THE_SAME_TOWER._get_pixel_values_by_modality
+
+    def get_max_frames_per_video(self) -> int:
+        """Frames of the longest medium: an image has one."""
+        return 1
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """Qwen2.5-VL's, for images alone."""
+        config: EncoderCudaGraphConfig = _OF_THE_SAME_TOWER.get_encoder_cudagraph_config(self)
+        return replace(config, modalities=["image"])

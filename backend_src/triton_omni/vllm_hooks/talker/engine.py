@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The talker's engine: vLLM in this process, hidden rows in and codec codes out while the rows still arrive.
+
+It implements `engine.TalkerEngine`; sessions, messages and Triton are unknown here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from triton_omni.checkpoint.config import load_config
+from triton_omni.core.errors import BadRequest, InternalError, TooLarge
+from triton_omni.core.settings import TalkerSettings
+from triton_omni.session.engine import EngineStats, FinishReason, Sampling, TalkerOutput, TalkerPrompt
+from triton_omni.vllm_hooks.shared.compat import (
+    EngineCoreOutput,
+    LLMEngine,
+    RequestOutputKind,
+    SamplingParams,
+    VLLMValidationError,
+)
+from triton_omni.vllm_hooks.shared.engine_args import (
+    apply_thread_share,
+    build_engine_args,
+    check_length,
+    resolve_dtype,
+    schedules_ahead,
+)
+from triton_omni.vllm_hooks.shared.incremental_engine import core_step
+from triton_omni.vllm_hooks.shared.lone_groups import lone_groups
+from triton_omni.vllm_hooks.shared.sampling import drawing
+from triton_omni.vllm_hooks.shared.text_rows import TextRows
+from triton_omni.vllm_hooks.talker.conditioning import prompt_ids, prompt_length
+from triton_omni.vllm_hooks.talker.network import register_talker, talker_config
+from triton_omni.vllm_hooks.talker.rows import Sequence, TalkerRows
+from triton_omni.vllm_hooks.talker.runner import ROWS, SESSIONS
+from triton_omni.vllm_hooks.talker.step import codec_ids
+
+_WORKER: Final = "triton_omni.vllm_hooks.talker.runner.TalkerWorker"
+_SCHEDULERS: Final = {
+    False: "triton_omni.vllm_hooks.talker.waiting.WaitingScheduler",
+    True: "triton_omni.vllm_hooks.talker.waiting.WaitingAsyncScheduler",
+}
+_FINISH: Final[dict[str | None, FinishReason]] = {"stop": "stop", "length": "length"}
+
+
+class TalkerVllmEngine:
+    """vLLM's engine with rows added to its inputs; owned by one thread.
+
+    Args:
+        checkpoint: folder of a whole Qwen2.5-Omni checkpoint.
+        settings: limits and engine switches of `stage.yaml`.
+        device: `cpu` or a CUDA device.
+
+    Raises:
+        SettingsError: the device cannot be used.
+        CheckpointError, ValueError: the checkpoint lacks something of the talker.
+    """
+
+    def __init__(self, checkpoint: Path, settings: TalkerSettings, device: torch.device) -> None:
+        config = load_config(checkpoint)
+        self._settings = settings
+        check_length(settings.engine, config.talker.decoder)
+        dtype = resolve_dtype(settings.dtype, device)
+        self._text_rows = TextRows(checkpoint, dtype, device)
+        self._llm = _start_vllm(checkpoint, settings, device, dtype)
+        self._core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
+        self._ids = codec_ids(config)
+        self._open: dict[str, Sequence] = {}
+        self._by_request: dict[str, Sequence] = {}
+        self._silent: list[str] = []
+        self._runner: Any = self._core.model_executor.driver_worker.worker.model_runner
+        self._rows: TalkerRows = self._runner.step.rows
+        self._positions = _rotary_positions(self._runner.get_model())
+        self._runner.serve(self._by_request)
+        # vLLM's null block, which nobody reads: not at the first abort, which would hold up every stream.
+        self._runner.clear_blocks([0])
+        self._core.scheduler.wait_for(lambda request_id: self._by_request[request_id].ready_positions)
+        if device.type == "cuda":
+            # The thread that steps may not be this one, and its stream would not wait for this one's.
+            torch.cuda.synchronize(device)
+
+    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> None:
+        """Reserve the session's rows; vLLM learns of the sequence with its first reply row.
+
+        Of the sequences that it has no place for yet, the one with the lowest `priority` is next.
+
+        Raises:
+            Overloaded: the rows cannot be had now.
+            TooLarge: the prompt leaves no room for a code, or its positions none in the rotary table.
+            BadRequest: a sampling value is out of range.
+            InternalError: the key is in use, or the prompt contradicts itself.
+        """
+        self._check_prompt(key, prompt)
+        checked = self._check_sampling(sampling)
+        self._check_positions(prompt.positions, checked.max_tokens)
+        text_bos = self._text_rows[prompt.text_bos_id]
+        sequence = self._rows.open(key, prompt, text_bos, self._parameters(checked))
+        sequence.priority = priority
+        self._runner.step.draws.choose(sequence.slot, checked, prompt_length(prompt.prompt_rows))
+        self._open[key] = sequence
+
+    def feed(self, key: str, rows: Tensor) -> None:
+        """Take the next rows [N, H] (prompt rows first, then the reply's), which the next step copies; unknown keys are
+        ignored.
+
+        Raises:
+            InternalError: more rows than announced, another width, or rows after the end.
+        """
+        sequence = self._open.get(key)
+        if sequence is None or not rows.shape[0]:
+            return
+        self._rows.feed(sequence, rows)
+        # Not with the prompt's rows alone: prefill would run in one step or in two, as the rows happen to come, and in
+        # half precision a seed would not give the same codes twice.
+        if sequence.request_id is None and sequence.speaks:
+            self._submit(sequence)
+
+    def settle(self) -> None:
+        """Enqueue the copies of all rows that were fed, now instead of with the next step."""
+        self._rows.store()
+
+    def end(self, key: str) -> None:
+        """No more rows: from here on the tail is added. Without any reply row the sequence ends with no code."""
+        sequence = self._open.get(key)
+        if sequence is None:
+            return
+        if sequence.speaks:
+            sequence.ended = True
+        else:
+            self.abort(key)
+            self._silent.append(key)
+
+    def hold(self, held: bool) -> None:
+        """Begin no step from now on, or begin steps again; what is under way is taken in any case."""
+        self._core.scheduler.held = held
+
+    def keep_places(self, kept: bool) -> None:
+        """Whether sequences that wait for rows keep their places in the batch, where steps are scheduled ahead."""
+        self._core.scheduler.keeps_places = kept
+
+    def step(self) -> list[TalkerOutput]:
+        """Run one engine step over every sequence whose next row is there."""
+        silent, self._silent = self._silent, []
+        outputs = [TalkerOutput(key, finish_reason="stop") for key in silent]
+        if self._vllm_has_work():
+            if self._runner.device.type == "cuda":
+                # A thread's current device; whoever made the engine may have been another thread.
+                torch.cuda.set_device(self._runner.device)
+            outputs += [self._output(found) for found in self._vllm_step() if found.request_id in self._by_request]
+        return outputs
+
+    def _vllm_step(self) -> list[EngineCoreOutput]:
+        """What one step of vLLM's engine gave.
+
+        `LLMEngine.step` would make a `RequestOutput` of each for a text that a talker does not have, which at a large
+        batch costs a tenth of the step; it is told of those that ended, to forget them.
+        """
+        given = core_step(self._llm.engine_core, self._runner)
+        ended = [output for output in given if output.finished]
+        if ended:
+            self._llm.output_processor.process_outputs(ended)
+        return given
+
+    def abort(self, key: str) -> None:
+        """Drop a sequence and its rows; unknown keys are ignored."""
+        sequence = self._open.get(key)
+        if sequence is None:
+            return
+        if sequence.request_id is not None:
+            self._runner.clear_cache_of(sequence.request_id)
+            self._llm.abort_request([sequence.request_id], internal=True)
+        self._close(sequence)
+
+    def waits(self, key: str) -> bool:
+        """Whether no step could bring a sequence's next code, behind those under way: its row is yet to come."""
+        sequence = self._open.get(key)
+        if sequence is None or sequence.request_id is None:
+            return True
+        return bool(self._core.scheduler.is_stuck(sequence.request_id))
+
+    def has_work(self) -> bool:
+        """Whether `step` could advance a sequence now (False while every sequence waits for rows)."""
+        return bool(self._silent) or self._vllm_has_work()
+
+    def _vllm_has_work(self) -> bool:
+        """Whether vLLM could schedule something, or a step of its is in flight."""
+        in_flight = self._core.batch_queue or ()
+        if any(output.total_num_scheduled_tokens for _, output, _ in in_flight):
+            return True
+        return bool(self._core.scheduler.can_advance())
+
+    def stats(self) -> EngineStats:
+        """Figures of this moment, from the scheduler's and the pool's own state."""
+        scheduler = self._core.scheduler
+        running = len(scheduler.running)
+        blocks = scheduler.kv_cache_manager.block_pool
+        return EngineStats(
+            running=running,
+            waiting=len(self._open) - running,
+            # vLLM keeps one block for itself (the null block).
+            kv_blocks_used=blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks(),
+            kv_blocks_limit=blocks.num_gpu_blocks - 1,
+            rows_used=self._rows.rows_used,
+        )
+
+    def close(self) -> None:
+        """Drop every sequence and release the device; the engine cannot be used afterwards."""
+        for key in list(self._open):
+            self.abort(key)
+        self._llm.engine_core.shutdown()
+
+    def _check_prompt(self, key: str, prompt: TalkerPrompt) -> None:
+        length, limit = prompt_length(prompt.prompt_rows), self._settings.engine.max_model_len
+        if key in self._open:
+            raise InternalError(f"talker sequence {key} is open already", stage="talker")
+        if prompt.prompt_rows < 1 or tuple(prompt.positions.shape) != (3, length):
+            raise InternalError(
+                f"talker positions {tuple(prompt.positions.shape)}: expected (3, {length}), "
+                f"two more than the {prompt.prompt_rows} prompt rows, of which there must be one",
+                stage="talker",
+            )
+        if prompt.max_rows <= prompt.prompt_rows:
+            raise InternalError(
+                f"talker max_rows {prompt.max_rows} leaves no reply row after {prompt.prompt_rows} prompt rows",
+                stage="talker",
+            )
+        if length >= limit:
+            raise TooLarge(
+                f"the prompt has {prompt.prompt_rows} tokens, which leave the talker no room to speak: "
+                f"its sequences may have {limit} positions (engine.max_model_len), {length} of them are the prompt",
+                stage="talker",
+            )
+
+    def _check_positions(self, positions: Tensor, codes: int) -> None:
+        """A kernel reads the rotary table at each position, and beyond it whatever is there."""
+        known = positions.numpy()
+        first, last = int(known.min()), int(known.max()) + codes
+        if first < 0:
+            raise InternalError(f"talker positions begin at {first}, the first there is is 0", stage="talker")
+        if last >= self._positions:
+            raise TooLarge(
+                f"prompt and speech reach position {last}, the checkpoint's rotary table ends at "
+                f"{self._positions - 1}: send fewer or shorter media",
+                stage="talker",
+            )
+
+    def _submit(self, sequence: Sequence) -> None:
+        """Give the sequence to vLLM: dummy prompt ids, since every input is a row plus an embedding."""
+        ids = prompt_ids(sequence.prompt.prompt_rows, self._ids)
+        parameters = cast(SamplingParams, sequence.parameters)
+        sequence.request_id = self._llm.add_request(
+            sequence.key, {"prompt_token_ids": ids}, parameters, priority=sequence.priority
+        )
+        self._by_request[sequence.request_id] = sequence
+
+    def _check_sampling(self, sampling: Sampling) -> Sampling:
+        """The values as vLLM takes them, which raises a very low temperature, and its refusals as ours."""
+        limit = min(sampling.max_tokens, self._settings.max_codes)
+        try:
+            checked = SamplingParams(**drawing(sampling), max_tokens=limit, min_tokens=sampling.min_tokens)
+        except VLLMValidationError as error:
+            raise BadRequest(f"the talker's sampling: {error}", stage="talker") from error
+        return dataclasses.replace(sampling, temperature=checked.temperature, max_tokens=limit)
+
+    def _parameters(self, sampling: Sampling) -> SamplingParams:
+        """What vLLM must know of a sequence: when it ends. How it is sampled, only the step knows (`SlotDraws`)."""
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=sampling.max_tokens,
+            # The mask id is never drawn but by a sequence that met something non-finite.
+            stop_token_ids=[*self._ids.stops, self._ids.mask],
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _output(self, found: EngineCoreOutput) -> TalkerOutput:
+        sequence, ids = self._by_request[found.request_id], found.new_token_ids
+        finish = None if found.finish_reason is None else str(found.finish_reason)
+        codes = sequence.accept(len(ids), spoken=len(ids) - (finish == "stop"))
+        error = self._reason_of_failure(finish, found.stop_reason) if finish else None
+        if error:
+            self._runner.clear_cache_of(sequence.request_id)
+        if finish:
+            self._close(sequence)
+        return TalkerOutput(
+            sequence.key,
+            codes=codes.ids if codes is not None else None,
+            codes_ready=codes.ready if codes is not None else None,
+            finish_reason=None if error else _FINISH.get(finish),
+            error=error,
+        )
+
+    def _reason_of_failure(self, finish: str, stop: int | str | None) -> str | None:
+        """Why a finished sequence is no good, or None."""
+        if stop == self._ids.mask:
+            return "a hidden row or a logit of this sequence is not finite (NaN or infinity)"
+        if finish not in _FINISH:
+            return f"the engine gave the sequence up ({finish})"
+        return None
+
+    def _close(self, sequence: Sequence) -> None:
+        del self._open[sequence.key]
+        if sequence.request_id is not None:
+            del self._by_request[sequence.request_id]
+        self._rows.close(sequence)
+
+
+def _rotary_positions(network: torch.nn.Module) -> int:
+    """Positions in the network's rotary table."""
+    return next(len(table) for name, table in network.named_buffers() if name.endswith("cos_sin_cache"))
+
+
+def _start_vllm(checkpoint: Path, settings: TalkerSettings, device: torch.device, dtype: torch.dtype) -> LLMEngine:
+    register_talker()
+    apply_thread_share(settings.engine)
+    arguments = build_engine_args(
+        checkpoint,
+        settings.engine,
+        device,
+        dtype,
+        worker_cls=_WORKER,
+        scheduler_cls=_SCHEDULERS[schedules_ahead(settings.engine, device)],
+        hf_overrides=talker_config,
+        skip_tokenizer_init=True,
+        for_runner={SESSIONS: settings.max_sessions, ROWS: settings.engine.cached_tokens},
+    )
+    with lone_groups(1):
+        return LLMEngine.from_engine_args(arguments)

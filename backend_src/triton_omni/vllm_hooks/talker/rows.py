@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory of talker sequences: their hidden rows, the ids they have used, the faults they met.
+
+Everything is allocated once and indexed by slot, so that a step needs no loop of device operations over
+sequences. It knows neither vLLM nor how a step is scheduled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from triton_omni.core.errors import InternalError, Overloaded
+from triton_omni.core.spans import FirstFit
+from triton_omni.core.streams import record_event
+from triton_omni.session.engine import TalkerPrompt
+from triton_omni.vllm_hooks.talker.conditioning import Indices, can_speak, pool_rows, split_at_text_bos, stored_rows
+
+TEXT_EOS_ROW: Final = 0
+TEXT_PAD_ROW: Final = 1
+_TAIL_ROWS: Final = 2
+MOST_FED: Final = 512
+"""Rows that wait for a step at most: a long prompt, which no step reads before all of it is there, would keep as much
+memory besides."""
+UNBOUNDED: Final = 1 << 40
+"""Positions that may be computed once the tail has begun."""
+_RETRY_MS: Final = 250
+
+
+class SampledStep(NamedTuple):
+    """Ids that a sequence drew in one engine step, or in several in order."""
+
+    ids: Tensor
+    """int32 [N] on the device."""
+    ready: torch.cuda.Event | None
+    """Recorded after `ids` was written, where the device is a GPU."""
+
+
+@dataclass
+class Sequence:
+    """One open talker sequence; `slot` and `base` name its share of the device memory."""
+
+    key: str
+    prompt: TalkerPrompt
+    parameters: object
+    """How it is sampled, in the engine's own form."""
+    slot: int
+    base: int
+    reserved: int
+    priority: int = 0
+    """The lowest gets the next place in the engine's batch."""
+    fed: int = 0
+    ended: bool = False
+    request_id: str | None = None
+    """vLLM's id, from the first reply row on."""
+    sampled: deque[SampledStep] = field(default_factory=deque)
+    """Steps whose id vLLM has not yet accepted, oldest first."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether a reply row came."""
+        return can_speak(self.prompt.prompt_rows, self.fed)
+
+    @property
+    def ready_positions(self) -> int:
+        """How many positions, from 0 on, have their row."""
+        return UNBOUNDED if self.ended else stored_rows(self.prompt.prompt_rows, self.fed)
+
+    def accept(self, count: int, spoken: int) -> SampledStep | None:
+        """Take the oldest `count` draws, which vLLM has accepted, and return the first `spoken` of them as codes."""
+        if count == spoken == 1:
+            return self.sampled.popleft()
+        taken = [self.sampled.popleft() for _ in range(count)][:spoken]
+        if not taken:
+            return None
+        joined = torch.cat([step.ids for step in taken])
+        return SampledStep(joined, record_event(joined.device))
+
+
+class _Fed(NamedTuple):
+    """Rows [N, H] of a slot's sequence on their way into the pool."""
+
+    slot: int
+    start: int
+    """The pool's index of the first."""
+    rows: Tensor
+
+
+class TalkerRows:
+    """The row pool and the per-slot state of every open sequence.
+
+    Args:
+        tail: [2, H], the text embeddings of text_eos and text_pad; gives dtype, device and width of the pool.
+        rows: rows that all open sequences share.
+        slots: sequences open at once.
+        prompt_ids: bool [V] on the same device, ids that count as used before the first code.
+        max_positions: positions of the longest sequence; rows past it are never used and not kept.
+    """
+
+    def __init__(self, tail: Tensor, rows: int, slots: int, prompt_ids: Tensor, max_positions: int) -> None:
+        device = tail.device
+        self.pool = torch.zeros(_TAIL_ROWS + rows, tail.shape[1], dtype=tail.dtype, device=device)
+        self.pool[:_TAIL_ROWS].copy_(tail)
+        self.idle_slot = slots
+        """A slot of nobody: rows of the batch whose draw is thrown away write there."""
+        self.used = torch.zeros(slots + 1, prompt_ids.shape[0], dtype=torch.int32, device=device)
+        """How often each id was read, by slot; ids of the prompt at least once."""
+        self.faults = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        """How often a row that is not finite was read, by slot."""
+        self._prompt_ids = prompt_ids.to(torch.int32)
+        self._max_positions = max_positions
+        self._bases = np.zeros(slots + 1, dtype=np.int64)
+        self._stored = np.zeros(slots + 1, dtype=np.int64)
+        self._free_slots = list(range(slots))
+        self._spans = FirstFit(rows)
+        self._fed: list[_Fed] = []
+        """Rows that the pool does not hold yet, oldest first."""
+        self._fed_rows = 0
+        """How many they are at most: those of sequences that were closed since are counted, too."""
+
+    @property
+    def rows_used(self) -> int:
+        """Rows reserved by open sequences."""
+        return self._spans.used
+
+    def open(self, key: str, prompt: TalkerPrompt, text_bos: Tensor, parameters: object) -> Sequence:
+        """Reserve a sequence's rows and slot; `text_bos` [H] is its speaker's row.
+
+        Raises:
+            Overloaded: no slot, or no gap for the rows.
+        """
+        reserved = min(prompt.max_rows + 1, self._max_positions)
+        start = self._spans.take(reserved) if self._free_slots else None
+        if start is None:
+            raise Overloaded(
+                f"the talker has no room for {reserved} hidden rows: {self.rows_used} of {self._spans.capacity} rows "
+                f"and {self.idle_slot - len(self._free_slots)} of {self.idle_slot} sequences are taken",
+                stage="talker",
+                retry_after_ms=_RETRY_MS,
+            )
+        slot, base = self._free_slots.pop(), start + _TAIL_ROWS
+        self.faults[slot].zero_()
+        self._bases[slot], self._stored[slot] = base, 0
+        sequence = Sequence(key, prompt, parameters, slot, base, reserved)
+        self._keep(sequence, prompt.prompt_rows, text_bos.unsqueeze(0))
+        return sequence
+
+    def feed(self, sequence: Sequence, rows: Tensor) -> None:
+        """Take the next rows [N, H] of a sequence, which `store` copies into its reserve before the next step; until
+        then they must stay as they are.
+
+        Raises:
+            InternalError: the rows do not fit what was announced at open, or come after the end.
+        """
+        if sequence.ended:
+            raise InternalError(f"talker rows {tuple(rows.shape)} after the end of the sequence", stage="talker")
+        count, width = rows.shape
+        limit = sequence.prompt.max_rows
+        if width != self.pool.shape[1] or sequence.fed + count > limit:
+            raise InternalError(
+                f"talker rows {tuple(rows.shape)} after {sequence.fed} rows: the width must be {self.pool.shape[1]} "
+                f"and {limit} rows in all were announced",
+                stage="talker",
+            )
+        if rows.device != self.pool.device:
+            # Whoever waits for what was enqueued so far may then use the other device's memory again.
+            rows = rows.to(self.pool.device)
+        prompt_rows, fed = sequence.prompt.prompt_rows, sequence.fed
+        if can_speak(prompt_rows, fed):
+            # A row of every sequence at nearly every step: a view of it would take as long as all else.
+            self._keep(sequence, stored_rows(prompt_rows, fed), rows)
+        else:
+            first, second, at_first, at_second = split_at_text_bos(prompt_rows, fed, count)
+            self._keep(sequence, at_first, rows[first])
+            self._keep(sequence, at_second, rows[second])
+        sequence.fed += count
+        self._stored[sequence.slot] = stored_rows(prompt_rows, sequence.fed)
+        if self._fed_rows >= MOST_FED:
+            self.store()
+
+    def _keep(self, sequence: Sequence, position: int, rows: Tensor) -> None:
+        count, room = rows.shape[0], max(sequence.reserved - position, 0)
+        if count > room:
+            count, rows = room, rows[:room]
+        if count:
+            self._fed.append(_Fed(sequence.slot, sequence.base + position, rows))
+            self._fed_rows += count
+
+    def store(self) -> None:
+        """Copy what was fed since the last call into the pool, before a step that reads it.
+
+        Together, by one kernel for a hundred messages: a copy each would take the thread that steps longer than the
+        step, since it gives Python's global lock up for each and then stands in line with the threads that read and
+        write the messages.
+        """
+        fed, self._fed, self._fed_rows = self._fed, [], 0
+        if fed:
+            places = [self.pool[one.start : one.start + one.rows.shape[0]] for one in fed]
+            torch._foreach_copy_(places, [one.rows for one in fed])
+
+    def close(self, sequence: Sequence) -> None:
+        """Free what `open` reserved. Steps in flight may still read it: later writes queue up behind them."""
+        # Its place may be another's before the next step.
+        self._fed = [one for one in self._fed if one.slot != sequence.slot]
+        self._free_slots.append(sequence.slot)
+        self._spans.give(sequence.base - _TAIL_ROWS)
+        sequence.sampled.clear()
+
+    def pool_rows(self, slots: Indices, positions: Indices) -> Indices:
+        """Pool index of the row of each (slot, position), int64 [N] each."""
+        return pool_rows(
+            positions, self._bases[slots], self._stored[slots], text_eos=TEXT_EOS_ROW, text_pad=TEXT_PAD_ROW
+        )
+
+    def gather(self, index: Tensor, slots: Tensor) -> Tensor:
+        """The rows [N, H] of a whole step.
+
+        What is not finite counts against its sequence and is given as 0, so that it never reaches a cache.
+
+        Args:
+            index: int64 [N] on the device, as `pool_rows` gives it.
+            slots: int64 [N] on the device, whose row it is.
+        """
+        rows = self.pool.index_select(0, index)
+        self.faults.index_add_(0, slots, (~_rows_are_finite(rows)).to(torch.int32))
+        return rows.nan_to_num_(0.0, 0.0, 0.0)
+
+    def begin(self, slot: int) -> None:
+        """Let the prompt's ids be all that a sequence has used; also of one that is computed again from its begin."""
+        self.used[slot].copy_(self._prompt_ids)
+
+    def count(self, slots: Tensor, ids: Tensor) -> None:
+        """Count ids [N], read by the sequences of `slots` int64 [N], as used once more from now on."""
+        self.used.view(-1).index_add_(0, slots * self.used.shape[1] + ids, torch.ones_like(ids, dtype=torch.int32))
+
+    def sound(self, slots: Tensor, logits: Tensor) -> Tensor:
+        """bool [B]: whether every row that the sequences used so far, and their `logits` [B, V], are finite."""
+        return (self.faults[slots] == 0) & _rows_are_finite(logits)
+
+
+def _rows_are_finite(values: Tensor) -> Tensor:
+    """bool [N] of values [N, ...]; a sum is finite only where every term is."""
+    return values.sum(dim=-1, dtype=torch.float32).abs() < float("inf")

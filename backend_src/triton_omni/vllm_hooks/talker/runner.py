@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's V1 model runner for the talker: it names the rows that a step reads, and draws stay on the device.
+
+One mixin for CPU and GPU. What a step computes is in `talker_step.py`; when a sequence may run is the scheduler's
+matter (`waiting.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triton_omni.core.streams import record_event
+from triton_omni.vllm_hooks.shared.compat import (
+    BatchDescriptor,
+    CachedRequestState,
+    CompilationMode,
+    SamplerOutput,
+    SchedulerOutput,
+    VllmConfig,
+)
+from triton_omni.vllm_hooks.shared.fused_decode import FusedDecodeMixin
+from triton_omni.vllm_hooks.shared.incremental_decode import IncrementalDecodeMixin, IncrementalStep, Layout
+from triton_omni.vllm_hooks.shared.platform import PlatformRunner, StageWorker
+from triton_omni.vllm_hooks.shared.prefill_graphs import PrefillGraphsMixin
+from triton_omni.vllm_hooks.shared.released_blocks import ReleasedBlocksMixin
+from triton_omni.vllm_hooks.talker.columns import Column
+from triton_omni.vllm_hooks.talker.network import TalkerForCausalLM
+from triton_omni.vllm_hooks.talker.rows import SampledStep, Sequence
+from triton_omni.vllm_hooks.talker.step import TalkerStep, make_step
+
+if TYPE_CHECKING:
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+
+SESSIONS: Final = "max_sessions"
+"""Key of vLLM's `additional_config`: sequences open at once."""
+ROWS: Final = "rows"
+"""Another: hidden rows of all of them together."""
+_STEPS_AHEAD: Final = 32
+"""Steps whose numbers are computed together: a few array operations cost what their calls do."""
+
+
+class _Batch(NamedTuple):
+    """Sequences in the order of a batch's rows."""
+
+    ids: list[str]
+    sequences: list[Sequence]
+    slots: NDArray[np.int64]
+    deltas: NDArray[np.int64]
+    """What is added to a token's place to get its M-RoPE position once the prompt is over."""
+
+
+class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
+    """Says which rows a step's tokens read, and hands each draw to its sequence."""
+
+    step: TalkerStep
+    """What this runner and the network share; made with the network."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self._index = self._make_buffer(self.max_num_tokens, len(Column), dtype=torch.int64)
+        self._sequences: dict[str, Sequence] = {}
+        self._batch = _Batch([], [], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+        self._drawing: list[Sequence | None] = []
+        self._fetch: Callable[[Tensor, Tensor, Tensor, int], None] | None = None
+        """Copies from pinned memory by a kernel, where decode steps have kernels of their own."""
+        self._idle = np.zeros(len(Column), dtype=np.int64)
+        """What a step is told of a sequence that waits, whose place it keeps."""
+        self._ahead: list[NDArray[np.int64]] = []
+        """What is known of steps that only go on; of no use behind any other."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the network, and allocate what it reads in every step before any step is recorded."""
+        super().load_model(*args, **kwargs)
+        sizes = cast(dict[str, int], self.vllm_config.additional_config)
+        # The engine writes to these tensors between steps, outside inference mode.
+        with torch.inference_mode(False):
+            self.step = make_step(
+                Path(self.model_config.model),
+                self._index.gpu,
+                cast(torch.dtype, self.model_config.dtype),
+                max_sequences=self.max_num_reqs,
+                max_positions=self.max_model_len,
+                rows=sizes[ROWS],
+                sessions=sizes[SESSIONS],
+                kind=self._step_kind(),
+            )
+        self._index.cpu.copy_(self._index.gpu)
+        told = {Column.SLOT: self.step.rows.idle_slot, Column.FOLLOWS: 1, Column.CACHE: -1}
+        self._idle = np.array([told.get(column, 0) for column in Column], dtype=np.int64)
+        if self.compilation_config.mode != CompilationMode.NONE:
+            self.step.compile()
+        network = cast(TalkerForCausalLM, self.get_model())
+        network.step = self.step
+        if self._fused is not None:
+            from triton_omni.vllm_hooks.shared.fused_layers import fuse_ends
+
+            fuse_ends(network.thinker_to_talker_proj, network.logits_processor, network.lm_head, self._fused)
+
+    def _step_kind(self) -> type[TalkerStep]:
+        if not self.fuses_decode_steps:
+            return TalkerStep
+        from triton_omni.vllm_hooks.talker.fused_step import FusedTalkerStep
+
+        return FusedTalkerStep
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate the cache, and let the step know where its slots are named."""
+        super().initialize_kv_cache(*args, **kwargs)
+        self.step.cache_slots = self.input_batch.block_table[0].slot_mapping.gpu
+        if self.fuses_decode_steps:
+            from triton_omni.vllm_hooks.kernels.step_copy import fetch
+
+            self._fetch = fetch
+            self._tell(1)
+
+    def _warmup_and_capture(self, desc: BatchDescriptor, *args: Any, **kwargs: Any) -> None:
+        """Record a step; a decode step's holds its draws too."""
+        self.step.decoding = desc.uniform
+        try:
+            super()._warmup_and_capture(desc, *args, **kwargs)
+        finally:
+            self.step.decoding = False
+
+    def serve(self, sequences: dict[str, Sequence]) -> None:
+        """Take inputs from `sequences`, the open ones by vLLM's request id, kept up to date by the owner."""
+        self._sequences = sequences
+
+    def _init_mrope_positions(self, req_state: CachedRequestState) -> None:
+        """The thinker computed the positions; vLLM's own way would need the media's grids."""
+        positions = self._sequences[req_state.req_id].prompt.positions.cpu()
+        req_state.mrope_positions = positions
+        req_state.mrope_position_delta = int(positions.max()) + 1 - positions.shape[1]
+
+    def _calc_mrope_positions(self, scheduler_output: SchedulerOutput) -> None:
+        """One array operation where every sequence decodes; otherwise vLLM's loop over sequences."""
+        batch, count = self.input_batch, self.input_batch.num_reqs
+        computed = batch.num_computed_tokens_cpu[:count]
+        decodes = scheduler_output.total_num_scheduled_tokens == count
+        if not decodes or (computed < batch.num_prompt_tokens[:count]).any():
+            super()._calc_mrope_positions(scheduler_output)
+            return
+        self.mrope_positions.np[:, :count] = computed + self._current_batch().deltas
+
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
+    ) -> tuple[Tensor, SpecDecodeMetadata | None, int]:
+        """Stage pool rows and slots where vLLM stages its other host inputs (it guards their reuse by an event)."""
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        self._last_tokens = prepared[0]
+        self._ahead = []
+        count, batch = scheduler_output.total_num_scheduled_tokens, self._current_batch()
+        self.step.decoding = count == len(batch.sequences)
+        for row in np.flatnonzero(self.input_batch.num_computed_tokens_cpu[: len(batch.sequences)] == 0):
+            self.step.rows.begin(int(batch.slots[row]))
+        self.step.rows.store()
+        self._stage_index(count, batch.slots)
+        skipped = self.discard_request_mask.np[: len(batch.sequences)]
+        self._drawing = list(batch.sequences)
+        for row in np.flatnonzero(skipped):
+            self._drawing[row] = None
+        return prepared
+
+    def _current_batch(self) -> _Batch:
+        """The sequences in the order of vLLM's batch; put together again only when it changes."""
+        if self._batch.ids != self.input_batch.req_ids:
+            ids = list(self.input_batch.req_ids)
+            sequences = [self._sequences[request_id] for request_id in ids]
+            slots = np.asarray([sequence.slot for sequence in sequences], dtype=np.int64)
+            deltas = np.asarray([self.requests[found].mrope_position_delta for found in ids], dtype=np.int64)
+            self._batch = _Batch(ids, sequences, slots, deltas)
+        return self._batch
+
+    def _stage_index(self, count: int, slots: NDArray[np.int64]) -> None:
+        """What the step must know of its tokens, to the device in one copy."""
+        owners = self.req_indices.np[:count]
+        positions = self.input_batch.num_computed_tokens_cpu[owners] + self.query_pos.np[:count]
+        index, owned = self._index.np, slots[owners]
+        index[:count, Column.ROW] = self.step.rows.pool_rows(owned, positions)
+        index[:count, Column.SLOT] = owned
+        index[:count, Column.PLACE] = positions
+        index[:count, Column.UNIFORM] = self.step.draws.uniforms(owned, positions).view(np.int64)
+        index[:count, Column.FOLLOWS] = 0
+        self._index.copy_to_gpu(self._idle_behind(count))
+
+    def _idle_behind(self, count: int) -> int:
+        """Say of nobody what is behind a step's `count` tokens, of which a recorded one may have more; returns where
+        that ends."""
+        index = self._index.np
+        end = min(max(count, self.max_num_reqs), len(index)) if self.step.decoding else len(index)
+        index[count:end] = 0
+        index[count:end, Column.SLOT] = self.step.rows.idle_slot
+        return end
+
+    def _settle_prompts(self, count: int, padded: int) -> None:
+        super()._settle_prompts(count, padded)
+        self.step.drawn[:count].copy_(self._ids_before())
+        self.step.decoding = True
+        self._index.copy_to_gpu(self._idle_behind(count))
+
+    def _stage_decode(self, layout: Layout) -> None:
+        """Tell the step of one token a sequence that follows what the last drew."""
+        self.step.rows.store()
+        count = len(layout.computed)
+        self._ahead = self._ahead or self._look_ahead(layout)
+        told, table = self._ahead.pop(), self.input_batch.block_table[0]
+        places, size = told[:, Column.PLACE], table.block_size
+        told[:, Column.ROW] = self.step.rows.pool_rows(told[:, Column.SLOT], places)
+        told[:, Column.CACHE] += table.get_numpy_array()[layout.active, places // size] * np.int64(size)
+        index = self._index.np[:count]
+        if len(told) < count:
+            index[:] = self._idle
+            if layout.is_planned:
+                index[:, Column.LENGTH] = layout.bounds
+        index[layout.part] = told
+        self._tell(count)
+
+    def _take_part(self, layout: Layout, step: IncrementalStep) -> None:
+        """Whoever waits draws nothing meanwhile; what it drew last stays where its next step looks for it."""
+        super()._take_part(layout, step)
+        batch, self._ahead = self._current_batch(), []
+        self._drawing = [None] * len(layout.computed)
+        for row in layout.active:
+            self._drawing[row] = batch.sequences[row]
+
+    def _lengthen(self, layout: Layout) -> None:
+        """Where decode steps have kernels of their own, what is told of a step has brought them."""
+        if self._fetch is None:
+            layout.lengths.copy_(self.optimistic_seq_lens_cpu[: len(layout.computed)], non_blocking=True)
+
+    def _tell(self, count: int) -> None:
+        """Bring what is known of a step's `count` tokens to the device."""
+        if self._fetch is None:
+            self._index.copy_to_gpu(count)
+        else:
+            self._fetch(self._index.cpu[:count], self._index.gpu, self.seq_lens, Column.LENGTH.value)
+
+    def _look_ahead(self, layout: Layout) -> list[NDArray[np.int64]]:
+        """What the next steps can be told now of their tokens [N, len(Column)], the latest step first.
+
+        It lacks the row, which may not be there yet, and of the cache's slot the block.
+        """
+        places = layout.computed[layout.part] + np.arange(_STEPS_AHEAD, dtype=np.int64)[::-1, np.newaxis]
+        slots = np.broadcast_to(self._batch.slots[layout.part], places.shape)
+        told = np.zeros((*places.shape, len(Column)), dtype=np.int64)
+        told[..., Column.SLOT] = slots
+        told[..., Column.PLACE] = places
+        told[..., Column.UNIFORM] = self.step.draws.uniforms(slots, places).view(np.int64)
+        told[..., Column.FOLLOWS] = 1
+        told[..., Column.AXIS] = places + self._batch.deltas[layout.part]
+        told[..., Column.LENGTH] = places + 1
+        told[..., Column.CACHE] = places % self.input_batch.block_table[0].block_size
+        return list(told)
+
+    def _decode_inputs(self, layout: Layout) -> dict[str, Any]:
+        return {"input_ids": layout.ids}
+
+    def _draw_decoded(self, hidden: Tensor) -> Tensor:
+        # The network has drawn already.
+        del hidden
+        return self._drawn()
+
+    def _drawn(self) -> Tensor:
+        """The ids of a decode step, until the next."""
+        return self.step.drawn[: len(self._batch.ids)]
+
+    def _sample(self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
+        """The step's draws: a decode step has made them already, behind the network."""
+        if logits is None:
+            raise RuntimeError("the talker runs on one rank, so every step has logits")
+        drawn = self._drawn().clone() if self.step.decoding else self.step.draw(logits, self._last_tokens)
+        self._hand_out(drawn, record_event(drawn.device))
+        return SamplerOutput(sampled_token_ids=drawn.unsqueeze(-1), logprobs_tensors=None)
+
+    def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:
+        """Remember this step's ids [B] with their sequences until vLLM says which of them count."""
+        for sequence, code in zip(self._drawing, torch.split(drawn, 1), strict=True):
+            if sequence is not None:
+                sequence.sampled.append(SampledStep(code, ready))
+
+
+class TalkerRunner(TalkerRunnerMixin, ReleasedBlocksMixin, IncrementalDecodeMixin, PrefillGraphsMixin, PlatformRunner):
+    """vLLM's runner with hidden rows added, draws of its own, graphs of prompts, and little to do for a step that goes
+    on."""
+
+
+class TalkerWorker(StageWorker):
+    """Worker of the talker's engine."""
+
+    runner_class = TalkerRunner

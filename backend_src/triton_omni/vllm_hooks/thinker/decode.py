@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the thinker reads in a decode step that goes on, and how it draws: vLLM's sampler with this project's numbers.
+
+It knows vLLM's buffers of a step; hidden rows are taken where they always are (`hidden_rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from triton_omni.core.transfer import to_device
+from triton_omni.vllm_hooks.shared.fused_decode import decoder_of
+from triton_omni.vllm_hooks.shared.incremental_decode import IncrementalDecodeMixin, Layout
+from triton_omni.vllm_hooks.shared.sampling import CounterNoiseMixin
+from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
+from triton_omni.vllm_hooks.thinker.networks import ThinkerNetwork
+
+
+class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
+    """Lays a step's inputs out on the device, from those of the step before."""
+
+    if TYPE_CHECKING:
+        row_tap: RowTap
+
+    _begin: Callable[[Tensor, bool], None] | None = None
+    """Lays out the step behind these ids, int32 [B], by a kernel; its draws are by numbers of the host's, or are not.
+    None where decode steps have no kernels of their own."""
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate the cache; where decode steps are fused, what surrounds their network is too, compiled here."""
+        super().initialize_kv_cache(*args, **kwargs)
+        if not self.fuses_decode_steps:
+            return
+        # The Triton language is imported where it is needed alone.
+        from triton_omni.vllm_hooks.kernels.thinker_step import Places, Uniforms, begin, finish
+
+        inputs, cache = self.inputs_embeds.gpu, self.input_batch.block_table[0]
+        moved = self.positions, self.mrope_positions.gpu, self.seq_lens, cache.slot_mapping.gpu
+        places = Places(*moved, cache.block_table.gpu, cache.block_size)
+        numbers, table = Uniforms(self._uniforms.cpu, self._uniforms.gpu), decoder_of(self.network)[0].embed_tokens
+
+        def begin_step(drawn: Tensor, draws: bool) -> None:
+            begin(drawn, table.weight, inputs, places, numbers if draws else None)
+
+        self._begin, self.row_tap.finish = begin_step, finish
+        for draws in (False, True):
+            begin_step(torch.zeros(1, dtype=torch.int32, device=self.device), draws)
+        finish(inputs[:1], inputs[:1])
+        for tensor in (*moved, inputs):
+            tensor.zero_()
+
+    def _settle_prompts(self, count: int, padded: int) -> None:
+        super()._settle_prompts(count, padded)
+        axes = self.mrope_positions.gpu[:, :count].copy_(self.positions[:count])
+        # Behind media, positions run ahead of places.
+        states = (self.requests[request_id] for request_id in self.input_batch.req_ids)
+        deltas = np.array([state.mrope_position_delta or 0 for state in states], dtype=np.int64)
+        if deltas.any():
+            axes.add_(to_device(torch.from_numpy(deltas), self.device))
+
+    def _stage_decode(self, layout: Layout) -> None:
+        batch, count = self.input_batch, len(layout.computed)
+        batch.refresh_metadata()  # type: ignore[no-untyped-call]
+        if self._begin is not None:
+            self._begin(self._ids_before(), self.fill_uniforms(layout.computed + 1))
+            return
+        self.stage_uniforms(layout.computed + 1)
+        places = self.positions[:count].add_(1)
+        self.mrope_positions.gpu[:, :count].add_(1)
+        batch.block_table.compute_slot_mapping(count, self.query_start_loc.gpu[: count + 1], places)
+        self.inputs_embeds.gpu[:count].copy_(self.network.embed_input_ids(self._ids_before()))
+
+    def _lengthen(self, layout: Layout) -> None:
+        if self._begin is None:
+            super()._lengthen(layout)
+
+    def _decode_inputs(self, layout: Layout) -> dict[str, Any]:
+        return {"inputs_embeds": self.inputs_embeds.gpu[: len(layout.ids)]}
+
+    def _draw_decoded(self, hidden: Tensor) -> Tensor:
+        logits = self.network.compute_logits(hidden[: self.input_batch.num_reqs])
+        return self._sample(logits, None).sampled_token_ids[:, 0]
+
+    @property
+    def network(self) -> ThinkerNetwork:
+        """The network; there is one once it is loaded."""
+        return cast(ThinkerNetwork, self.get_model())
+
+    def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:
+        """vLLM's engine hands them out."""

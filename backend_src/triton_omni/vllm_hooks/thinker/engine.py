@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thinker's engine: vLLM in this process, giving text deltas and one hidden row a token.
+
+It implements `engine.ThinkerEngine`; sessions, messages and Triton are unknown here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from triton_omni.checkpoint.config import load_config
+from triton_omni.core.errors import BadRequest, TooLarge
+from triton_omni.core.settings import ThinkerSettings
+from triton_omni.session.engine import EngineStats, FinishReason, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
+from triton_omni.vllm_hooks.shared.compat import (
+    CompletionOutput,
+    EncoderCacheManagerConfig,
+    LLMEngine,
+    RequestOutput,
+    StructuredOutputsConfig,
+    VLLMValidationError,
+)
+from triton_omni.vllm_hooks.shared.engine_args import (
+    apply_thread_share,
+    build_engine_args,
+    check_length,
+    quantization_arguments,
+    resolve_dtype,
+    schedules_ahead,
+)
+from triton_omni.vllm_hooks.shared.incremental_engine import core_step
+from triton_omni.vllm_hooks.shared.lone_groups import lone_groups
+from triton_omni.vllm_hooks.thinker import networks
+from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
+from triton_omni.vllm_hooks.thinker.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
+from triton_omni.vllm_hooks.thinker.prompt_media import check_placeholders, expanded_length, medium_refused
+from triton_omni.vllm_hooks.thinker.row_release import Piece, RowRelease, StopCut
+from triton_omni.vllm_hooks.thinker.sampling import end_ids, to_parameters
+
+_WORKER = "triton_omni.vllm_hooks.thinker.worker.ThinkerWorker"
+_MEDIA_CACHE = "triton_omni.vllm_hooks.shared.media_schedule.MediaCache"
+_FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    key: str
+    request_id: str
+    """vLLM's own id of the request."""
+    want_rows: bool
+    release: RowRelease
+    detokenizer: Any
+    """vLLM's `IncrementalDetokenizer` of the request."""
+    structured: Any
+    """vLLM's `StructuredOutputRequest`, or None where there is no schema."""
+
+    def count(self, news: CompletionOutput) -> None:
+        """Take note of the tokens that a step gave, of which there is one at most."""
+        self.release.reply_tokens += len(news.token_ids)
+        cut = self.release.cut
+        if cut is None:
+            return
+        length = len(self.detokenizer.output_text)
+        if news.token_ids:
+            cut.add(length)
+        if news.finish_reason is not None:
+            cut.close(None if _stop_string(news) is None else length)
+
+
+class ThinkerVllmEngine:
+    """vLLM's engine with the hidden-row runner; owned by one thread, except `prepare`.
+
+    Args:
+        checkpoint: folder of a whole Qwen2.5-Omni checkpoint.
+        settings: limits and engine switches of `stage.yaml`.
+        device: `cpu` or a CUDA device.
+
+    Raises:
+        SettingsError: the device, a class name or the length of sequences cannot be used.
+        UnsupportedEngineError: the configuration asks for speculative decoding.
+    """
+
+    def __init__(self, checkpoint: Path, settings: ThinkerSettings, device: torch.device) -> None:
+        networks.register()
+        check_length(settings.engine, load_config(checkpoint).thinker.decoder)
+        self.dtype = resolve_dtype(settings.dtype, device)
+        self.device = device
+        apply_thread_share(settings.engine)
+        media = settings.limits.max_media_items
+        arguments = build_engine_args(
+            checkpoint,
+            settings.engine,
+            device,
+            self.dtype,
+            worker_cls=_WORKER,
+            scheduler_cls=_scheduler(settings, device),
+            **quantization_arguments(settings.quantization, device, self.dtype),
+            tensor_parallel_size=settings.tensor_parallel_size,
+            hf_overrides={"architectures": [networks.THINKER_ARCHITECTURE]},
+            limit_mm_per_prompt={"image": media, "audio": media, "video": media},
+            # `prepare` runs on that many threads: vLLM then keeps a tokenizer for each, and its cache of processed
+            # media, which is not made for threads, has to be off.
+            renderer_num_workers=settings.preprocess_threads,
+            mm_processor_cache_gb=0,
+            skip_mm_profiling=True,
+            ec_manager_config=EncoderCacheManagerConfig(encoder_cache_manager_cls=_MEDIA_CACHE),
+            structured_outputs_config=StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
+        )
+        with lone_groups(settings.tensor_parallel_size):
+            self._llm = LLMEngine.from_engine_args(arguments)
+        self._core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
+        self._schemas = JsonSchemas(self._llm.vllm_config, self._core.structured_output_manager)
+        self._runner: Any = self._llm.model_executor.driver_worker.worker.model_runner
+        self._tap: RowTap = self._runner.row_tap
+        self._model: Any = self._runner.get_model()
+        config: Any = self._llm.model_config.hf_config.thinker_config
+        networks.check_time_scale(config)
+        self._media_ids = {
+            "audio": config.audio_token_index,
+            "image": config.image_token_index,
+            "video": config.video_token_index,
+        }
+        self._media_info: Any = self._llm.renderer.get_mm_processor().info
+        self._end_ids = end_ids(config)
+        renderer: Any = self._llm.renderer
+        end = renderer.get_eos_token_id()
+        # vLLM has the tokenizer look it up for each request.
+        renderer.get_eos_token_id = lambda: end
+        self._max_model_len = settings.engine.max_model_len
+        self._sequences: dict[str, _Sequence] = {}
+        self._keys: dict[str, str] = {}
+        # vLLM's null block, which nobody reads: not at the first cancel, which would hold up every stream.
+        self._llm.model_executor.collective_rpc("clear_blocks", args=([0],))
+        if device.type == "cuda":
+            # vLLM warms up on a stream of this thread; another thread's, which may step, would not wait for it.
+            torch.cuda.synchronize(device)
+
+    def prepare(self, prompt: ThinkerPrompt, *, max_tokens: int = 1) -> ThinkerPlaced:
+        """Preprocess media and expand their placeholders; may be called from any thread.
+
+        `multi_modal_data` holds a list a modality: "image" (PIL, or uint8 [H, W, 3]), "audio" (float32 [S] at 16 kHz),
+        "video" (uint8 [T, H, W, 3]); with `use_audio_in_video` every video has its sound. `second_per_grid_ts` of the
+        processor's arguments has the seconds between two time steps of each video; without it frames are 2 a second.
+
+        Raises:
+            TooLarge: the expanded prompt and `max_tokens` exceed `max_model_len`.
+            BadRequest: the media do not fit the placeholders, or cannot be processed.
+        """
+        self._check_length(len(prompt.token_ids), max_tokens)
+        check_placeholders(prompt, self._media_ids)
+        if prompt.multi_modal_data:
+            # Before the media are processed, which takes memory and time by their size.
+            self._check_length(expanded_length(self._media_info, prompt, self._media_ids), max_tokens)
+        engine_input = self._render(prompt)
+        ids: list[int] = engine_input["prompt_token_ids"]
+        self._check_length(len(ids), max_tokens)
+        positions, _ = self._model.get_mrope_input_positions(ids, networks.media_features(engine_input))
+        return ThinkerPlaced(tuple(ids), positions.to(torch.int64), engine_input)
+
+    def check_schema(self, schema: str) -> None:
+        """See whether a JSON schema can be compiled; may be called from any thread.
+
+        Raises:
+            BadRequest: it is none, or has what cannot be compiled.
+        """
+        self._schemas.check(schema)
+
+    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0) -> None:
+        """Queue a sequence; `want_rows` False (a text-only request) gives no rows. The lowest `priority` is next.
+
+        A JSON schema that `check_schema` refuses fails its sequence at a later step.
+
+        Raises:
+            ValueError: the key is in use.
+            TooLarge: prompt and `sampling.max_tokens` exceed `max_model_len`.
+            BadRequest: vLLM refuses a sampling value or a medium.
+        """
+        if key in self._sequences:
+            raise ValueError(f"key {key!r} is in use")
+        self._check_length(len(placed.prompt_token_ids), sampling.max_tokens)
+        ends = self._end_ids if sampling.json_schema is None else [*self._end_ids, self._schemas.end_id]
+        try:
+            parameters = to_parameters(sampling, ends)
+            request_id = self._llm.add_request(key, placed.engine_input, parameters, priority=priority)
+        except VLLMValidationError as error:
+            raise BadRequest(f"the thinker refused the request: {error}") from error
+        self._runner.place(request_id, placed.positions)
+        if want_rows:
+            self._tap.want(request_id, self._media_places(placed))
+        release = RowRelease(len(placed.prompt_token_ids), cut=StopCut(sampling.stop) if sampling.stop else None)
+        # Kept, since vLLM forgets them before it tells how the reply ended.
+        detokenizer = self._llm.output_processor.request_states[request_id].detokenizer
+        structured = self._core.scheduler.requests[request_id].structured_output_request
+        self._sequences[key] = _Sequence(key, request_id, want_rows, release, detokenizer, structured)
+        self._keys[request_id] = key
+
+    def hold(self, held: bool) -> None:
+        """Begin no step from now on, or begin steps again; what is under way is taken in any case."""
+        self._core.scheduler.held = held
+
+    @property
+    def steps_under_way(self) -> int:
+        """Steps that were begun, and whose results have not been given."""
+        return len(self._core.batch_queue or ())
+
+    def step(self) -> list[ThinkerOutput]:
+        """Run one engine step and return what it gave; an empty list when there is nothing to do."""
+        if not self.has_work():
+            return []
+        if self.device.type == "cuda":
+            # A thread's current device; whoever made the engine may have been another thread.
+            torch.cuda.set_device(self._runner.device)
+        news: dict[str, RequestOutput] = {output.request_id: output for output in self._vllm_step()}
+        failed = self._fail_for_memory()
+        news = {key: output for key, output in news.items() if key in self._sequences}
+        for key, output in news.items():
+            self._sequences[key].count(output.outputs[0])
+        touched = dict.fromkeys([*self._collect_rows(), *news])
+        return failed + [output for key in touched for output in self._advance(self._sequences[key], news.get(key))]
+
+    def _vllm_step(self) -> list[RequestOutput]:
+        """vLLM's `LLMEngine.step`, of a step that its core makes or that goes on."""
+        processor: Any = self._llm.output_processor
+        processed = processor.process_outputs(core_step(self._llm.engine_core, self._runner))
+        # Of what ended with a stop string the core knows nothing.
+        self._llm.engine_core.abort_requests(processed.reqs_to_abort)
+        outputs: list[RequestOutput] = processed.request_outputs
+        return outputs
+
+    def abort(self, key: str) -> None:
+        """Drop a sequence and everything it holds; unknown keys are ignored."""
+        sequence = self._give_up(key)
+        if sequence is not None:
+            # Whether all that it computed is finite is not known yet: a step may be in flight.
+            self._clear_cache_of(sequence)
+
+    def has_work(self) -> bool:
+        """Whether `step` could advance a sequence, or has still to tell the device of an ended one."""
+        return bool(self._core.scheduler.has_requests() or self._core.batch_queue)
+
+    def stats(self) -> EngineStats:
+        """Figures of this moment, from the scheduler's own state."""
+        running, waiting = self._core.scheduler.get_request_counts()
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        held = sum(sequence.release.held_rows for sequence in self._sequences.values())
+        # The null block is never free.
+        limit = pool.num_gpu_blocks - 1
+        used = limit - pool.get_num_free_blocks()
+        return EngineStats(running, waiting, kv_blocks_used=used, rows_used=held, kv_blocks_limit=limit)
+
+    def close(self) -> None:
+        """Release the device; the engine cannot be used afterwards."""
+        for key in tuple(self._sequences):
+            self._give_up(key)
+        self._tap.steps.clear()
+        self._llm.engine_core.shutdown()
+
+    def _media_places(self, placed: ThinkerPlaced) -> NDArray[np.bool_]:
+        """bool [P]: the prompt's tokens that stand for a medium; in text there are none, as `prepare` saw."""
+        ids = placed.prompt_token_ids
+        if not placed.engine_input.get("mm_placeholders"):
+            return np.zeros(len(ids), np.bool_)
+        return np.isin(ids, list(self._media_ids.values()))
+
+    def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
+        if prompt_tokens + max_tokens > self._max_model_len:
+            raise TooLarge(
+                f"the prompt has {prompt_tokens} tokens and the reply may have {max_tokens}, together "
+                f"{prompt_tokens + max_tokens}; this deployment's limit is {self._max_model_len} (max_model_len)"
+            )
+
+    def _render(self, prompt: ThinkerPrompt) -> Mapping[str, Any]:
+        """vLLM's engine input: ids with expanded placeholders, and the processed media."""
+        tokens: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
+        if not prompt.multi_modal_data:
+            return self._render_one(tokens)
+        tokens["multi_modal_data"] = dict(prompt.multi_modal_data)
+        tokens["mm_processor_kwargs"] = dict(prompt.mm_processor_kwargs)
+        with medium_refused():
+            return self._render_one(tokens)
+
+    def _render_one(self, tokens: dict[str, Any]) -> Mapping[str, Any]:
+        (engine_input,) = self._llm.renderer.render_cmpl([tokens])
+        rendered: Mapping[str, Any] = engine_input
+        return rendered
+
+    def _fail_for_memory(self) -> list[ThinkerOutput]:
+        """Give up the sequences with a medium for which there was no memory in the step that was just begun."""
+        found, self._runner.without_memory = self._runner.without_memory, {}
+        failed = {self._keys[request_id]: kind for request_id, kind in found.items() if request_id in self._keys}
+        for key in failed:
+            self.abort(key)
+        return [ThinkerOutput(key, error=f"the device has no memory for this {kind}") for key, kind in failed.items()]
+
+    def _collect_rows(self) -> list[str]:
+        """Sort the steps' rows that have arrived to their sequences; returns the keys that got some."""
+        keys = []
+        while self._tap.steps and self._tap.steps[0].arrived:
+            step = self._tap.steps.popleft()
+            finite = bool(step.finite.all())
+            for segment in step.segments:
+                key = self._keys.get(segment.request_id)
+                if key is None:
+                    continue  # aborted or ended while the step ran
+                self._sequences[key].release.held.append(Piece.of(step, segment, finite=finite))
+                keys.append(key)
+        return keys
+
+    def _advance(self, sequence: _Sequence, news: RequestOutput | None) -> list[ThinkerOutput]:
+        """Outputs of one sequence in this step; several only when rows of more than one step came free."""
+        given = sequence.release.take()
+        if not all(piece.is_finite for piece in given):
+            self.abort(sequence.key)
+            return [ThinkerOutput(sequence.key, error="a hidden state is not finite (NaN or infinity)")]
+        outputs = [_rows_only(sequence.key, piece) for piece in given if piece.rows is not None]
+        if news is None:
+            return outputs
+        last = outputs.pop() if outputs else ThinkerOutput(sequence.key)
+        return [*outputs, self._with_news(sequence, last, news)]
+
+    def _with_news(self, sequence: _Sequence, rows: ThinkerOutput, news: RequestOutput) -> ThinkerOutput:
+        completion, release = news.outputs[0], sequence.release
+        finish = _FINISH.get(completion.finish_reason)
+        error, given_up, stop_string = None, None, _stop_string(completion)
+        if stop_string is not None:
+            # Whether what is not given is finite is not known, and a step may be in flight.
+            self._clear_cache_of(sequence)
+        if news.finished:
+            self._drop(sequence.key)
+            if finish is None:
+                error = f"the engine gave the sequence up ({completion.finish_reason})"
+            elif sequence.structured is not None:
+                error = given_up = why_given_up(sequence.structured.grammar)
+            if error is None and release.next_position != release.limit:
+                error = f"{release.next_position} of the sequence's {release.limit} hidden rows were computed"
+        return ThinkerOutput(
+            key=sequence.key,
+            text=completion.text,
+            token_ids=tuple(completion.token_ids),
+            rows=rows.rows,
+            row_start=rows.row_start,
+            rows_ready=rows.rows_ready,
+            finish_reason=None if error else finish,
+            stop_string=stop_string,
+            error=error,
+            is_refused=given_up is not None,
+        )
+
+    def _clear_cache_of(self, sequence: _Sequence) -> None:
+        self._llm.model_executor.collective_rpc("clear_cache_of", args=(sequence.request_id,), single_value=True)
+
+    def _give_up(self, key: str) -> _Sequence | None:
+        sequence = self._drop(key)
+        if sequence is not None:
+            self._llm.abort_request([sequence.request_id], internal=True)
+        return sequence
+
+    def _drop(self, key: str) -> _Sequence | None:
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            self._keys.pop(sequence.request_id)
+            self._tap.forget(sequence.request_id)
+            self._runner.forget_place(sequence.request_id)
+        return sequence
+
+
+def _stop_string(completion: CompletionOutput) -> str | None:
+    """The stop string that ended a reply; what vLLM calls its stop reason may also be an id."""
+    reason = completion.stop_reason
+    return reason if isinstance(reason, str) else None
+
+
+def _rows_only(key: str, piece: Piece) -> ThinkerOutput:
+    return ThinkerOutput(key, rows=piece.rows, row_start=piece.start, rows_ready=piece.ready)
+
+
+def _scheduler(settings: ThinkerSettings, device: torch.device) -> str:
+    """Name of the class: steps that go on are of one process, and launched while the device runs the one before."""
+    if not schedules_ahead(settings.engine, device):
+        return "triton_omni.vllm_hooks.shared.pausing.PausableScheduler"
+    if settings.steady_decode and settings.tensor_parallel_size == 1:
+        return "triton_omni.vllm_hooks.shared.incremental_schedule.IncrementalAsyncScheduler"
+    return "triton_omni.vllm_hooks.shared.pausing.PausableAsyncScheduler"

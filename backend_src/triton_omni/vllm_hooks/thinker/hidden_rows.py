@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hidden rows out of vLLM's V1 model runner: input embedding plus last hidden state of scheduled positions.
+
+One gather a step for the whole batch; nothing is copied per request and nothing waits for the device.
+It knows positions and request ids; which rows may be given when is in `row_release.py`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triton_omni.core.streams import record_event
+from triton_omni.core.transfer import to_device, to_host
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    _Runner = GPUModelRunner
+else:
+    _Runner = object
+
+
+class Segment(NamedTuple):
+    """Tokens of one request within a step: positions [start, stop), from `flag_offset` on in the batch."""
+
+    request_id: str
+    start: int
+    stop: int
+    flag_offset: int
+    row_offset: int | None
+    """Where the request's rows begin in the step's rows; None when it wants none."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What one engine step computed.
+
+    Attributes:
+        segments: which tokens are whose, in the order of the batch.
+        rows: [n, H] on the device, engine dtype, a tensor of its own and no view of a graph's pool; None when
+            nobody wants rows.
+        finite: bool [tokens] on the host: the token's hidden state has no NaN or infinity; valid once `arrived`.
+        ready: recorded on the engine's stream after `rows` and `finite` were written; None on the CPU.
+    """
+
+    segments: tuple[Segment, ...]
+    rows: Tensor | None
+    finite: Tensor
+    ready: torch.cuda.Event | None
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `finite` can be read; does not wait."""
+        return self.ready is None or bool(self.ready.query())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """Which tokens of a batch become rows: `indices` int64 [n], ascending, and `zeroed` bool [n] without their
+    embedding."""
+
+    segments: tuple[Segment, ...]
+    indices: NDArray[np.int64]
+    zeroed: NDArray[np.bool_]
+
+    def take_embeddings(self, embeddings: Tensor) -> Tensor | None:
+        """Input embeddings [n, H] of the rows, zero at media; to be called before the model runs.
+
+        vLLM's fused norm on a GPU adds the residual stream into the very buffer that holds the embeddings.
+
+        Args:
+            embeddings: [tokens of the batch, padding included; H].
+        """
+        if not len(self.indices):
+            return None
+        taken = self._take(embeddings).clone() if self._are_first else self._take(embeddings)
+        if self.zeroed.any():
+            taken.masked_fill_(to_device(torch.from_numpy(self.zeroed), embeddings.device).unsqueeze(1), 0)
+        return taken
+
+    def complete_apart(self, taken: Tensor | None, hidden: Tensor) -> Tensor | None:
+        """Complete rows that are not those of the batch's first tokens; returns what is left to complete, all or none.
+
+        Args:
+            taken: what `take_embeddings` gave.
+            hidden: [tokens of the batch, padding included; H], same device and dtype.
+        """
+        if taken is None or self._are_first:
+            return taken
+        taken.add_(self._take(hidden))
+        return None
+
+    @property
+    def _are_first(self) -> bool:
+        """Whether the rows are those of the batch's first tokens, as where all sequences decode and want rows."""
+        return bool(self.indices[-1] == len(self.indices) - 1)
+
+    def _take(self, tokens: Tensor) -> Tensor:
+        """Of [tokens of the batch, H] those that become rows, a view where they are the first."""
+        if self._are_first:
+            return tokens[: len(self.indices)]
+        return tokens.index_select(0, to_device(torch.from_numpy(self.indices), tokens.device))
+
+
+@dataclass
+class _Wanted:
+    """A request that wants rows: its media's positions bool [P], and from which position on none was taken yet."""
+
+    media: NDArray[np.bool_]
+    untaken: int = 0
+
+    def take(self, start: int, stop: int) -> int:
+        """Take positions [start, stop); returns where those begin that were not taken before."""
+        first = start if start >= self.untaken else min(self.untaken, stop)
+        self.untaken = max(self.untaken, stop)
+        return first
+
+
+class RowTap:
+    """Which requests want rows, and what the steps gave until it is taken.
+
+    Each row is taken once: of what a preempted sequence computes again, whoever waits for rows has them already.
+    `want` and `forget` are called between steps, on the thread that steps the engine.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: dict[str, _Wanted] = {}
+        self.finish: Callable[[Tensor | None, Tensor], Tensor] = finish
+        """What does the same as `finish`."""
+        self.steps: deque[StepRows] = deque()
+
+    def want(self, request_id: str, media: NDArray[np.bool_]) -> None:
+        """Give rows of this request; `media` bool [P] marks the prompt's positions whose embedding counts as zero."""
+        self._wanted[request_id] = _Wanted(media)
+
+    def forget(self, request_id: str) -> None:
+        """Give no more rows of this request; an unknown one is ignored."""
+        self._wanted.pop(request_id, None)
+
+    def plan(
+        self, request_ids: list[str], starts: NDArray[np.integer[Any]], bounds: NDArray[np.integer[Any]]
+    ) -> GatherPlan:
+        """What to take from a step's batch; asked once a step.
+
+        Args:
+            request_ids: of the batch, in its order.
+            starts: [B] position of each request's first scheduled token.
+            bounds: [B + 1] where each request's tokens begin in the batch, and the end.
+        """
+        count = len(request_ids)
+        firsts, edges = starts[:count].tolist(), bounds[: count + 1].tolist()
+        segments, total, media_spans = [], 0, []
+        runs: list[tuple[int, int]] = []
+        for request_id, first, begin, end in zip(request_ids, firsts, edges, edges[1:], strict=False):
+            wanted, stop = self._wanted.get(request_id), first + end - begin
+            if wanted is None:
+                segments.append(Segment(request_id, first, stop, begin, None))
+                continue
+            start = wanted.take(first, stop)
+            fresh = begin + start - first
+            if start < len(wanted.media):
+                media_spans.append((total, wanted.media[start:stop]))
+            if start < stop:
+                segments.append(Segment(request_id, start, stop, fresh, total))
+                _extend(runs, fresh, end)
+            total += stop - start
+        zeroed = np.zeros(total, dtype=np.bool_)
+        for offset, span in media_spans:
+            zeroed[offset : offset + len(span)] = span
+        return GatherPlan(tuple(segments), _indices(runs), zeroed)
+
+    def record(self, plan: GatherPlan, taken: Tensor | None, hidden: Tensor) -> None:
+        """Complete a step's rows and flags, off the device's buffers; nothing here waits for the device.
+
+        Rows are embedding (zero at media) + last hidden state, as HF sums them for the talker.
+
+        Source: `Qwen2_5OmniForConditionalGeneration.generate` of transformers.
+        """
+        finite = self.finish(plan.complete_apart(taken, hidden), hidden)
+        self.steps.append(StepRows(plan.segments, taken, finite, record_event(hidden.device)))
+
+
+def finish(rows: Tensor | None, hidden: Tensor) -> Tensor:
+    """Add the first hidden states to `rows`, and see which of all are finite.
+
+    Args:
+        rows: [n, H] in place, n <= N; None = there are none to complete.
+        hidden: [N, H], same device and dtype.
+
+    Returns:
+        bool [N] on the host, valid once the device has come so far: whether there is no NaN or infinity.
+    """
+    if rows is not None:
+        rows.add_(hidden[: rows.shape[0]])
+    # Three kernels instead of the five of `isfinite` and `all`; NaN is the largest of any row that has it.
+    return to_host(hidden.abs().amax(dim=1) < float("inf"))
+
+
+class HiddenRowsMixin(_Runner):
+    """Adds `row_tap` to vLLM's V1 model runner. Put it before the platform's runner in the bases."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.row_tap = RowTap()
+        # Every rank has all rows; those of rank 0 are taken.
+        self._gives_rows = not self.parallel_config.rank
+
+    def _model_forward(
+        self,
+        input_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Run the model and take the rows of this step; the batch is laid out by `_prepare_inputs` before."""
+        if inputs_embeds is None:
+            raise RuntimeError("the thinker ran on token ids: rows need a multimodal model's input embeddings")
+        batch, bounds = self.input_batch, self.query_start_loc.np
+        # A recorded step may have more rows than tokens. vLLM leaves those as they are, and the network adds its
+        # residual stream into them: from step to step they would grow, and what is not finite would stay.
+        inputs_embeds[int(bounds[len(batch.req_ids)]) :].zero_()
+        if not self._gives_rows:
+            return super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
+        plan = self.row_tap.plan(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
+        taken = plan.take_embeddings(inputs_embeds)
+        hidden = super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
+        self.row_tap.record(plan, taken, hidden)
+        return hidden
+
+
+def _extend(runs: list[tuple[int, int]], begin: int, end: int) -> None:
+    """Add [begin, end) to ranges that do not adjoin. Mostly all are one: an array operation takes as long as many of
+    these."""
+    if runs and runs[-1][1] == begin:
+        runs[-1] = (runs[-1][0], end)
+    else:
+        runs.append((begin, end))
+
+
+def _indices(runs: list[tuple[int, int]]) -> NDArray[np.int64]:
+    """The numbers of all these ranges, int64 [n]."""
+    parts = [np.arange(begin, end) for begin, end in runs]
+    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])

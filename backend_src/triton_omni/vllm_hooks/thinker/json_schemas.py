@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replies held to a JSON schema: vLLM's structured output by llguidance, whose work a step is bounded.
+
+vLLM's other grammar compilers take minutes for some small schemas, and seconds a token for what they make of others,
+on the thread that steps everybody; llguidance gives such a sequence up. This module knows vLLM's manager of grammars,
+neither sequences nor requests.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from typing import Any, Final
+
+from triton_omni.core.errors import BadRequest, TooLarge
+from triton_omni.request.strict_json import shown
+from triton_omni.vllm_hooks.shared.compat import (
+    GuidanceBackend,
+    SamplingParams,
+    StructuredOutputGrammar,
+    StructuredOutputOptions,
+    VllmConfig,
+)
+from triton_omni.vllm_hooks.thinker.schema_trial import try_schema
+
+GRAMMAR_BACKEND: Final = "guidance"
+"""What `EngineArgs.structured_outputs_config` must name."""
+
+
+class _LockedBackend(GuidanceBackend):
+    """vLLM compiles on several threads, and `compile_grammar` passes the grammar on in an attribute."""
+
+    lock = threading.Lock()
+
+    @staticmethod
+    def _build_ll_tokenizer(tokenizer: Any, vocab_size: int) -> Any:
+        """llguidance's tokenizer, to which no text spells a special token.
+
+        It tokenises what a schema prescribes as it tokenises a prompt: a constant that spells `<|im_end|>` would let
+        that token, and no other, be drawn, which the grammar then rejects.
+        """
+        import llguidance
+
+        tree = json.loads(tokenizer.backend_tokenizer.to_str())
+        tree["truncation"] = tree["padding"] = None
+        for token in tree["added_tokens"]:
+            if token["special"]:
+                token["content"] = f"<|{secrets.token_hex(16)}|>"
+        size = max(vocab_size, len(tokenizer))
+        return llguidance.LLTokenizer(json.dumps(tree), n_vocab=size, eos_token=tokenizer.eos_token_id)
+
+    def compile_grammar(
+        self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: set[int] | None = None
+    ) -> StructuredOutputGrammar:
+        with self.lock:
+            return super().compile_grammar(request_type, grammar_spec, stop_token_ids)
+
+
+class CheckedParams(SamplingParams):
+    """vLLM's parameters of a request whose schema, if it has one, `JsonSchemas.check` has seen.
+
+    vLLM would check it once more as it takes the request, on the thread that steps everybody.
+    """
+
+    def _validate_structured_outputs(self, *_: Any) -> None:
+        if self.structured_outputs is not None:
+            self.structured_outputs._backend = GRAMMAR_BACKEND
+
+
+class JsonSchemas:
+    """Checks schemas on the caller's thread; safe to call from many.
+
+    Args:
+        config: of the engine.
+        manager: the engine's `StructuredOutputManager`.
+    """
+
+    def __init__(self, config: VllmConfig, manager: Any) -> None:
+        self._config, self._manager = config, manager
+        self._lock = threading.Lock()
+
+    def prepare(self) -> GuidanceBackend:
+        """The engine's compiler; the first call reads the vocabulary, which would hold up a step.
+
+        To be called before a sequence with a schema is added: vLLM makes a compiler of its own where it finds none.
+        """
+        with self._lock:
+            if self._manager.backend is None:
+                size = self._config.model_config.get_vocab_size()
+                self._manager.backend = _LockedBackend(self._config, tokenizer=self._manager.tokenizer, vocab_size=size)
+            found: GuidanceBackend = self._manager.backend
+            return found
+
+    @property
+    def end_id(self) -> int:
+        """The id that ends a reply which its schema allows to end."""
+        return int(self.prepare().ll_tokenizer.eos_token)
+
+    def check(self, schema: str) -> None:
+        """See whether a schema can be compiled; the first time in a process of its own, which takes some 0.1 s.
+
+        Raises:
+            BadRequest: it is no JSON schema, or has what llguidance does not support; the message says what, and where.
+            TooLarge: compiling it takes too much time or memory.
+        """
+        self.prepare()
+        verdict = try_schema(schema)
+        if verdict.is_too_costly:
+            cure = "give fewer or simpler patterns, ranges, counts and references"
+            raise TooLarge(f"thinker.json_schema: cannot be compiled: {verdict.reason}; {cure}")
+        if verdict.reason:
+            path = f"thinker.json_schema{verdict.path}"
+            raise BadRequest(f"{path}: cannot be compiled: {shown(verdict.reason)}")
+
+
+def why_given_up(grammar: Any) -> str | None:
+    """Why the grammar of an ended sequence let it end before its schema did, or None."""
+    error = grammar.ll_matcher.get_error()
+    told = shown(" ".join(error.split()))
+    return f"thinker.json_schema: the reply could not be held to it, give a simpler one: {told}" if error else None

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of a sequence may be given: each position once and in order, none past the last token that is known.
+
+It knows positions and counts, neither vLLM nor the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from triton_omni.vllm_hooks.thinker.hidden_rows import Segment, StepRows
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Positions [start, stop) of one sequence from one engine step.
+
+    Attributes:
+        finite: bool [stop - start], host; None = all of them are.
+        rows: [stop - start, H] on the device, None for a sequence that wants none.
+        ready: recorded after `rows` was written, where the device is a GPU.
+    """
+
+    start: int
+    stop: int
+    finite: Tensor | None
+    rows: Tensor | None
+    ready: torch.cuda.Event | None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no hidden state of it has a NaN or an infinity."""
+        return self.finite is None or bool(self.finite.all())
+
+    @classmethod
+    def of(cls, step: StepRows, segment: Segment, *, finite: bool) -> Piece:
+        """A sequence's part of a step, views, no copies; `finite` tells whether all of the step is, which is asked once
+        and not for each of many sequences."""
+        count, rows = segment.stop - segment.start, None
+        if segment.row_offset is not None and step.rows is not None:
+            rows = step.rows[segment.row_offset : segment.row_offset + count]
+        flags = None if finite else step.finite[segment.flag_offset : segment.flag_offset + count]
+        return cls(segment.start, segment.stop, flags, rows, step.ready)
+
+    def part(self, start: int, stop: int) -> Piece:
+        """The positions [start, stop) of this piece."""
+        if (start, stop) == (self.start, self.stop):
+            return self
+        window = slice(start - self.start, stop - self.start)
+        rows = None if self.rows is None else self.rows[window]
+        finite = None if self.finite is None else self.finite[window]
+        return Piece(start, stop, finite, rows, self.ready)
+
+
+class StopCut:
+    """Counts the tokens of a reply that stay in it, wherever one of its stop strings may still cut its text.
+
+    A token stays if a character of it does. A stop string ends in text that is not there yet, so it begins less than
+    its own length before the end of what is.
+
+    Args:
+        stop: the stop strings, none empty.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self.kept = 0
+        """Tokens that stay, from the first on."""
+        self._reach = max(map(len, stop)) - 1
+        self._length = 0
+        self._starts: deque[int] = deque()
+
+    def add(self, length: int) -> None:
+        """A token came, and with it the text has `length` characters."""
+        self._starts.append(self._length)
+        self._length = length
+        self._keep_before(length - self._reach)
+
+    def close(self, length: int | None) -> None:
+        """The reply is over: a stop string left `length` characters, or None did."""
+        self._keep_before(self._length + 1 if length is None else length)
+
+    def _keep_before(self, length: int) -> None:
+        while self._starts and self._starts[0] < length:
+            self._starts.popleft()
+            self.kept += 1
+
+
+@dataclass
+class RowRelease:
+    """Holds back a sequence's rows until they may be given.
+
+    Prompt rows may be given as soon as they are there; a reply token's row when the token after it is known, since
+    the last reply token has none, and when no stop string can take it away. So a step that ran too far (async
+    scheduling) gives nothing, and what is computed again after a preemption is not given twice.
+    """
+
+    prompt_tokens: int
+    reply_tokens: int = 0
+    next_position: int = 0
+    cut: StopCut | None = None
+    """Of a reply that stop strings may end."""
+    held: deque[Piece] = field(default_factory=deque)
+
+    @property
+    def limit(self) -> int:
+        """Rows of positions from here on are not given (yet): P, then P + n_out - 1, or those of tokens that stay."""
+        known = max(self.reply_tokens - 1, 0)
+        return self.prompt_tokens + (known if self.cut is None else min(known, self.cut.kept))
+
+    @property
+    def held_rows(self) -> int:
+        """Rows of device memory held back now."""
+        return sum(len(piece.rows) for piece in self.held if piece.rows is not None)
+
+    def take(self) -> list[Piece]:
+        """The pieces that may be given now, without gaps; each position only once."""
+        given = []
+        while self.held and self.held[0].start < self.limit:
+            piece = self.held.popleft()
+            stop = min(piece.stop, self.limit)
+            if stop > self.next_position:
+                given.append(piece.part(self.next_position, stop))
+                self.next_position = stop
+            if stop < piece.stop:
+                self.held.appendleft(piece.part(stop, piece.stop))
+        return given

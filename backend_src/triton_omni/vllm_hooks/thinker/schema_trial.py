@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tries a JSON schema in a process of its own: llguidance ends its process by some schemas, and others take it minutes.
+
+The process is given seconds of CPU time and bytes of memory. What it says of a schema holds for the thinker's process,
+which compiles the same schema with less of both.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+CPU_SECONDS: Final = 2
+MEMORY_BYTES: Final = 512 << 20
+STACK_BYTES: Final = 1 << 20
+"""Half of what a thread of the thinker has at least: 2 MiB, where the system sets no limit."""
+_WITHIN_S: Final = 60.0
+"""A machine that gives the process so little CPU time has other troubles."""
+_KEPT: Final = 256
+"""Verdicts; most callers ask for the same few schemas again and again."""
+_OPTIONS: Final[Any] = {"whitespace_flexible": True}
+"""As vLLM compiles."""
+_EMPTY: Final = "no reply satisfies it (does a $ref lead to itself?)"
+_OVERLAPPING: Final = "the alternatives of oneOf may overlap: use anyOf"
+
+
+class Verdict(NamedTuple):
+    """Why a schema cannot be used."""
+
+    reason: str = ""
+    """Empty = it can be."""
+    path: str = ""
+    """The key at fault, below the schema; empty = not a single one."""
+    is_too_costly: bool = False
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def try_schema(schema: str) -> Verdict:
+    """Compile a schema elsewhere; safe to call from many threads.
+
+    Raises:
+        RuntimeError: the process could not do its work.
+    """
+    # An interpreter that is embedded, as in Triton's stub, does not know what program would start it.
+    command = [str(Path(sys.prefix) / "bin" / "python3"), "-m", __name__]
+    try:
+        ended = subprocess.run(command, input=schema.encode(), capture_output=True, timeout=_WITHIN_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Verdict(f"it takes more than {_WITHIN_S:g} s", is_too_costly=True)
+    lines = ended.stdout.splitlines()
+    if lines:
+        # A process that ended while it looked for the key has said what is wrong.
+        return Verdict(json.loads(lines[0]), json.loads(lines[1]) if len(lines) > 1 else "")
+    if ended.returncode >= 0:
+        raise RuntimeError(f"a schema could not be tried: {ended.stderr.decode(errors='replace')}")
+    return _verdict_on_end(-ended.returncode)
+
+
+def _verdict_on_end(number: int) -> Verdict:
+    if number in (signal.SIGXCPU, signal.SIGKILL):
+        return Verdict(f"it takes more than {CPU_SECONDS} s of CPU time", is_too_costly=True)
+    if number == signal.SIGABRT:
+        return Verdict(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory", is_too_costly=True)
+    if number == signal.SIGSEGV:
+        return Verdict(f"it takes more than {STACK_BYTES >> 10} KiB of stack", is_too_costly=True)
+    return Verdict(f"its compiler crashed ({signal.Signals(number).name})")
+
+
+# In the process.
+
+
+def main() -> None:
+    """Say of the schema on standard input, in lines of JSON, why it cannot be used and which key is at fault."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+    schema = sys.stdin.buffer.read().decode()
+    reason = why_not(schema)
+    print(json.dumps(_in_our_words(reason)), flush=True)
+    if reason:
+        print(json.dumps(key_at_fault(json.loads(schema), reason)))
+
+
+def why_not(schema: str) -> str:
+    """The compiler's reason against a schema, or against its first token, in one line; empty = none."""
+    import llguidance
+
+    try:
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=_OPTIONS)
+    except ValueError as error:
+        return str(error)
+    # A vocabulary of single bytes: what a schema costs and whether it compiles does not depend on the words.
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0, limits=limits)
+    matcher.compute_bitmask()
+    found: str = matcher.get_error()
+    return " ".join(found.partition("<backtrace>")[0].split())
+
+
+def key_at_fault(schema: dict[str, Any], reason: str) -> str:
+    """The path of the key, or of the schema, which is refused for the same reason by itself."""
+    from triton_omni.request.strict_json import key_step
+
+    # A part is tried beside what it may refer to.
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    path: str
+    for path, node in reversed(list(_nodes(schema))):
+        kind = {key: node[key] for key in ("type",) if key in node}
+        for key, value in node.items():
+            if key not in definitions and why_not(json.dumps({**definitions, **kind, key: value})) == reason:
+                return f"{path}{key_step(key)}"
+        if path and why_not(json.dumps({**definitions, **node})) == reason:
+            return path
+    return ""
+
+
+def _nodes(schema: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    from triton_omni.request.schema_limits import subschemas
+
+    stack = [("", schema)]
+    while stack:
+        path, node = stack.pop()
+        if isinstance(node, dict):
+            yield path, node
+        stack += subschemas(node, path)
+
+
+def _in_our_words(reason: str) -> str:
+    if reason.startswith("NoExtensionBias"):
+        return _EMPTY
+    return _OVERLAPPING if reason.startswith("oneOf constraints are not supported") else reason
+
+
+if __name__ == "__main__":
+    main()

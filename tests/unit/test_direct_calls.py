@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who called the thinker: a stranger is who is not heard of by a talker that is there, for long; nobody else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from triton_omni.thinker.direct_calls import UNHEARD_FOR_S, Caller, refusal
+
+KEY: Any = "the key"
+SECOND = 1_000_000_000
+
+
+@dataclass
+class Ledger:
+    """What the talker has said."""
+
+    has: bool = False
+    silent: float = 0.01
+
+    def has_reached(self, key: Any, stage: str) -> bool:
+        assert (key, stage) == (KEY, "talker")
+        return self.has
+
+    def silent_for(self, stage: str) -> float:
+        assert stage == "talker"
+        return self.silent
+
+
+def strangers(caller: Caller, ledger: Any, seconds: range, sent: int = 1) -> list[int]:
+    """The seconds at which the caller is taken for a stranger."""
+    return [at for at in seconds if caller.is_stranger(ledger, KEY, sent, (100 + at) * SECOND)]
+
+
+def test_a_session_of_which_the_talker_never_hears_is_a_stranger_s() -> None:
+    assert strangers(Caller(), Ledger(), range(24)) == [21, 22, 23]
+    assert UNHEARD_FOR_S == 20
+
+
+def test_a_session_that_has_reached_the_talker_is_none_however_late_it_did() -> None:
+    caller, ledger = Caller(), Ledger()
+    assert strangers(caller, ledger, range(20)) == []
+    ledger.has = True
+    assert strangers(caller, ledger, range(20, 100)) == []
+
+
+def test_before_a_message_has_left_nothing_can_be_told() -> None:
+    assert strangers(Caller(), Ledger(), range(60), sent=0) == []
+
+
+def test_a_talker_that_stands_still_is_waited_for() -> None:
+    caller, ledger = Caller(), Ledger(silent=30.0)
+    assert strangers(caller, ledger, range(60)) == []
+    ledger.silent = 0.01
+    assert strangers(caller, ledger, range(60, 81)) == []
+    assert strangers(caller, ledger, range(81, 82)) == [81]
+
+
+def test_the_answer_says_whom_to_ask() -> None:
+    assert refusal("r1").to_text().startswith("thinker is a part of the model qwen2_5_omni and answers nobody else")

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage hears that there is news, from whichever process, and nobody minds one that does not listen."""
+
+import secrets
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from triton_omni.link.doorbell import Doorbell, DoorbellRinger
+from triton_omni.session import ledger_layout
+
+WAIT_S = 5.0
+RING = """
+import pathlib, sys
+from triton_omni.session import ledger_layout
+from triton_omni.link.doorbell import DoorbellRinger
+ledger_layout._SHARED_MEMORY = pathlib.Path(sys.argv[1])
+DoorbellRinger(sys.argv[2], "talker").ring()
+"""
+
+
+@pytest.fixture
+def name():
+    return f"triton-omni-test-{secrets.token_hex(6)}"
+
+
+def test_who_listens_hears_each_ring_of_another_process(name):
+    heard = threading.Semaphore(0)
+    bell = Doorbell(name, "talker", heard.release)
+    folder = str(ledger_layout._SHARED_MEMORY)
+    for _ in range(2):
+        assert not heard.acquire(timeout=0.01)
+        subprocess.run([sys.executable, "-c", RING, folder, name], check=True)
+        assert heard.acquire(timeout=WAIT_S)
+    bell.close()
+
+
+def test_a_bell_that_is_closed_hears_nothing_more_and_rings_into_the_void_are_nothing(name):
+    rope, heard = DoorbellRinger(name, "talker"), []
+    rope.ring()
+    bell = Doorbell(name, "talker", lambda: heard.append(1))
+    bell.close()
+    heard.clear()
+    rope.ring()
+    rope.close()
+    assert heard == []
+    assert not any(thread.name == "omni-talker-bell" for thread in threading.enumerate())
+
+
+def test_more_rings_than_wait_are_one(name):
+    """A stage in a long step hears afterwards, and whoever rings meanwhile waits for nothing."""
+    begun, goes_on, heard = threading.Event(), threading.Event(), []
+
+    def hear():
+        heard.append(1)
+        begun.set()
+        goes_on.wait(WAIT_S)
+
+    bell, rope = Doorbell(name, "talker", hear), DoorbellRinger(name, "talker")
+    rope.ring()
+    assert begun.wait(WAIT_S)
+    for _ in range(10_000):
+        rope.ring()
+    goes_on.set()
+    bell.close()
+    rope.close()
+    assert 1 <= len(heard) < 10_000
+
+
+def test_a_later_process_s_bell_takes_the_place_of_the_one_before(name):
+    """The file of one that was killed stays, and the rope may be older than the bell."""
+    earlier, later = threading.Semaphore(0), threading.Semaphore(0)
+    first, rope = Doorbell(name, "talker", earlier.release), DoorbellRinger(name, "talker")
+    second = Doorbell(name, "talker", later.release)
+    rope.ring()
+    assert later.acquire(timeout=WAIT_S)
+    assert not earlier.acquire(blocking=False)
+    first.close()
+    rope.ring()
+    assert later.acquire(timeout=WAIT_S)
+    second.close()
+    rope.close()
+    assert [path.name for path in ledger_layout.own_folder(name).iterdir()] == ["talker-bell"]
