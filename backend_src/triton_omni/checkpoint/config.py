@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts of the weights, read from the checkpoint's own files: sizes, special ids, rates.
 
-What a deployment chooses is in `core/settings.py`. Nothing here imports transformers: `config.json` is read as
-published (names of transformers 4) and as newer transformers write it (`rope_parameters`, `hidden_size` in the DiT).
+Settings that a deployment chooses are in `core/settings.py`. Nothing here imports transformers: `config.json` is read
+as published (names of transformers 4) and as newer transformers write it (`rope_parameters`, `hidden_size` in the DiT).
 """
 
 from __future__ import annotations

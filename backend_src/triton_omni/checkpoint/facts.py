@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the weights dictate: sizes, special ids and rates, as frozen types.
+"""Facts that the weights dictate, as frozen types: sizes, special ids and rates.
 
 `config.py` reads them from a checkpoint's own files.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether files of weights are whole, by their headers alone: a second for a checkpoint that takes minutes to load.
+"""Checks by their headers that weight files are complete: a second for a checkpoint that loads for minutes.
 
 Format: https://github.com/huggingface/safetensors#format. Reads no weight and needs no torch.
 """
@@ -62,7 +62,7 @@ def _side(size: int, end: int) -> str:
 
 
 def _tensors(path: Path, raw: bytes, length: int) -> dict[str, tuple[int, int]]:
-    """The bytes of each tensor behind the header, from and to."""
+    """The byte range of each tensor after the header."""
     if len(raw) != length or not raw:
         raise CheckpointError(f"{path}: is no safetensors file, or is cut off within its header")
     try:

@@ -25,8 +25,8 @@ class CheckpointError(ValueError):
 class Section:
     """A JSON object and where it was found, such as `config.json: talker_config`.
 
-    Each reader takes alternative names of a key in the order of preference (published and newer ones differ);
-    a `default` is for keys that HF's own configuration classes fill in, without one a missing key is an error.
+    Each reader takes alternative names of a key in order of preference, since published and newer configurations
+    differ. A `default` serves keys that HF's configuration classes fill in; without one a missing key is an error.
     """
 
     where: str
@@ -48,7 +48,7 @@ class Section:
         return self.section(key) if self.values.get(key) is not None else Section(f"{self.where}.{key}", {})
 
     def has(self, *keys: str) -> bool:
-        """Whether one of the keys is there and not null."""
+        """True if one of the keys is there and not null."""
         return any(self.values.get(key) is not None for key in keys)
 
     def integer(self, *keys: str, default: int | None = None, low: int = 0, high: int | None = None) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a whole random Qwen2.5-Omni checkpoint in HF's format: tiny for tests, 3B and 7B for measurements.
 
-What HF's `from_pretrained` loads, this writes: configuration, sharded safetensors, tokenizer, processor, speakers.
-It knows nothing of serving. Command line: `python -m triton_omni.checkpoint.synthetic --size tiny --out FOLDER`.
+It writes all that HF's `from_pretrained` loads: configuration, sharded safetensors, tokenizer, processor, speakers. It
+knows nothing of serving. Command line: `python -m triton_omni.checkpoint.synthetic --size tiny --out FOLDER`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _FINAL_RMS = 2.0
 
 @dataclass(frozen=True)
 class Decoder:
-    """What the rules need to know of the thinker's or the talker's transformer."""
+    """Facts about the thinker's or the talker's transformer that the rules need."""
 
     prefix: str
     head: str

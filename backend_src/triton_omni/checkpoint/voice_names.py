@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of a checkpoint's voices, read without torch: importing that takes seconds and 200 MB, for a few words.
 
-What a voice is made of, and whether the file can be used at all, is `speakers.py`'s to say.
+`speakers.py` reads the voices themselves and checks that the file can be used.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands share of their command lines: refusals in one line, with the value and what is allowed."""
+"""Command-line parsing that all commands share: one-line refusals with the value and the allowed range."""
 
 from __future__ import annotations
 

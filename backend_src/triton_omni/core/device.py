@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device a stage runs on, found without importing torch (a model's configuration is completed before load)."""
+"""Choose a stage's device without importing torch; Triton completes a model's configuration before load."""
 
 from __future__ import annotations
 

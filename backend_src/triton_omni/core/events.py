@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a request, as records of the log: an event with fields. Never content, media or keys of a request.
+"""Log records of request events: a name with fields. Never content, media or keys of a request.
 
 A record is one line of text, `finished request=r1 session=s0g1 seconds=1.2`, and has event and fields besides for who
 wants them apart (`core/log_format.py`).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of the memory of large arrays once they are freed, and what Python looks for garbage in."""
+"""Memory settings of a stage process: the C heap keeps freed arrays, and the garbage collector skips modules."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ _MMAP_THRESHOLD: Final = -3
 _LARGEST_KEPT_BYTES: Final = (64 << 20, 32 << 20)
 """Larger arrays go back to the kernel one by one. Some versions of glibc take no more than the second."""
 _KEPT_BYTES: Final = 256 << 20
-"""Of free memory at the end of the main heap; those of threads keep what they had."""
+"""Free bytes that stay at the end of the main heap; heaps of threads keep what they had."""
 
 logger = logging.getLogger(__name__)
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library keep what large arrays freed for the next ones; whether it can be told so (glibc alone).
+    """Have the C library keep the memory of freed large arrays; return False where it cannot (not glibc).
 
-    What processors make of an image, a sound or a video are many arrays of tens of MB. As glibc comes, the kernel gives
-    and zeroes their pages anew each time, which took as long as all arithmetic together. What stays is at most what all
-    threads that process media had at once.
+    Media processors allocate many arrays of tens of MB. By default glibc returns them to the kernel, and zeroing new
+    pages took as long as all arithmetic. At most the memory that all media threads used at once stays.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -41,10 +40,10 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Leaves out of every collection of garbage what is made within: modules, which are there to stay.
+    """Exclude objects made within from garbage collection: modules, which never go away.
 
-    The half million objects of torch's and vLLM's are else looked through several times while they are imported and,
-    all of them, seven times while vLLM makes its engine: a fifth of a stage's start.
+    Otherwise the collector walks the half million objects of torch and vLLM several times during import. It walks them
+    seven times more while vLLM makes its engine: a fifth of a stage's start.
     """
     gc.disable()
     try:
@@ -56,9 +55,9 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def never_collected() -> Iterator[None]:
-    """Collects no garbage within, whoever asks for it: for a process that ends next, and all its memory with it.
+    """Disable garbage collection within, explicit calls included: for a process that ends next.
 
-    vLLM looks through two million objects, modules among them, when it closes its engine: half of a stage's stop.
+    vLLM collects two million objects when it closes its engine: half of a stage's stop.
     """
     collect = gc.collect
     gc.disable()

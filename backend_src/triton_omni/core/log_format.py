@@ -18,7 +18,7 @@ LEVEL_VARIABLE: Final = "OMNI_LOG_LEVEL"
 FORMATS: Final = ("plain", "json")
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-# What could begin a line of its own, or drive a terminal.
+# Characters that could begin a new line or control a terminal.
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 

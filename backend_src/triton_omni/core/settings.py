@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serving settings of a stage: the only reader of `stage.yaml`.
 
-What a deployment chooses (limits, precision, streaming plan) is here; what the weights dictate
-(sizes, special ids, rates) is in `checkpoint/config.py`. Unknown keys, wrong types, values out of
-range and impossible pairs stop the load with a message that names the key.
+Settings that a deployment chooses: limits, precision, streaming plan. Facts that the weights dictate (sizes, special
+ids, rates) are in `checkpoint/config.py`. Unknown keys, wrong types, values out of range and impossible pairs stop the
+load with a message that names the key.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from triton_omni.core.validation import wanted_kind, wanted_limit
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 UseRing = Literal["auto", True, False]
-"""Whether what the stage before makes comes by memory shared with it (`link/ring.py`) instead of Triton's messages;
-auto = where both are on one GPU."""
+"""Carry rows or codes through a shared ring (`link/ring.py`) instead of Triton's messages; auto = if both stages are on
+one GPU.
+"""
 Quantization = Literal["none", "fp8"]
 Solver = Literal["rk4", "euler"]
 Positive = Annotated[int, Field(gt=0)]
@@ -97,7 +98,7 @@ class EngineSettings(_Frozen):
 
     @property
     def fuses_decode(self) -> bool:
-        """Whether decode steps of a whole network on a GPU are to be fused, if the network allows it."""
+        """True if decode steps of the whole network are fused on a GPU, where the network allows it."""
         return self.fused_decode is True or (self.fused_decode == "auto" and not self._unfused)
 
     @property
@@ -140,11 +141,11 @@ class TalkerEngineSettings(EngineSettings):
 MAX_NAME: Final = 1024
 """Characters of a request's id, and of what else is a name."""
 MOST_MEDIA_ITEMS: Final = 4096
-"""Of any deployment: elements of a request's inputs are counted before its limits are known."""
+"""Maximum elements of a request's inputs in any deployment, counted before its own limits are known."""
 
 
 class RequestLimits(_Frozen):
-    """What one request may bring; checked before memory is spent."""
+    """Limits of one request, checked before memory is spent."""
 
     max_request_bytes: Positive = 1 << 20
     """UTF-8 bytes of `text_input` or `messages` (without media data URIs)."""
@@ -153,8 +154,9 @@ class RequestLimits(_Frozen):
     max_media_bytes: Positive = 64 << 20
     """Encoded bytes of one medium."""
     max_body_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 30)] = 88 << 20
-    """Of an HTTP request, as it comes and unpacked: one medium of 64 MiB in base64 and a text. The stack of each of
-    Triton's HTTP threads is twice that. Over gRPC a request may be larger."""
+    """Maximum bytes of an HTTP body, as received and as unpacked: one medium of 64 MiB in base64 and a text. The stack
+    of each of Triton's HTTP threads is twice that. Over gRPC a request may be larger.
+    """
     max_image_pixels: Positive = 16 << 20
     max_audio_seconds: Annotated[float, Field(gt=0)] = 300.0
     max_video_seconds: Annotated[float, Field(gt=0)] = 120.0
@@ -173,9 +175,9 @@ class RequestLimits(_Frozen):
     """Token ids that a request may bias."""
     max_stop_strings: Annotated[int, Field(ge=0, le=64)] = 16
     max_stop_characters: Annotated[int, Field(ge=1, le=1024)] = 64
-    """Of one stop string; that many less one are held back from a reply that has one."""
+    """Maximum characters of one stop string. The server holds back one character fewer of each reply."""
     max_schema_bytes: Annotated[int, Field(ge=2, le=1 << 15)] = 1 << 14
-    """Of a JSON schema without spaces, in UTF-8."""
+    """Maximum bytes of a JSON schema without spaces, in UTF-8."""
     allowed_url_schemes: tuple[Literal["data"], ...] = ("data",)
     """Nothing is fetched or opened by name unless the deployment says so here."""
 
@@ -186,8 +188,9 @@ class ThinkerSettings(_Frozen):
     device: Device = "auto"
     dtype: Dtype = "auto"
     quantization: Quantization = "none"
-    """Of the decoder's matrix products: `fp8` halves the bytes that a step reads, at the price of exactness (GPU only,
-    half precision). Media encoders and the links stay in `dtype`."""
+    """Number format of the decoder's matrix products. `fp8` halves the bytes that a step reads and is less exact (GPU
+    only, half precision). Media encoders and the links stay in `dtype`.
+    """
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
     """GPUs that share each layer: the one that the stage is placed on, and those after it."""
     steady_decode: bool = True
@@ -267,8 +270,9 @@ class Token2WavSettings(_Frozen):
 
     device: Device = "auto"
     dtype: Dtype = "auto"
-    """Of matrix products and convolutions; auto is float16 on a GPU, float32 elsewhere. float32 is the plain path:
-    PyTorch's own kernels one by one, equal to HF within rounding."""
+    """Number format of matrix products and convolutions; auto is float16 on a GPU, float32 elsewhere. float32 is the
+    plain path: PyTorch's own kernels one by one, equal to HF within rounding.
+    """
     cuda_graphs: bool = True
     """Launch recorded passes at once instead of kernel by kernel (half precision only)."""
     ring: UseRing = "auto"
@@ -284,8 +288,9 @@ class Token2WavSettings(_Frozen):
     diffusion: DiffusionSettings = DiffusionSettings()
     max_lead_s: Lead | None = None
     """Seconds of sound that a stream may be ahead of its listener, who is taken to play at real time from the first
-    chunk on; None = as far as codes come. What is not made is not buffered for a slow reader, nor made for one who
-    hangs up."""
+    chunk on; None = as far as codes come. Audio beyond the lead is neither buffered for a slow reader nor made for a
+    client that hangs up.
+    """
     max_streams: Annotated[int, Field(gt=0, le=1024)] = 64
     """Streams open at once, offline ones not counted; the next one is refused as overloaded. Each keeps the keys and
     values that its next window looks back on: 14 MB of a GPU by default, for as many evaluations as `diffusion` makes.
@@ -368,7 +373,7 @@ def describe_validation(error: ValidationError, kind: type[BaseModel]) -> str:
 
 
 def _problem(code: str, context: dict[str, Any], message: str, value: object) -> str:
-    """What is wrong with one value, by the code that pydantic gives it."""
+    """Describe one invalid value by pydantic's error code."""
     found = f"{value!r:.80}"
     if code == "value_error":  # a validator of ours, whose sentence has the values
         return str(context["error"])

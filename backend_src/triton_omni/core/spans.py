@@ -35,6 +35,6 @@ class FirstFit:
         start = 0
         for base, end in sorted([*taken, *((places.start, places.stop) for places in avoid)]):
             yield start, base
-            # What is to be avoided may overlap what is taken.
+            # An avoided range may overlap a taken one.
             start = max(start, end)
         yield start, self.capacity

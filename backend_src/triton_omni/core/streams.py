@@ -54,8 +54,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def on_side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """Do small work beside the engine's stream, on which the next step has been launched already: behind that step a
-    message would be late by one. None, and nothing, on the CPU."""
+    """Run small work on a side stream: on the engine's stream it would wait for the step that is already launched.
+    None, and nothing, on the CPU.
+    """
     if device.type != "cuda":
         yield None
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage tells of its part in a request to whoever traces requests through many services.
+"""Trace spans of a stage's part in a request.
 
 Spans are made by `stub/otel.py` where an exporter is configured; everywhere else these do nothing.
 """
@@ -30,7 +30,7 @@ class Tracer(Protocol):
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody sees them."""
+        """True if spans are exported."""
 
     def begin(self, traceparent: str, start_ns: int) -> Span:
         """A span that began at `start_ns` of the monotonic clock, under the one that `traceparent` names, if any."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pydantic schema allows, in this project's words: the only place that knows pydantic's codes of faults."""
+"""Validation messages in this project's words: the only module that knows pydantic's error codes."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _LIMITS: Final = {
 
 
 def wanted_kind(code: str) -> str | None:
-    """What kind of value is wanted, where another was given: `an integer`."""
+    """Name the expected kind of value, such as `an integer`."""
     return _KINDS.get(code.partition("_")[0])
 
 
 def wanted_limit(code: str, context: Mapping[str, Any]) -> str | None:
-    """What a value of the right kind must do: `be at least 1`."""
+    """State the limit that a value of the right kind breaks, such as `be at least 1`."""
     if code not in _LIMITS:
         return None
     return _LIMITS[code].format(**{name: _written(value) for name, value in context.items()})
 
 
 def _written(value: object) -> str:
-    """As JSON and YAML have it, where Python has it otherwise."""
+    """Write a constant as JSON and YAML do."""
     if isinstance(value, float):
         return f"{value:g}"
     return str(value).replace("True", "true").replace("False", "false")

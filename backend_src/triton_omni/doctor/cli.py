@@ -59,7 +59,7 @@ class Server:
     http_address: str = ""
     """`HOST:PORT`; empty = unknown."""
     pid: int = 0
-    """Of tritonserver; 0 = unknown."""
+    """Process id of tritonserver; 0 = unknown."""
 
 
 def server_of_process(pid: int) -> Server:
@@ -109,7 +109,7 @@ def look(server: Server) -> Sample:
 
 
 def _start_of(server: Server) -> Finding | None:
-    """What a server does that is not up yet: it listens nowhere, and a stage was never loaded."""
+    """Describe a server that is still starting: it listens nowhere, and a stage was never loaded."""
     if not server.pid or not server.http_address or _listens(server.http_address):
         return None
     loaded = loaded_stages(server.pid)
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _with_hint(sentence: str) -> str:
-    """What is wrong with a server elsewhere, and what helps where there is none."""
+    """Add advice where no server was found; findings of a remote server pass as they are."""
     return f"{sentence}; {HOW_TO_START}" if sentence.endswith(REFUSED) else sentence
 
 

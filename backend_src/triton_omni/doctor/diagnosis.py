@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a server at one moment, by what its ledger, its metrics and Triton say (pure).
+"""Findings about a server at one moment, from its ledger, its metrics and Triton (pure).
 
 A finding has a name, by which it is recognised at the next moment, and a sentence. Some come and go while sessions
 begin and end; what stays is meant (`doctor/cli.py`).
@@ -29,7 +29,7 @@ Finding = tuple[str, str]
 
 @dataclass(frozen=True)
 class Sample:
-    """What was found at one moment."""
+    """One sample of a server's state."""
 
     ledger: LedgerView | None = None
     """None = it cannot be seen from here."""
@@ -38,15 +38,15 @@ class Sample:
     metrics: MetricsPage | None = None
     """None = the endpoint gave none."""
     faults: tuple[Finding, ...] = ()
-    """What could not be asked, and what is wrong with the machine."""
+    """Questions that got no answer, and faults of the machine."""
     start: Finding | None = None
-    """What a server that is not up yet does."""
+    """Progress of a server that is still starting."""
     loading: Mapping[StageName, int] = field(default_factory=dict)
     """Processes of stages of which the ledger does not know yet."""
 
     @property
     def seen(self) -> bool:
-        """Whether anything of the server could be read."""
+        """True if anything of the server could be read."""
         return self.ledger is not None or self.metrics is not None
 
     def figure(self, name: str, stage: StageName) -> int | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a look at a server found, as a table in the terminal."""
+"""Prints a sample of a server as a table in the terminal."""
 
 from __future__ import annotations
 

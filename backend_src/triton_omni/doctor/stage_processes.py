@@ -40,7 +40,7 @@ def stage_processes(server: int) -> dict[StageName, int]:
 
 
 def _stage_of(pid: int) -> StageName | None:
-    """Which stage's `…/STAGE/1/model.py` a process was started with; a process that has ended has no command line."""
+    """Return the stage whose `…/STAGE/1/model.py` a process runs; a process that has ended has no command line."""
     with contextlib.suppress(OSError):
         model = Path(next(iter(command_line(pid)), ""))
         return next((stage for stage in STAGES if model.parts[-3:] == (stage, "1", "model.py")), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What talker and token2wav share: sessions that the stage before opens, messages checked, copied and given back.
+"""Base of talker and token2wav: opens sessions, then checks, copies and returns messages of the previous stage.
 
 A session's `OPEN` request is the one sender of all that the stage answers; every later message's request is ended
 as soon as the engine was told to copy its tensors. It knows no engine's kind, no Triton.
@@ -61,13 +61,13 @@ class LinkSession:
 
 
 class LinkEngine(Protocol):
-    """What both stages need of their engine."""
+    """Operations that both stages need from their engine."""
 
     def abort(self, key: str) -> None:
         """Drop a sequence; unknown keys are ignored."""
 
     def has_work(self) -> bool:
-        """Whether `step` could advance a sequence now."""
+        """True if `step` could advance a sequence now."""
 
     def stats(self) -> EngineStats:
         """Figures of this moment."""
@@ -119,7 +119,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._batches = Histogram(POWERS)
         self._leaks = LeakWatch()
         self.hops: dict[Until, LinkLatency] = {"arrived": LinkLatency(), "taken": LinkLatency()}
-        """Of rows and codes, each time some of a session are taken."""
+        """Latency of rows and codes, measured whenever some of a session are taken."""
 
     # Called from any thread.
 
@@ -139,7 +139,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         message, arrived_ns = self._parse(tensors), time.monotonic_ns()
         sender.bind(message.key.slot)
         if not self._ledger.holds(message.key) or self._came_before(message):
-            # Of a session that is over, or sent once more by a client that took it for himself: it changes nothing.
+            # The session is over, or a client sent the message again on its own: it changes nothing.
             sender.finish()
             return
         self._relay(message, sender)
@@ -182,7 +182,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     # On Triton's thread.
 
     def _came_before(self, message: MessageT) -> bool:
-        """Whether this message, or a later one of its session, was taken already."""
+        """True if this message, or a later one of its session, was taken already."""
         key = message.key
         generation, newest = self._newest[key.slot]
         if key.generation == generation and message.number <= newest:
@@ -205,7 +205,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     # On the loop's thread.
 
     def has_work(self) -> bool:
-        """Whether the engine could advance now."""
+        """True if the engine could advance now."""
         return self._broken is None and self._link_engine.has_work()
 
     def poll(self) -> float:
@@ -221,13 +221,13 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def fail(self, error: Exception) -> None:
         """The engine raised: every session ends with an error, later ones fail when they open."""
         self._broken = f"the engine of {self._name} failed: {type(error).__name__}"
-        # What it held is lost with it, and nobody asks it again.
+        # The engine's contents are lost, and nobody asks for them again.
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._fail_all(InternalError(self._broken, stage=self._name))
         self._ledger.say_broken()
 
     def _look_around(self) -> None:
-        """What is to be done at every poll once all that has come is known, before sessions are looked after."""
+        """Hook that runs at every poll, after new messages are taken and before sessions are looked after."""
 
     @abstractmethod
     def step(self) -> None:
@@ -243,11 +243,11 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     @abstractmethod
     def _open_sequence(self, session: SessionT, message: MessageT) -> None:
-        """Open it in the engine. What is raised ends the session."""
+        """Open it in the engine. An exception ends the session."""
 
     @abstractmethod
     def _take_message(self, session: SessionT, message: MessageT, sender: ResponseSender) -> None:
-        """Deal with a message that came in its order, and give it back. What is raised ends the session."""
+        """Deal with a message that came in its order, and give it back. An exception ends the session."""
 
     @abstractmethod
     def _take_placed(self, session: SessionT, tensor: torch.Tensor) -> None:
@@ -282,8 +282,8 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def _attend(self, session: SessionT) -> float:
         """End a session that lost a stage, else look after it.
 
-        The dead stage's requests stay open for ever, so nothing is gained by waiting for others before the error; each
-        stage that is left answers it, since any of them may hold the only request that reaches the client.
+        The dead stage's requests stay open for ever, so waiting gains nothing. Each stage that is left answers, since
+        any of them may hold the only request that reaches the client.
         """
         lost = self._ledger.lost_stages(session.key)
         if not lost:
@@ -353,8 +353,8 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
             self._fail(session, as_omni_error(error, request.request_id))
 
     def _open_where_room_is(self, session: SessionT, message: MessageT) -> None:
-        """Open it in the engine, if need be in the place of sessions that are over and have not been looked after
-        since: a listener who interrupts a reply asks again at once.
+        """Open the sequence in the engine, if need be after closing sessions that are over. A client that interrupts a
+        reply asks again at once.
         """
         try:
             self._open_sequence(session, message)
@@ -385,8 +385,8 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     ) -> None:
         """End a data message's request, whose `tensor` the engine has been told to copy; its credit goes back with it.
 
-        The tensor is no memory of Triton's any more, so nothing waits for the copy, which may be queued behind a long
-        step: the memory is only not used anew before it.
+        The tensor is not in Triton's memory any more, so nothing waits for its copy. A long step may precede the copy;
+        the memory is reused only after it.
         """
         session.consumed += 1
         session.by_message += len(tensor)

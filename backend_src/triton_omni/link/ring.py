@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that a stage shares with the one before it: rows or codes of open sessions go there, past Triton.
 
-A message of Triton's costs both sides a millisecond or more, however little is in it. What the stage before has made of
-a session, it writes into the session's places of a ring, on the device; how much is there stands in the ledger
-(`link/ring_writer.py`). The stage that reads owns the ring and offers it in a file beside the ledger's. On a GPU the
-memory is CUDA's own for several processes (`cudaIpcGetMemHandle`): it stays until both have left it, so that whoever
-still writes when its owner dies harms nobody. On the CPU it is the file's.
+One message of Triton costs both sides a millisecond or more, however small it is. The previous stage writes rows or
+codes into the session's places of a ring on the device. The ledger holds their number (`link/ring_writer.py`). The
+stage that reads owns the ring and offers it in a file beside the ledger's. On a GPU the memory is CUDA's own for
+several processes (`cudaIpcGetMemHandle`): it stays until both have left it, so that whoever still writes when its owner
+dies harms nobody. On the CPU it is the file's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from triton_omni.core.errors import StageName
 from triton_omni.session.ledger_layout import open_own, own_folder, table_path
 
 _DATA_AT: Final = 4096
-"""Where the memory of a ring on the CPU begins in its file, behind the offer."""
+"""Offset in bytes of a CPU ring's memory in its file, after the offer."""
 _LAZY_PEERS: Final = 1
 """`cudaIpcMemLazyEnablePeerAccess`, the only flag there is."""
 
@@ -38,15 +38,15 @@ class RingError(RuntimeError):
 
 
 class _Offer(msgspec.Struct, frozen=True):
-    """What the file says of a ring."""
+    """The description of a ring in its file."""
 
     epoch: int
-    """Of the stage that owns it."""
+    """Epoch of the stage that owns it."""
     device: str
     shape: tuple[int, ...]
     dtype: str
     handle: bytes = b""
-    """Of a GPU's memory."""
+    """CUDA IPC handle of the GPU memory."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Ring:
     slots: int = field(init=False)
     """Sessions that have places."""
     places: int = field(init=False)
-    """Of each session."""
+    """Places of each session."""
 
     def __post_init__(self) -> None:
         self.slots, self.places = self.memory.shape[:2]
@@ -217,7 +217,7 @@ def _runtime() -> Any:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call of CUDA's runtime gave.
+    """Return the result of a CUDA runtime call; raise `RingError` for an error code.
 
     Raises:
         RingError: it failed.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rows or codes get out of a stage's ring; the other half of `link/ring_writer.py`. It knows no engine and no
-Triton."""
+"""Reads rows or codes from a stage's ring; the counterpart of `link/ring_writer.py`. It knows no engine and no
+Triton.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +22,19 @@ from triton_omni.session.wire import SessionKey
 
 
 class News(NamedTuple):
-    """What was placed of one session since it was last looked at."""
+    """Items of one session that were written since the last look."""
 
     parts: list[Tensor]
     """Rows [N, H] or codes [N] in their order, in the ring itself."""
     total: int
-    """What was placed with these."""
+    """Total number of items written, these included."""
     sent_ns: int
     """When they were given away, and came, by the system-wide monotonic clock."""
     arrived_ns: int
 
 
 class RingReader:
-    """Takes what the stage before has placed in this stage's ring. Of one thread, but for the bell.
+    """Takes what the stage before has placed in this stage's ring. Used by one thread; the doorbell alone has its own.
 
     Args:
         ledger: of the stage that reads.
@@ -49,12 +50,13 @@ class RingReader:
         self._before = STAGES[STAGES.index(ledger.stage) - 1]
         self._rung_ns = 0
         self._copies: deque[tuple[torch.cuda.Event | None, Sequence[tuple[SessionKey, int]]]] = deque()
-        """Of which sessions how much was fetched, by copies that the device may not have made yet."""
+        """Sessions and item counts of copies that the device may not have finished."""
         self._doorbell = Doorbell(ledger.name, ledger.stage, self._hear)
         self.fetched_bytes = 0
 
     def news(self, key: SessionKey, fetched: int, by_message: int) -> News | None:
-        """What was placed of a session behind `fetched`; None = nothing, or what came before has not all come.
+        """Return the items of a session after the first `fetched`; None = nothing new, or an earlier message is still
+        missing.
 
         Args:
             by_message: rows or codes that came in messages.

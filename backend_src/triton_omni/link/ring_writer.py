@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rows or codes get into the next stage's ring: those of all sessions by one kernel, then told in the ledger.
+"""Writes rows or codes into the next stage's ring: one kernel for all sessions, then a note in the ledger.
 
-One bell for all of them: a step of an engine has news of every session, and a message for each would take both stages
-longer than the step. It knows no engine and no Triton.
+All sessions share one doorbell. A step has news of every session, and a message for each would take both stages longer
+than the step. It knows no engine and no Triton.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from triton_omni.session.ledger_layout import LedgerError
 from triton_omni.session.wire import SessionKey
 
 LOOK_NS: Final = 500_000_000
-"""How often a ring is looked for that is not offered, at most."""
+"""Minimum nanoseconds between two searches for a ring that is not offered yet."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Copy(NamedTuple):
-    """What of one session is about to be copied."""
+    """Rows or codes of one session that the next copy writes."""
 
     slot: int
     start: int
@@ -39,7 +39,7 @@ class _Copy(NamedTuple):
 
 
 class RingWriter:
-    """Puts rows or codes of open sessions into the ring of the next stage. Of one thread.
+    """Writes rows or codes of open sessions into the next stage's ring. Used by one thread.
 
     Args:
         ledger: of the stage that places.
@@ -56,9 +56,7 @@ class RingWriter:
         self._told: list[tuple[SessionKey, Placed]] = []
 
     def look(self, now_ns: int) -> None:
-        """Leave the ring of a process that is gone, and find that of the next stage's present one; to be called before
-        anything of a session that began since is taken.
-        """
+        """Release the ring of a process that has ended, and open the ring of the next stage's present process."""
         if self._ring is not None and self._present_ring is None:
             self._leave_ring()
         if self._ring is not None or now_ns < self._look_from_ns:
@@ -76,24 +74,25 @@ class RingWriter:
         return ring if ring is not None and ring.epoch == self._ledger.epoch(self._to) else None
 
     def has_places(self, key: SessionKey) -> bool:
-        """Whether the session has places in a ring."""
+        """True if the session has places in a ring."""
         ring = self._ring
         return ring is not None and key.slot < ring.slots
 
     def room(self, key: SessionKey, send_queue: SendQueue) -> int:
-        """How many more rows or codes of the session whose send queue it is may be placed."""
+        """Number of rows or codes of the session that still fit into its places."""
         ring = self._ring
         if ring is None or key.slot >= ring.slots:
             return 0
         return ring.places - (send_queue.placed - self._ledger.fetched(key, self._to))
 
     def is_half_full(self, count: int) -> bool:
-        """Whether so many of a session take half of its places or more."""
+        """True if `count` items fill at least half of a session's places."""
         return self._ring is not None and 2 * count >= self._ring.places
 
     def take(self, key: SessionKey, send_queue: SendQueue) -> bool:
-        """Have rows [N, H] or codes [N] that wait in a session's send queue be copied with the next `leave`, as many as
-        there is room for; whether there are any."""
+        """Queue rows [N, H] or codes [N] of a session for the next `leave`, as many as fit; return True if there are
+        any.
+        """
         start = send_queue.placed
         taken = (
             send_queue.take_tensor(self.room(key, send_queue)) if send_queue.held and send_queue.past_messages else None
@@ -103,14 +102,14 @@ class RingWriter:
         return taken is not None
 
     def tell(self, key: SessionKey, send_queue: SendQueue) -> None:
-        """Have the next stage be told with the next `leave` of all that was taken from the session's send queue."""
+        """Queue a note to the next stage about all rows or codes taken so far; the next `leave` sends it."""
         self._told.append((key, Placed(send_queue.placed, send_queue.behind or 0, time.monotonic_ns())))
 
     def leave(self) -> None:
-        """Copy what was placed, of all sessions at once, and tell the next stage.
+        """Copy the queued rows or codes of all sessions at once, then notify the next stage.
 
-        It waits for the copies of which it tells, which a stream of their own makes beside the engine's next step: a
-        thread that did so would stand in line with this one for Python's lock.
+        It waits for these copies, which run on a side stream beside the engine's next step. A thread of their own would
+        compete with this one for the GIL.
         """
         copies, self._copies = self._copies, []
         told, self._told = self._told, []
@@ -126,7 +125,7 @@ class RingWriter:
             self._ringer.ring()
 
     def close(self) -> None:
-        """Place nothing more."""
+        """Stop writing."""
         self._leave_ring()
         self._ringer.close()
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waits on one link of one session: when it leaves, and what leaves together.
+"""Items of one session that wait for one link: when they leave, and which leave together.
 
-A message costs sender and receiver about the same however much is in it, and beyond some thousand a second they do
-nothing else. So few leave: no more than the credits, no codes before they complete a window, and the busier the link,
-the more rows and words share a message. It knows no engine, no Triton.
+A message costs sender and receiver a fixed time, whatever its size; a thousand a second fill a CPU core. So the queue
+sends few messages. It never exceeds the credits, sends no codes before they complete a window, and batches more the
+busier the link is. It knows no engine, no Triton.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ CREDITS: Final = 2
 """Data messages of one session that may be on the way on one link."""
 
 TEXT_APART_NS: Final = 20_000_000
-"""Text that finds no tensor to leave with leaves by itself, but no more often than this."""
+"""Minimum nanoseconds between messages that carry text alone."""
 
 MESSAGE_NS: Final = 2_000_000
-"""A link's time for one message."""
+"""Nanoseconds of a link's time for one message."""
 
 AT_A_TIME: Final = 4
-"""Messages of as many sessions may leave one right behind another: a step of an engine has news of all of them."""
+"""Number of sessions whose messages may leave in a burst, since one step has news of all of them."""
 
 
 class RateLimit:
-    """Spreads what the sessions of one link send, so that the link keeps up and no message waits behind many others.
+    """Spreads the messages of a link's sessions over time, so that no message waits for many others.
 
     Attributes:
         sessions: how many share the link now.
@@ -46,11 +46,11 @@ class RateLimit:
 
     @property
     def apart_ns(self) -> int:
-        """Least time between two messages of one session."""
+        """Minimum nanoseconds between two messages of one session."""
         return self.sessions * MESSAGE_NS
 
     def turn_ns(self, now_ns: int) -> int:
-        """From when on a message that is ready now may leave; whoever asks first goes first."""
+        """Return the time in nanoseconds from which a message that is ready now may leave; first come, first served."""
         slot_ns = max(self._free_ns, now_ns)
         self._free_ns = slot_ns + MESSAGE_NS
         return slot_ns - (AT_A_TIME - 1) * MESSAGE_NS
@@ -58,7 +58,7 @@ class RateLimit:
 
 @dataclass(frozen=True)
 class Batch:
-    """What leaves in one message."""
+    """Content of one message."""
 
     text: str = ""
     tensor: Tensor | None = None
@@ -69,21 +69,21 @@ class Batch:
 
 @dataclass
 class SendQueue:
-    """What waits on one link of one session: rows or codes under credits, and text.
+    """Send queue of one session on one link: rows or codes under credits, and text.
 
     Args:
-        largest: rows or codes of one message at most.
+        largest: maximum rows or codes of one message.
     """
 
     largest: int
     messages: int = 0
-    """Of those that left, how many had rows or codes."""
+    """Number of sent messages with rows or codes."""
     held: int = 0
     """Rows or codes waiting."""
     given: int = 0
     """Rows or codes that left."""
     behind: int | None = None
-    """Of those that left, how many did in messages before all others leave by `take_tensor`; None = all in messages."""
+    """Rows or codes that left in messages before the others left by `take_tensor`; None = all in messages."""
     _tensors: list[Tensor] = field(default_factory=list)
     _ready: torch.cuda.Event | None = None
     _text: list[str] = field(default_factory=list)
@@ -99,17 +99,17 @@ class SendQueue:
 
     @property
     def waiting(self) -> bool:
-        """Whether something still has to leave."""
+        """True if something still has to leave."""
         return bool(self._tensors or self._text) or (self._text_done and not self._closed)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing can leave, whatever the credits: what most sessions are at most polls."""
+        """True if nothing can leave, whatever the credits; true for most sessions at most polls."""
         return self._closed or not (self._tensors or self._text or self._tensors_done or self._text_done)
 
     @property
     def past_messages(self) -> bool:
-        """Whether rows and codes leave by `take_tensor` alone, in no message."""
+        """True if rows and codes leave by `take_tensor` alone, in no message."""
         return self.behind is not None
 
     @property
@@ -156,7 +156,7 @@ class SendQueue:
         wanted: int | None = None,
         now_ns: int | None = None,
     ) -> Batch | None:
-        """What may leave now; None = nothing.
+        """Return the batch that may leave now; None = nothing.
 
         Args:
             consumed: data messages that the other side has consumed.
@@ -186,7 +186,7 @@ class SendQueue:
         if self._tensors_done or self.held >= self.largest:
             return True
         if wanted is not None:
-            # Who was given what it wants has not yet said what it wants next.
+            # The next stage has what it wanted, and has not yet said what it wants next.
             return self.given < wanted <= self.given + self.held
         return pace is None or self._has_its_turn(now, pace)
 
@@ -199,7 +199,7 @@ class SendQueue:
         return self._turn_ns is not None and now >= self._turn_ns
 
     def _text_may_leave(self, consumed: int, now: int, pace: RateLimit | None, wanted: int | None) -> bool:
-        """Whether text leaves by itself, which it need not where rows wait for nothing but the pace."""
+        """True if text leaves in a message of its own; False where rows wait for the rate limit alone."""
         rows_follow = self._tensors and wanted is None and not self.past_messages and self._has_credit(consumed)
         # Without rows in the same message it leaves half as often: a message of text alone costs as much as any.
         apart_ns = max(TEXT_APART_NS, pace.apart_ns * (2 if self.past_messages else 1) if pace else 0)
@@ -230,7 +230,7 @@ class SendQueue:
     def _join(self) -> tuple[Tensor, torch.cuda.Event | None]:
         if len(self._tensors) == 1:
             return self._tensors[0], self._ready
-        # What an earlier message left behind was joined on this stream, too, and needs no event.
+        # Items that an earlier message did not take were joined on this stream, and need no event.
         with on_side_stream(self._tensors[0].device) as stream:
             if self._ready is not None:
                 self._ready.wait()
@@ -242,8 +242,7 @@ class SendQueue:
 
 
 def link_metrics(sessions: Iterable[tuple[SendQueue, int]]) -> Iterator[Metric]:
-    """What of all sessions is under way on one link; of each its send queue, and how many data messages were
-    consumed."""
+    """Yield metrics of one link: items under way, the send queue of each session, consumed data messages."""
     counts = [send_queue.under_way(consumed) for send_queue, consumed in sessions]
     yield Metric("omni_credits_used", sum(messages for messages, _ in counts))
     yield Metric("omni_pool_bytes", sum(size for _, size in counts))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which stage may use the device first."""
+"""Rules that decide which stage may use the device next."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server says to a client: one response of a stream, or a whole reply.
+"""Response to a client: one part of a stream, or a whole reply.
 
 torch is imported for no more than its types: who puts a whole reply together is of numpy alone.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Sent: TypeAlias = "Tensor | NDArray[np.float32] | bytes"
-"""What a response is made of."""
+"""Values of a response's tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)

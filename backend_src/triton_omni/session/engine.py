@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage and its engine say to each other; neither Triton nor vLLM appears here.
+"""Protocols between a stage and its engine; neither Triton nor vLLM appears here.
 
 An engine is owned by one thread (`session/loop.py`): every method below is called on that thread only.
 Sequences are named by `key`, a string that the stage mints once a session.
@@ -56,9 +56,9 @@ class Sampling:
 class ThinkerPrompt:
     """A chat rendered for the thinker.
 
-    `token_ids` holds one placeholder id a medium, between its begin and end ids, as HF's processor writes the chat
-    before expansion (text that a user wrote never becomes a special id, which text alone could not promise);
-    `multi_modal_data` and `mm_processor_kwargs` are vLLM's own arguments of these names.
+    `token_ids` holds one placeholder id for each medium, between its begin and end ids, as HF's processor writes the
+    chat. A special id thus never comes from a user's text. `multi_modal_data` and `mm_processor_kwargs` are vLLM's
+    arguments of these names.
     """
 
     token_ids: tuple[int, ...]
@@ -80,12 +80,11 @@ class ThinkerPlaced:
 
 @dataclass(frozen=True)
 class ThinkerOutput:
-    """What became known about one sequence in one engine step.
+    """Output of one engine step for one sequence.
 
-    `rows` are the rows of sequence positions [row_start, row_start + N): sum of the input embedding (zeroed at
-    audio, image and video tokens) and the last hidden state after the final norm. Rows of positions
-    >= P + n_out - 1 are never given (the last reply token has no row), nor are those of reply tokens of which a stop
-    string leaves no character.
+    `rows` belong to positions [row_start, row_start + N). Each is the sum of the input embedding (zero at audio, image
+    and video tokens) and the last hidden state after the final norm. Rows of positions >= P + n_out - 1 are never given
+    (the last reply token has no row), nor are those of reply tokens of which a stop string leaves no character.
     """
 
     key: str
@@ -100,16 +99,16 @@ class ThinkerOutput:
     """Recorded after `rows` was written, where the device is a GPU."""
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
-    """Which of `Sampling.stop` ended the reply."""
+    """The string of `Sampling.stop` that ended the reply."""
     error: str | None = None
     """The engine gave this sequence up (for example non-finite rows); nothing follows."""
     is_refused: bool = False
-    """Whether `error` is the fault of what was asked, and not of the engine."""
+    """True if the request caused `error`, False if the engine did."""
 
 
 @dataclass(frozen=True)
 class TalkerPrompt:
-    """What a talker sequence needs before its first row arrives.
+    """Data that a talker sequence needs before its first row arrives.
 
     The sequence's ids are [codec_mask] x P + [codec_pad, codec_bos], as HF's repetition penalty counts them.
     """
@@ -138,7 +137,7 @@ class TalkerOutput:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine holds now; 0 when nothing is open."""
+    """Contents of an engine now; all 0 when nothing is open."""
 
     running: int
     waiting: int
@@ -170,7 +169,7 @@ class ThinkerEngine(Protocol):
     def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0) -> None:
         """Queue a sequence; `want_rows` False (a text-only request) gives no rows.
 
-        Of the sequences that wait for a place the one with the lowest `priority` is next, then the oldest.
+        Among waiting sequences the lowest `priority` is next, then the oldest.
         """
 
     def hold(self, held: bool) -> None:
@@ -187,7 +186,7 @@ class ThinkerEngine(Protocol):
         """Drop a sequence and everything it holds; unknown keys are ignored."""
 
     def has_work(self) -> bool:
-        """Whether `step` could advance a sequence now; if held, whether something is under way."""
+        """True if `step` could advance a sequence now; while paused, True if a step is under way."""
 
     def stats(self) -> EngineStats:
         """Figures of this moment."""
@@ -223,8 +222,8 @@ class TalkerEngine(Protocol):
         """Begin no step from now on, or begin steps again; `step` still gives what is under way."""
 
     def keep_places(self, kept: bool) -> None:
-        """Whether sequences that wait for rows keep their places in the batch, so that a step of the others takes the
-        host less; if not, the next step leaves them out.
+        """Keep sequences that wait for rows in the batch, which saves the host work in each step; if False, the next
+        step leaves them out.
         """
 
     def step(self) -> list[TalkerOutput]:
@@ -234,11 +233,12 @@ class TalkerEngine(Protocol):
         """Drop a sequence and its rows; unknown keys are ignored."""
 
     def waits(self, key: str) -> bool:
-        """Whether no step could bring a sequence's next code, behind those under way: its row is yet to come."""
+        """True if no further step could bring the sequence's next code, since its row has not arrived."""
 
     def has_work(self) -> bool:
-        """Whether `step` could advance a sequence now (False while every sequence waits for rows); if held, whether
-        something is under way."""
+        """True if `step` could advance a sequence now; False while every sequence waits for rows. While paused, True if
+        a step is under way.
+        """
 
     def stats(self) -> EngineStats:
         """Figures of this moment."""

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The session ledger: one table in shared memory that all stages of one server read.
 
-It carries what Triton's ensemble does not, since it runs against the direction of the data: credits (what a stage
-consumed), what a stage waits for, cancellation, in which stage a session failed, and who has finished with it. There
-are no locks: every 8-byte field has exactly one writing process, and a field that concerns a session holds that
-session's generation, so that a value left by an earlier session of the slot is never taken for the present one.
-Which stage has died, the supervisor says (`session/stage_board.py`).
+It carries what flows against the direction of the ensemble: credits (consumed messages), each stage's next need,
+cancellation, failures, and closed sessions. It has no locks: each 8-byte field has one writing process. A session's
+field holds its generation, so that no reader takes a value of an earlier session in that slot. The supervisor announces
+deaths of stages (`session/stage_board.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from triton_omni.session.wire import Seal, SessionKey
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What the stages of one server must agree on; 0 = this stage does not care."""
+    """Facts that all stages of one server must agree on; 0 = this stage does not care."""
 
     fingerprint: int
     """64 bits of the checkpoint's content."""
@@ -38,12 +37,12 @@ class StageFacts:
 
 
 class Placed(NamedTuple):
-    """What of a session lies in the next stage's ring."""
+    """Items of a session in the next stage's ring."""
 
     total: int
     """Rows or codes that were put there, those that were read among them."""
     behind: int
-    """Of so many before them, which came by messages."""
+    """Number of earlier items, which came in messages."""
     sent_ns: int
     """System-wide monotonic clock when the last of them were given away, nanoseconds."""
 
@@ -81,10 +80,10 @@ class SessionLedger:
         self._map.close()
 
     def seal(self, sender: StageName) -> Seal:
-        """What signs the messages of one stage, and tells them from a caller's."""
+        """Key that signs a stage's messages and tells them from a caller's."""
         return Seal(layout.secret(self._words), sender)
 
-    # What the supervisor watches.
+    # Fields that the supervisor watches.
 
     def beat(self) -> None:
         """Say that this stage's loop is alive now."""
@@ -105,12 +104,12 @@ class SessionLedger:
 
     @property
     def draining(self) -> bool:
-        """Whether the server is about to stop: no session may begin."""
+        """True if the server is about to stop: no session may begin."""
         return self._words[layout.LEAVING] != 0
 
     @property
     def ending(self) -> bool:
-        """Whether it no longer waits for the sessions that are open."""
+        """True if the server no longer waits for open sessions."""
         return self._words[layout.LEAVING] == layout.ENDING
 
     # Precedence on a device that stages share.
@@ -120,14 +119,14 @@ class SessionLedger:
         self._words[layout.BLOCKS[self.stage] + layout.CLAIMED] = until_ns
 
     def device_claimed(self) -> bool:
-        """Whether another stage claims this stage's device now."""
+        """True if another stage claims this stage's device now."""
         until_ns = self._words[layout.BLOCKS["token2wav"] + layout.CLAIMED]
         if not until_ns or self.stage == "token2wav" or not self.shares_device_with("token2wav"):
             return False
         return time.monotonic_ns() < until_ns
 
     def shares_device_with(self, stage: StageName) -> bool:
-        """Whether this stage and `stage` run on one device."""
+        """True if this stage and `stage` run on one device."""
         own, other = (layout.BLOCKS[name] + layout.DEVICE for name in (self.stage, stage))
         return self._words[own] == self._words[other]
 
@@ -148,7 +147,7 @@ class SessionLedger:
             self._words[layout.record(key.slot) + layout.DEADLINE] = deadline_ns
 
     def holds(self, key: SessionKey) -> bool:
-        """Whether `key` names the session that its slot holds now."""
+        """True if `key` names the session that its slot holds now."""
         return self._words[layout.record(key.slot) + layout.GENERATION] == key.generation
 
     def mark_closed(self, key: SessionKey, sent: int = 0) -> None:
@@ -156,8 +155,8 @@ class SessionLedger:
         self._write(key, layout.CLOSED, _counted(key, sent))
 
     def is_served(self, key: SessionKey) -> bool:
-        """Whether any engine may still hold something of an open session: token2wav has more to do for its client than
-        to send what is ready, and not every stage has closed it, as they do when its client is gone.
+        """True if an engine may still hold something of an open session. token2wav then has more to do than to send
+        ready audio, and not every stage has closed the session.
         """
         if self.outcome(key, "token2wav") is not None:
             return False
@@ -168,7 +167,7 @@ class SessionLedger:
         self._write(key, layout.REACHED, key.generation)
 
     def has_reached(self, key: SessionKey, stage: StageName) -> bool:
-        """Whether `stage` has the session, or had it."""
+        """True if `stage` has or had the session."""
         return self._words[layout.record(key.slot) + layout.FIELDS[stage] + layout.REACHED] == key.generation
 
     def mark_cancelled(self, key: SessionKey) -> None:
@@ -210,7 +209,7 @@ class SessionLedger:
             return
         words, own = self._words, layout.record(key.slot) + layout.FIELDS[self.stage]
         words[own + layout.BEHIND], words[own + layout.PLACED_NS] = placed.behind, placed.sent_ns
-        # Last: whoever reads it reads the others behind it.
+        # Written last: a reader of this field reads the other ones after it.
         words[own + layout.PLACED] = _counted(key, placed.total)
 
     def placed(self, key: SessionKey, stage: StageName) -> int:
@@ -231,7 +230,7 @@ class SessionLedger:
         return self._count(key, stage, layout.FETCHED) or 0
 
     def closed(self, key: SessionKey, stage: StageName) -> bool:
-        """Whether `stage` has finished with the session."""
+        """True if `stage` has finished with the session."""
         return self._count(key, stage, layout.CLOSED) is not None
 
     def consumed(self, key: SessionKey, stage: StageName) -> int:
@@ -248,11 +247,11 @@ class SessionLedger:
         return None if sent is None else sent - self.returned(key, receiver)
 
     def cancelled(self, key: SessionKey) -> bool:
-        """Whether any stage saw that the client is gone."""
+        """True if any stage saw that the client is gone."""
         return self._any_said(key, layout.CANCELLED)
 
     def failed(self, key: SessionKey) -> bool:
-        """Whether any stage gave the session up."""
+        """True if any stage gave the session up."""
         return self._any_said(key, layout.FAILED)
 
     def lost_stages(self, key: SessionKey) -> list[StageName]:
@@ -263,15 +262,15 @@ class SessionLedger:
         return layout.lost_of(words, words[layout.record(key.slot) + layout.EPOCHS])
 
     def awaits_talker(self, key: SessionKey) -> bool:
-        """Whether token2wav has answered all of a session and only the talker's request has not ended. Should that
+        """True if token2wav has answered all of a session and only the talker's request has not ended. Should that
         process die now, the thinker alone can still end the client's stream.
         """
         settled = self.closed(key, "token2wav") and not self.cancelled(key) and not self.failed(key)
         return settled and not self.closed(key, "talker")
 
     def is_over(self, key: SessionKey) -> bool:
-        """Whether a session that was opened needs nothing more from thinker and talker: its slot holds another one,
-        the client is gone, a stage gave it up, or token2wav has answered all. Each session is asked at each poll.
+        """True if an opened session needs nothing more from thinker and talker. Its slot holds another session, its
+        client is gone, a stage gave it up, or token2wav has answered all. Each session is asked at each poll.
         """
         return not self.holds(key) or self.closed(key, "token2wav") or self.cancelled(key) or self.failed(key)
 

@@ -27,11 +27,11 @@ CAPACITY: Final = 2048
 """Records in the table; a deployment uses the first of them, twice its `max_sessions` (`ledger.Slots`)."""
 
 PROTOCOL_VERSION: Final = 8
-"""Of the messages between stages, and of this table."""
+"""Version of the messages between stages and of this table."""
 MAGIC: Final = 0x6F6D6E692D6C6467  # "omni-ldg"
 STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
 WATCHED: Final[tuple[StageName, ...]] = (*STAGES, "unary")
-"""Whose processes the supervisor watches."""
+"""Models whose processes the supervisor watches."""
 WORD: Final = 8
 _HEADER_WORDS: Final = 13
 SECRET_BYTES: Final = 32
@@ -44,9 +44,9 @@ _SHARED_MEMORY: Final = Path("/dev/shm")
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 _HELD_POLL_S: Final = 0.02
 
-# Words of the header. Who makes the table writes the first ones, with the secret of this server start. The supervisor
-# alone writes those from LOST on: which epoch of it was lost, a word a stage; whether its new process is to wait before
-# it loads anything, the same; and how the server comes to its end.
+# Words of the header. The process that makes the table writes the first words, with the secret of this server start.
+# The supervisor alone writes the words from LOST on: the lost epoch of each stage, whether each new process waits
+# before it loads, and the phase of the server's stop.
 MAGIC_WORD, VERSION_WORD, SECRET, _, _, _, LOST, _, _, HELD, _, _, LEAVING = range(_HEADER_WORDS)
 DRAINING, ENDING = 1, 2
 """Values of LEAVING: no session begins any more; those that are open end now. 0 = the server goes on."""
@@ -102,7 +102,7 @@ def pack_epochs(words: memoryview) -> int:
 
 
 def lost_of(words: memoryview, epochs: int) -> list[StageName]:
-    """Which stages died in or after these epochs (`pack_epochs`)."""
+    """Return the stages that died in or after these epochs (`pack_epochs`)."""
     mask = (1 << EPOCH_BITS) - 1
     return [
         stage
@@ -112,17 +112,17 @@ def lost_of(words: memoryview, epochs: int) -> list[StageName]:
 
 
 def is_open(words: memoryview, at: int) -> bool:
-    """Whether the record at `at` holds a session that the thinker has not ended."""
+    """True if the record at `at` holds a session that the thinker has not ended."""
     return bool(words[at + GENERATION]) and not is_closed(words, at, "thinker")
 
 
 def is_held(words: memoryview, at: int) -> bool:
-    """Whether the record at `at` holds an open session all of whose stages live as they did when it began."""
+    """True if the record at `at` holds an open session and every stage's process is still the one that began it."""
     return is_open(words, at) and not lost_of(words, words[at + EPOCHS])
 
 
 def is_closed(words: memoryview, at: int, stage: StageName) -> bool:
-    """Whether `stage` has finished with the session of the record at `at`."""
+    """True if `stage` has finished with the session of the record at `at`."""
     return words[at + FIELDS[stage] + CLOSED] >> COUNT_BITS == words[at + GENERATION]
 
 
@@ -162,7 +162,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is a process of this number; one that has ended and that its parent has not collected is none."""
+    """True if the process exists and has not ended; a zombie counts as ended."""
     try:
         return pid > 0 and _stat(pid)[0] not in "ZX"
     except OSError:

@@ -23,7 +23,7 @@ class StageView:
     pid: int
     """Process that serves it, or last did; 0 = none, or it has left in order."""
     runs: bool
-    """Whether there is such a process."""
+    """True if the process exists."""
     epoch: int
     """How often it was loaded."""
     silent_s: float
@@ -41,7 +41,7 @@ class UnaryView:
     pid: int
     """Process that serves it, or last did; 0 = none, or it has left in order."""
     runs: bool
-    """Whether there is such a process."""
+    """True if the process exists."""
     open_requests: int
     """Those that only this process can end."""
 

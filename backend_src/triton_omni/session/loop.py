@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class Driven(Protocol):
-    """What the loop drives; every method is called on the loop's thread."""
+    """Work that the loop drives; every method is called on the loop's thread."""
 
     def has_work(self) -> bool:
-        """Whether `step` would advance something now."""
+        """True if `step` would advance something now."""
 
     def step(self) -> None:
         """Advance the engine once and deal with what it gave."""
@@ -62,7 +62,7 @@ class StageLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether the loop still takes commands."""
+        """True if the loop still takes commands."""
         return self._thread.is_alive()
 
     def post(self, command: Callable[[], None]) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of requests: each that was received ends in exactly one way, and is counted once."""
+"""Outcomes of requests: each received request ends in exactly one way, and is counted once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OUTCOMES: Final[dict[ErrorCode, Outcome]] = {
     "timeout": "timed_out",
     "internal": "failed",
 }
-"""What a request came to that ended with an error of this code."""
+"""Outcome of a request that ended with an error of this code."""
 
 _CODES: Final[tuple[ErrorCode, ...]] = get_args(ErrorCode)
 _STAGES: Final[tuple[StageName, ...]] = get_args(StageName)
@@ -33,9 +33,9 @@ class RequestOutcome:
     """How a request ended."""
 
     code: ErrorCode | None = None
-    """Of its error; None = it was answered whole."""
+    """Code of its error; None = it was answered whole."""
     stage: StageName = "thinker"
-    """Which stage refused it or failed."""
+    """Stage that refused it or failed."""
 
     @classmethod
     def of(cls, error: OmniError, stage: StageName) -> RequestOutcome:
@@ -44,7 +44,7 @@ class RequestOutcome:
 
     @property
     def outcome(self) -> Outcome:
-        """Which of the five it is."""
+        """One of the five outcomes."""
         return "finished" if self.code is None else OUTCOMES[self.code]
 
     @property
@@ -53,7 +53,7 @@ class RequestOutcome:
         return None if self.code in (None, "cancelled") else self.stage
 
     def to_number(self) -> int:
-        """As a positive number below 2**16, for the ledger."""
+        """Pack it into a positive number below 2**16, for the ledger."""
         code = 0 if self.code is None else 1 + _CODES.index(self.code)
         return 1 + (code << 4 | _STAGES.index(self.stage))
 

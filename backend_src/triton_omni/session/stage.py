@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the three stages share: where they answer, and how they are looked at. It knows no engine, no Triton."""
+"""Protocols and helpers of all three stages: response senders and statistics. It knows no engine, no Triton."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class ResponseSender(Protocol):
         """Send one response; those after it are sent, too, if it is lost."""
 
     def conclude(self, tensors: Mapping[str, Sent], then: Callable[[], None], lost: Callable[[], bool]) -> None:
-        """Send the last response of an answer and the empty final, unless it or a response before it was lost: a
-        client must not take an answer with a hole for a whole one. `lost` then says whether the request will be failed
+        """Send the last response and the empty final response. Send an error instead if any response was lost, so that
+        a client never takes an incomplete answer for a whole one. `lost` then says whether the request will be failed
         by who is told so; if not, it is failed here and now.
         """
 
@@ -72,7 +72,7 @@ class ResponseSender(Protocol):
 
 @dataclass(frozen=True)
 class StageStats:
-    """What a stage holds now; every figure is 0 when no session is open."""
+    """Contents of a stage now; every value is 0 when no session is open."""
 
     sessions: int
     running: int
@@ -111,7 +111,9 @@ def memory_metrics(device: torch.device) -> Iterator[Metric]:
 
 
 def as_omni_error(error: Exception, label: str) -> OmniError:
-    """What a session ends with when handling its message raised; what is not ours is logged under `label`."""
+    """Return the error that ends a session whose message could not be handled; other exceptions are logged under
+    `label`.
+    """
     if isinstance(error, OmniError):
         return error
     import torch
@@ -123,21 +125,21 @@ def as_omni_error(error: Exception, label: str) -> OmniError:
 
 
 def lost_error(stage: StageName) -> InternalError:
-    """What a session ends with when the process of `stage` died during it."""
+    """Return the error that ends a session when the process of `stage` died."""
     cause = f"the process of {stage} ended unexpectedly and with it this reply; it is being started again"
     return InternalError(cause, stage=stage, retry_after_ms=REVIVED_AFTER_MS)
 
 
 def refused_error(stage: StageName) -> InternalError:
-    """What a session ends with when Triton did not take a response of `stage`."""
+    """Return the error that ends a session when Triton did not take a response of `stage`."""
     return InternalError(f"Triton refused what {stage} sent, a part of this reply: see the server's log", stage=stage)
 
 
 def leaving_error() -> Overloaded:
-    """What a request is refused with, and a session ends with, while the server stops."""
+    """Return the error that refuses requests and ends sessions while the server stops."""
     return Overloaded("the server is shutting down", stage="thinker", retry_after_ms=REVIVED_AFTER_MS)
 
 
 def restart_refusal(stage: StageName) -> Overloaded:
-    """What a request is refused with while `stage` is not there."""
+    """Return the error that refuses a request while `stage` restarts."""
     return Overloaded(f"{stage} is being started again", stage=stage, retry_after_ms=REVIVED_AFTER_MS)

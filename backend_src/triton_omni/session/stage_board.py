@@ -46,7 +46,7 @@ class StageBoard:
         return layout.pack_epochs(self._words)
 
     def lost_since(self, epochs: int) -> list[StageName]:
-        """Which stages died in or after these loads."""
+        """Return the stages that died in or after these loads."""
         return layout.lost_of(self._words, epochs)
 
     def silent_for(self, stage: StageName) -> float:
@@ -54,16 +54,16 @@ class StageBoard:
         return 0.0 if stage == "unary" else layout.silent_for(self._words, stage)
 
     def is_broken(self, stage: StageName) -> bool:
-        """Whether its engine has failed since it was loaded."""
+        """True if its engine has failed since it was loaded."""
         return stage != "unary" and 0 < self.epoch(stage) == self._words[layout.BLOCKS[stage] + layout.BROKEN]
 
     def holds_overdue(self, stage: StageName) -> bool:
-        """Whether it has not finished with an open session whose deadline has passed."""
+        """True if it has not finished with an open session whose deadline has passed."""
         return any(self._is_overdue(slot, stage) for slot in range(layout.CAPACITY))
 
     def leaves_open(self, stage: StageName) -> bool:
-        """Whether its process, if it has died, had requests that no other can end: those of the unary model, and all
-        sessions where no stage is left.
+        """True if its dead process had requests that no other process can end: those of the unary model, and all
+        sessions once no stage is left.
         """
         if stage == "unary":
             return self._words[layout.UNARY_OPEN] > 0
@@ -74,7 +74,7 @@ class StageBoard:
         self._words[layout.LOSSES[stage]] = self.epoch(stage)
 
     def hold(self, stage: StageName, held: bool) -> None:
-        """Whether the next process of `stage` waits before it loads anything (`ledger_layout.wait_while_held`)."""
+        """Set whether the next process of `stage` waits before it loads (`ledger_layout.wait_while_held`)."""
         self._words[layout.HOLDS[stage]] = held
 
     def say_unary(self, pid: int, open_requests: int) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """START HERE: the messages between stages, one frozen type a link, with shapes and dtypes on each field.
 
-A message becomes two named tensors (`to_tensors`) that Triton's ensemble carries to the next stage, which reads them
-back (`from_tensors`): rows or codes, which stay on their device, and META: a byte with the protocol's version, all the
-rest as MessagePack, and the sender's seal. Each tensor more would cost every message on both sides of Triton.
-This module knows nothing of Triton; `stub/tensors.py` turns named tensors into Triton's.
+A message is two named tensors (`to_tensors`, `from_tensors`) that Triton's ensemble carries to the next stage. ROWS or
+CODES stay on their device. META holds a byte of protocol version, MessagePack, and the sender's seal. Each tensor more
+would cost every message on both sides of Triton. This module knows nothing of Triton; `stub/tensors.py` turns named
+tensors into Triton's.
 
 A session on each link: `OPEN` once, then any number of `DATA` (rows or codes, perhaps text), `TEXT` and
 `HEARTBEAT`, and one message with `last` set or one `ERROR`. Sequence numbers count every message but heartbeats.
@@ -44,7 +44,7 @@ AudioFormat = Literal["f32", "pcm16", "wav"]
 
 
 class Kind(StrEnum):
-    """What a message is for."""
+    """Purpose of a message."""
 
     OPEN = "open"
     DATA = "data"
@@ -54,7 +54,7 @@ class Kind(StrEnum):
 
 
 class SessionKey(msgspec.Struct, frozen=True):
-    """Which session a message belongs to; minted by the thinker, checked by every stage against the ledger."""
+    """Identifies the session of a message; the thinker mints it, every stage checks it against the ledger."""
 
     slot: Annotated[int, Meta(ge=0, lt=CAPACITY)]
     generation: Annotated[int, Meta(ge=1, le=COUNT_MASK)]
@@ -69,13 +69,13 @@ class MediaTokens(msgspec.Struct, frozen=True, kw_only=True):
     """How many tokens of a prompt stand for media; the marks around them are text."""
 
     audio: Count = 0
-    """Of sounds, those of videos that are heard included."""
+    """Tokens of sound, including the sound of videos."""
     image: Count = 0
     video: Count = 0
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """What the later stages must know of a request; travels once, with `OPEN`."""
+    """Facts of a request for the later stages; travels once, with `OPEN`."""
 
     request_id: Name
     want_audio: bool
@@ -83,12 +83,12 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     voice: Name
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    """Who gets the next place in an engine's batch: the lowest, then the oldest."""
+    """Order of places in an engine's batch: the lowest first, then the oldest."""
     talker: Sampling
     token2wav: StreamOptions = StreamOptions()
     prompt_tokens: Annotated[int, Meta(ge=1, le=COUNT_MASK)]
     media_tokens: MediaTokens = MediaTokens()
-    """Of the `prompt_tokens`."""
+    """Media tokens among the `prompt_tokens`."""
     max_rows: Annotated[int, Meta(ge=1, le=COUNT_MASK)]
     """Upper bound of the rows of this session: prompt and longest reply."""
     accepted_ns: Nanoseconds
@@ -102,7 +102,7 @@ class ThinkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
     finish_reason: FinishReason
     stop_string: Name | None = None
-    """Which of the request's stop strings ended the reply."""
+    """Stop string of the request that ended the reply."""
     prompt_tokens: Count
     reply_tokens: Count
     first_token_ns: Nanoseconds
@@ -137,12 +137,12 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the messages of both links have."""
+    """Fields that the messages of both links share."""
 
     key: SessionKey
     kind: Kind
     number: Count = 0
-    """Of the session's messages on this link, heartbeats among them: each is larger than the one before."""
+    """Number of the message in its session and link, heartbeats included; it only grows."""
     sequence: Count = 0
     """The same without heartbeats, without a gap."""
     size: Count = 0

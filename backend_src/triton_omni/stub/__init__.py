@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside Triton's processes: the models, and all that knows Triton's Python backend."""
+"""Code inside Triton's processes: the models, and all that knows Triton's Python backend."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices that a stage died behind a request for which no other stage has told it."""
+"""Notices that a stage died during a request that no other stage answers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from triton_omni.session.stage import lost_error
 from triton_omni.session.stage_board import StageBoard
 
 TOLD_WITHIN_S: Final = 2.0
-"""What the stages that are left get to answer a request that lost one."""
+"""Seconds in which the surviving stages should answer a request that lost a stage."""
 
 
 class DeathWatch:
     """One request, from now on.
 
-    Who would answer it may have died with the stage, or have ended its own part just before. Every session that was
-    open then is lost, so nothing that is asked here is cut off.
+    The process that would answer may have died too, or have ended its own part just before. Every session that was open
+    then is lost, so nothing that is asked here is cut off.
 
     Args:
         board: the server's; None = nothing is known of its stages.
@@ -30,7 +30,7 @@ class DeathWatch:
         self._seen: float | None = None
 
     def error(self) -> OmniError | None:
-        """What the request is to end with, if it should have ended by itself."""
+        """Return the error that ends the request, if it should have ended by itself; else None."""
         lost = [] if self._board is None else self._board.lost_since(self._epochs)
         if not lost:
             return None

@@ -48,7 +48,7 @@ HELD_AT_MOST_S = 300.0
 """A stage that is held back, and whose supervisor is gone, loads after so long."""
 ROW_PLACES = 64
 CODE_PLACES = 256
-"""Of each session in a ring: what the stage before may be ahead by."""
+"""Places of each session in a ring: how far the previous stage may run ahead."""
 SWITCH_INTERVAL_S = 0.0001
 """How long a thread may keep Python's global lock while another one waits; Python's own is 5 ms. The loop gives the
 lock up at every call of torch, hundreds of times a step, and beside threads with messages waits so long for it each
@@ -199,9 +199,8 @@ def start_unary(pb_utils: Any, args: dict[str, str], folder: Path) -> UnaryModel
 def end_process(close: Callable[[], None]) -> None:
     """Close this stub's model and end the process at once; all that `finalize` does.
 
-    Triton has its answer by then and only waits for the process to end. Left to itself it would end the interpreter
-    and the libraries' own threads in an order that is nobody's: on an H200 that hung until the server's exit timeout
-    in three stops of four.
+    Triton has its answer by then and only waits for the process to end. By itself Python ends the interpreter and the
+    libraries' threads in no defined order. On an H200 three of four stops hung in that until the server's exit timeout.
     """
     try:
         with never_collected():

@@ -19,7 +19,7 @@ class Family:
     meaning: str
     labels: tuple[str, ...] = ()
     holds: bool = False
-    """Whether it is 0 when no session is open."""
+    """True if it is 0 when no session is open."""
 
     @property
     def series(self) -> tuple[str, ...]:
@@ -27,7 +27,7 @@ class Family:
         return tuple(name for name, _, _ in self.published())
 
     def published(self) -> Iterator[tuple[str, bool, str]]:
-        """What is made in Triton of it: name, whether it is a counter, meaning.
+        """Return its name in Triton, True if it is a counter, and its description.
 
         A histogram is a gauge a bucket, in the names of Prometheus': Triton's own histograms take one value a call,
         which would be a call a message.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stage's figures as metrics on Triton's own endpoint.
 
-Setting a Triton metric is a call into the server, so a thread of its own does it, ten times a second (figures that
-change with every message once, and when the stage has come to rest) and only when a figure changed; engine threads
-only keep the figures.
+Setting a Triton metric is a call into the server, so a thread of its own does it ten times a second. It sets only
+values that changed; values that change with every message, once a second and at rest. Engine threads only keep the
+values.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class StageMetrics:
                     self._publish(self._slow())
                 rested = resting
             except Exception:
-                # Of what comes every round, once: the next one may do, as where a file could not be opened.
+                # A failure is logged once, since the next round may succeed.
                 if not told:
                     logger.exception("metrics could not be published")
                 told = True

@@ -2,7 +2,7 @@
 """The parameters of a Triton request beside its inputs: anybody's pass, but for those that were meant as inputs.
 
 To Triton's `/generate` every field that is no input is a parameter, and so is a sampling key in the wrong place: it is
-refused by name, since it would change nothing. What is named otherwise may be a proxy's or a tracer's.
+refused by name, since it would change nothing. Other names may belong to a proxy or a tracer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton_omni.request.parse import sampling_places
 CLIENT_INPUTS: Final = ("text_input", "messages", "media", "sampling_parameters")
 MAX_PARAMETERS: Final = 64
 MAX_CHARACTERS: Final = 1 << 16
-"""Of all parameters together, as JSON."""
+"""Maximum characters of all parameters together, as JSON."""
 
 
 def read_id(request: Any) -> str:

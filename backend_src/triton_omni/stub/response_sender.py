@@ -69,7 +69,7 @@ class TritonResponseSender:
         self._claim = threading.Lock()
         self._finished = False
         self._final_sent = False
-        # Of the sending thread: whether all that was to be sent has left.
+        # Used by the sending thread: True if every response has left.
         self._whole = True
 
     def bind(self, slot: int) -> None:
@@ -116,7 +116,7 @@ class TritonResponseSender:
         self._thread.put(ask)
 
     def is_cancelled(self) -> bool:
-        """Whether Triton says that the client is gone; False once final. Waits for Triton's process."""
+        """True if Triton says that the client is gone; False after the final response. Waits for Triton's process."""
         with self._lock:
             return not self._final_sent and bool(self._sender.is_cancelled())
 
@@ -134,7 +134,9 @@ class TritonResponseSender:
         return self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error)
 
     def _claim_final(self) -> bool:
-        """Whether the caller is the first to end this request; not `_lock`, which is held while Triton sends."""
+        """Return True if the caller is the first to end this request. It does not use `_lock`, which is held while
+        Triton sends.
+        """
         with self._claim:
             first, self._finished = not self._finished, True
             return first

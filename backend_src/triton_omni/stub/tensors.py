@@ -183,5 +183,5 @@ class _Unread(np.ndarray[Any, Any]):
     """Stands for a tensor that was not unpacked: of any shape, and without memory."""
 
     def reshape(self, *shape: Any, **_: Any) -> Any:
-        """As the backend brings what was unpacked into the shape that the client gave."""
+        """The backend reshapes unpacked strings to the client's shape in this way."""
         return np.broadcast_to(np.array(b"", np.object_), *shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a stage's spans are exported, by OpenTelemetry's own environment variables.
+"""Exports a stage's spans if OpenTelemetry's environment variables ask for it.
 
 Without an endpoint nothing of OpenTelemetry is imported.
 """

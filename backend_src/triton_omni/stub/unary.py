@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`qwen2_5_omni_unary`: collects the ensemble's stream into one response, many requests at a time.
 
-It is a client of its own server's gRPC endpoint, not a BLS: Triton builds the tensors of BLS responses on a thread
-of its own without Python's global lock, which crashes a model that does anything meanwhile, gives no way to cancel a
-BLS call, and loses an error that comes late. A closed HTTP connection is invisible to everybody on this Triton: the
-request's deadline bounds it.
+It is a client of its own server's gRPC endpoint, not a BLS. Triton builds the tensors of BLS responses on a thread
+without the GIL, which crashes a busy model. BLS calls also cannot be cancelled, and lose late errors. A closed HTTP
+connection is invisible to everybody on this Triton: the request's deadline bounds it.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ CANCEL_POLL_S: Final = 0.05
 SETTLED_WITHIN_S: Final = 1.0
 LATE_END_S: Final = 2.0
 LATE_TIMEOUT_S: Final = 5.0
-"""What the stages get to answer a request whose deadline has passed."""
+"""Seconds in which the stages should answer a request whose deadline has passed."""
 RETRY_AFTER_MS: Final = 250
 _LONGEST_US: Final = 2**63 - 1
 """Triton keeps a `timeout` in 64 bits without a sign and takes it with one."""
@@ -65,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Collected:
-    """What the stream has given so far."""
+    """Responses of the stream so far."""
 
     text: list[str] = field(default_factory=list)
     audio: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = field(default_factory=list)
@@ -251,7 +250,7 @@ class UnaryModel:
 def asked_timeout_s(message: Any, default_s: float) -> float:
     """The deadline that the thinker keeps for an ensemble's request: the sooner of its two timeouts, or the default.
 
-    What the thinker is going to refuse counts as not given.
+    A timeout that the thinker will refuse counts as not given.
     """
     given = [message.parameters["timeout"].int64_param / 1e6] if "timeout" in message.parameters else []
     for one, raw in zip(message.inputs, message.raw_input_contents, strict=True):
@@ -276,7 +275,9 @@ def _open_board(table: str) -> StageBoard:
 
 
 async def _next(stream: Any, collected: Collected) -> Any:
-    """The next answer; behind a whole reply none is waited for long, since who would end the stream may have died."""
+    """Return the next answer. After a whole reply it waits only briefly, since the process that ends the stream may
+    have died.
+    """
     if not collected.info:
         return await stream.read()
     try:
