@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton's ports leave to a proxy: tries each on a running server, and tells what it costs.
+"""Attacks that Triton's ports leave to a proxy: tries each on a running server and measures its cost.
 
     python scripts/attacks.py --http 127.0.0.1:8000 --grpc 127.0.0.1:8001 --pid PID
 

@@ -69,7 +69,7 @@ def main(
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of all variants and loads."""
+    """Results of all variants and loads."""
 
     reports: dict[tuple[str, str], Any] = field(default_factory=dict)
     """By variant and load."""
@@ -103,7 +103,7 @@ def _parsed(texts: Sequence[str], parse: Callable[[str], Named], option: str) ->
 
 
 def _check(loads: Iterable[Load]) -> None:
-    """What is wrong with a load is told before minutes are spent."""
+    """An invalid load is refused before minutes are spent."""
     for load in loads:
         check = [sys.executable, "-m", "triton_omni_client", "bench", "--check", *load.options]
         if code := subprocess.run(check, check=False).returncode:

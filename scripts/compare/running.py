@@ -32,9 +32,9 @@ class Served:
 
     grpc_url: str
     metrics_url: str
-    """Of the first of them."""
+    """Metrics URL of the first server."""
     folder: Path
-    """Of what is written about them."""
+    """Folder of their logs."""
 
 
 def measure(served: Served, load: Load) -> Any:
@@ -53,7 +53,7 @@ def measure(served: Served, load: Load) -> Any:
 
 @contextmanager
 def serving(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterator[Served]:
-    """The variant's servers, ready; behind Envoy where they are several.
+    """The variant's servers, ready; several servers get an Envoy before them.
 
     Args:
         variant: what to serve.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench reports say beside each other."""
+"""Tables that set bench reports beside each other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compared(reports: Mapping[tuple[str, str], Any]) -> Table:
 
 
 def _rows(reports: Mapping[tuple[str, str], Any]) -> Iterator[tuple[tuple[int, str, float], list[str]]]:
-    """What each row is sorted by, and its cells; a row sorts behind those of variants before it."""
+    """Return each row's sort key and its cells; rows follow the order of variants."""
     loads = list(dict.fromkeys(load for _, load in reports))
     for (variant, load), report in reports.items():
         for run in report["runs"]:

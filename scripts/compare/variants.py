@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared: the shipped model repository with some settings changed, on one server or several, under loads."""
+"""Variants of a comparison: the shipped model repository with some settings changed, on one server or several, under
+loads.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ _KINDS: Final[Mapping[str, type[Any]]] = {
 
 
 class _Changes(BaseModel):
-    """The JSON behind a variant's name."""
+    """The JSON after a variant's name."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,7 +59,7 @@ class Variant:
     placement: Mapping[str, int] = field(default_factory=dict)
     """GPU of each stage of a single server; empty = the first that is free."""
     options: tuple[str, ...] = ()
-    """Of each load, behind those that all variants have."""
+    """Options of each load, after those that all variants have."""
 
 
 @dataclass(frozen=True)

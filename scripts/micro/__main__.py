@@ -32,7 +32,7 @@ from triton_omni_client.options import check_writable  # noqa: E402
 
 console = Console(stderr=True)
 END_S = 40.0
-"""What a child is given to end in: a server stops in less."""
+"""Seconds that a child has to end: a server stops in less."""
 
 
 class Size(StrEnum):
@@ -169,7 +169,7 @@ def main(
     quantization: Annotated[Quantization, typer.Option(help="of both thinkers")] = "none",
 ) -> None:
     """Time each stage alone, against plain vLLM and HF in the same run."""
-    # As an exception, so that the child that is measuring ends with us.
+    # An exception also ends the child that is measuring.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     check_writable(out)
     names = chosen(only)

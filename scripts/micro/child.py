@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One measurement in a process of its own: `python -m micro.child NAME PLAN_JSON DESCRIPTOR`.
 
-What it finds leaves through the file descriptor at once, a JSON object a line, so that a child which is cut short
-has told what it had: `machine`, then `ready` (the engine stands; its facts), then a `figure` each.
+It writes each result at once, one JSON object a line, so that an interrupted child has reported what it had. The
+objects are `machine`, `ready` (the engine's facts), then one `figure` each.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def seeds(plan: Plan) -> Items:
 
 
 def media(plan: Plan) -> Items:
-    """Our thinker's first token behind prompts with media, in a process set up as the stage's is."""
+    """Our thinker's first token after prompts with media, in a process set up as the stage's is."""
     from triton_omni.core.heap import keep_freed_memory
 
     from .media import OwnFirstTokens, measure_media
@@ -109,7 +109,7 @@ def token2wav_offline(plan: Plan) -> Items:
 
 
 def token2wav_quality(plan: Plan) -> Items:
-    """What our faster ways cost in sound."""
+    """Signal-to-noise ratios of our faster ways."""
     from .quality import quality
 
     return quality(plan, device())
@@ -186,7 +186,7 @@ def _version(package: str) -> str | None:
 
 
 def _end(number: int, _frame: object) -> None:
-    """As an exception, so that a server that was started is stopped; once, so that its stop is not cut short."""
+    """An exception stops a started server; it is raised once, so that nothing interrupts that stop."""
     for other in (signal.SIGTERM, signal.SIGINT):
         signal.signal(other, signal.SIG_IGN)
     sys.exit(128 + number)

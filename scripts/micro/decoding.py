@@ -41,7 +41,7 @@ class Decoder(Protocol):
     """An engine under test; sequences never end by themselves."""
 
     by: str
-    """Whose it is, as the report says it."""
+    """Name of the implementation in the report."""
 
     def begin(self, batch: int, mode: Mode, tokens: int) -> None:
         """Submit `batch` sequences that may draw `tokens` tokens each."""
@@ -53,7 +53,7 @@ class Decoder(Protocol):
         """Drop every sequence and finish what is in flight."""
 
     def facts(self) -> dict[str, Any]:
-        """What must be equal for two engines to be compared."""
+        """Facts that must be equal for two engines to be compared."""
 
     def close(self) -> None:
         """Release the device."""

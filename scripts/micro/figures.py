@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a measurement gives: times of one thing under one label, summed up as percentiles; ratios of two of them.
+"""Figures of a measurement: times of one thing under one label, summed up as percentiles, and ratios of two of them.
 
 Pure; it knows nothing of stages or devices.
 """
@@ -21,7 +21,7 @@ WITHOUT_TRITON = "without-triton"
 UNSEEDED = "unseeded"
 """One generator for all."""
 READY: Mapping[str, Any] = {"ready": {}}
-"""What a measurement gives before its figures: its engine stands. Decoders say their facts here."""
+"""The object that precedes a measurement's figures: its engine is ready. Decoders say their facts here."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Metric:
     values: tuple[float, ...]
 
     def summary(self) -> dict[str, Any]:
-        """As the report has it; percentiles interpolate linearly (NumPy's `linear`).
+        """Return it in the report's form; percentiles interpolate linearly (NumPy's `linear`).
 
         Fewer than ten values have no p90, but a p50, of which ratios are.
         """
@@ -63,7 +63,7 @@ def milliseconds(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Which implementation is set against which, and which way round the ratio of medians is read."""
+    """Names two implementations and the direction of the ratio of their medians."""
 
     name: str
     ours: str

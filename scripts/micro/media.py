@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to the first token behind prompts with media, of our thinker's engine and of plain vLLM's.
+"""Time to the first token after prompts with media, of our thinker's engine and of plain vLLM's.
 
-What is timed is what an engine does with decoded media: the processor, the encoders, the prompt, and one draw. Decoding
-files comes before and is the same for both.
+The time covers an engine's work on decoded media: the processor, the encoders, the prompt, and one draw. Decoding files
+comes before and is the same for both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FirstTokens(Protocol):
     """An engine under test."""
 
     by: str
-    """Whose it is, as the report says it."""
+    """Name of the implementation in the report."""
 
     def first_token(self, prompt: ThinkerPrompt, number: int) -> None:
         """Take a prompt with decoded media to its reply's first token, which is its last."""
@@ -52,7 +52,7 @@ class FirstTokens(Protocol):
         """Step until nothing of it is left to do."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What must be equal for two engines to be compared."""
+        """Facts that must be equal for two engines to be compared."""
 
     def close(self) -> None:
         """Release the device."""

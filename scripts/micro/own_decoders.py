@@ -27,7 +27,7 @@ from .vllm_decoders import engine_facts
 from .vllm_decoders import engine_settings as shared_settings
 
 REPLY_ROWS = 4
-"""Rows of a talker's reply; behind them the tail is added, which costs a step the same."""
+"""Rows of a talker's reply; after them the tail is added, which costs a step the same."""
 
 
 def sampling_of(mode: Mode, tokens: int, seed: int) -> Sampling:
@@ -43,7 +43,7 @@ def sampling_of(mode: Mode, tokens: int, seed: int) -> Sampling:
 
 
 def engine_settings(plan: Plan) -> dict[str, Any]:
-    """What ours and plain vLLM share, and what only ours have."""
+    """Return the settings that ours and plain vLLM share, and those that only ours have."""
     return shared_settings(plan).model_dump() | {"fused_decode": "auto" if plan.fused_decode else False}
 
 
@@ -51,7 +51,7 @@ EngineT = TypeVar("EngineT", bound=ThinkerVllmEngine | TalkerVllmEngine)
 
 
 class OwnEngine(Generic[EngineT]):
-    """What measurements of our engines have in common."""
+    """Base of the measurements of our engines."""
 
     by = OURS
 

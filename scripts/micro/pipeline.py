@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole replies by the three stages as they are served, each in a process of its own, but without Triton.
 
-What `triton-omni bench` measures beyond this is Triton's: its ensemble, the Python backend's shared memory and DLPack,
-gRPC. Here queues of `torch.multiprocessing` carry the messages, tensors on a GPU as CUDA IPC handles.
+The rest of `triton-omni bench`'s times is Triton's: its ensemble, the Python backend's shared memory and DLPack, gRPC.
+Here queues of `torch.multiprocessing` carry the messages, tensors on a GPU as CUDA IPC handles.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PipelineError(RuntimeError):
 
 
 class PlainTensor:
-    """What the adapters need of Triton's tensors."""
+    """The part of Triton's tensors that the adapters need."""
 
     def __init__(self, name: str, value: Any) -> None:
         self._name, self.value = name, value

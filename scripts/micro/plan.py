@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one run measures: sizes and counts, handed to every child as JSON, and the names of the measurements."""
+"""Plan of one run: sizes and counts, handed to every child as JSON, and the names of the measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Plan:
     offline_seconds: tuple[float, ...] = (10.0, 30.0)
     """Lengths of replies made in one piece."""
     media_seconds: float = 10.0
-    """Of the sound and the video in a prompt."""
+    """Seconds of the sound and the video in a prompt."""
     prompt_tokens: int = 100
     steps: int = 100
     """Decode steps that are timed."""
@@ -41,9 +41,9 @@ class Plan:
     warm_up: int = 10
     """Steps before, not timed; windows and replies get a fifth of it."""
     reply_tokens: int = 150
-    """Of a whole reply by all stages."""
+    """Tokens of a whole reply by all stages."""
     codes: int = 1000
-    """Of its speech, 50 a second."""
+    """Codes of its speech, 50 a second."""
     enforce_eager: bool = False
     """No CUDA graphs, in ours and in plain vLLM alike."""
     torch_compile: bool = False
@@ -53,7 +53,7 @@ class Plan:
     steady_decode: bool = True
     """Our thinker's decode steps laid out from the ones before."""
     quantization: Quantization = "none"
-    """Of both thinkers."""
+    """Number format of both thinkers."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Plan:

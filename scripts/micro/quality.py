@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What speed costs in sound: signal-to-noise ratios of token2wav's faster ways against its exact one.
+"""Signal-to-noise ratios of token2wav's faster ways against its exact one.
 
 The same codes, voice and noise go through engines that differ in one thing. The ratio is of the waveforms, in decibels;
 with random weights it says how far the arithmetic is off, not how speech sounds.
@@ -26,7 +26,7 @@ from .plan import Plan
 from .speech import codes_of
 
 CODES = 240
-"""Of a reply, 4.8 s: seven windows of the plan `balanced`."""
+"""Codes of a reply, 4.8 s: seven windows of the plan `balanced`."""
 REPLIES = 3
 
 

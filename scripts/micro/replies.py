@@ -42,7 +42,7 @@ def chat_of(tokens: int, count: Count) -> list[dict[str, str]]:
 
 
 def parameters(plan: Plan) -> dict[str, Any]:
-    """Of a reply of exactly the plan's lengths."""
+    """Return the parameters of a reply of exactly the plan's lengths."""
     return {
         "seed": 0,
         "thinker": {"min_tokens": plan.reply_tokens, "max_tokens": plan.reply_tokens},

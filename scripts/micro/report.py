@@ -24,14 +24,14 @@ PAIRS = (("thinker", "thinker-vllm"), ("talker", "talker-vllm"), ("media", "medi
 
 @dataclass
 class Result:
-    """What one measurement has given so far."""
+    """Results of one measurement so far."""
 
     machine: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Of the engine, where two must be equal to be compared."""
+    """Facts of the engine, where two must be equal to be compared."""
     figures: list[Mapping[str, Any]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """What each line of the child took: start of Python and torch, the engine, then every figure."""
+    """Seconds of each line of the child: start of Python and torch, the engine, then every figure."""
 
     def phases(self) -> dict[str, float]:
         """Seconds by phase: `start`, `engine`, `figures`."""
@@ -41,7 +41,7 @@ class Result:
 
 @dataclass
 class Run:
-    """What came of the measurements so far."""
+    """Results of the measurements so far."""
 
     plan: Plan
     command: Sequence[str]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What seeds cost: a thinker step's draws and the noise of token2wav's windows, beside the same without seeds.
+"""Cost of seeds: a thinker step's draws and the noise of token2wav's windows, with and without seeds.
 
 Without seeds one generator serves all, and gives nobody the same numbers again: vLLM's own draw, torch's own noise.
 Either way a batch is one call.
@@ -30,7 +30,7 @@ WINDOW_FRAMES: Final = 72
 Draw = Callable[[Tensor, Tensor], Tensor]
 Noise = Callable[[list[tuple[int, int, int]], int, torch.device], Tensor]
 Ways = Mapping[str, Callable[[], object]]
-"""What is timed, by who does it."""
+"""Timed calls by implementation."""
 
 
 def seeds(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
@@ -48,7 +48,7 @@ def seeds(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
 
 
 def _forms(at: torch.device) -> tuple[Draw, Noise]:
-    """What the engines choose on such a device."""
+    """Return the implementations that the engines choose on such a device."""
     if at.type != "cuda":
         return sampling.draw, noise.standard_normal
     from triton_omni.token2wav.kernels import fused_standard_normal

@@ -39,8 +39,8 @@ def served(plan: Plan, _at: torch.device) -> Iterator[Mapping[str, Any]]:
 
 
 def replies_and_hops(client: OmniClient, metrics_url: str, plan: Plan) -> Iterator[Mapping[str, Any]]:
-    """Replies of fixed lengths over gRPC, one after another: times to first text, to first audio, and to the end, and
-    what a message took to each stage, in the mean of a reply's messages.
+    """Replies of fixed lengths over gRPC, one after another: times to first text, first audio and the end. Link
+    latencies are the mean of a reply's messages.
 
     Raises:
         NoAccountError: the server does not tell the lengths, or no hops.

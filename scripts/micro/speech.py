@@ -35,7 +35,7 @@ CODES_A_CHUNK, CODES_AHEAD = 36, 12
 SECONDS_A_WINDOW = 0.72
 FRAMES_A_WINDOW = 96
 POINTS = 10
-"""Of a window's grid, between which its solver takes a step each."""
+"""Points of a window's grid; the solver takes a step between two of them."""
 
 
 class WrongWorkError(RuntimeError):
@@ -233,7 +233,7 @@ def windows(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
 
 
 def evaluations(solver: Solver) -> int:
-    """Of the velocity, for one window."""
+    """Return the number of velocity evaluations for one window."""
     return EVALUATIONS_A_STEP[solver] * (POINTS - 1)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain vLLM as the reference: its own worker, runner, scheduler and sampler, on the arguments of our engines.
 
-`TritonOmni*` architecture names are ours; the classes behind those used here are vLLM's own, registered as objects
-because vLLM would inspect its own registry's in a child process, where what `compat` prepares does not hold.
+`TritonOmni*` architecture names are ours; the classes used here are vLLM's own. They are registered as objects, since
+vLLM would inspect its registry's in a child process without `compat`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .decoding import TOKENS_OF_A_STEP, Mode, longest_sequence
 from .plan import Plan
 
 _WORKERS = {"cpu": "vllm.v1.worker.cpu_worker.CPUWorker", "cuda": "vllm.v1.worker.gpu_worker.Worker"}
-"""What vLLM chooses itself where no worker is named."""
+"""The worker that vLLM chooses where none is named."""
 _THINKER = "MicroPlainThinker"
 _TALKER = "MicroPlainTalker"
 
@@ -50,7 +50,7 @@ def engine_settings(plan: Plan) -> EngineSettings:
 
 
 def engine_facts(llm: LLMEngine) -> dict[str, Any]:
-    """What must be equal for two engines' steps to be comparable, as vLLM resolved it."""
+    """Facts, as vLLM resolved them, that must be equal for two engines' steps to be compared."""
     config: Any = llm.vllm_config
     graphs = config.compilation_config
     return {

@@ -57,13 +57,13 @@ class Ended:
 
     @property
     def is_hung(self) -> bool:
-        """Whether the client gave up waiting."""
+        """True if the client gave up waiting."""
         return self.ended - self.began >= LONGEST_S
 
 
 @dataclass
 class Heard:
-    """What came of a reply so far."""
+    """A reply so far."""
 
     text: str = ""
     samples: int = 0
@@ -102,7 +102,7 @@ class Asker:
         return time.monotonic() - self._began
 
     def is_ready(self) -> bool:
-        """Whether the server and its model take requests."""
+        """True if the server and its model take requests."""
         return self._client.ready()
 
     def ask(self, planned: Planned) -> Ended:

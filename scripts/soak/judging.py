@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run must hold to, and what of it did not: each fault is one sentence."""
+"""Rules that a run must keep, and its faults, one sentence each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Soaked:
     kills: Sequence[Kill]
     processes: Sequence[Watched]
     left: Mapping[str, float]
-    """What the stages held when nothing was asked any more."""
+    """Contents of the stages once nothing was asked any more."""
     stop_s: float
     seconds: float
     gone: str | None = None
@@ -55,9 +55,9 @@ class Soaked:
     deaths: int = 0
     """How often a stage's process died, killed or not."""
     overload_expected: bool = False
-    """Whether more was asked at once than the server takes."""
+    """True if more was asked at once than the server takes."""
     exact: bool = True
-    """Whether equal requests must have got equal replies."""
+    """True if equal requests must have got equal replies."""
     growth_allowed: float = 64.0 * MIB
     """Bytes a process."""
     warm_up: float = 0.2
@@ -65,11 +65,11 @@ class Soaked:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def disturbed(self, ended: Ended) -> bool:
-        """Whether a stage was not there while this request was open."""
+        """True if a stage was missing while this request was open."""
         return any(ended.began <= kill.back and ended.ended >= kill.killed for kill in self.kills)
 
     def growths(self) -> list[Growth]:
-        """Of each process that lived long enough, its warm-up and the time of kills left out."""
+        """Memory growth of each process that lived long enough, without its warm-up and the time of kills."""
         undisturbed = max((kill.back for kill in self.kills), default=0.0)
         found = []
         for process in self.processes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked: the kind of each request, the way it takes, and what becomes of it; all of it drawn from one seed."""
+"""Plan of requests, all drawn from one seed: the kind of each, its protocol, and its fate."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ CANCELLABLE: Final[tuple[Way, ...]] = ("grpc stream", "http stream", "grpc unary
 _REPLY_TOKENS = (2, 4, 8)
 _CODES = (10, 20, 40)
 _SEEDS = 3
-"""Of a kind; few, so that the same request comes again and its reply can be compared."""
+"""Seeds of each kind; few, so that requests repeat and their replies can be compared."""
 _QUESTION = "what is this?"
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of all requests, how many have each fate; the rest are read to their end."""
+    """Share of requests with each fate; the rest are read to their end."""
 
     cancelled: float = 0.2
     malformed: float = 0.05
     slow: float = 0.03
     hurried: float = 0.02
     speech: float = 0.4
-    """Of those that are not malformed."""
+    """Share of spoken replies among well-formed requests."""
 
     def fate(self, draw: Random) -> Fate:
-        """What becomes of a request."""
+        """Draw the fate of a request."""
         fates: tuple[Fate, ...] = ("cancelled", "malformed", "slow", "hurried")
         shares = [self.cancelled, self.malformed, self.slow, self.hurried]
         return draw.choices((*fates, "whole"), [*shares, max(0.0, 1 - sum(shares))])[0]

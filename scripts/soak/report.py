@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run showed: one JSON object, tables for the terminal, and plots."""
+"""Report of a run: one JSON object, tables for the terminal, and plots."""
 
 from __future__ import annotations
 

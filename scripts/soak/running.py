@@ -34,7 +34,7 @@ _BACK_WITHIN_S = 180.0
 _SETTLE_S = 1.0
 """After a stage is back, until a request is held to what it would get otherwise."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
-"""What a client waits after a refusal or a failure: twice as long after each that follows."""
+"""Seconds that a client waits after a refusal or a failure: doubled after each further one."""
 _IDLE_WITHIN_S = 15.0
 _TOLD_EVERY_S = 10.0
 _LOOK_EVERY_S = 1.0
@@ -164,7 +164,7 @@ class Run:
             )
 
     def _ends_within(self, seconds: float) -> bool:
-        """Whether the run is over within this, also because the server is."""
+        """True if the run is over within this time, also because the server is."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._over.wait(_LOOK_EVERY_S):
             try:
@@ -175,7 +175,7 @@ class Run:
         return self._over.is_set()
 
     def _left(self) -> Mapping[str, float]:
-        """What is held once nothing is asked; what a killed stage held in Triton is left out."""
+        """Return the contents of the stages once nothing is asked, without those that a killed stage held in Triton."""
         deadline = time.monotonic() + _IDLE_WITHIN_S
         while (held := self._held()) and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -68,11 +68,11 @@ class Growth:
         return cls(watched.name, watched.pid, span, float(resident.mean()), float(slope * span), noise, files)
 
     def exceeds(self, bytes_allowed: float) -> bool:
-        """Whether it grew by more than is allowed and more than its samples scatter."""
+        """True if it grew by more than is allowed and by more than its samples scatter."""
         return self.grown > bytes_allowed + 2 * self.noise
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return it as plain JSON values."""
         sizes = {name: round(getattr(self, name) / MIB, 2) for name in ("mean", "grown", "noise")}
         return {"process": self.name, "pid": self.pid, "span_s": round(self.span_s, 1), "files": self.files} | {
             f"{name}_mib": size for name, size in sizes.items()

@@ -129,9 +129,11 @@ class MediaOptions(StrictModel):
     fps: Annotated[float, Field(gt=0, le=60)] | None = None
     """Frames a second of a video; None = 2."""
     max_frames: Annotated[int, Field(ge=2)] | None = None
-    """Of one video; None = what the deployment allows."""
+    """Maximum frames of one video; None = the deployment's limit."""
     max_pixels: Annotated[int, Field(ge=MIN_FRAME_PIXELS, le=MAX_IMAGE_PIXELS)] | None = None
-    """Of one picture or frame, which are scaled down to it; None = what the model card's recipe allows."""
+    """Maximum pixels of one image or frame, which are scaled down to it; None = the limit of the model card's
+    recipe.
+    """
 
 
 def _text_and_audio() -> list[Modality]:
@@ -183,7 +185,7 @@ class RawRequest:
 
 @dataclass(frozen=True)
 class RequestDefaults:
-    """What the deployment fills in or bounds besides `RequestLimits`."""
+    """Defaults and bounds of the deployment besides `RequestLimits`."""
 
     timeout_s: float = 120.0
     max_timeout_s: float = 3600.0
@@ -219,7 +221,7 @@ class OmniRequest:
 
     @property
     def wants_audio(self) -> bool:
-        """Whether the reply is to be spoken."""
+        """True if the reply is spoken."""
         return "audio" in self.modalities
 
     @property

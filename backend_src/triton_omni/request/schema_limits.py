@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which JSON schemas a reply may be held to: those whose automaton is about as large as the schema.
+"""Bounds the JSON schemas that a reply may follow: their automata are about as large as the schemas.
 
 A compiler multiplies what must hold at once: the strings of two patterns, the numbers of two divisors, the branches of
 two alternatives. A few hundred bytes of those take it minutes and gigabytes, so they are refused before, by name. Pure;
@@ -17,15 +17,15 @@ from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.request.strict_json import key_step, shown
 
 MAX_COUNT: Final = 4096
-"""Of items or properties: a compiler writes them out."""
+"""Maximum count of items or properties: a compiler writes them out."""
 MAX_DIVISOR: Final = 10_000
 """Least common multiple of all `multipleOf`: an automaton has a state for each remainder."""
 MAX_PATTERN_PROPERTIES: Final = 64
 """In a whole schema: a compiler compares each pattern with each."""
 MAX_COUNTED_PROPERTIES: Final = 256
-"""Of an object that has a least or a largest number of them: a compiler writes all out for each."""
+"""Maximum properties of an object with a minimum or maximum number of them: a compiler writes all out for each."""
 MAX_DIGITS: Final = 308
-"""Of an integer: a compiler reads all numbers as doubles."""
+"""Maximum digits of an integer: a compiler reads all numbers as doubles."""
 LEAST_NUMBER: Final = -(2**63) + 1024
 """A compiler that keeps integers in 64 bits negates them; it is the next double that has an opposite."""
 
@@ -60,7 +60,9 @@ def check_schema_limits(schema: dict[str, Any], path: str) -> None:
 
 
 def subschemas(node: object, path: str) -> Iterator[tuple[str, Any]]:
-    """What is directly in a schema or in a list of schemas and may be a schema or such a list, with its path."""
+    """Return the direct children of a schema, or of a list of schemas, that may be schemas or such lists, with their
+    paths.
+    """
     if isinstance(node, list):
         yield from ((f"{path}[{index}]", value) for index, value in enumerate(node))
     elif isinstance(node, dict):

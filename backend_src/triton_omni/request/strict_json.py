@@ -20,13 +20,14 @@ from triton_omni.core.validation import wanted_kind, wanted_limit
 
 MAX_DEPTH = 32
 MAX_KEYS = 64
-"""Of an object whose keys are known."""
+"""Maximum keys of an object whose keys are known."""
 SHOWN_CHARACTERS = 80
 
 # A whole string (skipped in one step) or one bracket outside of strings. A string that never ends is one, too: else the
 # search would begin anew at each quote in it, for a time that grows with its length squared, and hold Python's lock.
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
-# Base64 of a medium; `\` because some encoders write `/` as `\/`. Of any length, as each is then looked at once.
+# Base64 of a medium; `\` because some encoders write `/` as `\/`. Possessive, so that the matcher looks at each
+# character once.
 _BASE64_RUN = re.compile(rb"[A-Za-z0-9+/=\\]++")
 _SHORTEST_MEDIUM = 1024
 _IN_JSON = {"a list": "an array", "a mapping": "an object"}
@@ -51,7 +52,7 @@ def compact_json(tree: object) -> str:
 def shown(value: object) -> str:
     """`value` for an error message: at most 80 characters, escapes of control and other characters included.
 
-    Of a data URI its header alone: the rest is a medium.
+    Show only the header of a data URI: the rest is a medium.
     """
     if isinstance(value, str):
         return _shown_text(value)

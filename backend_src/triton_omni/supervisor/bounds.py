@@ -17,5 +17,5 @@ _WITHOUT: Final = (
 
 
 def bounded(environment: Mapping[str, str], body_bytes: int) -> dict[str, str]:
-    """What `preloading` adds to `environment` for HTTP bodies of at most `body_bytes`."""
+    """Return the environment that `preloading` adds for HTTP bodies of at most `body_bytes`."""
     return preloading(SOURCE, environment, _WITHOUT, BODY_BYTES=body_bytes)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a server comes to its end: it takes nothing new, says that it is not ready, and finishes what it has begun.
 
-Triton alone does none of this: told to stop, it closes its HTTP port at once and refuses the requests that stages make
-of each other, so that every reply under way is lost. So it is told last. It knows no process and no signal.
+Triton alone loses every reply under way: at a stop it closes its HTTP port and refuses requests between stages. So it
+is told last. It knows no process and no signal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SETTLED_S = 0.2
 
 
 class Sessions(Protocol):
-    """What is known of the open sessions, see `stage_board.py`."""
+    """State of the open sessions, see `stage_board.py`."""
 
     def drain(self) -> None:
         """None begins from here on."""

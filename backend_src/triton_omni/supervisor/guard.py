@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends what a supervisor that is killed would leave behind: a process that waits for nothing else.
+"""A guard process that ends a server and its stages if their supervisor is killed; it does nothing else.
 
-Nobody else can. tritonserver writes into a pipe that nobody reads any more and ends sooner or later, also in the middle
-of replies; its stages then live on, each with its memory of the GPU, since threads of theirs wait for tritonserver with
-Python's global lock. A guard's standard input is a pipe whose other end the supervisor has: the kernel closes it,
-however the supervisor ends.
+Nobody else can. Without it tritonserver writes into a pipe that nobody reads, and ends sooner or later, also during
+replies. Its stages then keep their GPU memory, since their threads wait for tritonserver with the GIL held. A guard's
+standard input is a pipe whose other end the supervisor has: the kernel closes it, however the supervisor ends.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def guarded_process(
     """Start a server in a group of its own, guarded until the end, which does not end it; its output is a pipe.
 
     A terminal's Ctrl-C reaches the supervisor alone, which then stops the server in order, and what is left of the
-    server can be ended whole. What it makes, shared memory among it, is for its user alone.
+    server can be ended whole. Only its user can read the files and shared memory that it makes.
 
     Raises:
         ServerError: a process cannot be started; none is left.
@@ -105,7 +104,7 @@ def guarded_process(
 def main(arguments: Sequence[str]) -> int:
     """Wait for the supervisor's end, then do what `Guard` says."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # Who ends all processes of a service in turn starts with these: the supervisor then stops in order.
+        # A service manager signals all processes of a service first: the supervisor then stops in order.
         signal.signal(number, signal.SIG_IGN)
     leader, regions, *folders = arguments
     sys.stdin.buffer.read()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends and removes what a tritonserver that did not stop in order leaves behind: stages, and shared memory.
+"""Ends the stages and removes the shared memory of a tritonserver that did not stop in order.
 
 It knows processes and files, and nothing of when a server is stopped.
 """
@@ -60,7 +60,7 @@ def _await_end(group: int) -> None:
 
 
 def has_followers(leader: subprocess.Popen[bytes]) -> bool:
-    """Whether another process of the group that `leader` leads runs."""
+    """True if another process of the group that `leader` leads runs."""
     return bool(members(leader.pid) - {leader.pid})
 
 

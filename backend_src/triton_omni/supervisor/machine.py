@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine offers a server: an installed tritonserver, its environment, GPUs, free ports.
+"""Resources of this machine for a server: an installed tritonserver, its environment, GPUs, free ports.
 
 It starts nothing and knows nothing of models.
 """
@@ -78,11 +78,11 @@ def stub_environment(base: Mapping[str, str], install: TritonInstall, model: Pat
     if install.library_folders:
         env["LD_LIBRARY_PATH"] = prepend(install.library_folders, base.get("LD_LIBRARY_PATH", ""))
     env["OMNI_MODEL"] = str(model)
-    # As glibc comes, up to eight heaps a core keep what is freed out of order: under load tritonserver grew by 64 MiB
-    # in 390 s, with four heaps by 17.
+    # By default glibc uses up to eight heaps a core and leaves free memory scattered in them. Under load tritonserver
+    # grew by 64 MiB in 390 s, with four heaps by 17.
     env.setdefault("MALLOC_ARENA_MAX", "4")
-    # As torch comes, it keeps cuDNN's plans of 10,000 convolutions, some 200 KiB each. A vocoder has 62 for each
-    # length, and whole replies have ever new lengths.
+    # By default torch keeps cuDNN's plans of 10,000 convolutions, some 200 KiB each. A vocoder has 62 for each length,
+    # and whole replies have ever new lengths.
     env.setdefault("TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT", "2000")
     # Everything is read from the folder: no look-ups at start, no statistics sent.
     env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -119,8 +119,8 @@ def choose_ports(host: str, wanted: Mapping[str, int]) -> dict[str, int]:
 
 
 def _bind_free(held: ExitStack, host: str, service: str) -> int:
-    """A free port from outside the range of which the system gives every outgoing connection one: between this choice
-    and the server's own binding, a connection to anything could take a port of that range.
+    """Bind a free port outside the range from which the system gives ports to outgoing connections. Such a connection
+    could take a port of that range before the server binds it.
     """
     outgoing = int(_OUTGOING_PORTS.read_text().split()[0])
     for _ in range(_PORT_ATTEMPTS):
@@ -135,7 +135,7 @@ def _bind_free(held: ExitStack, host: str, service: str) -> int:
 
 def _bind(held: ExitStack, host: str, service: str, port: int) -> int:
     listener = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
-    # As the server binds: a connection that lingers after an earlier server does not count.
+    # The server binds in the same way: a connection that lingers after an earlier server does not count.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

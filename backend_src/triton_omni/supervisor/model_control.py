@@ -23,12 +23,12 @@ from tritonclient.utils import InferenceServerException  # type: ignore[import-u
 from triton_omni.core.endpoint import OWN_CHANNEL
 
 HEADER = "triton-omni-control"
-"""Of HTTP; gRPC's metadata has more in front."""
+"""Name of the HTTP header; gRPC's metadata has a prefix."""
 _GRPC_PREFIX: Final = "triton-grpc-protocol-"
 KEY_VARIABLE = "OMNI_CONTROL_KEY"
 _KEY = re.compile(r"[A-Za-z0-9_-]{16,128}")
 _GUARDED = ("model-repository", "statistics", "trace", "logging", "shared-memory")
-"""What the key is needed for, over gRPC and HTTP."""
+"""Protocols that need the key, over gRPC and HTTP."""
 _UNLOAD_TIMEOUT_S = 10.0
 """Triton answers at once and waits for the model's requests afterwards."""
 

@@ -71,7 +71,7 @@ def _random(size: str) -> Path:
 
 
 def checkpoint_name(folder: Path) -> str:
-    """What a checkpoint's folder is called, its path left out; the hub id of one that was fetched."""
+    """Return the name of a checkpoint's folder without its path; the hub id of a downloaded one."""
     if folder.parent.name == "snapshots" and folder.parents[1].name.startswith(_HUB_FOLDER):
         return folder.parents[1].name.removeprefix(_HUB_FOLDER).replace("--", "/", 1)
     return folder.name

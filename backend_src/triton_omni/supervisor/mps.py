@@ -72,8 +72,8 @@ def _daemon_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _start(program: str, env: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
-    # In the foreground (-f) the daemon is a child that can be waited for, and ended by a number that is surely its own;
-    # in a group of its own a terminal's Ctrl-C does not reach it.
+    # In the foreground (-f) the daemon is a child that can be waited for and ended by its own pid. A terminal's Ctrl-C
+    # does not reach its own process group.
     with output.open("wb") as file:
         return subprocess.Popen(
             [program, "-f"],

@@ -26,7 +26,7 @@ class NativeError(RuntimeError):
 
 
 def preloading(source: Path, environment: Mapping[str, str], without: str, **macros: int) -> dict[str, str]:
-    """What to add to the environment of tritonserver; nothing, and a warning, where the library cannot be had.
+    """Return variables to add to tritonserver's environment; none, and a warning, if the library cannot be built.
 
     Args:
         source: the C file.

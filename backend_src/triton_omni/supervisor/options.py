@@ -36,15 +36,15 @@ class ServerConfig:
     ready_timeout_s: float = 900.0
     """First start on a GPU included: kernels are compiled and weights are read."""
     exit_timeout_s: int = 30
-    """What Triton is given to stop in, in seconds, once no session is open."""
+    """Seconds that Triton has to stop once no session is open."""
     drain_timeout_s: float = 30.0
-    """What a server that was told to stop gives the replies under way, in seconds; 0 = nothing."""
+    """Seconds that a stopping server gives the replies under way; 0 = none."""
     mps: bool = False
-    """Whether the server and its stages share the GPUs under a CUDA MPS daemon of their own."""
+    """Share the GPUs under a CUDA MPS daemon of the server's own."""
     client_shared_memory: bool = False
-    """Whether clients may register regions of shared memory for their inputs."""
+    """Let clients register regions of shared memory for their inputs."""
     warm_up: bool = True
-    """Whether it is asked for a short reply before others may ask it."""
+    """Ask the server for a short reply before clients may ask it."""
     placement: Mapping[str, int] = field(default_factory=lambda: parse_placement(""))
     """Number of each stage's GPU."""
     restart: RestartPolicy = field(default_factory=RestartPolicy)

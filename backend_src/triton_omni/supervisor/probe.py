@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a tritonserver can be asked: that it is ready, or that it listens to nobody any more."""
+"""Probes a tritonserver: it is ready, or it listens no more."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Probe:
         self._looked = self._heard = time.monotonic()
 
     def is_ready(self) -> bool:
-        """Whether every model is loaded and every port is open."""
+        """True if every model is loaded and every port is open."""
         # Metrics too: the server opens that port last, and ends if another program has taken it.
         ready = self._answers("http", "/v2/health/ready") and self._answers("metrics", "/metrics")
         if ready:
@@ -45,7 +45,7 @@ class Probe:
         return ready
 
     def has_hung_up(self) -> bool:
-        """Whether a server that was ready has refused connections for a while: one that crashed may live on.
+        """True if a server that was ready has refused connections for a while: a crashed server may live on.
 
         Looks once a second, however often it is asked.
         """

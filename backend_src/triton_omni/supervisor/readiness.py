@@ -72,7 +72,7 @@ def _write(folder: Path, backend: str, rest: str = "") -> None:
 
 
 class Readiness:
-    """What one server says of itself from its start to its end.
+    """Readiness that one server reports from its start to its end.
 
     Args:
         control, repository: as `say_unready` has them.
@@ -103,7 +103,7 @@ class Readiness:
 
     def _say(self, ready: bool) -> None:
         say = say_ready if ready else say_unready
-        # What did not come through is tried again when `tell` is asked the next time.
+        # The next `tell` tries again.
         with contextlib.suppress(ModelControlError, OSError):
             say(self._control, self._repository, _STANDSTILL_MODEL)
             self._said = ready

@@ -26,7 +26,7 @@ class Repeats:
         """The beginning of a line's period and how often it came in it, the oldest period first."""
 
     def pass_on(self, line: str) -> Iterator[str]:
-        """What is to be written when this line comes, line ends included."""
+        """Return the text to write for this line, line ends included."""
         now = self._clock()
         yield from self._end_periods(now)
         begin, count = self._seen.get(line, (now, 0))
@@ -36,7 +36,7 @@ class Repeats:
             self._seen[line] = (begin, count + 1)
 
     def rest(self) -> Iterator[str]:
-        """What is to be written when no more lines come."""
+        """Return the text to write after the last line."""
         yield from self._end_periods(float("inf"))
 
     def _end_periods(self, now: float) -> Iterator[str]:

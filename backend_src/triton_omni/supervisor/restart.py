@@ -54,10 +54,10 @@ class RestartPolicy:
     silent_after_s: float = 10.0
     """A server is not ready while a stage's loop has not turned for so long."""
     whole_server: bool | None = None
-    """Whether the server is started again where a process of it died; None = where Triton's version wants it."""
+    """Restart the whole server if one of its processes dies; None = decide by Triton's version."""
 
     def wait_s(self, earlier: int) -> float:
-        """What to wait for before a start that has `earlier` ones within the window, in seconds."""
+        """Return the seconds to wait before a start that has `earlier` ones within the window."""
         return self.first_wait_s * 2 ** (earlier - 1) if earlier else 0.0
 
 
@@ -69,7 +69,7 @@ class Starts:
         self._made: deque[float] = deque()
 
     def are_exhausted(self) -> bool:
-        """Whether there were as many within the window as there may be."""
+        """True if the window holds the maximum number of starts."""
         now = time.monotonic()
         while self._made and now - self._made[0] > self._policy.window_s:
             self._made.popleft()
@@ -87,7 +87,7 @@ class Starts:
 
 
 class Board(Protocol):
-    """What is known of the stages' processes, see `stage_board.py`."""
+    """State of the stages' processes, see `stage_board.py`."""
 
     def pid(self, stage: StageName) -> int:
         """The process that serves `stage`, or last did."""
@@ -96,19 +96,19 @@ class Board(Protocol):
         """Seconds since its loop last turned."""
 
     def is_broken(self, stage: StageName) -> bool:
-        """Whether its engine has failed."""
+        """True if its engine has failed."""
 
     def holds_overdue(self, stage: StageName) -> bool:
-        """Whether it has not finished with a session whose deadline has passed."""
+        """True if it has not finished with a session whose deadline has passed."""
 
     def leaves_open(self, stage: StageName) -> bool:
-        """Whether requests that only its process could have ended were open when it died."""
+        """True if requests that only its process could have ended were open when it died."""
 
     def mark_lost(self, stage: StageName) -> None:
         """Tell the other stages that it died."""
 
     def hold(self, stage: StageName, held: bool) -> None:
-        """Whether its next process waits before it loads anything."""
+        """Set whether its next process waits before it loads anything."""
 
 
 class Control(Protocol):
@@ -136,7 +136,7 @@ class Process:
         return bool(select.select([self._handle], [], [], seconds)[0])
 
     def fileno(self) -> int:
-        """What `select` takes; readable once the process has ended."""
+        """Return a descriptor for `select`; it is readable once the process has ended."""
         return self._handle
 
     def kill(self) -> None:
@@ -165,8 +165,8 @@ class _Watched:
 class Silence:
     """For how long each stage's loop has not turned, as one sees it who looks several times a second.
 
-    What the looking process slept through does not count: who stops a whole machine or container stops both, and a
-    stage that wakes with it has done nothing wrong.
+    Time that the supervisor itself slept through does not count. A stopped machine or container stops both, and a stage
+    that wakes with it is sound.
     """
 
     def __init__(self, board: Board) -> None:
@@ -220,7 +220,7 @@ class StageRestarter:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether a stage is being started again now."""
+        """True if a stage is being restarted now."""
         return any(watched.is_restarting for watched in self._watched.values())
 
     def start(self) -> None:

@@ -49,7 +49,7 @@ _POLL_S = 0.1
 class Supervisor:
     """Owns one server, from `start` to `stop`: a tritonserver process, or several, one after the other.
 
-    As a context manager it starts the server and waits until it is ready:
+    As a context manager, it starts the server and waits until the server is ready:
 
         with Supervisor(ServerConfig(Path("model_repository"))) as server:
             client = grpc.InferenceServerClient(server.grpc_url)
@@ -288,7 +288,9 @@ class Supervisor:
 
 
 def longest_stop_s(config: ServerConfig) -> float:
-    """What a server that was told to stop may take at most, in seconds: whoever ends it by force should wait longer."""
+    """Return the maximum seconds that a stopping server may take; a service manager should wait longer before it
+    kills.
+    """
     return config.drain_timeout_s + END_WITHIN_S + config.exit_timeout_s + KILL_AFTER_S
 
 

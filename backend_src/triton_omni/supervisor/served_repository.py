@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model repository that tritonserver is given: the project's own, with what depends on this start.
 
-Triton hands a model's configuration to every client that asks, over HTTP and gRPC. What depends on the checkpoint and
-on the stages' settings cannot stand in a file of the repository, so it is written into a copy of the public models'
-`config.pbtxt` at each start (each parameter's text is JSON), and into the stages' the GPU that each is on. All else of
-the copy is links to the original.
+Triton hands a model's configuration to every client that asks, over HTTP and gRPC. Each start writes facts of the
+checkpoint and of the stages' settings into a copy of the public models' `config.pbtxt`, as JSON parameters. The copies
+of the stages' files name each stage's GPU. All else of the copy is links to the original.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _INSTANCES = re.compile(r"^\s*instance_group\b", re.MULTILINE)
 
 @dataclass(frozen=True)
 class StageSettings:
-    """Of all stages of one repository, and of its unary model where it has one.
+    """Settings of all stages of one repository, and of its unary model where it has one.
 
     Raises:
         SettingsError: token2wav could not take a reply that the talker may speak.
@@ -125,7 +124,7 @@ def stage_settings(repository: Path) -> StageSettings:
 
 
 def thinker_limits(repository: Path) -> RequestLimits:
-    """What the thinker of a repository takes of one request; the defaults where there is no thinker.
+    """Return the request limits of a repository's thinker; the defaults where there is no thinker.
 
     Raises:
         ServerError: the thinker's `stage.yaml` cannot be used.
@@ -139,7 +138,7 @@ def thinker_limits(repository: Path) -> RequestLimits:
 
 
 def served_facts(stages: StageSettings, config: OmniConfig, checkpoint: Path, model: str) -> dict[str, Any]:
-    """What a public model tells: parameters of its configuration by name. `config` is that of `checkpoint`."""
+    """Return a public model's configuration parameters by name. `config` is that of `checkpoint`."""
     limits = effective_limits(stages, config)
     if model == UNARY_MODEL and stages.unary is not None:
         limits["max_sessions"] = min(limits["max_sessions"], stages.unary.max_requests)
@@ -155,16 +154,16 @@ def effective_limits(stages: StageSettings, config: OmniConfig) -> dict[str, Any
     """Limits of a request, by the names of the settings: the lowest where several stages have a say.
 
     Besides those of `RequestLimits`: `max_prompt_tokens` (media included), `max_reply_tokens`, `max_codes` (of speech,
-    50 a second) and `max_sessions` (requests at once). A reply may use what its prompt leaves of
-    `engine.max_model_len`, so none has both at their most; where the talker bounds the prompt, one that is not spoken
-    may have a longer one.
+    50 a second) and `max_sessions` (requests at once). A reply may use the part of `engine.max_model_len` that its
+    prompt leaves, so prompt and reply never reach their maxima together. Where the talker bounds the prompt, a silent
+    reply may have a longer one.
     """
     thinker, talker, token2wav = stages.thinker, stages.talker, stages.token2wav
     tokens = thinker.engine.max_model_len - 1
     limits = thinker.limits.model_dump(mode="json")
     limits["max_audio_seconds"] = min(thinker.limits.max_audio_seconds, config.max_audio_seconds)
     return limits | {
-        # The talker's sequence has two rows behind the prompt's, and a code.
+        # The talker's sequence has two rows after the prompt's, and a code.
         "max_prompt_tokens": min(tokens, talker.engine.max_model_len - 3),
         "max_reply_tokens": min(thinker.max_new_tokens, tokens),
         "max_codes": min(talker.max_codes, config.talker.sampling.max_new_tokens),
@@ -177,7 +176,7 @@ def _settings(repository: Path, model: str, kind: type[SettingsT]) -> SettingsT:
 
 
 def _instances(repository: Path, stages: StageSettings, placement: Mapping[str, int]) -> dict[str, str]:
-    """What the configuration of each Python model says of its instances, where the original says nothing."""
+    """Return the instance settings of each Python model whose original says nothing."""
     devices = {
         "thinker": stages.thinker.device,
         "talker": stages.talker.device,
@@ -215,7 +214,7 @@ def _add_model(source: Path, target: Path, added: str) -> None:
 
 
 def _parameters(facts: Mapping[str, Any]) -> str:
-    """As entries of a `config.pbtxt`."""
+    """Write parameters as entries of a `config.pbtxt`."""
     escaped = {name: CEscape(json.dumps(value), as_utf8=False) for name, value in facts.items()}
     return "".join(
         f'parameters {{ key: "{name}" value {{ string_value: "{text}" }} }}\n' for name, text in escaped.items()

@@ -36,15 +36,15 @@ from triton_omni.supervisor.triton_features import errors_wait, server_version
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
 KILL_AFTER_S = 5.0
 END_WITHIN_S: Final = 3.0
-"""What stages get to tell the clients of open sessions that the server stops."""
+"""Seconds in which stages tell the clients of open sessions that the server stops."""
 _ALONE_S = 2.0
-"""What a server that was told to stop gets once its stages have left, and where a dead one keeps it from its end."""
+"""Seconds that a stopping server has once its stages have left, and where a dead stage keeps it from its end."""
 _POLL_S: Final = 0.1
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What all processes of one server have in common."""
+    """Facts that all processes of one server share."""
 
     config: ServerConfig
     install: TritonInstall
@@ -52,7 +52,7 @@ class Launch:
     """The checkpoint."""
     gpus: int
     ports: Mapping[str, int]
-    """Of `http`, `grpc` and `metrics`."""
+    """Ports of `http`, `grpc` and `metrics`."""
     regions: str
     """With what the names of Triton's regions of shared memory begin."""
     environment: Mapping[str, str]
@@ -61,7 +61,9 @@ class Launch:
     """That this tritonserver knows."""
 
     def command(self, repository: Path) -> list[str]:
-        """Of tritonserver, to serve a repository that was laid out; raises `ServerError` of settings."""
+        """Return tritonserver's command for a repository that was laid out; raise `ServerError` for invalid
+        settings.
+        """
         original = self.config.model_repository
         pools = [memory_pool_bytes(original, self.model)] * self.gpus if self.gpus else []
         return server_command(
@@ -120,7 +122,7 @@ class ServerRun:
 
     @property
     def board(self) -> StageBoard | None:
-        """What the stages say; None before the server was ready, and of a server without stages."""
+        """State of the stages; None before the server was ready, and for a server without stages."""
         return self._board
 
     @property
@@ -134,7 +136,7 @@ class ServerRun:
         return self._restarter.ended_for if self._restarter is not None else None
 
     def is_ready(self) -> bool:
-        """Whether every model is loaded and every port is open."""
+        """True if every model is loaded and every port is open."""
         if self._probe is None:
             self._probe = Probe(self.launch.config.host, self.launch.ports)
         return self._probe.is_ready()
@@ -251,8 +253,8 @@ class ServerRun:
             time.sleep(_POLL_S)
 
     def _is_held_up_by_the_dead(self) -> bool:
-        """Whether Triton, without an open session, only waits for a stage: for what a dead one has held, which never
-        ends, or until one is loaded.
+        """True if Triton has no open session and only waits for a stage. A dead stage's requests never end, and a new
+        stage must load.
         """
         if self._restarter is None or self._board is None:
             return False

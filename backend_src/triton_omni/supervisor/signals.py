@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the supervisor does when it is told to end."""
+"""Signals that tell the supervisor to end."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ SOURCE: Final = Path(__file__).with_suffix(".c")
 
 
 def preloaded(environment: Mapping[str, str], scratch: Path) -> dict[str, str]:
-    """What `preloading` adds to `environment`, and `scratch`, the folder for what the Python backend writes to /tmp."""
+    """Return the environment that `preloading` adds, and `scratch`, the folder for the Python backend's files in
+    /tmp.
+    """
     without = "a stage that stands still or dies may end the server"
     added = preloading(SOURCE, environment, without, PATIENCE_MS=round(STALL_GUARD_S * 1000))
     return added and {**added, SCRATCH_VARIABLE: str(scratch)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be known to fail before anything is started: memory that is shared, and folders that have to be written."""
+"""Checks before a start: room in shared memory, and folders that must be writable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CACHES: Final = ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCH
 """Variables that name folders in which libraries keep what they compile."""
 SHARED_MEMORY: Final = Path("/dev/shm")
 LEAST_SHARED_MIB: Final = 32
-"""What the ledger and Triton's regions need at the start, before any request."""
+"""MiB of shared memory that the ledger and Triton's regions need at the start, before any request."""
 _TRIED_BYTES: Final = 4096
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server does while it starts: a line a step on standard error, and which of its stages are loaded by now."""
+"""Reports a server's start on standard error, one line a step, and the stages loaded so far."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Version = tuple[int, int]
 
 
 def errors_wait(version: Version | None) -> bool:
-    """Whether a request whose step never ends gets no error; taken to be so where the version is unknown (None)."""
+    """True if a request whose step never ends gets no error; assumed where the version is unknown (None)."""
     return version is None or version >= ERRORS_WAIT_SINCE
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoded media of a request in, arrays as HF's processor takes them out.
 
-Limits are checked on headers before memory is spent, and again while decoding, since headers lie. What a medium is
-decides its content, never a declared name. This package knows nothing of chats, tokens or vLLM.
+Limits are checked on headers before memory is spent, and again while decoding, since headers lie. The content of a
+medium decides its kind, never a declared name. This package knows nothing of chats, tokens or vLLM.
 """
 
 from triton_omni.request.media.audio import decode_audio

@@ -138,7 +138,7 @@ def _blocks_of_file(data: bytes, kind: FileType) -> Iterator[Block]:
 
 
 def _vorbis_trim(source: InputContainer, data: bytes) -> Callable[[Iterable[Block]], Iterator[Block]]:
-    """What leaves of an Ogg file's blocks those that are sound, where it is Vorbis alone.
+    """Return the function that trims an Ogg file's blocks to those that are sound; it trims Vorbis alone.
 
     The first packet has none, and the last page counts the samples. In a file of one page FFmpeg counts some for the
     first packet, and would end the sound too early.
@@ -163,7 +163,7 @@ def _open(data: bytes, kind: FileType) -> InputContainer:
 
 
 def _frames(source: InputContainer, tally: Tally) -> Iterator[AudioFrame]:
-    """What can be decoded of the first sound track, up to where the container itself is damaged."""
+    """Yield the frames of the first sound track that can be decoded, up to where the container itself is damaged."""
     stream = source.streams.audio[0]
     _check_codec(stream)
     packets, is_cut = source.demux(stream), False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which decoder a medium goes to, by its first bytes; every error names the medium. Knows no codec."""
+"""Choose a medium's decoder by its first bytes; every error names the medium. Knows no codec."""
 
 from __future__ import annotations
 

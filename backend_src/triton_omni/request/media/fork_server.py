@@ -2,8 +2,8 @@
 """`python -m triton_omni.request.media.fork_server MODULE SOCKET`: imports a module, then forks a process for each
 message.
 
-A message is the bytes of memory that the process may have besides what it begins with, and two descriptors: a link over
-which the process gets calls, and the pipe of `KillableProcess`.
+A message is a memory limit in bytes, beyond the process's first memory, and two descriptors. One is the link over which
+the process gets calls; the other is the pipe of `KillableProcess`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _end_with_owner(link: int) -> None:
 
 
 def _private_bytes() -> int:
-    """What counts against RLIMIT_DATA by now."""
+    """Return the bytes that count against RLIMIT_DATA by now."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition("VmData:")[2].split()[0]) << 10
 
@@ -119,7 +119,7 @@ def _outcome(call: Callable[[], object]) -> object:
 
 
 def _lacked_memory(error: BaseException | None) -> bool:
-    """Whether it was raised because memory could not be had, or from an error that was."""
+    """True if it was raised for lack of memory, or from such an error."""
     while error is not None:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             return True

@@ -28,7 +28,7 @@ IsWanted = Callable[[], bool]
 LOOK_S: Final = 0.02
 """How often it is asked whether a result is still wanted."""
 NUMBER: Final = struct.Struct("i")
-"""What a fork server says of a process: its id, and its wait status after it ended."""
+"""Number that a fork server writes about a process: its id, then its wait status after it ended."""
 _STAY: Final = {signal.SIGTERM, signal.SIGINT}
 """Signals that all processes of a service may get at its stop, which begins with replies being finished."""
 
@@ -136,11 +136,11 @@ class KillableProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it can be asked again: neither it nor its fork server has ended."""
+        """True if it can be asked again: neither it nor its fork server has ended."""
         return not self._link.closed and not wait([self._end], 0)
 
     def run(self, call: Callable[[], ResultT], seconds: float, is_wanted: IsWanted) -> tuple[ResultT, float]:
-        """What `call` returns, and the CPU seconds that it took; it and the result must be picklable.
+        """Return the result of `call` and the CPU seconds that it took; both must be picklable.
 
         Raises:
             Killed: the process has ended and must not be asked again.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an Ogg file's pages say (RFC 3533): where its links begin, where a page ends, how many samples there are."""
+"""Reads the pages of an Ogg file (RFC 3533): where its links begin, where a page ends, how many samples there are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 _FIRST_PAGE = re.compile(rb"OggS\x00[\x02\x03\x06\x07]")
-"""Of a stream; the flag 2 says so."""
+"""First page of a stream, by flag 2."""
 _HEADER = 27
 _POSITION = 6
 

@@ -36,7 +36,7 @@ _ANSWERS: Final = {
     ("triton_omni.request.media.types", "image_of"),
     ("triton_omni.request.media.types", "Video"),
 }
-"""What a decoder answers is made of these; none of them does anything when it is built."""
+"""Classes that a decoder's answer may hold; none of them does anything when it is built."""
 
 
 class UnknownAnswerError(Exception):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a picture's file is the picture: its parts are counted and sorted before a library reads them.
+"""Finds the parts of an image file that are the image; they are counted and sorted before a library reads them.
 
 Libraries read, join and unpack much that no viewer shows, and some of it takes time by the square of its length. Here
 a file is walked once, in linear time; metadata but for the orientation, and what lies after the picture, are left out.
@@ -17,7 +17,9 @@ from triton_omni.core.errors import BadRequest
 MAX_PARTS: Final = 1 << 16
 """Segments of a jpeg, or chunks of a png: 64 MiB in parts of a kilobyte."""
 MAX_SCANS: Final = 100
-"""Of a progressive jpeg: each passes over the whole picture and can be 30 bytes long. Encoders write about ten."""
+"""Maximum scans of a progressive jpeg: each passes over the whole image and can be 30 bytes long. Encoders write about
+ten.
+"""
 
 _MARKER: Final = re.compile(rb"\xff[^\x00\xff]")
 _AFTER_SCAN: Final = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
@@ -38,7 +40,7 @@ class PictureParts:
 
     picture: bytes = field(repr=False)
     exif: bytes | None = None
-    """As in a jpeg, or from the byte order on."""
+    """EXIF block, as in a jpeg or from its byte order on."""
     xmp: bytes | None = None
 
 
@@ -99,7 +101,7 @@ def _png(data: bytes) -> PictureParts:
         _check_number(parts, "chunks of a png", MAX_PARTS)
         name = data[position + 4 : position + 8]
         end = position + 12 + int.from_bytes(data[position : position + 4])
-        # What is neither is a chunk that every decoder must know, or no chunk at all.
+        # Any other chunk is critical and unknown to decoders, or no chunk at all.
         if name in _PNG_PICTURE or not name[:1].islower():
             kept.append(data[position:end])
         elif name == b"eXIf" and exif is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file is by its first bytes. Knows the magic numbers, no codec."""
+"""Detects file types by their first bytes. Knows the magic numbers, no codec."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS_OF: dict[FileType, tuple[MediaKind, ...]] = {
     "mp4": ("audio", "video"),
     "webm": ("audio", "video"),
 }
-"""What kinds of media a file may be; a container is a video by its video track, and else a sound."""
+"""Kinds of media that a file may be; a container with a video track is a video, and else a sound."""
 
 _MAGIC: tuple[tuple[int, bytes, FileType], ...] = (
     (8, b"WAVE", "wav"),
@@ -40,7 +40,7 @@ _TAG_HEADER = 10
 
 
 def sniff(data: bytes) -> FileType | None:
-    """What a file is by its first bytes, or by those after its ID3 tags; None = none that is known."""
+    """Return the type of a file by its first bytes, or by those after its ID3 tags; None = unknown."""
     start = after_tags(data)
     for place, expected, name in _MAGIC:
         if data.startswith(expected, start + place) and (place != 8 or data.startswith(_RIFF, start)):

@@ -25,7 +25,9 @@ STILL_SECONDS = 1.0
 """A picture that is shown so much longer than an even rate says is a still. Sound may outlast a last picture by less:
 encoders pad it to whole packets."""
 EVEN_WITHIN = 0.4
-"""Of a picture: how far a rate may show pictures from their stamps. A single lost picture moves others further."""
+"""Fraction of a picture's duration by which a constant rate may miss the time stamps. A single lost picture moves
+others further.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Timeline:
     seconds: float
     """From the beginning to the end of the last picture."""
     is_even: bool
-    """Whether the pictures are shown at one rate."""
+    """True if the pictures are shown at one rate."""
 
     @classmethod
     def of(cls, times: Sequence[float], end: float, stated_rate: float | None) -> Timeline:

@@ -38,7 +38,7 @@ class Image:
     pixels: PilImage = field(repr=False)
 
     def __reduce__(self) -> tuple[Callable[[NDArray[np.uint8]], Image], tuple[NDArray[np.uint8]]]:
-        """As an array, which goes from process to process apart from the pickle, and is copied less often."""
+        """Pickle the image as an array, which travels outside the pickle and is copied less often."""
         return image_of, (np.asarray(self.pixels),)
 
 

@@ -40,7 +40,7 @@ Container = Literal["mp4", "webm"]
 MAX_SOURCE_FPS = 240
 """Bounds how many frames are decoded for one second of video."""
 MAX_PACKETS_PER_SECOND = 2000
-"""Of all tracks together; bounds how long it takes to read what holds no picture."""
+"""Maximum packets a second of all tracks together; bounds the time that packets without pictures take."""
 PICTURE_CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg")
 """FFmpeg's decoders of what cameras, browsers and screen recorders write; its others are never run."""
 PROBED_BYTES = 1 << 20
@@ -103,7 +103,7 @@ def resize_frame(frame: NDArray[np.uint8], height: int, width: int) -> NDArray[n
 
 @dataclass(frozen=True)
 class _VideoFile:
-    """One file in memory; every pass over it opens it anew, so a pass that is given up leaves nothing behind."""
+    """One file in memory. Each pass opens it anew, so that an abandoned pass leaves nothing."""
 
     data: bytes = field(repr=False)
     container: Container
@@ -264,7 +264,7 @@ class _VideoFile:
 
 @dataclass(frozen=True)
 class _Track:
-    """What the packets of a video track say of its pictures."""
+    """Facts about a video track's pictures, from its packets."""
 
     stamps: list[int]
     """Ascending."""
@@ -276,11 +276,11 @@ class _Track:
 
     @classmethod
     def of(cls, stream: VideoStream, pictures: Sequence[tuple[int, int]], sound_end: float) -> _Track:
-        """Of stamps and durations, ascending; `sound_end` in seconds."""
+        """Build it from stamps and durations, ascending; `sound_end` in seconds."""
         stamps, tick = [stamp for stamp, _ in pictures], _tick(stream)
         end = stamps[-1] + median_gap(stamps)
-        # As viewers do, the last picture is shown until all has ended. What ends a little later was padded by an
-        # encoder, or guessed from a rate.
+        # The last picture is shown until all tracks have ended, as in viewers. A slightly later end comes from an
+        # encoder's padding or a guessed rate.
         stays = max(stamps[-1] + pictures[-1][1], sound_end / tick)
         end = stays if (stays - end) * tick > STILL_SECONDS else end
         rate = stream.average_rate

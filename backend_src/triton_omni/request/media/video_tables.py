@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tracks a video's file has, and how many samples an mp4's tables claim, before FFmpeg makes room for them.
 
-FFmpeg opens a decoder for each track. Its index has an entry for each sample that a table counts, times the edits that
-show it, whether or not the file has a byte of it: two kilobytes can claim gigabytes. Knows the few boxes that do so
-(ISO/IEC 14496-12), the name of a webm's codecs (RFC 9559), and no codec.
+FFmpeg opens a decoder for each track. FFmpeg's index has an entry for each sample of a table, multiplied by its edits,
+even if the file lacks the data. Two kilobytes can claim gigabytes. Knows the few boxes that do so (ISO/IEC 14496-12),
+the name of a webm's codecs (RFC 9559), and no codec.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CODEC_NAME = re.compile(
     rb"|(?<=\x86\x01.{10}))",
     re.DOTALL,
 )
-"""Of a webm's track, the element after any spelling of its length; FFmpeg opens no track without one."""
+"""Codec element of a webm's track, after any spelling of its length; FFmpeg opens no track without one."""
 
 
 def check_webm(data: bytes) -> None:
