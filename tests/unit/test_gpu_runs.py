@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every run under docs/gpu-runs names machine, date and command; the tables of docs/benchmarks.md follow from the runs."""
+"""Runs under docs/gpu-runs name machine, date and command; tables of docs/benchmarks.md follow from the runs."""
 
 from __future__ import annotations
 
@@ -130,3 +130,24 @@ def test_figures_by_load_are_those_of_the_run_linked() -> None:
         for load, cell in zip(("1", "8-together", "32-together"), line.split("|"), strict=True):
             key = f"{name}/7b/balanced/{load}"
             assert [float(cell.split()[0])] == figures[key].values, key
+
+
+def test_figures_by_listeners_are_those_of_the_run_linked() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+), (\d+) ms \| ([\d.]+) \| \[\w+\]\(([^)]+)\)", text, re.MULTILINE)
+    assert len(rows) == 2
+    for listeners, *numbers, target in rows:
+        figures = read(DOCUMENT.parent / target).figures
+        keys = [f"{name}/7b/balanced/{listeners}-listeners" for name in ("first_audio_p50", "first_audio_p95")]
+        keys.append(f"underruns_per_reply/7b/balanced/{listeners}-listeners")
+        assert [figures[key].values for key in keys] == [[float(number)] for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "lines"), [("benchmarks.md", 2000, 300), ("benchmarks-history.md", 1500, 120)]
+)
+def test_documents_stay_short_and_tell_no_figure_that_nobody_can_repeat(name: str, words: int, lines: int) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert len(text.split()) <= words
+    assert len(text.splitlines()) <= lines
+    assert "not kept" not in " ".join(text.split())
