@@ -165,7 +165,7 @@ underruns, real-time factor, throughput, and memory a stage on NVIDIA GPUs. With
 on free loopback ports and stops it afterwards. For example
   ./build.sh bench --concurrency 1,8,32
   ./build.sh bench --rate 2,4 --url localhost:8001
-All options: .venv/bin/triton-omni bench --help; what the figures mean: docs/benchmarking.md
+All options: .venv/bin/triton-omni bench --help; what the figures mean: docs/benchmarks.md
 
 `./build.sh bench micro [OPTIONS]` times each stage alone, without a server, beside plain vLLM and HF (micro.json);
 its options: ./build.sh bench micro --help

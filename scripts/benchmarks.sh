@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Measures what docs/benchmarks.md tells, on random weights of the published sizes, on one NVIDIA GPU of 80 GB or more.
+# Measures the figures of docs/benchmarks.md on random weights of the published sizes, on one NVIDIA GPU of 80 GB or more.
 #
 #   scripts/benchmarks.sh OUT [PART...]     every part, or those named, each into OUT/PART, which must not be there yet
 #
-# After `./build.sh setup`. A part takes two to ten minutes; `apart` and `replicas` are for two GPUs. Exit code 1:
-# something could not be measured; the rest was. PYTHON: where the project is installed, instead of .venv.
+# After `./build.sh setup`. A part takes two to ten minutes, `listeners` longer; `apart` and `replicas` need two GPUs. Exit
+# code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv.
 set -euo pipefail
 
-PARTS=(served crowds plans fp8 small steps windows whole media triton apart replicas)
+PARTS=(served crowds plans fp8 small steps windows whole media triton prompts listeners apart replicas)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
@@ -83,6 +83,17 @@ part_media() {
 
 part_triton() {
     micro triton/triton 7b --only pipeline,served
+}
+
+part_prompts() { # first audio against the length of the prompt
+    compare prompts 7b --variant shipped --load '100=--concurrency 1 --requests 8' \
+        --load '1k=--concurrency 1 --requests 8 --prompt-tokens 1000' \
+        --load '8k=--concurrency 1 --requests 8 --prompt-tokens 8000' \
+        --load '16k=--concurrency 1 --requests 8 --prompt-tokens 16000'
+}
+
+part_listeners() { # first audio against the number of listeners
+    compare listeners 7b --variant shipped --load 'listeners=--concurrency 1,2,4,8,16,32,48,64 --ramp-up 20 --listen'
 }
 
 part_apart() { # token2wav on a GPU of its own

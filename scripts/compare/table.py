@@ -26,7 +26,7 @@ def compared(reports: Mapping[tuple[str, str], Any]) -> Table:
     """One line a load and variant, the variants of one load beside each other; underruns and silence of a reply.
 
     Args:
-        reports: by variant and load, the JSON of its report (docs/benchmarking.md).
+        reports: by variant and load, the JSON of its report (docs/benchmarks.md).
     """
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("load", min_width=5, no_wrap=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run: one JSON object (docs/benchmarking.md has its keys) and a table on the terminal."""
+"""The report of a run: one JSON object (docs/benchmarks.md has its keys) and a table on the terminal."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
         for command in commands
         if (name := Path(command[0]).name) in programs
     ]
-    assert [name for name, _ in found] == ["compare"] * 5 + ["micro"] * 6 + ["compare", "micro", "compare", "compare"]
+    assert [name for name, _ in found] == ["compare"] * 5 + ["micro"] * 6 + ["compare", "micro"] + ["compare"] * 4
     assert len({str(parameters["out"]) for _, parameters in found}) == len(found)
     compared = [parameters for name, parameters in found if name == "compare"]
     for options in {options for parameters in compared for options in loads(script("compare.variants"), parameters)}:
@@ -97,6 +97,19 @@ def test_crowds_have_replies_of_6_s(recorded: Recorded, script: Any) -> None:
         assert (asked["crowds"], asked["talker_max_tokens"]) == (True, 300)
 
 
+def test_prompts_and_listeners_are_of_every_count(recorded: Recorded, script: Any) -> None:
+    _, _, commands = recorded.run(str(recorded.folder / "out"), "prompts", "listeners")
+    app = typer.Typer()
+    app.command()(script("compare.__main__").main)
+    bench = typer.main.get_command(cli.app).get_command(None, "bench")
+    prompts, listeners = (
+        [bench.make_context("bench", list(options)).params for options in loads(script("compare.variants"), parameters)]
+        for parameters in (parsed(app, command[1:]) for command in commands)
+    )
+    assert [asked["prompt_tokens"] for asked in prompts] == [100, 1000, 8000, 16000]
+    assert [(asked["concurrency"], asked["listen"]) for asked in listeners] == [("1,2,4,8,16,32,48,64", True)]
+
+
 def test_a_part_alone_and_none_that_is_not_there_or_was_measured(recorded: Recorded) -> None:
     out = recorded.folder / "out"
     code, _, commands = recorded.run(str(out), "whole")
@@ -111,4 +124,5 @@ def test_a_part_alone_and_none_that_is_not_there_or_was_measured(recorded: Recor
 def test_the_docs_name_every_part(recorded: Recorded) -> None:
     _, said, _ = recorded.run()
     parts = said.splitlines()[-1].removeprefix("Parts: ").split()
-    assert re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "benchmarks.md").read_text(), re.MULTILINE) == parts
+    table = (ROOT / "docs" / "benchmarks.md").read_text().partition("\n| part |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == parts

@@ -289,7 +289,7 @@ def test_the_documented_example_follows_from_the_published_figures() -> None:
     )
     assert published
     speech = [float(cell.removesuffix(" s ").strip()) for cell in published[1].split("|")]
-    section = (DOCS / "benchmarking.md").read_text().partition("## Capacity")[2]
+    section = (DOCS / "benchmarks.md").read_text().partition("## Capacity")[2]
     rows = re.findall(r"^\| (\d+) \| ([\d.]+) s \| ([\d.]+) \| (\d+) \|$", section, re.MULTILINE)
     assert [float(row[1]) for row in rows] == speech[1:]
     for streams, of_speech, hours, gpus in rows:

@@ -110,7 +110,7 @@ SNAKE_FRAMES = 64
 SNAKE_MARGIN = 5
 _KEPT = SNAKE_FRAMES - 2 * SNAKE_MARGIN
 _SNAKE_CHANNELS = 64
-"""Of a tile, whose filters are loaded once for all of them; the fastest of 16 to 128 (docs/benchmarks-history.md)."""
+"""Channels of a tile, which share one load of the filters; the fastest of 16 to 128 (docs/benchmarks-history.md)."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report: everything that was measured, as one JSON object of a versioned schema (docs/benchmarking.md).
+"""The report: everything that was measured, as one JSON object of a versioned schema (docs/benchmarks.md).
 
 Pure but for `write`. Times are in seconds unless their name says otherwise.
 """
