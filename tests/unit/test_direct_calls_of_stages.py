@@ -15,7 +15,16 @@ from triton_omni.core.errors import BadRequest, Overloaded
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.request.parse import RawRequest
 from triton_omni.session import ledger_layout as layout
-from triton_omni.session.wire import Failure, Kind, Seal, SessionKey, TalkerMessage, ThinkerMessage, Unsealed
+from triton_omni.session.wire import (
+    Failure,
+    Kind,
+    Seal,
+    SessionKey,
+    TalkerMessage,
+    ThinkerMessage,
+    Unreadable,
+    Unsealed,
+)
 from triton_omni.talker import stage as talker_stage
 from triton_omni.thinker import direct_calls, open_session
 from triton_omni.token2wav import stage as token2wav_stage
@@ -60,12 +69,16 @@ class Stranger:
     def __init__(self, p, text="12345"):
         self.stages = {"talker": p.talker, "token2wav": p.token2wav}
         self.from_thinker = Taken()
-        self.calls = []
+        self.calls, self.refused = [], []
         p.thinker.submit(RawRequest(text_input=text.encode(), request_id="stranger"), self.from_thinker)
 
     def pass_on(self, stage, tensors):
         call = Taken()
-        self.stages[stage].submit(tensors, call)
+        try:
+            self.stages[stage].submit(tensors, call)
+        except Unreadable as error:
+            self.refused.append(str(error))
+            call.finish()  # as the adapter does
         self.calls.append(call)
         return call
 
@@ -225,6 +238,34 @@ def test_the_thinker_s_messages_are_none_of_the_talker_s():
         assert record(p, stranger.key())[layout.FIELDS["token2wav"] :] == before
 
 
+SPOILED = {
+    "shorter": lambda tensor: tensor[:-1],
+    "of another type": lambda tensor: tensor.to(torch.int64),
+    "of another shape": lambda tensor: tensor[..., None],
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+@pytest.mark.parametrize("to", LINKS)
+def test_a_reply_of_which_a_message_cannot_be_read_ends_at_once(to, spoil):
+    name = {"talker": "ROWS", "token2wav": "CODES"}[to]
+    with pipeline(thinker=FakeThinkerEngine(length=10)) as p:
+        spoiled = []
+
+        def change(stage, tensors):
+            if stage != to or spoiled or not len(tensors[name]):
+                return tensors
+            spoiled.append(stage)
+            return {**tensors, name: SPOILED[spoil](tensors[name])}
+
+        opening = Stranger(p).be_the_ensemble(change=change)
+        assert opening.ended.wait(WAIT_S)
+        assert spoiled
+        assert (opening.error.code, opening.error.stage) == ("internal", to)
+        assert opening.error.message.startswith(f"a message could not be read: {name}: ")
+        check_serves(p)
+
+
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_message_that_comes_again_changes_nothing(times):
     """Each one, at once and after all later ones; the reply is whole."""
@@ -378,20 +419,11 @@ CHANGED = {
 def test_other_tensors_beside_a_true_meta_are_refused_and_end_his_own_session_alone(name):
     intake = Hurried()
     with pipeline(intake=intake) as p:
-        stranger, refused = Stranger(p), []
+        stranger = Stranger(p)
         intake.hurry_no_more()
-
-        def pass_on(stage, tensors, plain=stranger.pass_on):
-            try:
-                return plain(stage, tensors)
-            except Exception as error:  # noqa: BLE001 - the adapter closes it
-                refused.append(str(error))
-                return Taken()
-
-        stranger.pass_on = pass_on
         other = p.ask("12345")
         stranger.be_the_ensemble(change=CHANGED[name])
-        assert any("META tells of" in one or "expected" in one for one in refused)
+        assert any("META tells of" in one or "expected" in one for one in stranger.refused)
         assert finished(other).text == WHOLE
         check_serves(p)
 

@@ -85,7 +85,7 @@ def rounds(stats, count=3):
 
 
 def test_every_figure_has_a_gauge_with_the_stages_label(published, pb_utils, stats):
-    stats.now = StageStats(sessions=1, running=2, waiting=3, kv_blocks_used=4, rows_used=5, send_queue=6)
+    stats.now = StageStats(sessions=1, running=2, waiting=3, kv_blocks_used=4, rows_used=5, outbox=6)
     rounds(stats)
     assert last(pb_utils) == {
         "omni_sessions": 1,
@@ -216,7 +216,7 @@ def test_after_close_nothing_is_set_and_no_metric_is_held(published, pb_utils, s
     assert [published._metrics, published._families, published._published] == [{}] * 3
 
 
-def test_figures_go_on_behind_one_that_could_not_be_set_and_the_log_has_it_once(published, pb_utils, stats, caplog):
+def test_metrics_go_on_after_a_failure_and_the_log_has_each_once(published, pb_utils, stats, caplog):
     rounds(stats)
     sessions = gauge(pb_utils, "omni_sessions")
     sessions.fault = RuntimeError("no room")
@@ -226,3 +226,8 @@ def test_figures_go_on_behind_one_that_could_not_be_set_and_the_log_has_it_once(
     sessions.fault = None
     wait_for(lambda: sessions.values[-1:] == [9])
     assert caplog.text.count("metrics could not be published") == 1
+    sessions.fault = RuntimeError("no room")
+    stats.now = StageStats(8, 0, 0, 0, 0, 0)
+    rounds(stats)
+    rounds(stats)
+    assert caplog.text.count("metrics could not be published") == 2

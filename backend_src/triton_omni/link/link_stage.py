@@ -31,7 +31,7 @@ from triton_omni.session.ledger_layout import CAPACITY, STAGES
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import OUTCOMES
 from triton_omni.session.stage import SOON_S, ResponseSender, StageStats, as_omni_error, lost_error, memory_metrics
-from triton_omni.session.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage, Value
+from triton_omni.session.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage, Unreadable, Value
 
 CANCEL_INTERVAL_NS: Final = 50_000_000
 """How often Triton is asked at most whether a session's client is gone."""
@@ -136,7 +136,11 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
             Unsealed: the stage before did not send it; the response sender is still open.
             InternalError: it is no message of this protocol; the response sender is still open.
         """
-        message, arrived_ns = self._parse(tensors), time.monotonic_ns()
+        try:
+            message, arrived_ns = self._parse(tensors), time.monotonic_ns()
+        except Unreadable as error:
+            self._loop.post(functools.partial(self._fail_unread, error))
+            raise
         sender.bind(message.key.slot)
         if not self._ledger.holds(message.key) or self._came_before(message):
             # The session is over, or a client sent the message again on its own: it changes nothing.
@@ -309,6 +313,11 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
             except Exception as error:  # noqa: BLE001 - one bad message must not end the stage
                 self._give_back(message.key, sender)
                 self._fail(session, as_omni_error(error, session.session.request_id))
+
+    def _fail_unread(self, error: Unreadable) -> None:
+        """End the session of a message that could not be read: without that message its reply has a hole."""
+        if (session := self._open.get(error.key.name)) is not None and self._ledger.holds(error.key):
+            self._fail(session, InternalError(f"a message could not be read: {error.message}", stage=self._name))
 
     def _fetch_all(self, ring_reader: RingReader) -> None:
         """Take what the stage before has placed; places are free again once the engine has copied them."""

@@ -79,7 +79,7 @@ class StageStats:
     waiting: int
     kv_blocks_used: int
     rows_used: int
-    send_queue: int
+    outbox: int
     """Rows or codes that wait to leave."""
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -197,6 +197,14 @@ class Unsealed(InternalError):
     """A message that no stage of this server sent."""
 
 
+class Unreadable(InternalError):
+    """A sealed message whose tensor cannot be read; `key` names its session."""
+
+    def __init__(self, key: SessionKey, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 @functools.cache
 def _no_rows(hidden_size: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, hidden_size, dtype=dtype)
@@ -228,9 +236,9 @@ class ThinkerMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
             InternalError: another protocol version, or tensors that are not of this protocol.
         """
         message = _unpack(tensors, _THINKER_DECODER, seal)
-        rows = _filled(tensors, "ROWS", message.size)
-        if rows is not None and not (rows.dim() == 2 and rows.is_floating_point()):
-            raise InternalError(f"ROWS: expected numbers [N, H], found {rows.dtype} {tuple(rows.shape)}")
+        rows = _filled(
+            tensors, "ROWS", message, "numbers [N, H]", lambda rows: rows.dim() == 2 and rows.is_floating_point()
+        )
         return msgspec.structs.replace(message, rows=rows)
 
 
@@ -258,9 +266,9 @@ class TalkerMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
             InternalError: another protocol version, or tensors that are not of this protocol.
         """
         message = _unpack(tensors, _TALKER_DECODER, seal)
-        codes = _filled(tensors, "CODES", message.size)
-        if codes is not None and not (codes.dim() == 1 and codes.dtype == torch.int32):
-            raise InternalError(f"CODES: expected int32 [N], found {codes.dtype} {tuple(codes.shape)}")
+        codes = _filled(
+            tensors, "CODES", message, "int32 [N]", lambda codes: codes.dim() == 1 and codes.dtype == torch.int32
+        )
         return msgspec.structs.replace(message, codes=codes)
 
 
@@ -308,11 +316,18 @@ def _unpack(tensors: Mapping[str, Value], decoder: msgspec.msgpack.Decoder[Messa
     return message
 
 
-def _filled(tensors: Mapping[str, Value], name: str, size: int) -> Tensor | None:
-    value = tensors.get(name)
+def _filled(
+    tensors: Mapping[str, Value], name: str, message: _Message, expected: str, fits: Callable[[Tensor], bool]
+) -> Tensor | None:
+    try:
+        value = tensors.get(name)
+    except Exception as error:
+        raise Unreadable(message.key, f"{name}: cannot be read ({error})") from error
     if not isinstance(value, Tensor):
-        raise InternalError(f"{name}: expected a tensor, found {type(value).__name__}")
-    # Another tensor beside a true META: its caller took the thinker's answer for himself, and passed it on.
-    if not value.dim() or len(value) != size:
-        raise InternalError(f"{name}: META tells of {size}, found a tensor {tuple(value.shape)}")
-    return value if size else None
+        raise Unreadable(message.key, f"{name}: expected a tensor, found {type(value).__name__}")
+    # A caller of the thinker can send its META on with another tensor; it is the caller's own session.
+    if not value.dim() or len(value) != message.size:
+        raise Unreadable(message.key, f"{name}: META tells of {message.size}, found a tensor {tuple(value.shape)}")
+    if message.size and not fits(value):
+        raise Unreadable(message.key, f"{name}: expected {expected}, found {value.dtype} {tuple(value.shape)}")
+    return value if message.size else None

@@ -134,8 +134,8 @@ def _adapt_link(
     counter = LinkCounter()
 
     def submit(request: Any, sender: ResponseSender) -> None:
-        # An error response here would leak the ensemble's request while the thinker's sender is open; closed empty, the
-        # session ends at its deadline at the latest.
+        # An error response here would leak the ensemble's request while the thinker's sender is open. So the message is
+        # closed empty; the stage ends its session, if the message names one.
         try:
             stage.submit(LinkInputs(request, counter), sender)
         except Unsealed as error:

@@ -89,7 +89,7 @@ class StageMetrics:
         self._families.clear()
 
     def _run(self) -> None:
-        rested = told = False
+        rested, told = False, ""
         for number in itertools.count():
             if self._stopping.wait(INTERVAL_S):
                 return
@@ -100,12 +100,12 @@ class StageMetrics:
                 # A stage that holds nothing any more says so in all its figures at once.
                 if number % SLOW_ROUNDS == 0 or (resting and not rested):
                     self._publish(self._slow())
-                rested = resting
-            except Exception:
-                # A failure is logged once, since the next round may succeed.
-                if not told:
+                rested, told = resting, ""
+            except Exception as error:
+                # The next round may succeed. A failure that lasts is logged once.
+                if repr(error) != told:
                     logger.exception("metrics could not be published")
-                told = True
+                told = repr(error)
 
     def _held(self) -> Iterable[Metric]:
         for name, value in dataclasses.asdict(self._stage.stats()).items():
