@@ -112,14 +112,16 @@ help_serve() {
 Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N]
                         [--log-file FILE] [--log-verbose N] [--log-format plain|json] [--mps] [--gpus STAGE=N,...]
                         [--ready-timeout SECONDS] [--drain-timeout SECONDS] [--exit-timeout SECONDS] [--no-warm-up]
-                        [--client-shared-memory] [--version]
+                        [--no-stall-guard] [--client-shared-memory] [--version]
 
-Serves until Ctrl-C or SIGTERM. Tells on standard error what it does until it is ready. Prints `READY http=… grpc=… metrics=…` once, when every model is loaded and a first reply,
-which is the server's own (--no-warm-up: none), was spoken.
+Serves until Ctrl-C or SIGTERM. Reports each step of the start on standard error. Prints
+`READY http=… grpc=… metrics=…` once every model is loaded and the server has spoken a reply of its own
+(--no-warm-up: without that reply).
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
 The server's log goes to .cache/logs/server.log, or to --log-file, whose folder must be there.
 With --mps the stages run on a GPU at once instead of by turns, under a CUDA MPS daemon that lives as long as the server.
 With --client-shared-memory gRPC callers on this machine may give their inputs in shared memory; trust each of them then.
+With --no-stall-guard the server runs without the library that lets it outlive a stage that stands still or dies.
 With --gpus a stage runs on another GPU than 0: thinker=0,talker=0,token2wav=1, for instance.
 Told to stop, it refuses new requests and finishes replies for --drain-timeout seconds at most (default 30); told again, it
 stops at once.

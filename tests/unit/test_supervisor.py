@@ -52,7 +52,8 @@ if stage := os.environ.get("STAGE"):  # a child that outlives its parent and ign
     subprocess.Popen([sys.executable, "-c", STAGE, stage])
     while not os.path.exists(stage):
         time.sleep(0.01)
-print(json.dumps({{"flags": flags, "model": os.environ["OMNI_MODEL"]}}), flush=True)
+preload = os.environ.get("LD_PRELOAD", "")
+print(json.dumps({{"flags": flags, "model": os.environ["OMNI_MODEL"], "preload": preload}}), flush=True)
 if behaviour == "fail":
     print("E1121 02:22:03.042 42 model_lifecycle.cc:654] \\"failed to load 'thinker' version 1: "
           "Internal: SettingsError: stage.yaml: engine.x: unknown\\\\n\\\\nAt:\\\\n  model.py(6): initialize\\"")
@@ -155,6 +156,17 @@ def test_a_server_gets_only_the_options_that_its_program_knows(
         flags = told(repository)["flags"]
     assert flags.get("allow-client-shm") == ("true" if known and allowed else None)
     assert flags.get("http-max-input-size") == ("2000000" if known else None)
+
+
+@pytest.mark.parametrize("switch", [True, False])
+@pytest.mark.parametrize("version", ["2.51.0", "2.99.0"])
+def test_the_stall_guard_can_be_switched_off_and_warns_of_a_version_with_which_it_was_not_tried(
+    repository: Path, capsys: pytest.CaptureFixture[str], switch: bool, version: str
+) -> None:
+    with Supervisor(config(repository, environment={"VERSION": version}, stall_guard=switch)):
+        assert ("stall_guard" in told(repository)["preload"]) is switch
+        assert "bounds" in told(repository)["preload"]
+    assert ("this is 2.99; if the server ends" in capsys.readouterr().err) is (switch and version == "2.99.0")
 
 
 def test_the_failing_model_and_its_reason_are_named(repository: Path) -> None:

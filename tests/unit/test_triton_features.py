@@ -17,8 +17,10 @@ from triton_omni.supervisor.triton_features import (
     HTTP_BODY_LIMIT,
     Version,
     errors_wait,
+    guard_was_tried,
     known_options,
     server_version,
+    untried_guard,
 )
 
 HELP = """Usage: tritonserver [options]
@@ -122,3 +124,16 @@ def test_errors_wait_for_steps_from_26_02_on_and_where_the_version_is_unknown(
     version: Version | None, waits: bool
 ) -> None:
     assert errors_wait(version) is waits
+
+
+@pytest.mark.parametrize(
+    ("version", "named"),
+    [((2, 51), None), ((2, 71), None), ((2, 50), "2.50"), ((2, 72), "2.72"), ((3, 0), "3.0"), (None, "unknown")],
+)
+def test_a_version_with_which_the_stall_guard_was_not_tried_is_told_with_the_cure(
+    version: Version | None, named: str | None
+) -> None:
+    assert guard_was_tried(version) is (named is None)
+    if named is not None:
+        assert f"with Triton 2.51 to 2.71, this is {named}; if the server ends" in untried_guard(version)
+        assert untried_guard(version).endswith("--no-stall-guard")

@@ -43,6 +43,8 @@ class ServerConfig:
     """Share the GPUs under a CUDA MPS daemon of the server's own."""
     client_shared_memory: bool = False
     """Let clients register regions of shared memory for their inputs."""
+    stall_guard: bool = True
+    """Preload `stall_guard.c`, by which the server outlives a stage that stands still or dies at a bad moment."""
     warm_up: bool = True
     """Ask the server for a short reply before clients may ask it."""
     placement: Mapping[str, int] = field(default_factory=lambda: parse_placement(""))
@@ -78,6 +80,7 @@ def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
         drain_timeout_s=given.drain_timeout,
         mps=given.mps,
         client_shared_memory=given.client_shared_memory,
+        stall_guard=given.stall_guard,
         warm_up=given.warm_up,
         placement=placement,
         environment={FORMAT_VARIABLE: given.log_format} if given.log_format else {},
@@ -111,6 +114,10 @@ def _parser(*, mps: bool) -> argparse.ArgumentParser:
     add("--mps", action=argparse.BooleanOptionalAction, default=mps, help=shared)
     regions = "let clients register regions of shared memory for their inputs (default: not)"
     add("--client-shared-memory", action="store_true", help=regions)
+    guard = (
+        "preload the library by which the server outlives a stage that stands still or dies at a bad moment (default)"
+    )
+    add("--stall-guard", action=argparse.BooleanOptionalAction, default=True, help=guard)
     warm = "have a short reply spoken at the start, so that the first caller's comes as soon as others' (default)"
     add("--warm-up", action=argparse.BooleanOptionalAction, default=True, help=warm)
     placed = "the GPU of each stage, thinker=0,token2wav=1 for instance (default: OMNI_GPUS, or all on GPU 0)"

@@ -31,7 +31,13 @@ from triton_omni.supervisor.served_repository import served_repository, temporar
 from triton_omni.supervisor.server_log import ServerLog
 from triton_omni.supervisor.stall_guard import preloaded
 from triton_omni.supervisor.triton_command import server_command
-from triton_omni.supervisor.triton_features import errors_wait, server_version
+from triton_omni.supervisor.triton_features import (
+    Version,
+    errors_wait,
+    guard_was_tried,
+    server_version,
+    untried_guard,
+)
 
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
 KILL_AFTER_S = 5.0
@@ -100,7 +106,9 @@ class ServerRun:
             # A repository that was not laid out for this start is not ours to write to.
             own = [repository] if repository != config.model_repository else []
             scratch = Path(outliving.enter_context(temporary_folder()))
-            environment = {**launch.environment, **preloaded(launch.environment, scratch)}
+            environment = dict(launch.environment)
+            if config.stall_guard:
+                environment |= preloaded(environment, scratch)
             environment |= bounded(environment, thinker_limits(config.model_repository).max_body_bytes)
             started = guarded_process(launch.command(repository), environment, launch.regions, [*own, scratch])
             self.process, self._guard = outliving.enter_context(started)
@@ -143,11 +151,17 @@ class ServerRun:
 
     def watch(self) -> None:
         """See to the stages of a server that is ready from here on."""
+        config = self.launch.config
+        version = server_version(address(own_host(config.host), self.launch.ports["http"]))
+        if config.stall_guard and not guard_was_tried(version):
+            print(f"warning: {untried_guard(version)}", file=sys.stderr)
         # A server without stages has no table, and one that ended meanwhile is told by `check`.
         with contextlib.suppress(FileNotFoundError):
             self._board = StageBoard(ledger_name(self.process.pid))
             tell = self._readiness.tell if self._readiness is not None else None
-            self._restarter = StageRestarter(self._board, self.launch.control, self._policy(), tell, self._end_at_once)
+            self._restarter = StageRestarter(
+                self._board, self.launch.control, self._policy(version), tell, self._end_at_once
+            )
             self._restarter.start()
 
     def check(self) -> None:
@@ -204,12 +218,9 @@ class ServerRun:
         self._outliving.close()
         remove_shared_memory(self.launch.regions)
 
-    def _policy(self) -> RestartPolicy:
+    def _policy(self, version: Version | None) -> RestartPolicy:
         policy = self.launch.config.restart
-        if policy.whole_server is not None:
-            return policy
-        http = address(own_host(self.launch.config.host), self.launch.ports["http"])
-        return replace(policy, whole_server=errors_wait(server_version(http)))
+        return policy if policy.whole_server is not None else replace(policy, whole_server=errors_wait(version))
 
     def _end_at_once(self) -> None:
         if self.process.poll() is None:

@@ -23,6 +23,9 @@ HTTP_BODY_LIMIT: Final = "http-max-input-size"
 ERRORS_WAIT_SINCE: Final = (2, 66)
 """26.02: from then on an ensemble sends an error only after the last step of the request has ended."""
 
+GUARD_TRIED: Final = ((2, 51), (2, 71))
+"""The oldest and the newest version with which the stall guard was tried: releases 24.10 and 26.07."""
+
 _OPTION: Final = re.compile(r"^\s*--([a-z0-9-]+)", re.MULTILINE)
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.")
 _ANSWERS_WITHIN_S: Final = 30.0
@@ -34,6 +37,20 @@ Version = tuple[int, int]
 def errors_wait(version: Version | None) -> bool:
     """True if a request whose step never ends gets no error; assumed where the version is unknown (None)."""
     return version is None or version >= ERRORS_WAIT_SINCE
+
+
+def guard_was_tried(version: Version | None) -> bool:
+    """True if the stall guard was tried with this version; an unknown one (None) counts as not tried."""
+    return version is not None and GUARD_TRIED[0] <= version <= GUARD_TRIED[1]
+
+
+def untried_guard(version: Version | None) -> str:
+    """The warning for such a version, with its cure."""
+    (oldest, newest), found = (".".join(map(str, tried)) for tried in GUARD_TRIED), version or ("unknown",)
+    return (
+        f"the stall guard was tried with Triton {oldest} to {newest}, this is {'.'.join(map(str, found))}; "
+        "if the server ends by a signal, start it with --no-stall-guard"
+    )
 
 
 def known_options(install: TritonInstall, environment: Mapping[str, str]) -> frozenset[str]:
