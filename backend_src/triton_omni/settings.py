@@ -57,20 +57,18 @@ class EngineSettings(_Frozen):
     max_num_batched_tokens: Annotated[int, Field(ge=32)] = 2048
     """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
     max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 2048
-    """Largest step with prompts, in tokens, that is recorded as a CUDA graph; images too. 0 = none. It needs
-    FlashAttention 3, and has no effect with `deterministic` or several GPUs."""
+    """Largest step with prompts, in tokens, recorded as a CUDA graph (FlashAttention 3, one GPU); 0 = none."""
     enforce_eager: bool = False
     """`true` switches CUDA graphs off (the plain path)."""
     torch_compile: bool = False
-    """`true` compiles the network on a GPU: faster steps, longer first start. `VLLM_CACHE_ROOT` keeps the result."""
+    """`true` compiles the network on a GPU: faster steps, longer first start (kept in `VLLM_CACHE_ROOT`)."""
     fused_decode: Literal["auto", True, False] = "auto"
     """Record decode steps with this project's fused kernels in place of vLLM's. `auto` = on one GPU in half precision,
     unless `enforce_eager`, `torch_compile` or `deterministic` is set. `true` is refused with any of these."""
     async_scheduling: bool = True
     """Schedule the next step while the GPU runs this one."""
     deterministic: bool = False
-    """vLLM computes each sequence as if it were alone (`VLLM_BATCH_INVARIANT`, GPU only): half precision rounds alike
-    in any batch, in slower steps."""
+    """Half precision rounds alike in any batch (`VLLM_BATCH_INVARIANT`, GPU only), in slower steps."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of the engine without a GPU. 0 = a third of the cores, or `OMP_NUM_THREADS`."""
 
@@ -158,17 +156,15 @@ class RequestLimits(_Frozen):
     max_image_pixels: Positive = 16 << 20
     """Pixels of one image or video frame."""
     max_audio_seconds: Annotated[float, Field(gt=0)] = 300.0
-    """Seconds of one sound. The checkpoint's feature extractor may take less (the tiny one 30)."""
+    """Seconds of one sound; the checkpoint's feature extractor may take less (the tiny one 30)."""
     max_video_seconds: Annotated[float, Field(gt=0)] = 120.0
     """Seconds of one video, by its time stamps."""
     max_video_frames: Annotated[int, Field(ge=2)] = 256
     """Frames sampled from one video for the model."""
     max_video_pixels: Positive = 96 << 20
-    """Pixels of all sampled frames of one video, whose larger frames are scaled down to fit; also of all videos of a
-    request together."""
+    """Pixels of all sampled frames of one video, which are scaled down to fit, and of all videos together."""
     max_video_source_pixels: Positive = 16 << 30
-    """Pixels of all decoded frames of one video, sampled or not. The default is two minutes of 1920 x 1080 at 60
-    frames a second."""
+    """Pixels of all decoded frames of one video, sampled or not; by default two minutes of 1080p at 60 Hz."""
     max_decode_seconds: Annotated[float, Field(ge=1)] = 60.0
     """CPU seconds to decode all media of one request; the decoding process is ended then."""
     max_decode_bytes: Annotated[int, Field(ge=64 << 20)] = 1 << 30
@@ -182,7 +178,7 @@ class RequestLimits(_Frozen):
     max_schema_bytes: Annotated[int, Field(ge=2, le=1 << 15)] = 1 << 14
     """UTF-8 bytes of a JSON schema without spaces."""
     allowed_url_schemes: tuple[Literal["data"], ...] = ("data",)
-    """URL schemes of media. `data` is the only one: the server fetches and opens nothing by name."""
+    """URL schemes of media; the server fetches and opens nothing by name."""
 
 
 class ThinkerSettings(_Frozen):
@@ -198,8 +194,7 @@ class ThinkerSettings(_Frozen):
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
     """GPUs that share each layer: the one that the stage is placed on, and those after it."""
     steady_decode: bool = True
-    """Derive a decode step of unchanged sequences from the step before instead of building it anew. It acts on one GPU
-    with `engine.async_scheduling`."""
+    """Derive a step of unchanged sequences from the last one (one GPU, `engine.async_scheduling`)."""
     engine: EngineSettings = EngineSettings()
     limits: RequestLimits = RequestLimits()
     max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
@@ -238,8 +233,7 @@ class TalkerSettings(_Frozen):
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
     """Codec codes of the longest spoken reply, 50 a second; at most token2wav's `max_codes`."""
     ring: UseRing = "auto"
-    """Receive reply rows through memory shared with the thinker instead of Triton messages; `auto` = where both are on
-    one GPU. The ring of a 7B model takes 58 MB."""
+    """Receive reply rows through memory shared with the thinker (58 MB for 7B); `auto` = both on one GPU."""
 
 
 class StreamingPlan(_Frozen):
@@ -251,7 +245,7 @@ class StreamingPlan(_Frozen):
     chunk_blocks: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 1, 2, 3, 4, 6)
     """New blocks of chunk 0, 1, ...; the last entry repeats."""
     look_ahead_blocks: Annotated[int, Field(ge=0, le=8)] = 1
-    """Blocks after the chunk that its window also sees. 0 starts speech earlier and is less like the whole reply."""
+    """Blocks after the chunk that its window also sees; 0 = earlier speech, less like the whole reply."""
     vocoder_context_frames: Annotated[int, Field(ge=0, le=96)] = 24
     """Mel frames on each side that the vocoder reads beyond the samples it returns."""
 
@@ -289,13 +283,11 @@ class Token2WavSettings(_Frozen):
     the plain path, equal to HF within rounding. Half precision is the fused path, GPU only, at least 35 dB against
     `float32`."""
     cuda_graphs: bool = True
-    """Launch recorded passes at once; `false` launches kernel by kernel (slow, to compare with). Half precision
-    only."""
+    """Launch recorded passes at once (half precision only); `false` launches kernel by kernel, slowly."""
     ring: UseRing = "auto"
-    """Receive codes through memory shared with the talker instead of Triton messages; `auto` = where both are on one
-    GPU."""
+    """Receive codes through memory shared with the talker; `auto` = where both are on one GPU."""
     mode: Literal["streaming", "offline"] = "streaming"
-    """`streaming` makes windows; `offline` makes the whole reply in one window, equal to HF. A request may choose."""
+    """`streaming` = in windows, `offline` = the whole reply in one, equal to HF; a request may choose."""
     plan: str = "balanced"
     """Name of the entry of `plans` that streams use."""
     plans: dict[str, StreamingPlan] = {
@@ -318,8 +310,7 @@ class Token2WavSettings(_Frozen):
     """Mel frames of one batch, look-ahead included, which bounds its memory and time: 7 long windows by default. First
     windows alone may be a third more; a longer window runs alone."""
     deterministic: bool = False
-    """The same codes and seed give the same bits of sound under any load. Each window is solved and vocoded alone,
-    with ordered sums."""
+    """The same codes and seed give the same bits of sound under any load: each window runs alone, slower."""
     attention: Literal["block", "plain"] = "block"
     """Attention of the plain path: block-local, or masked (slow, to compare with)."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
