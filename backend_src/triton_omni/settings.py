@@ -21,8 +21,7 @@ from triton_omni.pydantic_words import wanted_kind, wanted_limit
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 UseRing = Literal["auto", True, False]
-"""Whether what the stage before makes comes by memory shared with it (`ring.py`) instead of Triton's messages; auto =
-where both are on one GPU."""
+"""Receive rows or codes through a shared ring (`ring.py`) instead of Triton messages."""
 Quantization = Literal["none", "fp8"]
 Solver = Literal["rk4", "euler"]
 Positive = Annotated[int, Field(gt=0)]
@@ -49,15 +48,14 @@ class EngineSettings(_Frozen):
     max_model_len: Annotated[int, Field(ge=64, le=131072)] = 32768
     """Tokens of one sequence, prompt and reply together. The model's own limit is the most."""
     kv_cache_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens that the KV cache holds for all sequences together. 0 = 4096 for each of `max_num_seqs` in the thinker,
-    8194 in the talker, and at least `max_model_len`. When the cache is full, vLLM preempts the sequence served last
-    and computes it again. A 7B thinker takes 57 KB a token."""
+    """Tokens that the KV cache holds for all sequences together (57 KB each in a 7B thinker). 0 = 4096 for each of
+    `max_num_seqs` in the thinker, 8194 in the talker, at least `max_model_len`. A full cache preempts the last sequence."""
     usual_len: ClassVar[int] = 4096
     """Tokens of a sequence that is not unusually long."""
     max_num_batched_tokens: Annotated[int, Field(ge=32)] = 2048
     """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
     max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 2048
-    """Largest step with prompts, in tokens, recorded as a CUDA graph (FlashAttention 3, one GPU); 0 = none."""
+    """Largest step with prompts that is a CUDA graph (FlashAttention 3, one GPU, not `deterministic`); 0 = none."""
     enforce_eager: bool = False
     """`true` switches CUDA graphs off (the plain path)."""
     torch_compile: bool = False
@@ -151,8 +149,8 @@ class RequestLimits(_Frozen):
     max_media_bytes: Positive = 64 << 20
     """Encoded bytes of one medium."""
     max_body_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 30)] = 88 << 20
-    """Bytes of an HTTP request's body, as sent and unpacked; larger requests go over gRPC. Each HTTP thread's stack is
-    twice that and 136 MiB of address space."""
+    """Bytes of an HTTP body, as sent and unpacked; larger requests go over gRPC. Each HTTP thread's stack is twice that
+    and 136 MiB of address space."""
     max_image_pixels: Positive = 16 << 20
     """Pixels of one image or video frame."""
     max_audio_seconds: Annotated[float, Field(gt=0)] = 300.0
@@ -189,8 +187,7 @@ class ThinkerSettings(_Frozen):
     dtype: Dtype = "auto"
     """Precision of weights and hidden rows; `auto` = `bfloat16` on a GPU, `float32` on the CPU."""
     quantization: Quantization = "none"
-    """`fp8` quantises the decoder's matrix products while the weights load: faster steps, less exact. GPU only, not
-    with `float32`. Media encoders and links stay in `dtype`."""
+    """`fp8` quantises the decoder's matrix products while the weights load: faster, less exact (GPU, not `float32`)."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
     """GPUs that share each layer: the one that the stage is placed on, and those after it."""
     steady_decode: bool = True
@@ -279,9 +276,8 @@ class Token2WavSettings(_Frozen):
     device: Device = "auto"
     """Where the stage runs; `auto` = on the GPU where there is one."""
     dtype: Dtype = "auto"
-    """Precision of matrix products and convolutions; `auto` = `float16` on a GPU, `float32` elsewhere. `float32` is
-    the plain path, equal to HF within rounding. Half precision is the fused path, GPU only, at least 35 dB against
-    `float32`."""
+    """`auto` = `float16` on a GPU, `float32` elsewhere. `float32` is the plain path, equal to HF within rounding; half
+    precision is the fused path (GPU only), at least 35 dB against `float32`."""
     cuda_graphs: bool = True
     """Launch recorded passes at once (half precision only); `false` launches kernel by kernel, slowly."""
     ring: UseRing = "auto"
@@ -298,8 +294,8 @@ class Token2WavSettings(_Frozen):
     """Streaming plans by name; see the table below."""
     diffusion: DiffusionSettings = DiffusionSettings()
     max_lead_s: Lead | None = None
-    """Seconds of sound that a stream may be ahead of its listener, who is taken to play in real time from the first
-    chunk on. The session then lasts as long as the speech. `null` = no bound; a request may choose."""
+    """Seconds of sound that a stream may be ahead of its real-time listener; the session lasts as long as the speech.
+    `null` = no bound; a request may choose."""
     max_streams: Annotated[int, Field(gt=0, le=1024)] = 64
     """Streams open at once, without offline ones; the next one is refused as `overloaded`. Each keeps keys and values
     for its next window: 14 MB of GPU memory with the default `diffusion`. A stream with more evaluations takes the
@@ -307,8 +303,7 @@ class Token2WavSettings(_Frozen):
     max_batch: Annotated[int, Field(gt=0, le=64)] = 32
     """Windows solved together in one batch."""
     max_batch_frames: Positive = 1200
-    """Mel frames of one batch, look-ahead included, which bounds its memory and time: 7 long windows by default. First
-    windows alone may be a third more; a longer window runs alone."""
+    """Mel frames of one batch, look-ahead included (7 long windows by default); first windows alone may be a third more."""
     deterministic: bool = False
     """The same codes and seed give the same bits of sound under any load: each window runs alone, slower."""
     attention: Literal["block", "plain"] = "block"
