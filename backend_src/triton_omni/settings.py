@@ -49,13 +49,13 @@ class EngineSettings(_Frozen):
     """Tokens of one sequence, prompt and reply together. The model's own limit is the most."""
     kv_cache_tokens: Annotated[int, Field(ge=0)] = 0
     """Tokens that the KV cache holds for all sequences together (57 KB each in a 7B thinker). 0 = 4096 for each of
-    `max_num_seqs` in the thinker, 8194 in the talker, at least `max_model_len`. A full cache preempts the last sequence."""
+    `max_num_seqs` in the thinker, 8194 in the talker, at least `max_model_len`. A full cache preempts the last one."""
     usual_len: ClassVar[int] = 4096
     """Tokens of a sequence that is not unusually long."""
     max_num_batched_tokens: Annotated[int, Field(ge=32)] = 2048
     """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
     max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 2048
-    """Largest step with prompts that is a CUDA graph (FlashAttention 3, one GPU, not `deterministic`); 0 = none."""
+    """Largest step with prompts run as CUDA graph (FlashAttention 3, one GPU, not `deterministic`); 0 = none."""
     enforce_eager: bool = False
     """`true` switches CUDA graphs off (the plain path)."""
     torch_compile: bool = False
@@ -187,7 +187,7 @@ class ThinkerSettings(_Frozen):
     dtype: Dtype = "auto"
     """Precision of weights and hidden rows; `auto` = `bfloat16` on a GPU, `float32` on the CPU."""
     quantization: Quantization = "none"
-    """`fp8` quantises the decoder's matrix products while the weights load: faster, less exact (GPU, not `float32`)."""
+    """`fp8` quantises the decoder's matrix products at load: faster, less exact (GPU only, not `float32`)."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
     """GPUs that share each layer: the one that the stage is placed on, and those after it."""
     steady_decode: bool = True
@@ -294,7 +294,7 @@ class Token2WavSettings(_Frozen):
     """Streaming plans by name; see the table below."""
     diffusion: DiffusionSettings = DiffusionSettings()
     max_lead_s: Lead | None = None
-    """Seconds of sound that a stream may be ahead of its real-time listener; the session lasts as long as the speech.
+    """Seconds of sound that a stream may be ahead of its real-time listener; the session then lasts as long.
     `null` = no bound; a request may choose."""
     max_streams: Annotated[int, Field(gt=0, le=1024)] = 64
     """Streams open at once, without offline ones; the next one is refused as `overloaded`. Each keeps keys and values
@@ -303,7 +303,7 @@ class Token2WavSettings(_Frozen):
     max_batch: Annotated[int, Field(gt=0, le=64)] = 32
     """Windows solved together in one batch."""
     max_batch_frames: Positive = 1200
-    """Mel frames of one batch, look-ahead included (7 long windows by default); first windows alone may be a third more."""
+    """Mel frames of one batch, look-ahead included (7 long windows); first windows alone may be a third more."""
     deterministic: bool = False
     """The same codes and seed give the same bits of sound under any load: each window runs alone, slower."""
     attention: Literal["block", "plain"] = "block"
