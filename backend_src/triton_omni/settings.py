@@ -294,7 +294,7 @@ class Token2WavSettings(_Frozen):
     """Streaming plans by name; see the table below."""
     diffusion: DiffusionSettings = DiffusionSettings()
     max_lead_s: Lead | None = None
-    """Seconds of sound that a stream may be ahead of its real-time listener; `null` = no bound. A request may choose."""
+    """Seconds of sound that a stream may lead its real-time listener; `null` = no bound. A request may choose."""
     max_streams: Annotated[int, Field(gt=0, le=1024)] = 64
     """Streams open at once, without offline ones; the next one is refused as `overloaded`. Each keeps keys and values
     for its next window: 14 MB of GPU memory with the default `diffusion`. A stream with more evaluations takes the
