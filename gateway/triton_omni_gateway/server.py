@@ -113,11 +113,7 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
         SettingsError: a value cannot be served with.
     """
     default = GatewaySettings()
-    parser = _Parser(prog="triton-omni-gateway", description="OpenAI-compatible gateway of a triton-omni server.")
-    _add_addresses(parser, default)
-    _add_limits(parser, default)
-    _add_rest(parser, default)
-    given = parser.parse_args(arguments)
+    given = parser().parse_args(arguments)
     settings = GatewaySettings(
         triton_urls=tuple(given.url or default.triton_urls),
         models=tuple(given.model_name or default.models),
@@ -133,28 +129,46 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     return Command(settings, keys, given.host, given.port, given.wait, given.grace, given.log_level, given.check)
 
 
+def parser() -> argparse.ArgumentParser:
+    """All options of the gateway's command, with their defaults and meanings."""
+    default = GatewaySettings()
+    made = _Parser(prog="triton-omni-gateway", description="OpenAI-compatible gateway of a triton-omni server.")
+    _add_addresses(made, default)
+    _add_limits(made, default)
+    _add_rest(made, default)
+    return made
+
+
 def _add_addresses(parser: _Parser, default: GatewaySettings) -> None:
     told = f"triton-omni-gateway {version('triton-omni-gateway')}"
     parser.add_argument("--version", action="version", version=told, help="tell the version, and end")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
     parser.add_argument(
-        "--port", type=_whole(0, 65535), default=DEFAULT_PORT, metavar="N", help="default 8080; 0 = a free port"
+        "--port",
+        type=_whole(0, 65535),
+        default=DEFAULT_PORT,
+        metavar="N",
+        help="HTTP port (default 8080; 0 = a free port)",
     )
     served = f"Triton's gRPC endpoint; may be repeated, to spread requests (default: {default.triton_urls[0]})"
     parser.add_argument("--url", action="append", metavar="HOST:PORT", help=served)
     parser.add_argument(
-        "--wait", type=_seconds, default=30.0, metavar="SECONDS", help="for it to be ready (default 30)"
+        "--wait",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long to wait until a server is ready (default 30)",
     )
     named = "name of the model; may be repeated (default: qwen2_5_omni)"
     parser.add_argument("--model-name", action="append", metavar="NAME", help=named)
-    keyed = f"file of API keys, one a line; also by {VARIABLE}, separated by commas (default: none, everybody may call)"
+    keyed = f"file of API keys, one a line; also by {VARIABLE}, separated by commas (default: none, so anyone may call)"
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help=keyed)
     allowed = "host name by which callers without keys may address the gateway; may be repeated (always: localhost)"
     parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=allowed)
 
 
 def _add_limits(parser: _Parser, default: GatewaySettings) -> None:
-    urgent = "the most urgent priority that callers may ask for (default 0: of nobody before others; -100: any)"
+    urgent = "lowest, so most urgent, priority that callers may ask for (default 0: no caller overtakes others)"
     parser.add_argument(
         "--min-priority",
         type=_whole(PRIORITIES[0], PRIORITIES[-1]),
@@ -162,28 +176,35 @@ def _add_limits(parser: _Parser, default: GatewaySettings) -> None:
         metavar="N",
         help=urgent,
     )
-    parser.add_argument("--max-requests", type=_whole(1), default=default.max_requests, metavar="N", help="at once")
-    parser.add_argument("--max-body-mib", type=_whole(1), default=default.max_body_bytes // MIB, metavar="N")
-    parser.add_argument(
-        "--max-connections", type=_whole(1), default=default.max_connections, metavar="N", help="open at once"
-    )
+    at_once = f"requests under way at once; the next one gets 429 (default {default.max_requests})"
+    parser.add_argument("--max-requests", type=_whole(1), default=default.max_requests, metavar="N", help=at_once)
+    mib = default.max_body_bytes // MIB
+    body = f"MiB of one request's body; a larger one is refused (default {mib})"
+    parser.add_argument("--max-body-mib", type=_whole(1), default=mib, metavar="N", help=body)
+    opened = f"connections open at once; the longest idle one makes room (default {default.max_connections})"
+    parser.add_argument("--max-connections", type=_whole(1), default=default.max_connections, metavar="N", help=opened)
     parser.add_argument(
         "--max-peer-connections",
         type=_whole(1),
         default=default.max_peer_connections,
         metavar="N",
-        help="open at once of one address; more where a proxy is the only caller",
+        help=f"connections of one address; raise it for a proxy (default {default.max_peer_connections})",
     )
 
 
 def _add_rest(parser: _Parser, default: GatewaySettings) -> None:
-    spoken = f"what makes the model read aloud; {TEXT_MARK} is the text's place"
+    spoken = f"prompt that makes the model read a text aloud; {TEXT_MARK} stands for the text"
     parser.add_argument("--speech-prompt", default=default.speech_prompt, metavar="TEXT", help=spoken)
     parser.add_argument(
-        "--grace", type=_whole(0), default=10, metavar="SECONDS", help="for requests under way at a stop"
+        "--grace",
+        type=_whole(0),
+        default=10,
+        metavar="SECONDS",
+        help="time that a stop gives requests under way (default 10)",
     )
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    parser.add_argument("--check", action="store_true", help="refuse what cannot be served with, then end")
+    levels = ("debug", "info", "warning", "error")
+    parser.add_argument("--log-level", choices=levels, default="info", help="lowest level logged (default info)")
+    parser.add_argument("--check", action="store_true", help="check the options and end")
 
 
 def _whole(least: int, most: int | None = None) -> Callable[[str], int]:

@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
+import runpy
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
-import yaml
 from pydantic import BaseModel
 
 from server.calling import ALL_WAYS, MODALITIES
 from triton_omni.core import errors, settings
-from triton_omni.core.settings import TalkerSettings, ThinkerSettings, Token2WavSettings, UnarySettings
 from triton_omni.request import parse
+from triton_omni.supervisor import options
 from triton_omni_gateway import errors as gateway_errors
+from triton_omni_gateway import server as gateway_server
 from triton_omni_gateway.schemas import ChatRequest, SpeechRequest
 
 ROOT = Path(__file__).parents[2]
@@ -27,12 +30,7 @@ DOCUMENTS = [
     ROOT / "client" / "README.md",
     ROOT / "gateway" / "README.md",
 ]
-STAGES = {
-    "thinker": ThinkerSettings,
-    "talker": TalkerSettings,
-    "token2wav": Token2WavSettings,
-    "qwen2_5_omni_unary": UnarySettings,
-}
+GENERATOR = runpy.run_path(str(ROOT / "scripts" / "settings_document.py"))
 FOLDERS = [
     "backend_src",
     "client",
@@ -75,35 +73,6 @@ def table(text: str, header: str) -> dict[str, list[str]]:
     return rows
 
 
-def leaves(kind: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a settings class and their defaults; a nested class is walked into."""
-    found: dict[str, Any] = {}
-    for name, field in kind.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= leaves(field.annotation, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = field.default
-    return found
-
-
-def file_leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        nested = isinstance(value, dict) and name != "plans"
-        found |= file_leaves(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return found
-
-
-def shipped(stage: str) -> dict[str, Any]:
-    """What a server uses without any change: the class's defaults under the shipped file."""
-    path = ROOT / "model_repository" / stage / "1" / "stage.yaml"
-    return leaves(STAGES[stage]) | file_leaves(yaml.safe_load(path.read_text(encoding="utf-8")))
-
-
-def plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def anchors(document: Path) -> set[str]:
     """What a link to a heading of it may have behind its `#`."""
     titles = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
@@ -127,20 +96,27 @@ def test_named_files_exist(document: Path) -> None:
         assert any(path.match(end) for path in FILES), f"{name} is not in the repository"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_settings_table_names_every_key_with_the_value_in_use(stage: str) -> None:
-    documented = table(section(stage), "key")
-    used = shipped(stage)
-    assert documented.keys() == used.keys()
-    for key, (default, _meaning) in documented.items():
-        if key != "plans":
-            assert yaml.safe_load(default.strip("`")) == plain(used[key]), key
+def test_settings_document_is_what_the_settings_classes_give() -> None:
+    committed = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert committed == GENERATOR["document"](), "run .venv/bin/python scripts/settings_document.py"
 
 
-def test_settings_table_has_the_shipped_plan() -> None:
-    cells = table(section("token2wav"), "key")["plans"]
-    said = {name: yaml.safe_load(value) for name, value in re.findall(r"`(\w+)` (\[[^\]]*\]|\d+)", cells[1])}
-    assert said == shipped("token2wav")["plans"]["balanced"]
+@pytest.mark.parametrize("kind", [*GENERATOR["STAGES"].values(), settings.StreamingPlan])
+def test_every_setting_says_what_it_means(kind: type[BaseModel]) -> None:
+    assert [key for key, _field, meaning in GENERATOR["leaves"](kind) if not meaning] == []
+
+
+@pytest.mark.parametrize("parser", [options.parser, gateway_server.parser])
+def test_every_option_says_what_it_means(parser: Callable[[], argparse.ArgumentParser]) -> None:
+    assert [action.dest for action in parser()._actions if not action.help] == []
+
+
+def test_settings_document_names_every_environment_variable() -> None:
+    sources = [file for folder in ("backend_src", "gateway", "client") for file in (ROOT / folder).rglob("*.py")]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in [*sources, ROOT / "build.sh"])
+    internal = {"OMNI_SCRATCH"}
+    used = set(re.findall(r"\b(?:TRITON_)?OMNI_[A-Z]+(?:_[A-Z]+)*\b", text)) - internal
+    assert used <= GENERATOR["ENVIRONMENT"].keys()
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -159,14 +135,14 @@ def test_parameter_table_names_every_key_a_request_may_have() -> None:
     documented = table(section("The public contract"), "`sampling_parameters` key")
     accepted = set(parse._Parameters.model_fields)
     assert documented.keys() == accepted
-    for stage, options in (
+    for stage, kind in (
         ("thinker", parse.ThinkerOptions),
         ("talker", parse.TalkerOptions),
         ("token2wav", parse.Token2WavOptions),
     ):
         said = dict(re.findall(r"`(\w+)`(?: (-?[\d.]+\d|\d))?", documented[stage][1]))
-        assert options.model_fields.keys() <= said.keys(), stage
-        for name, field in options.model_fields.items():
+        assert kind.model_fields.keys() <= said.keys(), stage
+        for name, field in kind.model_fields.items():
             assert not said[name] or float(said[name]) == field.default, f"{stage}.{name}"
 
 

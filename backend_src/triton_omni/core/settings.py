@@ -21,9 +21,7 @@ from triton_omni.core.validation import wanted_kind, wanted_limit
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 UseRing = Literal["auto", True, False]
-"""Carry rows or codes through a shared ring (`link/ring.py`) instead of Triton's messages; auto = if both stages are on
-one GPU.
-"""
+"""Receive rows or codes through a shared ring (`link/ring.py`) instead of Triton messages."""
 Quantization = Literal["none", "fp8"]
 Solver = Literal["rk4", "euler"]
 Positive = Annotated[int, Field(gt=0)]
@@ -46,36 +44,31 @@ class EngineSettings(_Frozen):
     """Arguments of one in-process vLLM engine."""
 
     max_num_seqs: Positive = 32
-    """Sequences that decode together."""
+    """Sequences that decode together; further ones wait."""
     max_model_len: Annotated[int, Field(ge=64, le=131072)] = 32768
-    """Prompt and reply tokens of one sequence."""
+    """Tokens of one sequence, prompt and reply together. The model's own limit is the most."""
     kv_cache_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens of all sequences together that the KV cache holds; 0 = `max_num_seqs` sequences of `usual_len`, or one of
-    `max_model_len` where that is more. Where it is not enough, the sequence that would be served last waits, and is
-    computed again."""
+    """Tokens that the KV cache holds for all sequences together (57 KB each in a 7B thinker). 0 = 4096 for each of
+    `max_num_seqs` in the thinker, 8194 in the talker, at least `max_model_len`. A full cache preempts the last one."""
     usual_len: ClassVar[int] = 4096
     """Tokens of a sequence that is not unusually long."""
     max_num_batched_tokens: Annotated[int, Field(ge=32)] = 2048
     """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
     max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 2048
-    """Steps with prompts get CUDA graphs up to this many tokens, where the attention kernels allow it, and images too;
-    0 = none. All steps, as it comes: launching one of a thousand tokens kernel by kernel takes longer than running
-    it."""
+    """Largest step with prompts run as CUDA graph (FlashAttention 3, one GPU, not `deterministic`); 0 = none."""
     enforce_eager: bool = False
-    """Switch CUDA graphs off (the plain path)."""
+    """`true` switches CUDA graphs off (the plain path)."""
     torch_compile: bool = False
-    """Compile the network as well (GPU only): faster steps for a longer first start; what was compiled is kept on disk
-    (`VLLM_CACHE_ROOT`)."""
+    """`true` compiles the network on a GPU: faster steps, longer first start (kept in `VLLM_CACHE_ROOT`)."""
     fused_decode: Literal["auto", True, False] = "auto"
-    """Record decode steps with kernels that do in one launch what vLLM does in several (GPU, half precision, with CUDA
-    graphs, not compiled); `auto` = where that can be. Other steps are vLLM's own."""
+    """Record decode steps with this project's fused kernels in place of vLLM's. `auto` = on one GPU in half precision,
+    unless `enforce_eager`, `torch_compile` or `deterministic` is set. `true` is refused with any of these."""
     async_scheduling: bool = True
-    """Schedule the next step while the device runs this one (GPU only)."""
+    """Schedule the next step while the GPU runs this one."""
     deterministic: bool = False
-    """Have vLLM compute each sequence as if it were alone (GPU only, see `VLLM_BATCH_INVARIANT`), so that reduced
-    precision rounds alike in any batch. On a CPU in float32 tokens do not depend on the batch anyhow."""
+    """Half precision rounds alike in any batch (`VLLM_BATCH_INVARIANT`, GPU only), in slower steps."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads of the engine on a machine without a GPU; 0 = a fair share of the cores."""
+    """CPU threads of the engine without a GPU. 0 = a third of the cores, or `OMP_NUM_THREADS`."""
 
     @model_validator(mode="after")
     def _one_way_to_run(self) -> EngineSettings:
@@ -133,8 +126,8 @@ class TalkerEngineSettings(EngineSettings):
     usual_len: ClassVar[int] = 8194
     """A prompt of the thinker's `usual_len`, two more, and `max_codes`."""
     max_num_batched_tokens: Annotated[int, Field(ge=32)] = 1024
-    """Tokens of one engine step: no more than of the longest that is recorded as a CUDA graph, since one with prompts
-    that is launched kernel by kernel holds all others up."""
+    """Tokens of one engine step; longer prompts are prefilled in chunks of this size. A step above `max_graph_tokens`
+    is launched kernel by kernel and delays all sequences."""
     max_graph_tokens: Annotated[int, Field(ge=0, le=2048)] = 1024
 
 
@@ -148,65 +141,71 @@ class RequestLimits(_Frozen):
     """Limits of one request, checked before memory is spent."""
 
     max_request_bytes: Positive = 1 << 20
-    """UTF-8 bytes of `text_input` or `messages` (without media data URIs)."""
+    """UTF-8 bytes of `text_input` or `messages`, without media data URIs."""
     max_messages: Positive = 256
+    """Messages of one chat."""
     max_media_items: Annotated[int, Field(ge=1, le=MOST_MEDIA_ITEMS)] = 16
+    """Media of one request."""
     max_media_bytes: Positive = 64 << 20
     """Encoded bytes of one medium."""
     max_body_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 30)] = 88 << 20
-    """Maximum bytes of an HTTP body, as received and as unpacked: one medium of 64 MiB in base64 and a text. The stack
-    of each of Triton's HTTP threads is twice that. Over gRPC a request may be larger.
-    """
+    """Bytes of an HTTP body, as sent and unpacked; larger requests go over gRPC. Each HTTP thread's stack is twice that
+    and 136 MiB of address space."""
     max_image_pixels: Positive = 16 << 20
+    """Pixels of one image or video frame."""
     max_audio_seconds: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds of one sound; the checkpoint's feature extractor may take less (the tiny one 30)."""
     max_video_seconds: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds of one video, by its time stamps."""
     max_video_frames: Annotated[int, Field(ge=2)] = 256
-    """Frames sampled from a video for the model."""
+    """Frames sampled from one video for the model."""
     max_video_pixels: Positive = 96 << 20
-    """Pixels of all frames of one video together; larger frames are scaled down to fit."""
+    """Pixels of all sampled frames of one video, which are scaled down to fit, and of all videos together."""
     max_video_source_pixels: Positive = 16 << 30
-    """Pixels of all frames that are decoded, sampled or not: two minutes of 1920 x 1080 at 60 frames a second."""
+    """Pixels of all decoded frames of one video, sampled or not; by default two minutes of 1080p at 60 Hz."""
     max_decode_seconds: Annotated[float, Field(ge=1)] = 160.0
-    """CPU seconds in which all media of one request are decoded; its process is ended then. Enough for a video of all
-    source pixels and media bytes that is decoded twice."""
+    """CPU seconds to decode all media of one request; the decoding process is ended then."""
     max_decode_bytes: Annotated[int, Field(ge=64 << 20)] = 1 << 30
-    """Memory of one process that decodes, besides its code."""
+    """Bytes of memory of one decoding process, besides its code."""
     max_logit_bias: Annotated[int, Field(ge=0, le=4096)] = 300
-    """Token ids that a request may bias."""
+    """Token ids that one request may bias."""
     max_stop_strings: Annotated[int, Field(ge=0, le=64)] = 16
+    """Stop strings of one request."""
     max_stop_characters: Annotated[int, Field(ge=1, le=1024)] = 64
-    """Maximum characters of one stop string. The server holds back one character fewer of each reply."""
+    """Characters of one stop string. A reply with stop strings holds back one character less."""
     max_schema_bytes: Annotated[int, Field(ge=2, le=1 << 15)] = 1 << 14
-    """Maximum bytes of a JSON schema without spaces, in UTF-8."""
+    """UTF-8 bytes of a JSON schema without spaces."""
     allowed_url_schemes: tuple[Literal["data"], ...] = ("data",)
-    """Nothing is fetched or opened by name unless the deployment says so here."""
+    """URL schemes of media; the server fetches and opens nothing by name."""
 
 
 class ThinkerSettings(_Frozen):
     """`model_repository/thinker/1/stage.yaml`."""
 
     device: Device = "auto"
+    """Where the stage runs; `auto` = on the GPU where there is one."""
     dtype: Dtype = "auto"
+    """Precision of weights and hidden rows; `auto` = `bfloat16` on a GPU, `float32` on the CPU."""
     quantization: Quantization = "none"
-    """Number format of the decoder's matrix products. `fp8` halves the bytes that a step reads and is less exact (GPU
-    only, half precision). Media encoders and the links stay in `dtype`.
-    """
+    """`fp8` quantises the decoder's matrix products at load: faster, less exact (GPU only, not `float32`)."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
     """GPUs that share each layer: the one that the stage is placed on, and those after it."""
     steady_decode: bool = True
-    """A decode step of the sequences of the last one is laid out from that one, not anew as every other (GPU only, with
-    `engine.async_scheduling`; one GPU)."""
+    """Derive a step of unchanged sequences from the last one (one GPU, `engine.async_scheduling`)."""
     engine: EngineSettings = EngineSettings()
     limits: RequestLimits = RequestLimits()
     max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
-    """Sessions open at once over all stages; the next one is refused as overloaded."""
+    """Sessions open at once over all stages; the next one is refused as `overloaded`."""
     max_new_tokens: Positive = 1024
-    """Longest reply; a request may ask for less."""
+    """Tokens of the longest reply; a request may ask for less."""
     rows_per_message: Annotated[int, Field(gt=0, le=2048)] = 512
+    """Hidden rows of one message to the talker at most."""
     heartbeat_ms: Annotated[int, Field(ge=10, le=1000)] = 100
+    """Milliseconds of silence after which a session sends a heartbeat to the next stage."""
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
-    """Deadline of a request that names none."""
+    """Deadline in seconds of a request that names none."""
     preprocess_threads: Positive = 4
+    """Requests prepared at once; each has a thread, and a process that decodes its media."""
 
     @model_validator(mode="after")
     def _kernels_know_whole_layers(self) -> ThinkerSettings:
@@ -222,14 +221,16 @@ class TalkerSettings(_Frozen):
     """`model_repository/talker/1/stage.yaml`."""
 
     device: Device = "auto"
+    """Where the stage runs; `auto` = on the GPU where there is one."""
     dtype: Dtype = "auto"
+    """Precision of weights; it must equal the thinker's, or the server does not load."""
     engine: TalkerEngineSettings = TalkerEngineSettings()
     max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
-    """Sequences open at once; those beyond `engine.max_num_seqs` queue, their rows reserved."""
+    """Sequences open at once; those beyond `engine.max_num_seqs` wait with their rows reserved."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
-    """Longest spoken reply in codec codes (50 a second); no more than token2wav's `max_codes`."""
+    """Codec codes of the longest spoken reply, 50 a second; at most token2wav's `max_codes`."""
     ring: UseRing = "auto"
-    """For the reply's rows."""
+    """Receive reply rows through memory shared with the thinker (58 MB for 7B); `auto` = both on one GPU."""
 
 
 class StreamingPlan(_Frozen):
@@ -241,8 +242,9 @@ class StreamingPlan(_Frozen):
     chunk_blocks: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 1, 2, 3, 4, 6)
     """New blocks of chunk 0, 1, ...; the last entry repeats."""
     look_ahead_blocks: Annotated[int, Field(ge=0, le=8)] = 1
+    """Blocks after the chunk that its window also sees; 0 = earlier speech, less like the whole reply."""
     vocoder_context_frames: Annotated[int, Field(ge=0, le=96)] = 24
-    """Mel frames a side that the vocoder reads beyond the samples it gives out."""
+    """Mel frames on each side that the vocoder reads beyond the samples it returns."""
 
     @model_validator(mode="after")
     def _first_chunk_has_sound(self) -> StreamingPlan:
@@ -259,25 +261,29 @@ class DiffusionSettings(_Frozen):
     """How the flow-matching ODE is solved unless a request says otherwise."""
 
     solver: Solver = "rk4"
+    """`rk4` (3/8 rule, 4 evaluations an interval) or `euler`; a request may choose."""
     num_steps: Annotated[int, Field(ge=2, le=64)] = 10
-    """Points of the time grid; `num_steps - 1` intervals, as in HF's sampler."""
+    """Points of the time grid, one more than its intervals, as in HF's sampler; a request may choose."""
     guidance_scale: Annotated[float, Field(ge=0, le=10)] = 0.5
+    """Strength of classifier-free guidance; a request may choose."""
     sway_coefficient: Annotated[float, Field(ge=-1, le=1)] = -1.0
+    """How far the time grid is bent towards its start; 0 = even."""
 
 
 class Token2WavSettings(_Frozen):
     """`model_repository/token2wav/1/stage.yaml`."""
 
     device: Device = "auto"
+    """Where the stage runs; `auto` = on the GPU where there is one."""
     dtype: Dtype = "auto"
-    """Number format of matrix products and convolutions; auto is float16 on a GPU, float32 elsewhere. float32 is the
-    plain path: PyTorch's own kernels one by one, equal to HF within rounding.
-    """
+    """`auto` = `float16` on a GPU, `float32` elsewhere. `float32` is the plain path, equal to HF within rounding; half
+    precision is the fused path (GPU only), at least 35 dB against `float32`."""
     cuda_graphs: bool = True
-    """Launch recorded passes at once instead of kernel by kernel (half precision only)."""
+    """Launch recorded passes at once (half precision only); `false` launches kernel by kernel, slowly."""
     ring: UseRing = "auto"
-    """For codes."""
+    """Receive codes through memory shared with the talker; `auto` = where both are on one GPU."""
     mode: Literal["streaming", "offline"] = "streaming"
+    """`streaming` = in windows, `offline` = the whole reply in one, equal to HF; a request may choose."""
     plan: str = "balanced"
     """Name of the entry of `plans` that streams use."""
     plans: dict[str, StreamingPlan] = {
@@ -285,29 +291,26 @@ class Token2WavSettings(_Frozen):
         "low_latency": StreamingPlan(look_ahead_blocks=0, vocoder_context_frames=8),
         "steady": StreamingPlan(chunk_blocks=(2, 1, 2, 3, 4, 6)),
     }
+    """Streaming plans by name; see the table below."""
     diffusion: DiffusionSettings = DiffusionSettings()
     max_lead_s: Lead | None = None
-    """Seconds of sound that a stream may be ahead of its listener, who is taken to play at real time from the first
-    chunk on; None = as far as codes come. Audio beyond the lead is neither buffered for a slow reader nor made for a
-    client that hangs up.
-    """
+    """Seconds of sound that a stream may lead its real-time listener; `null` = no bound. A request may choose."""
     max_streams: Annotated[int, Field(gt=0, le=1024)] = 64
-    """Streams open at once, offline ones not counted; the next one is refused as overloaded. Each keeps the keys and
-    values that its next window looks back on: 14 MB of a GPU by default, for as many evaluations as `diffusion` makes.
-    A stream that asks for more takes the room of several, one that asks for fewer less."""
+    """Streams open at once, without offline ones; the next one is refused as `overloaded`. Each keeps keys and values
+    for its next window: 14 MB of GPU memory with the default `diffusion`. A stream with more evaluations takes the
+    room of several."""
     max_batch: Annotated[int, Field(gt=0, le=64)] = 32
     """Windows solved together in one batch."""
     max_batch_frames: Positive = 1200
-    """Mel frames of one batch, look-ahead included: bounds its memory and its time. First windows alone may be a third
-    more, and a longer window runs alone."""
+    """Mel frames of one batch, look-ahead included (7 long windows); first windows alone may be a third more."""
     deterministic: bool = False
-    """The same codes and seed give the same bits of sound, whatever else runs: each window is solved and vocoded alone,
-    and libraries may take no algorithm whose sums have no order."""
+    """The same codes and seed give the same bits of sound under any load: each window runs alone, slower."""
     attention: Literal["block", "plain"] = "block"
-    """Block-local attention, or the plain masked one (slow; to compare with); of the plain path only."""
+    """Attention of the plain path: block-local, or masked (slow, to compare with)."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
-    """Longest stream, which also bounds what Triton can hold for a slow reader."""
+    """Codes of the longest stream, which also bounds what Triton buffers for a slow reader."""
     threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads without a GPU; 0 = torch's default."""
 
     @property
     def most_together(self) -> int:
@@ -325,9 +328,9 @@ class UnarySettings(_Frozen):
     """`model_repository/qwen2_5_omni_unary/1/stage.yaml`."""
 
     max_requests: Annotated[int, Field(gt=0, le=1024)] = 64
-    """Unary requests served at once; the next one is refused as overloaded."""
+    """Unary requests served at once; the next one is refused as `overloaded`."""
     grpc_url: str = ""
-    """`HOST:PORT` of this server's gRPC endpoint, over which the ensemble is asked; empty = by its command line."""
+    """`HOST:PORT` of this server's gRPC endpoint, which the model asks; empty = by tritonserver's command line."""
 
 
 SettingsT = TypeVar("SettingsT", bound=_Frozen)

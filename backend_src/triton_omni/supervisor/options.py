@@ -58,14 +58,14 @@ class ServerConfig:
 def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
     """The command's options; a refusal ends the process with one line. The environment gives some defaults."""
     by_variable = os.environ.get("OMNI_MPS") or "0"
-    parser = _parser(mps=by_variable == "1")
-    given = parser.parse_args(arguments)
+    command = parser(mps=by_variable == "1")
+    given = command.parse_args(arguments)
     try:
         placement = parse_placement(given.gpus)
     except ValueError as error:
-        parser.error(f"--gpus (or OMNI_GPUS): {error}")
+        command.error(f"--gpus (or OMNI_GPUS): {error}")
     if by_variable not in ("0", "1"):
-        parser.error(f"OMNI_MPS must be 0 or 1, not '{by_variable}'")
+        command.error(f"OMNI_MPS must be 0 or 1, not '{by_variable}'")
     return ServerConfig(
         model_repository=given.model_repository,
         model=given.model,
@@ -87,30 +87,46 @@ def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
     )
 
 
-def _parser(*, mps: bool) -> argparse.ArgumentParser:
-    """`mps` is whether the stages share the GPUs where no option says it."""
-    parser = Parser(prog="triton_omni.supervisor.serve", description="Serve a model repository.")
-    add = parser.add_argument
+def parser(*, mps: bool = False) -> argparse.ArgumentParser:
+    """All options of the supervisor's command; `mps` is the default of `--mps`."""
+    command = Parser(prog="triton_omni.supervisor.serve", description="Serve a model repository.")
+    add = command.add_argument
     add(
         "--version", action="version", version=f"triton-omni {version('triton-omni')}", help="tell the version, and end"
     )
-    add("--model-repository", type=Path, required=True, metavar="FOLDER")
-    add("--model", default=os.environ.get("OMNI_MODEL"), help="folder or hub id (default: OMNI_MODEL)")
+    add(
+        "--model-repository",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="the models to serve; `build.sh` gives it",
+    )
+    add(
+        "--model",
+        default=os.environ.get("OMNI_MODEL"),
+        help="checkpoint folder or Hugging Face id (default: OMNI_MODEL)",
+    )
     add("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
-    add("--http-port", type=port, default=8000, metavar="N", help="default 8000; 0 = a free port")
-    add("--grpc-port", type=port, default=8001, metavar="N", help="default 8001; 0 = a free port")
-    add("--metrics-port", type=port, default=8002, metavar="N", help="default 8002; 0 = a free port")
-    log = "the server's log, in a folder that is there (default: standard error)"
+    add("--http-port", type=port, default=8000, metavar="N", help="HTTP port (default 8000; 0 = a free port)")
+    add("--grpc-port", type=port, default=8001, metavar="N", help="gRPC port (default 8001; 0 = a free port)")
+    add(
+        "--metrics-port",
+        type=port,
+        default=8002,
+        metavar="N",
+        help="port of the metrics (default 8002; 0 = a free port)",
+    )
+    log = "log file, in an existing folder (default: standard error)"
     add("--log-file", type=Path, metavar="FILE", help=log)
     add("--log-verbose", type=whole_number, default=0, metavar="N", help="Triton's own verbosity (default 0)")
-    add("--log-format", choices=FORMATS, help="of the stages' records (default: OMNI_LOG_FORMAT, or plain)")
-    start = "what loading all models may take (default 900)"
+    add("--log-format", choices=FORMATS, help="format of the stages' log records (default: OMNI_LOG_FORMAT, or plain)")
+    start = "time that loading all models may take (default 900)"
     add("--ready-timeout", type=seconds, default=900.0, metavar="SECONDS", help=start)
-    stop = "what Triton is given to stop in once no reply is under way (default 30)"
+    stop = "time that Triton gets to stop once no reply is under way (default 30)"
     add("--exit-timeout", type=whole_number, default=30, metavar="SECONDS", help=stop)
-    drain = "what replies under way are given when the server is told to stop (default 30; 0 = nothing)"
+    drain = "time that replies under way get to end at a stop (default 30; 0 = none)"
     add("--drain-timeout", type=seconds, default=30.0, metavar="SECONDS", help=drain)
-    shared = "run the stages on a GPU at once, under a CUDA MPS daemon of the server's own (default: OMNI_MPS, or not)"
+    shared = "let the stages share a GPU under the server's own CUDA MPS daemon (default: OMNI_MPS, or not)"
     add("--mps", action=argparse.BooleanOptionalAction, default=mps, help=shared)
     regions = "let clients register regions of shared memory for their inputs (default: not)"
     add("--client-shared-memory", action="store_true", help=regions)
@@ -118,8 +134,8 @@ def _parser(*, mps: bool) -> argparse.ArgumentParser:
         "preload the library by which the server outlives a stage that stands still or dies at a bad moment (default)"
     )
     add("--stall-guard", action=argparse.BooleanOptionalAction, default=True, help=guard)
-    warm = "have a short reply spoken at the start, so that the first caller's comes as soon as others' (default)"
+    warm = "speak a short reply at the start, so that the first caller does not wait for cold caches (default)"
     add("--warm-up", action=argparse.BooleanOptionalAction, default=True, help=warm)
-    placed = "the GPU of each stage, thinker=0,token2wav=1 for instance (default: OMNI_GPUS, or all on GPU 0)"
+    placed = "the GPU of each stage, for example thinker=0,token2wav=1 (default: OMNI_GPUS, or all on GPU 0)"
     add("--gpus", default=os.environ.get("OMNI_GPUS", ""), metavar="STAGE=N,...", help=placed)
-    return parser
+    return command
