@@ -48,10 +48,10 @@ MODELS = ["qwen2_5_omni", "qwen2_5_omni_unary"]
 
 
 def section(title: str) -> str:
-    """The text of a README section, its subsections included."""
-    text = README.read_text(encoding="utf-8")
+    """The text of a section of README.md or docs/using.md, its subsections included."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (README, ROOT / "docs" / "using.md"))
     found = re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,3}} |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found, f"README.md has no section {title!r}"
+    assert found, f"README.md and docs/using.md have no section {title!r}"
     return found[2]
 
 
