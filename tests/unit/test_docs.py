@@ -48,10 +48,11 @@ MODELS = ["qwen2_5_omni", "qwen2_5_omni_unary"]
 
 
 def section(title: str) -> str:
-    """The text of a section of README.md or docs/using.md, its subsections included."""
-    text = "\n".join(path.read_text(encoding="utf-8") for path in (README, ROOT / "docs" / "using.md"))
+    """The text of a section of docs/using.md or docs/architecture.md, its subsections included."""
+    documents = [ROOT / "docs" / name for name in ("using.md", "architecture.md")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in documents)
     found = re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,3}} |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found, f"README.md and docs/using.md have no section {title!r}"
+    assert found, f"docs/using.md and docs/architecture.md have no section {title!r}"
     return found[2]
 
 
