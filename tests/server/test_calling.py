@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each modality by each way to ask: the reply is the same text, speech and usage. `docs/calling.md` has the table."""
+"""Each modality by each way to ask: the reply is the same text, speech and usage."""
 
 from __future__ import annotations
 
