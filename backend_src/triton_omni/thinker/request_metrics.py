@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the thinker counts for whoever watches the server: it alone sees every request begin and end."""
+"""Metrics of requests, counted by the thinker: the only stage that sees every request begin and end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RequestMetrics:
     """Kept by the stage; `figures` is called by another thread.
 
     Args:
-        ledger: in which the other stages say how they ended a request.
+        ledger: where the other stages publish how they ended a request.
         tracer: of the thinker's spans.
     """
 
@@ -38,7 +38,7 @@ class RequestMetrics:
         self._ledger = ledger
         self._tracer = tracer
         self.outcomes = OutcomeCounter()
-        """Of all requests to the server."""
+        """Outcomes of all requests to the server."""
         self.prompt_tokens = 0
         self.reply_tokens = 0
         self.batches = Histogram(POWERS)
@@ -59,25 +59,27 @@ class RequestMetrics:
         return self._tracer.begin(raw.traceparent, accepted_ns)
 
     def refuse(self, error: OmniError, raw: RawRequest, span: Span) -> OmniError:
-        """Count a received request that gets no session, and what it is answered with instead."""
+        """Count a received request that gets no session, and return `error`, which answers it."""
         self._end(RequestOutcome.of(error, "thinker"), span, request=raw.request_id)
         return error
 
     def accept(self, session: OpenSession) -> None:
-        """Have it told of later that a request got a session.
+        """Queue the log record of a request that got a session.
 
-        Behind a rest a record of the log takes a quarter of a millisecond, for which a listener would wait.
+        After a pause a log record takes a quarter of a millisecond, which would delay first audio.
         """
         self._accepted.append(session)
 
     def tell_accepted(self) -> None:
-        """Write in the log who was accepted; on the loop's thread, once it has nothing more urgent to do."""
+        """Write the queued log records; on the loop's thread, once it has nothing more urgent to do."""
         while self._accepted:
             session = self._accepted.popleft()
             log_event(logger, "accepted", stage="thinker", request=session.label, session=session.key.name)
 
     def close(self, session: OpenSession) -> None:
-        """Count a session that no stage holds any more: by the stage that answered it, else by what ended it here."""
+        """Count a session that no stage holds any more, by the outcome of the stage that answered it, else by the
+        thinker's.
+        """
         self.tell_accepted()
         ledger, key = self._ledger, session.key
         ending = ledger.outcome(key, "token2wav") or ledger.outcome(key, "talker") or session.ending
