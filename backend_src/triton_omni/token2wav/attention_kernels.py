@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused kernels of the DiT's attention in the Triton language; like `kernels.py`, of which they share the rules."""
+"""Fused kernels of the DiT's attention in the Triton language; they follow the rules of `kernels.py`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _keys_and_values(
 ):
     """Keys, rotated, by even and odd dimensions [TILE, HEAD_DIM / 2], and values [TILE, HEAD_DIM] of one head.
 
-    A value lies INNER places behind its key.
+    A value is stored INNER elements after its key.
     """
     even, odd = _rotated_pairs(keys, cosine, sine, frames, loaded, STRIDE, HEAD_DIM // 2, TILE)
     lanes = INNER + tl.arange(0, HEAD_DIM)
@@ -128,7 +128,7 @@ def _block_attention(
         if side < 0:
             page = tl.load(found + block)
             if page >= 0:
-                # An earlier window's block lies before this one: its rows, instead of none.
+                # An earlier window's block precedes this one: read its rows.
                 loaded = inside
                 left = pages + (page + tl.load(number)).to(tl.int64) * PAGE + head * HEAD_DIM
                 key_cosine, key_sine = _angles(cosines_before, sines_before, places, loaded, is_rotated, pairs)
@@ -162,8 +162,9 @@ def block_attention(
         rotary: cosine and sine [R, head_dim / 2] fp32 of every row.
         neighbours: of the N blocks.
         reach: (look-back, look-ahead) in blocks, each 0 or 1.
-        past: what a layer that looks back finds before blocks that have no previous one, in the dtype of `qkv`.
-        heads: of them the first `rotary_heads` are rotated.
+        past: keys and values that a layer with look-back reads before blocks without a previous one, in the dtype of
+            `qkv`.
+        heads: number of heads; the first `rotary_heads` are rotated.
         early: see `early_launch`.
 
     Returns:
@@ -174,7 +175,7 @@ def block_attention(
     block_size = rows // blocks
     head_dim = width // (3 * heads)
     mixed = torch.empty(rows, width // 3, dtype=qkv.dtype, device=qkv.device)
-    # Without look-back none of the past is read: any tensor will do.
+    # Without look-back the kernel does not read these arguments: any tensor will do.
     before = (qkv,) * 5
     if past is not None:
         before = (past.pages, past.found, past.number, past.rotary.cos, past.rotary.sin)
@@ -229,7 +230,7 @@ def _leave_past(
 
 
 def leave_past(qkv: Tensor, past: LayerKVCache, *, heads: int, early: bool = False) -> None:
-    """Write the keys and values of the blocks that are left to later windows (`past.LayerKVCache.leave`).
+    """Write the keys and values of the blocks that later windows read (`window_cache.LayerKVCache.leave`).
 
     Args:
         qkv: [R, 3 x heads x head_dim], see `block_attention`, which must have been launched before.

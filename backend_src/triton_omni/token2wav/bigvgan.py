@@ -74,7 +74,7 @@ def normalise_mel(mel: Tensor) -> Tensor:
 
 
 class ResidualBlock(nn.Module):
-    """Dilated and plain convolutions in pairs, each behind an anti-aliased activation; [B, C, T] to the same."""
+    """Dilated and plain convolutions in pairs, each after an anti-aliased activation; [B, C, T] to the same."""
 
     def __init__(self, channels: int, kernel_size: int, dilations: tuple[int, ...]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class ResidualBlock(nn.Module):
 
 
 class AntiAliasedSnake(nn.Module):
-    """Twice up, snake, twice down, so that the harmonics of the activation do not fold back."""
+    """Upsamples by two, applies a snake and downsamples by two, so that the activation's harmonics do not alias."""
 
     up_filter: Tensor
     down_filter: Tensor
