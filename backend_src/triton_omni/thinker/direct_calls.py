@@ -74,4 +74,6 @@ def refusal(label: str) -> BadRequest:
 
 
 def _turned_away() -> BadRequest:
-    return BadRequest("thinker is a part of the model qwen2_5_omni and answers nobody else: ask that", stage="thinker")
+    return BadRequest(
+        "thinker is a stage of the model qwen2_5_omni and cannot be called directly: call qwen2_5_omni", stage="thinker"
+    )
