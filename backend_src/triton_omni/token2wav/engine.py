@@ -243,13 +243,15 @@ class Token2WavEngine:
         past, most = self._sampler.past, self._settings.max_streams
         if flow.pages > past.capacity:
             raise TooLarge(
-                f"num_steps: {flow.num_steps} points of {flow.solver} need a larger window cache than max_streams {most} provides: use fewer",
+                f"num_steps: {flow.num_steps} points of {flow.solver} need a larger window cache than max_streams {most} "
+                "provides: use fewer",
                 stage="token2wav",
             )
         page = past.take(flow.pages, avoid=[pages for launching in self._launchings for pages in launching.left])
         if page is None:
             raise Overloaded(
-                f"the window caches of {len(self._streams)} open streams leave no room for another, see max_streams {most}",
+                f"the window caches of {len(self._streams)} open streams leave no room for another, see max_streams "
+                f"{most}",
                 stage="token2wav",
                 retry_after_ms=RETRY_AFTER_MS,
             )
