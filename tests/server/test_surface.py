@@ -86,8 +86,10 @@ def test_trace_and_log_files_are_nobody_s_to_choose(server: Served, key: str) ->
         assert "can not be updated through network protocol" in answer.json()["error"]
 
 
-TURNED_AWAY = "thinker is a stage of the model qwen2_5_omni and cannot be called directly: call qwen2_5_omni "
-TURNED_AWAY = "[omni:bad_request;stage=thinker]"
+TURNED_AWAY = (
+    "thinker is a stage of the model qwen2_5_omni and cannot be called directly: call qwen2_5_omni "
+    "[omni:bad_request;stage=thinker]"
+)
 
 
 def test_a_client_that_calls_the_thinker_itself_is_turned_away_at_once(server: Served) -> None:

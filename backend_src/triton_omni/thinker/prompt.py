@@ -179,7 +179,7 @@ def build_prompt(request: OmniRequest, media: Sequence[Medium], renderer: Prompt
 
 
 def to_vllm_data(media: Sequence[Medium], *, use_audio_in_video: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`multi_modal_data` and `mm_processor_kwargs` of vLLM, which go on to HF's `Qwen2_5OmniProcessor`.
+    """Return vLLM's `multi_modal_data` and `mm_processor_kwargs`, which it passes to HF's `Qwen2_5OmniProcessor`.
 
     Image: PIL RGB; audio: float32 [S] at 16 kHz; video: uint8 [T, H, W, 3]. `second_per_grid_ts` has the seconds
     between two time steps of each video, by its true rate. The audio tracks of videos that are used come before all

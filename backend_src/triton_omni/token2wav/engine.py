@@ -243,8 +243,8 @@ class Token2WavEngine:
         past, most = self._sampler.past, self._settings.max_streams
         if flow.pages > past.capacity:
             raise TooLarge(
-                f"num_steps: {flow.num_steps} points of {flow.solver} need a larger window cache than max_streams {most} "
-                "provides: use fewer",
+                f"num_steps: {flow.num_steps} points of {flow.solver} need a larger window cache than max_streams "
+                f"{most} provides: use fewer",
                 stage="token2wav",
             )
         page = past.take(flow.pages, avoid=[pages for launching in self._launchings for pages in launching.left])
