@@ -147,7 +147,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             self._flush(session)
 
     def figures(self) -> Iterator[Metric]:
-        """Figures by the names of their metrics, see `stage.Stage`."""
+        """Yield the metrics, see `stage.Stage`."""
         yield from super().figures()
         open_now, consumed = list(self._open.values()), self._ledger.consumed
         yield from link_metrics((one.send_queue, consumed(one.key, "token2wav")) for one in open_now)
@@ -167,7 +167,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         return sum(session.send_queue.held for session in list(self._open.values()))
 
     def _receive(self, message: ThinkerMessage, sender: ResponseSender, arrived_ns: int) -> None:
-        """Hold each session's last heartbeat until the session opens: if the thinker dies before, it is the only
+        """Hold each session's last heartbeat until the session opens. If the thinker dies before, it is the only
         request by which the client can be answered.
         """
         key = message.key

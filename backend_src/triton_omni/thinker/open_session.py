@@ -33,8 +33,8 @@ messages out.
 
 @dataclass
 class OpenSession:
-    """State of one session, changed by the loop's thread only, with two exceptions: preprocessing sets the deadline,
-    and the sending thread counts the messages that Triton refused.
+    """State of one session, changed by the loop's thread only. Exceptions: preprocessing sets the deadline, and the
+    sending thread counts the messages that Triton refused.
     """
 
     key: SessionKey

@@ -29,7 +29,9 @@ class Intake(Protocol):
     """Preprocesses a client's request for the engine; called on several threads."""
 
     def prepare_at_once(self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout) -> Preprocessed | None:
-        """`prepare` a short text if that is faster than a hand-over to another thread; None for all other requests."""
+        """Run `prepare` on a short text if that is faster than a hand-over to another thread; return None for all other
+        requests.
+        """
 
     def prepare(
         self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout, is_wanted: IsWanted

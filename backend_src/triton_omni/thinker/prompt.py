@@ -75,7 +75,7 @@ class ControlIds:
         return cls(**found)
 
     def group(self, kind: MediaKind) -> tuple[int, int, int]:
-        """Begin, placeholder and end id of one medium."""
+        """Return the begin, placeholder and end id of one medium."""
         if kind == "audio":
             return self.audio_bos, self.audio, self.audio_eos
         return self.vision_bos, self.image if kind == "image" else self.video, self.vision_eos
@@ -97,8 +97,8 @@ _SPELLINGS: Mapping[str, str] = {
 class PromptRenderer:
     """Writes chats as Qwen2.5-Omni's template does, straight into token ids. Safe to call from many threads.
 
-    Special tokens cut a text into segments before BPE sees it, so tokenising the runs between control ids one by one
-    gives the ids of the whole. A run holds the role's header, the newline and all text up to the next control id: the
+    Special tokens cut a text into segments before BPE sees it. So the runs between control ids, tokenised one by one,
+    give the ids of the whole. A run holds the role's header, the newline and all text up to the next control id: the
     pre-tokeniser merges newlines across that boundary.
     """
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestMetrics:
-    """Kept by the stage; `figures` is called by another thread.
+    """Metrics that the stage's loop updates; `figures` is called by another thread.
 
     Args:
         ledger: where the other stages publish how they ended a request.
@@ -46,7 +46,7 @@ class RequestMetrics:
         self._accepted: deque[OpenSession] = deque()
 
     def count_unread(self, error: Exception) -> None:
-        """Count a request that ended with this error because it could not even be read."""
+        """Count a request that could not be read and ended with this error."""
         self.outcomes.receive()
         self._end(
             RequestOutcome.of(error if isinstance(error, OmniError) else InternalError("unreadable"), "thinker"),
@@ -102,7 +102,7 @@ class RequestMetrics:
         span.end(ending.code, outcome=ending.outcome, **fields)
 
     def figures(self, open_now: Sequence[OpenSession], taken: set[int]) -> Iterator[Metric]:
-        """Figures by the names of their metrics.
+        """Yield the metrics.
 
         Args:
             open_now: the sessions that the stage holds.
@@ -121,6 +121,6 @@ class RequestMetrics:
 
 
 def _overstayed(open_now: Sequence[OpenSession], taken: set[int]) -> set[int]:
-    """Slots that are taken without a session, or by one after its deadline."""
+    """Return the slots that are taken without a session, or by one after its deadline."""
     now = time.monotonic_ns()
     return taken - {session.key.slot for session in open_now if now < session.deadline_ns}

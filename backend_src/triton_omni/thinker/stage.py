@@ -106,7 +106,7 @@ class ThinkerStage:
     # Called from any thread.
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
         self._loop.post(functools.partial(settle_thread, self._device))
         self._loop.start()
 
@@ -156,7 +156,7 @@ class ThinkerStage:
         )
 
     def figures(self) -> Iterator[Metric]:
-        """Figures by the names of their metrics, see `stage.Stage`."""
+        """Yield the metrics, see `stage.Stage`."""
         open_now = list(self._open.values())
         yield Metric("omni_sessions_limit", self._settings.max_sessions)
         yield Metric("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)

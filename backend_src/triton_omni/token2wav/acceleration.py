@@ -24,8 +24,8 @@ GRAPHED_BLOCKS = (1, *range(2, 16, 2), *range(16, 37, 4), 42, 50, 56, 64, 72, 88
 has seven blocks, a first one two, and one of `low_latency` has one. Sizes beyond 72 are for whole replies of up to 48
 s; without a graph the host's kernel launches limit these.
 
-A product's tiles fill the multiprocessors unevenly. A step on an H200 takes less time for 50 blocks than for 48 (8.4
-and 8.9 ms), and hardly more for 64 than for 60 (10.6 and 10.3), but as much for 68 as for 72 (12.2)."""
+A product's tiles fill the multiprocessors unevenly. On an H200 a step of 50 blocks takes less time than one of 48 (8.4
+and 8.9 ms). 64 blocks take hardly more than 60 (10.6 and 10.3), but 68 as much as 72 (12.2)."""
 
 LARGEST_VOCODER_BATCH = 8
 """Maximum number of chunks in one recorded pass of the vocoder; more take proportionally longer to run and to

@@ -43,7 +43,7 @@ class Attention(Protocol):
         *,
         before: Before | None = None,
     ) -> Tensor:
-        """Mixed values [N, block, heads, head_dim]; see `block_attention`."""
+        """Return the mixed values [N, block, heads, head_dim]; see `block_attention`."""
 
 
 def plain_attention(
@@ -117,13 +117,13 @@ ATTENTION: dict[AttentionKind, Attention] = {"block": block_attention, "plain": 
 
 
 def _to_dense(blocks: Tensor, layout: BlockLayout) -> Tensor:
-    """[N, block, heads, d] to [W, heads, B x block, d]."""
+    """Convert [N, block, heads, d] to [W, heads, B x block, d]."""
     windows, places = layout.dense.blocks.shape
     dense = blocks.index_select(0, layout.dense.blocks.flatten())
     return dense.view(windows, places * layout.block_size, *blocks.shape[2:]).transpose(1, 2)
 
 
 def _from_dense(dense: Tensor, layout: BlockLayout) -> Tensor:
-    """[W, heads, B x block, d] back to [N, block, heads, d]."""
+    """Convert [W, heads, B x block, d] back to [N, block, heads, d]."""
     rows = dense.transpose(1, 2).reshape(-1, layout.block_size, dense.shape[1], dense.shape[3])
     return rows.index_select(0, layout.dense.places)

@@ -18,7 +18,7 @@ from triton_omni.token2wav.window_cache import LayerKVCache
 
 @triton.jit
 def _angles(cosines, sines, frames, loaded, is_rotated, PAIRS: tl.constexpr):
-    """Cosines and sines [TILE, PAIRS] of the frames that are `loaded`; 1 and 0 if this is not the rotated head."""
+    """Load cosines and sines [TILE, PAIRS] of the frames that are `loaded`; 1 and 0 if this is not the rotated head."""
     at = frames[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     cosine = tl.where(is_rotated, tl.load(cosines + at, mask=loaded[:, None], other=1.0), 1.0)
     return cosine, tl.where(is_rotated, tl.load(sines + at, mask=loaded[:, None], other=0.0), 0.0)
@@ -28,7 +28,7 @@ def _angles(cosines, sines, frames, loaded, is_rotated, PAIRS: tl.constexpr):
 def _rotated_pairs(
     projected, cosine, sine, frames, loaded, STRIDE: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Even and odd dimensions [TILE, PAIRS] of one head's frames, rotated."""
+    """Load and rotate the even and odd dimensions [TILE, PAIRS] of one head's frames."""
     lanes = tl.arange(0, 2 * PAIRS)
     tile = tl.load(projected + frames[:, None] * STRIDE + lanes[None, :], mask=loaded[:, None], other=0.0)
     even, odd = tl.split(tl.reshape(tile.to(tl.float32), [TILE, PAIRS, 2]))
@@ -50,7 +50,7 @@ def _keys_and_values(
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Keys, rotated, by even and odd dimensions [TILE, HEAD_DIM / 2], and values [TILE, HEAD_DIM] of one head.
+    """Load one head's rotated keys by even and odd dimensions [TILE, HEAD_DIM / 2], and its values [TILE, HEAD_DIM].
 
     A value is stored INNER elements after its key.
     """
@@ -62,7 +62,7 @@ def _keys_and_values(
 
 @triton.jit
 def _softmax_step(scores, value, peak, total, output):
-    """Bring one more block's scores [TILE, TILE] and values into the running softmax."""
+    """Add one more block's scores [TILE, TILE] and values to the running softmax."""
     # -1e30 keeps rows that have seen no key yet from subtracting infinities.
     higher = tl.maximum(tl.maximum(peak, tl.max(scores, 1)), -1e30)
     weights = tl.exp(scores - higher[:, None])
@@ -155,7 +155,7 @@ def block_attention(
     rotary_heads: int,
     early: bool = False,
 ) -> Tensor:
-    """Rotary embedding and attention of every block over the blocks it can see (`attention.block_attention`).
+    """Compute rotary embedding and attention of every block over the blocks it can see (`attention.block_attention`).
 
     Args:
         qkv: [R, 3 x heads x head_dim], R = N x block rows of query, key and value side by side, not rotated.

@@ -128,8 +128,8 @@ class BatchLaunch:
         return any(due.stream is stream for due in self.batch)
 
     def holds_up(self, stream: Stream) -> bool:
-        """Return True if the stream's next window must be launched after this batch: a window of it is in the batch, or
-        the batch writes into its pages.
+        """Return True if the stream's next window must be launched after this batch. Either a window of it is in the
+        batch, or the batch writes into its pages.
         """
         pages = stream.pages
         return self.holds(stream) or any(left.start < pages.stop and pages.start < left.stop for left in self.left)
@@ -177,12 +177,12 @@ def _frames(batch: Sequence[Due]) -> int:
 
 
 def _length(chunk: Chunk) -> int:
-    """Number of mel frames that the vocoder reads, the same for all chunks of a vocoder batch."""
+    """Return the number of mel frames that the vocoder reads, the same for all chunks of a vocoder batch."""
     return len(chunk.vocoder)
 
 
 def _heard(chunk: Chunk) -> tuple[int, int]:
-    """First and last of these frames that are heard."""
+    """Return the range of these frames that is heard."""
     return chunk.heard.start, chunk.heard.stop
 
 

@@ -68,7 +68,7 @@ class BigVGAN(nn.Module):
 
 
 def normalise_mel(mel: Tensor) -> Tensor:
-    """Log-mel amplitudes to decibels over the range [-115, 0] dB below 20 dB, scaled to [-1, 1]."""
+    """Convert log-mel amplitudes to decibels over the range [-115, 0] dB below 20 dB, scaled to [-1, 1]."""
     decibel = (mel * DECIBEL_PER_NEPER).clamp(min=MIN_DECIBEL) - REFERENCE_DECIBEL
     return torch.clamp(2.0 * (decibel - MIN_DECIBEL) / -MIN_DECIBEL - 1.0, -1.0, 1.0)
 
@@ -145,7 +145,7 @@ class SnakeBeta(nn.Module):
 
 
 def low_pass(cutoff: float, half_width: float, taps: int) -> Tensor:
-    """Kaiser-windowed sinc filter [taps] fp32 with unit gain at zero frequency (HF: `kaiser_sinc_filter1d`).
+    """Return a Kaiser-windowed sinc filter [taps] fp32 with unit gain at zero frequency (HF: `kaiser_sinc_filter1d`).
 
     Args:
         cutoff: cut-off frequency in cycles a sample.

@@ -2,9 +2,8 @@
 """The DiT's velocity in half precision with few launches: four matrix products and three fused kernels a layer.
 
 The same function as `DiT.forward`, its reference. The residual stream, norms, softmax and the solver's state stay in
-float32; inputs and outputs of matrix products are in half precision. The residual stream, norms, softmax and the
-solver's state stay in float32; what a matrix product reads, and its output, are in the half precision asked for.
-Products of few rows are our own kernels (`layer_kernels.py`), all others a library's.
+float32; inputs and outputs of matrix products are in half precision. Products of few rows are our own kernels
+(`layer_kernels.py`), all others a library's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of the fused networks: one launch replays a recorded forward pass, instead of one launch a kernel.
 
-A graph has fixed shapes and addresses. A ragged batch of the DiT runs in a graph recorded for at least as many blocks,
-since the start of a window is data, not shape. The vocoder's shapes are those of a streaming plan. A batch that fits no
-graph is launched kernel by kernel. All graphs share one memory pool, so only one may run at a time.
+A graph has fixed shapes and addresses. A ragged batch of the DiT runs in a graph recorded for at least as many blocks:
+the start of a window is data, not shape. The vocoder's shapes are those of a streaming plan. A batch that fits no graph
+is launched kernel by kernel. All graphs share one memory pool, so only one may run at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Recorded:
 
 
 def _choosing_algorithms() -> AbstractContextManager[None]:
-    """Have cuDNN try its best few algorithms of each convolution, at shapes that are recorded and nowhere else.
+    """Let cuDNN try its best few algorithms of each convolution, only at shapes that are recorded.
 
     With ordered sums it tries none: the fastest of two may be another one at the next start.
     """
@@ -146,7 +146,9 @@ class _Inputs:
 
 
 def _pointers(flow: Flow | None, halves: int, blocks: int, size: int) -> NDArray[np.int32]:
-    """[5, halves x blocks]: previous, following and valid frames, first pages found and left; without a flow none."""
+    """Return int32 [5, halves x blocks]: previous, following and valid frames, first pages to read and to write; NONE
+    without a flow.
+    """
     table = np.full((5, halves, blocks), NONE, np.int32)
     table[2] = size
     if flow is not None:

@@ -71,7 +71,7 @@ def residual_norm(
     dtype: torch.dtype,
     early: bool = False,
 ) -> Tensor:
-    """`hidden += gate * branch` in place, then the adaptive norm of it (`dit.modulate`).
+    """Compute `hidden += gate * branch` in place, then its adaptive norm (`dit.modulate`).
 
     Args:
         hidden: [R, H] fp32, the residual stream.
@@ -136,8 +136,8 @@ class SnakeFilters:
     ) -> SnakeFilters:
         """Build them from the taps [12] of both filters, the gain of the first included.
 
-        Products are in `dtype`: float32, which a tensor core takes by three products of TF32, or float16, which has
-        as many bits of mantissa as TF32.
+        Products are in `dtype`. Tensor cores compute float32 by three products of TF32; float16 has as many bits of
+        mantissa as TF32.
         """
         doubled = torch.arange(2 * SNAKE_FRAMES, device=up.device)
         frames = torch.arange(SNAKE_FRAMES, device=up.device)
@@ -246,7 +246,7 @@ def anti_aliased_snake(
     dtype: torch.dtype,
     total: Tensor | None = None,
 ) -> Tensor:
-    """`AntiAliasedSnake` of `first + second + bias`, channels last.
+    """Compute `AntiAliasedSnake` of `first + second + bias`, channels last.
 
     Args:
         first: [B, T, C].
@@ -315,7 +315,7 @@ def _standard_normal(counters, output, rows, CHANNELS: tl.constexpr, TILE: tl.co
 
 
 def fused_standard_normal(spans: Sequence[tuple[int, int, int]], channels: int, device: torch.device) -> Tensor:
-    """`noise.standard_normal` in one launch."""
+    """Compute `noise.standard_normal` in one launch."""
     counted = to_device(counters(spans), device)
     rows = counted.shape[1]
     output = torch.empty(rows, channels, device=device)

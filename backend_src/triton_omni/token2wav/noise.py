@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standard normal noise as a function of (seed, mel frame, mel channel), without state or order of drawing.
 
-Philox 4x32-10 (Salmon et al., SC 2011) on integer tensors, so the bits are the same on every device and in
-every batch; Box-Muller in fp64, rounded to fp32.
+Philox 4x32-10 (Salmon et al., SC 2011) on integer tensors gives the same bits on every device and in every batch.
+Box-Muller runs in fp64 and is rounded to fp32.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ def goes_before(window: Due, launched: Due, now_ns: int) -> bool:
 def share(due: Sequence[Due], launched: Due | None, now_ns: int, *, most_windows: int, most_frames: int) -> list[Due]:
     """Return the most urgent window and those of the same flow that share its batch.
 
-    If its stream would run out of sound before a full batch finishes, other such windows join, and of those with enough
-    sound as many as let the batch finish in time. None with enough sound joins a batch that goes before one that cannot
-    wait for them. A batch of first windows alone may be a third larger: a first window that is left out waits for the
-    whole batch.
+    If its stream would run out of sound before a full batch finishes, other such windows join. Windows with enough
+    sound join as long as the batch finishes in time. None with enough sound joins a batch that goes before one that
+    cannot wait for them. A batch of first windows alone may be a third larger: a first window that is left out waits
+    for the whole batch.
 
     Args:
         due: the most urgent first.

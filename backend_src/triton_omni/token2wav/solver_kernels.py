@@ -46,7 +46,7 @@ def _condition(
 
 
 def fused_condition(codes: Tensor, spoken: Tensor, voices: Tensor, layout: BlockLayout) -> Tensor:
-    """`sampler.condition` in one launch, or two where there is padding."""
+    """Compute `sampler.condition` in one launch, or two if there is padding."""
     rows, (_, halves, width) = len(layout.windows), voices.shape
     allocate = torch.empty if layout.is_full else torch.zeros
     output = allocate(halves, layout.num_blocks, layout.block_size, width, device=voices.device)

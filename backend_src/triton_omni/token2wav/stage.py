@@ -54,7 +54,7 @@ class WaveformEngine(LinkEngine, Protocol):
         """Return how many codes, from the first on, the stream needs for its next window to be due."""
 
     def end(self, key: str) -> None:
-        """No more codes."""
+        """End the stream's codes."""
 
     @property
     def keeps_listeners_waiting(self) -> bool:
@@ -139,7 +139,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
                 self._take(session, output)
 
     def figures(self) -> Iterator[Metric]:
-        """Figures by the names of their metrics, see `stage.Stage`."""
+        """Yield the metrics, see `stage.Stage`."""
         yield from super().figures()
         yield Metric("omni_audio_seconds_total", self._samples / self._sample_rate)
         for name, times in self._times.items():

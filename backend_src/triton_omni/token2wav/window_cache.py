@@ -172,7 +172,7 @@ class WindowCachePool:
         return self._spans.used
 
     def take(self, pages: int, *, avoid: Sequence[range] = ()) -> int | None:
-        """Return the first of `pages` pages for one stream, or None if they are not free; pages to `avoid` are used
+        """Return the first of `pages` pages for one stream, or None if they are not free. Pages to `avoid` are used
         only if there are no others.
         """
         page = self._spans.take(pages, avoid=avoid)
