@@ -87,7 +87,8 @@ def test_trace_and_log_files_are_nobody_s_to_choose(server: Served, key: str) ->
 
 
 TURNED_AWAY = (
-    "thinker is a part of the model qwen2_5_omni and answers nobody else: ask that [omni:bad_request;stage=thinker]"
+    "thinker is a stage of the model qwen2_5_omni and cannot be called directly: call qwen2_5_omni "
+    "[omni:bad_request;stage=thinker]"
 )
 
 

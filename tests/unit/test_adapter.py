@@ -372,7 +372,8 @@ def test_who_asks_the_thinker_for_all_its_outputs_is_refused_before_anything_is_
     request = Request([text_tensor("text_input", "hello")], outputs=["META", "CALLED_BY_NAME", "ROWS"])
     open_stage("thinker").execute([request])
     assert answered(request).error.message() == (
-        "thinker is a part of the model qwen2_5_omni and answers nobody else: ask that [omni:bad_request;stage=thinker]"
+        "thinker is a stage of the model qwen2_5_omni and cannot be called directly: call qwen2_5_omni "
+        "[omni:bad_request;stage=thinker]"
     )
     assert not request.sender.outputs()
 

@@ -58,4 +58,6 @@ def test_a_talker_that_stands_still_is_waited_for() -> None:
 
 
 def test_the_answer_says_whom_to_ask() -> None:
-    assert refusal("r1").to_text().startswith("thinker is a part of the model qwen2_5_omni and answers nobody else")
+    assert (
+        refusal("r1").to_text().startswith("thinker is a stage of the model qwen2_5_omni and cannot be called directly")
+    )

@@ -218,7 +218,7 @@ def test_a_key_of_speech_is_named_as_it_was_written(body: dict[str, Any], param:
     ("message", "param"),
     [
         ("messages[2].role: system is first", "messages[2].role"),
-        ("num_steps: 64 points of midpoint need more room", "token2wav.num_steps"),
+        ("num_steps: 64 points of midpoint need a larger window cache", "token2wav.num_steps"),
         ("thinker.json_schema: cannot be compiled: 'x'", "response_format"),
         ("The sea: it is deep", None),
         ("unreadable: nothing", None),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the talker's steps keep apart: many are served, and of those who await first codes none has its next row yet.
+"""Minimum interval between decode steps of the talker, while many streams play and no stream can get its first codes.
 
-A step takes the device nearly as long for one reply as for thirty. Steps that keep apart leave it to the other stages,
-and more replies share each.
+A step takes nearly as much GPU time for one reply as for thirty. Steps at an interval leave the GPU to the other
+stages, and more replies share one step.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from triton_omni.policy.device_claim import MANY_SESSIONS
 from triton_omni.session.ledger import SessionLedger
 
 LONGEST_APART_NS: Final = 5_000_000
-"""From one step's beginning to the next one's where very many are served: four times as fast as codes sound."""
+"""Maximum nanoseconds between the starts of two steps: codes still come four times as fast as they play."""
 APART_NS: Final = 1_000_000
-"""The same for each session beyond `MANY_SESSIONS`, so that one more costs the others little."""
+"""Nanoseconds of interval for each session beyond `MANY_SESSIONS`, so that one more costs the others little."""
 AWAITED: Final = 2
-"""So many times as long while first codes are awaited, of replies whose next row is yet to come."""
+"""Factor of the interval while first codes are awaited by replies whose next row is missing."""
 
 
 class MinimumInterval:
-    """Asked at every turn of the talker's loop, where a step may begin.
+    """Decides in every iteration of the talker's loop if a step may start.
 
     Args:
         ledger: the talker's.
@@ -33,17 +33,18 @@ class MinimumInterval:
         self._begun_ns = 0
 
     def begin(self, now_ns: int) -> None:
-        """A step begins."""
+        """Record that a step starts."""
         self._begun_ns = now_ns
 
     def is_early(self, sessions: int, *, is_awaited: bool, has_row: Callable[[], bool], now_ns: int) -> bool:
-        """Whether the next step is to wait.
+        """Return True if the next step must wait.
 
         Args:
-            sessions: how many there are with a voice, whether they still speak or are being heard to the end.
-            is_awaited: whether first codes of any are.
-            has_row: whether a step could bring such a one's next code, behind those under way; asked where it counts.
-            now_ns: by the monotonic clock.
+            sessions: number of sessions with audio, decoding or still playing.
+            is_awaited: True if the first codes of any session are awaited.
+            has_row: returns True if a step could give such a session its next code, after the steps in flight; called
+                only if needed.
+            now_ns: monotonic time, nanoseconds.
         """
         if sessions <= MANY_SESSIONS or not self._ledger.shares_device_with("token2wav"):
             return False

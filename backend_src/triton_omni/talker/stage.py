@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second stage: hidden rows in, codec codes out, the thinker's text passed through at once.
 
-Credits of token2wav hold its codes back, never its text. It knows nothing of Triton or vLLM.
+Credits of token2wav limit its codes, never its text. It is independent of Triton and vLLM.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from triton_omni.session.wire import (
 from triton_omni.talker.minimum_interval import MinimumInterval
 
 ORPHANED_S = 10.0
-"""How long a session that the thinker has ended waits for its error, which comes within milliseconds, or seconds on a
-machine that is too slow for its load."""
+"""Seconds that a session ended by the thinker waits for its error, which comes within milliseconds, or seconds on an
+overloaded machine.
+"""
 
 
 @dataclass
@@ -53,12 +54,12 @@ class _Open(LinkSession):
     send_queue: SendQueue = dataclasses.field(kw_only=True)
     sequence: int = 0
     refused: int = 0
-    """Of so many messages, those that did not leave; of the sending thread."""
+    """Number of messages that Triton refused; counted by the sending thread."""
     rows: int = 0
-    """The prompt's and the reply's, as they came."""
+    """Rows received of the prompt and the reply."""
     codes: int = 0
     told: int = 0
-    """Of these, those in token2wav's ring that it was told of."""
+    """Number of codes in token2wav's ring that token2wav was told of."""
     first_code_ns: int = 0
     thinker: ThinkerReport | None = None
     report: TalkerReport | None = None
@@ -69,8 +70,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     Args:
         engine: stepped by this stage's loop alone.
-        text_bos_id: the text id that begins a voice's speech, by voice name. Raises `BadRequest` if unknown.
-        ring: by which the reply's rows come.
+        text_bos_id: returns the text id that begins a voice's speech, by voice name. It raises `BadRequest` if unknown.
+        ring: shared ring through which the reply's rows arrive.
     """
 
     def __init__(
@@ -94,12 +95,12 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._spacing = MinimumInterval(ledger)
         self._is_held = False
         self._codes = 0
-        # Of sessions that are not open yet, the last heartbeat's request. By the whole key: what has only the name of a
-        # session must not end it.
+        # The last heartbeat's request of each session that is not open yet. By the whole key: a message with only a
+        # session's name must not end it.
         self._unopened: dict[SessionKey, ResponseSender] = {}
 
     def poll(self) -> float:
-        """Pace the text by how many sessions still have some; look after every session."""
+        """Set the text's rate limit by the number of sessions with text to come; check every session."""
         self._pace.sessions = sum(session.thinker is None for session in self._open.values())
         self._ring_writer.look(time.monotonic_ns())
         delay = super().poll()
@@ -112,10 +113,10 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         return min(delay, SOON_S) if self._unopened else delay
 
     def _hold(self) -> None:
-        """Tell the engine whether a step may begin, and how."""
+        """Tell the engine if a step may start, and how."""
         voiced = [session for session in self._open.values() if session.session.want_audio]
         awaiting = [session for session in voiced if self._awaits_first_codes(session)]
-        # Who has no row at all waits for the thinker's prompts, which may take long.
+        # A session without any row waits for the thinker's prefill, which may take long.
         begun = [session for session in awaiting if session.rows]
         is_early = self._spacing.is_early(
             len(voiced),
@@ -128,7 +129,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._engine.keep_places(bool(awaiting))
 
     def step(self) -> None:
-        """One engine step over every session whose next row is there."""
+        """Run one engine step over every session whose next row has arrived."""
         if not self._is_held:
             self._spacing.begin(time.monotonic_ns())
         outputs = self._engine.step()
@@ -138,7 +139,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         for session, output in pairs:
             self._take(session, output)
         going_on = [session for session, _ in pairs if session.key.name in self._open]
-        # Codes before messages, each of which takes longer than the codes of all.
+        # Write codes to the rings before sending messages: one message takes longer than the codes of all sessions.
         for session in going_on:
             self._place(session)
         self._ring_writer.leave()
@@ -146,7 +147,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             self._flush(session)
 
     def figures(self) -> Iterator[Metric]:
-        """Figures by the names of their metrics, see `stage.Stage`."""
+        """Yield the metrics, see `stage.Stage`."""
         yield from super().figures()
         open_now, consumed = list(self._open.values()), self._ledger.consumed
         yield from link_metrics((one.send_queue, consumed(one.key, "token2wav")) for one in open_now)
@@ -156,7 +157,9 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         return ThinkerMessage.from_tensors(tensors, self._seal)
 
     def _relay(self, message: ThinkerMessage, sender: ResponseSender) -> None:
-        """Say that the session has come here: its caller is the ensemble (`thinker/direct_calls.py`)."""
+        """Mark in the ledger that the session has reached the talker: its caller is the ensemble
+        (`thinker/direct_calls.py`).
+        """
         del sender
         self._ledger.mark_reached(message.key)
 
@@ -164,8 +167,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         return sum(session.send_queue.held for session in list(self._open.values()))
 
     def _receive(self, message: ThinkerMessage, sender: ResponseSender, arrived_ns: int) -> None:
-        """Hold each session's last heartbeat until the session opens; a thinker that dies before leaves no other
-        request of the client's that could be answered.
+        """Hold each session's last heartbeat until the session opens. If the thinker dies before, it is the only
+        request by which the client can be answered.
         """
         key = message.key
         if (held := self._unopened.pop(key, None)) is not None:
@@ -193,7 +196,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     def _begin(self, message: ThinkerMessage, request: Session, sender: ResponseSender) -> _Open:
         send_queue = SendQueue(self._settings.max_codes)
         session = _Open(message.key, sender, request, send_queue=send_queue)
-        # Relayed first: from here on token2wav holds the sender through which an error can reach the client.
+        # Sent first: from here on token2wav holds the sender through which an error can reach the client.
         self._send(session, TalkerMessage(key=message.key, kind=Kind.OPEN, session=request))
         return session
 
@@ -295,23 +298,27 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             self._send(session, _to_message(session, batch), batch.ready)
 
     def _wanted(self, key: SessionKey) -> int:
-        """Codes, from the first on, without which token2wav can do nothing; before it has said: all."""
+        """Return the number of codes, from the first on, that token2wav needs for its next window; before it has
+        published one, the maximum.
+        """
         wanted = self._ledger.wanted(key, "token2wav")
         return self._settings.max_codes if wanted is None else wanted
 
     def _awaits_first_codes(self, session: _Open) -> bool:
-        """Whether its listener hears nothing yet for want of codes; to a whole reply nobody listens before its end.
+        """Return True if the stream has no sound yet because its codes are missing. A whole reply does not count: it
+        plays only after its end.
 
-        Then steps are to follow each other as soon as can be. Later on, those that leave the waiting ones out are
-        better, though each takes the host three times as long: fewer of them make as many codes, and leave token2wav
-        the device.
+        While that holds, steps must follow each other as soon as possible. Later, steps that skip the waiting sequences
+        are better, though each takes the host three times as long. Fewer steps then give as many codes and leave
+        token2wav the GPU.
         """
         awaited = not (session.told if session.send_queue.past_messages else session.send_queue.given)
         return awaited and session.report is None and self._wanted(session.key) <= self._settings.max_codes
 
     def _place(self, session: _Open) -> None:
-        """Put codes into token2wav's ring as they come, and tell of them when they complete a window, or all are there,
-        or half of the places are full of them."""
+        """Write codes to token2wav's ring as they come. Tell token2wav of them when they complete a window, when all
+        are there, or when they fill half of the ring.
+        """
         send_queue, key = session.send_queue, session.key
         if session.told == session.codes or send_queue.messages or not self._ring_writer.has_places(key):
             return
@@ -331,7 +338,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         session.sender.send(stamped.to_tensors(self._own_seal), ready, functools.partial(self._lose, session))
 
     def _lose(self, session: _Open) -> None:
-        """On the sending thread: count a message that Triton refused, and have its session end."""
+        """On the sending thread: count a message that Triton refused, and end its session."""
         session.refused += 1
         self._loop.post(functools.partial(self._end_refused, session))
 
@@ -340,20 +347,20 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             self._fail(session, refused_error("talker"))
 
     def _look_after(self, session: _Open) -> float:
-        # Like the thinker, it stays until token2wav has answered all: an error may still have to pass through here.
+        # Like the thinker, it stays until token2wav has answered: an error may still have to pass through here.
         if self._ledger.is_over(session.key):
             self._close(session)
             return IDLE_POLL_S
         if self._ledger.closed(session.key, "thinker"):
             self._await_failure(session)
-        # token2wav may want fewer than when they came, or have made room.
+        # token2wav may need fewer codes than before, or have freed places.
         self._place(session)
         self._flush(session)
         return SOON_S if session.send_queue.waiting or session.thinker is not None else IDLE_POLL_S
 
     def _await_failure(self, session: _Open) -> None:
-        """The thinker ends before this stage only with an error, which is on its way here, or was kept by a client that
-        called the stages by itself.
+        """Wait for the error with which the thinker ended. It is on its way, or a client that called the stages
+        directly kept it.
         """
         now = time.monotonic_ns()
         session.orphaned_ns = session.orphaned_ns or now
@@ -383,7 +390,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._mark_closed(session.key, session.sequence - session.refused)
 
     def _drop(self, session: _Open, code: ErrorCode | None) -> bool:
-        """Forget the session, which ends with an error of this code, if any; False if it was forgotten before."""
+        """Remove the session, which ends with an error of this code, if any; return False if it was removed before."""
         if self._open.pop(session.key.name, None) is None:
             return False
         self._abort(session)
@@ -392,7 +399,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         return True
 
     def _code_of_end(self, key: SessionKey) -> ErrorCode | None:
-        """Of the error by which others ended the session; None = it was answered whole."""
+        """Return the code of the error by which other stages ended the session; None = it was answered completely."""
         if (ending := self._ledger.outcome(key, "token2wav")) is not None:
             return ending.code
         return "cancelled" if self._ledger.cancelled(key) else "internal"

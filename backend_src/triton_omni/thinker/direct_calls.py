@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells who called the thinker: the ensemble, or a client by the stage's own name, which Triton forbids nobody.
+"""Detects clients that call the thinker model directly instead of through the ensemble; Triton does not forbid it.
 
-A client that names no outputs asks for all that a model has, and so for one that no ensemble asks for: it is refused at
-once. One that names the ensemble's gets what the talker should have had, and would hold a session. It is found out by
-that: the talker says in the ledger which sessions have reached it, and no client can write there. A client that passes
-the messages on as the ensemble does reaches it, and has what a client of the ensemble has: one session, until its
-deadline at the latest.
+A client that names no outputs asks for all of them, thus also for `CALLED_BY_NAME`, which the ensemble never requests:
+it is refused at once. A client that names the ensemble's outputs receives what the talker should receive, and would
+hold a session. The thinker detects it by the ledger: the talker marks there the sessions that have reached it, and
+clients cannot write there. A client that forwards the messages to the talker gains nothing. Like a client of the
+ensemble, it has one session, until its deadline at the latest.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from triton_omni.session.ledger import SessionLedger
 from triton_omni.session.wire import SessionKey
 
 UNHEARD_FOR_S: Final = 20.0
-"""So long a talker that runs has had nothing of a session. A message takes milliseconds, but those of ten sessions have
-waited for more than five seconds before a talker that got a fifth of two slow cores; and a caller of the ensemble that
-is turned away leaves its request in Triton."""
+"""Seconds without any message of a session at a running talker, after which its client is refused as a direct caller. A
+message normally takes milliseconds. With ten sessions and a talker limited to a fifth of two slow cores, messages
+waited for more than five seconds. To refuse a caller of the ensemble by mistake would leak its request in Triton.
+"""
 _TURNS_S: Final = 1.0
-"""A talker whose loop is silent for longer may stand still as a whole."""
+"""Seconds of silence of the talker's loop after which the talker may hang, so that nothing is concluded."""
 
 CALLED_BY_NAME: Final = "CALLED_BY_NAME"
-"""Output of the thinker that the ensemble leaves out. Triton's ensemble asks for what it maps, and for nothing else."""
+"""Output of the thinker that the ensemble does not map. Triton's ensemble requests only the outputs that it maps.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 class Caller:
-    """What is known of the caller of one session; of the thinker's loop alone."""
+    """Decides if the client of one session called the thinker directly; used by the thinker's loop only."""
 
     def __init__(self) -> None:
         self._since_ns = 0
 
     def is_stranger(self, ledger: SessionLedger, key: SessionKey, sent: int, now_ns: int) -> bool:
-        """Whether a client called the thinker itself.
+        """Return True if a client called the thinker directly.
 
         Args:
-            ledger: of the thinker.
+            ledger: the thinker's.
             key: of the session.
-            sent: messages of it that have left.
-            now_ns: monotonic.
+            sent: number of the session's messages that were sent.
+            now_ns: monotonic time, nanoseconds.
         """
         if ledger.has_reached(key, "talker"):
             return False
@@ -56,20 +58,22 @@ class Caller:
 
 
 def check_outputs(requested: Iterable[str]) -> None:
-    """Refuse a request for an output that no ensemble asks for.
+    """Refuse a request for `CALLED_BY_NAME`, which the ensemble never requests.
 
     Raises:
-        BadRequest: its client called the thinker itself.
+        BadRequest: its client called the thinker directly.
     """
     if CALLED_BY_NAME in requested:
         raise _turned_away()
 
 
 def refusal(label: str) -> BadRequest:
-    """The answer to such a client, whose request has this name in the log."""
-    logger.info("request %s: called the thinker by itself", label)
+    """Log a direct call under the request's label, and return the error that answers it."""
+    logger.info("request %s: the client called the thinker directly", label)
     return _turned_away()
 
 
 def _turned_away() -> BadRequest:
-    return BadRequest("thinker is a part of the model qwen2_5_omni and answers nobody else: ask that", stage="thinker")
+    return BadRequest(
+        "thinker is a stage of the model qwen2_5_omni and cannot be called directly: call qwen2_5_omni", stage="thinker"
+    )

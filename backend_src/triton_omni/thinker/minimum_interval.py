@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the thinker's steps keep apart: few replies are written beside many that are heard, and all have text enough.
+"""Minimum interval between decode steps of the thinker while few replies are decoded and many play.
 
-A step takes the device as long for one reply as for eight. While 32 listen, two replies at a time are written, and
-their steps are half of what the device does, though their text is far ahead of their sound: token2wav, which is not,
-waits beside them. Steps that keep apart leave it the device, and more of the next replies share one.
+A step takes as much GPU time for one reply as for eight. With 32 streams, about two replies decode at a time, and their
+steps take half of the GPU time, although text is far ahead of sound. token2wav, which is not ahead, waits meanwhile.
+Steps at an interval leave it the GPU, and more of the next replies share one step.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from triton_omni.session.ledger import SessionLedger
 from triton_omni.thinker.open_session import OpenSession
 
 APART_NS: Final = 12_000_000
-"""From one step's beginning to the next one's: a row is 20 ms of sound, so text stays ahead."""
+"""Nanoseconds between the starts of two steps; a row is 20 ms of sound, so text stays ahead."""
 FEW_WRITTEN: Final = 4
-"""Where more replies are written at once, steps that keep apart take speech away from all of them."""
+"""Maximum number of replies being decoded; with more, an interval takes speech away from all of them."""
 ENOUGH_ROWS: Final = 36
-"""Beyond those of the first window: the second and third are made of so many, before the sound of the first ends."""
+"""Rows beyond the first window's: the second and third window need that many before the sound of the first ends."""
 
 
 class MinimumInterval:
-    """Asked at every turn of the thinker's loop, where a step may begin.
+    """Decides in every iteration of the thinker's loop if a step may start.
 
     Args:
         ledger: the thinker's.
@@ -35,7 +35,7 @@ class MinimumInterval:
         self._begun_ns = 0
 
     def is_early(self, sessions: Iterable[OpenSession], now_ns: int) -> bool:
-        """Whether the next step is to wait; where not, one is taken to begin now."""
+        """Return True if the next step must wait; otherwise record that a step starts now."""
         if now_ns - self._begun_ns < APART_NS and self._may_wait(sessions):
             return True
         self._begun_ns = now_ns
@@ -50,7 +50,7 @@ class MinimumInterval:
 
 
 def _has_enough(session: OpenSession) -> bool:
-    """Whether a reply's text is ahead of its sound by what its next windows are made of."""
+    """Return True if the reply's rows are ahead of its sound by what the next windows need."""
     request = session.session
     if request is None or not request.want_audio or not session.first_wanted:
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the thinker keeps of one session."""
+"""State of one session in the thinker."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from triton_omni.session.wire import Failure, Kind, Session, SessionKey, Thinker
 from triton_omni.thinker.direct_calls import Caller
 
 STILL_S = 1.0
-"""A later stage whose loop has not turned for so long is in a long step, or hangs."""
+"""Seconds without an iteration of a later stage's loop, after which that stage is in a long step, or hangs."""
 
 HELD_UP_AT_MOST_S = 60.0
-"""So long after its deadline a session waits for a stage that stands still; the supervisor ends that after 30 s."""
+"""Seconds that a session waits for a hanging stage after its deadline. The supervisor ends such a stage after 30 s."""
 
 FORGET_AFTER_S = 5.0
-"""After this, a slot whose later stages stay silent is used again; its generation keeps late messages out."""
+"""Seconds after which a slot is reused although later stages have not closed the session; its generation keeps late
+messages out.
+"""
 
 
 @dataclass
 class OpenSession:
-    """State of one session; changed by the loop's thread only, but for the deadline, which the request brings, and what
-    Triton refused, which the sending thread counts.
+    """State of one session, changed by the loop's thread only. Exceptions: preprocessing sets the deadline, and the
+    sending thread counts the messages that Triton refused.
     """
 
     key: SessionKey
@@ -42,29 +44,31 @@ class OpenSession:
     deadline_ns: int
     send_queue: SendQueue
     raw: RawRequest | None = None
-    """The request, while it waits for a thread that makes it ready."""
+    """The request while it waits for a preprocessing thread."""
     session: Session | None = None
-    """What the later stages were told; None before `OPEN`."""
+    """The session as sent to the later stages; None before `OPEN`."""
     refusal: OmniError | None = None
-    """Once it has ended, what its client is told unless token2wav has it and does so; None = that is settled."""
+    """After the session has ended: the error for its client unless token2wav has the session and answers it. None =
+    that is settled.
+    """
     sequence: int = 0
     sent: int = 0
     refused: int = 0
-    """Of so many messages, those that did not leave."""
+    """Number of messages that Triton refused, of those in `sent`."""
     left_ns: int = field(init=False)
-    """When the last message did; before the first, when the request was accepted."""
+    """Monotonic time of the last message, nanoseconds; before the first one, when the request was accepted."""
     reply_tokens: int = 0
     first_token_ns: int = 0
     report: ThinkerReport | None = None
     ending: RequestOutcome | None = None
-    """By which error this stage ended it."""
+    """The error by which this stage ended the session."""
     ended_ns: int = 0
     first_wanted: int = 0
-    """Codes that token2wav wants for its first window; 0 = it has not said."""
+    """Codes that token2wav needs for its first window; 0 = not known yet."""
     has_first_codes: bool = False
-    """Whether it has them."""
+    """True if token2wav has them."""
     has_rested: bool = False
-    """Whether the thinker has rested for its first window for as long as it may."""
+    """True if the thinker has paused for the session's first window for as long as it may."""
     span: Span = NO_SPAN
     caller: Caller = field(default_factory=Caller)
 
@@ -73,7 +77,7 @@ class OpenSession:
 
     @property
     def state(self) -> str:
-        """What it waits for: its preparation, its text, the later stages' end, or their leave."""
+        """State by what the session waits for: preprocessing, its text, the end of the later stages, or their close."""
         if self.ended_ns:
             return "closing"
         if self.session is None:
@@ -82,49 +86,51 @@ class OpenSession:
 
     @property
     def delivered(self) -> int:
-        """Messages that the talker has, or will."""
+        """Number of messages that the talker has received or will receive."""
         return self.sent - self.refused
 
     @property
     def wanted_rows(self) -> int | None:
-        """Rows without which the talker can do nothing: it begins with the reply's first. None = it can use each."""
+        """Number of rows below which the talker cannot start, up to the reply's first row. None = it can use each."""
         prompt = self.session.prompt_tokens if self.session is not None else 0
         return prompt + 1 if self.send_queue.given <= prompt else None
 
     @property
     def reply_rows(self) -> int:
-        """Rows of the reply that were made, each of which the talker draws a code from; below 0 where the prompt lacks
+        """Number of the reply's rows decoded so far, each of which gives one code; negative while the prompt lacks
         some.
         """
         prompt = self.session.prompt_tokens if self.session is not None else 0
         return self.send_queue.given + self.send_queue.held - prompt
 
     def is_alone(self, ledger: SessionLedger) -> bool:
-        """Whether no message of it is open in a later stage or on its way there."""
+        """Return True if no message of the session is open in a later stage or on its way there."""
         returned = ledger.returned(self.key, "talker") == self.delivered
-        # None where the talker never had the session.
+        # `in_transit` is None if the talker never had the session.
         return returned and not ledger.in_transit(self.key, "talker", "token2wav")
 
     def mark_closed(self, ledger: SessionLedger) -> None:
-        """On the sending thread, behind the final: by then it is known how many messages were refused."""
+        """Mark the session closed; called on the sending thread after the final, when the number of refused messages is
+        known.
+        """
         ledger.mark_closed(self.key, self.delivered)
 
     def silent_stages(self, ledger: SessionLedger) -> list[StageName]:
-        """Which of those that have it have not closed it."""
+        """Return the stages that have the session and have not closed it."""
         stages: tuple[StageName, ...] = ("thinker",)
-        # Behind a stage that died, others may never have heard of the session.
+        # After a stage died, the later ones may never have received the session.
         if self.session is not None and not ledger.lost_stages(self.key):
             stages = STAGES
         return [stage for stage in stages if not ledger.closed(self.key, stage)]
 
     def is_late(self, now_ns: int) -> bool:
-        """Whether it ended so long ago that nobody waits for the other stages any more."""
+        """Return True if the session ended so long ago that nothing waits for the other stages any more."""
         return now_ns - self.ended_ns >= FORGET_AFTER_S * 1e9
 
     def is_overdue(self, ledger: SessionLedger, now_ns: int) -> bool:
-        """Whether its deadline has passed, and no later stage that has it stands still. Through such a stage an error
-        would not come; and should that be ended, nobody but the thinker, with its request still open, could tell the
-        client. Where nobody ends it the session does not wait for it for ever.
+        """Return True if its deadline has passed and no later stage that has it hangs. An error would not pass through
+        a hanging stage. If the supervisor ends that stage, only the thinker, its request still open, can answer the
+        client. The wait is limited, in case nothing ends that stage.
         """
         if now_ns < self.deadline_ns:
             return False
@@ -133,7 +139,7 @@ class OpenSession:
         return not still or now_ns - self.deadline_ns > HELD_UP_AT_MOST_S * 1e9
 
     def place(self, ring_writer: RingWriter) -> None:
-        """Have rows leave by the talker's ring: the reply's, but for the first, with which the talker begins."""
+        """Write rows to the talker's ring: the reply's, except the first, with which the talker starts."""
         send_queue = self.send_queue
         if not send_queue.held:
             return
@@ -143,7 +149,7 @@ class OpenSession:
             ring_writer.tell(self.key, send_queue)
 
     def put(self, output: ThinkerOutput) -> None:
-        """Have what a step of the engine gave wait to leave."""
+        """Queue the output of an engine step for sending."""
         self.reply_tokens += len(output.token_ids)
         if output.token_ids and not self.first_token_ns:
             self.first_token_ns = time.monotonic_ns()
@@ -166,17 +172,17 @@ class OpenSession:
         )
 
     def stop(self) -> None:
-        """It ends now, with what still waits to leave."""
+        """End the session now, and drop what is queued."""
         self.ended_ns, self.raw = time.monotonic_ns(), None
         self.send_queue = SendQueue(self.send_queue.largest)
 
     def to_failure(self, error: OmniError) -> ThinkerMessage:
-        """The session's last message, with the error that ends it."""
+        """Return the session's last message, with the error that ends it."""
         failure = Failure.of(error, "thinker")
         return ThinkerMessage(key=self.key, kind=Kind.ERROR, sequence=self.sequence, failure=failure)
 
     def to_message(self, batch: Batch) -> ThinkerMessage:
-        """The session's next message, with what leaves."""
+        """Return the session's next message, with the content of `batch`."""
         return ThinkerMessage(
             key=self.key,
             kind=Kind.DATA if batch.tensor is not None else Kind.TEXT,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""M-RoPE positions behind a prompt. It knows no session and no engine."""
+"""M-RoPE positions after a prompt. Independent of sessions and engines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def extend_positions(positions: Tensor, count: int) -> Tensor:
-    """M-RoPE positions [3, P] continued by `count` text tokens: [3, P + count].
+    """Extend M-RoPE positions [3, P] by `count` text tokens to [3, P + count].
 
-    Text after any prompt continues from the largest position on all three axes, as in HF's `get_rope_index`. By numpy:
-    of a crowd each is let in beside a busy loop, for whose lock every call of torch would stand in line. And by its
-    arrays' own operations: its functions in Python take several times as long, above all after a rest.
+    Text after any prompt continues from the largest position on all three axes, as in HF's `get_rope_index`. Uses
+    numpy: every torch call competes with a busy loop for the interpreter lock. Uses array methods: numpy's functions
+    written in Python take several times as long, above all after a pause.
     """
     known = positions.numpy()
     length = known.shape[1]

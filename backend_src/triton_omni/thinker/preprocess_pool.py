@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who makes a request ready: whoever brings it, where that is quick, else one of a few threads.
+"""Preprocesses requests: short ones on the calling thread, others on a thread pool.
 
-Its failures are values, for the stage's loop to deal with.
+Failures are returned as values, for the stage's loop to handle.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class PreprocessPool:
-    """Asks the intake.
+    """Runs the intake on the calling thread or on a pool.
 
     Args:
-        threads: how many requests are prepared together at most, besides those that are prepared at once.
+        threads: maximum number of requests preprocessed at once, not counting those on the calling thread.
     """
 
     def __init__(self, intake: Intake, threads: int) -> None:
@@ -37,7 +37,7 @@ class PreprocessPool:
     def at_once(
         self, session: OpenSession, raw: RawRequest, take_timeout: TakeTimeout
     ) -> Preprocessed | OmniError | None:
-        """The request made ready, or why it cannot be; None where it is to be done `later`."""
+        """Return the preprocessed request, or the error that refuses it; None if it must be done by `later`."""
         return _tried(self._intake.prepare_at_once, session, raw, take_timeout)
 
     def later(
@@ -47,15 +47,15 @@ class PreprocessPool:
         take_timeout: TakeTimeout,
         then: Callable[[Preprocessed | OmniError], None],
     ) -> None:
-        """Prepare on the pool, and call `then` there; not for a session that has ended before its turn came."""
-        # Its session has it, and not what waits here: a session that ends lets go of it.
+        """Preprocess on the pool and call `then` there, unless the session has ended by then."""
+        # The session holds the request, not the queued task: a session that ends releases it.
         session.raw = raw
 
         def is_wanted() -> bool:
             return not session.ended_ns
 
         def prepare() -> None:
-            # The slot of one that was cancelled while it waited is free again: it must not hold up the others here.
+            # A session cancelled while it waited has freed its slot, so it must not delay others here.
             waiting, session.raw = session.raw, None
             if waiting is not None and is_wanted():
                 asked = functools.partial(self._intake.prepare, is_wanted=is_wanted)
@@ -64,7 +64,7 @@ class PreprocessPool:
         self._pool.submit(prepare)
 
     def close(self) -> None:
-        """Begin nothing more. What is under way is not waited for; nobody takes what comes of it."""
+        """Start nothing more. Running work is not waited for; its results are dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._intake.close()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the thinker's stage takes once a client's request was made ready, and who makes it so."""
+"""A preprocessed request, as the thinker's stage takes it, and the interface that makes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton_omni.session.engine import Sampling, ThinkerPlaced
 from triton_omni.session.wire import Session
 
 TakeTimeout = Callable[[float], None]
-"""Is told a request's `timeout` in seconds."""
+"""Called with a request's `timeout` in seconds."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,19 @@ class Preprocessed:
 
 
 class Intake(Protocol):
-    """Makes a client's request ready for the engine; called on several threads."""
+    """Preprocesses a client's request for the engine; called on several threads."""
 
     def prepare_at_once(self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout) -> Preprocessed | None:
-        """`prepare` of a short text, which takes no longer than to hand it to another thread; None of all else."""
+        """Run `prepare` on a short text if that is faster than a hand-over to another thread; return None for all other
+        requests.
+        """
 
     def prepare(
         self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout, is_wanted: IsWanted
     ) -> Preprocessed:
         """Check, decode and tokenise. `take_timeout` is called as soon as the timeout is known, before media are
-        decoded; `is_wanted` is asked again and again while they are. Raises `OmniError`."""
+        decoded. Raises `OmniError`.
+        """
 
     def close(self) -> None:
-        """Prepare nothing more, and hold nothing that outlives the process."""
+        """Stop preprocessing, and release everything that outlives the process."""

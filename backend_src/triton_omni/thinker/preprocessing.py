@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a client's bytes to what the engine takes: check, decode, render, tokenise.
+"""Preprocessing of a client's bytes for the engine: check, decode, render, tokenise.
 
-Runs on a pool of threads, each of which has media decoded by a process, so that a long or hostile file holds up nobody
-else. The thread that brings a short text makes it ready itself.
-It knows no session and no Triton.
+Runs on a thread pool. Each thread has a process decode its media, so that a long or hostile file delays no other
+request. The calling thread preprocesses short texts itself. Independent of sessions and Triton.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from triton_omni.thinker.preprocessed import Preprocessed, TakeTimeout
 from triton_omni.thinker.prompt import PromptRenderer, build_prompt
 
 DRAWN_SEED_BITS: Final = 53
-"""A drawn seed is reported in JSON, whose readers hold larger integers as inexact doubles."""
+"""Bits of a drawn seed: it is reported in JSON, whose readers hold larger integers as inexact doubles."""
 SHORT_BYTES: Final = 4096
-"""Of all inputs of a request together: so much text is tokenised in less than a millisecond."""
+"""Maximum bytes of all inputs of a short request; they are tokenised in less than a millisecond."""
 
 
 def _ignore(timeout_s: float) -> None:
@@ -42,7 +41,7 @@ def _always() -> bool:
 
 
 class Preprocessor:
-    """Makes requests ready; safe to call from many threads.
+    """Preprocesses requests; safe to call from many threads.
 
     Args:
         checkpoint: folder whose tokenizer writes the prompt.

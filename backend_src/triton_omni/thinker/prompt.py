@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat as the thinker reads it: token ids with one placeholder a medium, and the media next to them.
+"""The thinker's prompt of a chat: token ids with one placeholder a medium, and the media next to them.
 
-Pure: knows the tokenizer and decoded media, neither Triton nor a running engine. What a user wrote is tokenised as
-ordinary text, so no spelling of a special token ever becomes one.
+Pure: knows the tokenizer and decoded media, neither Triton nor a running engine. User text is tokenised as ordinary
+text, so no spelling of a special token becomes one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ DEFAULT_SYSTEM_PROMPT = (
     "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving auditory and "
     "visual inputs, as well as generating text and speech."
 )
-"""The model card's; the talker was trained with it (the template itself would fill in one without speech)."""
+"""The model card's system prompt; the talker was trained with it (the template itself would fill in one without
+speech).
+"""
 
 
 class FastTokenizer(Protocol):
-    """What is needed of a HF fast tokenizer."""
+    """The part of a HF fast tokenizer that is used here."""
 
     @property
     def backend_tokenizer(self) -> Tokenizer:
@@ -73,7 +75,7 @@ class ControlIds:
         return cls(**found)
 
     def group(self, kind: MediaKind) -> tuple[int, int, int]:
-        """Begin, placeholder and end id of one medium."""
+        """Return the begin, placeholder and end id of one medium."""
         if kind == "audio":
             return self.audio_bos, self.audio, self.audio_eos
         return self.vision_bos, self.image if kind == "image" else self.video, self.vision_eos
@@ -95,8 +97,8 @@ _SPELLINGS: Mapping[str, str] = {
 class PromptRenderer:
     """Writes chats as Qwen2.5-Omni's template does, straight into token ids. Safe to call from many threads.
 
-    Special tokens cut a text into segments before BPE sees it, so tokenising the runs between control ids one by one
-    gives the ids of the whole. A run holds the role's header, the newline and all text up to the next control id: the
+    Special tokens cut a text into segments before BPE sees it. So the runs between control ids, tokenised one by one,
+    give the ids of the whole. A run holds the role's header, the newline and all text up to the next control id: the
     pre-tokeniser merges newlines across that boundary.
     """
 
@@ -110,10 +112,12 @@ class PromptRenderer:
         self._plain.no_padding()
         fixed = ("\n", "user\n", "assistant\n", "system\n", f"system\n{DEFAULT_SYSTEM_PROMPT}")
         self._fixed = {text: self._tokenise(text) for text in fixed}
-        """Runs of most chats that are the template's alone."""
+        """Token ids of the template's own runs, which most chats contain."""
 
     def render(self, chat: Sequence[Message]) -> tuple[int, ...]:
-        """Ids of `chat` and of the assistant's header; the default system prompt stands in for a missing one."""
+        """Return the ids of `chat` and of the assistant's header; the default system prompt stands in for a missing
+        one.
+        """
         ids: list[int] = []
         run: list[str] = []
         for piece in self._pieces(chat):
@@ -154,7 +158,7 @@ class PromptRenderer:
 
 
 def build_prompt(request: OmniRequest, media: Sequence[Medium], renderer: PromptRenderer) -> ThinkerPrompt:
-    """The thinker's prompt.
+    """Build the thinker's prompt.
 
     Args:
         request: the checked request.
@@ -175,11 +179,11 @@ def build_prompt(request: OmniRequest, media: Sequence[Medium], renderer: Prompt
 
 
 def to_vllm_data(media: Sequence[Medium], *, use_audio_in_video: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`multi_modal_data` and `mm_processor_kwargs` of vLLM, which go on to HF's `Qwen2_5OmniProcessor`.
+    """Return vLLM's `multi_modal_data` and `mm_processor_kwargs`, which it passes to HF's `Qwen2_5OmniProcessor`.
 
     Image: PIL RGB; audio: float32 [S] at 16 kHz; video: uint8 [T, H, W, 3]. `second_per_grid_ts` has the seconds
-    between two time steps of each video, by its true rate.
-    The sounds of videos that are heard come before all others.
+    between two time steps of each video, by its true rate. The audio tracks of videos that are used come before all
+    other audio.
 
     Raises:
         BadRequest: `use_audio_in_video` with a video without sound.

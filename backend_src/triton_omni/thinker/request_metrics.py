@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the thinker counts for whoever watches the server: it alone sees every request begin and end."""
+"""Metrics of requests, counted by the thinker: the only stage that sees every request begin and end."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class RequestMetrics:
-    """Kept by the stage; `figures` is called by another thread.
+    """Metrics that the stage's loop updates; `figures` is called by another thread.
 
     Args:
-        ledger: in which the other stages say how they ended a request.
+        ledger: where the other stages publish how they ended a request.
         tracer: of the thinker's spans.
     """
 
@@ -38,7 +38,7 @@ class RequestMetrics:
         self._ledger = ledger
         self._tracer = tracer
         self.outcomes = OutcomeCounter()
-        """Of all requests to the server."""
+        """Outcomes of all requests to the server."""
         self.prompt_tokens = 0
         self.reply_tokens = 0
         self.batches = Histogram(POWERS)
@@ -46,7 +46,7 @@ class RequestMetrics:
         self._accepted: deque[OpenSession] = deque()
 
     def count_unread(self, error: Exception) -> None:
-        """Count a request that ended with this error because it could not even be read."""
+        """Count a request that could not be read and ended with this error."""
         self.outcomes.receive()
         self._end(
             RequestOutcome.of(error if isinstance(error, OmniError) else InternalError("unreadable"), "thinker"),
@@ -59,25 +59,27 @@ class RequestMetrics:
         return self._tracer.begin(raw.traceparent, accepted_ns)
 
     def refuse(self, error: OmniError, raw: RawRequest, span: Span) -> OmniError:
-        """Count a received request that gets no session, and what it is answered with instead."""
+        """Count a received request that gets no session, and return `error`, which answers it."""
         self._end(RequestOutcome.of(error, "thinker"), span, request=raw.request_id)
         return error
 
     def accept(self, session: OpenSession) -> None:
-        """Have it told of later that a request got a session.
+        """Queue the log record of a request that got a session.
 
-        Behind a rest a record of the log takes a quarter of a millisecond, for which a listener would wait.
+        After a pause a log record takes a quarter of a millisecond, which would delay first audio.
         """
         self._accepted.append(session)
 
     def tell_accepted(self) -> None:
-        """Write in the log who was accepted; on the loop's thread, once it has nothing more urgent to do."""
+        """Write the queued log records; on the loop's thread, once it has nothing more urgent to do."""
         while self._accepted:
             session = self._accepted.popleft()
             log_event(logger, "accepted", stage="thinker", request=session.label, session=session.key.name)
 
     def close(self, session: OpenSession) -> None:
-        """Count a session that no stage holds any more: by the stage that answered it, else by what ended it here."""
+        """Count a session that no stage holds any more, by the outcome of the stage that answered it, else by the
+        thinker's.
+        """
         self.tell_accepted()
         ledger, key = self._ledger, session.key
         ending = ledger.outcome(key, "token2wav") or ledger.outcome(key, "talker") or session.ending
@@ -100,7 +102,7 @@ class RequestMetrics:
         span.end(ending.code, outcome=ending.outcome, **fields)
 
     def figures(self, open_now: Sequence[OpenSession], taken: set[int]) -> Iterator[Metric]:
-        """Figures by the names of their metrics.
+        """Yield the metrics.
 
         Args:
             open_now: the sessions that the stage holds.
@@ -119,6 +121,6 @@ class RequestMetrics:
 
 
 def _overstayed(open_now: Sequence[OpenSession], taken: set[int]) -> set[int]:
-    """Slots that are taken without a session, or by one after its deadline."""
+    """Return the slots that are taken without a session, or by one after its deadline."""
     now = time.monotonic_ns()
     return taken - {session.key.slot for session in open_now if now < session.deadline_ns}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first stage: takes a client's request, opens its session, sends text and hidden rows to the talker.
 
-It alone allocates and frees sessions, and its sender stays open until token2wav has finished, so that there is
-always a downstream request by which a client's cancel is noticed. It knows nothing of Triton or vLLM.
+It alone allocates and frees sessions. Its response sender stays open until token2wav has finished, so that a downstream
+request is always open by which a client's cancel is noticed. It is independent of Triton and vLLM.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ from triton_omni.thinker.request_metrics import RequestMetrics
 
 RETRY_AFTER_MS = 250
 UNPACED_TOKENS = 2
-"""The row of the reply's first token, with which the talker begins, comes with the second one."""
+"""Number of first tokens that skip the rate limit: the first token's row, with which the talker starts, comes with the
+second token.
+"""
 ADMISSION_S = 0.004
-"""Of a crowd that comes at once the first keep the device busy while the others are let in."""
+"""Admit at most 4 ms of requests between steps, so that the GPU starts on the first ones."""
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +106,12 @@ class ThinkerStage:
     # Called from any thread.
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
         self._loop.post(functools.partial(settle_thread, self._device))
         self._loop.start()
 
     def submit(self, raw: RawRequest, sender: ResponseSender) -> None:
-        """Take a request; it is answered through `sender`, always, and always with exactly one final."""
+        """Accept a request; it is always answered through `sender`, with exactly one final."""
         accepted_ns = time.monotonic_ns()
         if not raw.request_id:
             # A name for logs and `info`.
@@ -138,7 +140,7 @@ class ThinkerStage:
     def close(self) -> None:
         """End every session with an error, then stop the engine."""
         self._loop.post(lambda: self._end_all(InternalError("the server is shutting down")))
-        # Not waiting for what is being prepared: its answer was sent, and what it posts is of no consequence.
+        # Running preprocessing is not waited for: its sessions are answered, and its results are dropped.
         self._preparing.close()
         if self._loop.stop():
             self._leave_all()
@@ -146,7 +148,7 @@ class ThinkerStage:
             self._engine.close()
 
     def stats(self) -> StageStats:
-        """Figures of this moment; sessions counts slots in use, also those whose later stages still work."""
+        """Return the current figures; `sessions` counts slots in use, also those whose later stages still work."""
         engine = self._engine_stats
         held = sum(session.send_queue.held for session in list(self._open.values()))
         return StageStats(
@@ -154,7 +156,7 @@ class ThinkerStage:
         )
 
     def figures(self) -> Iterator[Metric]:
-        """Figures by the names of their metrics, see `stage.Stage`."""
+        """Yield the metrics, see `stage.Stage`."""
         open_now = list(self._open.values())
         yield Metric("omni_sessions_limit", self._settings.max_sessions)
         yield Metric("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
@@ -166,8 +168,8 @@ class ThinkerStage:
         return Overloaded(f"all {limit} sessions are in use", stage="thinker", retry_after_ms=RETRY_AFTER_MS)
 
     def _make_ready(self, session: OpenSession, raw: RawRequest) -> None:
-        """Prepare a request here or, if it may take long, elsewhere. Either way the talker has a message first and
-        holds its request: should this process end, the client can be answered from there.
+        """Preprocess a request here or, if it may take long, on the pool. Either way the talker gets a message first
+        and holds its request: if this process dies, the client is answered from there.
         """
         take_timeout = functools.partial(self._take_timeout, session)
         prepared = self._preparing.at_once(session, raw, take_timeout)
@@ -186,17 +188,18 @@ class ThinkerStage:
 
     def _take_timeout(self, session: OpenSession, seconds: float) -> None:
         session.deadline_ns = session.accepted_ns + int(seconds * 1e9)
-        # Not by the loop, which may hang: the supervisor ends this process if it does so beyond a deadline.
+        # Set here, not by the loop, which may hang: the supervisor ends this process if the loop hangs beyond a
+        # deadline.
         self._ledger.set_deadline(session.key, session.deadline_ns)
 
     # On the loop's thread.
 
     def has_work(self) -> bool:
-        """Whether the engine could advance now."""
+        """Return True if the engine could advance now."""
         return self._broken is None and self._engine.has_work()
 
     def step(self) -> None:
-        """One engine step; what it gave leaves as soon as its send queue lets it."""
+        """Run one engine step; its output is sent as soon as the send queues allow."""
         outputs = self._engine.step()
         self.accounts.tell_accepted()
         if outputs:
@@ -205,7 +208,7 @@ class ThinkerStage:
         for session, output in pairs:
             if not session.ended_ns:
                 self._take(session, output)
-        # Rows before messages, each of which takes longer than the rows of all.
+        # Write rows to the rings before sending messages: one message takes longer than the rows of all sessions.
         for session, _ in pairs:
             session.place(self._ring_writer)
         self._ring_writer.leave()
@@ -214,7 +217,7 @@ class ThinkerStage:
                 self._flush(session)
 
     def poll(self) -> float:
-        """Look after every session; see `loop.Driven`."""
+        """Check every session; see `loop.Driven`."""
         self._ledger.beat()
         if self._broken is None:
             self._engine_stats = self._engine.stats()
@@ -225,7 +228,7 @@ class ThinkerStage:
         self._ring_writer.look(now)
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
         self._ring_writer.leave()
-        # Once a turn: whether there is work, and how long to sleep, must be said of the same moment.
+        # Decided once an iteration: `has_work` and the sleep time must refer to the same moment.
         held = self._ledger.device_claimed() or self._rest.is_due(self._open.values(), now)
         held = held or self._spacing.is_early(self._open.values(), now)
         self._engine.hold(held)
@@ -234,9 +237,9 @@ class ThinkerStage:
         return CLAIMED_POLL_S if held else delay
 
     def fail(self, error: Exception) -> None:
-        """The engine raised: every session ends with an error, later ones are refused."""
+        """Handle an exception of the engine: end every session with an error, refuse later ones."""
         self._broken = f"the engine of thinker failed: {type(error).__name__}"
-        # What it held is lost with it, and nobody asks it again.
+        # The engine's state is lost, and its statistics are not read again.
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._end_all(InternalError(self._broken, stage="thinker"))
         self._ledger.say_broken()
@@ -270,7 +273,7 @@ class ThinkerStage:
             self.accounts.prompt_tokens += prepared.session.prompt_tokens
 
     def _open_session(self, session: OpenSession, prepared: Preprocessed) -> None:
-        """Tell the later stages of it; by its loop, or before its loop knows it."""
+        """Send `OPEN` to the later stages; called by the loop, or before the loop has the session."""
         session.session = msgspec.structs.replace(prepared.session, traceparent=session.span.traceparent)
         if not prepared.session.want_audio:
             session.send_queue.finish_tensors()
@@ -306,19 +309,21 @@ class ThinkerStage:
         session.sender.send(stamped.to_tensors(self._hidden_size, self._dtype, self._seal), ready, lost)
 
     def _lose(self, session: OpenSession, kind: Kind) -> None:
-        """On the sending thread: count a message that Triton refused, and have its session end; a heartbeat is none."""
+        """On the sending thread: count a message that Triton refused, and end its session unless the message is a
+        heartbeat.
+        """
         session.refused += 1
         if kind != Kind.HEARTBEAT:
             self._loop.post(functools.partial(self._end_refused, session, kind))
 
     def _end_refused(self, session: OpenSession, kind: Kind) -> None:
         if kind == Kind.ERROR:
-            # That was to tell the talker, which now reads it here.
+            # The message should have told the talker, which now reads it in the ledger.
             self._ledger.mark_failed(session.key)
         self._fail(session, refused_error("thinker"))
 
     def _look_after(self, session: OpenSession, now: int) -> float:
-        """One session's poll; returns the seconds until it should be looked at again."""
+        """Check one session; return the seconds until the next check."""
         lost = self._ledger.lost_stages(session.key)
         if lost and (session.refusal is not None or not session.ended_ns):
             self._end_lost(session, lost[0])
@@ -329,10 +334,10 @@ class ThinkerStage:
         elif self._ledger.awaits_talker(session.key) and not session.is_overdue(self._ledger, now):
             return SOON_S
         elif self._ledger.is_over(session.key):
-            # If by a failure that has not reached token2wav, that of the talker.
+            # If a failure ended it that has not reached token2wav, it is the talker's.
             self._end(session, refused_error("talker"))
         elif session.caller.is_stranger(self._ledger, session.key, session.delivered, now):
-            # At once: there is no ensemble whose request could leak, and no later stage that has to end.
+            # Answered at once: no ensemble's request could leak, and no later stage has to end.
             self._drop(session)
             session.session = None
             self._answer_error(session, direct_calls.refusal(session.label))
@@ -347,12 +352,12 @@ class ThinkerStage:
         return SOON_S
 
     def _fail(self, session: OpenSession, error: OmniError) -> None:
-        """End with an error: directly while no later stage holds the session, else in-band through token2wav."""
+        """End the session with an error: directly while no later stage holds it, else in-band through token2wav."""
         if session.ended_ns:
             return
         session.ending = RequestOutcome.of(error, "thinker")
         if session.session is None:
-            # The talker then gives the heartbeat back that it holds.
+            # The talker then returns the heartbeat that it holds.
             self._ledger.mark_failed(session.key)
         else:
             # Not marked as failed in the ledger: the talker would see that first, close, and not relay the message.
@@ -360,17 +365,17 @@ class ThinkerStage:
         self._end(session, error)
 
     def _end(self, session: OpenSession, error: OmniError) -> None:
-        """Do nothing more for it, and leave it as soon as may be, with `error` if nobody else tells its client."""
+        """Stop the session and close it as soon as possible, with `error` if no other stage answers its client."""
         self._drop(session)
         session.refusal = error
         self._try_leave(session, error, late=False)
 
     def _try_leave(self, session: OpenSession, error: OmniError, *, late: bool) -> float:
-        """Leave a session to token2wav once that has it. If it never will, answer the error, when no message is open or
-        on its way: the error would leak the client's request.
+        """Leave the session to token2wav if that stage has it. Otherwise answer the error once no message is open or on
+        its way; earlier, the error would leak the client's request.
         """
         ledger, key = self._ledger, session.key
-        # Asked first: what nobody holds any more has reached token2wav by now, or never will.
+        # Read first: a message that no stage holds any more has reached token2wav by now, or never will.
         alone = session.is_alone(ledger)
         if ledger.has_reached(key, "token2wav") or ledger.cancelled(key) or (late and session.session is not None):
             session.refusal = None
@@ -386,12 +391,12 @@ class ThinkerStage:
         session.sender.fail(error, functools.partial(session.mark_closed, self._ledger))
 
     def _end_lost(self, session: OpenSession, stage: StageName) -> None:
-        """Answer the error of a dead stage at once: its requests stay open for ever, so there is no better moment."""
+        """Answer the error of a dead stage at once: its requests stay open for ever, so waiting does not help."""
         self._drop(session)
         self._answer_error(session, session.refusal or lost_error(stage))
 
     def _leave_all(self) -> None:
-        """Leave those that wait for other stages; behind the loop's end nobody else does."""
+        """Close the sessions that wait for other stages; after the loop's end nothing else does."""
         for session in self._open.values():
             if session.refusal is not None:
                 self._try_leave(session, session.refusal, late=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which form of the networks runs: the plain one in float32, or the fused one in half precision, under CUDA graphs.
+"""Choice of the networks' form: the plain one in float32, or the fused one in half precision, with CUDA graphs.
 
-The only module that knows both. The fused form's modules are imported when it is wanted: they need the Triton
-language, which a machine without a GPU may lack.
+The only module that imports both. The fused form's modules are imported only if needed: they need the Triton language,
+which a machine without a GPU may lack.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from triton_omni.token2wav.sampler import FlowOptions, FlowSolver, Sampler, Step
 from triton_omni.token2wav.window_cache import WindowCachePool
 
 GRAPHED_BLOCKS = (1, *range(2, 16, 2), *range(16, 37, 4), 42, 50, 56, 64, 72, 88, 104, 128, 160, 200)
-"""Blocks of a batch, one half of guidance counted, for which a solver's step is recorded: a long window of the plan
-`balanced` has seven, a first one two, one of `low_latency` one. Beyond 72 they are whole replies, of up to 48 s;
-kernel by kernel these are as fast as the host launches them.
+"""Numbers of blocks in one half of guidance for which a solver step is recorded. A long window of the plan `balanced`
+has seven blocks, a first one two, and one of `low_latency` has one. Sizes beyond 72 are for whole replies of up to 48
+s; without a graph the host's kernel launches limit these.
 
-How well a product's tiles fill the multiprocessors differs: on an H200 50 blocks take less time than 48 (8.4 and 8.9 ms
-a step), 64 hardly more than 60 (10.6 and 10.3), but 68 as long as 72 (12.2)."""
+A product's tiles fill the multiprocessors unevenly. On an H200 a step of 50 blocks takes less time than one of 48 (8.4
+and 8.9 ms). 64 blocks take hardly more than 60 (10.6 and 10.3), but 68 as much as 72 (12.2)."""
 
 LARGEST_VOCODER_BATCH = 8
-"""Chunks of one recorded pass: more of them take proportionally longer, and a start longer to record."""
+"""Maximum number of chunks in one recorded pass of the vocoder; more take proportionally longer to run and to
+record.
+"""
 
 
 class Vocoder(Protocol):
@@ -41,7 +43,7 @@ class Vocoder(Protocol):
 
 
 def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.device) -> tuple[Sampler, Vocoder]:
-    """The forms that `settings.dtype` and `settings.cuda_graphs` choose.
+    """Return the forms that `settings.dtype` and `settings.cuda_graphs` choose.
 
     Raises:
         SettingsError: half precision without a GPU.
@@ -66,7 +68,7 @@ def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.de
             solver = GraphedSolver(dit, fused, pool, past, sizes=GRAPHED_BLOCKS, recorded=kinds)
             shapes = vocoder_shapes(settings, networks)
             vocoder = GraphedVocoder(vocoder, dit.config.mel_dim, shapes, pool, device)
-            # What ran before each recording held memory of its own; graphs have theirs in the pool.
+            # The warm-up calls used memory outside the graphs' pool: release it.
             torch.cuda.empty_cache()
         else:
             solver = StepwiseSolver(fused)
@@ -75,12 +77,12 @@ def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.de
 
 
 def past_pool(dit: DiT, settings: Token2WavSettings, dtype: torch.dtype) -> WindowCachePool:
-    """Room for the pasts of `max_streams` streams that leave `diffusion` as it is set."""
+    """Allocate window caches for `max_streams` streams that use the default `diffusion`."""
     return dit.past_pool(settings.max_streams * FlowOptions.of(settings.diffusion).pages, dtype)
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
-    """The dtype by its name.
+    """Resolve the dtype by its name.
 
     Raises:
         SettingsError: half precision without a GPU.
@@ -94,8 +96,9 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
 
 
 def vocoder_shapes(settings: Token2WavSettings, networks: Networks) -> list[tuple[int, int]]:
-    """(batch, frames) of the regular chunks of the plan that streams use: batches by powers of two, of which any is put
-    together, up to `LARGEST_VOCODER_BATCH` and no more chunks than are solved together."""
+    """Return (batch, frames) of the regular chunks of the plan that streams use. Batches are powers of two, of which
+    any batch is composed, up to `LARGEST_VOCODER_BATCH` and to the chunks that are solved together.
+    """
     config, chosen = networks.dit.config, settings.plans[settings.plan]
     plan = streaming_plan(chosen, block_frames=config.block_size, frames_per_code=config.repeats)
     shapes = set()

@@ -20,18 +20,18 @@ AttentionKind = Literal["block", "plain"]
 
 @dataclass(frozen=True)
 class Before:
-    """What lies before each of the N blocks but in no block of the batch: left by an earlier window."""
+    """Keys and values before each of the N blocks that are in no block of the batch: an earlier window left them."""
 
     key: Tensor
     """[N, block, heads, head_dim], rotated; zero where there is none."""
     value: Tensor
     """The same."""
     there: Tensor
-    """bool [N]; only for first blocks of windows."""
+    """bool [N]: True for first blocks of windows that have an earlier window."""
 
 
 class Attention(Protocol):
-    """What both forms are."""
+    """The signature of both forms."""
 
     def __call__(
         self,
@@ -43,7 +43,7 @@ class Attention(Protocol):
         *,
         before: Before | None = None,
     ) -> Tensor:
-        """Mixed values [N, block, heads, head_dim]; see `block_attention`."""
+        """Return the mixed values [N, block, heads, head_dim]; see `block_attention`."""
 
 
 def plain_attention(
@@ -55,7 +55,7 @@ def plain_attention(
     *,
     before: Before | None = None,
 ) -> Tensor:
-    """Every frame against every frame of its window under a mask (HF: `_create_block_diff`).
+    """Attend from every frame to every frame of its window under a mask (HF: `_create_block_diff`).
 
     Time and memory grow with the square of the longest window; the reference for `block_attention`.
     """
@@ -63,7 +63,7 @@ def plain_attention(
     block = torch.arange(layout.dense.valid.shape[1], device=query.device) // layout.block_size
     distance = block[None, :] - block[:, None]
     within = (distance >= -look_back) & (distance <= look_ahead)
-    # Places behind a window's end see themselves only, so that no row of the softmax is empty.
+    # Places after a window's end attend to themselves only, so that no row of the softmax is empty.
     mask = (within & layout.dense.valid[:, None, :]) | torch.eye(len(block), dtype=torch.bool, device=query.device)
     query, key, value = (_to_dense(tensor, layout) for tensor in (query, key, value))
     if before is not None:
@@ -85,13 +85,13 @@ def block_attention(
     *,
     before: Before | None = None,
 ) -> Tensor:
-    """Every block of frames against the blocks that it can see; linear in the number of blocks.
+    """Attend from every block of frames to the blocks that it can see; linear in the number of blocks.
 
     Args:
         query, key, value: [N, block, heads, head_dim].
         layout: which blocks are neighbours.
         reach: (look-back, look-ahead) in blocks, one of `batching.REACHES`.
-        before: what a layer that looks back sees of earlier windows; None for nothing.
+        before: what a layer with look-back sees of earlier windows; None for nothing.
     """
     keys = layout.reaches[reach]
     mask = keys.mask
@@ -103,7 +103,7 @@ def block_attention(
             there = before.there[:, None, None, None]
             key[:, 0] = torch.where(there, before.key, key[:, 0])
             value[:, 0] = torch.where(there, before.value, value[:, 0])
-            # A mask there is: the first block of a window has none before it in the batch.
+            # The mask is not None: the first block of a window has no block before it in the batch.
             mask = cast(Tensor, mask).clone()
             mask[..., : layout.block_size] |= there
         key, value = key.flatten(1, 2), value.flatten(1, 2)
@@ -117,13 +117,13 @@ ATTENTION: dict[AttentionKind, Attention] = {"block": block_attention, "plain": 
 
 
 def _to_dense(blocks: Tensor, layout: BlockLayout) -> Tensor:
-    """[N, block, heads, d] to [W, heads, B x block, d]."""
+    """Convert [N, block, heads, d] to [W, heads, B x block, d]."""
     windows, places = layout.dense.blocks.shape
     dense = blocks.index_select(0, layout.dense.blocks.flatten())
     return dense.view(windows, places * layout.block_size, *blocks.shape[2:]).transpose(1, 2)
 
 
 def _from_dense(dense: Tensor, layout: BlockLayout) -> Tensor:
-    """[W, heads, B x block, d] back to [N, block, heads, d]."""
+    """Convert [W, heads, B x block, d] back to [N, block, heads, d]."""
     rows = dense.transpose(1, 2).reshape(-1, layout.block_size, dense.shape[1], dense.shape[3])
     return rows.index_select(0, layout.dense.places)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused kernels of the DiT's attention in the Triton language; like `kernels.py`, of which they share the rules."""
+"""Fused kernels of the DiT's attention in the Triton language; they follow the rules of `kernels.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triton_omni.token2wav.window_cache import LayerKVCache
 
 @triton.jit
 def _angles(cosines, sines, frames, loaded, is_rotated, PAIRS: tl.constexpr):
-    """Cosines and sines [TILE, PAIRS] of the frames that are `loaded`; 1 and 0 if this is not the rotated head."""
+    """Load cosines and sines [TILE, PAIRS] of the frames that are `loaded`; 1 and 0 if this is not the rotated head."""
     at = frames[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     cosine = tl.where(is_rotated, tl.load(cosines + at, mask=loaded[:, None], other=1.0), 1.0)
     return cosine, tl.where(is_rotated, tl.load(sines + at, mask=loaded[:, None], other=0.0), 0.0)
@@ -28,7 +28,7 @@ def _angles(cosines, sines, frames, loaded, is_rotated, PAIRS: tl.constexpr):
 def _rotated_pairs(
     projected, cosine, sine, frames, loaded, STRIDE: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Even and odd dimensions [TILE, PAIRS] of one head's frames, rotated."""
+    """Load and rotate the even and odd dimensions [TILE, PAIRS] of one head's frames."""
     lanes = tl.arange(0, 2 * PAIRS)
     tile = tl.load(projected + frames[:, None] * STRIDE + lanes[None, :], mask=loaded[:, None], other=0.0)
     even, odd = tl.split(tl.reshape(tile.to(tl.float32), [TILE, PAIRS, 2]))
@@ -50,9 +50,9 @@ def _keys_and_values(
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Keys, rotated, by even and odd dimensions [TILE, HEAD_DIM / 2], and values [TILE, HEAD_DIM] of one head.
+    """Load one head's rotated keys by even and odd dimensions [TILE, HEAD_DIM / 2], and its values [TILE, HEAD_DIM].
 
-    A value lies INNER places behind its key.
+    A value is stored INNER elements after its key.
     """
     even, odd = _rotated_pairs(keys, cosine, sine, frames, loaded, STRIDE, HEAD_DIM // 2, TILE)
     lanes = INNER + tl.arange(0, HEAD_DIM)
@@ -62,7 +62,7 @@ def _keys_and_values(
 
 @triton.jit
 def _softmax_step(scores, value, peak, total, output):
-    """Bring one more block's scores [TILE, TILE] and values into the running softmax."""
+    """Add one more block's scores [TILE, TILE] and values to the running softmax."""
     # -1e30 keeps rows that have seen no key yet from subtracting infinities.
     higher = tl.maximum(tl.maximum(peak, tl.max(scores, 1)), -1e30)
     weights = tl.exp(scores - higher[:, None])
@@ -128,7 +128,7 @@ def _block_attention(
         if side < 0:
             page = tl.load(found + block)
             if page >= 0:
-                # An earlier window's block lies before this one: its rows, instead of none.
+                # An earlier window's block precedes this one: read its rows.
                 loaded = inside
                 left = pages + (page + tl.load(number)).to(tl.int64) * PAGE + head * HEAD_DIM
                 key_cosine, key_sine = _angles(cosines_before, sines_before, places, loaded, is_rotated, pairs)
@@ -155,15 +155,16 @@ def block_attention(
     rotary_heads: int,
     early: bool = False,
 ) -> Tensor:
-    """Rotary embedding and attention of every block over the blocks it can see (`attention.block_attention`).
+    """Compute rotary embedding and attention of every block over the blocks it can see (`attention.block_attention`).
 
     Args:
         qkv: [R, 3 x heads x head_dim], R = N x block rows of query, key and value side by side, not rotated.
         rotary: cosine and sine [R, head_dim / 2] fp32 of every row.
         neighbours: of the N blocks.
         reach: (look-back, look-ahead) in blocks, each 0 or 1.
-        past: what a layer that looks back finds before blocks that have no previous one, in the dtype of `qkv`.
-        heads: of them the first `rotary_heads` are rotated.
+        past: keys and values that a layer with look-back reads before blocks without a previous one, in the dtype of
+            `qkv`.
+        heads: number of heads; the first `rotary_heads` are rotated.
         early: see `early_launch`.
 
     Returns:
@@ -174,7 +175,7 @@ def block_attention(
     block_size = rows // blocks
     head_dim = width // (3 * heads)
     mixed = torch.empty(rows, width // 3, dtype=qkv.dtype, device=qkv.device)
-    # Without look-back none of the past is read: any tensor will do.
+    # Without look-back the kernel does not read these arguments: any tensor will do.
     before = (qkv,) * 5
     if past is not None:
         before = (past.pages, past.found, past.number, past.rotary.cos, past.rotary.sin)
@@ -229,7 +230,7 @@ def _leave_past(
 
 
 def leave_past(qkv: Tensor, past: LayerKVCache, *, heads: int, early: bool = False) -> None:
-    """Write the keys and values of the blocks that are left to later windows (`past.LayerKVCache.leave`).
+    """Write the keys and values of the blocks that later windows read (`window_cache.LayerKVCache.leave`).
 
     Args:
         qkv: [R, 3 x heads x head_dim], see `block_attention`, which must have been launched before.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One batch of windows on its way through the device: solved, vocoded, copied to the host.
+"""One batch of windows on the device: solved, vocoded, copied to the host.
 
-It is launched a step of the solver at a time, so that a more urgent batch can go between. Launching waits for nothing,
-and whether a batch has come through is asked, not waited for. Knows streams and chunks, not which of them should share
-a batch.
+A batch is launched one solver step at a time, so that a more urgent batch can run in between. Launching waits for
+nothing, and completion is polled. Independent of the choice of windows that share a batch.
 """
 
 from __future__ import annotations
@@ -26,39 +25,40 @@ from triton_omni.token2wav.steps import Steps
 from triton_omni.token2wav.streaming import Stream
 
 FLAGS = 3
-"""Numbers a window that travel behind the samples: how many mel frames are not finite, whether all samples are, and how
-many codes were clamped."""
+"""Numbers a window that follow the samples: how many mel frames are not finite, whether all samples are finite, and how
+many codes were clamped.
+"""
 
 
 @dataclass(frozen=True)
 class FinishedWindow:
-    """What became of one window."""
+    """The result of one window."""
 
     stream: Stream
     chunk: Chunk
     samples: Tensor
     """fp32 [S] on the host."""
     finite: bool
-    """No mel frame and no sample is NaN or infinite."""
+    """True if no mel frame and no sample is NaN or infinite."""
     clamped_codes: int
 
 
 @dataclass(frozen=True)
 class InFlightBatch:
-    """A batch on the device, or through it."""
+    """A batch that runs on the device or has finished there."""
 
     batch: tuple[Due, ...]
     lengths: tuple[int, ...]
     """Samples of each window."""
     host: Tensor
-    """fp32 [sum of lengths, then FLAGS a window]; valid once landed."""
+    """fp32 [sum of lengths, then FLAGS a window]; valid once the batch has finished."""
     solved: torch.cuda.Event | None
-    """Recorded behind the solver; None on the CPU, where work is done when it returns."""
+    """Recorded after the solver; None on the CPU, where work is done when the call returns."""
     copied: torch.cuda.Event | None
 
     @property
     def is_solved(self) -> bool:
-        """Whether the solver, the longer part, is through."""
+        """True if the solver, the longer part, has finished."""
         return self.solved is None or bool(self.solved.query())  # type: ignore[no-untyped-call]
 
     @property
@@ -68,11 +68,11 @@ class InFlightBatch:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the samples are on the host."""
+        """True if the samples are on the host."""
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
 
     def finished_windows(self) -> Iterator[FinishedWindow]:
-        """What became of each window; only once it has landed."""
+        """Yield the result of each window; call only after the batch has finished."""
         *samples, flags = torch.split(self.host, [*self.lengths, FLAGS * len(self.batch)])
         for due, waveform, flag in zip(self.batch, samples, flags.view(FLAGS, -1).T.tolist(), strict=True):
             broken, finite, clamped = flag
@@ -85,15 +85,15 @@ class BatchLaunch:
 
     Args:
         batch: windows with one flow, the most urgent first.
-        steps: `launch_batch` of them.
+        steps: `launch_batch` of these windows.
     """
 
     batch: Sequence[Due]
     steps: Steps[InFlightBatch]
     left: list[range] = field(default_factory=list)
-    """Pages of streams that were dropped meanwhile, into which it still writes."""
+    """Pages of streams that were aborted meanwhile, into which the batch still writes."""
     has_begun: bool = False
-    """Whether anything of it was launched, so that it may hold memory."""
+    """True if any step was launched, so that the batch may hold memory."""
     _ahead: deque[torch.cuda.Event | None] = field(default_factory=deque)
 
     @property
@@ -103,13 +103,13 @@ class BatchLaunch:
 
     @property
     def steps_ahead(self) -> int:
-        """Steps that were launched and that the device is not through with."""
+        """Number of launched steps that the device has not finished."""
         while self._ahead and (self._ahead[0] is None or self._ahead[0].query()):  # type: ignore[no-untyped-call]
             self._ahead.popleft()
         return len(self._ahead)
 
     def advance(self, device: torch.device) -> InFlightBatch | None:
-        """Launch the next step; the batch's flight if it was the last.
+        """Launch the next step; return the batch in flight if it was the last.
 
         Raises:
             torch.OutOfMemoryError: see `launch_batch`; there is no step after it.
@@ -124,12 +124,13 @@ class BatchLaunch:
         return None
 
     def holds(self, stream: Stream) -> bool:
-        """Whether a window of the stream is in it."""
+        """Return True if a window of the stream is in the batch."""
         return any(due.stream is stream for due in self.batch)
 
     def holds_up(self, stream: Stream) -> bool:
-        """Whether a window of the stream may only be launched behind all of it: one is in it, or the stream has pages
-        into which it writes."""
+        """Return True if the stream's next window must be launched after this batch. Either a window of it is in the
+        batch, or the batch writes into its pages.
+        """
         pages = stream.pages
         return self.holds(stream) or any(left.start < pages.stop and pages.start < left.stop for left in self.left)
 
@@ -137,13 +138,13 @@ class BatchLaunch:
 def launch_batch(
     batch: Sequence[Due], sampler: Sampler, vocoder: Vocoder, device: torch.device
 ) -> Steps[InFlightBatch]:
-    """Launch a batch of windows with one flow, a step of the solver at a time; behind the last, their streams go on to
+    """Launch a batch of windows with one flow, one solver step at a time. After the last step, the streams advance to
     their next chunks.
 
     Raises:
-        torch.OutOfMemoryError: the device has no memory for it; streams and pages are as if it had not begun.
+        torch.OutOfMemoryError: the device has no memory for the batch; streams and pages are as before it.
     """
-    # Those of one length side by side: they share a batch of the vocoder, and batches of like windows a layout.
+    # Sort by length: chunks of one length share a vocoder batch, and batches of like windows share a layout.
     batch = sorted(batch, key=lambda due: (_length(due.chunk), _heard(due.chunk), len(due.chunk.solved)))
     windows = [due.stream.window(due.chunk) for due in batch]
     flow = batch[0].stream.request.flow
@@ -161,11 +162,11 @@ def launch_batch(
 
 
 def _sound(spliced: Spliced, vocoder: Vocoder) -> tuple[Tensor, tuple[int, ...]]:
-    """`InFlightBatch.host` and `InFlightBatch.lengths` of a batch."""
+    """Return `InFlightBatch.host` and `InFlightBatch.lengths` of a batch."""
     waveforms = list(vocode([due.chunk for due in spliced.batch], spliced.frames, vocoder))
     finite = torch.cat([torch.isfinite(rows).all(1) for rows in waveforms])
     clamped = torch.stack([due.stream.clamped for due in spliced.batch])
-    # The flags ride behind the samples: one copy a batch.
+    # The flags follow the samples: one copy a batch.
     parts = [*(rows.flatten() for rows in waveforms), spliced.broken, finite.float(), clamped.float()]
     lengths = itertools.chain.from_iterable([rows.shape[1]] * len(rows) for rows in waveforms)
     return to_host(torch.cat(parts)), tuple(lengths)
@@ -176,17 +177,19 @@ def _frames(batch: Sequence[Due]) -> int:
 
 
 def _length(chunk: Chunk) -> int:
-    """Mel frames that the vocoder reads: what chunks that share a batch of it have in common."""
+    """Return the number of mel frames that the vocoder reads, the same for all chunks of a vocoder batch."""
     return len(chunk.vocoder)
 
 
 def _heard(chunk: Chunk) -> tuple[int, int]:
-    """Of these, from which to which are heard."""
+    """Return the range of these frames that is heard."""
     return chunk.heard.start, chunk.heard.stop
 
 
 def vocode(chunks: Sequence[Chunk], frames: Tensor, vocoder: Vocoder) -> Iterator[Tensor]:
-    """Mel frames [sum of T, M] of chunks, one behind another, to waveforms [W, S], chunks of one length together."""
+    """Turn mel frames [sum of T, M] of chunks, concatenated, into waveforms [W, S]; chunks of one length run
+    together.
+    """
     for length, group in itertools.groupby(chunks, _length):
         together = list(group)
         rows, frames = frames[: len(together) * length], frames[len(together) * length :]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unequal windows of mel frames as one ragged batch of whole attention blocks, and back.
+"""Layout of unequal windows of mel frames as one ragged batch of whole attention blocks.
 
-Windows are laid one after another in blocks, so that only a window's last block can hold padding.
-Pure index arithmetic; knows nothing of the networks.
+Windows follow each other in blocks, so that only a window's last block can hold padding. Pure index arithmetic,
+independent of the networks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch import Tensor
 from triton_omni.core.transfer import to_device, upload
 
 LAYOUTS_KEPT = 128
-"""Of the latest batches, with their angles at most half a megabyte each where batches are recorded."""
+"""Number of recent layouts that are cached; with angles each takes at most half a megabyte where batches are
+recorded.
+"""
 REACHES = ((0, 0), (1, 0), (0, 1), (1, 1))
 """(look-back, look-ahead) in blocks that a layer of the DiT can have."""
 
@@ -35,14 +37,14 @@ class Reach:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The same in the form of the fused kernel: numbers of the blocks beside each."""
+    """`Reach` in the form of the fused kernel: numbers of the blocks beside each block."""
 
     previous: Tensor
     """int32 [N]: the block before in the same window, -1 for none."""
     following: Tensor
-    """int32 [N]: the block behind in the same window, -1 for none."""
+    """int32 [N]: the block after in the same window, -1 for none."""
     valid_frames: Tensor
-    """int32 [N]: how many of the block's frames are no padding."""
+    """int32 [N]: frames of the block that are not padding."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Dense:
     """Windows as rows of one length: what attention over whole windows needs."""
 
     blocks: Tensor
-    """int64 [W, B]: the block at place b of window w; places behind a window's end repeat its last block."""
+    """int64 [W, B]: the block at place b of window w; places after a window's end repeat its last block."""
     places: Tensor
     """int64 [N]: the place of each block in the flattened [W x B] view."""
     valid: Tensor
@@ -76,7 +78,7 @@ class BlockLayout:
     block_windows: NDArray[np.int64]
     """[N], on the host: the window of each block."""
     valid: NDArray[np.bool_]
-    """[N, block], on the host: which frames are no padding."""
+    """[N, block], on the host: which frames are not padding"""
     block_neighbours: NDArray[np.int64]
     """[3, N], on the host: what `neighbours` holds."""
 
@@ -87,13 +89,13 @@ class BlockLayout:
 
     @functools.cached_property
     def reaches(self) -> dict[tuple[int, int], Reach]:
-        """By (look-back, look-ahead) in blocks; of the plain path alone, and so made when first asked for."""
+        """Reaches by (look-back, look-ahead) in blocks; only for the plain path, so made at first use."""
         window, valid = torch.from_numpy(self.block_windows), torch.from_numpy(self.valid)
         return {reach: _reach(window, valid, *reach, self.positions.device) for reach in REACHES}
 
     @functools.cached_property
     def dense(self) -> Dense:
-        """Also of the plain path alone."""
+        """Windows as rows; also for the plain path only."""
         window, valid = torch.from_numpy(self.block_windows), torch.from_numpy(self.valid)
         device = self.positions.device
         first, counts = torch.tensor(self.starts), torch.bincount(window)
@@ -105,11 +107,11 @@ class BlockLayout:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no padding."""
+        """True if there is no padding."""
         return sum(self.lengths) == self.num_blocks * self.block_size
 
     def pack(self, rows: Tensor) -> Tensor:
-        """Lay rows [sum of lengths, F], one window behind another, into blocks [N, block, F]; padding is zero."""
+        """Arrange rows [sum of lengths, F], the windows concatenated, into blocks [N, block, F]; padding is zero."""
         width = rows.shape[-1]
         if self.is_full:
             return rows.view(-1, self.block_size, width)
@@ -117,7 +119,7 @@ class BlockLayout:
         return blocks.index_copy_(0, self.slots, rows).view(-1, self.block_size, width)
 
     def unpack(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        """Take the windows [T, F] out of blocks [N, block, F]; the inverse of `pack`."""
+        """Extract the windows [T, F] from blocks [N, block, F]; the inverse of `pack`."""
         rows = blocks.reshape(-1, blocks.shape[-1])
         if not self.is_full:
             rows = rows.index_select(0, self.slots)
@@ -126,10 +128,10 @@ class BlockLayout:
 
 @functools.lru_cache(maxsize=LAYOUTS_KEPT)
 def block_layout(lengths: tuple[int, ...], block_size: int, device: torch.device) -> BlockLayout:
-    """Lay out windows of `lengths` mel frames (each at least 1) in blocks of `block_size`.
+    """Return the layout of windows of `lengths` mel frames (each at least 1) in blocks of `block_size`.
 
-    Layouts are kept: the windows of a plan have few lengths. By numpy, and in one copy to the device: every call of
-    torch gives Python's global lock up, for which the threads of a busy stage then stand in line.
+    Layouts are cached: the windows of a plan have few lengths. Uses numpy and one copy to the device: every torch call
+    releases the interpreter lock, for which a busy stage's threads then compete.
     """
     counts = np.array([-(-length // block_size) for length in lengths])
     first = counts.cumsum() - counts
@@ -158,15 +160,15 @@ def block_layout(lengths: tuple[int, ...], block_size: int, device: torch.device
 
 
 def _reach(window: Tensor, valid: Tensor, look_back: int, look_ahead: int, device: torch.device) -> Reach:
-    """Neighbours of each block; a neighbour beyond the window's ends is the block itself, masked out."""
+    """Return the neighbours of each block; a neighbour beyond the window's ends is the block itself, masked out."""
     count = window.shape[0]
     own = torch.arange(count)[:, None]
     wanted = own + torch.arange(-look_back, look_ahead + 1)
     inside = (wanted >= 0) & (wanted < count)
     blocks = torch.where(inside, wanted, own)
     inside &= window[blocks] == window[:, None]
-    # Reading the window's own block instead of a stranger's also keeps a stranger's non-finite values out:
-    # a masked key still multiplies its value by zero, and zero times NaN is NaN.
+    # Reading the window's own block also keeps non-finite values of other windows out: a masked key still multiplies
+    # its value by zero, and zero times NaN is NaN.
     blocks = torch.where(inside, blocks, own)
     mask = (valid[blocks] & inside[..., None]).flatten(1)
     return Reach(

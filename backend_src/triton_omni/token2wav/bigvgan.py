@@ -68,13 +68,13 @@ class BigVGAN(nn.Module):
 
 
 def normalise_mel(mel: Tensor) -> Tensor:
-    """Log-mel amplitudes to decibels over the range [-115, 0] dB below 20 dB, scaled to [-1, 1]."""
+    """Convert log-mel amplitudes to decibels over the range [-115, 0] dB below 20 dB, scaled to [-1, 1]."""
     decibel = (mel * DECIBEL_PER_NEPER).clamp(min=MIN_DECIBEL) - REFERENCE_DECIBEL
     return torch.clamp(2.0 * (decibel - MIN_DECIBEL) / -MIN_DECIBEL - 1.0, -1.0, 1.0)
 
 
 class ResidualBlock(nn.Module):
-    """Dilated and plain convolutions in pairs, each behind an anti-aliased activation; [B, C, T] to the same."""
+    """Dilated and plain convolutions in pairs, each after an anti-aliased activation; [B, C, T] to the same."""
 
     def __init__(self, channels: int, kernel_size: int, dilations: tuple[int, ...]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class ResidualBlock(nn.Module):
 
 
 class AntiAliasedSnake(nn.Module):
-    """Twice up, snake, twice down, so that the harmonics of the activation do not fold back."""
+    """Upsamples by two, applies a snake and downsamples by two, so that the activation's harmonics do not alias."""
 
     up_filter: Tensor
     down_filter: Tensor
@@ -145,7 +145,7 @@ class SnakeBeta(nn.Module):
 
 
 def low_pass(cutoff: float, half_width: float, taps: int) -> Tensor:
-    """Kaiser-windowed sinc filter [taps] fp32 with unit gain at zero frequency (HF: `kaiser_sinc_filter1d`).
+    """Return a Kaiser-windowed sinc filter [taps] fp32 with unit gain at zero frequency (HF: `kaiser_sinc_filter1d`).
 
     Args:
         cutoff: cut-off frequency in cycles a sample.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which codes and mel frames a chunk covers, and when it is due (pure).
+"""Codes and mel frames of each chunk, and when a chunk is due (pure).
 
-The windows follow from the plan and the reply's length alone; load and timing move nothing.
+The windows follow from the plan and the reply's length alone, not from load or timing.
 
 One regular chunk, here with one block of look-ahead::
 
@@ -12,20 +12,19 @@ One regular chunk, here with one block of look-ahead::
     vocoder      .                [ ctx |  audio    | ctx ]            mel frames into BigVGAN
     audio        .                      [===========]                  samples given out
 
-- Look-back costs no frames: the window before left what it kept in its last block (`window_cache.py`). It is exact;
-what makes
-  a streamed reply differ from the whole one is that no window sees behind its look-ahead.
+- Look-back costs no frames: the window before left what it kept in its last block (`window_cache.py`). This
+  is exact. A streamed reply differs from the whole one because no window sees beyond its look-ahead.
 - Look-ahead frames are solved again by the window that keeps them.
-- The vocoder reads, left of `start`, the mel frames that *earlier* windows kept (the stream's tail); from `start`
-  on, the mel of this window: its kept frames and then, as right context, its look-ahead frames. A frame of
-  look-ahead is thus heard only as context; its own samples come from the window that keeps it.
+- Before `start` the vocoder reads mel frames that *earlier* windows kept (the stream's tail). From `start` on it reads
+  this window's kept frames and then, as right context, its look-ahead frames. A look-ahead frame thus serves only as
+  context; its own samples come from the window that keeps it.
 - With less look-ahead than vocoder context, audio lags: it ends `context - look-ahead` frames before `end`, and
-  the next chunk begins there. So every sample has its full context on both sides, but at the reply's ends,
-  where the vocoder pads as it does offline.
-- A chunk is regular if the reply has more codes than it keeps, and at least its look-ahead; else it is the final
-  one and covers all that is left (one look-ahead more than a regular chunk at most), with nothing behind it.
-- The vocoder reads, of a final chunk, as many frames as of some regular one, if the reply has them: more of those
-  before it. Replies are of any length, but a pass is only recorded for some.
+  the next chunk begins there. So every sample has its full context on both sides, except at the reply's ends, where the
+  vocoder pads as it does offline.
+- A chunk is regular if the reply has more codes than the chunk keeps, and at least its look-ahead. Otherwise it is the
+  final chunk and covers all that is left: at most one look-ahead more than a regular chunk. Nothing follows it.
+- For a final chunk the vocoder reads as many frames as for some regular one, if the reply has them: more of those
+  before it. Replies have any length, but vocoder passes are recorded for a few lengths only.
 - Offline is the plan whose first chunk is never full: the final chunk is the whole reply.
 """
 
@@ -77,12 +76,12 @@ class WindowPlan:
     """New codes of chunk 0, 1, ...; the last entry repeats."""
     look_ahead_codes: int
     vocoder_context: int
-    """Mel frames a side."""
+    """Mel frames of context on each side."""
     frames_per_code: int
 
     def regular_chunks(self) -> Iterator[Chunk]:
-        """The first of a reply without end, down to one that all later ones are like."""
-        # One behind the last listed, and as many more as the vocoder's context may reach back to the beginning.
+        """Yield the first chunks of an endless reply, up to one that all later ones equal in shape."""
+        # One more than listed, and as many as the vocoder's context may reach back to the beginning.
         reached = (self.vocoder_context + self._lag) // (self.frames_per_code * min(self.chunk_codes))
         for index in range(len(self.chunk_codes) + 1 + reached):
             if (chunk := self.chunk(index, UNBOUNDED, ended=False)) is not None:
@@ -90,16 +89,16 @@ class WindowPlan:
 
     @functools.cached_property
     def vocoder_lengths(self) -> tuple[int, ...]:
-        """Mel frames into BigVGAN of regular chunks, in rising order."""
+        """Numbers of mel frames that BigVGAN reads for regular chunks, ascending."""
         return tuple(sorted({len(chunk.vocoder) for chunk in self.regular_chunks()}))
 
     def chunk(self, index: int, codes: int, *, ended: bool) -> Chunk | None:
-        """Chunk `index` of a stream that has `codes` codes, or None while it is not due.
+        """Return chunk `index` of a stream that has `codes` codes, or None while it is not due.
 
         Args:
             index: from 0; the chunk before it must not have been final.
             codes: received so far.
-            ended: whether they are all.
+            ended: True if no more codes will come.
         """
         start = self._first_code(index)
         end = start + self._size(index)
@@ -108,11 +107,11 @@ class WindowPlan:
         return self._chunk(index, start, codes, codes, final=True) if ended else None
 
     def codes_needed(self, index: int) -> int:
-        """Codes of a stream with which chunk `index` is due before the stream has ended."""
+        """Return the number of codes that make chunk `index` due before the stream has ended."""
         return self._first_code(index) + self._size(index) + max(self.look_ahead_codes, 1)
 
     def tail_start(self, chunk: Chunk) -> int:
-        """First mel frame that the chunk after `chunk` may need; earlier ones can be dropped."""
+        """Return the first mel frame that the chunk after `chunk` may need; earlier ones can be dropped."""
         return max(0, chunk.audio.end - max(self.vocoder_lengths, default=0))
 
     def _chunk(self, index: int, start: int, end: int, solved_end: int, *, final: bool) -> Chunk:
@@ -131,7 +130,7 @@ class WindowPlan:
         )
 
     def _of_regular_length(self, span: Span) -> Span:
-        """The frames of a final chunk, and of those before it as many as make a regular length."""
+        """Return the frames of a final chunk, with as many before it as make a regular length."""
         length = next((length for length in self.vocoder_lengths if len(span) <= length <= span.end), len(span))
         return Span(span.end - length, span.end)
 
@@ -159,5 +158,5 @@ def streaming_plan(plan: StreamingPlan, *, block_frames: int, frames_per_code: i
 
 
 def offline_plan(*, frames_per_code: int) -> WindowPlan:
-    """The whole reply in one window."""
+    """Return the plan of a whole reply in one window."""
     return WindowPlan((UNBOUNDED,), 0, 0, frames_per_code)

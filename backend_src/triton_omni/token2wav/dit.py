@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The diffusion transformer: velocity of the flow from noise to mel frames, given codec codes and a voice.
 
-Works on ragged batches of blocks (`batching.BlockLayout`). What does not change over the ODE (voice, codes,
-adaptive norms of the known times, rotary angles) is computed once, outside `forward`. Parameter names are
-the checkpoint's (HF: `Qwen2_5OmniToken2WavDiTModel`). Knows nothing of solvers or streams.
+Works on ragged batches of blocks (`batching.BlockLayout`). Parts that are constant over the ODE (voice, codes, adaptive
+norms of the known times, rotary angles) are computed once, outside `forward`. Parameter names are the checkpoint's (HF:
+`Qwen2_5OmniToken2WavDiTModel`). Independent of solvers and streams.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIME_SCALE = 1000.0
 LAYER_PARTS = 6
 FINAL_PARTS = 2
 UNCONDITIONAL_CODE = 0
-"""Guidance's unconditional half replaces every code by this one."""
+"""Code that replaces every code in the unconditional half of guidance."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,9 @@ class Voice:
     """A speaker's part of the input projection, bias included."""
 
     halves: Tensor
-    """[2, H], for the halves of guidance: as it is, and with the speaker embedding and the reference mel zeroed, and
-    code 0."""
+    """[2, H]: the conditional half, and the unconditional half with speaker embedding and reference mel zeroed, and
+    code 0.
+    """
 
 
 class DiT(nn.Module):
@@ -79,11 +80,12 @@ class DiT(nn.Module):
         return Voice(torch.stack([self.input_embed.voice(speaker, reference_mel), nobody + unspoken]))
 
     def codes(self) -> Tensor:
-        """Part of the input projection of every code: [codes, H]."""
+        """Return the part of the input projection of every code: [codes, H]."""
         return self.input_embed.codes(self.text_embed.codec_embed.weight)
 
     def modulation(self, times: Tensor) -> Tensor:
-        """Shifts, scales and gates of every adaptive norm at each of `times` [E] fp32, whatever the input.
+        """Return shifts, scales and gates of every adaptive norm at each of `times` [E] fp32; they do not depend on the
+        input.
 
         Returns:
             [E, 6 L + 2, H] fp32: of each layer attention shift, scale, gate, feed-forward shift, scale, gate; then
@@ -94,18 +96,18 @@ class DiT(nn.Module):
         return torch.cat([*layers, self.norm_out(embedded)], dim=1)
 
     def rotary(self, positions: Tensor) -> Rotary:
-        """Rotary angles of frame `positions` [N, block] within their windows."""
+        """Return the rotary angles of frame `positions` [N, block] within their windows."""
         angles = (positions[..., None].float() * self.rotary_frequencies)[:, :, None]
         return Rotary(angles.cos(), angles.sin())
 
     def past_pool(self, pages: int, dtype: torch.dtype) -> WindowCachePool:
-        """Room on the network's device for `pages` pages of keys and values in `dtype`."""
+        """Allocate `pages` pages of keys and values in `dtype` on the network's device."""
         device = self.rotary_frequencies.device
         rotary = self.rotary(torch.arange(-self.config.block_size, 0, device=device)[None])
         return WindowCachePool(self.config, rotary, pages, dtype=dtype, device=device)
 
     def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: WindowKVCache) -> Velocity:
-        """The velocity of one batch as a function of the evaluation's number and the state; see `forward`.
+        """Return the velocity of one batch as a function of the evaluation's number and the state; see `forward`.
 
         Args:
             condition: [N, block, H].
@@ -127,7 +129,7 @@ class DiT(nn.Module):
         layout: BlockLayout,
         past: WindowKVCache,
     ) -> Tensor:
-        """One evaluation of the velocity.
+        """Evaluate the velocity once.
 
         Args:
             number: of the evaluation, from 0.
@@ -151,7 +153,7 @@ class DiT(nn.Module):
 
 
 class CodeEmbedding(nn.Module):
-    """The table of the codec's codes, one row more than the codec has."""
+    """The embedding of the codec's codes, with one row more than the codec has."""
 
     def __init__(self, config: DitConfig) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class FeedForward(nn.Module):
 class InputEmbedding(nn.Module):
     """The input projection of (state, speaker vector, code, speaker embedding), by its four parts.
 
-    One matrix in the checkpoint; by parts, only the state's part is computed at every evaluation.
+    The checkpoint has one matrix; split into parts, only the state's part is computed at every evaluation.
     """
 
     def __init__(self, config: DitConfig) -> None:
@@ -235,7 +237,7 @@ class TimeEmbedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind an adaptive norm and a gate (HF: `DiTDecoderLayer`)."""
+    """Attention and feed-forward, each after an adaptive norm and followed by a gate (HF: `DiTDecoderLayer`)."""
 
     def __init__(self, config: DitConfig, attention: Attention, reach: tuple[int, int]) -> None:
         super().__init__()
@@ -278,7 +280,9 @@ class SelfAttention(nn.Module):
         return output
 
     def _exchange(self, key: Tensor, value: Tensor, past: LayerKVCache) -> Before:
-        """Take what earlier windows left, then leave `key`, not yet rotated, and `value` to the next ones."""
+        """Read the keys and values of earlier windows, then leave `key`, not yet rotated, and `value` to the next
+        ones.
+        """
         earlier_key, earlier_value, there = past.find(self.heads)
         past.leave(key, value)
         rotate_(earlier_key, past.rotary)
@@ -286,5 +290,5 @@ class SelfAttention(nn.Module):
 
 
 def modulate(hidden: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Adaptive norm: layer norm without weights of its own, then scale and shift; [..., H], [H], [H]."""
+    """Apply an adaptive norm: layer norm without own weights, then scale and shift; [..., H], [H], [H]."""
     return F.layer_norm(hidden, hidden.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ECAPA-TDNN: a reference mel spectrogram to one speaker vector.
 
-After Desplanques et al. 2020 (arXiv 2005.07143), in the variant that Qwen2.5-Omni's DiT carries
-(HF: `ECAPA_TimeDelayNet`). Parameter names are the checkpoint's. Knows nothing of the DiT.
+After Desplanques et al. 2020 (arXiv 2005.07143), in the variant that Qwen2.5-Omni's DiT carries (HF:
+`ECAPA_TimeDelayNet`). Parameter names are the checkpoint's. Independent of the DiT.
 """
 
 from __future__ import annotations

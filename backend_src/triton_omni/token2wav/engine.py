@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine of the last stage: codes of many streams in, chunks of their waveforms out.
 
-Owned by one thread. `step` takes the windows that are due, the most urgent first, launches them as one ragged batch,
-a large one by and by, and gives what earlier batches came to; it does not wait for the device. Knows nothing of
-sessions or Triton.
+Used by one thread only. `step` launches the due windows, the most urgent first, as one ragged batch; a large batch
+takes several steps. It returns the results of earlier batches and does not wait for the device. Independent of sessions
+and Triton.
 """
 
 from __future__ import annotations
@@ -34,29 +34,31 @@ from triton_omni.token2wav.streaming import Stream, StreamRequest
 
 RETRY_AFTER_MS = 250
 NAP_S = 0.0005
-"""How long a step rests that finds nothing to do while a batch is on the device, or gathered."""
+"""Seconds that a step sleeps if it has nothing to do while a batch is on the device or windows are gathered."""
 SHORT_NAP_S = 0.0001
-"""The same while nothing but the samples of a small batch is waited for, which are there within milliseconds."""
+"""The same in seconds while only a small batch's samples are missing, which come within milliseconds."""
 SOON_SILENT_NS = 100_000_000
-"""A listener with so little sound left is to be served as if there were none: a window takes about as long beside the
-steps of other stages."""
+"""Nanoseconds of sound left at which a stream counts as silent: a window takes about as long beside the steps of other
+stages.
+"""
 STEPS_AHEAD = 2
-"""Steps of a batch that the device has before it at most: with two it need not wait for the host."""
+"""Maximum number of a batch's steps launched ahead of the device: with two the device need not wait for the host."""
 SHARED_STEPS_AHEAD = 1
-"""The same of more than `MANY_STREAMS`, of which another may need a batch sooner any time: it would wait for both."""
+"""The same with more than `MANY_STREAMS` streams: a more urgent batch would wait for both steps."""
 MANY_STREAMS = 8
-"""Of no more at once each has the device soon enough."""
+"""Maximum number of streams that each get the device soon enough."""
 VERY_MANY_STREAMS = 24
-"""Of more at once some run out of sound all the time. If the device were claimed for each of them, thinker and talker
-would not come to the first codes of those who wait."""
+"""Number of streams above which some run out of sound all the time. If token2wav claimed the device for each of them,
+thinker and talker would not reach the first codes of waiting streams.
+"""
 AT_ONCE_FRAMES = 192
-"""Batches of no more mel frames are launched at once: they are through before another could go between."""
+"""Maximum mel frames of a batch that is launched at once: it finishes before another could run in between."""
 CROWD_NS = 120_000_000
-"""Streams that were opened within so long of each other have their first codes at about the same time."""
+"""Nanoseconds between the openings of streams that get their first codes at about the same time."""
 GATHERING_NS = 60_000_000
-"""How long a first window waits for those of a crowd: as long as ten of them take together."""
+"""Nanoseconds that a first window waits for others opened at the same time: as long as ten of them take together."""
 FEW = 2
-"""For so few, or for a tenth of those that are there, nobody waits."""
+"""First windows are not gathered for so few missing ones, or for a tenth of those that are due."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +96,12 @@ class Token2WavEngine:
         return self._frames_solved
 
     def open(self, key: str, voice: str, seed: int, options: StreamOptions) -> None:
-        """Begin a stream.
+        """Open a stream.
 
         Raises:
             BadRequest: an unknown voice, or a seed or option out of range.
-            TooLarge: its past would not fit, were no other stream open.
-            Overloaded: its past does not fit beside those of the open streams.
+            TooLarge: its window cache would not fit even without other streams.
+            Overloaded: its window cache does not fit beside those of the open streams.
         """
         if key in self._streams:
             raise ValueError(f"stream {key} is open already")
@@ -139,7 +141,8 @@ class Token2WavEngine:
         stream.feed(codes, last_code=self._config.num_embeds)
 
     def wanted(self, key: str) -> int:
-        """How many codes, from the first on, make the next window due of those that are not; unless it has ended.
+        """Return how many codes, from the first on, make the next window due that is not due yet, unless the stream has
+        ended.
 
         Raises:
             KeyError: no such stream.
@@ -147,18 +150,18 @@ class Token2WavEngine:
         return self._streams[key].wanted
 
     def end(self, key: str) -> None:
-        """No more codes: what is left becomes the final chunk."""
+        """End the stream's codes: what is left becomes the final chunk."""
         self._streams[key].end()
 
     def has_work(self) -> bool:
-        """Whether a window is due or a batch is on the device."""
+        """Return True if a window is due or a batch is on the device."""
         return bool(self._flights or self._launchings) or any(stream.due() for stream in self._streams.values())
 
     def step(self) -> list[AudioOutput]:
-        """Launch the next batch of due windows, or its next step; give the chunks that came through the device.
+        """Launch the next batch of due windows, or its next step; return the chunks that have finished.
 
-        It does not wait for the device: while a batch is there, the caller's other work goes on between the steps.
-        A stream whose mel frames or samples are not finite ends with an error; the others are untouched by it.
+        It does not wait for the device, so that the caller works on between the steps. A stream whose mel frames or
+        samples are not finite ends with an error; the others are untouched by it.
         """
         outputs = self._finished_windows()
         if self._may_launch():
@@ -170,16 +173,16 @@ class Token2WavEngine:
 
     @property
     def keeps_listeners_waiting(self) -> bool:
-        """Whether for want of windows that are due or on the device listeners hear nothing, or will soon, and no more
-        others hear nothing for want of codes.
+        """True if streams have no sound, or soon none, and only wait for windows. False if more streams still wait for
+        their first codes.
 
-        Whoever wants the whole reply in one piece waits for it, not for its beginning. Of very many, while any await
-        their first codes, those alone count who hear nothing yet.
+        Whole replies do not count: their clients do not wait for the first sound. With more than `VERY_MANY_STREAMS`
+        streams, while any await first codes, only first windows count.
         """
         streams = [stream for stream in self._streams.values() if stream.page is not None]
         awaiting = sum(stream.wants_first_codes for stream in streams)
         windows = [due for flight in self._flights for due in flight.batch if self._is_open(due.stream)]
-        # Who waits for others' codes must not keep the talker from making them.
+        # A window that waits for other streams' codes must not keep the talker from making them.
         gathered = self._gathered(self._due())
         chunks = ((stream, stream.due()) for stream in streams if stream.key not in gathered)
         windows += [Due(stream, chunk, stream.deadline_ns) for stream, chunk in chunks if chunk is not None]
@@ -190,18 +193,20 @@ class Token2WavEngine:
         return waiting > 0 and waiting >= awaiting
 
     def abort(self, key: str) -> None:
-        """Drop a stream and everything it holds; unknown keys are ignored."""
+        """Drop a stream and release everything it holds; unknown keys are ignored."""
         stream = self._streams.pop(key, None)
         if stream is None or stream.page is None:
             return
-        # Another may have them at once: its windows wait for a batch that still writes there.
+        # Another stream may get the pages at once: its windows wait for a batch that still writes there.
         self._sampler.past.give(stream.page)
         for launching in self._launchings:
             if launching.holds(stream):
                 launching.left.append(stream.pages)
 
     def stats(self) -> EngineStats:
-        """Open streams, windows due (waiting), pages of their pasts (KV blocks) and mel frames held (rows used)."""
+        """Return open streams, windows due (waiting), pages of window caches (KV blocks) and mel frames held (rows
+        used).
+        """
         return EngineStats(
             running=len(self._streams),
             waiting=sum(stream.due() is not None for stream in self._streams.values()),
@@ -211,7 +216,7 @@ class Token2WavEngine:
         )
 
     def close(self) -> None:
-        """Drop every stream, and what became of the batches on the device."""
+        """Drop every stream and the results of the batches on the device."""
         for key in list(self._streams):
             self.abort(key)
         for launching in tuple(self._launchings):
@@ -219,7 +224,7 @@ class Token2WavEngine:
         self._flights.clear()
 
     def _is_open(self, stream: Stream) -> bool:
-        """Whether it was not dropped, its key perhaps used again."""
+        """Return True if the stream was not dropped; its key may be in use again."""
         return self._streams.get(stream.key) is stream
 
     def _lead_ns(self, options: StreamOptions) -> int | None:
@@ -238,21 +243,22 @@ class Token2WavEngine:
         past, most = self._sampler.past, self._settings.max_streams
         if flow.pages > past.capacity:
             raise TooLarge(
-                f"num_steps: {flow.num_steps} points of {flow.solver} need more room than all of max_streams {most}",
+                f"num_steps: {flow.num_steps} points of {flow.solver} need a larger window cache than max_streams "
+                f"{most} provides: use fewer",
                 stage="token2wav",
             )
         page = past.take(flow.pages, avoid=[pages for launching in self._launchings for pages in launching.left])
         if page is None:
             raise Overloaded(
-                f"the pasts of {len(self._streams)} open streams leave no room for another's, see max_streams {most}",
+                f"the window caches of {len(self._streams)} open streams leave no room for another, see max_streams "
+                f"{most}",
                 stage="token2wav",
                 retry_after_ms=RETRY_AFTER_MS,
             )
         return page
 
     def _due(self) -> list[Due]:
-        """Due chunks that are not being launched, the listener who runs out of sound first in front, ties in order of
-        opening."""
+        """Return due chunks that are not being launched, the earliest deadline first, ties in order of opening."""
         chunks = ((stream, stream.due()) for stream in self._streams.values())
         due = [Due(stream, chunk, stream.deadline_ns) for stream, chunk in chunks if chunk is not None]
         if self._launchings:
@@ -260,7 +266,7 @@ class Token2WavEngine:
         return sorted(due, key=lambda item: item.deadline_ns)
 
     def _batch(self, due: Sequence[Due]) -> list[Due]:
-        """The windows to be launched next; none if all can wait for the batch that is being launched."""
+        """Return the windows to launch next; none if all can wait for the batch that is being launched."""
         settings, now = self._settings, time.monotonic_ns()
         launched = self._launchings[-1].batch[0] if self._launchings else None
         if not due or (launched is not None and not goes_before(due[0], launched, now)):
@@ -270,27 +276,29 @@ class Token2WavEngine:
 
     @property
     def _is_far_ahead(self) -> bool:
-        """Whether the device has enough to do with steps of batches that are being launched."""
+        """True if enough steps of batches are launched ahead of the device."""
         most = SHARED_STEPS_AHEAD if len(self._streams) > MANY_STREAMS else STEPS_AHEAD
         return any(launching.steps_ahead >= most for launching in self._launchings)
 
     @property
     def _is_landing(self) -> bool:
-        """Whether the next batch to come through is a small one, of which only the vocoder's part is left."""
+        """True if the next batch to finish is a small one of which only the vocoder's part is left."""
         return bool(self._flights) and self._flights[0].frames <= AT_ONCE_FRAMES and self._flights[0].is_solved
 
     def _may_launch(self) -> bool:
-        """A batch may follow another closely, so that the device need not wait for the host, but no earlier: a window
-        that becomes due meanwhile may be more urgent."""
+        """Return True if a batch may be launched: closely after another, so that the device need not wait for the host.
+        It is not launched earlier, since a more urgent window may become due meanwhile.
+        """
         if self._is_far_ahead:
             return False
         return not self._flights or (len(self._flights) == 1 and self._flights[0].is_solved)
 
     def _launch(self) -> list[AudioOutput]:
-        """Begin the most urgent batch, if it is more so than those that are being launched; go on with the most urgent
-        of all."""
+        """Begin the most urgent batch if it is more urgent than those that are being launched; then advance the most
+        urgent of all.
+        """
         due = self._due()
-        # An empty reply's only chunk.
+        # The only chunk of an empty reply.
         silent = [FinishedWindow(d.stream, d.chunk, torch.empty(0), True, 0) for d in due if not len(d.chunk.solved)]
         due = [item for item in due if len(item.chunk.solved)]
         gathered = self._gathered(due)
@@ -301,8 +309,9 @@ class Token2WavEngine:
         return [*(self._finish(landed) for landed in silent), *failed]
 
     def _gathered(self, due: Sequence[Due]) -> frozenset[str]:
-        """Streams whose first windows wait for others of a crowd that came together, which have yet to get their codes:
-        one of them alone would hold up all others for as long as ten take together."""
+        """Return the streams whose first windows wait for others opened at the same time that lack their codes. One
+        such window launched alone would delay the others for as long as ten take together.
+        """
         first = [item.stream for item in due if item.stream.is_silent]
         if not first or time.monotonic_ns() - min(stream.due_since_ns for stream in first) > GATHERING_NS:
             return frozenset()
@@ -315,7 +324,7 @@ class Token2WavEngine:
         return BatchLaunch(batch, launch_batch(batch, self._sampler, self._vocoder, self._device))
 
     def _advance_or_drop(self, launching: BatchLaunch) -> list[AudioOutput]:
-        """Launch a batch's next step, of a small one all; one of which nobody is left is dropped."""
+        """Launch a batch's next step, or all steps of a small batch; drop a batch without open streams."""
         if not any(self._is_open(due.stream) for due in launching.batch):
             self._end_launching(launching)
             return []
@@ -329,7 +338,8 @@ class Token2WavEngine:
                 self._frames_solved += flight.frames
                 self._end_launching(launching)
             return []
-        # Out here nothing refers to the error any more, not even a record of the log, and so to what the attempt held.
+        # Outside the handler nothing refers to the error any more, not even a log record, and so to the memory of the
+        # attempt.
         return self._divide(launching)
 
     def _advance(self, launching: BatchLaunch) -> InFlightBatch | None:
@@ -340,10 +350,10 @@ class Token2WavEngine:
         return flight
 
     def _divide(self, launching: BatchLaunch) -> list[AudioOutput]:
-        """Have the windows of a batch for which there was no memory go again, half as many together.
+        """Split a batch for which memory was missing, and launch its halves one after the other.
 
-        One that was alone goes again behind the batches under way, which hold memory; if there are none, its stream
-        ends.
+        A single window is launched again after the batches in flight, which hold memory; without such batches its
+        stream ends.
         """
         self._end_launching(launching)
         torch.cuda.empty_cache()
@@ -363,12 +373,12 @@ class Token2WavEngine:
         return AudioOutput(stream.key, torch.empty(0), final=True, error=wrong)
 
     def _end_launching(self, launching: BatchLaunch) -> None:
-        """It launches nothing more; whoever has pages of it writes to them behind it."""
+        """End a launch; new owners of the pages that it writes write after it."""
         self._launchings.remove(launching)
         launching.steps.close()
 
     def _finished_windows(self) -> list[AudioOutput]:
-        """The oldest batch, if it has come through; a stream that was dropped meanwhile gives nothing."""
+        """Return the oldest batch's chunks if it has finished; streams dropped meanwhile give none."""
         if not self._flights or not self._flights[0].is_finished:
             return []
         arrived = self._flights.popleft().finished_windows()

@@ -2,8 +2,8 @@
 """The DiT's velocity in half precision with few launches: four matrix products and three fused kernels a layer.
 
 The same function as `DiT.forward`, its reference. The residual stream, norms, softmax and the solver's state stay in
-float32; what a matrix product reads, and its output, are in the half precision asked for. Products of few rows are our
-own (`layer_kernels.py`), all others a library's.
+float32; inputs and outputs of matrix products are in half precision. Products of few rows are our own kernels
+(`layer_kernels.py`), all others a library's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Projection:
 
     @classmethod
     def of(cls, *linears: nn.Module, dtype: torch.dtype) -> _Projection:
-        """Linear layers of one input as one, their outputs side by side."""
+        """Join linear layers of one input into one, their outputs side by side."""
         parts = [cast(nn.Linear, linear) for linear in linears]
         weight = torch.cat([part.weight for part in parts]).to(dtype)
         return cls(weight, torch.cat([part.bias for part in parts]).to(dtype))
@@ -46,7 +46,7 @@ class _Projection:
         return torch.addmm(self.bias, rows, self.weight.t())
 
     def gelu(self, rows: Tensor, tiling: Tiling | None) -> Tensor:
-        """The same under a GELU of the tanh form; on a GPU within the product's epilogue."""
+        """The same followed by a GELU (tanh form); on a GPU within the product's epilogue."""
         if tiling is not None:
             return product(rows, self.weight, self.bias, tiling, gelu=True)
         if rows.is_cuda:
@@ -64,7 +64,7 @@ class _FusedLayer:
 
 
 class FusedDiT:
-    """Stands in for a DiT at every evaluation (`sampler.VelocityNetwork`).
+    """Replaces a DiT at every evaluation (`sampler.VelocityNetwork`).
 
     Args:
         dit: its weights are copied.
@@ -97,10 +97,10 @@ class FusedDiT:
         neighbours: Neighbours,
         past: WindowKVCache,
     ) -> Tensor:
-        """See `DiT.forward`; a condition of twice the blocks takes the state for each half, and the velocity is in the
-        dtype of the products.
+        """See `DiT.forward`. A condition of twice the blocks takes the state for each half; the velocity has the dtype
+        of the products.
         """
-        # The state's few channels stay in float32: noise of half precision would be heard.
+        # The state's few channels stay in float32: the noise of half precision would be audible.
         projected = self._dit.input_embed.mel(state)
         halves = condition.view(-1, *projected.shape)
         hidden = (halves + projected).flatten(0, 2)

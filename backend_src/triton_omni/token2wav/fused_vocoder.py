@@ -2,7 +2,7 @@
 """BigVGAN in half precision with few launches: channels last, a fused activation, biases and sums within it.
 
 The same function as `bigvgan.BigVGAN`, its reference. Sums over residual branches and the filters stay in float32;
-what a convolution reads, and its output, are in the half precision asked for.
+inputs and outputs of convolutions are in half precision.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from triton_omni.token2wav.kernels import SnakeFilters, anti_aliased_snake
 
 @dataclass(frozen=True)
 class _Convolution:
-    """One convolution over time of rows [B, T, C], without its bias; a 2-D one of height 1, the form with kernels
-    for channels that lie together."""
+    """One convolution over time of rows [B, T, C], without its bias; it runs as a 2-D convolution of height 1, which
+    has channels-last kernels.
+    """
 
     weight: Tensor
     bias: Tensor
-    """[C] fp32, for who reads the result."""
+    """[C] fp32, added by the reader of the result."""
     stride: int
     padding: int
     dilation: int
@@ -60,7 +61,7 @@ class _Pair:
 
 
 class FusedVocoder:
-    """Stands in for a BigVGAN.
+    """Replaces a BigVGAN.
 
     Args:
         vocoder: its weights are copied.
@@ -89,7 +90,7 @@ class FusedVocoder:
         return torch.clamp(self._post(last), -1.0, 1.0).squeeze(2)
 
     def _level(self, hidden: Tensor, bias: Tensor, blocks: Sequence[Sequence[_Pair]]) -> Tensor:
-        """Mean of the blocks' outputs for the input `hidden + bias`; [B, T, C] fp32."""
+        """Return the mean of the blocks' outputs for the input `hidden + bias`; [B, T, C] fp32."""
         outputs = [self._residual_block(hidden, bias, pairs) for pairs in blocks]
         total = outputs[0]
         for output in outputs[1:]:

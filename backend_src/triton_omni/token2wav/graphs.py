@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of the fused networks: a recorded forward pass is launched at once instead of kernel by kernel.
+"""CUDA graphs of the fused networks: one launch replays a recorded forward pass, instead of one launch a kernel.
 
-A graph has fixed shapes and addresses. The DiT's ragged batches fit one recorded for at least as many blocks, since
-where windows begin is data, not shape; the vocoder's shapes are those of a streaming plan. What fits no graph runs
-kernel by kernel. All graphs share one memory pool, so only one may run at a time.
+A graph has fixed shapes and addresses. A ragged batch of the DiT runs in a graph recorded for at least as many blocks:
+the start of a window is data, not shape. The vocoder's shapes are those of a streaming plan. A batch that fits no graph
+is launched kernel by kernel. All graphs share one memory pool, so only one may run at a time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from triton_omni.token2wav.steps import Steps
 from triton_omni.token2wav.window_cache import NONE, WindowCachePool, WindowKVCache, evaluation_numbers
 
 WARM_UP_CALLS = 2
-"""Before recording: kernels are compiled and libraries choose their algorithms at the first call."""
+"""Number of calls before recording: kernels are compiled and libraries choose their algorithms at the first call."""
 
 TRIED_ALGORITHMS = 3
-"""Of each convolution, those that cuDNN takes for the fastest; its own limit of ten makes a start much longer."""
+"""Number of algorithms that cuDNN tries for each convolution; its own limit of ten makes a start much longer."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class _Recorded:
 
 
 def _choosing_algorithms() -> AbstractContextManager[None]:
-    """Have cuDNN try its best few algorithms of each convolution, at shapes that are recorded and nowhere else.
+    """Let cuDNN try its best few algorithms of each convolution, only at shapes that are recorded.
 
-    Where sums must be ordered it does not try: the fastest of two may be another one at the next start.
+    With ordered sums it tries none: the fastest of two may be another one at the next start.
     """
     ordered = torch.backends.cudnn.deterministic
     flags: AbstractContextManager[None] = torch.backends.cudnn.flags(
@@ -76,7 +76,7 @@ class GraphPool:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process copy inputs meanwhile, which a global recording would forbid.
+        # Other threads of the process copy inputs meanwhile, which a global capture mode would forbid.
         with (
             torch.cuda.graph(graph, pool=self._handle, capture_error_mode="thread_local"),
             _choosing_algorithms(),
@@ -87,9 +87,9 @@ class GraphPool:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What a step of the solver reads and writes, at fixed addresses.
+    """Tensors at fixed addresses that a solver step reads and writes.
 
-    S blocks a half, one half or, under guidance, two; what lies behind a batch's end are blocks without neighbours.
+    S blocks a half; one half or, under guidance, two. Blocks after a batch's end have no neighbours.
     """
 
     state: Tensor
@@ -101,15 +101,15 @@ class _Inputs:
     modulation: Tensor
     """[evaluations of a step, 6 L + 2, H]"""
     width: Tensor
-    """[], the step's."""
+    """[], the step's width."""
     rotary: Rotary
     """[halves x S, block, 1, head_dim / 2]"""
     pointers: Tensor
     """int32 [5, halves x S], of which the next two are views."""
     neighbours: Neighbours
-    """Of halves x S blocks."""
+    """Neighbours of halves x S blocks."""
     past: WindowKVCache
-    """The same, at the evaluations of the step."""
+    """Window cache of the same blocks, at the evaluations of the step."""
 
     @classmethod
     def allocate(cls, dit: DiT, pool: WindowCachePool, halves: int, blocks: int, evaluations: int) -> _Inputs:
@@ -130,12 +130,12 @@ class _Inputs:
         )
 
     def load(self, state: Tensor, flow: Flow) -> None:
-        """Copy what the steps of a batch share, but for the angles."""
+        """Copy the inputs that the steps of a batch share, except the angles."""
         count, (halves, blocks, size) = len(state), self.condition.shape[:3]
         self.state[:count] = state
         self.scale[:count] = flow.scale
         self.condition[:, :count] = flow.condition
-        # All of them, since none may point from behind the batch's end into it, nor into a past.
+        # All pointers: none after the batch's end may point into the batch or into a cache page.
         fill(self.pointers, torch.from_numpy(_pointers(flow, halves, blocks, size)))
 
     def copy_angles(self, rotary: Rotary) -> None:
@@ -146,7 +146,9 @@ class _Inputs:
 
 
 def _pointers(flow: Flow | None, halves: int, blocks: int, size: int) -> NDArray[np.int32]:
-    """[5, halves x blocks]: previous, following and valid frames, first pages found and left; without a flow none."""
+    """Return int32 [5, halves x blocks]: previous, following and valid frames, first pages to read and to write; NONE
+    without a flow.
+    """
     table = np.full((5, halves, blocks), NONE, np.int32)
     table[2] = size
     if flow is not None:
@@ -164,15 +166,15 @@ _Kind = tuple[int, Solver, bool]
 
 @dataclass
 class _Seated:
-    """A flow on its way."""
+    """A flow that is being solved."""
 
     flow: Flow
     state: Tensor
-    """[N, block, M] as of its last step, unless a graph holds it."""
+    """[N, block, M] after its last step, unless a graph holds it."""
 
 
 def _rotary_by_layout(dit: DiT, device: torch.device) -> Callable[[tuple[int, ...]], Rotary]:
-    """Angles of a batch of windows of given lengths, not to be written to, kept as layouts are."""
+    """Return a cached function from window lengths to the batch's angles, which must not be written to."""
 
     @functools.lru_cache(maxsize=LAYOUTS_KEPT)
     def rotary(lengths: tuple[int, ...]) -> Rotary:
@@ -182,10 +184,10 @@ def _rotary_by_layout(dit: DiT, device: torch.device) -> Callable[[tuple[int, ..
 
 
 class GraphedSolver:
-    """Solves flows by one recorded step of the solver, launched once a step (`sampler.FlowSolver`).
+    """Solves flows with one recorded solver step, launched once a step (`sampler.FlowSolver`).
 
-    Graphs of `recorded` kinds are made at once, of any other kind when it is first asked for. Flows that are solved by
-    turns may share a graph: each takes its place in the graph's tensors again when another has had it.
+    Graphs of `recorded` kinds are recorded at the start, of any other kind at first use. Flows that are solved
+    alternately may share a graph: each restores its state in the graph's tensors after another has used them.
 
     Args:
         dit: for what is computed once a batch.
@@ -213,7 +215,7 @@ class GraphedSolver:
         self._graphs: dict[_Kind, tuple[_Inputs, _Recorded]] = {}
         self._seated: dict[_Kind, _Seated] = {}
         self._angles_of: dict[_Kind, tuple[int, ...]] = {}
-        """Lengths of the windows whose angles a graph's tensors hold; those of its next batch are often the same."""
+        """Lengths of the windows whose angles a graph's tensors hold; the next batch often has the same."""
         # The largest first: the smaller ones then fit into its memory.
         for solver, guided in recorded:
             for size in reversed(self._sizes):
@@ -245,12 +247,12 @@ class GraphedSolver:
                 del self._seated[kind]
 
     def _sit(self, mine: _Seated, kind: _Kind) -> None:
-        """Have the graph's tensors hold this flow."""
+        """Load this flow into the graph's tensors."""
         (inputs, _), other = self._graphs[kind], self._seated.get(kind)
         if other is mine:
             return
         if other is not None:
-            # Should there be no memory for this, the other one stays where it is.
+            # If memory is missing for this, the other flow stays where it is.
             other.state = inputs.state[: len(other.state)].clone()
             del self._seated[kind]
         inputs.load(mine.state, mine.flow)
@@ -292,7 +294,7 @@ class GraphedVocoder:
     Args:
         fused: what is recorded, and what runs for all other shapes.
         mel_dim: channels of its input.
-        shapes: (batch, frames) to record graphs for; a batch of several is put together of those there are.
+        shapes: (batch, frames) to record graphs for; a larger batch is composed of these.
         pool: where graphs have their memory.
     """
 
@@ -322,7 +324,7 @@ class GraphedVocoder:
             inputs, recorded = self._graphs[size, mel.shape[2]]
             inputs.copy_(rest[:size])
             recorded.graph.replay()
-            # A copy: the next part may be of the same graph.
+            # A copy, since the next part may use the same graph.
             parts.append(recorded.output.clone())
             rest = rest[size:]
         return torch.cat(parts)

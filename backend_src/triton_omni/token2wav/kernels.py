@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused kernels of token2wav in the Triton language: what plain PyTorch does in many small launches.
+"""Fused kernels of token2wav in the Triton language; plain PyTorch needs many small launches for each.
 
-Each is the arithmetic of one plain function or module, named in its wrapper, in another order of launches. All
-accumulate in float32, whatever dtype they read and write. They know nothing of windows or streams.
+Each kernel computes the same as one plain function or module, named in its wrapper. All accumulate in float32, whatever
+dtype they read and write. Independent of windows and streams.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def residual_norm(
     dtype: torch.dtype,
     early: bool = False,
 ) -> Tensor:
-    """`hidden += gate * branch` in place, then the adaptive norm of it (`dit.modulate`).
+    """Compute `hidden += gate * branch` in place, then its adaptive norm (`dit.modulate`).
 
     Args:
         hidden: [R, H] fp32, the residual stream.
@@ -106,7 +106,7 @@ def residual_norm(
 
 
 SNAKE_FRAMES = 64
-"""Input frames of a tile of the anti-aliased snake, of which the first and last five are its filters' margins."""
+"""Input frames of a tile of the anti-aliased snake; the first and last five are margins of its filters."""
 SNAKE_MARGIN = 5
 _KEPT = SNAKE_FRAMES - 2 * SNAKE_MARGIN
 _SNAKE_CHANNELS = 64
@@ -115,7 +115,9 @@ _SNAKE_CHANNELS = 64
 
 @dataclass(frozen=True)
 class SnakeFilters:
-    """What one anti-aliased snake needs (`bigvgan.AntiAliasedSnake`); both filters as banded matrices of a tile."""
+    """Filters and coefficients of one anti-aliased snake (`bigvgan.AntiAliasedSnake`); both filters are banded matrices
+    of a tile.
+    """
 
     up: Tensor
     """[128, 64]: frames of a tile to samples of the doubled rate; in the dtype of the filters' products."""
@@ -132,10 +134,10 @@ class SnakeFilters:
     def of(
         cls, up: Tensor, down: Tensor, frequency: Tensor, magnitude: Tensor, dtype: torch.dtype = torch.float32
     ) -> SnakeFilters:
-        """From the taps [12] of both filters, the gain of the first included.
+        """Build them from the taps [12] of both filters, the gain of the first included.
 
-        Products are in `dtype`: float32, which a tensor core takes by three products of TF32, or float16, which has
-        as many bits of mantissa as TF32.
+        Products are in `dtype`. Tensor cores compute float32 by three products of TF32; float16 has as many bits of
+        mantissa as TF32.
         """
         doubled = torch.arange(2 * SNAKE_FRAMES, device=up.device)
         frames = torch.arange(SNAKE_FRAMES, device=up.device)
@@ -151,7 +153,7 @@ class SnakeFilters:
 
 
 def _banded(taps: Tensor, numbers: Tensor) -> Tensor:
-    """The matrix whose entries are the `numbers`-th of `taps` (by row), zero where there is none."""
+    """Return the matrix whose entries are the `numbers`-th of `taps` (by row), zero where there is none."""
     count = taps.shape[-1]
     chosen = taps.expand(*numbers.shape, count).gather(2, numbers.clamp(0, count - 1)[..., None])[..., 0]
     return torch.where((numbers >= 0) & (numbers < count), chosen, 0.0).contiguous()
@@ -159,7 +161,7 @@ def _banded(taps: Tensor, numbers: Tensor) -> Tensor:
 
 @triton.jit
 def _sine_squared(angle):
-    """By the distance to the nearest multiple of pi and its Taylor polynomial, within 1e-7."""
+    """Compute it from the distance to the nearest multiple of pi by a Taylor polynomial, within 1e-7."""
     turn = angle * 0.3183098861837907
     turn -= tl.floor(turn + 0.5)
     square = turn * turn
@@ -172,8 +174,8 @@ def _sine_squared(angle):
     return sine * sine
 
 
-# Whether 16 divides the length changes no code, since channels lie together; compiled anew for it, the end of a reply
-# would keep every stream waiting for a quarter of a second a kernel.
+# Channels are contiguous, so the compiled code does not depend on divisibility of the length by 16. Specialised for it,
+# the end of a reply would compile again and delay every stream by a quarter of a second a kernel.
 @triton.jit(do_not_specialize=["length"])
 def _anti_aliased_snake(
     first,
@@ -218,7 +220,7 @@ def _anti_aliased_snake(
     angle = fine * tl.load(frequency + channels, mask=channels < CHANNELS, other=0.0)[None, :]
     fine += _sine_squared(angle) * tl.load(magnitude + channels, mask=channels < CHANNELS, other=0.0)[None, :]
     if (start == 0) | (start + kept > length - MARGIN):
-        # A sample before the first or behind the last is that one again: it takes their taps too.
+        # A sample before the first or after the last repeats that one, which therefore takes their taps too.
         sample = (2 * start - MARGIN + doubled)[None, :]
         tap = doubled[None, :] - 2 * steps[:, None]
         low = tl.maximum(tl.where(sample == 0, 0, tap), 0)
@@ -244,7 +246,7 @@ def anti_aliased_snake(
     dtype: torch.dtype,
     total: Tensor | None = None,
 ) -> Tensor:
-    """`AntiAliasedSnake` of `first + second + bias`, channels last.
+    """Compute `AntiAliasedSnake` of `first + second + bias`, channels last.
 
     Args:
         first: [B, T, C].
@@ -259,7 +261,7 @@ def anti_aliased_snake(
     """
     batch, length, width = first.shape
     output = torch.empty(batch, length, width, dtype=dtype, device=first.device)
-    # Filters in float32 take twice the room, and threads more registers than they have.
+    # Filters in float32 take twice the shared memory, and too many registers with larger tiles.
     most, warps = (_SNAKE_CHANNELS, 4) if snake.up.dtype is torch.float16 else (32, 8)
     tile = min(most, padded_rows(width))
     _anti_aliased_snake[triton.cdiv(length, _KEPT), triton.cdiv(width, tile), batch](
@@ -313,7 +315,7 @@ def _standard_normal(counters, output, rows, CHANNELS: tl.constexpr, TILE: tl.co
 
 
 def fused_standard_normal(spans: Sequence[tuple[int, int, int]], channels: int, device: torch.device) -> Tensor:
-    """`noise.standard_normal` in one launch."""
+    """Compute `noise.standard_normal` in one launch."""
     counted = to_device(counters(spans), device)
     rows = counted.shape[1]
     output = torch.empty(rows, channels, device=device)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DiT layer's matrix products for few rows, in the Triton language; like `kernels.py`, of which they share the rules.
+"""Matrix products of a DiT layer for few rows, in the Triton language; they follow the rules of `kernels.py`.
 
-Of a window alone a layer is bound by its launches and by what each waits for, not by arithmetic. So each kernel is laid
-out on the GPU while the one before ends, and a product with fewer tiles than there are multiprocessors shares out its
-depth, whose parts the next norm adds up.
+For a single window a layer is bound by kernel launches and their waits, not by arithmetic. So each kernel starts on the
+GPU while the previous one ends. A product with fewer tiles than multiprocessors splits its depth into parts, which the
+next norm adds up.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from triton_omni.core.kernel_launch import early_launch, let_next_begin, wait_for_inputs
 
 SHARED_BYTES = 227 << 10
-"""Shared memory of a program, which the tilings below take most of; Hopper's and the datacentre's Blackwell have it."""
+"""Shared memory in bytes that a program may use, mostly taken by the tilings below; Hopper and the datacentre's
+Blackwell have it.
+"""
 
 
 _ROWS = 64
-"""Of a program: as many as Hopper's tensor cores take at once."""
+"""Rows of a program: as many as Hopper's tensor cores take at once."""
 
 
 class Tiling(NamedTuple):
-    """What a program takes of a product at a time."""
+    """Tile of a program in a product."""
 
     columns: int
     stride: int
-    """Of the depth."""
+    """Elements of the depth a step."""
     stages: int
-    """Tiles on their way, one more than are waited for."""
+    """Number of pipeline stages, one more than the tiles in flight."""
     parts: int = 1
-    """Programs that share the depth of a tile."""
+    """Number of programs that share the depth of a tile."""
 
 
 @dataclass(frozen=True)
 class LayerTilings:
-    """How the products of a layer are shared out; None = a library does."""
+    """Tilings of a layer's products; None = the library's product."""
 
     qkv: Tiling | None
     out: Tiling | None
@@ -56,16 +58,18 @@ _TILINGS = {
     256: LayerTilings(Tiling(128, 64, 5), Tiling(64, 128, 5, 2), Tiling(64, 128, 5), Tiling(64, 128, 5, 2)),
     512: LayerTilings(None, Tiling(64, 128, 5), None, Tiling(64, 128, 5)),
 }
-"""By the most rows for which they are the fastest of those tried on an H200, a layer being as wide as published."""
+"""Tilings by maximum rows; the fastest of those tried on an H200 at the published layer width."""
 
 
 def tilings_for(rows: int) -> LayerTilings:
-    """How a layer of so many rows is computed."""
+    """Return the tilings of a layer for `rows` rows."""
     return next((tilings for most, tilings in _TILINGS.items() if rows <= most), LIBRARY)
 
 
 def fit(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the tilings fit: into a GPU with so much shared memory, in half precision; the interpreter has any."""
+    """Return True if the tilings fit: in half precision, on a GPU with enough shared memory; the interpreter has no
+    limit.
+    """
     if device.type != "cuda":
         return True
     properties: Any = torch.cuda.get_device_properties(device)
@@ -96,24 +100,24 @@ def _product(
     wait_for_inputs(EARLY)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(SHARE // STRIDE):
-        # What lies behind the depth, or the rows, is zero.
+        # Reads after the end of the depth, or of the rows, give zero.
         at = part * SHARE + step * STRIDE
         ours, theirs = rows.load([first_row, at]), weights.load([first_column, at])
         total = tl.dot(ours, theirs.T, total, input_precision="ieee")
     total += bias[None, :]
     if GELU:
-        # tanh(x) = 2 sigmoid(2 x) - 1, and 2 sqrt(2 / pi) of what it is taken of.
+        # tanh(x) = 2 sigmoid(2 x) - 1; the factor is 2 sqrt(2 / pi).
         total *= tl.sigmoid(1.5957691216057308 * (total + 0.044715 * total * total * total))
     places = output + (part * count + row[:, None]) * WIDTH + column[None, :]
     tl.store(places, total.to(output.dtype.element_ty), mask=(row < count)[:, None] & (column < WIDTH)[None, :])
 
 
 def product(rows: Tensor, weights: Tensor, biases: Tensor, tiling: Tiling, *, gelu: bool = False) -> Tensor:
-    """`rows` [R, K] times the transpose of `weights` [N, K], plus `biases` [N].
+    """Multiply `rows` [R, K] by the transpose of `weights` [N, K], and add `biases` [N].
 
     Args:
-        tiling: how it is shared out.
-        gelu: under a GELU of the tanh form; of one part alone.
+        tiling: its tiles and parts.
+        gelu: apply a GELU (tanh form); only with one part.
 
     Returns:
         [R, N] in the dtype of `rows`, or of several parts [S, R, N] fp32, whose sum it is.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mel frames of a batch of streams, those kept of earlier windows and those just made, put where they are needed.
+"""Gathers mel frames of a batch of streams, kept and new, for the vocoder and for the streams' tails.
 
-For all streams at once: an index made on the host, one copy, and two gathers, however many streams there are.
+An index made on the host, one copy and two gathers serve all streams, however many there are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton_omni.token2wav.streaming import Stream
 
 @dataclass(frozen=True)
 class Due:
-    """A chunk whose codes are there."""
+    """A chunk whose codes have arrived."""
 
     stream: Stream
     chunk: Chunk
@@ -31,27 +31,29 @@ class Due:
 
 @dataclass(frozen=True)
 class Spliced:
-    """What the windows of a batch came to."""
+    """Mel frames of a batch's windows, arranged for vocoder and streams."""
 
     batch: Sequence[Due]
     frames: Tensor
-    """[sum of the chunks' vocoder frames, M], one chunk behind another."""
+    """[sum of the chunks' vocoder frames, M], the chunks concatenated."""
     broken: Tensor
     """fp32 [W], how many mel frames of each window are not finite."""
     tails: Sequence[Tensor]
-    """What each stream keeps: views of one tensor, which the last of them lets go of (half a megabyte for 32)."""
+    """Tail that each stream keeps: views of one tensor, which is freed with the last of them (half a megabyte for
+    32).
+    """
 
     def take_on(self) -> None:
-        """Have the streams go on behind their chunks; it takes no memory of the device."""
+        """Advance the streams past their chunks; this allocates no device memory."""
         for due, tail in zip(self.batch, self.tails, strict=True):
             due.stream.advance(due.chunk, tail)
 
 
 def splice(batch: Sequence[Due], mels: Sequence[Tensor]) -> Spliced:
-    """Put the frames of a batch together; its streams stay where they are until they are taken on.
+    """Gather the frames of a batch; its streams do not change until `take_on`.
 
     Args:
-        batch: of which chunks the windows were solved.
+        batch: the chunks whose windows were solved.
         mels: [T, M] of each window, fp32.
     """
     source = torch.cat([*(due.stream.tail for due in batch), *mels])
@@ -72,6 +74,6 @@ def splice(batch: Sequence[Due], mels: Sequence[Tensor]) -> Spliced:
 
 
 def _places(span: Span, first: int, behind_tail: int, mel: int) -> NDArray[np.int64]:
-    """Rows of the frames in `span`, those before frame `first` being the tail's last, the others the window's."""
+    """Return the rows of the frames in `span`: frames before `first` are the tail's last, the others the window's."""
     frames = np.arange(span.start, span.end) - first
     return np.where(frames < 0, behind_tail + frames, mel + frames)

@@ -22,12 +22,12 @@ from triton_omni.token2wav.dit import DiT, Voice
 DIT_PREFIX = "token2wav.code2wav_dit_model."
 VOCODER_PREFIX = "token2wav.code2wav_bigvgan_model."
 _DERIVED = ("rotary_embed.inv_freq", ".filter")
-"""Ends of names that some checkpoints carry although they follow from the configuration."""
+"""Suffixes of tensor names that some checkpoints carry although their values follow from the configuration."""
 
 
 @dataclass(frozen=True)
 class Networks:
-    """What the engine runs, on its device and without gradients."""
+    """Networks and voices that the engine runs, on its device and without gradients."""
 
     dit: DiT
     vocoder: BigVGAN

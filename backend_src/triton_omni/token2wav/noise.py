@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Standard normal noise as a function of (seed, mel frame, mel channel): no state, no order of drawing.
+"""Standard normal noise as a function of (seed, mel frame, mel channel), without state or order of drawing.
 
-Philox 4x32-10 (Salmon et al., SC 2011) on integer tensors, so the bits are the same on every device and in
-every batch; Box-Muller in fp64, rounded to fp32.
+Philox 4x32-10 (Salmon et al., SC 2011) on integer tensors gives the same bits on every device and in every batch.
+Box-Muller runs in fp64 and is rounded to fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_SEED = 2**64 - 1
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox 4x32-10: four counter words and two key words to four random words.
+    """Compute Philox 4x32-10: four counter words and two key words to four random words.
 
     Every word is an int64 tensor with a value in [0, 2^32); shapes broadcast.
     """
@@ -41,7 +41,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 
 
 def standard_normal(spans: Sequence[tuple[int, int, int]], channels: int, device: torch.device) -> Tensor:
-    """Noise of the mel frames of several windows, in as many launches as for one.
+    """Return the noise of the mel frames of several windows, in as many launches as for one.
 
     Args:
         spans: (seed in [0, 2^64), absolute number of the first frame, one beyond the last) of each window.
@@ -49,7 +49,7 @@ def standard_normal(spans: Sequence[tuple[int, int, int]], channels: int, device
         device: where to make it.
 
     Returns:
-        [sum of frames, channels] fp32, the windows one behind another.
+        [sum of frames, channels] fp32, the windows concatenated.
     """
     frames, key_low, key_high = to_device(counters(spans), device)[:, :, None]
     groups = torch.arange(-(-channels // _WORDS), device=device)[None, :]
@@ -60,7 +60,7 @@ def standard_normal(spans: Sequence[tuple[int, int, int]], channels: int, device
 
 
 def counters(spans: Sequence[tuple[int, int, int]]) -> Tensor:
-    """What the noise of each frame is a function of, for `standard_normal`'s `spans`: one copy to the device.
+    """Return the inputs of each frame's noise for `standard_normal`'s `spans`: one copy to the device.
 
     Returns:
         int64 [3, sum of frames] on the host: frame, low and high half of the seed.
@@ -73,7 +73,7 @@ def counters(spans: Sequence[tuple[int, int, int]]) -> Tensor:
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low word of a 32 x 32 bit product, by halves: int64 has no room for the whole of it."""
+    """Return the high and low word of a 32 x 32 bit product, by halves: int64 cannot hold the whole product."""
     low_part = word * (multiplier & 0xFFFF)
     high_part = word * (multiplier >> 16)
     high = (high_part + (low_part >> 16)) >> 16

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flow-matching ODE: time grid with sway, Euler and RK4 (3/8 rule) solvers, classifier-free guidance.
 
-Pure functions of tensors; knows nothing of the network. Times live on the host, so a solver never waits
-for the device.
+Pure functions of tensors, independent of the network. Times live on the host, so a solver never waits for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from triton_omni.token2wav.steps import Steps
 
 GRIDS_KEPT = 4
-"""Clients choose the options, so only those of the latest few are kept."""
+"""Number of recent time grids that are cached; clients choose the options."""
 Solver = Literal["rk4", "euler"]
 Velocity = Callable[[int, Tensor], Tensor]
 """(number of the evaluation in `evaluation_times`, state) -> d state / d t."""
@@ -26,19 +25,19 @@ Velocity = Callable[[int, Tensor], Tensor]
 
 @functools.lru_cache(maxsize=GRIDS_KEPT)
 def time_grid(num_steps: int, sway: float) -> Tensor:
-    """Points [num_steps] fp32 on the host from 0 to 1 (HF: `Qwen2_5OmniToken2WavDiTModel.sample`).
+    """Return the points [num_steps] fp32 on the host from 0 to 1 (HF: `Qwen2_5OmniToken2WavDiTModel.sample`).
 
-    Kept, so not to be written to.
-    A negative `sway` puts more points near 0, where the flow leaves the noise (F5-TTS, arXiv 2410.06885).
+    Cached, so not to be written to. A negative `sway` puts more points near 0, where the flow leaves the noise (F5-TTS,
+    arXiv 2410.06885).
     """
     points = torch.linspace(0.0, 1.0, num_steps)
     return points + sway * (torch.cos(math.pi / 2 * points) - 1 + points)
 
 
 def evaluation_times(grid: Tensor, solver: Solver) -> Tensor:
-    """The times [E] of the evaluations of the velocity that `solver` makes on `grid`, in their order.
+    """Return the times [E] of the evaluations of the velocity that `solver` makes on `grid`, in their order.
 
-    The last evaluation of one step of rk4 and the first of the next are at one time, but of different states.
+    The last evaluation of one rk4 step and the first of the next have the same time, but different states.
     """
     if solver == "euler":
         return grid[:-1].clone()
@@ -47,10 +46,10 @@ def evaluation_times(grid: Tensor, solver: Solver) -> Tensor:
 
 
 def integrate(velocity: Velocity, state: Tensor, grid: Tensor, solver: Solver) -> Steps[Tensor]:
-    """Carry `state` from the grid's first time to its last, an interval a step.
+    """Integrate `state` from the grid's first time to its last, one interval a step.
 
-    It has any shape; what is returned has its device and dtype.
-    `velocity` is asked by the number of the evaluation within `evaluation_times(grid, solver)`.
+    The state has any shape; the result has its device and dtype. `velocity` is called with the number of the evaluation
+    within `evaluation_times(grid, solver)`.
     """
     evaluations, take_step = EVALUATIONS_A_STEP[solver], STEPS[solver]
     for number, width in enumerate(grid.diff().tolist()):
@@ -65,17 +64,17 @@ def _from(velocity: Velocity, first: int, number: int, state: Tensor) -> Tensor:
 
 
 def guide(conditional: Tensor, unconditional: Tensor, scale: Tensor | float) -> Tensor:
-    """Classifier-free guidance: the conditional velocity, pushed away from the unconditional by `scale`."""
+    """Apply classifier-free guidance: push the conditional velocity away from the unconditional one by `scale`."""
     return conditional + (conditional - unconditional) * scale
 
 
 def euler_step(velocity: Velocity, width: float | Tensor, state: Tensor) -> Tensor:
-    """One step of Euler's method; `velocity` is asked by the number of the evaluation within the step."""
+    """Take one step of Euler's method; `velocity` is called with the number of the evaluation within the step."""
     return state + width * velocity(0, state)
 
 
 def rk4_step(velocity: Velocity, width: float | Tensor, state: Tensor) -> Tensor:
-    """One step of Kutta's 3/8 rule (HF: `RungeKutta4ODESolver`); its last time is the next step's first."""
+    """Take one step of Kutta's 3/8 rule (HF: `RungeKutta4ODESolver`); its last time is the next step's first."""
     k1 = velocity(0, state)
     k2 = velocity(1, state + k1 * (width / 3))
     k3 = velocity(2, state + (k2 - k1 / 3) * width)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 ROTARY_HEADS = 1
-"""Only the first head is rotated: a quirk of the training that the weights depend on."""
+"""Number of rotated heads, the first ones: a quirk of the training that the weights depend on."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of codes to mel frames: noise, conditioning, guidance and solver around the DiT, for a ragged batch.
+"""Sampling of mel frames for windows of codes: noise, conditioning, guidance and solver around the DiT, in a ragged
+batch.
 
-The same as HF's `Qwen2_5OmniToken2WavDiTModel.sample` on each window's codes, given the same noise.
-Knows nothing of streams; nothing in the solver's loop waits for the device.
+The same as HF's `Qwen2_5OmniToken2WavDiTModel.sample` on each window's codes, given the same noise. Independent of
+streams; nothing in the solver's loop waits for the device.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from triton_omni.token2wav.steps import Steps, run_out
 from triton_omni.token2wav.window_cache import HostWindowKVCache, WindowCachePool, WindowCacheUse, WindowKVCache
 
 UNGUIDED_BELOW = 1e-5
-"""HF evaluates without the unconditional half below this guidance scale."""
+"""Guidance scale below which HF evaluates without the unconditional half."""
 
 
 @dataclass(frozen=True)
 class FlowOptions:
-    """What the windows of one batch must share."""
+    """Solver options that the windows of one batch share."""
 
     solver: Solver
     num_steps: int
@@ -50,23 +51,23 @@ class FlowOptions:
 
     @classmethod
     def of(cls, settings: DiffusionSettings) -> FlowOptions:
-        """Those of a stream with `settings`."""
+        """Return the options of a stream with `settings`."""
         guided = settings.guidance_scale >= UNGUIDED_BELOW
         return cls(settings.solver, settings.num_steps, settings.sway_coefficient, guided)
 
     @property
     def evaluations(self) -> int:
-        """Of the velocity, from noise to mel frames."""
+        """Number of evaluations of the velocity from noise to mel frames."""
         return EVALUATIONS_A_STEP[self.solver] * (self.num_steps - 1)
 
     @property
     def halves(self) -> int:
-        """Of guidance: the conditional one and, if there is any, the unconditional one."""
+        """Number of halves: the conditional one and, under guidance, the unconditional one."""
         return 1 + self.guided
 
     @property
     def pages(self) -> int:
-        """In which a stream keeps its past."""
+        """Number of pages of a stream's window cache."""
         return self.evaluations * self.halves
 
 
@@ -82,38 +83,38 @@ class Window:
     voice: Voice
     guidance_scale: float
     past: WindowCacheUse | None = None
-    """None: nothing before it is seen, and nothing left behind."""
+    """None: the window reads no earlier keys and values, and leaves none."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What the velocities of one batch of windows are a function of, but for time and state."""
+    """Inputs of the velocity of one batch of windows, except time and state."""
 
     condition: Tensor
-    """[halves, N, block, H], code and voice parts of the input projection; guidance's other half is the second."""
+    """[halves, N, block, H]: code and voice parts of the input projection; the second half is the unconditional one."""
     scale: Tensor
     """[N, block, 1] fp32, each window's guidance scale."""
     modulation: Tensor
     """[E, 6 L + 2, H], adaptive norms of every evaluation."""
     grid: Tensor
-    """Points of time on the host."""
+    """Times of the grid's points, on the host."""
     solver: Solver
     layout: BlockLayout
-    """Of the N blocks."""
+    """Layout of the N blocks."""
     past: HostWindowKVCache
-    """Of the N blocks of each half."""
+    """Window cache of the N blocks of each half."""
 
     @property
     def is_guided(self) -> bool:
-        """Whether there is guidance's other half."""
+        """True if there is an unconditional half."""
         return len(self.condition) > 1
 
 
 def condition(codes: Tensor, spoken: Tensor, voices: Tensor, layout: BlockLayout) -> Tensor:
-    """What the windows' codes and voices add to the DiT's input.
+    """Return the contribution of the windows' codes and voices to the DiT's input.
 
     Args:
-        codes: int [sum of C], of the windows one behind another.
+        codes: int [sum of C], the windows' codes concatenated.
         spoken: [codes, H], `DiT.codes`.
         voices: [W, halves, H], `Voice.halves` of each window, or the first of them.
         layout: of the windows' mel frames.
@@ -127,10 +128,10 @@ def condition(codes: Tensor, spoken: Tensor, voices: Tensor, layout: BlockLayout
 
 
 class FlowSolver(Protocol):
-    """Carries noise along a flow."""
+    """Solves a flow from noise to mel frames."""
 
     def steps(self, noise: Tensor, flow: Flow) -> Steps[Tensor]:
-        """Noise [N, block, M] fp32 to mel frames of the same shape; other flows may be solved between the steps."""
+        """Solve noise [N, block, M] fp32 to mel frames of the same shape; other flows may run between the steps."""
 
 
 class VelocityNetwork(Protocol):
@@ -141,7 +142,9 @@ class VelocityNetwork(Protocol):
 
 
 class StepwiseSolver:
-    """Evaluation by evaluation; conditional windows first, the unconditional ones behind them in the same batch."""
+    """Solves evaluation by evaluation; the conditional windows come first in the batch, the unconditional ones after
+    them.
+    """
 
     def __init__(self, network: VelocityNetwork) -> None:
         self._network = network
@@ -168,12 +171,12 @@ class Sampler:
     """Solves the flow for batches of windows.
 
     Args:
-        dit: the network with its weights, for what is computed once a batch, and once for all codes: a table [codes, H]
-            on its device, 34 MB of the published sizes.
-        solver: what is computed at every evaluation; step by step by `dit` itself unless given.
+        dit: the network with its weights. It computes what is needed once a batch, and a table [codes, H] of all codes
+            on its device, 34 MB at the published sizes.
+        solver: computes the evaluations; by default step by step with `dit` itself.
         noise: see `noise.standard_normal`.
         lay_condition: see `condition`.
-        past: room for what windows leave to later ones; none unless given.
+        past: cache for what windows leave to later ones; none by default.
 
     Attributes:
         past: the same.
@@ -191,22 +194,22 @@ class Sampler:
     ) -> None:
         self.past = past or dit.past_pool(0, torch.float32)
         self._dit = dit
-        # Of all of them once: of a window's alone it would be a product of its own before each window.
+        # One product for all codes: otherwise each window would need a product of its own.
         with torch.no_grad():
             self._spoken = dit.codes()
         self._device = device
         self._solver: FlowSolver = solver or StepwiseSolver(dit)
         self._noise, self._lay_condition = noise, lay_condition
         self._scale = functools.lru_cache(maxsize=LAYOUTS_KEPT)(self._scale_of)
-        # Clients choose the options, so only the tables of the latest few are kept.
+        # Clients choose the options, so only the latest few tables are cached.
         self._modulation = functools.lru_cache(maxsize=GRIDS_KEPT)(self._modulation_of)
 
     def sample(self, windows: Sequence[Window], options: FlowOptions) -> tuple[Tensor, ...]:
-        """Mel frames [T, M] fp32 of each window, T = C x repeats."""
+        """Return mel frames [T, M] fp32 of each window, T = C x repeats."""
         return run_out(self.steps(windows, options))
 
     def steps(self, windows: Sequence[Window], options: FlowOptions) -> Steps[tuple[Tensor, ...]]:
-        """`sample`, a step of the solver at a time; other windows may be sampled between the steps."""
+        """Run `sample` one solver step at a time; other windows may be sampled between the steps."""
         config = self._dit.config
         lengths = tuple(window.codes.shape[0] * config.repeats for window in windows)
         layout = block_layout(lengths, config.block_size, self._device)
@@ -230,12 +233,12 @@ class Sampler:
         )
 
     def _scale_of(self, lengths: tuple[int, ...], scales: tuple[float, ...]) -> Tensor:
-        """`Flow.scale`; kept, so not to be written to."""
+        """Return `Flow.scale`; cached, so not to be written to."""
         layout = block_layout(lengths, self._dit.config.block_size, self._device)
         rows = np.repeat(np.array(scales, np.float32), lengths)
         return layout.pack(to_device(torch.from_numpy(rows)[:, None], self._device))
 
     def _modulation_of(self, options: FlowOptions) -> Tensor:
-        """`Flow.modulation`; kept, so not to be written to."""
+        """Return `Flow.modulation`; cached, so not to be written to."""
         times = evaluation_times(time_grid(options.num_steps, options.sway), options.solver)
         return self._dit.modulation(to_device(times, self._device))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which due windows share a batch, and which goes before a batch that is being launched.
+"""Choice of the due windows that share a batch, and of those that go before a batch that is being launched.
 
-A batch takes the device a while however small it is, and a little longer for each frame. Many small ones, each for who
-is most urgent at the moment, leave the others less, so a batch is filled as far as its most urgent listener can wait
-for it, and only who cannot wait for another has one before it. Knows deadlines and frames, nothing of the device.
+A batch takes a fixed time on the device, however small it is, and a little more for each frame. Many small batches,
+each for the most urgent stream, would leave less time for the others. So a batch is filled as far as its most urgent
+stream can wait for it. Only a window that cannot wait for another batch goes before it. Uses deadlines and frames only,
+independent of the device.
 """
 
 from __future__ import annotations
@@ -14,31 +15,34 @@ from typing import Final
 from triton_omni.token2wav.mel_gather import Due
 
 SHORT_BATCH_NS: Final = 100_000_000
-"""How long a batch of a single window takes beside the steps of other stages, with some to spare."""
+"""Nanoseconds of a batch with a single window beside the steps of other stages, with a margin."""
 FRAME_NS: Final = 100_000
-"""And so much longer for each mel frame: 0.2 s if it is full of long windows."""
+"""Additional nanoseconds of a batch for each mel frame: 0.2 s if it is full of long windows."""
 ENOUGH_NS: Final = 500_000_000
-"""A listener with so much sound left can wait for a batch under way, or for one of others who have none."""
+"""Nanoseconds of buffered sound with which a stream can wait for a batch in flight, or for a batch of streams without
+sound.
+"""
 
 
 def goes_before(window: Due, launched: Due, now_ns: int) -> bool:
-    """Whether a window cannot wait for a batch whose most urgent one is `launched`."""
+    """Return True if a window cannot wait for a batch whose most urgent one is `launched`."""
     return window.deadline_ns < min(launched.deadline_ns, now_ns + ENOUGH_NS)
 
 
 def share(due: Sequence[Due], launched: Due | None, now_ns: int, *, most_windows: int, most_frames: int) -> list[Due]:
-    """The most urgent window and those that share its batch, of one flow with it.
+    """Return the most urgent window and those of the same flow that share its batch.
 
-    With a listener who would run out of sound before a full batch is through go others who soon will too, and of those
-    with enough sound as many as leave the batch in time; none of these before a batch that cannot wait for them. First
-    windows alone may be a third more: whom a crowd's batch leaves behind waits for all of it.
+    If its stream would run out of sound before a full batch finishes, other such windows join. Windows with enough
+    sound join as long as the batch finishes in time. None with enough sound joins a batch that goes before one that
+    cannot wait for them. A batch of first windows alone may be a third larger: a first window that is left out waits
+    for the whole batch.
 
     Args:
         due: the most urgent first.
         launched: the most urgent of a batch that the new one goes before; None = there is none.
-        now_ns: by the clock of their deadlines.
-        most_windows: of a batch.
-        most_frames: mel frames of a batch; a longer window is alone.
+        now_ns: monotonic time, nanoseconds.
+        most_windows: maximum number of windows of a batch.
+        most_frames: maximum mel frames of a batch; a longer window runs alone.
     """
     if not due:
         return []

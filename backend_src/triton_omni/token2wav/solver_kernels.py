@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a solver begins with, and what it does between two evaluations of the velocity, in one launch each, in the
-Triton language.
+"""Fused kernels of the solver in the Triton language: its initial condition, and the work between two evaluations.
 
-The arithmetic of `sampler.condition` and of `ode.py`, in float32; it knows no network.
+They compute `sampler.condition` and `ode.py` in float32, independent of the network.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Solver
 _TILE = 512
 
 
-# How a batch is laid out changes no code.
+# The layout of a batch does not change the code.
 @triton.jit(do_not_specialize=["half"])
 def _condition(
     codes,
@@ -47,7 +46,7 @@ def _condition(
 
 
 def fused_condition(codes: Tensor, spoken: Tensor, voices: Tensor, layout: BlockLayout) -> Tensor:
-    """`sampler.condition` in one launch, or two where there is padding."""
+    """Compute `sampler.condition` in one launch, or two if there is padding."""
     rows, (_, halves, width) = len(layout.windows), voices.shape
     allocate = torch.empty if layout.is_full else torch.zeros
     output = allocate(halves, layout.num_blocks, layout.block_size, width, device=voices.device)
@@ -69,7 +68,7 @@ def fused_condition(codes: Tensor, spoken: Tensor, voices: Tensor, layout: Block
     return output
 
 
-# Where a batch ends changes no code.
+# The end of a batch does not change the code.
 @triton.jit(do_not_specialize=["count"])
 def _advance(
     velocity,
@@ -116,14 +115,14 @@ def _advance(
 def advance(
     velocity: Tensor, scale: Tensor | None, width: Tensor, state: Tensor, slopes: Tensor, *, solver: Solver, number: int
 ) -> Tensor:
-    """Where the evaluation behind the `number`-th of a step is made (`ode.rk4_step`, `ode.euler_step`).
+    """Return the state for the evaluation after the `number`-th of a step (`ode.rk4_step`, `ode.euler_step`).
 
     Args:
-        velocity: what the `number`-th gave, [S, block, M] or, guided (`ode.guide`), [2 S, block, M] with the
-            unconditional half behind the other.
-        scale: fp32 [S, block, 1], of guidance; None without.
-        width: fp32 [], the step's.
-        state: fp32 [S, block, M], where the step begins; behind its last evaluation the step's end is written there.
+        velocity: result of the `number`-th evaluation, [S, block, M] or, under guidance (`ode.guide`), [2 S, block, M]
+            with the unconditional half second.
+        scale: fp32 [S, block, 1], guidance scale; None without guidance.
+        width: fp32 [], the step's width.
+        state: fp32 [S, block, M], the step's start; the last evaluation overwrites it with the step's end.
         slopes: fp32 [evaluations of a step - 1, S, block, M], kept from one evaluation to the next.
 
     Returns:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last stage: codec codes in, waveform chunks out, and the only one that answers the client of an open session.
+"""The last stage: codec codes in, waveform chunks out. It alone answers the client of an open session.
 
-Text is passed through at once; an error of any stage becomes the client's error here, after every other request of
-the ensemble has ended: an error response while one is open or on its way would leak the client's for ever.
-It knows nothing of Triton.
+Text is passed through at once. An error of any stage becomes the client's error here, after every other request of the
+ensemble has ended. An error response while one is open or on its way would leak the client's request for ever. It is
+independent of Triton.
 """
 
 from __future__ import annotations
@@ -36,32 +36,34 @@ from triton_omni.session.wire import Kind, Session, SessionKey, TalkerMessage, V
 from triton_omni.token2wav.text_relay import TextRelay
 
 UPSTREAM_STOP_S = 2.0
-"""How long an error waits for thinker and talker to send their finals."""
+"""Seconds that an error waits for thinker and talker to send their finals."""
 LONGEST_STEP_S = 30.0
-"""The same while one of them is in an engine step, between two of which alone it can end a session."""
+"""The same in seconds while one of them is in an engine step: a session can end only between steps."""
 
 
 class WaveformEngine(LinkEngine, Protocol):
-    """What the stage needs of its engine, see `token2wav/engine.py`."""
+    """The part of `token2wav/engine.py` that the stage uses."""
 
     def open(self, key: str, voice: str, seed: int, options: StreamOptions) -> None:
-        """Begin a stream."""
+        """Open a stream."""
 
     def feed(self, key: str, codes: Tensor) -> None:
         """Copy the next codes, int32 [N]."""
 
     def wanted(self, key: str) -> int:
-        """How many codes, from the first on, the stream must have for its next window to be due."""
+        """Return how many codes, from the first on, the stream needs for its next window to be due."""
 
     def end(self, key: str) -> None:
-        """No more codes."""
+        """End the stream's codes."""
 
     @property
     def keeps_listeners_waiting(self) -> bool:
-        """Whether listeners hear nothing, or will soon, for want of windows, and no more others for want of codes."""
+        """True if streams have no sound, or soon none, for lack of windows, and no more streams lack their first
+        codes.
+        """
 
     def step(self) -> list[AudioOutput]:
-        """Launch the windows that are due and give the chunks that have come through the device."""
+        """Launch due windows, and return the chunks that have finished."""
 
 
 @dataclass
@@ -74,7 +76,7 @@ class _Open(LinkSession):
     encoded_rest: bytes = b""
     """Bytes of `pcm16` and `wav` that wait for the next chunk; see `whole_groups`."""
     first_audio_ns: int = 0
-    """Since the request was accepted, as the next one."""
+    """Nanoseconds after the request was accepted; likewise `last_audio_ns`."""
     last_audio_ns: int = 0
     clamped_codes: int = 0
     audio_done: bool = False
@@ -82,7 +84,7 @@ class _Open(LinkSession):
     error: OmniError | None = None
     error_ns: int = 0
     upstream_busy_ns: int = 0
-    """When a stage before this one was last seen in a long step."""
+    """Monotonic time when an earlier stage was last seen in a long step, nanoseconds."""
 
 
 class Token2WavStage(LinkStage[TalkerMessage, _Open]):
@@ -91,7 +93,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     Args:
         engine: stepped by this stage's loop alone.
         sample_rate: of the waveform, in hertz.
-        ring: by which codes come.
+        ring: shared ring through which codes arrive.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         self._engine = engine
         self._sample_rate = sample_rate
         self._claim = DeviceClaim()
-        # By the whole key: what has only the name of a session must not end its relay.
+        # By the whole key: a message with only a session's name must not end its relay.
         self._relays: dict[SessionKey, TextRelay] = {}
         self._samples = 0
         self._times = {
@@ -122,12 +124,12 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         }
 
     def _look_around(self) -> None:
-        """Claim the device where somebody waits for sound, before the step that launches it."""
+        """Claim the device if a stream waits for sound, before the step that launches it."""
         waiting = self._broken is None and self._engine.keeps_listeners_waiting
         self._ledger.claim_device(self._claim.until_ns(waiting, time.monotonic_ns()))
 
     def step(self) -> None:
-        """One step of the engine; answer with the samples that it gave."""
+        """Run one engine step; answer with its samples."""
         outputs = self._engine.step()
         if outputs:
             self._batches.add(len(outputs))
@@ -137,7 +139,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
                 self._take(session, output)
 
     def figures(self) -> Iterator[Metric]:
-        """Figures by the names of their metrics, see `stage.Stage`."""
+        """Yield the metrics, see `stage.Stage`."""
         yield from super().figures()
         yield Metric("omni_audio_seconds_total", self._samples / self._sample_rate)
         for name, times in self._times.items():
@@ -174,7 +176,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._tell_wanted(session.key)
 
     def _tell_wanted(self, key: SessionKey) -> None:
-        """Let the talker know how many codes make the next window due."""
+        """Tell the talker how many codes make the next window due."""
         self._ledger.want(key, self._engine.wanted(key.name))
 
     def _take_message(self, session: _Open, message: TalkerMessage, sender: ResponseSender) -> None:
@@ -213,7 +215,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             return
         if len(output.samples):
             lost = self._when_lost(session.key)
-            # First of all: a record of the log takes as long as the sending.
+            # Sent first: a log record takes as long as the sending.
             session.sender.send(self._encode(session, output).to_tensors(), lost=lost)
             self._observe_chunk(session)
             session.samples += len(output.samples)
@@ -251,18 +253,18 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         info = Answer(info=json.dumps(self._info(session, session.ending)))
         self._times["omni_reply_seconds"].add(self._age(session) / 1e9)
         self._drop(session)
-        # Before the last response leaves: its client may ask again as soon as it has it.
+        # Before the last response is sent: its client may send the next request as soon as it has it.
         self._ledger.say_outcome(session.key, RequestOutcome())
         lost = functools.partial(self._loop.post, functools.partial(self._take_back, session))
         session.sender.conclude(info.to_tensors(), functools.partial(self._end_whole, session), lost)
 
     def _end_whole(self, session: _Open) -> None:
-        """On the sending thread, behind a reply of which all has left."""
+        """Log and close a session after all of its reply was sent; on the sending thread."""
         self._log_end(session, RequestOutcome())
         self._mark_closed(session.key)
 
     def _when_lost(self, key: SessionKey) -> Callable[[], object]:
-        """What is to be done where a response of the session cannot be sent."""
+        """Return the callback for a response of the session that cannot be sent."""
         return functools.partial(self._loop.post, functools.partial(self._end_refused, key))
 
     def _end_refused(self, key: SessionKey) -> None:
@@ -270,12 +272,12 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._fail(session, refused_error("token2wav"))
 
     def _take_back(self, session: _Open) -> None:
-        """Fail a session whose reply was dropped as whole before all of it could be sent."""
+        """Fail a session that was dropped as complete before all of its reply could be sent."""
         error = refused_error("token2wav")
         self._open[session.key.name] = session
-        # That time was counted when it was dropped.
+        # The first text was counted when the session was dropped.
         session.relay.first_ns = 0
-        # Before the other stages see the failure, and how it came to that.
+        # Before the other stages see the failure and its cause.
         self._ledger.say_outcome(session.key, RequestOutcome.of(error, "token2wav"))
         self._fail(session, error)
 
@@ -321,7 +323,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         return IDLE_POLL_S
 
     def _await_failure(self, session: _Open) -> None:
-        """The thinker ends before this stage only with an error, which is on its way here or was lost."""
+        """Wait for the error with which the thinker ended; it is on its way here or was lost."""
         session.orphaned_ns = session.orphaned_ns or time.monotonic_ns()
         if self._others_ended(session.key) or self._waited_enough(session, session.orphaned_ns):
             self._fail(session, InternalError("the stages before ended the session without an answer"))
@@ -352,7 +354,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         return now - idle_since_ns > UPSTREAM_STOP_S * 1e9 or now - since_ns > LONGEST_STEP_S * 1e9
 
     def _others_ended(self, key: SessionKey) -> bool:
-        """Whether the client's request holds no request of a stage any more but this session's `OPEN` here."""
+        """Return True if no stage holds a request of this session except its `OPEN` here."""
         to_talker = self._ledger.in_transit(key, "thinker", "talker")
         to_here = self._ledger.in_transit(key, "talker", "token2wav")
         return to_talker == 0 and to_here == 1

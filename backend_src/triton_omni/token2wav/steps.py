@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that is launched in steps, between which its owner may do something else."""
+"""Work that is launched in steps, between which its owner may do other work."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Steps = Generator[None, None, T]
-"""Yields between steps, and returns what they came to."""
+"""Yields between steps, and returns their result."""
 
 
 def run_out(steps: Steps[T]) -> T:
-    """Take all steps that are left."""
+    """Run all remaining steps, and return their result."""
     while True:
         try:
             next(steps)

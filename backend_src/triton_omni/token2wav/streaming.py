@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of one stream between chunks: codes received, mel frames kept for the vocoder, number of the next chunk.
 
-Knows nothing of the networks; the codes and the mel frames stay on the device.
+Independent of the networks; codes and mel frames stay on the device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from triton_omni.token2wav.sampler import FlowOptions, Window
 from triton_omni.token2wav.window_cache import WindowCacheUse
 
 WHOLE_REPLY_WAITS_NS: Final = 1_000_000_000
-"""How long a whole reply, which nobody listens to yet, lets the windows of listeners go before it."""
+"""Nanoseconds for which a whole reply, which does not play yet, lets the windows of streams go first."""
 
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """What a stream was opened with."""
+    """Options of a stream, set when it is opened."""
 
     voice: Voice
     seed: int
@@ -33,9 +33,9 @@ class StreamRequest:
     flow: FlowOptions
     guidance_scale: float
     frame_ns: int = 0
-    """How long a mel frame sounds, nanoseconds."""
+    """Duration of a mel frame, nanoseconds."""
     lead_ns: int | None = None
-    """How much sound may lie ahead of its listener before the next chunk is due, nanoseconds; None = any."""
+    """Maximum sound buffered by the client before the next chunk is due, nanoseconds; None = no maximum."""
 
 
 @dataclass
@@ -44,13 +44,13 @@ class Stream:
 
     Attributes:
         codes: int32 [max codes] on the device, `received` of them valid and each within the codec's table.
-        arrived: the same as they were received.
+        arrived: the same codes as received.
         tail: [t, M] on the device, the last mel frames kept, up to the next chunk's first.
-        page: first of the pages that keep the stream's past; None for a reply that is one window.
-        ended_ns: when its last code was known to be that, by the monotonic clock; 0 before.
-        sound_until_ns: when the listener will have heard all that was launched, by the same clock; 0 before.
-        due_since_ns: when the codes of the next chunk were there, by the same clock; of no use before.
-        finished: whether the final chunk was launched.
+        page: first page of the stream's window cache; None for a whole reply in one window.
+        ended_ns: monotonic time when the stream ended, nanoseconds; 0 before.
+        sound_until_ns: monotonic time when the launched sound ends, nanoseconds; 0 before.
+        due_since_ns: monotonic time when the next chunk's codes had arrived, nanoseconds; undefined before.
+        finished: True if the final chunk was launched.
     """
 
     key: str
@@ -70,7 +70,7 @@ class Stream:
 
     @classmethod
     def begin(cls, key: str, request: StreamRequest, *, max_codes: int, mel_dim: int, device: torch.device) -> Stream:
-        """A stream without codes."""
+        """Create a stream without codes."""
         return cls(
             key=key,
             request=request,
@@ -81,7 +81,7 @@ class Stream:
         )
 
     def feed(self, codes: Tensor, last_code: int) -> None:
-        """Copy `codes` (int [N], any device), as they are and brought into [0, last_code].
+        """Copy `codes` (int [N], any device), as received and clamped to [0, last_code].
 
         Raises:
             TooLarge: the stream would exceed its code buffer.
@@ -89,7 +89,7 @@ class Stream:
         end = self.received + codes.shape[0]
         if end > self.codes.shape[0]:
             raise TooLarge(f"codes: {end} exceed max_codes {self.codes.shape[0]}", stage="token2wav")
-        # Two operations, since the next window waits for them; what was clamped is counted behind it.
+        # Two operations, since the next window waits for them; clamped codes are counted later.
         arrived = self.arrived[self.received : end].copy_(codes)
         torch.clamp(arrived, 0, last_code, out=self.codes[self.received : end])
         self.received = end
@@ -97,27 +97,28 @@ class Stream:
 
     @property
     def clamped(self) -> Tensor:
-        """How many received codes were outside the table, int64 scalar on the device."""
+        """Number of received codes outside the table, int64 scalar on the device."""
         return (self.arrived[: self.received] != self.codes[: self.received]).sum()
 
     def end(self) -> None:
-        """No more codes will come."""
+        """Mark that no more codes will come."""
         self.ended_ns = self.ended_ns or time.monotonic_ns()
         self._find_due()
 
     @property
     def pages(self) -> range:
-        """Pages that keep its past; none of a reply that is one window."""
+        """Pages of the stream's window cache; none for a whole reply in one window."""
         return range(0) if self.page is None else range(self.page, self.page + self.request.flow.pages)
 
     @property
     def ended(self) -> bool:
-        """Whether no more codes will come."""
+        """True if no more codes will come."""
         return self.ended_ns > 0
 
     def due(self) -> Chunk | None:
-        """The next chunk, or None while its codes are not there, or its listener has enough to hear. Asked several
-        times a turn of the stage's loop."""
+        """Return the next chunk, or None while its codes are missing or its client has enough sound buffered. Called
+        several times an iteration of the stage's loop.
+        """
         return None if self._due is not None and self._is_ahead else self._due
 
     @property
@@ -133,7 +134,7 @@ class Stream:
 
     @property
     def wanted(self) -> int:
-        """Codes, from the first on, that make the next chunk due of those that are not."""
+        """Number of codes, from the first on, that make the next chunk due that is not due yet."""
         index = self.next_chunk
         while (needed := self.request.plan.codes_needed(index)) <= self.received:
             index += 1
@@ -141,24 +142,25 @@ class Stream:
 
     @property
     def is_silent(self) -> bool:
-        """Whether it has a listener who hears nothing yet, since nothing was launched."""
+        """True if the stream plays while it is made, and has no sound yet because nothing was launched."""
         return self.page is not None and not self.sound_until_ns
 
     @property
     def wants_first_codes(self) -> bool:
-        """Whether its listener hears nothing yet for want of codes."""
+        """True if the stream has no sound yet because its first codes are missing."""
         return self.is_silent and self.due() is None
 
     @property
     def deadline_ns(self) -> int:
-        """When the listener runs out of sound, by the monotonic clock; who has heard nothing yet has waited from the
-        stream's opening on, but for a whole reply from a while after its end on."""
+        """Monotonic time when the stream runs out of sound, nanoseconds. For a stream without sound it is the opening,
+        for a whole reply a while after its end.
+        """
         if self.page is None:
             return self.ended_ns + WHOLE_REPLY_WAITS_NS
         return self.sound_until_ns or self.opened_ns
 
     def window(self, chunk: Chunk) -> Window:
-        """What the sampler needs to solve `chunk`."""
+        """Return the sampler's input for `chunk`."""
         per_code = self.request.plan.frames_per_code
         return Window(
             codes=self.codes[chunk.solved.start // per_code : chunk.solved.end // per_code],
@@ -175,13 +177,13 @@ class Stream:
         return WindowCacheUse(self.page, chunk.index > 0, 0 if chunk.final else len(chunk.kept))
 
     def needed_later(self, chunk: Chunk) -> Span:
-        """Mel frames that a chunk after `chunk` needs, of those kept so far and with it."""
+        """Return the mel frames that a chunk after `chunk` needs, of those kept up to and with `chunk`."""
         return Span(self.request.plan.tail_start(chunk), chunk.kept.end)
 
     def advance(self, chunk: Chunk, tail: Tensor) -> None:
-        """Go on behind `chunk`, which was launched; `tail` are the frames of `needed_later`."""
+        """Advance past `chunk`, which was launched; `tail` are the frames of `needed_later`."""
         self.tail = tail
-        # Who ran out of sound hears this chunk from now on, and is not behind for ever.
+        # A stream that ran out of sound plays this chunk from now on, so its deadline does not stay in the past.
         begins_ns = max(self.sound_until_ns, time.monotonic_ns())
         self.sound_until_ns = begins_ns + len(chunk.audio) * self.request.frame_ns
         self.next_chunk += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of one session on its way through the last stage, which waits for no step of the engine."""
+"""Relays the text of one session through the last stage without waiting for an engine step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from triton_omni.session.wire import TalkerMessage
 
 
 class TextRelay:
-    """Answers a session's text as it arrives, on Triton's thread: a step of the loop takes longer than a listener's
-    first word. It sends what comes in its order, until it is closed.
+    """Sends a session's text as it arrives, on Triton's thread, since a step of the loop would delay it. It sends
+    messages that arrive in order, until it is closed.
 
     Args:
-        lost: told of each text that could not be sent.
+        lost: called for each text that could not be sent.
     """
 
     def __init__(self, sender: ResponseSender, lost: Callable[[], object]) -> None:
@@ -27,12 +27,12 @@ class TextRelay:
         self._expected = 1
         self._open = True
         self.first_ns = 0
-        """Monotonic clock when the first text was answered, nanoseconds; 0 = none was."""
+        """Monotonic time when the first text was sent, nanoseconds; 0 = none was."""
 
     def take(self, message: TalkerMessage) -> None:
-        """Answer the text of the next message, if it has one."""
+        """Send the text of the next message, if it has one."""
         with self._lock:
-            # What comes out of its order fails the session in the loop.
+            # A message out of order fails the session in the loop.
             self._open = self._open and message.sequence == self._expected
             self._expected += 1
             if self._open and message.text:
@@ -40,6 +40,6 @@ class TextRelay:
                 self._sender.send(Answer(text=message.text).to_tensors(), lost=self._lost)
 
     def close(self) -> None:
-        """Answer no more; when it returns, nothing is being answered."""
+        """Stop sending; when this returns, no text is being sent."""
         with self._lock:
             self._open = False

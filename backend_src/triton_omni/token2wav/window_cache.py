@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stream's next window needs of the block before it: keys and values, kept instead of solved again.
+"""Window KV cache: keys and values of the block before a stream's next window, kept instead of computed again.
 
-Layers that look back see one block. The keys and values of the block before a window were computed by the window that
-kept it, at the same evaluation of the solver and for the same half of guidance; a stream keeps them in its *pages*, one
-an evaluation and half, which every window reads and then overwrites. So a window begins with its first new frame.
+Layers that look back see one block. The window that kept that block computed them, at the same evaluation of the solver
+and for the same half of guidance. A stream stores them in its *pages*, one for each evaluation and half; every window
+reads and then overwrites them. So a window starts with its first new frame.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ from triton_omni.token2wav.ode import GRIDS_KEPT
 from triton_omni.token2wav.rotary import Rotary
 
 NONE = -1
-"""In place of a page's number."""
+"""Stands for no page."""
 
 
 @dataclass(frozen=True)
 class WindowCacheUse:
-    """What one window does with the pages of its stream."""
+    """Use of a stream's pages by one window."""
 
     page: int
     """The stream's first page."""
     is_left: bool
-    """Whether a window before has left a past there."""
+    """True if an earlier window has written the pages."""
     kept_frames: int
-    """Whole blocks of the window, of which the last is left to the next window; 0 when none follows."""
+    """Mel frames of the window's whole blocks, the last of which is left to the next window; 0 when none follows."""
 
 
 @dataclass(frozen=True)
 class LayerKVCache:
-    """What one layer finds and leaves at one evaluation of N blocks.
+    """Pages that one layer reads and writes at one evaluation of N blocks.
 
-    Of one window the first block finds and a later one, or the same, leaves in the same page: all find before any
-    leaves.
+    A window's first block reads the page that a later block, or the same one, writes: all reads come before any write.
     """
 
     pages: Tensor
-    """[P + 1, block, 2 x inner]: the layer's keys, not rotated, and values side by side; the last page is nobody's."""
+    """[P + 1, block, 2 x inner]: the layer's keys, not rotated, and values side by side; the last page belongs to no
+    stream.
+    """
     number: Tensor
-    """int32 [], of the evaluation, on the device."""
+    """int32 [], number of the evaluation, on the device."""
     found: Tensor
     """int32 [N], see `WindowKVCache`."""
     left: Tensor
@@ -60,9 +61,10 @@ class LayerKVCache:
     """Angles [1, block, 1, head_dim / 2] of the block before a window's first."""
 
     def find(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys (not rotated) and values before each block, [N, block, heads, head_dim], and whether there are any [N].
+        """Return keys (not rotated) and values before each block, [N, block, heads, head_dim], and a mask [N] of blocks
+        that have them.
 
-        Where there are none both are zero, whatever lies in the pages.
+        Without a page both are zero, whatever the pages contain.
         """
         there = self.found != NONE
         rows = torch.where(there[:, None, None], self.pages.index_select(0, self._pages_at(self.found)), 0.0)
@@ -70,29 +72,29 @@ class LayerKVCache:
         return key, value, there
 
     def leave(self, key: Tensor, value: Tensor) -> None:
-        """Write the keys, not rotated, and values [N, block, heads, head_dim] of the blocks that are left."""
+        """Write the keys, not rotated, and values [N, block, heads, head_dim] of the blocks in `left`."""
         rows = torch.cat([key.flatten(2), value.flatten(2)], dim=-1)
         self.pages.index_copy_(0, self._pages_at(self.left), rows)
 
     def _pages_at(self, first: Tensor) -> Tensor:
-        """int64 [N]: pages of this evaluation, nobody's where there is none."""
+        """Return int64 [N]: pages of this evaluation, the last page where there is none."""
         return torch.where(first == NONE, len(self.pages) - 1, first + self.number).long()
 
 
 @dataclass(frozen=True)
 class WindowKVCache:
-    """Where the N blocks of a batch, all halves of guidance one behind another, find and leave keys and values."""
+    """Pages that the N blocks of a batch, all halves of guidance in turn, read and write."""
 
     pool: WindowCachePool
     found: Tensor
-    """int32 [N]: first page of what lies before the block, -1 for nothing of an earlier window."""
+    """int32 [N]: first page to read before the block, -1 for none."""
     left: Tensor
-    """int32 [N]: first page that takes what the block leaves, -1 for none."""
+    """int32 [N]: first page that the block writes, -1 for none."""
     numbers: Tensor
-    """int32 [E], of the evaluations, on the device."""
+    """int32 [E], numbers of the evaluations, on the device."""
 
     def at(self, evaluation: int, layer: int) -> LayerKVCache | None:
-        """What `layer` finds and leaves at the `evaluation`-th of `numbers`; None if it does not look back."""
+        """Return the pages of `layer` at the `evaluation`-th of `numbers`; None if the layer has no look-back."""
         if layer not in self.pool.layers:
             return None
         pages = self.pool.pages[:, self.pool.layers.index(layer)]
@@ -101,7 +103,7 @@ class WindowKVCache:
 
 @dataclass(frozen=True)
 class HostWindowKVCache:
-    """The same, told on the host."""
+    """The same, on the host."""
 
     pool: WindowCachePool
     pages: NDArray[np.int64]
@@ -110,7 +112,7 @@ class HostWindowKVCache:
     """E."""
 
     def upload(self) -> WindowKVCache:
-        """Tell the device."""
+        """Copy it to the device."""
         device = self.pool.pages.device
         found, left = upload([*self.pages], device)
         return WindowKVCache(self.pool, found.int(), left.int(), evaluation_numbers(self.evaluations, device))
@@ -118,36 +120,36 @@ class HostWindowKVCache:
 
 @functools.lru_cache(maxsize=GRIDS_KEPT)
 def evaluation_numbers(count: int, device: torch.device) -> Tensor:
-    """int32 [count], from 0 on; kept, so not to be written to."""
+    """Return int32 [count], from 0 on; cached, so not to be written to."""
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
 class SavedPages:
-    """What stood in pages before a batch that overwrites what it has read, for one that finds no memory on its way."""
+    """Contents of pages that a batch overwrites, to restore if the batch runs out of memory."""
 
     pages: Sequence[Tensor]
     """Views of the pool, P pages each."""
     rows: Sequence[Tensor]
-    """What they held."""
+    """Their contents."""
 
     def restore(self) -> None:
-        """Write it back, behind all that was launched; it takes no memory of the device."""
+        """Write the contents back, after all that was launched; this allocates no device memory."""
         for page, row in zip(self.pages, self.rows, strict=True):
             page.copy_(row)
 
 
 class WindowCachePool:
-    """The pages of all streams, at one address for good.
+    """The pages of all streams, at one fixed address.
 
-    Pages are not cleared: a stream's first window finds nothing, so none ever reads what another has left.
+    Pages are not cleared: a stream's first window reads none, so no stream reads pages of another.
 
     Args:
         config: sizes of the DiT.
         rotary: angles [1, block, 1, head_dim / 2] of the block before a window's first.
-        pages: how many all open streams share.
+        pages: number of pages that all open streams share.
         dtype: of keys and values.
-        device: where they lie.
+        device: device of the pages.
     """
 
     def __init__(
@@ -161,17 +163,17 @@ class WindowCachePool:
 
     @property
     def capacity(self) -> int:
-        """Pages that streams can have."""
+        """Number of pages that streams can have."""
         return self._spans.capacity
 
     @property
     def used(self) -> int:
-        """Pages that open streams have."""
+        """Number of pages that open streams have."""
         return self._spans.used
 
     def take(self, pages: int, *, avoid: Sequence[range] = ()) -> int | None:
-        """First of `pages` pages for one stream, or None where they are not free; of those to `avoid` only if there are
-        no others.
+        """Return the first of `pages` pages for one stream, or None if they are not free. Pages to `avoid` are used
+        only if there are no others.
         """
         page = self._spans.take(pages, avoid=avoid)
         return self._spans.take(pages) if page is None else page
@@ -181,7 +183,7 @@ class WindowCachePool:
         self._spans.give(page)
 
     def save(self, windows: Sequence[WindowCacheUse | None], pages: int) -> SavedPages:
-        """What a batch of `windows` reads and then overwrites, of `pages` pages a stream.
+        """Copy the pages that a batch of `windows` reads and then overwrites, `pages` a stream.
 
         A stream's first window reads nothing, and its last leaves nothing.
         """
@@ -192,14 +194,16 @@ class WindowCachePool:
     def of_batch(
         self, windows: Sequence[WindowCacheUse | None], layout: BlockLayout, *, evaluations: int, halves: int
     ) -> HostWindowKVCache:
-        """The pasts of a batch of `windows`, laid out by `layout` in each of `halves`; None is a window without one."""
+        """Return the pages of a batch of `windows`, laid out by `layout` in each of `halves`; None is a window without
+        cache.
+        """
         pages = np.full((2, layout.num_blocks), NONE)
         for first, past in zip(layout.starts, windows, strict=True):
             if past is not None and past.is_left:
                 pages[0, first] = past.page
             if past is not None and past.kept_frames:
                 pages[1, first + past.kept_frames // layout.block_size - 1] = past.page
-        # Each half of guidance has pages of its own behind those of the half before.
+        # Each half of guidance has its own pages, after those of the previous half.
         later = evaluations * np.arange(halves)[:, None]
         ours = np.where(pages[:, None] == NONE, NONE, pages[:, None] + later).reshape(2, -1)
         return HostWindowKVCache(self, ours, evaluations)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's entry to the thinker; everything it does is in `triton_omni.stub`."""
+"""Triton's entry point of the thinker; the code is in `triton_omni.stub`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FOLDER = Path(__file__).resolve().parent
 
 
 class TritonPythonModel:
-    """The four calls that Triton's Python backend makes."""
+    """The four methods that Triton's Python backend calls."""
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        """Fill in what depends on the machine."""
+        """Add the ROWS tensor, whose dtype depends on the machine."""
         return launch.complete_thinker(auto_complete_model_config, FOLDER)
 
     def initialize(self, args: dict[str, str]) -> None:
@@ -26,7 +26,7 @@ class TritonPythonModel:
         self._adapter = launch.start_thinker(pb_utils, args, FOLDER)
 
     def execute(self, requests: list[Any]) -> None:
-        """Take requests; they are answered through their own senders."""
+        """Accept requests; each is answered through its own sender."""
         self._adapter.execute(requests)
 
     def finalize(self) -> None:

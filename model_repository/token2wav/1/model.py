@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's entry to the token2wav; everything it does is in `triton_omni.stub`."""
+"""Triton's entry point of token2wav; the code is in `triton_omni.stub`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FOLDER = Path(__file__).resolve().parent
 
 
 class TritonPythonModel:
-    """The three calls that Triton's Python backend makes."""
+    """The three methods that Triton's Python backend calls."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the stage."""
         self._adapter = launch.start_token2wav(pb_utils, args, FOLDER)
 
     def execute(self, requests: list[Any]) -> None:
-        """Take requests; they are answered through their own senders."""
+        """Accept requests; each is answered through its own sender."""
         self._adapter.execute(requests)
 
     def finalize(self) -> None:
