@@ -13,11 +13,11 @@ DEFAULT_URL = "localhost:8001"
 DEFAULT_HTTP_URL = "http://localhost:8000"
 
 _SCHEME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):(?![0-9]+$)")
-"""Of gRPC's other ways to name a server, which it checks itself; not a host of such a name with its port."""
+"""Schemes of gRPC's other address forms, which gRPC checks itself; a host with such a name and a port is none."""
 
 
 def is_http(url: str) -> bool:
-    """Whether an address is a URL of HTTP."""
+    """True if an address is a URL of HTTP."""
     return url.lower().startswith(("http://", "https://"))
 
 

@@ -141,7 +141,7 @@ class AsyncStream(AsyncDeltaIterator):
         return self._builder.timings()
 
     def reply(self) -> Reply:
-        """What was taken so far; the rest is neither waited for nor cancelled."""
+        """The reply so far; the rest is neither waited for nor cancelled."""
         return self._builder.reply()
 
 
@@ -220,7 +220,7 @@ class AsyncOmniClient:
         return await self.stream(Request.ask(text, media, **options)).collect()
 
     async def ready(self, timeout: float = READY_TIMEOUT) -> bool:
-        """Whether the server and the model take requests; a server that cannot be reached is not ready."""
+        """True if the server and the model take requests; False where no server can be reached."""
         return await self.obstacle(timeout) is None
 
     async def obstacle(self, timeout: float = READY_TIMEOUT) -> str | None:
@@ -242,7 +242,7 @@ class AsyncOmniClient:
         return True
 
     async def models(self, timeout: float = READY_TIMEOUT) -> list[ServedModel]:
-        """What the server serves; of a server that keeps its index to itself, the public models.
+        """Models that the server serves; the public ones where the server hides its index.
 
         Raises:
             OmniClientError: the server could not be asked.

@@ -95,7 +95,7 @@ class WavDecoder:
         return self._pcm.feed(data)
 
     def _take_header(self) -> bytes:
-        """What follows the header, or nothing while the header is not complete."""
+        """Return the bytes after the header, or nothing while the header is incomplete."""
         header = self._header
         if not b"RIFF".startswith(header[:4]) or not b"WAVE".startswith(header[8:12]):
             raise Internal(f"expected a WAV file, the audio starts with {header[:12]!r}")
@@ -124,8 +124,8 @@ def _check_format(tag: int, channels: int, rate: int, _byte_rate: int, _align: i
 class WavWriter:
     """Writes a WAV file while its samples arrive; the lengths in the header are set on `close`.
 
-    Where the file cannot seek (a pipe) the header says "unknown length", which players read to the end.
-    What was written before an interruption is a complete file after `close`.
+    Where the file cannot seek (a pipe) the header says "unknown length", which players read to the end. After `close`
+    the file is complete, even if writing was interrupted.
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server serves, as its repository index and its models' configurations tell it.
+"""Models that a server serves, from its repository index and its models' configurations.
 
 Pure: reads the JSON form of Triton's answers, which gRPC and HTTP share.
 """
@@ -37,9 +37,9 @@ class ServedModel:
     limits: Mapping[str, Any] | None
     """Limits of a request, by the names of the settings."""
     sample_rate: int | None
-    """Of the speech, in hertz."""
+    """Sample rate of the speech in hertz."""
     checkpoint: str | None
-    """What is served, by the name of its folder or its Hugging Face id."""
+    """Name of the checkpoint: its folder's, or its Hugging Face id."""
 
 
 def served_model(entry: Mapping[str, Any], config: Mapping[str, Any] | None) -> ServedModel:

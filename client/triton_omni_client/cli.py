@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `triton-omni`: `say`, `ask`, `chat` and `play` talk to the model, `models` and `ready` ask about the
-server, `bench` (in `bench/cli.py`) measures it, `capacity` says what was measured in GPUs and money.
+"""The command `triton-omni`. `say`, `ask`, `chat` and `play` talk to the model; `models` and `ready` ask about the
+server. `bench` (in `bench/cli.py`) measures it, and `capacity` turns a report into GPUs and money.
 
 Text goes to stdout, everything about it to stderr. Exit codes: `terminal.EXIT_CODES`.
 """

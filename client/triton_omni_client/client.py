@@ -178,7 +178,7 @@ class Stream(DeltaIterator):
         return self._builder.timings()
 
     def reply(self) -> Reply:
-        """What was taken so far; the rest is neither waited for nor cancelled."""
+        """The reply so far; the rest is neither waited for nor cancelled."""
         return self._builder.reply()
 
 
@@ -193,7 +193,7 @@ def wait_until(ready: Callable[[], bool], seconds: float) -> bool:
 
 
 def not_ready(server: bool, model: bool, name: str) -> str | None:
-    """What is missing of a server that answers, in words; None where nothing is."""
+    """Return a sentence about the missing part of a server that answers; None where nothing is missing."""
     if not server:
         return "the server says that it is not ready"
     return None if model else f"the server has no model {name!r}, or has not loaded it"
@@ -276,7 +276,7 @@ class OmniClient:
         return self.stream(Request.ask(text, media, **options)).collect()
 
     def ready(self, timeout: float = READY_TIMEOUT) -> bool:
-        """Whether the server and the model take requests; a server that cannot be reached is not ready."""
+        """True if the server and the model take requests; False where no server can be reached."""
         return self.obstacle(timeout) is None
 
     def obstacle(self, timeout: float = READY_TIMEOUT) -> str | None:
@@ -293,7 +293,7 @@ class OmniClient:
         return wait_until(self.ready, seconds)
 
     def models(self, timeout: float = READY_TIMEOUT) -> list[ServedModel]:
-        """What the server serves; of a server that keeps its index to itself, the public models.
+        """Models that the server serves; the public ones where the server hides its index.
 
         Raises:
             OmniClientError: the server could not be asked.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a file of a kind that may hold pictures or sound alone (MP4, Matroska and WebM) holds pictures.
+"""Detects pictures in containers that may hold sound alone (MP4, Matroska and WebM).
 
 It reads the lists of tracks, and nothing of what they hold.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 _MP4_PICTURES, _MP4_SOUND = b"vide", b"soun"
-"""What the handler of a track says."""
+"""Handler types of tracks."""
 _MP4_TRACKS = (b"moov", b"trak", b"mdia", b"hdlr")
 _SEGMENT, _TRACKS, _TRACK, _TRACK_TYPE = 0x18538067, 0x1654AE6B, 0xAE, 0x83
 """Elements of Matroska, each in the one before."""
@@ -20,7 +20,7 @@ _Span = tuple[int, int]
 
 
 def is_sound_alone(data: bytes) -> bool:
-    """Whether an MP4 or Matroska file has sound and no pictures; not where its tracks cannot be found."""
+    """True if an MP4 or Matroska file has sound and no pictures; False where its tracks cannot be found."""
     found = set(_mp4_tracks(data) if data[4:8] == b"ftyp" else _matroska_tracks(data))
     return bool(found & {_MP4_SOUND, _MATROSKA_SOUND}) and not found & {_MP4_PICTURES, _MATROSKA_PICTURES}
 

@@ -25,7 +25,7 @@ StreamT = TypeVar("StreamT", bound=Stream | AsyncStream)
 
 @dataclass(frozen=True)
 class Turn:
-    """What the user said and showed, and what was heard of the reply."""
+    """One turn: the user's text and media, and the heard part of the reply."""
 
     text: str
     media: tuple[Media, ...]
@@ -116,7 +116,7 @@ class Conversation:
         self._turns.clear()
 
     def _next(self, text: str, media: Sequence[Media], options: dict[str, Any]) -> Request:
-        """The request of the next turn, behind what was heard of a reply that still runs, which it ends."""
+        """Return the request of the next turn. It ends a reply that still runs and keeps the heard part of it."""
         # Once before: one that cannot be asked ends nothing.
         self.request(text, media, **options).check()
         self.stop()
@@ -161,7 +161,7 @@ class _Record:
 
 
 class _Spoken(Generic[StreamT]):
-    """What both kinds of turn are, however they are iterated over."""
+    """Base of both kinds of turn, blocking and asynchronous."""
 
     def __init__(self, stream: StreamT, record: _Record) -> None:
         self._stream = stream
@@ -182,7 +182,7 @@ class _Spoken(Generic[StreamT]):
         return self._stream.timings()
 
     def reply(self) -> Reply:
-        """What was taken so far."""
+        """The reply so far."""
         return self._stream.reply()
 
     def __del__(self) -> None:

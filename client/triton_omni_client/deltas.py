@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every iterator over a reply's deltas offers, blocking and with `await`; where they come from is its own affair.
+"""Base of every iterator over a reply's deltas, blocking and with `await`, independent of their source.
 
 Closing one cancels the request, and so does losing it: gRPC cancels a call that is collected as garbage.
 """
@@ -25,7 +25,7 @@ class DeltaIterator(Iterator[Delta]):
 
     @abstractmethod
     def reply(self) -> Reply:
-        """What was taken so far."""
+        """The reply so far."""
 
     def texts(self) -> Iterator[str]:
         """The pieces of the text alone; what else comes is kept for `reply`. Closing this iterator cancels as well."""
@@ -70,7 +70,7 @@ class AsyncDeltaIterator(AsyncIterator[Delta]):
 
     @abstractmethod
     def reply(self) -> Reply:
-        """What was taken so far."""
+        """The reply so far."""
 
     async def texts(self) -> AsyncIterator[str]:
         """The pieces of the text alone; what else comes is kept for `reply`. Closing this iterator cancels as well."""

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 _TAIL = re.compile(r"\s*\[omni:(?P<code>[a-z_]+)(?P<fields>(?:;[a-z_]+=[^;\]]*)*)\]\s*$")
 _ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
-"""What Triton puts in front of a stage's error."""
+"""Triton's prefix of a stage's error."""
 _DEAD_STAGE = re.compile(r"Stub process '(?P<stage>\w+?)(?:_\d+)+' is not healthy")
-"""What Triton itself says of a request that it was handing to a stage's process when that died."""
+"""Triton's message about a request whose stage died as it was handed over."""
 
 
 class OmniClientError(Exception):
@@ -29,7 +29,7 @@ class OmniClientError(Exception):
 
     code: ClassVar[str] = "internal"
     by_triton: bool = False
-    """Whether the message is Triton's or gRPC's own, which tells of the inside of a server and not of a request."""
+    """True if the message is Triton's or gRPC's own; it tells of the inside of a server and not of a request."""
 
     def __init__(self, message: str, *, stage: str | None = None, retry_after_ms: int | None = None) -> None:
         super().__init__(message)

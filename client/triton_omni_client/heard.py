@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of a reply's text was heard when its speech was cut off.
 
-The server sends text far ahead of speech and no alignment between them, so this is an estimate: speech runs through
-the text evenly, at the reply's own pace where its whole length is known, else at that of ordinary speech.
+The server sends text far ahead of speech and without an alignment, so this is an estimate. Speech runs evenly through
+the text: at the reply's own pace once its length is known, before that at the pace of ordinary speech.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from .reply import Reply, ReplyBuilder
 from .retry import DEFAULT_RETRY, Retry
 
 PIECE_BYTES = 1 << 18
-"""Of a request's body, between two reports of progress."""
+"""Bytes of a request's body between two reports of progress."""
 
 OnSent = Callable[[int, int], None]
 _Answer = tuple[int, dict[str, str], bytes]
@@ -118,7 +118,7 @@ class HttpClient:
         return self.unary(Request.ask(text, media, **options))
 
     def ready(self, timeout: float = READY_TIMEOUT) -> bool:
-        """Whether the server and the model take requests; a server that cannot be reached is not ready."""
+        """True if the server and the model take requests; False where no server can be reached."""
         return self.obstacle(timeout) is None
 
     def obstacle(self, timeout: float = READY_TIMEOUT) -> str | None:
@@ -135,7 +135,7 @@ class HttpClient:
         return wait_until(self.ready, seconds)
 
     def models(self, timeout: float = READY_TIMEOUT) -> list[ServedModel]:
-        """What the server serves; of a server that keeps its index to itself, the public models.
+        """Models that the server serves; the public ones where the server hides its index.
 
         Raises:
             OmniClientError: the server could not be asked.

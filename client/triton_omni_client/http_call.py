@@ -91,7 +91,7 @@ class EventCall:
         self._over = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        # Who is reading has now an end to read, and closes; the reader may be this very thread, in a signal's handler.
+        # A reader now finds an end, and closes; the reader may be this very thread, in a signal's handler.
         if self._reading.acquire(blocking=False):
             self._close()
             self._reading.release()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file is by its first bytes, with the same magic numbers as the server's; its name only where they say nothing.
+"""Detects file types by their first bytes, as the server does; by their name only where the bytes say nothing.
 
 Knows no codec: what is inside a file is the server's to find out.
 """
@@ -29,7 +29,7 @@ _MAGIC: tuple[tuple[int, bytes, MediaKind], ...] = (
 
 
 def media_kind(data: bytes, name: str = "") -> MediaKind:
-    """Whether a file is an image, a sound or a video; an mp4 or a webm without a video track is a sound.
+    """Return the kind of a file: image, sound or video; an mp4 or a webm without a video track is a sound.
 
     Args:
         data: the file; its first 12 bytes tell all but a video's kind of file that has sound alone, as a voice memo's.

@@ -50,7 +50,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor as Triton sends it: `data` is raw little-endian bytes, BYTES elements each behind their length."""
+    """One tensor as Triton sends it: `data` is raw little-endian bytes, each BYTES element after its length."""
 
     name: str
     datatype: str
@@ -107,7 +107,7 @@ class Media:
     kind: MediaKind
     data: bytes = field(repr=False)
     name: str = field(default="", compare=False)
-    """What errors call it, such as the name of its file; empty where it has none."""
+    """Its name in errors, such as that of its file; empty where it has none."""
 
     @classmethod
     def from_file(cls, kind: MediaKind, path: str | Path) -> Media:
@@ -124,7 +124,8 @@ class Media:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to say and how; exactly one of `text` and `messages` is given, None leaves a choice to the server.
+    """A request: its content and options. Exactly one of `text` and `messages` is given; None leaves a choice to the
+    server.
 
     Raises:
         BadRequest: both or none of `text` and `messages`, or a value that no server accepts.
@@ -137,7 +138,7 @@ class Request:
     media: Sequence[bytes] = field(default=(), repr=False)
     """Encoded files, in the order of the parts that take them."""
     media_names: Sequence[str] = field(default=(), repr=False, compare=False)
-    """What errors call the media, in their order; empty is by kind and number."""
+    """Names of the media in errors, in their order; empty = by kind and number."""
     modalities: Sequence[Modality] | None = None
     voice: str | None = None
     seed: int | None = None
@@ -146,7 +147,7 @@ class Request:
     `f32` less a third for base64, and cost 16-bit rounding."""
     use_audio_in_video: bool | None = None
     mm_processor_kwargs: MediaOptions | Mapping[str, Any] = field(default_factory=dict)
-    """Of pictures and videos, for example `{"fps": 1, "max_frames": 64, "max_pixels": 401408}`."""
+    """Options of images and videos, for example `{"fps": 1, "max_frames": 64, "max_pixels": 401408}`."""
     thinker: ThinkerOptions | Mapping[str, Any] = field(default_factory=dict)
     """Sampling of the thinker, for example `{"temperature": 0.7, "max_tokens": 200, "stop": ["\\n"]}`."""
     talker: TalkerOptions | Mapping[str, Any] = field(default_factory=dict)
@@ -275,7 +276,7 @@ class Info:
     finish_reason: Mapping[str, str | None] = field(default_factory=dict)
     """Why each stage ended, for example `{"thinker": "stop", "talker": "length"}`; None for one that had no part."""
     stop_string: str | None = None
-    """Which of the thinker's stop strings ended the reply."""
+    """The stop string of the thinker that ended the reply."""
     prompt_tokens: int | None = None
     prompt_tokens_details: Mapping[str, int] = field(default_factory=dict)
     """`text_tokens`, `audio_tokens`, `image_tokens` and `video_tokens` of the prompt; the sum is `prompt_tokens`."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share: parsers of options' values, whose refusals have the value and what is allowed; typer adds
-the option's name.
+"""Parsers of option values that all commands share. Their refusals have the value and the allowed range; typer adds the
+option's name.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def address(check: Callable[[str], object]) -> Callable[[str], str]:
 
 Files = list[Path] | None
 A_FILE: Final[dict[str, Any]] = {"exists": True, "dir_okay": False, "readable": True, "metavar": "FILE"}
-"""Of an option that names a file to read; typer refuses what is none."""
+"""Settings of an option that names a file to read; typer refuses other paths."""
 Images = Annotated[Files, typer.Option(**A_FILE, help="Image file to show; may be repeated.")]
 Audios = Annotated[Files, typer.Option(**A_FILE, help="Audio file to play; may be repeated.")]
 Videos = Annotated[Files, typer.Option(**A_FILE, help="Video file to show; may be repeated.")]

@@ -35,13 +35,15 @@ MAX_MESSAGE_BYTES = 1 << 30
 """Largest gRPC message sent or taken: 1 GiB, room for the media a request may bring (gRPC's own: 4 MiB)."""
 
 LONGEST_WAIT_S = 1e8
-"""Of any call, three years: gRPC and sockets count nanoseconds in 64 bits and take a far longer time for a past one."""
+"""Maximum seconds of any call, three years. gRPC and sockets count nanoseconds in 64 bits and take a longer time for a
+past one.
+"""
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 """HTTP header that says where the JSON of a body ends and the raw tensors begin."""
 
 EVENT = b"data:"
-"""What a line of server-sent events begins with."""
+"""Prefix of a data line of server-sent events."""
 
 _TRACEPARENT = "traceparent"
 
@@ -56,7 +58,7 @@ _NO_SOCKET = re.compile(
 )
 
 _NO_SUCH_PATH = ("Not Found", "Method Not Allowed")
-"""What Triton's ports of HTTP and of metrics say of a path that they do not have."""
+"""Answers of Triton's HTTP and metrics ports to an unknown path."""
 _MEDIUM = re.compile(
     r"\b(?:medium (?P<number>[0-9]{1,4}) \((?:image|audio|video)\)|media\[(?P<element>[0-9]{1,4})\](?=: ))"
 )
@@ -116,7 +118,7 @@ def refusal(text: str, otherwise: type[OmniClientError] = Internal) -> OmniClien
 
 
 def _cause(details: str) -> str:
-    """What kept gRPC from connecting, without its account of addresses that it tried."""
+    """Return the reason why gRPC could not connect, without its list of tried addresses."""
     if _OTHER_PROTOCOL.search(details):
         return "what listens there is not gRPC; Triton's HTTP port is asked as http://HOST:PORT"
     found = _NO_SOCKET.search(details)
@@ -217,7 +219,7 @@ def _outputs_of(inferred: Any) -> dict[str, Tensor]:
 
 
 def to_http(request: Request) -> tuple[dict[str, str], bytes]:
-    """Headers and body of a `POST .../infer`: JSON, then the raw tensors behind it, media unchanged."""
+    """Headers and body of a `POST .../infer`: JSON, then the raw tensors, media unchanged."""
     tensors = request.to_tensors()
     inputs = [
         {
@@ -303,7 +305,7 @@ class EventReader(StreamReader):
     """`StreamReader` of the server-sent events of `generate_stream`."""
 
     def feed(self, response: bytes) -> list[Delta]:
-        """The deltas of one event: the JSON behind `data:`.
+        """Return the deltas of one event: the JSON after `data:`.
 
         Raises:
             OmniClientError: the server's error (nothing follows), or an answer outside of the contract.

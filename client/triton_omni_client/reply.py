@@ -99,6 +99,6 @@ class ReplyBuilder:
         return Timings(self._first_text, self._first_audio, total, self._num_samples / SAMPLE_RATE)
 
     def reply(self) -> Reply:
-        """What has come so far."""
+        """The reply so far."""
         audio = np.concatenate(self._waveforms) if self._waveforms else empty_waveform()
         return Reply("".join(self._texts), audio, self._info, self.timings())

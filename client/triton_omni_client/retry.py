@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a request that the server had no room for is sent again, and how long that waits.
 
-Only `Overloaded` is tried again, and only while nothing of a reply has come: whatever else is wrong would be
-wrong again, and a reply that has begun cannot be begun anew behind the caller's back.
+Only `Overloaded` is tried again, and only before the reply has begun. Other errors would come again, and a reply that
+has begun cannot start anew unseen.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask of each stage, as types; what is left out is the server's choice.
+"""Sampling options of each stage as types; the server chooses what is left out.
 
 At run time these are plain dictionaries: the server checks every value and names the one that is wrong.
 """
@@ -47,9 +47,9 @@ class MediaOptions(TypedDict, total=False):
     fps: float
     """Frames a second, up to 60; 2 unless chosen."""
     max_frames: int
-    """Of one video, from 2 up to the deployment's limit."""
+    """Maximum frames of one video, from 2 up to the deployment's limit."""
     max_pixels: int
-    """Of one picture or frame, which are scaled down to it: 100,352 to 12,845,056."""
+    """Maximum pixels of one image or frame, which are scaled down to it: 100,352 to 12,845,056."""
 
 
 class Token2WavOptions(TypedDict, total=False):

@@ -36,7 +36,7 @@ def cancel_late(call: Any) -> threading.Timer:
 
 
 async def read_end(call: Any) -> Any:
-    """What follows a whole reply on a call of `grpc.aio`; `EOF` where nothing does for a while."""
+    """Return the next answer after a whole reply on a `grpc.aio` call; `EOF` where none comes for a while."""
     try:
         return await asyncio.wait_for(call.read(), LATE_END_S)
     except TimeoutError:

@@ -81,7 +81,7 @@ class SharedMedia:
             time.sleep(POLL_SECONDS)
 
     def _unregister(self, *, last: bool) -> bool:
-        """Whether that is done with: the server refuses while a request uses the region."""
+        """Return True once the region is unregistered; the server refuses while a request uses it."""
         request = service_pb2.SystemSharedMemoryUnregisterRequest(name=self.name)
         try:
             self._stub.SystemSharedMemoryUnregister(request, timeout=CALL_SECONDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands show and write: a reply as it comes, its WAV file, its summary, and errors as one sentence.
+"""Output of the commands: a reply as it comes, its WAV file, its summary, and errors as one sentence.
 
 Text goes to stdout, everything about it to stderr. With `--json` stdout is objects alone, one a line.
 """
@@ -40,8 +40,8 @@ LARGE_UPLOAD = 1 << 20
 class Screen:
     """Where a reply is shown: text to `out` as it comes, a progress line to `err` when that is a terminal.
 
-    Where both are one terminal, text and progress are drawn together and the text is printed at the end:
-    a line that is redrawn and a line that grows cannot share a place.
+    On one terminal, text and progress are drawn together and the text is printed at the end. A redrawn line and a
+    growing line cannot share a place.
     """
 
     def __init__(self, *, text_to_stderr: bool, silent: bool) -> None:

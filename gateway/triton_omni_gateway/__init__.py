@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI-compatible gateway of triton-omni: OpenAI's HTTP in front, the project's own gRPC client behind.
+"""OpenAI-compatible gateway of triton-omni: serves OpenAI's HTTP API through the project's own gRPC client.
 
 `create_app` makes the ASGI application, `server.main` runs it.
 """

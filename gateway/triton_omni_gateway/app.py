@@ -119,13 +119,13 @@ def _add_list_routes(app: FastAPI, settings: GatewaySettings) -> None:
 def _add_operator_routes(app: FastAPI, metrics: Metrics) -> None:
     @app.get("/health/live")
     async def live() -> dict[str, str]:
-        """Whether this process answers."""
+        """Answer 200: this process is alive."""
         return {"status": "live"}
 
     @app.get("/health")
     @app.get("/health/ready")
     async def health(request: Request) -> Response:
-        """Whether a Triton server behind takes requests: 200, or 503."""
+        """Answer 200 if a Triton server takes requests, else 503."""
         if await _gateway(request).ready():
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "no Triton server is ready"}, 503, SOON)

@@ -36,8 +36,9 @@ HEADERS: Mapping[str, str] = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-"""Of every file of the page: it runs no script but its own and talks to no other host; it is asked for anew each time,
-so that a new gateway's page is never half an old one's."""
+"""Headers of every file of the page. It runs only its own scripts and talks to no other host. Browsers ask for it anew
+each time, so that no page mixes two versions.
+"""
 
 
 class PageFiles(StaticFiles):

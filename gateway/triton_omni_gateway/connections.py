@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What uvicorn leaves open: how many connections there are, in all and of one peer, how long one may say nothing, and
-in how small pieces and how far ahead it may send.
+"""Bounds that uvicorn lacks: connections in all and of one peer, idle time, the size of pieces, and requests sent
+ahead.
 
 A connection waits while no request of its is under way: before its first one, and after an answer. Where there are too
 many, the one that has waited longest goes, so that those who hold connections open keep nobody out.
@@ -23,7 +23,7 @@ from .errors import bad_request
 from .settings import GatewaySettings, SettingsError
 
 MAX_HEAD_BYTES = 32 << 10
-"""Of a request's line and headers together, and of what else HTTP keeps whole."""
+"""Maximum bytes of a request's line and headers together, and of all else that HTTP keeps whole."""
 _OTHER_FILES = 128
 """Open at once beside the callers' connections: those to Triton, listening sockets, the page's files."""
 SMALL_CHUNKS, CHUNK_BYTES = 4096, 1024
@@ -39,7 +39,7 @@ class _BoundedParser(h11.Connection):
         self._chunks = self._bytes = 0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """As h11's.
+        """See h11.
 
         Raises:
             RemoteProtocolError: what came is no HTTP, or over a limit.
@@ -77,16 +77,16 @@ class BoundedProtocol(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unsent = 0
         self.is_aborted = False
-        """Whether it was closed here; uvicorn hears of that later."""
+        """True if it was closed here; uvicorn hears of that later."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request is under way."""
+        """True if no request is under way."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits and has nothing to send."""
+        """True if it waits and has nothing to send."""
         return self.is_waiting and not self.transport.get_write_buffer_size()
 
     @property

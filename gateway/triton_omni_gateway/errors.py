@@ -74,7 +74,9 @@ class GatewayError(Exception):
 
 
 class CutOff(Exception):
-    """What was sent so far is not whole and its form has no place for an error: the connection is to be closed."""
+    """Raised where a begun answer is incomplete and its form has no place for an error: the connection must be
+    closed.
+    """
 
 
 class ClientGone(Exception):
@@ -137,10 +139,10 @@ def stopping() -> GatewayError:
 def from_client(
     error: OmniClientError, naming: Naming = Told, request_id: str = "", *, is_ready: bool = True
 ) -> GatewayError:
-    """What an error of Triton's client means to a caller of HTTP.
+    """Translate an error of Triton's client for a caller of HTTP.
 
     Args:
-        error: of the client, or of the server behind it.
+        error: of the client, or of its Triton server.
         naming: puts a refusal in the words of the request's caller.
         request_id: under which the log has it.
         is_ready: whether a server takes requests now.

@@ -16,7 +16,7 @@ from .schemas import ChatRequest
 _BOTH: Mapping[str, str] = {
     "sampling_parameters": "",
     "sampling_parameters.thinker": "",
-    # What a later stage refuses it names without the way to it.
+    # A later stage names a key without its path.
     "seed": "seed",
     "solver": "token2wav.solver",
     "num_steps": "token2wav.num_steps",
@@ -54,14 +54,14 @@ _SYSTEM = re.compile(r"(?<=^: )system\b|(?<=\(got )system(?=\)$)")
 
 @dataclass(frozen=True)
 class FieldNames:
-    """What the caller of one request called its fields."""
+    """Names that the caller of one request used for its fields."""
 
     table: Mapping[str, str]
     """The server's paths and the caller's."""
     prompt: str
-    """What the prompt is made of."""
+    """Name of the prompt's field."""
     rest: str
-    """What no single key is at fault for: all keys that the server takes together."""
+    """Name for faults of no single key: all keys that the server takes together."""
     media: tuple[str, ...] = ()
     """Where each medium is, in their order."""
     developers: frozenset[str] = frozenset()
@@ -100,11 +100,11 @@ class FieldNames:
 
 
 SPEECH_NAMES = FieldNames(_SPEECH, "input", "the request without its 'input'")
-"""Of speech, whose fields have one spelling each."""
+"""Names of speech requests, whose fields have one spelling each."""
 
 
 def chat_names(chat: ChatRequest) -> FieldNames:
-    """What the caller of a chat called its fields; some may be spelled in more than one way."""
+    """Return the names that the caller of a chat used; some fields have several spellings."""
     schema, heard = "response_format", "use_audio_in_video"
     if chat.response_format is not None and chat.response_format.json_schema is not None:
         schema = "response_format.json_schema.schema"

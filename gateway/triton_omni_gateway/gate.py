@@ -33,7 +33,7 @@ class Gate:
     """ASGI middleware around the whole application.
 
     Args:
-        app: the application behind.
+        app: the application that gets what passes.
         settings: its limits.
         keys: who may call.
         metrics: where answers are counted.
@@ -116,8 +116,8 @@ class Gate:
 class _Exchange:
     """Both directions of one request: notes the status, names the request, and lets a refused body run dry.
 
-    A connection that is closed while its client still sends is reset, and the answer may be lost with it; so what is
-    left of a body is thrown away for a moment first.
+    A connection that closes while its client still sends is reset, and its answer may be lost. So the rest of a body is
+    read and dropped for a moment first.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,18 +127,18 @@ class _Exchange:
         given = Headers(scope=scope)
         self._body_ended = given.get("content-length", "0") == "0" and "transfer-encoding" not in given
         self.started = False
-        """Whether the answer has begun."""
+        """True if the answer has begun."""
         self.status = 500
-        """Of the answer; what it is when none was made."""
+        """Status of the answer; 500 if none was made."""
 
     async def receive(self) -> Message:
-        """What the caller sends."""
+        """Receive a message of the caller."""
         message = await self._receive()
         self._body_ended |= not message.get("more_body", False)
         return message
 
     async def send(self, message: Message) -> None:
-        """What the caller is told."""
+        """Send a message to the caller."""
         if message["type"] == "http.response.start":
             self.started, self.status = True, message["status"]
             headers = MutableHeaders(scope=message)

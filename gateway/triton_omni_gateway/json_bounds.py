@@ -8,7 +8,7 @@ import re
 from .errors import bad_request
 
 MAX_DEPTH = 64
-"""Of objects and arrays in each other; the Triton server allows fewer in what it reads."""
+"""Maximum depth of nested objects and arrays; the Triton server allows less in its inputs."""
 MAX_TOKENS = 32768
 """Strings, brackets and commas: a chat of 1024 messages has 15,000. A million unknown keys would take 800 MiB."""
 _TOKEN = re.compile(rb'["\[\]{},]')
@@ -20,7 +20,7 @@ def check_json(body: bytes) -> None:
     """Refuse a body of too many tokens or levels, in a time that grows with its length alone.
 
     Raises:
-        GatewayError: 400, with the limit. What is no JSON passes: the parser says so.
+        GatewayError: 400, with the limit. Invalid JSON passes: the parser refuses it.
     """
     depth = tokens = at = 0
     while (found := _TOKEN.search(body, at)) is not None:

@@ -26,11 +26,11 @@ class ApiKeys:
         self._digests = tuple(_digest(key) for key in keys)
 
     def __bool__(self) -> bool:
-        """Whether a key is needed at all."""
+        """True if requests need a key."""
         return bool(self._digests)
 
     def admit(self, authorization: str) -> bool:
-        """Whether this value of the header `Authorization`, its bytes read as Latin-1, lets its sender in."""
+        """True if this value of the header `Authorization`, its bytes read as Latin-1, admits its sender."""
         if not self._digests:
             return True
         if authorization[: len(_SCHEME)].lower() != _SCHEME:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gateway logs: uvicorn's lines on standard error, and what repeats counted instead of written."""
+"""Log configuration of the gateway: uvicorn's lines on standard error; repeated lines are counted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Repeats(logging.Filter):
         """When a text was last written, and how often it was not since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a line is written."""
+        """True if the line is written."""
         text, now = record.getMessage(), self._clock()
         written, dropped = self._seen.get(text, (now - EVERY_S, 0))
         if now - written < EVERY_S:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton servers behind a gateway: each request goes to the one that is ready and has the fewest replies open.
+"""The Triton servers of a gateway: each request goes to the ready one with the fewest open replies.
 
 A reply needs one server from its beginning to its end, so what is balanced is requests. A request that has had no
 response yet may be moved to another server; what it had begun is cancelled or lost, and has no effect but its cost.
@@ -34,7 +34,7 @@ from triton_omni_client.deltas import AsyncDeltaIterator
 WATCH_S = 1.0
 """Between two looks at which servers are ready."""
 ASK_S = 2.0
-"""What a server may take to say whether it is ready; one that takes longer is not."""
+"""Seconds in which a server must answer whether it is ready; a slower one counts as not ready."""
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Server:
     url: str
     client: AsyncOmniClient
     ready: bool = True
-    """As last seen; a server is taken at its best until something else was."""
+    """Last known readiness; a new server counts as ready."""
     open: int = 0
     """Replies under way there, of this gateway."""
     turn: int = 0
@@ -94,7 +94,7 @@ class PooledStream(AsyncDeltaIterator):
                 return delta
 
     def _may_move(self, error: OmniClientError) -> bool:
-        """Whether another server may take what this one has not.
+        """True if another server may take the request that this one refused.
 
         A request that ends servers must not go round: of broken connections it survives one.
         """
@@ -104,7 +104,7 @@ class PooledStream(AsyncDeltaIterator):
             self._server.ready = False
             self._connections += 1
             return self._connections < 2
-        # Of Triton itself, without a stage: a model that is not loaded, or a server that stops.
+        # An error of Triton itself, without a stage: a model that is not loaded, or a server that stops.
         return isinstance(error, Overloaded) or (type(error) is Internal and error.by_triton and error.stage is None)
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class PooledStream(AsyncDeltaIterator):
         self._leave()
 
     def reply(self) -> Reply:
-        """What was taken so far."""
+        """The reply so far."""
         return self._stream.reply()
 
     def timings(self) -> Timings:
@@ -176,7 +176,7 @@ class ServerPool:
         return PooledStream(self._in_order(), request, choose)
 
     async def ready(self) -> bool:
-        """Whether a server takes requests; all who ask at once share one look."""
+        """True if a server takes requests; concurrent callers share one check."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         await asyncio.shield(self._looking)
@@ -192,7 +192,7 @@ class ServerPool:
         return True
 
     async def models(self) -> list[ServedModel]:
-        """What the first server that answers serves.
+        """Models of the first server that answers.
 
         Raises:
             OmniClientError: none does.

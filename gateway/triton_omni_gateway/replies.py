@@ -42,7 +42,7 @@ class Spoken:
 
 @dataclass(frozen=True)
 class Head:
-    """What all parts of one completion say."""
+    """Fields that all parts of one completion share."""
 
     completion_id: str
     model: str

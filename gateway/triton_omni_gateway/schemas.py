@@ -28,10 +28,12 @@ from .json_bounds import check_json
 _SHOWN, _SHOWN_VALUE = 200, 80
 """Characters of a key, and of a value, in a refusal."""
 MAX_ITEMS = 1024
-"""Of any list; the Triton server allows fewer. Without a bound a body of millions would be told item by item."""
+"""Maximum items of any list; the Triton server allows fewer. Without a bound a body of millions would be told item by
+item.
+"""
 Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Seconds = Annotated[float, Field(allow_inf_nan=False, strict=True, gt=0)]
-"""Of a timeout. The client of Triton refuses others itself, before the server could name the key."""
+"""Seconds of a timeout. The client of Triton refuses others itself, before the server could name the key."""
 
 
 class _Model(BaseModel):
@@ -87,7 +89,7 @@ class ResponseFormat(_Model):
 
 
 class MediaOptions(_Model):
-    """What vLLM's server calls `mm_processor_kwargs`."""
+    """Options that vLLM's server calls `mm_processor_kwargs`."""
 
     use_audio_in_video: StrictBool | None = None
     fps: Number | None = None
@@ -104,7 +106,7 @@ class Message(_Model):
     role: Literal["system", "developer", "user", "assistant"]
     content: StrictStr | Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     audio: dict[str, Any] | None = None
-    """Of the assistant: an earlier spoken reply, by its `id`."""
+    """An earlier spoken reply of the assistant, by its `id`."""
     name: StrictStr | None = None
     refusal: StrictStr | None = None
     annotations: list[Any] | None = None
@@ -163,7 +165,7 @@ class ChatRequest(_Thinker, _WithoutEffect, _OneValue):
     seed: StrictInt | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    # What OpenAI does not have; from its client by `extra_body`.
+    # Extensions of OpenAI's API; its client sends them by `extra_body`.
     ignore_eos: StrictBool | None = None
     use_audio_in_video: StrictBool | None = None
     mm_processor_kwargs: MediaOptions | None = None
@@ -174,7 +176,7 @@ class ChatRequest(_Thinker, _WithoutEffect, _OneValue):
 
     @property
     def wants_audio(self) -> bool:
-        """Whether the reply is to be spoken."""
+        """True if the reply is spoken."""
         return "audio" in (self.modalities or ())
 
     @property
@@ -206,7 +208,7 @@ class SpeechRequest(_Model):
     """`wav` (where none is given) or `pcm`."""
     speed: Number | None = None
     stream_format: Literal["audio", "sse"] | None = None
-    # What OpenAI does not have.
+    # Extensions of OpenAI's API.
     seed: StrictInt | None = None
     talker: dict[str, Any] | None = None
     token2wav: dict[str, Any] | None = None
@@ -247,7 +249,7 @@ def _refusal(problems: list[ErrorDetails]) -> GatewayError:
             return bad_request(said, param=param, code="missing_required_parameter")
     said = problem["msg"].removeprefix("Value error, ").replace(" after validation", "")
     if said.startswith("Input "):
-        # As JSON has it; of words that a key may be, none is written like this.
+        # Written as in JSON; no allowed word of a key is written like this.
         said = _shown(problem["input"]) + said.removeprefix("Input").replace(" False", " false")
     return bad_request(f"Invalid value for '{param}': {said}.", param=param, code="invalid_value")
 
@@ -261,8 +263,9 @@ def _shown(value: object) -> str:
 
 
 def _path(steps: tuple[int | str, ...], *, own_key: bool) -> str:
-    """`messages[0].content`, cut where a caller's key is very long; the names of a union's branches are left out, which
-    the last step is not where it is a key of the caller's own."""
+    """Return a path such as `messages[0].content`, with long keys cut. Names of a union's branches are left out; a
+    caller's own key as last step stays.
+    """
     path = ""
     for place, step in enumerate(steps, 1):
         if isinstance(step, int):

@@ -35,7 +35,7 @@ _BACKLOG = 2048
 
 @dataclass(frozen=True)
 class Command:
-    """What the command line says."""
+    """Values of the command line."""
 
     settings: GatewaySettings
     keys: ApiKeys
@@ -44,10 +44,10 @@ class Command:
     wait_s: float
     """How long to wait for the Triton server to be ready."""
     grace_s: int
-    """What a gateway that is told to stop gives the requests under way."""
+    """Seconds that a stopping gateway gives the requests under way."""
     log_level: str
     check: bool = False
-    """Whether to end when everything that can be refused without a Triton server has been."""
+    """End after all checks that need no Triton server."""
 
 
 class GatewayServer(uvicorn.Server):
@@ -68,7 +68,7 @@ def make_server(command: Command, listening: socket.socket) -> GatewayServer:
     """A server on this socket, not started yet; on SIGTERM or Ctrl-C it lets requests end for `grace_s`."""
     config = uvicorn.Config(
         create_app(command.settings, command.keys),
-        # What uvicorn calls for each connection; h11 is the parser of its two that bounds all that it keeps.
+        # uvicorn makes one for each connection. h11 is the one of its two parsers that bounds all that it keeps.
         http=cast(Any, functools.partial(BoundedProtocol, command.settings)),
         ws="none",
         loop="asyncio",
@@ -91,7 +91,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        # Of an address alone; `create_server` adds a sentence of its own to the others.
+        # The reason of an address error alone; `create_server` adds a sentence of its own to the others.
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise SettingsError(f"cannot listen on {host}:{port} ({reason})") from error
 

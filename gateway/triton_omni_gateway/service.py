@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gateway does for a request: reads it, asks the Triton server, and answers while the reply comes.
+"""Serves a request: reads it, asks the Triton server, and answers while the reply comes.
 
 A caller that leaves is noticed at once, also while nothing is sent, and its request is cancelled on the server.
 """
@@ -46,7 +46,7 @@ _PARSED_AT_ONCE = 1 << 18
 """Bytes of a body that is parsed in a millisecond or so; a larger one must not hold up everybody's speech."""
 SEED_HEADER = "x-seed"
 DRAWN_SEED_BITS = 53
-"""As the server draws it: JSON's readers hold larger integers as inexact doubles."""
+"""Bits of a drawn seed, as in the server: JSON readers hold larger integers as inexact doubles."""
 _MEDIA_TYPES = {"wav": "audio/wav", "pcm16": "audio/pcm"}
 logger = logging.getLogger("uvicorn.error")
 
@@ -78,11 +78,11 @@ class Gateway:
         self._metrics = metrics
 
     async def ready(self) -> bool:
-        """Whether a Triton server takes requests."""
+        """True if a Triton server takes requests."""
         return await self._pool.ready()
 
     async def meaning(self, http: HttpRequest, error: OmniClientError) -> GatewayError:
-        """What an error of the server's means to the caller now; Triton's own words are logged instead of told."""
+        """Return the meaning of a server error for the caller now; Triton's own words go to the log."""
         if error.by_triton:
             logger.error("%s failed in Triton: %s", http.state.request_id, error.message)
         is_ready = error.code not in OF_THE_SERVER or await self.ready()
@@ -96,7 +96,7 @@ class Gateway:
         return event(meant.body())
 
     async def voices(self) -> list[str] | None:
-        """What a request's `voice` may be, the default one first; None where the server does not tell."""
+        """Return the allowed values of `voice`, the default first; None where the server does not tell."""
         try:
             models = await self._pool.models()
         except OmniClientError:

@@ -10,7 +10,7 @@ from triton_omni_client.errors import BadRequest
 
 MIB = 1 << 20
 PRIORITIES = range(-100, 101)
-"""What a request's `priority` may be; the lowest is the most urgent."""
+"""Allowed values of `priority`; the lowest is the most urgent."""
 TEXT_MARK = "{input}"
 SPEECH_PROMPT = "Read the following text aloud, word for word, and say nothing else:\n\n{input}"
 
@@ -30,7 +30,7 @@ class GatewaySettings:
     triton_urls: tuple[str, ...] = ("localhost:8001",)
     """`HOST:PORT` of the gRPC endpoint of each Triton server; requests are spread over them."""
     models: tuple[str, ...] = ("qwen2_5_omni",)
-    """Names that a request's `model` may have; all mean the one model behind."""
+    """Names that a request's `model` may have; all mean the server's one model."""
     min_priority: int = 0
     """The lowest, so most urgent, `priority` that a caller may ask for; by default nobody gets in front of others."""
     max_requests: int = 256
@@ -44,7 +44,7 @@ class GatewaySettings:
     host_names: tuple[str, ...] = ()
     """Names that a gateway without keys is addressed by, beside `localhost` and IP addresses, in lower case."""
     max_body_bytes: int = 128 * MIB
-    """Of one request; refused by its declared length, or as soon as more has come."""
+    """Maximum bytes of one request's body; refused by its declared length, or once more has come."""
     body_timeout_s: float = 60.0
     """Seconds in which a request's body has to arrive."""
     send_timeout_s: float = 30.0
@@ -54,7 +54,7 @@ class GatewaySettings:
     transcript_seconds: int = 3600
     """How long they are remembered: `expires_at`."""
     speech_prompt: str = SPEECH_PROMPT
-    """What the model is asked to make it read a text aloud; `{input}` is the text's place."""
+    """Prompt that makes the model read a text aloud; `{input}` is the text's place."""
 
     def __post_init__(self) -> None:
         for url in self.triton_urls:

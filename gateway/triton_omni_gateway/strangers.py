@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps other people's web pages from a gateway without API keys: every browser on its network can reach it.
+"""Keeps web pages of other sites from a gateway without API keys: every browser on its network can reach it.
 
 A page may send any address a POST of text or of a form without asking, and whoever owns its name may let that name mean
 the gateway's address. A browser tells both: by `Content-Type`, `Origin` and `Host`.
@@ -50,7 +50,7 @@ def _forbidden(message: str) -> GatewayError:
 
 
 def _is_ours(host: str, names: Sequence[str]) -> bool:
-    """Whether a `Host` is a name of ours, or an address: a name of somebody else's is what would have to mean ours."""
+    """True if a `Host` is a name of this machine, or an address; another site's name must be refused."""
     name = _name(f"//{host}")
     if name == _LOCAL or name in names:
         return True
@@ -62,7 +62,7 @@ def _is_ours(host: str, names: Sequence[str]) -> bool:
 
 
 def _is_same(origin: str, host: str, names: Sequence[str]) -> bool:
-    """Whether a page's origin is this host, or of a name of ours: a proxy may have changed the host on the way."""
+    """True if a page's origin is this host, or a name of this machine: a proxy may have changed the host."""
     return origin.partition("://")[2].lower() == host.lower() or _name(origin) in names
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What spoken replies said, for a while: a later message may name one by its id, as OpenAI's audio models allow.
+"""Transcripts of spoken replies, kept for a while: a later message may name one by its id, as OpenAI's audio models
+allow.
 
 The model reads earlier replies as text, so their text is all that is kept.
 """
@@ -39,13 +40,13 @@ class Transcripts:
         self._forget_old()
 
     def find(self, audio_id: str) -> str | None:
-        """What was said under this id; None = never, or too long ago."""
+        """Return the transcript of this id; None = never known, or expired."""
         self._forget_old()
         expires_at, text = self._texts.get(audio_id, (0, ""))
         return text if expires_at > self._clock() else None
 
     def _forget_old(self) -> None:
-        """Make room. Replies are in the order of their ends, so an expired one may stay for a while behind others."""
+        """Make room. Replies are in the order of their ends, so an expired one may stay for a while after others."""
         now = self._clock()
         while self._texts and (len(self._texts) > self._limit or next(iter(self._texts.values()))[0] <= now):
             self._texts.popitem(last=False)

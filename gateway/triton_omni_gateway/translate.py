@@ -49,7 +49,7 @@ def check_priority(asked: int | None, least: int) -> None:
 
 
 def chat_request(chat: ChatRequest, find: FindTranscript, request_id: str) -> Request:
-    """What the server is asked.
+    """Build the server's request for a chat.
 
     Args:
         chat: the caller's request.
@@ -79,7 +79,7 @@ def chat_request(chat: ChatRequest, find: FindTranscript, request_id: str) -> Re
 
 
 def _modalities(chat: ChatRequest) -> tuple[Modality, ...]:
-    """What was asked for; text alone where nothing was, as at OpenAI."""
+    """Return the requested modalities; text alone by default, as at OpenAI."""
     known = get_args(Modality)
     asked = chat.modalities or ["text"]
     for modality in asked:
@@ -176,7 +176,7 @@ def _no_format(param: str, asked: str, known: tuple[str, ...]) -> GatewayError:
 
 
 def speech_request(speech: SpeechRequest, prompt: str, request_id: str) -> Request:
-    """What the server is asked to make it read a text aloud.
+    """Build the server's request that reads a text aloud.
 
     Args:
         speech: the caller's request.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many GPUs a load needs and what its speech costs, by a benchmark's report. Pure; all arithmetic is exact.
 
-A closed loop of C streams shows what a server does with C replies always open. Of the measured loads the largest counts
-that meets the targets, and only if every smaller one does too. A conversation in which the model speaks for a share d
-of the time needs d seconds of speech a second; by Little's law it then holds d × real-time factor streams open.
+A closed loop of C streams shows what a server does with C replies always open. The largest measured load that meets the
+targets counts, and only if every smaller one does too. A conversation in which the model speaks for a share d of the
+time needs d seconds of speech a second; by Little's law it then holds d × real-time factor streams open.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton_omni_client.errors import BadRequest
 from .report import SCHEMA, SCHEMA_VERSION
 
 MINUTES = 1000
-"""Of speech, whose cost is told."""
+"""Minutes of speech that the cost is for."""
 _CLOSED = "closed"
 _LENGTHS_DIFFER = Fraction(1, 10)
 """From this on a benchmark of replies of one length says little of those of another."""
@@ -27,7 +27,7 @@ _LENGTHS_DIFFER = Fraction(1, 10)
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """What is good enough.
+    """Targets of a load.
 
     Raises:
         BadRequest: a value is impossible.
@@ -77,13 +77,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What one GPU does within the targets."""
+    """Capacity of one GPU within the targets."""
 
     streams: Fraction
     speech_per_s: Fraction
     reply_s: Fraction
     limit: str | None
-    """What the next larger load missed; None = no larger one was measured."""
+    """Target that the next larger load missed; None = no larger load was measured."""
 
     @property
     def gpu_hours(self) -> Fraction:
@@ -95,7 +95,7 @@ class Capacity:
         return self.speech_per_s * 3600 / exact(seconds)
 
     def is_of_length(self, seconds: float) -> bool:
-        """Whether replies of `seconds` are about as long as the measured ones."""
+        """True if replies of `seconds` are about as long as the measured ones."""
         return abs(exact(seconds) - self.reply_s) <= _LENGTHS_DIFFER * self.reply_s
 
     def gpus(self, conversations: int, speaking: float, headroom: float = 0.0) -> int:
@@ -159,7 +159,7 @@ def _measured(run: Mapping[str, Any]) -> Measured:
 
 
 def capacity(loads: Sequence[Measured], targets: Targets, gpus: int = 1) -> Capacity:
-    """What one GPU does within the targets.
+    """Capacity of one GPU within the targets.
 
     Args:
         loads: the smallest first.

@@ -160,7 +160,7 @@ def _conclude(report: Report, out: Console, written: ReportOptions) -> None:
 
 
 def subtitle(report: Report) -> str:
-    """What the plots say of where their figures come from."""
+    """Return the plots' line about the origin of their figures."""
     parts = list(report.environment.get("gpus", []))
     if server := report.environment.get("server"):
         parts += [checkpoint] if (checkpoint := server.get("checkpoint")) else []

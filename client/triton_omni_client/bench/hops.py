@@ -68,7 +68,7 @@ def parse_hops(page: str) -> Hops:
 
 
 def growth(before: Hops | None, after: Hops | None) -> dict[str, dict[str, HopTimes]]:
-    """What came between two readings, by stage and by end; a stage that took no message is left out."""
+    """Return the counts between two readings, by stage and by end, without stages that took no message."""
     if before is None or after is None:
         return {}
     found: defaultdict[str, dict[str, HopTimes]] = defaultdict(dict)
@@ -89,7 +89,7 @@ def _times(buckets: Mapping[float, float], sum_s: float) -> HopTimes:
 
 
 def _percentile(buckets: Mapping[float, float], messages: int, percent: int) -> float | None:
-    """As PromQL's `histogram_quantile`: linear between the bounds of the bucket that holds it."""
+    """Interpolate as PromQL's `histogram_quantile`: linearly within the bucket."""
     if messages < samples_needed(percent):
         return None
     rank = messages * percent / 100

@@ -24,7 +24,7 @@ Clock = Callable[[], float]
 
 
 class Streamer(Protocol):
-    """What is asked of a client; `AsyncOmniClient` is one."""
+    """The part of a client that a load needs; `AsyncOmniClient` has it."""
 
     def stream(self, request: Request) -> AbstractAsyncContextManager[AsyncIterator[Delta]]:
         """Send a request; leaving the context early cancels it."""
@@ -32,7 +32,7 @@ class Streamer(Protocol):
 
 
 class Progress(Protocol):
-    """Who is told how a run goes on."""
+    """Receives the progress of a run."""
 
     def started(self) -> None:
         """A request was sent."""

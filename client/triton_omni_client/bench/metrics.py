@@ -13,7 +13,7 @@ from .records import RequestRecord
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMetrics:
-    """What one request was like for its user. Times count from its start (`RequestRecord.start_s`)."""
+    """Times of one request as its user saw them. Times count from its start (`RequestRecord.start_s`)."""
 
     time_to_first_text_s: float | None
     time_to_first_audio_s: float | None

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 STAGES = ("thinker", "talker", "token2wav")
 OTHER = "other"
-"""What any other process on the GPU counts as: tritonserver itself, or somebody else's."""
+"""Name for any other process on the GPU: tritonserver itself, or a stranger's."""
 
 _Figure = Callable[[int, Any], dict[str, float]]
 

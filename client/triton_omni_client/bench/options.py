@@ -127,13 +127,13 @@ class LoadOptions:
         return closed + opened
 
     def described(self) -> dict[str, Any]:
-        """What the report has of them beside its loads."""
+        """Return the options that the report holds beside its loads."""
         return {"ramp_up_s": self.ramp_up, "listens": self.listen, "crowds": self.crowds}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions(SamplingOptions):
-    """What is asked."""
+    """Options of the requests."""
 
     prompts: Prompts = None
     prompt_words: PromptWords = None
@@ -152,7 +152,7 @@ class WorkloadOptions(SamplingOptions):
         return BUILT_IN if self.prompts is None else str(self.prompts)
 
     def request_fields(self) -> dict[str, Any]:
-        """As `SamplingOptions` has it."""
+        """Return the fields of the request, as `SamplingOptions` does."""
         return super().request_fields() | {
             "modalities": ("text",) if self.text_only else None,
             "thinker": with_limits("--thinker-json", self.thinker_json, self._limits(self.max_tokens)),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 LINES = {"p50": ("#1f77b4", "o", -14), "p95": ("#d62728", "s", 7)}
 """Colour and marker of each percentile, and how many points above the marker its figure stands."""
 _ROOM = 0.12
-"""Of the axis, left and right of the points, for the figures of the first and the last."""
+"""Fraction of the axis left and right of the points, for the first and last labels."""
 _ASIDE = 5
 """How many points beside the marker a figure stands which the line would otherwise touch."""
 _ALIGNED = {-1: "right", 0: "center", 1: "left"}
@@ -26,7 +26,7 @@ _ALIGNED = {-1: "right", 0: "center", 1: "left"}
 
 
 class Panel(NamedTuple):
-    """What one plot shows of a run's summary."""
+    """One plot of a run's summary."""
 
     figure: str
     title: str

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what NVIDIA's perf_analyzer wrote with `--profile-export-file`, and makes this benchmark's records of it.
 
-The file has, for each load (`experiments`), the requests with the times of their responses in nanoseconds
-(`timestamp`, `response_timestamps`) and the responses' outputs (`response_outputs`). It was read off files that
-perf_analyzer 2.51.0 and 2.60.0 wrote. What it cannot tell, `MISSING` says.
+The file has, for each load (`experiments`), the requests with the times of their responses in nanoseconds (`timestamp`,
+`response_timestamps`) and the responses' outputs (`response_outputs`). It was read off files that perf_analyzer 2.51.0
+and 2.60.0 wrote. `MISSING` lists the figures that an export lacks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _read(path: Path) -> tuple[dict[str, Any], bool]:
 
 
 def _parsed(data: bytes) -> tuple[dict[str, Any], bool]:
-    """What the file says, and whether it was cut off: then without the request that it ends in."""
+    """Return the file's content, and True if it was cut off; the request in which it ends is then left out."""
     text = data.decode("utf-8", errors="replace")
     try:
         return json.loads(text), False
@@ -132,7 +132,9 @@ def _record(index: int, request: Mapping[str, Any], begin_ns: int) -> RequestRec
 
 
 def _deltas(output: Mapping[str, Any], decoder: OutputDecoder) -> Iterator[Delta]:
-    """What one response brought. Only the length of FP32 audio is looked at, so its values need no conversion."""
+    """Return the deltas of one response. Only the length of FP32 audio is looked at, so its values need no
+    conversion.
+    """
     if text := output.get("text_output"):
         yield TextDelta(text)
     # perf_analyzer writes an empty FP32 tensor as one number that means nothing, and a longer one as an array.
@@ -146,7 +148,7 @@ def _deltas(output: Mapping[str, Any], decoder: OutputDecoder) -> Iterator[Delta
 
 
 def _audio_format(request: Mapping[str, Any]) -> AudioFormat:
-    """As asked for in `sampling_parameters`, which the export keeps; `f32` where it says nothing."""
+    """Return the format in `sampling_parameters`, which the export keeps; `f32` by default."""
     text = request.get("request_inputs", {}).get("sampling_parameters") or "{}"
     asked = json.loads(text).get("audio_format", "f32")
     if asked not in get_args(AudioFormat):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written down of one benchmark request: when which piece of the reply came, and how it ended.
+"""Record of one benchmark request: the time of each piece of the reply, and the end.
 
 Pure: the clock is the caller's. Nothing is computed here; that is `metrics.py`.
 """
@@ -72,7 +72,7 @@ class RequestRecord:
 
     @property
     def ok(self) -> bool:
-        """Whether the reply is whole."""
+        """True if the reply is whole."""
         return self.error is None
 
 

@@ -40,7 +40,7 @@ class Run:
     """The worst delay of the load generator's own event loop; None where it is not known."""
 
     hops: Mapping[str, Mapping[str, HopTimes]] = field(default_factory=dict)
-    """What messages took to a stage until they `arrived` and until they were `taken`."""
+    """Times of messages to a stage until they `arrived` and until they were `taken`."""
     streamed: bool = True
     """False where each reply came in one response, which tells nothing of how it would have played on the way."""
 
@@ -58,7 +58,7 @@ class Report:
     workload: Mapping[str, Any]
     runs: list[Run] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What is missing, and why."""
+    """Missing figures with the reason."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""

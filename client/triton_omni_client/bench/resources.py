@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches the server's machine during a run: GPUs by NVML where the server is local, stages by Triton's metrics.
 
-What cannot be asked is said in a note, once, and left out.
+A source that gives no answer is named in one note and left out.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Monitor:
 
 
 def is_local(url: str) -> bool:
-    """Whether a gRPC address is on this machine."""
+    """True if a gRPC address is on this machine."""
     return urlsplit(f"//{url}").hostname in _LOCAL
 
 

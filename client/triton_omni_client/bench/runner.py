@@ -41,7 +41,7 @@ LATE_CLIENT_S = 0.05
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """Plan of a measurement.
 
     `requests` and `warm_up` are for each load; None chooses by the load.
     """
@@ -58,9 +58,9 @@ class Plan:
     ramp_up_s: float = 0.0
     """Over how long the places of a closed loop begin."""
     listens: bool = False
-    """Whether they hear a reply to its end before they ask again."""
+    """True if clients hear a reply to its end before they ask again."""
     crowds: bool = False
-    """Whether they ask at once, and again when all were answered."""
+    """True if clients ask at the same time, and again after all were answered."""
     prompt_tokens: int | None = None
     """Length that the prompts are brought to; None leaves them as they are."""
 
@@ -133,7 +133,7 @@ async def _fit_prompts(plan: Plan, tokens: int, client: AsyncOmniClient, report:
 
 @dataclass(frozen=True)
 class _Bench:
-    """What all runs of a benchmark share."""
+    """State that all runs of a benchmark share."""
 
     plan: Plan
     client: AsyncOmniClient

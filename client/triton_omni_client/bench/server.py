@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What server was measured: its version and models, by the metadata calls of Triton's protocol.
+"""Facts of the measured server: version and models, from the metadata calls of Triton's protocol.
 
 A server that does not answer one of them leaves a note, and the benchmark goes on.
 """
@@ -19,14 +19,14 @@ CALL_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Name and version of the server, and the models behind the one asked, with their versions."""
+    """Name and version of the server, and the models of the ensemble with their versions."""
 
     name: str | None = None
     version: str | None = None
     models: tuple[str, ...] = ()
     """The model asked, then the models that its ensemble is made of, as `name:version`."""
     checkpoint: str | None = None
-    """What it serves; None where it does not tell."""
+    """Checkpoint that it serves; None where it does not tell."""
     notes: tuple[str, ...] = ()
 
 

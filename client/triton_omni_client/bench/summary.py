@@ -41,7 +41,7 @@ class Summary:
     """None, as the three below, where replies are not streamed."""
     requests_with_underruns: int | None
     silence_s: float | None
-    """What all simulated players were silent for, together."""
+    """Seconds of silence of all simulated players together."""
     silence_share: float | None
     """Silence over the length of all speech."""
 

@@ -53,7 +53,7 @@ FIGURES: tuple[tuple[str, str, Format], ...] = (
     ("prompt tokens", "prompt_tokens", _count),
 )
 SHOWN_BY_STAGE = ("memory_mib", "utilization", "sessions", "running", "waiting")
-"""Of what is known of a stage; the report has the rest."""
+"""Figures of a stage in the table; the report has all."""
 
 
 def run_table(run: Run) -> Table:
@@ -76,7 +76,7 @@ def _table(title: str, *, space: int = 1) -> Table:
 
 
 def run_lines(run: Run) -> list[str]:
-    """What is said of one run below its table."""
+    """Return the lines below one run's table."""
     summary = run.summary
     failed = summary.requests - summary.completed - summary.interrupted
     cut = f", {summary.interrupted} cut off" if summary.interrupted else ""
@@ -119,7 +119,7 @@ def comparison(runs: Sequence[Run]) -> Table:
 
 
 def print_report(console: Console, runs: Sequence[Run], notes: Sequence[str]) -> None:
-    """What is said when all runs are over: the comparison of several, and the notes."""
+    """Print the comparison of several runs, and the notes."""
     if len(runs) > 1:
         console.print(comparison(runs))
     for note in notes:

@@ -13,7 +13,7 @@ _LINE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<valu
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 STAGE_GAUGES = ("sessions", "running", "waiting", "kv_blocks_used", "rows_used", "outbox")
-"""What a stage publishes as `omni_*` with the label `stage`."""
+"""Gauges that a stage publishes as `omni_*` with the label `stage`."""
 
 _GPU = {
     "nv_gpu_utilization": ("utilization", 1.0),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark asks: prompts in turn, one sampling for all, a seed a request. Knows no server.
+"""Requests of the benchmark: prompts in turn, one sampling for all, a seed for each. Knows no server.
 
 Also writes the same requests as input data of NVIDIA's perf_analyzer.
 """

@@ -77,7 +77,7 @@ _SHOWN = {
     "cost_an_hour": ("cost of an hour of these GPUs", _CURRENCY),
     f"cost_of_{MINUTES}_minutes_as_used": (f"cost of {MINUTES:,} min of speech, as used", _CURRENCY),
 }
-"""What a figure is called in the table, and its unit, by its name in JSON."""
+"""Label and unit of each figure in the table, by its name in JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ def report_capacity(
 
 
 def facts(found: Capacity, reply_s: float, gpu_hour: float | None) -> dict[str, Any]:
-    """What one GPU does at full use, rounded to a millionth; costs in the currency of `gpu_hour`."""
+    """Return the facts of one GPU at full use, rounded to a millionth; costs in the currency of `gpu_hour`."""
     told: dict[str, Any] = {
         "streams_per_gpu": _rounded(found.streams),
         "speech_seconds_per_s_per_gpu": _rounded(found.speech_per_s),

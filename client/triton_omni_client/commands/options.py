@@ -127,11 +127,11 @@ class QuestionOptions(SamplingOptions):
     video_sound: VideoSound = False
 
     def request_fields(self) -> dict[str, Any]:
-        """As `SamplingOptions` has it."""
+        """Return the fields of the request, as `SamplingOptions` does."""
         return super().request_fields() | {"use_audio_in_video": self.video_sound or None}
 
     def request(self, text: str, media: Sequence[Media]) -> Request:
-        """A request of one user message, behind the system prompt where there is one.
+        """Return a request of one user message, after the system prompt where there is one.
 
         Raises:
             typer.BadParameter: nothing is asked, or options do not go together.
@@ -157,7 +157,7 @@ class WrittenOptions(QuestionOptions):
     text_only: TextOnly = False
 
     def request_fields(self) -> dict[str, Any]:
-        """As `SamplingOptions` has it."""
+        """Return the fields of the request, as `SamplingOptions` does."""
         return super().request_fields() | {"modalities": ("text",) if self.text_only else None}
 
     def check_output(self, output: str) -> None:
@@ -234,7 +234,7 @@ def _text_of_stdin() -> str:
 
 
 def _no_text(data: bytes, why: str) -> typer.BadParameter:
-    """What is said of stdin that stands in the place of a text."""
+    """Return the message about a standard input that stands in the place of a text."""
     try:
         kind = media_kind(data)
     except BadRequest:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a decode step in one launch, in the Triton language.
 
-A step of one token a sequence is bound by its launches and by what its kernels wait for, not by arithmetic; rotation,
-cache write, scheduling, attention and combination are a third of such a step when each is a kernel. Sums are in
-float32. It knows tensors, neither vLLM nor the networks.
+A step of one token a sequence is bound by launches and memory latency, not by arithmetic. Separate kernels for
+rotation, cache write, scheduling, attention and combination take a third of such a step. Sums are in float32. It knows
+tensors, neither vLLM nor the networks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Projected(NamedTuple):
 
 @triton.jit
 def _column(parts, biases, at, wanted, part_stride, PARTS: tl.constexpr, kind: tl.constexpr):
-    """What was projected to the columns `at`, where `wanted`: rounded where the plain path has a tensor; fp32."""
+    """Load the projected columns `at`, where `wanted`: fp32, rounded where the plain path has a tensor."""
     total = tl.load(parts + at, mask=wanted, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(parts + part * part_stride + at, mask=wanted, other=0.0)
@@ -169,7 +169,9 @@ def _leave(part, wanted, best, total, summed):
 
 @triton.jit
 def _left(parts, part, used, SHARED: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
-    """What one of the `used` programs left, past this one's own cache (.cg); nothing seen behind the last of them."""
+    """Load the partial result of one of the `used` programs, past this one's own cache (.cg); programs after the last
+    give nothing.
+    """
     theirs, dims = parts + part * PART, tl.arange(0, WIDTH)
     wanted = tl.arange(0, parts.shape[0]) < tl.where(part < used, SHARED, 0)
     return (
@@ -236,8 +238,8 @@ def _decode_attention(
     WIDTH: tl.constexpr = 2 * HALF
     rows, lanes, dims = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, WIDTH)
     queries = rows < SHARED
-    # What earlier steps have left in the cache is on its way while the projection still runs, as is whatever the step
-    # knew before its first layer.
+    # Data of earlier steps is prefetched while the projection still runs: the cache, and all that the step knew before
+    # its first layer.
     length = tl.load(lengths + sequence)
     used, from_tile, to_tile = _own_tiles(length, split, TILE, SPLITS)
     past, own, blocks_of = length - 1, cache + head * head_stride, table + sequence * table_stride
@@ -260,7 +262,8 @@ def _decode_attention(
     query_1, query_2 = _rotated(
         row, biases, at, queries[:, None], cosine[None, :], sine[None, :], part_stride, PARTS, HALF, kind
     )
-    # With the queries, though only one program needs them: behind its keys it would wait once more.
+    # Load the keys with the queries, though one program alone needs them: after its queries they would cost another
+    # wait.
     has_own = split == used - 1
     key_at, value_at = (HEADS + head) * WIDTH + lanes, (HEADS + KEY_HEADS + head) * WIDTH + dims
     own_1, own_2 = _rotated(
@@ -320,14 +323,11 @@ def decode_attention(
     Flash-Decoding (Dao et al., 2023); whoever is last puts the parts together.
 
     Args:
-        projected: the new tokens.
-        rotation: of the new tokens; like the table, the lengths and what earlier steps have left in the cache it is
-            read while the kernel before still runs: a kernel that is not launched early must stand between, and behind
-            whatever writes them.
-        cache: of this layer; what is behind a sequence's length may be anything.
-        arrivals: int32, zeros for every pair of a sequence and a key head; zeros again behind the launch.
-        heads: of the queries; a multiple of the key heads.
-        scale: of the scores.
+        projected: the new tokens. rotation: of the new tokens. Rotation, table, lengths and cache are read while the
+        previous kernel runs. So a kernel without early launch must come after whatever writes them. cache: of this
+        layer; entries after a sequence's length may be anything. arrivals: int32, zeros for every pair of a sequence
+        and a key head; zeros again after the launch. heads: of the queries; a multiple of the key heads. scale: of the
+        scores.
 
     Returns:
         [B, heads D] in the dtype of the cache, 0 where there is no sequence.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of a decode step with what stands around them, in the Triton language.
 
-For a few tokens a product is bound by reading its weights, and by the latency of walking along its depth: all
-multiprocessors must read all the time, and what comes before and behind is to cost no launches of its own. Sums are in
-float32. It knows tensors, neither vLLM nor the networks.
+For a few tokens a product is bound by reading its weights and by the latency of walking its depth. All multiprocessors
+must read all the time, and neighbouring operations must cost no launches of their own. Sums are in float32. It knows
+tensors, neither vLLM nor the networks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from triton_omni.core.tiles import padded_rows
 _NARROW = 1024
 """Hidden states of a talker, whose products fill no GPU."""
 _COLUMNS = 64
-"""Of a program: as many lines of weights as Hopper's tensor cores take at once."""
+"""Columns of one program: as many lines of weights as Hopper's tensor cores take at once."""
 _GATED_COLUMNS = 32
-"""Of each of two matrices."""
+"""Columns of each of two matrices."""
 _STRIDE = 128
 """Depth at a time."""
 _STAGES = 4
 """Tiles on their way, one more than are waited for."""
 _MOST_PARTS = 16
-"""Of a product whose depth is shared out."""
+"""Maximum parts of a product whose depth is split."""
 _ENOUGH_PROGRAMS = 132
 """One a multiprocessor of the largest GPUs; more of them leave more parts to be added up."""
 
@@ -138,8 +138,8 @@ def split_product(rows: Tensor, weights: Tensor, *, early: bool = True) -> Tenso
 
     A library gives each program a tile of the output, of which a narrow one has fewer than there are multiprocessors.
     Here several programs share a tile's depth (split-K), and whoever reads the product adds their parts up. A line of
-    either is a multiple of 16 bytes, as Hopper's copy engine fetches them. Not `early`, what was launched before is
-    through when the product begins, and so when whatever is launched behind it does.
+    either is a multiple of 16 bytes, as Hopper's copy engine fetches them. Without `early`, the product begins after
+    all earlier launches have ended, and so does every later launch.
     """
     (count, depth), width = rows.shape, len(weights)
     parts, share = shares(width, depth)

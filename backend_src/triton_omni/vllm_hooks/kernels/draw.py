@@ -85,7 +85,7 @@ def _find_id(
     ids = block * BLOCK + places
     values = tl.load(logits + row * SIZE + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
     place, _ = _inverted(tl.exp(values - tl.max(values, 0)), left, places)
-    # Of NaN nothing is found; whoever has it fails that sequence, but the id must be valid.
+    # A row of NaN finds nothing. The reader of such a row fails that sequence, but the id must be valid.
     tl.store(drawn + row, tl.minimum(block * BLOCK + place, SIZE - 1).to(tl.int64))
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode step is told by the host and tells it, by kernels, in the Triton language.
+"""Kernels in the Triton language that exchange a decode step's inputs and results with the host.
 
-A GPU's copy engines, one for each direction, take longer to hand over to each other and to its multiprocessors than a
-few bytes take to travel: 27 microseconds lay between two steps of a talker, of 1250, and 15 do where a kernel reads and
-writes pinned memory itself. It knows tensors alone.
+A GPU's two copy engines take longer to hand over to each other and to its multiprocessors than a few bytes take to
+travel. Between two steps of a talker (1250 µs) lay 27 µs, and 15 where a kernel accesses pinned memory itself. It knows
+tensors alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _fetch(
 ):
     let_next_begin(EARLY)
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    # What the host has written is there; the step before may still read what it is copied to.
+    # The host's data is there; the previous step may still read the target.
     values = tl.load(told + at, mask=at < count)
     wait_for_inputs(EARLY)
     tl.store(target + at, values, mask=at < count)
@@ -34,8 +34,9 @@ def _fetch(
 
 
 def fetch(told: Tensor, target: Tensor, lengths: Tensor, column: int) -> None:
-    """Copy `told` int64 [N, C], contiguous in pinned memory, to `target` [N or more, C] of the device, and one column
-    to `lengths` int32 [N or more], in the order of the stream."""
+    """Copy `told` int64 [N, C], contiguous in pinned memory, to `target` [N or more, C] of the device, in stream order.
+    Copy one column to `lengths` int32 [N or more].
+    """
     count, width = told.numel(), told.shape[1]
     _fetch[(triton.cdiv(count, _TILE),)](
         told,
@@ -68,7 +69,7 @@ class DrawnIds:
     """
 
     _STEPS: Final = 4
-    """Kept for the host, one behind another: more than are ever under way."""
+    """Number of results kept for the host in turn: more than are ever under way."""
 
     def __init__(self, most: int, device: torch.device) -> None:
         # Lines that begin where a kernel's wide writes may.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a talker's decode step draws behind the network, in one launch, in the Triton language.
+"""A talker's draw after the network, in one launch, in the Triton language.
 
 It is the arithmetic of `TalkerStep`'s plain operations, some fifty small launches, of one token a sequence. It knows
 the step's tensors, neither vLLM nor how a step is scheduled.
@@ -20,13 +20,13 @@ from triton_omni.vllm_hooks.talker.columns import Column
 from triton_omni.vllm_hooks.talker.draw import Setting
 
 _GROUPS: Final = 128
-"""Of codes, each of which gives its highest: as many ids, which a published talker's top-k of 40 leaves far behind."""
+"""Groups of codes, each of which gives its maximum: as many ids, far more than a published talker's top-k of 40."""
 _SHORT: Final = 128
 """Ids that may be among the likeliest; where there are more, all are searched."""
 
 
 class Rules(NamedTuple):
-    """Which ids may be drawn, and how each slot draws."""
+    """Ids that may be drawn, and the draw settings of each slot."""
 
     forbidden: Tensor
     """uint8 [V], 1 = never; the interpreter and the compiler agree on bytes, not on bool."""
@@ -37,17 +37,17 @@ class Rules(NamedTuple):
     codes: int
     """So many ids at the beginning are codes."""
     others: Tensor
-    """int32 [F], the ids behind them that may be drawn, in their order: a handful."""
+    """int32 [F], the few other ids that may be drawn, in their order."""
 
     @classmethod
     def of(cls, forbidden: Tensor, stops: Tensor, settings: Tensor, codes: int) -> Rules:
-        """Of bool [V] each."""
+        """Build the rules from masks, bool [V] each."""
         others = codes + (~forbidden[codes:]).nonzero().flatten()
         return cls(forbidden.view(torch.uint8), stops.view(torch.uint8), settings, codes, others.to(torch.int32))
 
 
 NO_KEY: Final = tl.constexpr(-0x80000000)
-"""Of an id that min-p leaves out."""
+"""Key of an id that min-p leaves out."""
 FIRST_KEY: Final = tl.constexpr(-0x7F800000)
 """The key of the lowest finite float."""
 
@@ -107,8 +107,9 @@ def _reached(keys, weights, other_keys, other_weights, least):
 
 @triton.jit
 def _known(ids, there, used, stops, forbidden):
-    """Of `ids` where they are `there`: how often each was read, whether it ends a sequence, and whether it is never
-    drawn."""
+    """Load facts of `ids` where they are `there`: how often each was read, whether it ends a sequence, and whether it
+    is never drawn.
+    """
     ends, never = tl.load(stops + ids, mask=there, other=0), tl.load(forbidden + ids, mask=there, other=1)
     return tl.load(used + ids, mask=there, other=0), ends != 0, never != 0
 
@@ -124,20 +125,20 @@ def _adjusted(values, times, ends, never, repetition, presence, frequency, early
 
 @triton.jit
 def _at(numbers, number, values):
-    """Of `values`, the one at a number; 0 if there is none."""
+    """Return the element of `values` at a number; 0 if there is none."""
     return tl.sum(tl.where(numbers == number, values, 0), 0)
 
 
 @triton.jit
 def _above(keys, weights):
-    """Of each key how many are larger, and the sum of their weights; by comparing each with each, in one wait."""
+    """Return for each key the count of larger keys and the sum of their weights, by comparing all pairs in one wait."""
     larger = keys[:, None] > keys[None, :]
     return tl.sum(larger.to(tl.int32), 0), tl.sum(tl.where(larger, weights[:, None], 0.0), 0)
 
 
 @triton.jit
 def _chosen_of_few(keys, ids, highest, top_k, top_p, uniform, TILE: tl.constexpr):
-    """As `_chosen`, of ids [TILE] that are all there are."""
+    """Do as `_chosen` for ids [TILE] that are all there are."""
     weights = tl.where(keys >= FIRST_KEY, tl.exp(_value(keys) - highest), 0.0)
     larger, before = _above(keys, weights)
     weights = tl.where(larger < top_k, weights, 0.0)
@@ -177,8 +178,9 @@ def _chosen(
     TILE: tl.constexpr,
     OTHERS_TILE: tl.constexpr,
 ):
-    """Of `ids` [TILE] and those behind them, the one at `uniform` of the distribution that top-k and top-p leave; -1
-    where rounding ends between two of them."""
+    """Return the id at `uniform` of the distribution that top-k and top-p leave, from `ids` [TILE] and the other ids.
+    It is -1 where rounding ends between two of them.
+    """
     one, other_one = tl.full([TILE], 1, tl.int32), tl.full([OTHERS_TILE], 1, tl.int32)
     reached = _reached(keys, one, other_keys, other_one, top_k)
     weights = tl.where((keys >= FIRST_KEY) & (keys >= reached), tl.exp(values - highest), 0.0)
@@ -201,7 +203,7 @@ def _chosen(
 
 
 # One kernel and one function, long as it is: penalties, filters and draw share a row of logits that stays in registers.
-# The few ids behind the codes are a tensor of their own: together they would need one of twice the size.
+# The few other ids are a tensor of their own: together with the codes they would need one of twice the size.
 @triton.jit
 def _draw(
     logits,
@@ -283,7 +285,7 @@ def _draw(
     lowest = highest + log_min_p
     keys = tl.where(scaled >= lowest, _ordered(scaled), NO_KEY)
     other_keys = tl.where(other_scaled >= lowest, _ordered(other_scaled), NO_KEY)
-    # As many groups' highest as top-k keeps reach a bound that all of the top k reach; hardly more ids do.
+    # The maxima of as many groups as top-k keeps give a bound that all of the top k reach; hardly more ids do.
     tops = tl.max(tl.reshape(keys, [GROUPS, TILE // GROUPS]), 1)
     bound = _bound(tops, top_k, GROUPS)
     near, other_near = keys >= bound, other_keys >= bound
@@ -291,7 +293,7 @@ def _draw(
     count = codes_near + tl.sum(other_near.to(tl.int32), 0)
     chosen = likeliest
     if (count <= SHORT) & (temperature != 0):
-        # Few are compared each with each; they pass through memory, one behind another.
+        # The few candidates are compared in pairs; they pass through memory in order.
         places = short + token * SHORT - 1
         tl.store(places + tl.cumsum(near.to(tl.int32), 0), _packed(keys, ids), mask=near)
         other_places = places + codes_near + tl.cumsum(other_near.to(tl.int32), 0)
@@ -306,9 +308,9 @@ def _draw(
         chosen = _chosen(
             keys, scaled, ids, other_keys, other_scaled, other_ids, highest, top_k, top_p, uniform, TILE, OTHERS_TILE
         )
-    # Rounding may end between two ids, or behind the last.
+    # Rounding may end between two ids, or after the last.
     chosen = tl.where(chosen < 0, likeliest, chosen)
-    # What a sequence drew last that keeps its place while it waits, by the slot of nobody, stays there.
+    # A waiting sequence keeps its place with the slot of nobody, and its last draw stays there.
     tl.store(drawn + token, tl.where(sound, chosen, mask_id).to(tl.int32), mask=slot != slots - 1)
 
 

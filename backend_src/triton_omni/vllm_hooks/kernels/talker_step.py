@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a talker's decode step does before the network, in one launch, in the Triton language.
+"""Part of a talker's decode step before the network, in one launch, in the Triton language.
 
-It is the arithmetic of `TalkerStep`'s plain operations, some forty small launches, of one token a sequence; what is
-done behind the network is in `vllm_hooks/kernels/talker_draw.py`. It knows the step's tensors, neither vLLM nor how a
+It computes what `TalkerStep`'s plain operations do in some forty small launches, for one token a sequence.
+`vllm_hooks/kernels/talker_draw.py` has the part after the network. It knows the step's tensors, neither vLLM nor how a
 step is scheduled.
 """
 
@@ -20,7 +20,7 @@ from triton_omni.vllm_hooks.talker.columns import Column
 
 
 class Layout(NamedTuple):
-    """What a step is told, and where it leaves what it lays out."""
+    """Inputs of a step, and the buffers that it fills."""
 
     told: Tensor
     """int64 [N, len(Column)]."""
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What is kept of each sequence by slot, and of all."""
+    """State of each sequence by slot, and state of all."""
 
     pool: Tensor
     """[rows, H], hidden rows."""

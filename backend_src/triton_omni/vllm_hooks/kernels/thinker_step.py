@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a thinker's decode step does before the network and behind it, a launch each, in the Triton language.
+"""Parts of a thinker's decode step before and after the network, one launch each, in the Triton language.
 
 They are a dozen small launches otherwise, two of them for a GPU's copy engines, which take their time to hand over to
 its multiprocessors (`vllm_hooks/kernels/step_copy.py`). They know tensors alone.
@@ -36,7 +36,7 @@ class Places(NamedTuple):
 
 
 class Uniforms(NamedTuple):
-    """Numbers by which the ids behind a step's tokens are drawn, float64 [B or more] each."""
+    """Uniform numbers that draw the ids after a step's tokens, float64 [B or more] each."""
 
     told: Tensor
     """In pinned memory of the host."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both vLLM engines use."""
+"""Code that both vLLM engines use."""

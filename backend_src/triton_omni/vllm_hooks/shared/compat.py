@@ -22,7 +22,7 @@ _FORCED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # The mixins extend the V1 runner; the V2 runner has no `_model_forward` to extend.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    # A stage's process has threads of Triton's, which a fork would leave behind in the middle of their work.
+    # A stage's process has threads of Triton's. A fork would copy their locks in the middle of their work.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",

@@ -102,8 +102,8 @@ def graph_sizes(settings: EngineSettings) -> list[int]:
     """Tokens of the steps that get a CUDA graph: decode steps of 1, 2, 4, then every 8 sequences and the most, then,
     for steps with prompts, in growing strides up to `max_graph_tokens`.
 
-    None is of more tokens than one sequence may have: vLLM records a step with prompts as if each of its sequences had
-    all of them, and would read behind the end of its block tables.
+    No graph has more tokens than one sequence may have. vLLM records a step with prompts as if each sequence had all
+    tokens, and would read past the end of its block tables.
     """
     most = settings.max_num_seqs
     decode = {1, 2, 4, *range(8, most + 1, 8), most}
@@ -113,7 +113,7 @@ def graph_sizes(settings: EngineSettings) -> list[int]:
 
 
 def schedules_ahead(settings: EngineSettings, device: torch.device) -> bool:
-    """Whether a step is scheduled while the device still runs the one before."""
+    """True if a step is scheduled while the device still runs the previous one."""
     return device.type == "cuda" and settings.async_scheduling
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorded decode steps by kernels of this project's own; all other steps stay vLLM's.
 
-Which networks, and which steps of them; how their layers are then computed is in `fused_layers.py`. It knows vLLM's
-layers, neither thinker nor talker.
+Chooses the networks and steps whose layers are fused; `fused_layers.py` computes them. It knows vLLM's layers, neither
+thinker nor talker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def wanted_fused(config: VllmConfig) -> bool | str:
-    """What `additional_config` says under `FUSED_DECODE`; False where it says nothing."""
+    """Return the value of `FUSED_DECODE` in `additional_config`; False by default."""
     wanted: bool | str = cast(dict[str, Any], config.additional_config).get(FUSED_DECODE, False)
     return wanted
 
@@ -54,7 +54,7 @@ class FusedDecodeMixin(_Runner):
 
     @property
     def fuses_decode_steps(self) -> bool:
-        """Whether it does; known once the network is loaded."""
+        """True if it does; known once the network is loaded."""
         return self._fused is not None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -87,7 +87,7 @@ class FusedDecodeMixin(_Runner):
 
 
 def why_not_fused(network: nn.Module, dtype: torch.dtype) -> str | None:
-    """What the kernels do not compute of a network; None = they compute it."""
+    """Return the feature of a network that the kernels do not compute; None = they compute it."""
     _, layers = decoder_of(network)
     if dtype not in _HALF_PRECISION:
         return f"they are of half precision, the network is {dtype}"
@@ -113,7 +113,7 @@ def _why_not(layer: Any) -> str | None:
 
 
 def decoder_of(network: nn.Module) -> tuple[Any, list[Any]]:
-    """The part of a network that holds its decoder layers and the norm behind them, and the layers."""
+    """Return the module that holds the decoder layers and the final norm, and the layers."""
     for part in network.modules():
         layers = getattr(part, "layers", None)
         if isinstance(layers, nn.ModuleList) and isinstance(layers[0], LlamaDecoderLayer | Qwen2DecoderLayer):

@@ -28,7 +28,7 @@ from triton_omni.vllm_hooks.shared.fused_decode import decoder_of
 
 
 class Switch:
-    """Whether the step that is launched is one of one token a sequence, to be recorded.
+    """True while the launched step has one token a sequence and is to be recorded.
 
     Args:
         arrivals: see `decode_attention`; of all layers, which run one after another.
@@ -41,7 +41,7 @@ class Switch:
 
 
 class Summands(NamedTuple):
-    """What a projection in front of the layers gives them, yet to be added up."""
+    """Parts of a projection before the layers, yet to be summed."""
 
     parts: Tensor
     """[S, N, hidden] fp32."""
@@ -62,7 +62,7 @@ class FusedProjection:
         self._most_rows = most_rows(projection.weight.shape[0])
 
     def __call__(self, inputs: Tensor) -> Tensor | Summands:
-        """Of inputs [N, K]."""
+        """Project inputs [N, K]."""
         if not self._switch.on or len(inputs) > self._most_rows:
             plain: Tensor = self._plain(inputs)
             return plain
@@ -113,7 +113,7 @@ class FusedAttention:
         return output
 
     def heads(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """What the heads see [N, heads x head_dim], not yet projected; where the matrices are plain."""
+        """Return the heads' output [N, heads x head_dim] before its projection, where the matrices are plain."""
         matrix = self._attention.qkv_proj
         return self._seen(positions, Projected(split_product(hidden_states, matrix.weight), matrix.bias))
 
@@ -162,13 +162,13 @@ class FusedLayer:
 
 
 class FusedNorm:
-    """Stands in for the `forward` of the norm behind the layers."""
+    """Replaces the `forward` of the final norm."""
 
     def __init__(self, norm: Any) -> None:
         self._norm, self._plain = norm, norm.forward
 
     def __call__(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
-        """As the plain norm, of hidden states in parts too."""
+        """Compute the plain norm, of hidden states in parts too."""
         if residual is None or hidden_states.ndim == residual.ndim:
             return self._plain(hidden_states, residual)
         return _add_norm(hidden_states, residual, self._norm), residual
@@ -208,9 +208,9 @@ def fuse(network: nn.Module, max_sequences: int) -> Switch:
 
 
 def fuse_ends(projection: Any, processor: Any, head: Any, switch: Switch) -> None:
-    """Let what stands before and behind fused layers be computed in either way too, where its matrices are plain."""
+    """Let the modules before and after fused layers also work fused, where their matrices are plain."""
     plain_projection = isinstance(projection.quant_method, UnquantizedLinearMethod) and projection.bias is not None
-    # What it leaves to be added up, fused layers alone take.
+    # Only fused layers take its unsummed parts.
     if switch.layers and plain_projection:
         projection.forward = FusedProjection(projection, switch)
     if isinstance(head.quant_method, UnquantizedEmbeddingMethod) and head.bias is None:
@@ -218,7 +218,7 @@ def fuse_ends(projection: Any, processor: Any, head: Any, switch: Switch) -> Non
 
 
 def _products_are_plain(layers: list[Any]) -> bool:
-    """Whether the matrices are as the checkpoint has them, with a bias at most where one is added."""
+    """True if the matrices are the checkpoint's, with a bias at most where one is added."""
     within = [
         matrix for layer in layers for matrix in (layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
     ]

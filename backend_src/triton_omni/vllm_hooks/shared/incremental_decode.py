@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode steps that go on where the step before ended: what does not change between them is kept.
 
-vLLM lays every step out from its scheduler's and its batch's state, which takes longer than a small network runs; while
-the same sequences decode, all that changes is that each is one token longer. The scheduler says when that is so
+vLLM lays every step out from its scheduler's and its batch's state, which takes longer than a small network runs. While
+the same sequences decode, only their lengths change, by one. The scheduler says when that is so
 (`vllm_hooks/shared/incremental_schedule.py`). This module knows vLLM's buffers, neither thinker nor talker.
 """
 
@@ -85,17 +85,19 @@ class StepInFlight:
             self._ready.synchronize()
 
     def result(self) -> ModelRunnerOutput:
-        """What the step drew, as vLLM's scheduler takes it."""
+        """Return the step's ids in the form that vLLM's scheduler takes."""
         self.synchronize()
         return ModelRunnerOutput(self._request_ids, self._rows, self._drawn.tolist())
 
 
 @dataclass
 class Layout:
-    """What the steps of an unchanged batch share; tensors are views of the runner's own, padded as the step is."""
+    """State that the steps of an unchanged batch share; tensors are views of the runner's own, padded as the step
+    is.
+    """
 
     shares: dict[str, int]
-    """Of the steps whose sequences are the next two."""
+    """Numbers of sequences of the steps in the next two fields."""
     states: list[CachedRequestState]
     active: NDArray[np.int64]
     """Their rows."""
@@ -113,8 +115,9 @@ class Layout:
     """Fields of the attention's metadata but for the longest length."""
     context: ForwardContext
     is_planned: bool
-    """Whether attention has a plan for each step: all that recorded fused attention reads are `lengths` and the table
-    of cache blocks."""
+    """True if attention needs a plan for each step. Recorded fused attention reads `lengths` and the block table
+    alone.
+    """
     request_ids: list[str]
     rows_by_request: dict[str, int]
 
@@ -125,7 +128,7 @@ class Layout:
 
 
 class IncrementalDecodeMixin(_Runner):
-    """Adds `go_on` to vLLM's runner. What a network reads in a step, and how it draws, its stage says.
+    """Adds `go_on` to vLLM's runner. The stage defines the network's inputs and the draw.
 
     Put it right before the platform's runner in the bases, which have a `FusedDecodeMixin` too.
     """
@@ -196,7 +199,7 @@ class IncrementalDecodeMixin(_Runner):
         layout.active = np.sort([layout.rows_by_request[request_id] for request_id in layout.shares])
 
     def _ids_before(self) -> Tensor:
-        """What the step before drew, int32 [B]."""
+        """Return the ids of the previous step, int32 [B]."""
         drawn = self.input_batch.prev_sampled_token_ids
         if drawn is None:
             raise RuntimeError("a step goes on behind one that drew nothing")
@@ -204,12 +207,11 @@ class IncrementalDecodeMixin(_Runner):
 
     @abstractmethod
     def _decode_inputs(self, layout: Layout) -> dict[str, Any]:
-        """What the network is given beside positions, padded as the step is."""
+        """Return the network's inputs besides positions, padded as the step is."""
 
     @abstractmethod
     def _draw_decoded(self, hidden: Tensor) -> Tensor:
-        """Ids int32 [B] that are drawn behind last hidden states [B and padding, H]; the next step may overwrite
-        them."""
+        """Draw ids int32 [B] from last hidden states [B and padding, H]; the next step may overwrite them."""
 
     @abstractmethod
     def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:
@@ -260,11 +262,11 @@ class IncrementalDecodeMixin(_Runner):
         starts.np[:] = np.minimum(self.arange_np[: len(starts.np)], count)
         starts.copy_to_gpu()
         self.positions[:count].copy_(self.seq_lens[:count]).sub_(1)
-        # vLLM's null block, as behind any batch that is padded.
+        # Padding gets vLLM's null block, as in any padded batch.
         batch.block_table[0].get_device_tensor(padded)[count:].zero_()
 
     def _common_attention(self, padded: int, slots: Tensor) -> dict[str, Any]:
-        """As `_build_attention_metadata` makes it of a decode step."""
+        """Build the metadata that `_build_attention_metadata` makes for a decode step."""
         return {
             "query_start_loc": self.query_start_loc.gpu[: padded + 1],
             "query_start_loc_cpu": self.query_start_loc.cpu[: padded + 1],

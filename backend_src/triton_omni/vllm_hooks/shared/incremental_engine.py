@@ -15,7 +15,7 @@ NAP_S: Final = 0.001
 
 
 def core_step(client: Any, runner: Any) -> list[EngineCoreOutput]:
-    """What one step gave; with steps scheduled ahead that is the one before.
+    """Return the result of one step; with asynchronous scheduling that of the previous one.
 
     Where nobody can go on now, such as a sequence whose grammar is being compiled, it rests for a moment.
 
@@ -33,7 +33,7 @@ def core_step(client: Any, runner: Any) -> list[EngineCoreOutput]:
 
 
 def _nobody_goes_on(core: Any) -> bool:
-    """Whether no step is under way that computes anything, and yet somebody is to be served."""
+    """True if no step computes anything although a request waits for service."""
     under_way = core.batch_queue or ()
     if any(scheduled.total_num_scheduled_tokens for _, scheduled, _ in under_way):
         return False

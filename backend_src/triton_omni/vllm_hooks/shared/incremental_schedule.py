@@ -2,9 +2,9 @@
 """A scheduler that knows when a step only goes on, and then schedules it and takes its result in a few operations.
 
 vLLM decides about every sequence anew at every step. While those that decoded go on or wait, nothing is to be decided
-but who needs a cache block; for how many steps that stays so is known in advance. Who has to wait keeps its place in
-the runner's batch, so that the others' steps go on, and so do its own behind the wait. Everything else is left to
-vLLM's own way. What makes a sequence wait, it does not know.
+but who needs a cache block; for how many steps that stays so is known in advance. A waiting sequence keeps its place in
+the runner's batch. So the others' steps stay incremental, and its own after the wait. Everything else is left to vLLM's
+own way. It does not know why a sequence waits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
     _shares: dict[str, int]
     _stops: frozenset[int]
     keeps_places: bool = True
-    """Whether those that wait keep their places in the runner's batch while others go on."""
+    """True if waiting sequences keep their places in the runner's batch while others continue."""
     _further: int = 0
     """For how many steps nothing but a new or an ended request can stop one of them."""
 
@@ -90,12 +90,12 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
         return max(0, limit - request.num_computed_tokens)
 
     def waits(self, request: Request) -> bool:
-        """Whether a request that runs could not be scheduled now."""
+        """True if a running request could not be scheduled now."""
         del request
         return False
 
     def _only_decodes(self, request: Request) -> bool:
-        """Whether nothing of a request but its next token matters to a step."""
+        """True if a step needs only the next token of each request."""
         if request.is_prefill_chunk or request.use_structured_output:
             return False
         return not self.encoder_cache_manager.get_cached_input_ids(request)
@@ -117,7 +117,7 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
         """See who has to wait now, and for how many steps the others need not."""
         active = [request for request in decoding if not self.waits(request)]
         if not active:
-            # Whoever goes on behind the wait is mostly the same, for whom the runner need not prepare anew.
+            # After the wait mostly the same sequences continue, and the runner need not prepare them anew.
             self._further = 0
             return
         if active != self._active:
@@ -137,7 +137,7 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
                 raise RuntimeError(f"no cache block for {request.request_id}, although blocks are free")
             given.append((request.request_id, blocks.get_block_ids()))
         if given:
-            # What vLLM keeps for caches that are zeroed would grow otherwise.
+            # vLLM's list of blocks to zero would grow otherwise.
             self.kv_cache_manager.take_new_block_ids()
         return given
 
@@ -155,7 +155,7 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
         return {0: EngineCoreOutputs(outputs=outputs)}
 
     def _nothing_ends(self, step: object, output: ModelRunnerOutput) -> bool:
-        """Whether a step's result is one id for each of its requests, and ends none of them.
+        """True if a step's result is one id for each of its requests and ends none of them.
 
         By its length none can end: `steps_ahead` leaves the last steps to vLLM.
         """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups of an engine that is one process and talks to nobody.
 
-vLLM makes a dozen of them whatever the number of processes, and gloo gives each a thread that wakes up a hundred times
-a second: for two idle stages a twentieth of a core.
+vLLM makes a dozen of them for any number of processes. gloo gives each a thread that wakes up a hundred times a second:
+a twentieth of a core for two idle stages.
 """
 
 from __future__ import annotations

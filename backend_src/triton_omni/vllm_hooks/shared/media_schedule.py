@@ -19,9 +19,9 @@ else:
 class MediaScheduleMixin(_Scheduler):
     """Encodes a medium with its first token, not before.
 
-    Of the media that a step could reach, vLLM encodes those that fit, and ends the step before the first that does not.
-    A video and its sound begin at one token: the video would be kept while its sound waits for room, and several such
-    prompts would wait for each other for ever.
+    vLLM encodes the media within a step's reach that fit, and ends the step before the first that does not. A video and
+    its sound begin at one token: the video would be kept while its sound waits for room, and several such prompts would
+    wait for each other for ever.
 
     Put it before vLLM's scheduler in the bases.
     """

@@ -35,7 +35,7 @@ def load_named(load: Callable[[Weights], set[str]], weights: Weights, checkpoint
 
     try:
         return load(noted())
-    # What vLLM's many loaders raise for a shape that they do not expect; `CheckpointError` is a ValueError.
+    # vLLM's many loaders raise these for an unexpected shape; `CheckpointError` is a ValueError.
     except (AssertionError, RuntimeError, IndexError) as error:
         if last is None:
             raise

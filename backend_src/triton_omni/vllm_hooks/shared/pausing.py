@@ -23,7 +23,7 @@ class PausableMixin(_Scheduler):
 
     held = False
     idle = False
-    """Whether the last step of vLLM's own was empty."""
+    """True if vLLM's last step was empty."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """A step in vLLM's own way."""
@@ -32,7 +32,7 @@ class PausableMixin(_Scheduler):
         return output
 
     def has_requests(self) -> bool:
-        """Whether vLLM should schedule a step now."""
+        """True if vLLM should schedule a step now."""
         return not self.held and bool(super().has_requests())
 
 

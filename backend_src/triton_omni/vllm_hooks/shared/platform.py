@@ -49,7 +49,7 @@ class StageWorker(_PlatformWorker):
 
     runner_class: type[GPUModelRunner]
     tensor_parallel = False
-    """Whether the runner can be one of several ranks."""
+    """True if the runner can be one of several ranks."""
 
     def _make_model_runner(self) -> GPUModelRunner:
         refuse_unsupported(self.vllm_config, tensor_parallel=self.tensor_parallel)

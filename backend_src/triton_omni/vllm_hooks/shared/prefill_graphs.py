@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs for steps that hold prompts, beside those of decode steps.
 
-vLLM records steps of mixed lengths only in place of decode steps, or between layers of a compiled network. A short
-prompt's step then launches a thousand kernels one by one and takes five times as long as a decode step, and it is the
-first thing that a listener waits for. It knows vLLM's dispatcher of graphs, neither thinker nor talker.
+vLLM records steps of mixed lengths only in place of decode steps, or between layers of a compiled network. Without a
+graph a short prompt's step launches a thousand kernels one by one and takes five times as long as a decode step. It
+delays the first audio. It knows vLLM's dispatcher of graphs, neither thinker nor talker.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache blocks that a sequence leaves before all that it wrote there is known to be finite.
 
-Attention multiplies what lies behind a sequence's end by zero, and zero times NaN is NaN: such blocks are zeroed before
-they are another's. It knows vLLM's records of sequences, neither thinker nor talker.
+Attention multiplies values after a sequence's end by zero, and zero times NaN is NaN. So such blocks are zeroed before
+another sequence gets them. It knows vLLM's records of sequences, neither thinker nor talker.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ else:
 class ReleasedBlocksMixin(_Runner):
     """Zeroes the blocks that a sequence leaves, once, and only while they are its own.
 
-    vLLM's scheduler gives the blocks of a preempted sequence away at once, and the runner is told which it was with the
-    step that may use them; until the sequence is resumed, vLLM's runner goes on naming the blocks that it had.
+    vLLM's scheduler gives the blocks of a preempted sequence away at once, and tells the runner with the step that may
+    use them. Until the sequence resumes, vLLM's runner still names its former blocks.
 
     Put it before the platform's runner in the bases.
     """
@@ -31,8 +31,8 @@ class ReleasedBlocksMixin(_Runner):
     def clear_cache_of(self, request_id: str) -> None:
         """Zero the blocks of a sequence that failed, or may have, and forget them; an unknown one is ignored.
 
-        Ordered behind every step already launched. The sequence may have ended: its blocks are known here, and nobody
-        else's, until the next step.
+        It is ordered after every step already launched. The sequence may have ended: its blocks are known here, and
+        nobody else's, until the next step.
         """
         state = self.requests.get(request_id)
         if state is None:

@@ -53,7 +53,7 @@ def drawing(sampling: Sampling) -> dict[str, Any]:
 
 
 def seed_args(seed: int) -> dict[str, int]:
-    """What `SamplingParams.extra_args` must hold for a sequence with this seed.
+    """Return the `SamplingParams.extra_args` of a sequence with this seed.
 
     `SamplingParams.seed` stays unset: with it vLLM makes a generator per sequence and samples in a loop.
     """
@@ -94,8 +94,8 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     """Sample one id a row by inverting the cumulative distribution of softmax(logits).
 
-    In a large vocabulary the number finds a block of ids first and what is left of it the id within: blocks are summed
-    in parallel, whereas a GPU walks along a row to sum it cumulatively.
+    In a large vocabulary the number first finds a block of ids, and its remainder the id within. Blocks are summed in
+    parallel, whereas a cumulative sum walks along a row.
 
     Args:
         logits: float [B, V]; -inf marks ids that must not be drawn, at least one id a row is finite.

@@ -22,7 +22,7 @@ def launch_directly(tables: MultiGroupBlockTable) -> None:
 
 
 def _fixed_arguments(table: BlockTable) -> dict[str, Any]:
-    """What one table gives to every launch."""
+    """Arguments of one table that all launches share."""
     blocks = table.block_table.gpu
     return {
         "max_num_tokens": table.max_num_batched_tokens,

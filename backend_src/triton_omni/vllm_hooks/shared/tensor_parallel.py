@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 _CALL_BYTES = 1 << 20
 """A call of a step is a few KB; a larger one, with media, goes round the ring of shared memory."""
 _LOAD_GRACE_S = 5.0
-"""What rank 0 gets to tell why nothing can be loaded, which ends the followers too."""
+"""Seconds in which rank 0 reports why nothing can be loaded, which ends the followers too."""
 _GRACE_S = 3.0
 """A follower that has not ended by then is killed."""
 
@@ -40,8 +40,8 @@ _GRACE_S = 3.0
 class TensorParallelExecutor(UniProcExecutor):
     """vLLM's executor in one process, and every call repeated by the other ranks (`followers`).
 
-    A rank that ends leaves the others inside a collective that nothing can interrupt, so that each ends with the other:
-    the followers with this process, and this process, killed, with any of them.
+    A rank that ends leaves the others inside a collective that nothing can interrupt. So each ends with the other:
+    followers with this process, and this process is killed with any follower.
 
     Raises:
         RuntimeError: a follower cannot load.
@@ -81,7 +81,7 @@ class TensorParallelExecutor(UniProcExecutor):
     def _start(self, rank: int) -> Any:
         # An interpreter that is embedded, as in Triton's stub, does not know what program would start it.
         multiprocessing.set_executable(str(Path(sys.prefix) / "bin" / "python3"))
-        # As vLLM starts its worker processes, but from here, so that `compat` prepares them before they import vLLM.
+        # vLLM starts its worker processes in the same way; from here `compat` prepares them before they import vLLM.
         ready_reader, ready_writer = self._context.Pipe(duplex=False)
         death_reader, death_writer = self._context.Pipe(duplex=False)
         process = self._context.Process(
@@ -172,7 +172,7 @@ def _answer(follower: Any) -> Any:
 
 
 def _follow(**worker: Any) -> None:
-    """What a follower's process does: vLLM's worker, until this engine's process ends, whatever it is doing then."""
+    """Run vLLM's worker in a follower's process until this engine's process ends, whatever it is doing then."""
     parent = multiprocessing.parent_process()
 
     def end_with_parent() -> None:

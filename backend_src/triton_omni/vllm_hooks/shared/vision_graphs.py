@@ -52,9 +52,9 @@ def vision_graphs(settings: EngineSettings) -> dict[str, Any]:
 
 
 class VisionGraphs(SupportsEncoderCudaGraph):
-    """What vLLM asks a network whose images are recorded, for one whose `visual` is Qwen2.5-VL's tower.
+    """Methods that vLLM asks of a network with recorded image passes, for one whose `visual` is Qwen2.5-VL's tower.
 
-    Put it behind vLLM's network in the bases, whose `__init__` a protocol would hide. Videos are not recorded: they are
+    Put it after vLLM's network in the bases, whose `__init__` a protocol would hide. Videos are not recorded: they are
     so long that launching them takes less time than running them, and vLLM does not look whether their frames have room
     in what was recorded.
     """

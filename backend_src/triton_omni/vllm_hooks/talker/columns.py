@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Column(IntEnum):
-    """What a step is told of each of its tokens; one int64 each, so that all of it is one copy to the device."""
+    """Inputs of a step for each token; one int64 each, so that all of them are one copy to the device."""
 
     ROW = 0
     """Its row in the pool."""
@@ -16,11 +16,11 @@ class Column(IntEnum):
     PLACE = 2
     """Its position in its sequence."""
     UNIFORM = 3
-    """Bits of the float64 by which the id behind it is drawn."""
+    """Bits of the float64 that draws the next id."""
     FOLLOWS = 4
     """1 where it is what the last decode step drew in the same row; the step then lays it out by the next two."""
     AXIS = 5
-    """Its position on the axes of M-RoPE, which are one behind the prompt."""
+    """Its position on the axes of M-RoPE, which are equal after the prompt."""
     CACHE = 6
     """Its slot in the key-value cache, below 0 for none."""
     LENGTH = 7

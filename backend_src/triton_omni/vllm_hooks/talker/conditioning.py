@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hidden row and which codec id condition each position of a talker sequence.
+"""Assigns a hidden row and a codec id to each position of a talker sequence.
 
 Pure integer arithmetic over positions; it knows no tensor of rows, no engine and no session.
 Follows the talker part of HF's `Qwen2_5OmniForConditionalGeneration.generate`:
@@ -53,7 +53,7 @@ def stored_rows(prompt_rows: int, fed_rows: int) -> int:
 
 
 def can_speak(prompt_rows: int, fed_rows: int) -> bool:
-    """Whether a reply row came at all; without one nothing is spoken."""
+    """True if a reply row came; without one nothing is spoken."""
     return fed_rows > prompt_rows
 
 

@@ -70,13 +70,13 @@ class SlotDraws:
             Setting.FREQUENCY: sampling.frequency_penalty,
         }
         for setting, value in values.items():
-            # As a kernel's argument: a copy from pageable memory would wait for all of the device's work.
+            # A kernel's argument: a copy from pageable memory would wait for all of the device's work.
             self.settings[setting, slots].fill_(value)
 
     def uniforms(self, slots: Indices, positions: Indices) -> NDArray[np.float64]:
         """Uniform numbers [...] of what is drawn at `positions` int64 [...] of the sequences of `slots` int64 [...].
 
-        A number belongs to the place of the drawn id, which is the one behind.
+        A number belongs to the place of the drawn id, the next one.
         """
         return counter_uniforms(self._seeds[slots], (positions + 1).astype(np.uint64))
 

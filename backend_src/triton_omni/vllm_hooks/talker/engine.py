@@ -88,7 +88,7 @@ class TalkerVllmEngine:
     def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> None:
         """Reserve the session's rows; vLLM learns of the sequence with its first reply row.
 
-        Of the sequences that it has no place for yet, the one with the lowest `priority` is next.
+        Among waiting sequences the one with the lowest `priority` is next.
 
         Raises:
             Overloaded: the rows cannot be had now.
@@ -116,8 +116,8 @@ class TalkerVllmEngine:
         if sequence is None or not rows.shape[0]:
             return
         self._rows.feed(sequence, rows)
-        # Not with the prompt's rows alone: prefill would run in one step or in two, as the rows happen to come, and in
-        # half precision a seed would not give the same codes twice.
+        # It does not begin with the prompt's rows alone. Prefill would run in one step or in two, as rows happen to
+        # come, and in half precision a seed would not give the same codes twice.
         if sequence.request_id is None and sequence.speaks:
             self._submit(sequence)
 
@@ -141,7 +141,7 @@ class TalkerVllmEngine:
         self._core.scheduler.held = held
 
     def keep_places(self, kept: bool) -> None:
-        """Whether sequences that wait for rows keep their places in the batch, where steps are scheduled ahead."""
+        """Set whether sequences that wait for rows keep their places in the batch, with asynchronous scheduling."""
         self._core.scheduler.keeps_places = kept
 
     def step(self) -> list[TalkerOutput]:
@@ -156,10 +156,10 @@ class TalkerVllmEngine:
         return outputs
 
     def _vllm_step(self) -> list[EngineCoreOutput]:
-        """What one step of vLLM's engine gave.
+        """Return the outputs of one step of vLLM's engine.
 
-        `LLMEngine.step` would make a `RequestOutput` of each for a text that a talker does not have, which at a large
-        batch costs a tenth of the step; it is told of those that ended, to forget them.
+        `LLMEngine.step` would make a `RequestOutput` with a text for each, which costs a tenth of a step at a large
+        batch. It only learns which sequences ended, to forget them.
         """
         given = core_step(self._llm.engine_core, self._runner)
         ended = [output for output in given if output.finished]
@@ -178,18 +178,18 @@ class TalkerVllmEngine:
         self._close(sequence)
 
     def waits(self, key: str) -> bool:
-        """Whether no step could bring a sequence's next code, behind those under way: its row is yet to come."""
+        """True if no further step could bring the sequence's next code, since its row has not arrived."""
         sequence = self._open.get(key)
         if sequence is None or sequence.request_id is None:
             return True
         return bool(self._core.scheduler.is_stuck(sequence.request_id))
 
     def has_work(self) -> bool:
-        """Whether `step` could advance a sequence now (False while every sequence waits for rows)."""
+        """True if `step` could advance a sequence now; False while every sequence waits for rows."""
         return bool(self._silent) or self._vllm_has_work()
 
     def _vllm_has_work(self) -> bool:
-        """Whether vLLM could schedule something, or a step of its is in flight."""
+        """True if vLLM could schedule something, or one of its steps is in flight."""
         in_flight = self._core.batch_queue or ()
         if any(output.total_num_scheduled_tokens for _, output, _ in in_flight):
             return True
@@ -269,7 +269,9 @@ class TalkerVllmEngine:
         return dataclasses.replace(sampling, temperature=checked.temperature, max_tokens=limit)
 
     def _parameters(self, sampling: Sampling) -> SamplingParams:
-        """What vLLM must know of a sequence: when it ends. How it is sampled, only the step knows (`SlotDraws`)."""
+        """Return vLLM's parameters of a sequence: when it ends. How it is sampled, only the step knows
+        (`SlotDraws`).
+        """
         return SamplingParams(
             temperature=0.0,
             max_tokens=sampling.max_tokens,

@@ -21,10 +21,10 @@ class FusedTalkerStep(TalkerStep):
         self._rules = Rules.of(self.forbidden, self.draws.stops, self.draws.settings, self.speakable)
 
     def begin_decode(self, ids: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-        """As the plain step's."""
+        """Do as the plain step."""
         layout = Layout(self.index, ids, positions, self.cache_slots)
         return begin(layout, self._memory, table, self.mask_id)
 
     def finish_decode(self, logits: Tensor) -> None:
-        """As the plain step's, but that ids as likely as the last that top-k or top-p keeps are all kept."""
+        """Do as the plain step, but keep all ids that are as likely as the last that top-k or top-p keeps."""
         draw(logits, self.index, self._memory, self._rules, self.mask_id)

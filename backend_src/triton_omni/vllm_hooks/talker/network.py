@@ -49,8 +49,8 @@ _STACKED: dict[str, dict[str, str | int]] = {
 class TalkerModel(nn.Module):
     """The decoder's layers and the table of codec ids, which is as wide as the thinker.
 
-    The layers are vLLM's Llama layers with biases on query, key and value (`qkv_bias`), which is Qwen2; vLLM's own
-    Qwen2 layers take a head to be hidden_size / heads wide, and the published talker's is not.
+    The layers are vLLM's Llama layers with biases on query, key and value (`qkv_bias`), which is Qwen2. vLLM's own
+    Qwen2 layers take hidden_size / heads as head size, unlike the published talker.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -121,8 +121,8 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
     ) -> Tensor:
         """Hidden states [N, hidden_size] of codec ids [N] at positions [3, N], conditioned by `step`.
 
-        All that a decode step does before it draws is in here, because this is what vLLM records as a CUDA graph:
-        launched one by one, those few small operations would take longer than the network.
+        vLLM records this method as a CUDA graph, so it holds all that a decode step does before the draw. Launched one
+        by one, these small operations would take longer than the network.
         """
         if self.step is None:
             raise RuntimeError("the talker's network runs before it was given its hidden rows")

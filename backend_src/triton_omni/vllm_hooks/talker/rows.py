@@ -63,7 +63,7 @@ class Sequence:
 
     @property
     def speaks(self) -> bool:
-        """Whether a reply row came."""
+        """True if a reply row came."""
         return can_speak(self.prompt.prompt_rows, self.fed)
 
     @property
@@ -194,9 +194,8 @@ class TalkerRows:
     def store(self) -> None:
         """Copy what was fed since the last call into the pool, before a step that reads it.
 
-        Together, by one kernel for a hundred messages: a copy each would take the thread that steps longer than the
-        step, since it gives Python's global lock up for each and then stands in line with the threads that read and
-        write the messages.
+        One kernel stores the rows of a hundred messages. Single copies would take the stepping thread longer than the
+        step: each releases the GIL and then competes with the threads that read and write messages.
         """
         fed, self._fed, self._fed_rows = self._fed, [], 0
         if fed:
@@ -204,7 +203,7 @@ class TalkerRows:
             torch._foreach_copy_(places, [one.rows for one in fed])
 
     def close(self, sequence: Sequence) -> None:
-        """Free what `open` reserved. Steps in flight may still read it: later writes queue up behind them."""
+        """Free what `open` reserved. Steps in flight may still read it: later writes are queued after them."""
         # Its place may be another's before the next step.
         self._fed = [one for one in self._fed if one.slot != sequence.slot]
         self._free_slots.append(sequence.slot)
@@ -220,7 +219,7 @@ class TalkerRows:
     def gather(self, index: Tensor, slots: Tensor) -> Tensor:
         """The rows [N, H] of a whole step.
 
-        What is not finite counts against its sequence and is given as 0, so that it never reaches a cache.
+        A value that is not finite counts against its sequence and is given as 0, so that it never reaches a cache.
 
         Args:
             index: int64 [N] on the device, as `pool_rows` gives it.

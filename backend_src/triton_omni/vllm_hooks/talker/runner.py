@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's V1 model runner for the talker: it names the rows that a step reads, and draws stay on the device.
 
-One mixin for CPU and GPU. What a step computes is in `talker_step.py`; when a sequence may run is the scheduler's
-matter (`waiting.py`).
+One mixin for CPU and GPU. `step.py` computes a step; the scheduler (`waiting.py`) decides when a sequence may run.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ class _Batch(NamedTuple):
     sequences: list[Sequence]
     slots: NDArray[np.int64]
     deltas: NDArray[np.int64]
-    """What is added to a token's place to get its M-RoPE position once the prompt is over."""
+    """Added to a token's place to get its M-RoPE position after the prompt."""
 
 
 class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
     """Says which rows a step's tokens read, and hands each draw to its sequence."""
 
     step: TalkerStep
-    """What this runner and the network share; made with the network."""
+    """State that this runner and the network share; made with the network."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -72,9 +71,9 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         self._fetch: Callable[[Tensor, Tensor, Tensor, int], None] | None = None
         """Copies from pinned memory by a kernel, where decode steps have kernels of their own."""
         self._idle = np.zeros(len(Column), dtype=np.int64)
-        """What a step is told of a sequence that waits, whose place it keeps."""
+        """Step inputs of a waiting sequence that keeps its place."""
         self._ahead: list[NDArray[np.int64]] = []
-        """What is known of steps that only go on; of no use behind any other."""
+        """Inputs of further incremental steps; of no use after any other step."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the network, and allocate what it reads in every step before any step is recorded."""
@@ -179,7 +178,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         return self._batch
 
     def _stage_index(self, count: int, slots: NDArray[np.int64]) -> None:
-        """What the step must know of its tokens, to the device in one copy."""
+        """Copy the step's inputs for its tokens to the device at once."""
         owners = self.req_indices.np[:count]
         positions = self.input_batch.num_computed_tokens_cpu[owners] + self.query_pos.np[:count]
         index, owned = self._index.np, slots[owners]
@@ -191,8 +190,9 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         self._index.copy_to_gpu(self._idle_behind(count))
 
     def _idle_behind(self, count: int) -> int:
-        """Say of nobody what is behind a step's `count` tokens, of which a recorded one may have more; returns where
-        that ends."""
+        """Fill the places after a step's `count` tokens, which a recorded step may have, with the idle slot; return
+        where that ends.
+        """
         index = self._index.np
         end = min(max(count, self.max_num_reqs), len(index)) if self.step.decoding else len(index)
         index[count:end] = 0
@@ -243,7 +243,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
             self._fetch(self._index.cpu[:count], self._index.gpu, self.seq_lens, Column.LENGTH.value)
 
     def _look_ahead(self, layout: Layout) -> list[NDArray[np.int64]]:
-        """What the next steps can be told now of their tokens [N, len(Column)], the latest step first.
+        """Return the inputs of the next steps for their tokens [N, len(Column)], the latest step first.
 
         It lacks the row, which may not be there yet, and of the cache's slot the block.
         """
@@ -272,7 +272,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         return self.step.drawn[: len(self._batch.ids)]
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
-        """The step's draws: a decode step has made them already, behind the network."""
+        """Return the step's draws: a decode step has made them already, after the network."""
         if logits is None:
             raise RuntimeError("the talker runs on one rank, so every step has logits")
         drawn = self._drawn().clone() if self.step.decoding else self.step.draw(logits, self._last_tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a talker step computes on the device before and behind the network: conditioned inputs, drawn codes.
+"""Device part of a talker step before and after the network: conditioned inputs, drawn codes.
 
 Every tensor it reads or writes between steps is allocated once, so a recorded step (a CUDA graph) may hold all of it.
 It knows neither vLLM nor how a step is scheduled.
@@ -24,18 +24,16 @@ class TalkerStep:
     """Inputs and draws of a step's tokens.
 
     Args:
-        rows: device memory of all sequences.
-        index: int64 [tokens of the largest step, len(Column)] on the device, written before every step. What is behind
-            a step's tokens must be valid too, with `rows.idle_slot`.
-        ids: special codec ids.
-        speakable: number of codes the codec's table holds; other ids are never drawn, the stop ids apart.
+        rows: device memory of all sequences. index: int64 [tokens of the largest step, len(Column)] on the device,
+        written before every step. Places after a step's tokens must be valid too, with `rows.idle_slot`. ids: special
+        codec ids. speakable: number of codes the codec's table holds; other ids are never drawn, the stop ids apart.
         max_sequences: sequences of the largest decode step.
     """
 
     def __init__(self, rows: TalkerRows, index: Tensor, ids: CodecIds, speakable: int, max_sequences: int) -> None:
         self.rows, self.index, self.mask_id, self.speakable = rows, index, ids.mask, speakable
         self.decoding = False
-        """Whether the step that runs has one token a sequence; set before it."""
+        """True if the step that runs has one token a sequence; set before it."""
         vocabulary = rows.used.shape[1]
         self.forbidden = _forbidden(vocabulary, ids, speakable).to(index.device)
         """bool [V], ids that are never drawn."""
@@ -93,7 +91,7 @@ class TalkerStep:
         before.copy_(torch.where(index[:, Column.SLOT] == self.rows.idle_slot, before, drawn))
 
     def draw(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Ids int32 [B] behind `tokens` int [B], places in a step of any kind, whose logits are [B, V]."""
+        """Draw ids int32 [B] after `tokens` int [B], places in a step of any kind, whose logits are [B, V]."""
         index = self.index[tokens]
         return self._draw(*self.adjust(logits, index[:, Column.SLOT]), index)
 

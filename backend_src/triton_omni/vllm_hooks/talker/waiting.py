@@ -43,7 +43,7 @@ class WaitingMixin(PausableMixin, _Scheduler):
         self._ready_positions = ready_positions
 
     def can_advance(self) -> bool:
-        """Whether `schedule` would give a step anything to compute now."""
+        """True if `schedule` would give a step anything to compute now."""
         if self.held:
             return False
         if not all(map(self.waits, self.running)):
@@ -60,8 +60,8 @@ class WaitingMixin(PausableMixin, _Scheduler):
 
     @property
     def _is_starved(self) -> bool:
-        """Whether those that have no place were tried just now, in vain: what others have that wait for rows comes free
-        once these have come, until when vLLM would run one empty step after the other.
+        """True if waiting sequences were just tried in vain. The places of sequences that wait for rows come free once
+        these have come; until then vLLM would run one empty step after the other.
         """
         return self._blocks_there <= self._starved_with and time.monotonic() < self._starved_until
 
@@ -71,7 +71,7 @@ class WaitingMixin(PausableMixin, _Scheduler):
         return free
 
     def waits(self, request: Request) -> bool:
-        """Whether the next row of a request that runs is not there."""
+        """True if the next row of a running request is missing."""
         # First what is nearly always the reason: each is asked some times a step.
         if self._ready_positions is not None and request.num_computed_tokens >= self._ready_positions(
             request.request_id
@@ -80,14 +80,14 @@ class WaitingMixin(PausableMixin, _Scheduler):
         return not self._reserve_prefill_lookahead(request, request.num_computed_tokens, 1)
 
     def is_stuck(self, request_id: str) -> bool:
-        """Whether no step could take a request further now; one that is not known is none."""
+        """True if no step could advance a request now; False for an unknown one."""
         request = self.requests.get(request_id)
         if request is None:
             return True
         return self.waits(request) if request in self.running else len(self.running) >= self.max_num_running_reqs
 
     def has_requests(self) -> bool:
-        """Whether vLLM should schedule a step now.
+        """True if vLLM should schedule a step now.
 
         It would otherwise run empty steps while everybody waits, and after an empty step the runner puts its whole
         batch together again.
@@ -103,10 +103,10 @@ class WaitingMixin(PausableMixin, _Scheduler):
         return max(0, min(allowed, self._ready_positions(request.request_id) - num_computed_tokens))
 
     def _awaits_its_own_code(self, request: Request) -> bool:
-        """Whether the code this sequence must read next is known neither here nor to the step before.
+        """True if neither the host nor the previous step knows the code that this sequence must read next.
 
-        The runner takes the code of the step in flight from the device only for sequences of the step just before;
-        a sequence that was passed over once goes on when the host knows its code.
+        The runner takes the code of the step in flight from the device only for sequences of the previous step. A
+        sequence that was passed over continues once the host knows its code.
         """
         return request.num_output_placeholders > 0 and request.request_id not in self.prev_step_scheduled_req_ids
 

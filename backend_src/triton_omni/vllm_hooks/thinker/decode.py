@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the thinker reads in a decode step that goes on, and how it draws: vLLM's sampler with this project's numbers.
+"""Inputs of the thinker's incremental decode step, and its draw: vLLM's sampler with this project's numbers.
 
 It knows vLLM's buffers of a step; hidden rows are taken where they always are (`hidden_rows.py`).
 """
@@ -28,8 +28,9 @@ class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
         row_tap: RowTap
 
     _begin: Callable[[Tensor, bool], None] | None = None
-    """Lays out the step behind these ids, int32 [B], by a kernel; its draws are by numbers of the host's, or are not.
-    None where decode steps have no kernels of their own."""
+    """Lays out the step after these ids, int32 [B], by a kernel; the flag tells whether its draws use numbers of the
+    host. None where decode steps have no kernels of their own.
+    """
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache; where decode steps are fused, what surrounds their network is too, compiled here."""

@@ -229,7 +229,7 @@ class ThinkerVllmEngine:
         """vLLM's `LLMEngine.step`, of a step that its core makes or that goes on."""
         processor: Any = self._llm.output_processor
         processed = processor.process_outputs(core_step(self._llm.engine_core, self._runner))
-        # Of what ended with a stop string the core knows nothing.
+        # The core does not know that the sequence ended with a stop string.
         self._llm.engine_core.abort_requests(processed.reqs_to_abort)
         outputs: list[RequestOutput] = processed.request_outputs
         return outputs
@@ -238,11 +238,11 @@ class ThinkerVllmEngine:
         """Drop a sequence and everything it holds; unknown keys are ignored."""
         sequence = self._give_up(key)
         if sequence is not None:
-            # Whether all that it computed is finite is not known yet: a step may be in flight.
+            # It is not known yet that all its values are finite: a step may be in flight.
             self._clear_cache_of(sequence)
 
     def has_work(self) -> bool:
-        """Whether `step` could advance a sequence, or has still to tell the device of an ended one."""
+        """True if `step` could advance a sequence, or must still tell the device of an ended one."""
         return bool(self._core.scheduler.has_requests() or self._core.batch_queue)
 
     def stats(self) -> EngineStats:
@@ -330,7 +330,7 @@ class ThinkerVllmEngine:
         finish = _FINISH.get(completion.finish_reason)
         error, given_up, stop_string = None, None, _stop_string(completion)
         if stop_string is not None:
-            # Whether what is not given is finite is not known, and a step may be in flight.
+            # It is not known that the withheld rows are finite, and a step may be in flight.
             self._clear_cache_of(sequence)
         if news.finished:
             self._drop(sequence.key)

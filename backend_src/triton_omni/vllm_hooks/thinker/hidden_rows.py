@@ -41,7 +41,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRows:
-    """What one engine step computed.
+    """Rows of one engine step.
 
     Attributes:
         segments: which tokens are whose, in the order of the batch.
@@ -58,14 +58,15 @@ class StepRows:
 
     @property
     def arrived(self) -> bool:
-        """Whether `finite` can be read; does not wait."""
+        """True if `finite` can be read; it does not wait."""
         return self.ready is None or bool(self.ready.query())  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Which tokens of a batch become rows: `indices` int64 [n], ascending, and `zeroed` bool [n] without their
-    embedding."""
+    """Tokens of a batch that become rows: `indices` int64 [n], ascending, and `zeroed` bool [n] without their
+    embedding.
+    """
 
     segments: tuple[Segment, ...]
     indices: NDArray[np.int64]
@@ -100,11 +101,11 @@ class GatherPlan:
 
     @property
     def _are_first(self) -> bool:
-        """Whether the rows are those of the batch's first tokens, as where all sequences decode and want rows."""
+        """True if the rows are those of the batch's first tokens, as where all sequences decode and want rows."""
         return bool(self.indices[-1] == len(self.indices) - 1)
 
     def _take(self, tokens: Tensor) -> Tensor:
-        """Of [tokens of the batch, H] those that become rows, a view where they are the first."""
+        """Select the rows of [tokens of the batch, H]; a view where they are the first."""
         if self._are_first:
             return tokens[: len(self.indices)]
         return tokens.index_select(0, to_device(torch.from_numpy(self.indices), tokens.device))
@@ -125,7 +126,7 @@ class _Wanted:
 
 
 class RowTap:
-    """Which requests want rows, and what the steps gave until it is taken.
+    """Knows the requests that want rows, and keeps the rows of steps until they are taken.
 
     Each row is taken once: of what a preempted sequence computes again, whoever waits for rows has them already.
     `want` and `forget` are called between steps, on the thread that steps the engine.
@@ -134,7 +135,7 @@ class RowTap:
     def __init__(self) -> None:
         self._wanted: dict[str, _Wanted] = {}
         self.finish: Callable[[Tensor | None, Tensor], Tensor] = finish
-        """What does the same as `finish`."""
+        """Replacement of `finish`."""
         self.steps: deque[StepRows] = deque()
 
     def want(self, request_id: str, media: NDArray[np.bool_]) -> None:
@@ -148,7 +149,7 @@ class RowTap:
     def plan(
         self, request_ids: list[str], starts: NDArray[np.integer[Any]], bounds: NDArray[np.integer[Any]]
     ) -> GatherPlan:
-        """What to take from a step's batch; asked once a step.
+        """Return the rows to take from a step's batch; asked once a step.
 
         Args:
             request_ids: of the batch, in its order.

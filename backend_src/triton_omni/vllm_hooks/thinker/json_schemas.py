@@ -25,7 +25,7 @@ from triton_omni.vllm_hooks.shared.compat import (
 from triton_omni.vllm_hooks.thinker.schema_trial import try_schema
 
 GRAMMAR_BACKEND: Final = "guidance"
-"""What `EngineArgs.structured_outputs_config` must name."""
+"""Name of the backend for `EngineArgs.structured_outputs_config`."""
 
 
 class _LockedBackend(GuidanceBackend):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step of one prompt of text alone, laid out by a few copies.
 
-vLLM lays out whatever mix a step may hold, by two dozen small operations, in which a device that has nothing to do
-waits: for whoever asks first, that is time to their first sound. It knows vLLM's buffers, neither thinker nor talker.
+vLLM lays out any mix of sequences by two dozen small operations, during which an idle device waits. That delays the
+first audio of a single request. It knows vLLM's buffers, neither thinker nor talker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ else:
 class LonePromptsMixin(_Runner):
     """Lays such a step out itself, for a network of M-RoPE, and leaves every other to vLLM.
 
-    Put it before the platform's runner in the bases, behind what adds to `_prepare_inputs`.
+    Put it before the platform's runner in the bases, after classes that add to `_prepare_inputs`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +44,7 @@ class LonePromptsMixin(_Runner):
         return self._places[count - 1 : count], None, 1
 
     def _is_lone_prompt(self, count: int) -> bool:
-        """Whether a step, with `count` tokens of its first sequence, is a whole prompt of text and nothing else."""
+        """True if a step, with `count` tokens of its first sequence, is a whole prompt of text and nothing else."""
         batch = self.input_batch
         if batch.num_reqs != 1 or batch.num_computed_tokens_cpu[0]:
             return False
@@ -53,7 +53,7 @@ class LonePromptsMixin(_Runner):
         return count == state.num_prompt_tokens == state.num_tokens and not state.mm_features
 
     def _lay_prompt_out(self, count: int) -> None:
-        """What later steps and the sampler read of a step, as vLLM leaves it."""
+        """Leave the state that later steps and the sampler read, as vLLM leaves it."""
         batch, ids, starts = self.input_batch, self.input_ids, self.query_start_loc
         batch.block_table.commit_block_table(1)
         ids.np[:count] = batch.token_ids_cpu[0, :count]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where HF lays the media of a prompt: the order of pictures and sound in a video that is heard, and M-RoPE positions.
 
-vLLM 0.32.0 differs from HF in three ways: it lays sound inside video one token early, it loses tokens where pictures
-are further apart than a chunk, and it rounds times in another precision. Pure: knows no engine.
+vLLM 0.32.0 differs from HF in three ways. It lays sound inside video one token early, loses tokens where pictures are
+further apart than a chunk, and rounds times in another precision. Pure: knows no engine.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Placed:
     """Index of its first token."""
     length: int
     grid: tuple[int, int, int] | None = None
-    """Of pictures: time steps, rows and columns; None = sound."""
+    """Grid of pictures: time steps, rows and columns; None = sound."""
     second_per_grid: float = 1.0
     """Between two time steps; of an image it is of no effect."""
     is_heard: bool = False
-    """Whether a video's sound lies between its pictures, and a begin and an end token around both."""
+    """True if a video's sound lies between its pictures, and a begin and an end token around both."""
 
 
 def film_order(steps: int, size: int, sounds: int, second_per_grid: float, scale: TimeScale) -> NDArray[np.bool_]:
-    """Which tokens of a heard video are pictures: bool [steps * size + sounds].
+    """Return the tokens of a heard video that are pictures: bool [steps * size + sounds].
 
     Chunks of pictures and of sound alternate. Source: `replace_multimodal_special_tokens` of HF's processor. There a
     token begins at most one chunk: after a gap of several chunks the first tokens are chunks of their own.
@@ -101,7 +101,7 @@ def _lay_text(positions: Indices, begin: int, end: int, following: int) -> int:
 
 
 def _lay_film(here: Indices, is_picture: NDArray[np.bool_], film: Placed, following: int, scale: TimeScale) -> int:
-    """Both begin tokens share a position, and both end tokens. What follows counts on from the last chunk."""
+    """Both begin tokens share a position, and both end tokens. Later positions continue from the last chunk."""
     inner = here[:, 1:-1]
     inner[:, is_picture] = following + _steps(film, scale)
     inner[:, ~is_picture] = following + np.arange(np.count_nonzero(~is_picture))

@@ -44,8 +44,8 @@ THINKER_ARCHITECTURE = "TritonOmniThinker"
 class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration, VisionGraphs):
     """Qwen2.5-Omni's thinker: text, image, sound and video in, logits and last hidden states out.
 
-    Pixels come to the device as bytes and are normalised there, as vLLM has it for Qwen2.5-VL, whose vision tower this
-    is: on the host that takes longer than scaling, and four times as much is copied.
+    Pixels come to the device as bytes and are normalised there, as in vLLM's Qwen2.5-VL with the same vision tower. On
+    the host that takes longer than scaling, and four times as much is copied.
     """
 
     supports_mm_device_do_normalize = True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts whose M-RoPE positions are known before vLLM's runner hears of them.
 
-The later stages are told them with the first message of a session, so they are computed where a request is made ready;
-vLLM would compute them again in a prompt's first step, which everybody waits for.
+The first message of a session carries them, so they are computed while the request is prepared. vLLM would compute them
+again in a prompt's first step, for which all wait.
 """
 
 from __future__ import annotations

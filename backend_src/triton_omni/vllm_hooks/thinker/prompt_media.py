@@ -17,7 +17,7 @@ from triton_omni.vllm_hooks.shared.compat import Qwen2_5OmniThinkerProcessingInf
 
 @contextmanager
 def medium_refused() -> Iterator[None]:
-    """What HF's and vLLM's processors say may print the media themselves, so it goes to the log alone.
+    """Messages of HF's and vLLM's processors may print the media themselves, so they go to the log alone.
 
     Raises:
         BadRequest: instead.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a sequence may be given: each position once and in order, none past the last token that is known.
+"""Decides which rows of a sequence may be given: each position once and in order, none past the last known token.
 
 It knows positions and counts, neither vLLM nor the device.
 """
@@ -34,7 +34,7 @@ class Piece:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no hidden state of it has a NaN or an infinity."""
+        """True if no hidden state of it has a NaN or an infinity."""
         return self.finite is None or bool(self.finite.all())
 
     @classmethod
@@ -94,16 +94,16 @@ class StopCut:
 class RowRelease:
     """Holds back a sequence's rows until they may be given.
 
-    Prompt rows may be given as soon as they are there; a reply token's row when the token after it is known, since
-    the last reply token has none, and when no stop string can take it away. So a step that ran too far (async
-    scheduling) gives nothing, and what is computed again after a preemption is not given twice.
+    Prompt rows may be given at once. A reply token's row waits until the next token is known, since the last reply
+    token has none, and until no stop string can take it away. So a step that ran too far (async scheduling) gives
+    nothing, and what is computed again after a preemption is not given twice.
     """
 
     prompt_tokens: int
     reply_tokens: int = 0
     next_position: int = 0
     cut: StopCut | None = None
-    """Of a reply that stop strings may end."""
+    """Cut of a reply that stop strings may end."""
     held: deque[Piece] = field(default_factory=deque)
 
     @property

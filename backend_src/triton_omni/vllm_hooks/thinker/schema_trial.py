@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tries a JSON schema in a process of its own: llguidance ends its process by some schemas, and others take it minutes.
 
-The process is given seconds of CPU time and bytes of memory. What it says of a schema holds for the thinker's process,
+The process is given seconds of CPU time and bytes of memory. Its verdict on a schema holds for the thinker's process,
 which compiles the same schema with less of both.
 """
 
@@ -26,7 +26,7 @@ _WITHIN_S: Final = 60.0
 _KEPT: Final = 256
 """Verdicts; most callers ask for the same few schemas again and again."""
 _OPTIONS: Final[Any] = {"whitespace_flexible": True}
-"""As vLLM compiles."""
+"""Options of vLLM's compilation."""
 _EMPTY: Final = "no reply satisfies it (does a $ref lead to itself?)"
 _OVERLAPPING: Final = "the alternatives of oneOf may overlap: use anyOf"
 

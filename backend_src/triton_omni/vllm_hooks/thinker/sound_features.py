@@ -14,12 +14,12 @@ class LeastPaddedFeatures(WhisperFeatureExtractor):
     """HF's extractor, which computes the same features of far fewer frames.
 
     HF pads every sound to the longest that the model takes, 300 s as published, and drops the frames of the padding
-    again: ten seconds of sound took as long as five minutes. Zeros as long as a window behind the longest sound are
-    enough: no frame that is kept, and none that has sound in it, sees the end of the padding, which is mirrored.
+    again: ten seconds of sound took as long as five minutes. Zeros as long as a window after the longest sound are
+    enough: no kept frame, and none with sound in it, sees the end of the padding, which is mirrored.
     """
 
     def __call__(self, raw_speech: Any, *args: Any, **kwargs: Any) -> BatchFeature:
-        """As HF's; `max_length`, in samples, is the least that gives the same, of a list of sounds [S]."""
+        """Do as HF's; `max_length`, in samples, is the least that gives the same, for a list of sounds [S]."""
         if not args and kwargs.get("max_length") is None and isinstance(raw_speech, list | tuple):
             kwargs["max_length"] = self._enough(raw_speech)
         features: BatchFeature = super().__call__(raw_speech, *args, **kwargs)

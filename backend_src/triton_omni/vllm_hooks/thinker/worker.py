@@ -36,8 +36,9 @@ class ThinkerRunner(
     PrefillGraphsMixin,
     PlatformRunner,
 ):
-    """vLLM's runner with hidden rows, media that may find no memory, batched seeded sampling, graphs of prompts, and
-    little to do for a step that goes on, or is of one prompt alone."""
+    """vLLM's runner with hidden rows, media that may find no memory, batched seeded sampling, and graphs of prompts.
+    Incremental decode steps and steps of one prompt cost it little.
+    """
 
 
 class ThinkerWorker(StageWorker):
