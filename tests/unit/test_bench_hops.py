@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 
 from triton_omni_client.bench import hops
-from triton_omni_client.bench.hops import LinkLatency, growth, parse_hops, read_hops
+from triton_omni_client.bench.hops import HopTimes, growth, parse_hops, read_hops
 from triton_omni_client.bench.records import Load
 from triton_omni_client.bench.report import Report, Run
 from triton_omni_client.bench.tables import run_lines
@@ -31,25 +31,25 @@ def test_the_growth_of_a_histogram_gives_mean_and_interpolated_percentiles() -> 
     after = parse_hops(page("talker", "arrived", (20, 40, 52), 9.2))
     # 10 within 1 ms and 20 within 2 ms of 40: rank 20 lies in the middle of the second bucket, rank 38 in the last.
     assert growth(before, after) == {
-        "talker": {"arrived": LinkLatency(40, pytest.approx(0.005), pytest.approx(0.0015), None)}
+        "talker": {"arrived": HopTimes(40, pytest.approx(0.005), pytest.approx(0.0015), None)}
     }
 
 
 def test_a_stage_that_was_not_there_before_counts_from_nothing() -> None:
     after = parse_hops(page("talker", "taken", (0, 20, 20), 0.03) + page("token2wav", "taken", (0, 0, 0), 0))
     assert growth({}, after) == {
-        "talker": {"taken": LinkLatency(20, pytest.approx(0.0015), pytest.approx(0.0015), pytest.approx(0.00195))}
+        "talker": {"taken": HopTimes(20, pytest.approx(0.0015), pytest.approx(0.0015), pytest.approx(0.00195))}
     }
 
 
 def test_a_percentile_within_the_first_bound_counts_from_nothing() -> None:
     found = growth({}, parse_hops(page("talker", "taken", (20, 20, 20), 0.01)))
-    assert found["talker"]["taken"] == LinkLatency(20, 0.0005, pytest.approx(0.0005), pytest.approx(0.00095))
+    assert found["talker"]["taken"] == HopTimes(20, 0.0005, pytest.approx(0.0005), pytest.approx(0.00095))
 
 
 def test_too_few_messages_have_no_percentile() -> None:
     found = growth({}, parse_hops(page("talker", "taken", (1, 1, 1), 0.0005)))
-    assert found["talker"]["taken"] == LinkLatency(1, 0.0005, None, None)
+    assert found["talker"]["taken"] == HopTimes(1, 0.0005, None, None)
 
 
 def test_what_cannot_be_read_has_no_growth() -> None:
@@ -85,9 +85,7 @@ def test_histograms_are_read_from_the_metrics_page(metrics_url: str) -> None:
 
 
 def test_hops_are_printed_and_reported() -> None:
-    times = {
-        "talker": {"arrived": LinkLatency(20, 0.001, 0.00123, 0.004), "taken": LinkLatency(20, 0.002, 0.0025, None)}
-    }
+    times = {"talker": {"arrived": HopTimes(20, 0.001, 0.00123, 0.004), "taken": HopTimes(20, 0.002, 0.0025, None)}}
     run = Run(Load("closed", 1), [], hops=times)
     assert "hops to talker, ms, p50/p95 until arrived 1.23/4.00 · taken 2.50/-" in run_lines(run)
     (written,) = Report({}, {}, [run]).to_json()["runs"]

@@ -28,8 +28,8 @@ def request_():
 
 @pytest.fixture
 def triton_sender(request_):
-    yield request_.triton_sender
-    assert request_.triton_sender.violations == []
+    yield request_.sender
+    assert request_.sender.violations == []
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ def test_of_many_threads_that_finish_at_once_one_final_is_sent(thread):
         for finishing in threads:
             finishing.join()
         drained(thread)
-        assert request.triton_sender.finals == 1
-        assert request.triton_sender.violations == []
+        assert request.sender.finals == 1
+        assert request.sender.violations == []
 
 
 def test_triton_is_not_asked_for_a_cancel_after_the_final(sender, triton_sender, thread):
@@ -129,11 +129,11 @@ def test_a_watcher_beside_the_final_never_asks_too_late(thread):
         watcher = threading.Thread(target=watch)
         watcher.start()
         sender.finish()
-        assert request.triton_sender.done.wait(WAIT_S)
+        assert request.sender.done.wait(WAIT_S)
         drained(thread)
         stop.set()
         watcher.join()
-        assert request.triton_sender.violations == []
+        assert request.sender.violations == []
 
 
 @pytest.mark.parametrize(
@@ -287,19 +287,19 @@ def test_senders_of_one_slot_leave_in_order_and_those_of_another_do_not_wait_for
     first.finish(then=lambda: order.append(gate.wait(WAIT_S)))
     second.finish(then=lambda: order.append("second"))
     other.finish(then=lambda: order.append("other"))
-    assert requests[2].triton_sender.done.wait(WAIT_S), "another slot waits for the first"
+    assert requests[2].sender.done.wait(WAIT_S), "another slot waits for the first"
     drained(threads[0])
-    assert requests[1].triton_sender.finals == 0
+    assert requests[1].sender.finals == 0
     gate.set()
     drained(threads[1])
     assert order == ["other", True, "second"]
 
 
-def test_an_sender_that_is_bound_to_no_slot_is_answered_too(threads):
+def test_a_sender_that_is_bound_to_no_slot_is_answered_too(threads):
     request = Request()
     TritonResponseSender(PbUtils(), request, threads).fail(InternalError("x"))
     drained(threads[0])
-    assert request.triton_sender.finals == 1
+    assert request.sender.finals == 1
 
 
 def test_closing_sends_what_was_put_first():
@@ -310,8 +310,8 @@ def test_closing_sends_what_was_put_first():
     sender.finish()
     gate.set()
     thread.close()
-    assert texts(request.triton_sender) == [b"1"]
-    assert request.triton_sender.finals == 1
+    assert texts(request.sender) == [b"1"]
+    assert request.sender.finals == 1
 
 
 def test_an_idle_thread_holds_no_tensor_of_the_last_answer(thread):

@@ -323,11 +323,13 @@ def decode_attention(
     Flash-Decoding (Dao et al., 2023); whoever is last puts the parts together.
 
     Args:
-        projected: the new tokens. rotation: of the new tokens. Rotation, table, lengths and cache are read while the
-        previous kernel runs. So a kernel without early launch must come after whatever writes them. cache: of this
-        layer; entries after a sequence's length may be anything. arrivals: int32, zeros for every pair of a sequence
-        and a key head; zeros again after the launch. heads: of the queries; a multiple of the key heads. scale: of the
-        scores.
+        projected: the new tokens.
+        rotation: of the new tokens. Rotation, table, lengths and cache are read while the previous kernel runs. So a
+            kernel without early launch must come after whatever writes them.
+        cache: of this layer; entries after a sequence's length may be anything.
+        arrivals: int32, zeros for every pair of a sequence and a key head; zeros again after the launch.
+        heads: of the queries; a multiple of the key heads.
+        scale: of the scores.
 
     Returns:
         [B, heads D] in the dtype of the cache, 0 where there is no sequence.

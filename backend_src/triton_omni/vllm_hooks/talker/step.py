@@ -24,9 +24,11 @@ class TalkerStep:
     """Inputs and draws of a step's tokens.
 
     Args:
-        rows: device memory of all sequences. index: int64 [tokens of the largest step, len(Column)] on the device,
-        written before every step. Places after a step's tokens must be valid too, with `rows.idle_slot`. ids: special
-        codec ids. speakable: number of codes the codec's table holds; other ids are never drawn, the stop ids apart.
+        rows: device memory of all sequences.
+        index: int64 [tokens of the largest step, len(Column)] on the device, written before every step. Places after a
+            step's tokens must be valid too, with `rows.idle_slot`.
+        ids: special codec ids.
+        speakable: number of codes the codec's table holds; other ids are never drawn, the stop ids apart.
         max_sequences: sequences of the largest decode step.
     """
 
