@@ -72,7 +72,7 @@ class Preprocessor:
     def prepare_at_once(
         self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout = _ignore
     ) -> Preprocessed | None:
-        """See `prepared.Intake`; raises what `prepare` does."""
+        """See `preprocessed.Intake`; raises what `prepare` does."""
         if raw.media or _size(raw) > SHORT_BYTES:
             return None
         request = parse_request(raw, self._limits, self._defaults)
@@ -87,7 +87,7 @@ class Preprocessor:
         take_timeout: TakeTimeout = _ignore,
         is_wanted: IsWanted = _always,
     ) -> Preprocessed:
-        """Check, decode and tokenise one request; see `prepared.Intake`.
+        """Check, decode and tokenise one request; see `preprocessed.Intake`.
 
         Raises:
             BadRequest: something is wrong in the request itself.
@@ -96,7 +96,7 @@ class Preprocessor:
         return self._prepare(parse_request(raw, self._limits, self._defaults), accepted_ns, take_timeout, is_wanted)
 
     def close(self) -> None:
-        """End the processes that decode; see `prepared.Intake`."""
+        """End the processes that decode; see `preprocessed.Intake`."""
         self._decoders.close()
 
     def _prepare(
