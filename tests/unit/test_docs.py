@@ -165,7 +165,7 @@ def test_error_table_names_every_code() -> None:
     assert list(table(section("The public contract"), "code")) == list(get_args(errors.ErrorCode))
 
 
-def test_upgrade_note_names_every_private_method_relied_on() -> None:
+def test_contributing_names_every_private_method_relied_on() -> None:
     compat = ast.parse((ROOT / "backend_src/triton_omni/vllm_hooks/shared/compat.py").read_text(encoding="utf-8"))
     values = {
         target.id: node.value
@@ -175,7 +175,7 @@ def test_upgrade_note_names_every_private_method_relied_on() -> None:
         if isinstance(target, ast.Name)
     }
     methods = ast.literal_eval(values["_RUNNER_METHODS"])
-    note = (ROOT / "docs" / "upgrade.md").read_text(encoding="utf-8")
+    note = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
     assert [name for name in methods if not re.search(rf"`(GPUModelRunner\.)?{name}`", note)] == []
 
 
