@@ -83,3 +83,24 @@ def test_a_later_process_s_bell_takes_the_place_of_the_one_before(name):
     second.close()
     rope.close()
     assert [path.name for path in ledger_layout.own_folder(name).iterdir()] == ["talker-bell"]
+
+
+def test_a_ring_that_fails_is_logged_once(name, monkeypatch, caplog):
+    ringer = DoorbellRinger(name, "talker")
+    monkeypatch.setattr(ringer, "_address", "x" * 200)
+    for _ in range(3):
+        ringer.ring()
+    ringer.close()
+    assert caplog.text.count("a doorbell could not be rung: AF_UNIX path too long") == 1
+
+
+def test_a_doorbell_whose_socket_breaks_ends_its_thread_and_says_so(name, caplog):
+    bell = Doorbell(name, "talker", lambda: None)
+    bell._socket.settimeout(0.01)  # recv then raises
+    ringer = DoorbellRinger(name, "talker")
+    ringer.ring()
+    bell._thread.join(WAIT_S)
+    assert not bell._thread.is_alive()
+    assert caplog.text.count("the doorbell is not heard any more") == 1
+    bell.close()
+    ringer.close()

@@ -83,14 +83,18 @@ def test_each_change_is_said_once_and_the_first_is_no_change(triton: Triton) -> 
     assert triton.loads() == [False, True]
 
 
-def test_what_triton_refused_is_said_again(triton: Triton) -> None:
+def test_what_triton_refused_is_said_again_and_reported_once(
+    triton: Triton, capsys: pytest.CaptureFixture[str]
+) -> None:
     readiness = Readiness(triton, triton.repository)
-    triton.refusals = 1
-    for ready in (False, True, True, True):
+    triton.refusals = 2
+    for ready in (False, True, True, True, True):
         readiness.tell(ready)
         readiness.join(WAIT_S)
-    assert triton.loads() == [False, True, True]
+    assert triton.loads() == [False, True, True, True]
     assert [call for call, _ in triton.calls].count("unload") == 1
+    said = "readiness: the server could not be made ready: no more processes\n"
+    assert capsys.readouterr().err == said
 
 
 def test_who_tells_does_not_wait_for_triton(triton: Triton) -> None:

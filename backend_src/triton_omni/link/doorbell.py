@@ -8,12 +8,19 @@ stage that hears none looks into the ledger a little later.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from triton_omni.core.errors import StageName
 from triton_omni.session.ledger_layout import own_folder, table_path
+
+_UNHEARD: Final = (FileNotFoundError, ConnectionRefusedError, BlockingIOError)
+"""Errors of a ring that loses nothing: no stage listens, or enough rings wait already."""
+
+logger = logging.getLogger(__name__)
 
 
 class Doorbell:
@@ -53,8 +60,12 @@ class Doorbell:
 
     def _listen(self) -> None:
         while self._open:
-            with contextlib.suppress(OSError):
+            try:
                 self._socket.recv(1)
+            except OSError as error:
+                if self._open:  # the loop still polls, at most 50 ms later
+                    logger.warning("the doorbell is not heard any more: %s", error)
+                return
             if self._open:
                 self._heard()
 
@@ -70,11 +81,18 @@ class DoorbellRinger:
         self._address = str(table_path(name).with_name(_file_name(stage)))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
+        self._failure = ""
 
     def ring(self) -> None:
-        """Ring; where nobody listens, or so many rings wait that one more says nothing, nothing happens."""
-        with contextlib.suppress(OSError):
+        """Ring; nothing happens if no stage listens, or if enough rings wait already."""
+        try:
             self._socket.sendto(b"", self._address)
+        except _UNHEARD:
+            return
+        except OSError as error:
+            if str(error) != self._failure:
+                logger.warning("a doorbell could not be rung: %s", error)
+            self._failure = str(error)
 
     def close(self) -> None:
         """Ring no more."""

@@ -9,6 +9,7 @@ before the server is ready again the model must have been loaded, so it is given
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from pathlib import Path
 from typing import Final, Protocol
@@ -80,7 +81,7 @@ class Readiness:
 
     def __init__(self, control: Loads, repository: Path) -> None:
         self._control, self._repository = control, repository
-        self._said = True
+        self._said, self._failure = True, ""
         self._telling: threading.Thread | None = None
 
     def tell(self, ready: bool) -> None:
@@ -103,7 +104,13 @@ class Readiness:
 
     def _say(self, ready: bool) -> None:
         say = say_ready if ready else say_unready
-        # The next `tell` tries again.
-        with contextlib.suppress(ModelControlError, OSError):
+        try:
             say(self._control, self._repository, _STANDSTILL_MODEL)
-            self._said = ready
+        except (ModelControlError, OSError) as error:
+            # The next `tell` tries again. A failure that lasts is reported once.
+            if str(error) != self._failure:
+                wanted = "ready" if ready else "not ready"
+                print(f"readiness: the server could not be made {wanted}: {error}", file=sys.stderr, flush=True)
+            self._failure = str(error)
+            return
+        self._said, self._failure = ready, ""
