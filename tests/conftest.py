@@ -66,7 +66,7 @@ UNHURRIED = {
         "sessions.py",
         "shared_media.py",
         "start.py",
-        "strangers.py",
+        "direct_calls_of_stages.py",
         "surface.py",
     )
 }

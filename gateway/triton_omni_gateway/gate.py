@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import GatewayError, broken, overloaded, stopping, too_large, unauthorized
 from .keys import ApiKeys
 from .metrics import Metrics
+from .origins import refuse_web_page
 from .settings import GatewaySettings
-from .strangers import refuse_web_page
 
 GUARDED = "/v1/"
 """Paths that need a key where keys are set."""
@@ -77,7 +77,7 @@ class Gate:
 
     async def _answer(self, scope: Scope, exchange: _Exchange) -> None:
         if not (scope["method"] == "POST" and scope["path"].startswith(GUARDED)):
-            refusal = self._refuse_stranger(scope)
+            refusal = self._refuse_caller(scope)
             await (self._app if refusal is None else error_response(refusal))(scope, exchange.receive, exchange.send)
             return
         if (refusal := self._refuse(scope)) is not None:
@@ -91,7 +91,7 @@ class Gate:
             self._in_flight -= 1
             self._metrics.in_flight.set(self._in_flight)
 
-    def _refuse_stranger(self, scope: Scope) -> GatewayError | None:
+    def _refuse_caller(self, scope: Scope) -> GatewayError | None:
         headers = Headers(scope=scope)
         if not scope["path"].startswith(GUARDED):
             return None
@@ -102,8 +102,8 @@ class Gate:
 
     def _refuse(self, scope: Scope) -> GatewayError | None:
         """Why a request to the model is not even read: no key, too many at once, or a body known to be too long."""
-        if (stranger := self._refuse_stranger(scope)) is not None:
-            return stranger
+        if (refusal := self._refuse_caller(scope)) is not None:
+            return refusal
         limit = self._settings.max_requests
         if self._in_flight >= limit:
             return overloaded(f"{limit} requests are under way, which is this gateway's limit; try again later.")

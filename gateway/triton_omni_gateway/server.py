@@ -242,13 +242,13 @@ async def serve(command: Command) -> None:
             return
         await _wait_for_triton(command.settings.triton_urls, command.wait_s)
         if not command.keys:
-            _warn_of_strangers(command)
+            _warn_of_open_gateway(command)
         await make_server(command, listening).serve(sockets=[listening])
     finally:
         listening.close()
 
 
-def _warn_of_strangers(command: Command) -> None:
+def _warn_of_open_gateway(command: Command) -> None:
     if not _is_loopback(command.host):
         print(f"warning: {command.host} is open to others and no API key is set", file=sys.stderr)
     names = ", ".join(("an IP address", "localhost", *command.settings.host_names))

@@ -39,7 +39,7 @@ class Caller:
     def __init__(self) -> None:
         self._since_ns = 0
 
-    def is_stranger(self, ledger: SessionLedger, key: SessionKey, sent: int, now_ns: int) -> bool:
+    def is_direct(self, ledger: SessionLedger, key: SessionKey, sent: int, now_ns: int) -> bool:
         """Return True if a client called the thinker directly.
 
         Args:

@@ -336,7 +336,7 @@ class ThinkerStage:
         elif self._ledger.is_over(session.key):
             # If a failure ended it that has not reached token2wav, it is the talker's.
             self._end(session, refused_error("talker"))
-        elif session.caller.is_stranger(self._ledger, session.key, session.delivered, now):
+        elif session.caller.is_direct(self._ledger, session.key, session.delivered, now):
             # Answered at once: no ensemble's request could leak, and no later stage has to end.
             self._drop(session)
             session.session = None

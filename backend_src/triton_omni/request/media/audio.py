@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.media import ogg
-from triton_omni.request.media.damage import Tally
+from triton_omni.request.media.damage import DamageCount
 from triton_omni.request.media.sniffing import FileType, after_tags, sniff
 from triton_omni.request.media.types import SAMPLE_RATE, Audio
 
@@ -119,9 +119,9 @@ def _resample(wave: NDArray[np.float32], rate: int) -> NDArray[np.float32]:
 
 
 def _blocks_of_file(data: bytes, kind: FileType) -> Iterator[Block]:
-    tally = Tally(kind)
+    damage = DamageCount(kind)
     for piece in ogg.links(data) if kind == "ogg" else [data[after_tags(data) :]]:
-        tally.begin(piece)
+        damage.begin(piece)
         try:
             with _open(piece, kind) as source:
                 if any(not stream.disposition & Disposition.attached_pic for stream in source.streams.video):
@@ -129,12 +129,12 @@ def _blocks_of_file(data: bytes, kind: FileType) -> Iterator[Block]:
                 if not source.streams.audio:
                     raise BadRequest("has no sound track")
                 trim = _vorbis_trim(source, piece) if kind == "ogg" else iter
-                yield from trim(map(_mono, _frames(source, tally)))
+                yield from trim(map(_mono, _frames(source, damage)))
         except av.error.FFmpegError as error:
             raise BadRequest(
                 f"unreadable audio, damaged or cut off: {error.strerror}; encode it anew, for example as wav"
             ) from error
-    tally.check()
+    damage.check()
 
 
 def _vorbis_trim(source: InputContainer, data: bytes) -> Callable[[Iterable[Block]], Iterator[Block]]:
@@ -162,7 +162,7 @@ def _open(data: bytes, kind: FileType) -> InputContainer:
     return av.open(io.BytesIO(data), mode="r", format=kind, metadata_errors="replace", options=options)
 
 
-def _frames(source: InputContainer, tally: Tally) -> Iterator[AudioFrame]:
+def _frames(source: InputContainer, damage: DamageCount) -> Iterator[AudioFrame]:
     """Yield the frames of the first sound track that can be decoded, up to where the container itself is damaged."""
     stream = source.streams.audio[0]
     _check_codec(stream)
@@ -180,13 +180,13 @@ def _frames(source: InputContainer, tally: Tally) -> Iterator[AudioFrame]:
             frames = packet.decode()
         except av.error.FFmpegError as error:
             _check_memory(error)
-            tally.take_packet(packet, is_decoded=False)
+            damage.take_packet(packet, is_decoded=False)
             continue
-        tally.take_packet(packet, is_decoded=True)
+        damage.take_packet(packet, is_decoded=True)
         for frame in frames:
-            tally.take_frame(frame)
+            damage.take_frame(frame)
             yield frame
-    tally.end(source.size, is_cut=is_cut)
+    damage.end(source.size, is_cut=is_cut)
 
 
 def _check_memory(error: av.error.FFmpegError) -> None:
@@ -230,8 +230,8 @@ def _floats(samples: NDArray[np.generic]) -> NDArray[np.float32]:
 
 def _in_time(source: InputContainer, begin: float | None, max_seconds: float) -> Iterator[Block]:
     """The first sound track at the times of its stamps, counted from `begin` (None = its first): silence fills gaps."""
-    tally, seconds = Tally(None), 0.0
-    for frame in _frames(source, tally):
+    damage, seconds = DamageCount(None), 0.0
+    for frame in _frames(source, damage):
         rate, block = _mono(frame)
         if frame.time is not None:
             begin = frame.time if begin is None else begin
@@ -242,4 +242,4 @@ def _in_time(source: InputContainer, begin: float | None, max_seconds: float) ->
                 yield rate, silence
         seconds += len(block) / rate
         yield rate, block
-    tally.check()
+    damage.check()

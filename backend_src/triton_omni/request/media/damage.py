@@ -27,7 +27,7 @@ _TAGS = (b"ID3", b"TAG", b"APETAGEX", b"LYRICSBEGIN")
 
 
 @dataclass
-class Tally:
+class DamageCount:
     """Counts one track, whose file may have several pieces.
 
     Attributes:
