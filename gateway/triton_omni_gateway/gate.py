@@ -106,7 +106,7 @@ class Gate:
             return refusal
         limit = self._settings.max_requests
         if self._in_flight >= limit:
-            return overloaded(f"{limit} requests are under way, which is this gateway's limit; try again later.")
+            return overloaded(f"this gateway answers {limit} requests at once, its limit, already; try again later.")
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdecimal() and int(length) > self._settings.max_body_bytes:
             return too_large(self._settings.max_body_bytes)

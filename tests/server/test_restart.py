@@ -119,7 +119,7 @@ def test_replies_run_through_a_stop_to_their_end_and_new_requests_are_refused(pl
         with pytest.raises(Overloaded, match="the server is shutting down"):
             endless.collect()
         assert server.process.wait(STOP_S) == 128 + signal.SIGTERM
-        assert "4 replies are under way and get 60 s at most, the whole stop 98 s" in server.process.stderr.read()
+        assert "open replies: 4, which get 60 s at most, the whole stop 98 s" in server.process.stderr.read()
 
 
 def assert_same(reply: Reply, expected: Reply) -> None:

@@ -247,8 +247,8 @@ def test_the_command_refuses_in_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--headroom", "0.2"], "--headroom: 0.2 says nothing without --conversations"),
-        (["--speaking", "0.3"], "--speaking: 0.3 says nothing without --conversations"),
+        (["--headroom", "0.2"], "--headroom: 0.2 has no effect without --conversations"),
+        (["--speaking", "0.3"], "--speaking: 0.3 has no effect without --conversations"),
         (["--conversations", "0"], "'--conversations': '0' is not a whole number from 1 on"),
         (["--conversations", "9", "--speaking", "0"], "'--speaking': '0' is not a number above 0 and up to 1"),
         (["--conversations", "9", "--speaking", "1.5"], "'--speaking': '1.5' is not a number above 0 and up to 1"),

@@ -224,7 +224,7 @@ def test_a_text_that_says_nothing_is_refused_without_a_medium(
     server: FakeTriton, command: str, text: str, stdin: bytes | None
 ) -> None:
     result = run(command, text, url=server.url, stdin=stdin)
-    assert refused(result, "Invalid value for text: it says nothing; give a text, or files, or both")
+    assert refused(result, "Invalid value for text: the request is empty; give a text, or files, or both")
     assert server.requests == []
 
 

@@ -63,7 +63,7 @@ def test_an_option_given_to_the_demo_is_refused_before_a_server_starts() -> None
 
 
 @pytest.mark.skipif(Path(sys.prefix) != BUILD.parent / ".venv", reason="build.sh would set up an environment")
-@pytest.mark.parametrize(("text", "says"), [("hi", "reply.wav: is a folder"), ("  ", "it says nothing")])
+@pytest.mark.parametrize(("text", "says"), [("hi", "reply.wav: is a folder"), ("  ", "the request is empty")])
 def test_what_the_demo_cannot_do_is_told_before_a_server_starts(tmp_path: Path, text: str, says: str) -> None:
     if text.strip():
         (tmp_path / "reply.wav").mkdir()

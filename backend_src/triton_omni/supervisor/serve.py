@@ -247,7 +247,7 @@ class Supervisor:
             run.say_leaving()
             if sessions := board.open_sessions():
                 get = f"{self.config.drain_timeout_s:g} s at most, the whole stop {longest_stop_s(self.config):g} s"
-                _say(f"stopping: {sessions} replies are under way and get {get}")
+                _say(f"stopping: open replies: {sessions}, which get {get}")
 
         return drain(board, self.config.drain_timeout_s, self._is_given_up, tell)
 

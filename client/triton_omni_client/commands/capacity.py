@@ -89,14 +89,14 @@ class ConversationOptions:
     headroom: Headroom = None
 
     def check(self) -> None:
-        """Refuse what says nothing without conversations.
+        """Refuse options that have no effect without conversations.
 
         Raises:
             typer.BadParameter: so it does.
         """
         for option, value in (("--speaking", self.speaking), ("--headroom", self.headroom)):
             if value is not None and self.conversations is None:
-                raise typer.BadParameter(f"{value:g} says nothing without --conversations", param_hint=option)
+                raise typer.BadParameter(f"{value:g} has no effect without --conversations", param_hint=option)
 
     def facts(self, found: Capacity, gpu_hour: float | None) -> dict[str, Any]:
         """GPUs for these conversations, and what their speech costs; nothing where there are none."""

@@ -81,7 +81,7 @@ Check = Annotated[
     bool, typer.Option("--check", help="Ask nothing: check the text, the options and the files they name.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON alone to stdout, one object a line.")]
-Text = Annotated[str, typer.Argument(help="What to say; - reads it from stdin; empty beside media says nothing.")]
+Text = Annotated[str, typer.Argument(help="What to say; - reads it from stdin; empty = the media alone.")]
 Paths = Annotated[
     list[str] | None,
     typer.Argument(help="Images, sounds and videos, told apart by content; - is stdin."),
@@ -137,7 +137,7 @@ class QuestionOptions(SamplingOptions):
             typer.BadParameter: nothing is asked, or options do not go together.
         """
         if not (text.strip() or media):
-            raise typer.BadParameter("it says nothing; give a text, or files, or both", param_hint="text")
+            raise typer.BadParameter("the request is empty; give a text, or files, or both", param_hint="text")
         if self.video_sound and not any(medium.kind == "video" for medium in media):
             raise typer.BadParameter("there is no video whose sound could be heard", param_hint="--video-sound")
         chosen = self.request_fields()
