@@ -30,7 +30,7 @@ class Ledger:
 
 def strangers(caller: Caller, ledger: Any, seconds: range, sent: int = 1) -> list[int]:
     """The seconds at which the caller is taken for a stranger."""
-    return [at for at in seconds if caller.is_stranger(ledger, KEY, sent, (100 + at) * SECOND)]
+    return [at for at in seconds if caller.is_direct(ledger, KEY, sent, (100 + at) * SECOND)]
 
 
 def test_a_session_of_which_the_talker_never_hears_is_a_stranger_s() -> None:
