@@ -106,7 +106,7 @@ class Recorder:
 
 
 def install(stage: StageName) -> None:
-    """Put the probes between `serving.launch` and what it starts; to be called once, before the stage is loaded."""
+    """Put the probes between `stub.launch` and what it starts; to be called once, before the stage is loaded."""
     recorder = Recorder(stage)
     probe = {"thinker": _probe_thinker, "talker": _probe_talker, "token2wav": _probe_token2wav}[stage]
     # This imports what the stage would.

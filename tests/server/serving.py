@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tritonserver with probed stages for tests: its repository, its clients, its metrics and its records.
 
-Knows `serving.supervisor` and the public client; what the stages record is written by `probes.py`.
+Knows `supervisor.serve` and the public client; what the stages record is written by `probes.py`.
 """
 
 from __future__ import annotations

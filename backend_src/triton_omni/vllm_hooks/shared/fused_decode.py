@@ -72,7 +72,7 @@ class FusedDecodeMixin(_Runner):
         # The Triton language is imported where it is needed alone.
         from triton_omni.vllm_hooks.shared.fused_layers import fuse
 
-        self._fused = fuse(network, self.max_num_reqs)
+        self._fused = fuse(network, *decoder_of(network), self.max_num_reqs)
 
     def _warmup_and_capture(self, desc: BatchDescriptor, *args: Any, **kwargs: Any) -> None:
         """Record a step; a step of one token a sequence with the fused kernels, run once before to compile them."""

@@ -24,7 +24,6 @@ from triton_omni.vllm_hooks.shared.compat import (
     UnquantizedLinearMethod,
     get_forward_context,
 )
-from triton_omni.vllm_hooks.shared.fused_decode import decoder_of
 
 
 class Switch:
@@ -189,12 +188,16 @@ def _add_norm(parts: Tensor, residual: Tensor, norm: Any, bias: Tensor | None = 
     return add_norm(parts, residual, norm.weight, norm.variance_epsilon, bias)
 
 
-def fuse(network: nn.Module, max_sequences: int) -> Switch:
-    """Let each decoder layer of a network be computed in either way; the switch that is returned says in which.
+def fuse(network: nn.Module, decoder: Any, layers: list[Any], max_sequences: int) -> Switch:
+    """Let each decoder layer of a network be computed in either way; the returned switch chooses the way.
 
     Where a layer's matrices are quantised, only its attention has another way.
+
+    Args:
+        network: the whole of it.
+        decoder, layers: see `fused_decode.decoder_of`.
+        max_sequences: sequences of the largest decode step.
     """
-    decoder, layers = decoder_of(network)
     most = max_sequences * max(layer.self_attn.num_kv_heads for layer in layers)
     plain_products = _products_are_plain(layers)
     arrivals = torch.zeros(most, dtype=torch.int32, device=next(network.parameters()).device)
