@@ -8,7 +8,7 @@
 # code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv.
 set -euo pipefail
 
-PARTS=(served crowds plans fp8 small steps windows whole media triton prompts listeners apart replicas)
+PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts listeners apart replicas)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
@@ -43,6 +43,18 @@ part_crowds() { # replies of 6 s
     compare crowds 7b --variant shipped --variant "$LOW_LATENCY" \
         --load 'eight=--concurrency 8 --requests 64 --crowds --talker-max-tokens 300' \
         --load 'crowds=--concurrency 32 --requests 128 --crowds --talker-max-tokens 300'
+}
+
+part_rules() { # each rule of a shared GPU switched off, measured five times
+    local run loads=()
+    for run in 1 2 3 4 5; do
+        loads+=(--load "one-$run=--concurrency 1 --requests 3 --talker-max-tokens 60"
+            --load "together-$run=--concurrency 32 --requests 48 --talker-max-tokens 300")
+    done
+    compare rules 7b --variant shipped --variant 'no-claim={"token2wav": {"policy": {"claim_ms": 0}}}' \
+        --variant 'no-pause={"thinker": {"policy": {"pause_ms": 0, "pause_text_ms": 0}}}' \
+        --variant 'no-gathering={"token2wav": {"policy": {"gather_ms": 0}}}' \
+        --variant 'no-urgent-batch={"token2wav": {"policy": {"enough_sound_ms": 0}}}' "${loads[@]}"
 }
 
 part_plans() {

@@ -402,9 +402,6 @@ class FakeTalkerEngine(_FakeEngine):
         if key in self.open_keys:
             self.open_keys[key].ended = True
 
-    def keep_places(self, kept: bool) -> None:
-        """It has none."""
-
     def waits(self, key):
         state = self.open_keys.get(key)
         return state is None or not (state.ended or len(state.rows) - state.prompt.prompt_rows > state.spoken)
@@ -442,7 +439,7 @@ class _Sounding:
 class FakeWaveformEngine(_FakeEngine):
     """Two samples a code, both code / 1000; of use to it are `window` codes at a time."""
 
-    keeps_listeners_waiting = False
+    wants_claim = False
     window = 1
 
     def open(self, key, voice, seed, options):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
+from triton_omni.core.policy_settings import Token2WavPolicy
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.core.tracing import NO_TRACER
 from triton_omni.link.ring import offer_ring
@@ -106,7 +107,15 @@ def pipeline(
             tracer=tracers[1],
             ring=offered[0],
         ),
-        Token2WavStage(waveform, ledgers[2], device=CPU, sample_rate=24000, tracer=tracers[2], ring=offered[1]),
+        Token2WavStage(
+            waveform,
+            ledgers[2],
+            device=CPU,
+            sample_rate=24000,
+            policy=Token2WavPolicy(),
+            tracer=tracers[2],
+            ring=offered[1],
+        ),
     )
     for stage in stages:
         stage.start()

@@ -92,16 +92,15 @@ def test_talker_codes(tiny_checkpoint: Path, hf: HfReference) -> None:
 
 @on_gpu
 def test_talker_codes_of_who_waits_among_others(tiny_checkpoint: Path, hf: HfReference) -> None:
-    """One has all its rows, two get theirs by threes and keep their places meanwhile, or are left out."""
+    """One has all its rows, two get theirs by threes, or at once."""
     voice = load_speakers(tiny_checkpoint, load_config(tiny_checkpoint)).default.text_bos_id
     talker: Any = HfTalker(hf.model)
     cases = {key: talker.case(seed, 33, 24, voice) for key, seed in (("whole", 3), ("b", 4), ("c", 5))}
     seen: dict[bool, dict[str, list[int]]] = {}
-    for kept in (False, True):
+    for waits in (False, True):
         engine: Any = make_engine(tiny_checkpoint, ahead=True, dtype="bfloat16", fused_decode=True)
-        engine.keep_places(kept)
         rows = {key: case.rows.to(DEVICE, torch.bfloat16) for key, case in cases.items()}
-        codes = seen[kept] = {key: [] for key in cases}
+        codes = seen[waits] = {key: [] for key in cases}
 
         def step(engine: Any = engine, codes: dict[str, list[int]] = codes) -> None:
             for output in engine.step():
@@ -109,9 +108,9 @@ def test_talker_codes_of_who_waits_among_others(tiny_checkpoint: Path, hf: HfRef
 
         for key, case in cases.items():
             engine.open(key, case.prompt, Sampling(temperature=0.0, max_tokens=200, min_tokens=200))
-            engine.feed(key, rows[key][: 33 + (24 if key == "whole" else 3)])
+            engine.feed(key, rows[key][: 33 + (3 if waits and key != "whole" else 24)])
         engine.end("whole")
-        for start in range(36, 57, 3):
+        for start in range(36, 57, 3) if waits else ():
             while len(codes["b"]) < start - 33 or len(codes["c"]) < start - 33:
                 step()
             for key in "bc":

@@ -17,15 +17,14 @@ from triton_omni.checkpoint.config import CheckpointError, load_config
 from triton_omni.checkpoint.speakers import Speakers, load_speakers
 from triton_omni.core.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.core.settings import DiffusionSettings, SettingsError, StreamingPlan, Token2WavSettings
+from triton_omni.policy.windows import WINDOW_NS
 from triton_omni.session.engine import AudioOutput, EngineStats, StreamOptions
-from triton_omni.token2wav import engine as engine_module
 from triton_omni.token2wav.attention import AttentionKind, block_attention
 from triton_omni.token2wav.bigvgan import BigVGAN
 from triton_omni.token2wav.dit import DiT, Voice
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.networks import load_networks
 from triton_omni.token2wav.sampler import FlowOptions, Sampler, Window
-from triton_omni.token2wav.sharing import SHORT_BATCH_NS
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -328,35 +327,13 @@ def test_who_has_no_sound_goes_first_then_who_runs_out_of_it_first(
 
 def test_nobody_listens_for_the_beginning_of_a_whole_reply(engine: Token2WavEngine) -> None:
     for key, options in (("whole", StreamOptions(mode="offline")), ("stream", DEFAULTS)):
-        assert not engine.keeps_listeners_waiting
+        assert not engine.wants_claim
         engine.open(key, VOICE, 1, options)
         engine.feed(key, some_codes(30))
         engine.end("whole") if key == "whole" else None
-    assert engine.keeps_listeners_waiting
+    assert engine.wants_claim
     drain(engine)
-    assert not engine.keeps_listeners_waiting
-
-
-@pytest.mark.parametrize(("very_many", "is_waited_for"), [(2, True), (1, False)])
-def test_of_very_many_only_who_hears_nothing_yet_keeps_first_codes_waiting(
-    engine: Token2WavEngine,
-    token2wav_clock: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    very_many: int,
-    is_waited_for: bool,
-) -> None:
-    monkeypatch.setattr("triton_omni.token2wav.engine.VERY_MANY_STREAMS", very_many)
-    engine.open("heard", VOICE, 1, DEFAULTS)
-    engine.feed("heard", some_codes(24))
-    next_outputs(engine)
-    engine.feed("heard", some_codes(24))
-    # Of its 0.24 s of sound.
-    token2wav_clock[0] += 200_000_000
-    assert engine.keeps_listeners_waiting
-    engine.open("new", VOICE, 1, DEFAULTS)
-    assert engine.keeps_listeners_waiting is is_waited_for
-    engine.feed("new", some_codes(24))
-    assert engine.keeps_listeners_waiting
+    assert not engine.wants_claim
 
 
 def test_windows_of_listeners_with_enough_sound_stay_out_of_an_urgent_batch(
@@ -371,9 +348,9 @@ def test_windows_of_listeners_with_enough_sound_stay_out_of_an_urgent_batch(
     for key in ("new", "newer"):
         engine.open(key, VOICE, 1, DEFAULTS)
         engine.feed(key, some_codes(24))
-    assert engine.keeps_listeners_waiting
+    assert engine.wants_claim
     assert [output.key for output in next_outputs(engine)] == ["new", "newer"]
-    assert not engine.keeps_listeners_waiting
+    assert not engine.wants_claim
     assert [output.key for output in next_outputs(engine)] == ["old"]
     token2wav_clock[0] += 1_400_000_000
     for key in ("new", "old"):
@@ -393,7 +370,7 @@ def test_windows_of_listeners_with_enough_sound_stay_out_of_a_batch_that_will_so
     for key in ("old", "new"):
         engine.feed(key, some_codes(36))
     # 0.24 s of sound were left of the new one's, 0.72 s of the old one's.
-    token2wav_clock[0] += 240_000_000 - SHORT_BATCH_NS
+    token2wav_clock[0] += 240_000_000 - WINDOW_NS
     assert [output.key for output in next_outputs(engine)] == ["new"]
     assert [output.key for output in next_outputs(engine)] == ["old"]
 
@@ -403,27 +380,17 @@ def test_who_is_about_to_hear_nothing_waits_like_who_has_heard_nothing(
 ) -> None:
     engine.open("a", VOICE, 1, DEFAULTS)
     engine.feed("a", some_codes(24))
-    assert engine.keeps_listeners_waiting
+    assert engine.wants_claim
     assert len(next_outputs(engine)) == 1
     # 0.24 s of sound; the window that must follow is due.
     engine.feed("a", some_codes(24))
-    assert not engine.keeps_listeners_waiting
-    token2wav_clock[0] += 239_000_000 - engine_module.SOON_SILENT_NS
-    assert not engine.keeps_listeners_waiting
+    assert not engine.wants_claim
+    token2wav_clock[0] += 239_000_000 - WINDOW_NS
+    assert not engine.wants_claim
     token2wav_clock[0] += 1_000_000
-    assert engine.keeps_listeners_waiting
+    assert engine.wants_claim
     assert len(next_outputs(engine)) == 1
-    assert not engine.keeps_listeners_waiting
-
-
-def test_one_listener_is_not_served_while_more_wait_for_codes(engine: Token2WavEngine) -> None:
-    for key in ("early", "late", "later"):
-        engine.open(key, VOICE, 1, DEFAULTS)
-    engine.open("whole", VOICE, 1, StreamOptions(mode="offline"))
-    engine.feed("early", some_codes(24))
-    assert not engine.keeps_listeners_waiting
-    engine.feed("late", some_codes(24))
-    assert engine.keeps_listeners_waiting
+    assert not engine.wants_claim
 
 
 def test_who_ran_out_of_sound_once_is_not_behind_for_ever(tiny_checkpoint: Path, token2wav_clock: list[int]) -> None:
@@ -461,21 +428,6 @@ def test_a_batch_holds_no_more_windows_and_frames_than_set(tiny_checkpoint: Path
     assert batches[:2] == [["s0", "s2"], ["s3"]]
     assert ["s1"] in batches
     assert max(map(len, batches)) == 2
-
-
-def test_first_windows_alone_may_be_a_third_more(tiny_checkpoint: Path, token2wav_clock: list[int]) -> None:
-    engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_batch_frames": 144}), DEVICE)
-    engine.open("old", VOICE, 1, DEFAULTS)
-    engine.feed("old", some_codes(24))
-    assert [output.key for output in next_outputs(engine)] == ["old"]
-    # It has no sound any more, as the others, who wait a little less long.
-    token2wav_clock[0] += 10**9
-    engine.feed("old", some_codes(24))
-    for key in "abcdef":
-        engine.open(key, VOICE, 1, DEFAULTS)
-        engine.feed(key, some_codes(24))
-    batches = [sorted(output.key for output in next_outputs(engine)) for _ in range(2)]
-    assert batches == [["a", "old"], ["b", "c", "d", "e"]]
 
 
 def test_streams_with_other_solvers_are_not_solved_together(engine: Token2WavEngine) -> None:

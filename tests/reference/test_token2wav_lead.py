@@ -103,7 +103,7 @@ def test_it_holds_nobody_up_who_has_no_lead(engine: Token2WavEngine, clock: Cloc
     made = all_due(engine)
     assert len(made["free"]) == len(CODES) * 480 > len(made["paced"]) > 0
     assert engine.stats().waiting == 0
-    assert not engine.keeps_listeners_waiting
+    assert not engine.wants_claim
     engine.abort("paced")
 
 

@@ -14,14 +14,12 @@ from hf_token2wav import DEVICE, lent, next_outputs
 from torch import Tensor
 
 from triton_omni.core.errors import Overloaded
+from triton_omni.core.policy_settings import NS_PER_MS, Token2WavPolicy
 from triton_omni.core.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
 from triton_omni.session.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.token2wav import batch_launch
 from triton_omni.token2wav.acceleration import Vocoder
 from triton_omni.token2wav.engine import (
-    AT_ONCE_FRAMES,
-    GATHERING_NS,
-    SHARED_STEPS_AHEAD,
     STEPS_AHEAD,
     Token2WavEngine,
 )
@@ -101,6 +99,11 @@ def batches(engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch) -> list[st
     return found
 
 
+def gather_for_an_hour(engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Token2WavPolicy.model_construct(gather_ms=3_600_000)
+    monkeypatch.setattr(engine, "_settings", SETTINGS.model_copy(update={"policy": policy}))
+
+
 def open_crowd(engine: Token2WavEngine, keys: str) -> None:
     for key in keys:
         engine.open(key, VOICE, 1, StreamOptions())
@@ -110,28 +113,27 @@ def open_crowd(engine: Token2WavEngine, keys: str) -> None:
 def test_the_first_windows_of_a_crowd_are_solved_together(
     engine: Token2WavEngine, batches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni.token2wav.engine.GATHERING_NS", 3600 * 10**9)
+    gather_for_an_hour(engine, monkeypatch)
     open_crowd(engine, "abcd")
     for _ in range(3):
         assert not engine.step()
     assert not batches, "three more are about to have their codes"
-    assert not engine.keeps_listeners_waiting, "a claim would keep the talker from making them"
+    assert not engine.wants_claim, "a claim would keep the talker from making them"
     engine.feed("b", codes_of("b")[:FIRST])
-    assert engine.keeps_listeners_waiting
+    assert engine.wants_claim
     next_outputs(engine)
     assert batches == ["ab"], "two are too few to wait for"
 
 
 def test_who_is_being_launched_waits_for_no_crowd(engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_omni.token2wav.engine.GATHERING_NS", 3600 * 10**9)
-    monkeypatch.setattr("triton_omni.token2wav.engine.AT_ONCE_FRAMES", 0)
+    gather_for_an_hour(engine, monkeypatch)
     for key in "abc":
         begin(engine, key)
     assert engine.step() == []
     assert len(engine._launchings) == 1
     for key in "def":
         engine.open(key, VOICE, 1, StreamOptions())
-    assert engine.keeps_listeners_waiting
+    assert engine.wants_claim
 
 
 def test_a_crowd_is_waited_for_no_longer_than_a_window_takes(engine: Token2WavEngine, batches: list[str]) -> None:
@@ -139,14 +141,14 @@ def test_a_crowd_is_waited_for_no_longer_than_a_window_takes(engine: Token2WavEn
     begun = time.monotonic_ns()
     next_outputs(engine)
     assert batches == ["a"]
-    assert time.monotonic_ns() - begun >= GATHERING_NS
+    assert time.monotonic_ns() - begun >= SETTINGS.policy.gather_ms * NS_PER_MS
 
 
 def test_who_came_long_before_others_does_not_wait_for_them(
     engine: Token2WavEngine, batches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni.token2wav.engine.GATHERING_NS", 3600 * 10**9)
-    monkeypatch.setattr("triton_omni.token2wav.engine.CROWD_NS", 0)
+    gather_for_an_hour(engine, monkeypatch)
+    monkeypatch.setattr("triton_omni.policy.windows.TOGETHER_NS", 0)
     open_crowd(engine, "abcd")
     next_outputs(engine)
     assert batches == ["a"]
@@ -155,7 +157,7 @@ def test_who_came_long_before_others_does_not_wait_for_them(
 def test_later_windows_wait_for_no_crowd(
     engine: Token2WavEngine, batches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni.token2wav.engine.GATHERING_NS", 3600 * 10**9)
+    gather_for_an_hour(engine, monkeypatch)
     begin(engine, "a")
     next_outputs(engine)
     open_crowd(engine, "bcde")
@@ -179,8 +181,7 @@ def launching(engine: Token2WavEngine) -> list[AudioOutput]:
         engine._streams[key].sound_until_ns = time.monotonic_ns() + MINUTE_NS
         go_on(engine, key)
     assert engine.step() == []
-    (under_way,) = engine._launchings
-    assert sum(len(due.chunk.solved) for due in under_way.batch) > AT_ONCE_FRAMES
+    assert len(engine._launchings) == 1
     return outputs
 
 
@@ -195,7 +196,7 @@ def test_who_has_enough_sound_comes_along_with_who_goes_between(
     tiny_checkpoint: Path, alone: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each batch is through in no time, as it seems, so that who hears nothing can wait for one.
-    monkeypatch.setattr("triton_omni.token2wav.sharing.SHORT_BATCH_NS", -2 * MINUTE_NS)
+    monkeypatch.setattr("triton_omni.policy.windows.WINDOW_NS", -2 * MINUTE_NS)
     engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_streams": STREAMS + 2}), DEVICE)
     outputs = launching(engine)
     begin(engine, "f")
@@ -246,17 +247,11 @@ class Reached:
         return self.reached
 
 
-@pytest.mark.parametrize(("many", "most"), [(STREAMS, STEPS_AHEAD), (STREAMS - 1, SHARED_STEPS_AHEAD)])
 def test_no_more_steps_are_launched_than_the_device_has_to_do(
-    engine: Token2WavEngine,
-    climbing: list[AudioOutput],
-    monkeypatch: pytest.MonkeyPatch,
-    many: int,
-    most: int,
+    engine: Token2WavEngine, climbing: list[AudioOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del climbing
     events: list[Reached] = []
-    monkeypatch.setattr("triton_omni.token2wav.engine.MANY_STREAMS", many)
 
     def mark(*_: object, **__: object) -> Reached:
         events.append(Reached())
@@ -265,11 +260,11 @@ def test_no_more_steps_are_launched_than_the_device_has_to_do(
     monkeypatch.setattr(batch_launch, "record_event", mark)
     for _ in range(10):
         assert engine.step() == []
-    assert len(events) == most
+    assert len(events) == STEPS_AHEAD
     events[0].reached = True
     outputs = engine.step()
-    # One more; if it is the last of the batch's four, also the batch's own event behind it.
-    assert len(events) == most + (2 if most == STEPS_AHEAD else 1)
+    # One more, the last of the batch's four, and after it the batch's own event.
+    assert len(events) == STEPS_AHEAD + 2
     monkeypatch.undo()
     for event in events:
         event.reached = True

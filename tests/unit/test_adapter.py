@@ -11,6 +11,7 @@ import torch
 from fake_pb_utils import PbUtils, Request, Tensor, TritonError, text_tensor
 from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine, thinker_message
 from triton_omni.core.errors import BadRequest, Overloaded, TooLarge
+from triton_omni.core.policy_settings import Token2WavPolicy
 from triton_omni.core.settings import MAX_NAME, TalkerSettings, ThinkerSettings
 from triton_omni.link.link_stage import CANCEL_INTERVAL_NS
 from triton_omni.request.parse import RawRequest
@@ -325,7 +326,7 @@ def talker(name):
 
 def token2wav(name):
     ledger = SessionLedger(name, "token2wav")
-    stage = Token2WavStage(FakeWaveformEngine(), ledger, device=CPU, sample_rate=24000)
+    stage = Token2WavStage(FakeWaveformEngine(), ledger, device=CPU, sample_rate=24000, policy=Token2WavPolicy())
     return adapt_token2wav(PbUtils(), stage, ledger)
 
 

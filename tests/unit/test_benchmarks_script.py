@@ -71,7 +71,7 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
         for command in commands
         if (name := Path(command[0]).name) in programs
     ]
-    assert [name for name, _ in found] == ["compare"] * 5 + ["micro"] * 6 + ["compare", "micro"] + ["compare"] * 4
+    assert [name for name, _ in found] == ["compare"] * 6 + ["micro"] * 6 + ["compare", "micro"] + ["compare"] * 4
     assert len({str(parameters["out"]) for _, parameters in found}) == len(found)
     compared = [parameters for name, parameters in found if name == "compare"]
     for options in {options for parameters in compared for options in loads(script("compare.variants"), parameters)}:

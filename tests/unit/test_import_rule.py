@@ -2,6 +2,7 @@
 """Imports go one way: core, session, link and request, engines, stages, the programs around Triton, the models."""
 
 import ast
+import graphlib
 import sys
 from pathlib import Path
 
@@ -15,8 +16,8 @@ GATEWAY = ROOT / "gateway" / "triton_omni_gateway"
 # Each module may import modules of lower floors and of its own room.
 LAYERS = [
     {"core": {"core"}},
-    {"session": {"session"}, "checkpoint": {"checkpoint"}},
-    {"link": {"link"}, "policy": {"policy"}, "request": {"request"}, "token2wav": {"token2wav"}},
+    {"session": {"session"}, "checkpoint": {"checkpoint"}, "policy": {"policy"}},
+    {"link": {"link"}, "request": {"request"}, "token2wav": {"token2wav"}},
     {"thinker": {"thinker.prompt"}},
     {"vllm_hooks": {"vllm_hooks"}},
     {"thinker": {"thinker"}, "talker": {"talker"}, "token2wav": {"token2wav.stage", "token2wav.text_relay"}},
@@ -46,6 +47,17 @@ def imports(path):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def absolute_imports(module, path):
+    """Full names of all that a module imports, relative ones resolved."""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    names = imports(path)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
     return names
 
 
@@ -143,7 +155,7 @@ def test_the_gateway_is_the_client_and_a_web_server_alone():
 def test_token2wav_is_torch_and_numpy_alone():
     # pydantic: its ValidationError is what settings raise.
     allowed = {"torch", "numpy", "pydantic", "triton_omni", *sys.stdlib_module_names}
-    ours = {"core", "session", "checkpoint", "token2wav"}
+    ours = {"core", "session", "checkpoint", "policy", "token2wav"}
     kernels = {"triton_omni.token2wav.kernels"}
     kernels |= {f"triton_omni.token2wav.{kind}_kernels" for kind in ("attention", "layer", "solver")}
     decode = {module for module in BACKEND_MODULES if module.startswith("triton_omni.vllm_hooks.kernels.")}
@@ -154,6 +166,16 @@ def test_token2wav_is_torch_and_numpy_alone():
             assert top_level(path) - ({"triton"} if module in kernels else set()) <= allowed, module
             assert {name.split(".")[1] for name in own_imports(path)} <= ours, module
             assert not stage & own_imports(path)
+
+
+@pytest.mark.parametrize(
+    "found", [BACKEND_MODULES, CLIENT_MODULES, GATEWAY_MODULES], ids=["backend", "client", "gateway"]
+)
+def test_no_modules_import_each_other(found):
+    """Not even inside functions or for types alone: a circle cannot be read from one end."""
+    packages = {module for module, path in found.items() if path.name == "__init__.py"}
+    graph = {module: absolute_imports(module, path) & (set(found) - packages) for module, path in found.items()}
+    list(graphlib.TopologicalSorter(graph).static_order())
 
 
 def test_the_package_itself_imports_nothing():

@@ -9,7 +9,7 @@ import pytest
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 
 WAIT_S = 5.0
-COMMANDS_S = 0.004
+COMMAND_S = 0.002
 
 
 class Driven:
@@ -127,36 +127,16 @@ def at_slow_commands(loop, count, look):
 
     def command():
         seen.append(look())
-        time.sleep(COMMANDS_S / 2)
+        time.sleep(COMMAND_S)
 
     loop.post(lambda: [loop.post(command) for _ in range(count)])
     wait_for(lambda: len(seen) == count)
     return seen
 
 
-def test_the_engine_steps_between_commands_that_take_long_together(run):
-    driven = Driven(work=1 << 40)
-    seen = at_slow_commands(run(driven, commands_s=COMMANDS_S), 20, lambda: driven.steps)
-    assert seen == sorted(seen)
-    assert len(set(seen)) >= 4, "groups of commands with steps behind each"
-
-
-def test_commands_have_as_long_as_a_step_takes(run):
-    """Or what is late would grow behind an engine whose steps are long."""
-    driven = Driven(work=1 << 40)
-    driven.step = lambda: (Driven.step(driven), time.sleep(40 * COMMANDS_S))
-    seen = at_slow_commands(run(driven, commands_s=COMMANDS_S), 40, lambda: driven.steps)
-    assert len(set(seen)) <= 8
-
-
-def test_commands_are_not_interrupted_unless_it_is_wanted(run):
+def test_commands_are_not_interrupted(run):
     driven = Driven(work=1 << 40)
     assert len(set(at_slow_commands(run(driven), 8, lambda: driven.steps))) == 1
-
-
-def test_commands_of_an_engine_without_work_are_run_in_one_go(run):
-    driven = Driven()
-    assert len(set(at_slow_commands(run(driven, commands_s=COMMANDS_S), 8, lambda: driven.polls))) == 1
 
 
 def test_sessions_are_polled_once_a_step(run):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waits on a link: credits, sizes, pace, what is wanted; everything leaves once, in order, last comes last."""
+"""What waits on a link: credits, sizes, interval, wanted items; everything leaves once, in order, last comes last."""
 
 import itertools
 from types import SimpleNamespace
@@ -12,32 +12,25 @@ from hypothesis import strategies as st
 from triton_omni.core.errors import InternalError, TooLarge
 from triton_omni.core.streams import record_event
 from triton_omni.link.send_queue import (
-    AT_A_TIME,
     CREDITS,
-    MESSAGE_NS,
-    TEXT_APART_NS,
-    RateLimit,
+    MESSAGE_APART_NS,
+    SESSION_NS,
     SendQueue,
     link_metrics,
+    message_interval_ns,
 )
 from triton_omni.session.stage import as_omni_error
 
-LONG_AGO = 10 * TEXT_APART_NS
+LONG_AGO = 10 * MESSAGE_APART_NS
 
 
 def rows(start, count):
     return torch.arange(start, start + count)
 
 
-def pace_of(sessions):
-    pace = RateLimit()
-    pace.sessions = sessions
-    return pace
-
-
-def take_all(send_queue, consumed=0, now_ns=LONG_AGO, *, pace=None, wanted=None):
+def take_all(send_queue, consumed=0, now_ns=LONG_AGO, *, interval_ns=0, wanted=None):
     batches = []
-    while (batch := send_queue.take(consumed, pace=pace, wanted=wanted, now_ns=now_ns)) is not None:
+    while (batch := send_queue.take(consumed, interval_ns=interval_ns, wanted=wanted, now_ns=now_ns)) is not None:
         batches.append(batch)
     return batches
 
@@ -119,92 +112,65 @@ def test_more_than_a_message_holds_is_not_waited_for():
     assert values(take_all(send_queue, wanted=100)) == [[0, 1, 2, 3]]
 
 
-def begun(pace):
-    """An send queue whose first row has just left."""
+INTERVAL = message_interval_ns(8)
+
+
+def begun():
+    """A send queue whose first row has just left."""
     send_queue = SendQueue(largest=8)
     send_queue.put(rows(0, 1))
-    assert values(take_all(send_queue, pace=pace)) == [[0]]
+    assert values(take_all(send_queue, interval_ns=INTERVAL)) == [[0]]
     return send_queue
 
 
-def test_the_more_sessions_the_further_apart_their_rows_leave():
-    assert [pace_of(sessions).apart_ns for sessions in (0, 1, 32)] == [0, MESSAGE_NS, 32 * MESSAGE_NS]
-    pace = pace_of(8)
-    send_queue = begun(pace)
+def test_the_more_sessions_the_longer_the_interval():
+    found = [message_interval_ns(sessions) for sessions in (0, 1, 32)]
+    assert found == [MESSAGE_APART_NS, MESSAGE_APART_NS, 32 * SESSION_NS]
+
+
+def test_rows_leave_together_after_the_interval():
+    send_queue = begun()
     send_queue.put(rows(1, 1))
-    assert take_all(send_queue, now_ns=LONG_AGO + pace.apart_ns - 1, pace=pace) == []
+    assert take_all(send_queue, now_ns=LONG_AGO + INTERVAL - 1, interval_ns=INTERVAL) == []
     send_queue.put(rows(2, 1))
-    assert values(take_all(send_queue, now_ns=LONG_AGO + pace.apart_ns, pace=pace)) == [[1, 2]]
+    assert values(take_all(send_queue, now_ns=LONG_AGO + INTERVAL, interval_ns=INTERVAL)) == [[1, 2]]
 
 
-def test_sessions_whose_rows_come_together_send_them_one_behind_another():
-    pace, now = pace_of(10), LONG_AGO
-    send_queues = [SendQueue(largest=8) for _ in range(10)]
-    for send_queue in send_queues:
-        send_queue.put(rows(0, 1))
-    left = []
-    for _ in range(10):
-        left.append(
-            [number for number, send_queue in enumerate(send_queues) if take_all(send_queue, now_ns=now, pace=pace)]
-        )
-        now += MESSAGE_NS
-    assert left[0] == list(range(AT_A_TIME))
-    assert left[1:] == [*([number] for number in range(AT_A_TIME, 10)), *[[] for _ in range(AT_A_TIME - 1)]]
-
-
-@pytest.mark.parametrize("step_ms", [3, 9, 25, 80])
-@pytest.mark.parametrize("sessions", [1, 8, 32, 64])
-def test_no_session_waits_for_ever_however_long_a_step_takes(sessions, step_ms):
-    """As in the thinker: each step has a row for each session, and send queues are asked behind a step alone."""
-    pace, now = pace_of(sessions), LONG_AGO
-    send_queues, left = [SendQueue(largest=512) for _ in range(sessions)], [LONG_AGO] * sessions
-    longest = 0
-    for step in range(400):
-        now += step_ms * 1_000_000
-        for number, send_queue in enumerate(send_queues):
-            send_queue.put(rows(step, 1))
-            if take_all(send_queue, send_queue.messages, now, pace=pace):
-                longest, left[number] = max(longest, now - left[number]), now
-    assert min(left) > now - 2 * longest
-    assert longest <= 2 * pace.apart_ns + 2 * step_ms * 1_000_000
-
-
-def test_a_full_message_and_the_last_rows_wait_for_no_pace():
-    pace = pace_of(8)
-    send_queue = begun(pace)
+def test_a_full_message_and_the_last_rows_wait_for_no_interval():
+    send_queue = begun()
     send_queue.put(rows(1, 10))
-    assert values(take_all(send_queue, pace=pace)) == [list(range(1, 9))]
+    assert values(take_all(send_queue, interval_ns=INTERVAL)) == [list(range(1, 9))]
     assert send_queue.held == 2
     send_queue.finish_tensors()
-    assert values(take_all(send_queue, 1, pace=pace)) == [[9, 10]]
+    assert values(take_all(send_queue, 1, interval_ns=INTERVAL)) == [[9, 10]]
 
 
-def test_what_is_wanted_waits_for_no_pace():
-    pace = pace_of(8)
-    send_queue = begun(pace)
+def test_wanted_rows_wait_for_no_interval():
+    send_queue = begun()
     send_queue.put(rows(1, 1))
-    assert values(take_all(send_queue, pace=pace, wanted=2)) == [[1]]
+    assert values(take_all(send_queue, interval_ns=INTERVAL, wanted=2)) == [[1]]
 
 
-def test_text_waits_for_the_rows_that_wait_for_the_pace():
-    pace = pace_of(1)
-    send_queue, now = begun(pace), 2 * LONG_AGO
-    for _ in range(AT_A_TIME + 1):
-        pace.turn_ns(now)
+def test_text_and_rows_wait_for_one_interval():
+    send_queue = begun()
     send_queue.put(rows(1, 1))
     send_queue.put_text("a")
-    assert take_all(send_queue, now_ns=now, pace=pace) == []
-    [batch] = take_all(send_queue, now_ns=now + 2 * MESSAGE_NS, pace=pace)
+    assert take_all(send_queue, now_ns=LONG_AGO + INTERVAL - 1, interval_ns=INTERVAL) == []
+    [batch] = take_all(send_queue, now_ns=LONG_AGO + INTERVAL, interval_ns=INTERVAL)
     assert (batch.text, batch.tensor.tolist()) == ("a", [1])
 
 
-def test_text_of_many_sessions_leaves_further_apart():
-    send_queue, pace = SendQueue(largest=8), pace_of(3 * TEXT_APART_NS // MESSAGE_NS)
-    send_queue.put_text("a")
-    assert [p.text for p in take_all(send_queue, pace=pace)] == ["a"]
-    send_queue.put_text("b")
-    assert take_all(send_queue, now_ns=LONG_AGO + pace.apart_ns - 1, pace=pace) == []
-    assert [p.text for p in take_all(send_queue, now_ns=LONG_AGO + pace.apart_ns, pace=pace)] == ["b"]
+@pytest.mark.parametrize("past_messages", [False, True])
+def test_text_alone_leaves_once_an_interval(past_messages):
+    send_queue = SendQueue(largest=100)
+    if past_messages:
+        send_queue.go_past_messages()
+    times = []
+    for now_ns in range(LONG_AGO, LONG_AGO + 5 * INTERVAL, INTERVAL // 8):
+        send_queue.put_text("word ")
+        if send_queue.take(0, interval_ns=INTERVAL, now_ns=now_ns):
+            times.append(now_ns)
+    assert [later - earlier for earlier, later in itertools.pairwise(times)] == [INTERVAL] * 4
 
 
 def test_text_travels_with_rows():
@@ -219,12 +185,12 @@ def test_text_travels_with_rows():
 def test_text_without_a_credit_leaves_by_itself_but_not_too_often():
     send_queue = SendQueue(largest=8)
     send_queue.put_text("a")
-    assert [p.text for p in take_all(send_queue, now_ns=LONG_AGO)] == ["a"]
+    assert [p.text for p in take_all(send_queue, interval_ns=INTERVAL)] == ["a"]
     send_queue.put_text("b")
-    assert take_all(send_queue, now_ns=LONG_AGO + TEXT_APART_NS - 1) == []
+    assert take_all(send_queue, now_ns=LONG_AGO + INTERVAL - 1, interval_ns=INTERVAL) == []
     assert send_queue.waiting
     send_queue.put_text("c")
-    assert [p.text for p in take_all(send_queue, now_ns=LONG_AGO + TEXT_APART_NS)] == ["bc"]
+    assert [p.text for p in take_all(send_queue, now_ns=LONG_AGO + INTERVAL, interval_ns=INTERVAL)] == ["bc"]
 
 
 def test_text_needs_no_credit():
@@ -322,7 +288,7 @@ ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.integers(0, 7)),
         st.tuples(st.just("text"), st.text("abc", max_size=3)),
-        st.tuples(st.just("take"), st.integers(0, 2 * TEXT_APART_NS)),
+        st.tuples(st.just("take"), st.integers(0, 2 * MESSAGE_APART_NS)),
         st.tuples(st.just("consume"), st.integers(1, CREDITS)),
         st.tuples(st.just("finish tensors"), st.none()),
         st.tuples(st.just("finish text"), st.none()),
@@ -335,7 +301,7 @@ class Link:
     """Drives an send queue as a stage does, and checks every batch on its way."""
 
     def __init__(self, largest, sessions, wanted):
-        self.send_queue, self.pace = SendQueue(largest), pace_of(sessions)
+        self.send_queue, self.interval_ns = SendQueue(largest), message_interval_ns(sessions)
         self.largest, self.wanted = largest, wanted
         self.put, self.text = 0, ""
         self.batches, self.consumed, self.now = [], 0, 0
@@ -361,7 +327,7 @@ class Link:
             self.send_queue.finish_text()
 
     def take(self):
-        batch = self.send_queue.take(self.consumed, pace=self.pace, wanted=self.wanted, now_ns=self.now)
+        batch = self.send_queue.take(self.consumed, interval_ns=self.interval_ns, wanted=self.wanted, now_ns=self.now)
         if batch is None:
             return
         if batch.tensor is not None:
@@ -375,7 +341,7 @@ class Link:
         """All leaves while the other side consumes and wants more, the end told or not."""
         for _ in range(200):
             self.consumed = len(values(self.batches))
-            self.now += self.pace.apart_ns + TEXT_APART_NS
+            self.now += self.interval_ns
             self.wanted = None if self.wanted is None else sum(map(len, values(self.batches))) + 1
             self.take()
         assert self.send_queue.held == 0
@@ -456,19 +422,6 @@ def test_what_goes_past_messages_leaves_by_itself_and_the_end_waits_for_it():
     assert send_queue.take_tensor(9) is None
     assert [(batch.tensor, batch.tensors_done, batch.last) for batch in take_all(send_queue)] == [(None, True, True)]
     assert send_queue.under_way(0) == (0, 0), "no message had any"
-
-
-@pytest.mark.parametrize("past_messages", [False, True])
-def test_text_that_has_no_rows_to_leave_with_leaves_half_as_often(past_messages):
-    send_queue, apart_ns = SendQueue(largest=100), 20 * MESSAGE_NS * (2 if past_messages else 1)
-    if past_messages:
-        send_queue.go_past_messages()
-    times = []
-    for now_ns in range(LONG_AGO, LONG_AGO + 5 * apart_ns, MESSAGE_NS):
-        send_queue.put_text("word ")
-        if send_queue.take(0, pace=pace_of(20), now_ns=now_ns):
-            times.append(now_ns)
-    assert [later - earlier for earlier, later in itertools.pairwise(times)] == [apart_ns] * 4
 
 
 def test_what_left_in_messages_before_is_none_of_what_was_placed():

@@ -2,9 +2,7 @@
 """The session protocol over real stages, threads and ledger, with engines and the ensemble replaced by doubles."""
 
 import base64
-import itertools
 import json
-import statistics
 import threading
 import time
 
@@ -21,7 +19,7 @@ from fakes import (
     talker_message,
     thinker_message,
 )
-from session_rig import CODE_PLACES, WAIT_S, finished, pipeline, wait_for
+from session_rig import WAIT_S, finished, pipeline, wait_for
 from triton_omni.core.errors import BadRequest, InternalError, Overloaded
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.link.send_queue import CREDITS
@@ -132,85 +130,6 @@ def test_the_thinker_rests_while_the_first_window_is_on_its_way():
     assert min(rested) >= 6
 
 
-def test_the_thinker_s_steps_keep_apart_where_text_is_far_ahead(monkeypatch):
-    monkeypatch.setattr("triton_omni.thinker.minimum_interval.MANY_SESSIONS", 0)
-    monkeypatch.setattr("triton_omni.thinker.minimum_interval.ENOUGH_ROWS", 5)
-    monkeypatch.setattr("triton_omni.thinker.minimum_interval.APART_NS", 50_000_000)
-    waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
-    waveform.window = 5
-    with pipeline(thinker=thinker, waveform=waveform) as p:
-        begun, step = [], thinker.step
-        # As long that token2wav's word of what it wants, on a busy machine too, comes before most of them.
-        thinker.step = lambda: (begun.append(time.monotonic()), time.sleep(0.005), step())[-1]
-        finished(p.ask("12345"))
-        p.wait_until_empty()
-    # Steps until the first window and five rows more; then those that keep apart, by what they take together.
-    assert statistics.mean(later - earlier for earlier, later in itertools.pairwise(begun[-15:])) > 0.045
-    assert statistics.median(later - earlier for earlier, later in itertools.pairwise(begun[:12])) < 0.045
-
-
-def test_the_talker_s_steps_keep_apart_once_its_first_codes_are_there(monkeypatch):
-    monkeypatch.setattr("triton_omni.talker.minimum_interval.MANY_SESSIONS", 0)
-    monkeypatch.setattr("triton_omni.talker.minimum_interval.APART_NS", 50_000_000)
-    monkeypatch.setattr("triton_omni.talker.minimum_interval.LONGEST_APART_NS", 50_000_000)
-    # A row that comes late is awaited; nobody waits for longer where it is there.
-    monkeypatch.setattr("triton_omni.talker.minimum_interval.AWAITED", 3600)
-    waveform = FakeWaveformEngine()
-    waveform.window = CODE_PLACES // 2
-    with pipeline(thinker=FakeThinkerEngine(length=20), waveform=waveform) as p:
-        talker, begun, held_up = p.engines[1], [], []
-        step, hold = talker.step, talker.hold
-
-        def watched(held):
-            if held and any(len(one.rows) - one.prompt.prompt_rows > one.spoken for one in talker.open_keys.values()):
-                held_up.append(max(one.spoken for one in talker.open_keys.values()))
-            hold(held)
-
-        talker.step = lambda: (begun.append(time.monotonic()), step())[1]
-        talker.hold = watched
-        finished(p.ask("12345"))
-        p.wait_until_empty()
-    assert min(held_up) >= CODE_PLACES // 2
-    assert statistics.mean(later - earlier for earlier, later in itertools.pairwise(begun[8:])) > 0.045
-
-
-@by_messages
-def test_the_talker_s_places_are_kept_while_somebody_s_first_codes_are_awaited(monkeypatch):
-    monkeypatch.setattr("triton_omni.link.send_queue.MESSAGE_NS", 0)
-    waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
-    waveform.window, thinker.step_s = 20, 0.003
-    with pipeline(thinker=thinker, waveform=waveform) as p:
-        talker, told, asked = p.engines[1], [], []
-        keep = talker.keep_places
-
-        def watched(kept):
-            told.append((kept, sum(talker_message(t).codes is not None for e in asked for t in e.to_token2wav)))
-            keep(kept)
-
-        talker.keep_places = watched
-        asked.append(p.ask("12345"))
-        finished(asked[0])
-        p.wait_until_empty()
-    assert (True, 0) in told
-    assert {kept for kept, codes in told if codes} == {False}
-
-
-@by_messages
-def test_the_talker_s_places_are_not_kept_for_a_whole_reply():
-    """Nobody listens to it before its end."""
-    waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
-    waveform.window, thinker.step_s = 1 << 20, 0.003
-    with pipeline(thinker=thinker, waveform=waveform) as p:
-        talker, told = p.engines[1], []
-        talker.keep_places = lambda kept: told.append(kept) if talker.steps and talker.open_keys else None
-        ensemble = p.ask("12345")
-        wait_for(lambda: len(told) > 5)
-        assert not any(talker_message(t).codes is not None for t in ensemble.to_token2wav)
-        finished(ensemble)
-        p.wait_until_empty()
-    assert not any(told[5:])
-
-
 @by_messages
 def test_the_prompt_s_rows_come_with_the_first_of_the_reply():
     """The talker begins with both, and a message of rows costs the link what a word alone does not."""
@@ -228,8 +147,8 @@ def test_the_prompt_s_rows_come_with_the_first_of_the_reply():
 
 
 @by_messages
-def test_the_last_rows_of_the_first_window_wait_for_no_pace(monkeypatch):
-    monkeypatch.setattr("triton_omni.link.send_queue.MESSAGE_NS", 3600 * 10**9)
+def test_only_the_first_and_the_last_rows_wait_for_no_interval(monkeypatch):
+    monkeypatch.setattr("triton_omni.link.send_queue.MESSAGE_APART_NS", 3600 * 10**9)
     waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
     waveform.window, thinker.step_s = 7, 0.002
     with pipeline(thinker=thinker, waveform=waveform) as p:
@@ -237,18 +156,18 @@ def test_the_last_rows_of_the_first_window_wait_for_no_pace(monkeypatch):
         finished(ensemble)
         p.wait_until_empty()
     rows = [len(m.rows) for m in data_messages(ensemble) if m.rows is not None]
-    assert rows == [5 + 1, 7 - 1, 39 - 7], "the talker begins, the first window is whole, the reply is over"
+    assert rows == [5 + 1, 39 - 1], "the talker begins, the reply is over"
 
 
 def test_token2wav_claims_the_device_while_listeners_wait_for_sound():
     waveform = FakeWaveformEngine()
     with pipeline(waveform=waveform) as p:
         assert not p.ledgers[0].device_claimed()
-        waveform.keeps_listeners_waiting = True
+        waveform.wants_claim = True
         wait_for(p.ledgers[0].device_claimed)
         # It ends by itself, so that nothing stands still.
         finished(p.ask("12345"))
-        waveform.keeps_listeners_waiting = False
+        waveform.wants_claim = False
         wait_for(lambda: not p.ledgers[0].device_claimed())
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from triton_omni.core.policy_settings import ThinkerPolicy, Token2WavPolicy
 from triton_omni.core.validation import wanted_kind, wanted_limit
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -194,6 +195,7 @@ class ThinkerSettings(_Frozen):
     """Derive a step of unchanged sequences from the last one (one GPU, `engine.async_scheduling`)."""
     engine: EngineSettings = EngineSettings()
     limits: RequestLimits = RequestLimits()
+    policy: ThinkerPolicy = ThinkerPolicy()
     max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
     """Sessions open at once over all stages; the next one is refused as `overloaded`."""
     max_new_tokens: Positive = 1024
@@ -293,6 +295,7 @@ class Token2WavSettings(_Frozen):
     }
     """Streaming plans by name; see the table below."""
     diffusion: DiffusionSettings = DiffusionSettings()
+    policy: Token2WavPolicy = Token2WavPolicy()
     max_lead_s: Lead | None = None
     """Seconds of sound that a stream may lead its real-time listener; `null` = no bound. A request may choose."""
     max_streams: Annotated[int, Field(gt=0, le=1024)] = 64
@@ -302,7 +305,7 @@ class Token2WavSettings(_Frozen):
     max_batch: Annotated[int, Field(gt=0, le=64)] = 32
     """Windows solved together in one batch."""
     max_batch_frames: Positive = 1200
-    """Mel frames of one batch, look-ahead included (7 long windows); first windows alone may be a third more."""
+    """Mel frames of one batch, look-ahead included: 7 long windows, or 25 first ones."""
     deterministic: bool = False
     """The same codes and seed give the same bits of sound under any load: each window runs alone, slower."""
     attention: Literal["block", "plain"] = "block"

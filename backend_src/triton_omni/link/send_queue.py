@@ -23,37 +23,17 @@ from triton_omni.core.streams import on_side_stream, record_event
 CREDITS: Final = 2
 """Data messages of one session that may be on the way on one link."""
 
-TEXT_APART_NS: Final = 20_000_000
-"""Minimum nanoseconds between messages that carry text alone."""
+MESSAGE_APART_NS: Final = 20_000_000
+"""Minimum nanoseconds between two messages of one session that could also be one."""
 
-MESSAGE_NS: Final = 2_000_000
-"""Nanoseconds of a link's time for one message."""
-
-AT_A_TIME: Final = 4
-"""Number of sessions whose messages may leave in a burst, since one step has news of all of them."""
+SESSION_NS: Final = 4_000_000
+"""Minimum nanoseconds of that interval for each session on the link: a message costs sender and receiver a fixed time.
+"""
 
 
-class RateLimit:
-    """Spreads the messages of a link's sessions over time, so that no message waits for many others.
-
-    Attributes:
-        sessions: how many share the link now.
-    """
-
-    def __init__(self) -> None:
-        self.sessions = 0
-        self._free_ns = 0
-
-    @property
-    def apart_ns(self) -> int:
-        """Minimum nanoseconds between two messages of one session."""
-        return self.sessions * MESSAGE_NS
-
-    def turn_ns(self, now_ns: int) -> int:
-        """Return the time in nanoseconds from which a message that is ready now may leave; first come, first served."""
-        slot_ns = max(self._free_ns, now_ns)
-        self._free_ns = slot_ns + MESSAGE_NS
-        return slot_ns - (AT_A_TIME - 1) * MESSAGE_NS
+def message_interval_ns(sessions: int) -> int:
+    """Return the minimum nanoseconds between two messages of each of `sessions` sessions on a link."""
+    return max(MESSAGE_APART_NS, sessions * SESSION_NS)
 
 
 @dataclass(frozen=True)
@@ -91,11 +71,10 @@ class SendQueue:
     _text_done: bool = False
     _announced: bool = False
     _closed: bool = False
-    _turn_ns: int | None = None
-    _tensor_left_ns: int = 0
     _sizes: deque[int] = field(default_factory=lambda: deque(maxlen=CREDITS))
     """Bytes of the last messages with rows or codes."""
-    _text_left_ns: int = 0
+    _left_ns: int = 0
+    """Monotonic time of the last message, nanoseconds."""
 
     @property
     def waiting(self) -> bool:
@@ -152,7 +131,7 @@ class SendQueue:
         self,
         consumed: int,
         *,
-        pace: RateLimit | None = None,
+        interval_ns: int = 0,
         wanted: int | None = None,
         now_ns: int | None = None,
     ) -> Batch | None:
@@ -160,50 +139,36 @@ class SendQueue:
 
         Args:
             consumed: data messages that the other side has consumed.
-            pace: of the link; a full message and the end do not wait for it. None: nothing waits for any.
-            wanted: rows or codes, from the first on, without which the other side can do nothing: fewer stay, as many
-                leave at once, whatever the pace. None: it can use each.
-            now_ns: by the monotonic clock.
+            interval_ns: minimum nanoseconds since the last message. A full message, the wanted items and the end do not
+                wait.
+            wanted: number of items, from the first on, below which the other side cannot start. Fewer stay; as many
+                leave at once. None: it can use each item.
+            now_ns: monotonic time, nanoseconds; by default now.
         """
         if self.idle:
             return None
         now = time.monotonic_ns() if now_ns is None else now_ns
-        tensor, ready = self._take_tensor() if self._may_leave(consumed, now, pace, wanted) else (None, None)
+        is_early = now - self._left_ns < interval_ns
+        tensor, ready = self._take_tensor() if self._may_leave(consumed, wanted, is_early) else (None, None)
         done = self._tensors_done and not self._tensors
         last = done and self._text_done
         news = tensor is not None or last or (done and not self._announced)
-        if not news and not self._text_may_leave(consumed, now, pace, wanted):
+        if not news and (is_early or not self._text):
             return None
         text, self._text = "".join(self._text), []
-        self._tensor_left_ns = now if tensor is not None else self._tensor_left_ns
-        self._text_left_ns = now if text else self._text_left_ns
+        self._left_ns = now
         self._announced, self._closed = done, last
         return Batch(text, tensor, ready, done, last)
 
-    def _may_leave(self, consumed: int, now: int, pace: RateLimit | None, wanted: int | None) -> bool:
-        if self.past_messages or not (self._tensors and self._has_credit(consumed)):
+    def _may_leave(self, consumed: int, wanted: int | None, is_early: bool) -> bool:
+        if self.past_messages or not self._tensors or self.messages - consumed >= CREDITS:
             return False
         if self._tensors_done or self.held >= self.largest:
             return True
         if wanted is not None:
             # The next stage has what it wanted, and has not yet said what it wants next.
             return self.given < wanted <= self.given + self.held
-        return pace is None or self._has_its_turn(now, pace)
-
-    def _has_credit(self, consumed: int) -> bool:
-        return self.messages - consumed < CREDITS
-
-    def _has_its_turn(self, now: int, pace: RateLimit) -> bool:
-        if self._turn_ns is None and now - self._tensor_left_ns >= pace.apart_ns:
-            self._turn_ns = pace.turn_ns(now)
-        return self._turn_ns is not None and now >= self._turn_ns
-
-    def _text_may_leave(self, consumed: int, now: int, pace: RateLimit | None, wanted: int | None) -> bool:
-        """True if text leaves in a message of its own; False where rows wait for the rate limit alone."""
-        rows_follow = self._tensors and wanted is None and not self.past_messages and self._has_credit(consumed)
-        # Without rows in the same message it leaves half as often: a message of text alone costs as much as any.
-        apart_ns = max(TEXT_APART_NS, pace.apart_ns * (2 if self.past_messages else 1) if pace else 0)
-        return bool(self._text) and not rows_follow and now - self._text_left_ns >= apart_ns
+        return not is_early
 
     def take_tensor(self, most: int) -> tuple[Tensor, torch.cuda.Event | None] | None:
         """The next rows or codes, `most` of them, and the event after which they may be read; None = there are none."""
@@ -213,7 +178,6 @@ class SendQueue:
         leaving, ready = self._split(self.largest)
         self.messages += 1
         self._sizes.append(leaving.numel() * leaving.element_size())
-        self._turn_ns = None
         return leaving, ready
 
     def _split(self, most: int) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -221,19 +221,11 @@ class TalkerEngine(Protocol):
     def hold(self, held: bool) -> None:
         """Begin no step from now on, or begin steps again; `step` still gives what is under way."""
 
-    def keep_places(self, kept: bool) -> None:
-        """Keep sequences that wait for rows in the batch, which saves the host work in each step; if False, the next
-        step leaves them out.
-        """
-
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
 
     def abort(self, key: str) -> None:
         """Drop a sequence and its rows; unknown keys are ignored."""
-
-    def waits(self, key: str) -> bool:
-        """True if no further step could bring the sequence's next code, since its row has not arrived."""
 
     def has_work(self) -> bool:
         """True if `step` could advance a sequence now; False while every sequence waits for rows. While paused, True if

@@ -41,14 +41,11 @@ class StageLoop:
 
     Args:
         name: of the thread.
-        commands_s: commands that take longer together, and longer than the last step, go on behind a step of the
-            engine. For a stage to which nobody sends in answer to what it does: elsewhere what is late grows.
+        driven: what it runs.
     """
 
-    def __init__(self, name: str, driven: Driven, *, commands_s: float = float("inf")) -> None:
+    def __init__(self, name: str, driven: Driven) -> None:
         self._driven = driven
-        self._commands_s = commands_s
-        self._step_s = 0.0
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._awake = False
@@ -123,9 +120,7 @@ class StageLoop:
         self._run_commands()
         delay = self._driven.poll()
         if self._driven.has_work():
-            begun = time.monotonic()
             self._driven.step()
-            self._step_s = time.monotonic() - begun
             return
         with self._changed:
             if not self._commands and not self._stopping and not self._awake:
@@ -133,8 +128,5 @@ class StageLoop:
 
     def _run_commands(self) -> None:
         # Only what was there at the start of the turn, so that a flood of messages cannot starve the engine.
-        until = time.monotonic() + max(self._commands_s, self._step_s)
         for _ in range(len(self._commands)):
             self._commands.popleft()()
-            if time.monotonic() > until and self._driven.has_work():
-                return

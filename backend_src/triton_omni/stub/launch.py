@@ -172,7 +172,9 @@ def start_token2wav(pb_utils: Any, args: dict[str, str], folder: Path) -> StageA
     ledger = _ledger("token2wav", _facts(checkpoint, device))
     sample_rate = load_config(checkpoint).codec.sample_rate
     ring = _ring(ledger, settings, (2 * settings.max_streams, CODE_PLACES), torch.int32, device)
-    stage = Token2WavStage(engine, ledger, device=device, sample_rate=sample_rate, tracer=tracer, ring=ring)
+    stage = Token2WavStage(
+        engine, ledger, device=device, sample_rate=sample_rate, policy=settings.policy, tracer=tracer, ring=ring
+    )
     return adapt_token2wav(pb_utils, stage, ledger, tracer)
 
 

@@ -22,7 +22,7 @@ from triton_omni.core.tracing import NO_TRACER, Tracer
 from triton_omni.link.link_stage import LinkSession, LinkStage
 from triton_omni.link.ring import Ring
 from triton_omni.link.ring_writer import RingWriter
-from triton_omni.link.send_queue import Batch, RateLimit, SendQueue, link_metrics
+from triton_omni.link.send_queue import Batch, SendQueue, link_metrics, message_interval_ns
 from triton_omni.session.engine import FinishReason, Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
 from triton_omni.session.ledger import SessionLedger
 from triton_omni.session.loop import IDLE_POLL_S
@@ -39,7 +39,6 @@ from triton_omni.session.wire import (
     ThinkerReport,
     Value,
 )
-from triton_omni.talker.minimum_interval import MinimumInterval
 
 ORPHANED_S = 10.0
 """Seconds that a session ended by the thinker waits for its error, which comes within milliseconds, or seconds on an
@@ -55,8 +54,6 @@ class _Open(LinkSession):
     sequence: int = 0
     refused: int = 0
     """Number of messages that Triton refused; counted by the sending thread."""
-    rows: int = 0
-    """Rows received of the prompt and the reply."""
     codes: int = 0
     told: int = 0
     """Number of codes in token2wav's ring that token2wav was told of."""
@@ -90,48 +87,29 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         self._engine = engine
         self._text_bos_id = text_bos_id
         self._own_seal = ledger.seal("talker")
-        self._pace = RateLimit()
+        self._interval_ns = 0
         self._ring_writer = RingWriter(ledger, "token2wav", device)
-        self._spacing = MinimumInterval(ledger)
-        self._is_held = False
         self._codes = 0
         # The last heartbeat's request of each session that is not open yet. By the whole key: a message with only a
         # session's name must not end it.
         self._unopened: dict[SessionKey, ResponseSender] = {}
 
     def poll(self) -> float:
-        """Set the text's rate limit by the number of sessions with text to come; check every session."""
-        self._pace.sessions = sum(session.thinker is None for session in self._open.values())
+        """Check every session. The interval between messages grows with the number of sessions with text to come."""
+        self._interval_ns = message_interval_ns(sum(session.thinker is None for session in self._open.values()))
         self._ring_writer.look(time.monotonic_ns())
         delay = super().poll()
         self._ring_writer.leave()
-        self._hold()
-        if self._is_held:
+        held = self._ledger.device_claimed()
+        self._engine.hold(held)
+        if held:
             delay = min(delay, CLAIMED_POLL_S)
         for key, sender in list(self._unopened.items()):
             self._attend_unopened(key, sender)
         return min(delay, SOON_S) if self._unopened else delay
 
-    def _hold(self) -> None:
-        """Tell the engine if a step may start, and how."""
-        voiced = [session for session in self._open.values() if session.session.want_audio]
-        awaiting = [session for session in voiced if self._awaits_first_codes(session)]
-        # A session without any row waits for the thinker's prefill, which may take long.
-        begun = [session for session in awaiting if session.rows]
-        is_early = self._spacing.is_early(
-            len(voiced),
-            is_awaited=bool(begun),
-            has_row=lambda: any(not self._engine.waits(session.key.name) for session in begun),
-            now_ns=time.monotonic_ns(),
-        )
-        self._is_held = is_early or self._ledger.device_claimed()
-        self._engine.hold(self._is_held)
-        self._engine.keep_places(bool(awaiting))
-
     def step(self) -> None:
         """Run one engine step over every session whose next row has arrived."""
-        if not self._is_held:
-            self._spacing.begin(time.monotonic_ns())
         outputs = self._engine.step()
         if outputs:
             self._batches.add(len(outputs))
@@ -252,7 +230,6 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _feed(self, session: _Open, rows: torch.Tensor) -> None:
         if session.report is None and session.session.want_audio:
-            session.rows += rows.shape[0]
             self._engine.feed(session.key.name, rows)
 
     def _settle(self) -> None:
@@ -294,7 +271,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if send_queue.idle:
             return
         consumed, wanted = self._ledger.consumed(session.key, "token2wav"), self._wanted(session.key)
-        while batch := send_queue.take(consumed, pace=self._pace, wanted=wanted):
+        while batch := send_queue.take(consumed, interval_ns=self._interval_ns, wanted=wanted):
             self._send(session, _to_message(session, batch), batch.ready)
 
     def _wanted(self, key: SessionKey) -> int:
@@ -303,17 +280,6 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         """
         wanted = self._ledger.wanted(key, "token2wav")
         return self._settings.max_codes if wanted is None else wanted
-
-    def _awaits_first_codes(self, session: _Open) -> bool:
-        """Return True if the stream has no sound yet because its codes are missing. A whole reply does not count: it
-        plays only after its end.
-
-        While that holds, steps must follow each other as soon as possible. Later, steps that skip the waiting sequences
-        are better, though each takes the host three times as long. Fewer steps then give as many codes and leave
-        token2wav the GPU.
-        """
-        awaited = not (session.told if session.send_queue.past_messages else session.send_queue.given)
-        return awaited and session.report is None and self._wanted(session.key) <= self._settings.max_codes
 
     def _place(self, session: _Open) -> None:
         """Write codes to token2wav's ring as they come. Tell token2wav of them when they complete a window, when all

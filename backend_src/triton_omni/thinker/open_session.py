@@ -30,6 +30,9 @@ FORGET_AFTER_S = 5.0
 messages out.
 """
 
+_MANY = 1 << 30
+"""More rows than can be in flight: the number is not known yet."""
+
 
 @dataclass
 class OpenSession:
@@ -67,8 +70,8 @@ class OpenSession:
     """Codes that token2wav needs for its first window; 0 = not known yet."""
     has_first_codes: bool = False
     """True if token2wav has them."""
-    has_rested: bool = False
-    """True if the thinker has paused for the session's first window for as long as it may."""
+    first_ready_ns: int = 0
+    """Monotonic time since which no row of the first window needs another step, nanoseconds; 0 = some row does."""
     span: Span = NO_SPAN
     caller: Caller = field(default_factory=Caller)
 
@@ -102,6 +105,44 @@ class OpenSession:
         """
         prompt = self.session.prompt_tokens if self.session is not None else 0
         return self.send_queue.given + self.send_queue.held - prompt
+
+    @property
+    def is_read(self) -> bool:
+        """True if a text-only reply is being decoded."""
+        request = self.session
+        return request is not None and not request.want_audio and self.report is None and not self.ended_ns
+
+    def first_window_ready_ns(self, ledger: SessionLedger, steps_in_flight: int, now_ns: int) -> int | None:
+        """Return the monotonic time in nanoseconds since which no row of the session's first window needs another step.
+        0 = some row does; None = no first window is pending.
+        """
+        missing = self._missing_rows(ledger)
+        if missing is None:
+            return None
+        if missing <= steps_in_flight:
+            self.first_ready_ns = self.first_ready_ns or now_ns
+        return self.first_ready_ns
+
+    def _missing_rows(self, ledger: SessionLedger) -> int | None:
+        """Return how many rows of the reply the first window lacks, negative if there are more; None = none is
+        pending.
+        """
+        request = self.session
+        if self.has_first_codes or self.ended_ns or self.report is not None or request is None:
+            return None
+        if not request.want_audio:
+            # A text-only request without text waits for a step too.
+            return None if self.first_token_ns else _MANY
+        wanted = ledger.wanted(self.key, "token2wav")
+        if wanted is None:
+            return _MANY
+        self.first_wanted = self.first_wanted or wanted
+        # token2wav wants more once it has the codes of the first window.
+        self.has_first_codes = wanted > self.first_wanted
+        if self.has_first_codes or wanted > request.max_rows:
+            # Otherwise token2wav waits for the whole reply, in one window.
+            return None
+        return wanted - self.reply_rows
 
     def is_alone(self, ledger: SessionLedger) -> bool:
         """Return True if no message of the session is open in a later stage or on its way there."""

@@ -19,11 +19,13 @@ import torch
 
 from triton_omni.core.errors import BadRequest, DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
 from triton_omni.core.metrics import Metric
+from triton_omni.core.policy_settings import NS_PER_MS
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.core.streams import settle_thread
 from triton_omni.core.tracing import NO_TRACER, Tracer
 from triton_omni.link.ring_writer import RingWriter
-from triton_omni.link.send_queue import RateLimit, SendQueue
+from triton_omni.link.send_queue import SendQueue, message_interval_ns
+from triton_omni.policy.pause import must_pause
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import EngineStats, ThinkerEngine, ThinkerOutput
 from triton_omni.session.ledger import SessionLedger, Slots
@@ -43,21 +45,17 @@ from triton_omni.session.stage import (
 )
 from triton_omni.session.wire import Kind, ThinkerMessage
 from triton_omni.thinker import direct_calls
-from triton_omni.thinker.minimum_interval import MinimumInterval
 from triton_omni.thinker.open_session import OpenSession
-from triton_omni.thinker.pause_policy import PausePolicy
 from triton_omni.thinker.positions import extend_positions
 from triton_omni.thinker.preprocess_pool import PreprocessPool
 from triton_omni.thinker.preprocessed import Intake, Preprocessed
 from triton_omni.thinker.request_metrics import RequestMetrics
 
 RETRY_AFTER_MS = 250
-UNPACED_TOKENS = 2
-"""Number of first tokens that skip the rate limit: the first token's row, with which the talker starts, comes with the
-second token.
+UNLIMITED_TOKENS = 2
+"""Number of first tokens that wait for no interval between messages. The talker starts with the first token's row,
+which comes with the second token.
 """
-ADMISSION_S = 0.004
-"""Admit at most 4 ms of requests between steps, so that the GPU starts on the first ones."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +92,9 @@ class ThinkerStage:
         self._hidden_size, self._dtype = hidden_size, dtype
         self._open: dict[str, OpenSession] = {}
         self._preparing = PreprocessPool(intake, settings.preprocess_threads)
-        self._loop = StageLoop("omni-thinker", self, commands_s=ADMISSION_S)
+        self._loop = StageLoop("omni-thinker", self)
         self._engine_stats = EngineStats(0, 0, 0, 0)
         self._broken: str | None = None
-        self._rest = PausePolicy(ledger, engine)
-        self._spacing = MinimumInterval(ledger)
-        self._pace = RateLimit()
         self._ring_writer = RingWriter(ledger, "talker", device)
         self.accounts = RequestMetrics(ledger, tracer)
 
@@ -221,7 +216,6 @@ class ThinkerStage:
         self._ledger.beat()
         if self._broken is None:
             self._engine_stats = self._engine.stats()
-        self._pace.sessions = self._engine_stats.running
         if self._ledger.ending:
             self._end_all(leaving_error())
         now = time.monotonic_ns()
@@ -229,12 +223,21 @@ class ThinkerStage:
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
         self._ring_writer.leave()
         # Decided once an iteration: `has_work` and the sleep time must refer to the same moment.
-        held = self._ledger.device_claimed() or self._rest.is_due(self._open.values(), now)
-        held = held or self._spacing.is_early(self._open.values(), now)
+        held = self._ledger.device_claimed() or self._must_pause(now)
         self._engine.hold(held)
         if not self.has_work():
             self.accounts.tell_accepted()
         return CLAIMED_POLL_S if held else delay
+
+    def _must_pause(self, now: int) -> bool:
+        """Return True if every pending first window waits only for the later stages."""
+        if not self._ledger.shares_device_with("token2wav"):
+            return False
+        policy, steps = self._settings.policy, self._engine.steps_under_way
+        is_read = any(session.is_read for session in self._open.values())
+        ready = (session.first_window_ready_ns(self._ledger, steps, now) for session in self._open.values())
+        limit_ms = policy.pause_text_ms if is_read else policy.pause_ms
+        return must_pause([since for since in ready if since is not None], now, limit_ms * NS_PER_MS)
 
     def fail(self, error: Exception) -> None:
         """Handle an exception of the engine: end every session with an error, refuse later ones."""
@@ -295,9 +298,9 @@ class ThinkerStage:
         if send_queue.idle:
             return
         session.place(self._ring_writer)
-        at_once = session.reply_tokens <= UNPACED_TOKENS or self._rest.completes_first_window(session)
-        pace, wanted = None if at_once else self._pace, session.wanted_rows
-        while batch := send_queue.take(ledger.consumed(session.key, "talker"), pace=pace, wanted=wanted):
+        at_once, wanted = session.reply_tokens <= UNLIMITED_TOKENS, session.wanted_rows
+        interval_ns = 0 if at_once else message_interval_ns(self._engine_stats.running)
+        while batch := send_queue.take(ledger.consumed(session.key, "talker"), interval_ns=interval_ns, wanted=wanted):
             self._send(session, session.to_message(batch), batch.ready)
 
     def _send(self, session: OpenSession, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:

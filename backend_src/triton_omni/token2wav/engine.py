@@ -21,6 +21,7 @@ from torch import Tensor
 from triton_omni.checkpoint.facts import SAMPLE_RATE
 from triton_omni.core.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.core.settings import DiffusionSettings, Token2WavSettings, describe_validation
+from triton_omni.policy.windows import Snapshot, next_batch, wants_claim
 from triton_omni.session.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.token2wav.acceleration import accelerate
 from triton_omni.token2wav.batch_launch import BatchLaunch, FinishedWindow, InFlightBatch, launch_batch
@@ -29,36 +30,13 @@ from triton_omni.token2wav.mel_gather import Due
 from triton_omni.token2wav.networks import load_networks
 from triton_omni.token2wav.noise import MAX_SEED
 from triton_omni.token2wav.sampler import FlowOptions
-from triton_omni.token2wav.sharing import goes_before, share
 from triton_omni.token2wav.streaming import Stream, StreamRequest
 
 RETRY_AFTER_MS = 250
 NAP_S = 0.0005
 """Seconds that a step sleeps if it has nothing to do while a batch is on the device or windows are gathered."""
-SHORT_NAP_S = 0.0001
-"""The same in seconds while only a small batch's samples are missing, which come within milliseconds."""
-SOON_SILENT_NS = 100_000_000
-"""Nanoseconds of sound left at which a stream counts as silent: a window takes about as long beside the steps of other
-stages.
-"""
 STEPS_AHEAD = 2
 """Maximum number of a batch's steps launched ahead of the device: with two the device need not wait for the host."""
-SHARED_STEPS_AHEAD = 1
-"""The same with more than `MANY_STREAMS` streams: a more urgent batch would wait for both steps."""
-MANY_STREAMS = 8
-"""Maximum number of streams that each get the device soon enough."""
-VERY_MANY_STREAMS = 24
-"""Number of streams above which some run out of sound all the time. If token2wav claimed the device for each of them,
-thinker and talker would not reach the first codes of waiting streams.
-"""
-AT_ONCE_FRAMES = 192
-"""Maximum mel frames of a batch that is launched at once: it finishes before another could run in between."""
-CROWD_NS = 120_000_000
-"""Nanoseconds between the openings of streams that get their first codes at about the same time."""
-GATHERING_NS = 60_000_000
-"""Nanoseconds that a first window waits for others opened at the same time: as long as ten of them take together."""
-FEW = 2
-"""First windows are not gathered for so few missing ones, or for a tenth of those that are due."""
 
 logger = logging.getLogger(__name__)
 
@@ -168,29 +146,13 @@ class Token2WavEngine:
             outputs += self._launch()
         outputs = outputs or self._finished_windows()
         if not outputs and (self._flights or self._is_far_ahead or not self._launchings):
-            time.sleep(SHORT_NAP_S if self._is_landing else NAP_S)
+            time.sleep(NAP_S)
         return outputs
 
     @property
-    def keeps_listeners_waiting(self) -> bool:
-        """True if streams have no sound, or soon none, and only wait for windows. False if more streams still wait for
-        their first codes.
-
-        Whole replies do not count: their clients do not wait for the first sound. With more than `VERY_MANY_STREAMS`
-        streams, while any await first codes, only first windows count.
-        """
-        streams = [stream for stream in self._streams.values() if stream.page is not None]
-        awaiting = sum(stream.wants_first_codes for stream in streams)
-        windows = [due for flight in self._flights for due in flight.batch if self._is_open(due.stream)]
-        # A window that waits for other streams' codes must not keep the talker from making them.
-        gathered = self._gathered(self._due())
-        chunks = ((stream, stream.due()) for stream in streams if stream.key not in gathered)
-        windows += [Due(stream, chunk, stream.deadline_ns) for stream, chunk in chunks if chunk is not None]
-        if awaiting and len(streams) > VERY_MANY_STREAMS:
-            windows = [due for due in windows if due.chunk.index == 0]
-        soon = time.monotonic_ns() + SOON_SILENT_NS
-        waiting = sum(due.deadline_ns <= soon for due in windows if due.stream.page is not None)
-        return waiting > 0 and waiting >= awaiting
+    def wants_claim(self) -> bool:
+        """True if a stream has no sound, or soon none, and waits only for its window."""
+        return wants_claim(self._snapshot(self._due()), self._settings.policy)
 
     def abort(self, key: str) -> None:
         """Drop a stream and release everything it holds; unknown keys are ignored."""
@@ -260,30 +222,25 @@ class Token2WavEngine:
     def _due(self) -> list[Due]:
         """Return due chunks that are not being launched, the earliest deadline first, ties in order of opening."""
         chunks = ((stream, stream.due()) for stream in self._streams.values())
-        due = [Due(stream, chunk, stream.deadline_ns) for stream, chunk in chunks if chunk is not None]
+        due = [Due.of(stream, chunk) for stream, chunk in chunks if chunk is not None]
         if self._launchings:
             due = [item for item in due if not any(launching.holds_up(item.stream) for launching in self._launchings)]
         return sorted(due, key=lambda item: item.deadline_ns)
 
-    def _batch(self, due: Sequence[Due]) -> list[Due]:
-        """Return the windows to launch next; none if all can wait for the batch that is being launched."""
-        settings, now = self._settings, time.monotonic_ns()
-        launched = self._launchings[-1].batch[0] if self._launchings else None
-        if not due or (launched is not None and not goes_before(due[0], launched, now)):
-            return []
-        most_windows, most_frames = settings.most_together, settings.max_batch_frames
-        return share(due, launched, now, most_windows=most_windows, most_frames=most_frames)
+    def _snapshot(self, due: Sequence[Due]) -> Snapshot[Due]:
+        """Return what the policy decides about; `due` has the most urgent window first."""
+        return Snapshot(
+            now_ns=time.monotonic_ns(),
+            due=due,
+            launching=[due for one in reversed(self._launchings) for due in one.batch if self._is_open(due.stream)],
+            on_device=[due for flight in self._flights for due in flight.batch if self._is_open(due.stream)],
+            awaited_ns=[stream.opened_ns for stream in self._streams.values() if stream.wants_first_codes],
+        )
 
     @property
     def _is_far_ahead(self) -> bool:
         """True if enough steps of batches are launched ahead of the device."""
-        most = SHARED_STEPS_AHEAD if len(self._streams) > MANY_STREAMS else STEPS_AHEAD
-        return any(launching.steps_ahead >= most for launching in self._launchings)
-
-    @property
-    def _is_landing(self) -> bool:
-        """True if the next batch to finish is a small one of which only the vocoder's part is left."""
-        return bool(self._flights) and self._flights[0].frames <= AT_ONCE_FRAMES and self._flights[0].is_solved
+        return any(launching.steps_ahead >= STEPS_AHEAD for launching in self._launchings)
 
     def _may_launch(self) -> bool:
         """Return True if a batch may be launched: closely after another, so that the device need not wait for the host.
@@ -301,35 +258,26 @@ class Token2WavEngine:
         # The only chunk of an empty reply.
         silent = [FinishedWindow(d.stream, d.chunk, torch.empty(0), True, 0) for d in due if not len(d.chunk.solved)]
         due = [item for item in due if len(item.chunk.solved)]
-        gathered = self._gathered(due)
-        due = [item for item in due if item.stream.key not in gathered]
-        if batch := self._batch(due):
+        settings = self._settings
+        most_windows, most_frames = settings.most_together, settings.max_batch_frames
+        if batch := next_batch(
+            self._snapshot(due), settings.policy, most_windows=most_windows, most_frames=most_frames
+        ):
             self._launchings.append(self._launching(batch))
         failed = self._advance_or_drop(self._launchings[-1]) if self._launchings else []
         return [*(self._finish(landed) for landed in silent), *failed]
-
-    def _gathered(self, due: Sequence[Due]) -> frozenset[str]:
-        """Return the streams whose first windows wait for others opened at the same time that lack their codes. One
-        such window launched alone would delay the others for as long as ten take together.
-        """
-        first = [item.stream for item in due if item.stream.is_silent]
-        if not first or time.monotonic_ns() - min(stream.due_since_ns for stream in first) > GATHERING_NS:
-            return frozenset()
-        opened = min(stream.opened_ns for stream in first)
-        others = (stream for stream in self._streams.values() if stream.wants_first_codes)
-        missing = sum(abs(stream.opened_ns - opened) < CROWD_NS for stream in others)
-        return frozenset(stream.key for stream in first) if missing > max(FEW, len(first) // 10) else frozenset()
 
     def _launching(self, batch: Sequence[Due]) -> BatchLaunch:
         return BatchLaunch(batch, launch_batch(batch, self._sampler, self._vocoder, self._device))
 
     def _advance_or_drop(self, launching: BatchLaunch) -> list[AudioOutput]:
-        """Launch a batch's next step, or all steps of a small batch; drop a batch without open streams."""
+        """Launch a batch's next step; drop a batch without open streams."""
         if not any(self._is_open(due.stream) for due in launching.batch):
             self._end_launching(launching)
             return []
         try:
-            flight = self._advance(launching)
+            with torch.inference_mode():
+                flight = launching.advance(self._device)
         except torch.OutOfMemoryError as error:
             logger.warning("no memory for a batch of %d windows: %s", len(launching.batch), str(error))
         else:
@@ -341,13 +289,6 @@ class Token2WavEngine:
         # Outside the handler nothing refers to the error any more, not even a log record, and so to the memory of the
         # attempt.
         return self._divide(launching)
-
-    def _advance(self, launching: BatchLaunch) -> InFlightBatch | None:
-        with torch.inference_mode():
-            flight = launching.advance(self._device)
-            while flight is None and launching.frames <= AT_ONCE_FRAMES:
-                flight = launching.advance(self._device)
-        return flight
 
     def _divide(self, launching: BatchLaunch) -> list[AudioOutput]:
         """Split a batch for which memory was missing, and launch its halves one after the other.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from triton_omni.core.transfer import upload
 from triton_omni.token2wav.chunking import Chunk, Span
+from triton_omni.token2wav.sampler import FlowOptions
 from triton_omni.token2wav.streaming import Stream
 
 
@@ -27,6 +28,38 @@ class Due:
     chunk: Chunk
     deadline_ns: int
     """See `Stream.deadline_ns`, before the chunk is launched."""
+    is_first: bool
+    """See `Stream.is_silent`, before the chunk is launched."""
+
+    @classmethod
+    def of(cls, stream: Stream, chunk: Chunk) -> Due:
+        """Return a stream's due chunk."""
+        return cls(stream, chunk, stream.deadline_ns, stream.is_silent)
+
+    @property
+    def frames(self) -> int:
+        """Mel frames of the window."""
+        return len(self.chunk.solved)
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if the stream plays while it is made; False for a whole reply."""
+        return self.stream.page is not None
+
+    @property
+    def opened_ns(self) -> int:
+        """Monotonic time when the stream was opened, nanoseconds."""
+        return self.stream.opened_ns
+
+    @property
+    def due_since_ns(self) -> int:
+        """Monotonic time when the chunk's codes had arrived, nanoseconds."""
+        return self.stream.due_since_ns
+
+    @property
+    def flow(self) -> FlowOptions:
+        """Solver and its steps: windows of one batch have the same."""
+        return self.stream.request.flow
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ from torch import Tensor
 from triton_omni.core.errors import InternalError, OmniError
 from triton_omni.core.metrics import SECONDS, Histogram, Metric
 from triton_omni.core.pcm import to_base64, to_pcm16, wav_header, whole_groups
+from triton_omni.core.policy_settings import NS_PER_MS, Token2WavPolicy
 from triton_omni.core.tracing import NO_TRACER, Tracer
 from triton_omni.link.link_stage import LinkEngine, LinkSession, LinkStage
 from triton_omni.link.ring import Ring
-from triton_omni.policy.device_claim import DeviceClaim
+from triton_omni.policy.claim import Claim
 from triton_omni.session.answer import Answer
 from triton_omni.session.engine import AudioOutput, StreamOptions
 from triton_omni.session.ledger import SessionLedger
@@ -57,10 +58,8 @@ class WaveformEngine(LinkEngine, Protocol):
         """End the stream's codes."""
 
     @property
-    def keeps_listeners_waiting(self) -> bool:
-        """True if streams have no sound, or soon none, for lack of windows, and no more streams lack their first
-        codes.
-        """
+    def wants_claim(self) -> bool:
+        """True if a stream has no sound, or soon none, and waits only for its window."""
 
     def step(self) -> list[AudioOutput]:
         """Launch due windows, and return the chunks that have finished."""
@@ -93,6 +92,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     Args:
         engine: stepped by this stage's loop alone.
         sample_rate: of the waveform, in hertz.
+        policy: the limit of claims.
         ring: shared ring through which codes arrive.
     """
 
@@ -103,13 +103,14 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         *,
         device: torch.device,
         sample_rate: int,
+        policy: Token2WavPolicy,
         tracer: Tracer = NO_TRACER,
         ring: Ring | None = None,
     ) -> None:
         super().__init__("token2wav", engine, ledger, device=device, tracer=tracer, ring=ring)
         self._engine = engine
         self._sample_rate = sample_rate
-        self._claim = DeviceClaim()
+        self._claim = Claim(policy.claim_ms * NS_PER_MS)
         # By the whole key: a message with only a session's name must not end its relay.
         self._relays: dict[SessionKey, TextRelay] = {}
         self._samples = 0
@@ -125,7 +126,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _look_around(self) -> None:
         """Claim the device if a stream waits for sound, before the step that launches it."""
-        waiting = self._broken is None and self._engine.keeps_listeners_waiting
+        waiting = self._broken is None and self._engine.wants_claim
         self._ledger.claim_device(self._claim.until_ns(waiting, time.monotonic_ns()))
 
     def step(self) -> None:

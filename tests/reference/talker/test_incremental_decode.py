@@ -273,25 +273,6 @@ def test_who_waits_keeps_its_place(pair, cases, monkeypatch):
     pair.drain().close()
 
 
-def test_who_waits_is_left_out_where_places_are_not_kept(pair, cases):
-    for engine in pair.engines:
-        engine.keep_places(False)
-    try:
-        for number, rows in ((2, 4), (4, 9), (7, 30)):
-            pair.each("open", str(number), cases[number].prompt, LONG)
-            pair.each("feed", str(number), cases[number].rows[: cases[number].prompt_rows + rows])
-        pair.drain()
-        assert {1, 2, 3} <= set(pair.steady)
-        fast = pair.engines[0]._runner
-        assert [fast.requests[found].req_id[0] for found in fast.input_batch.req_ids] == ["7"]
-        for number in (2, 4, 7):
-            pair.each("abort", str(number))
-        pair.drain().close()
-    finally:
-        for engine in pair.engines:
-            engine.keep_places(True)
-
-
 @pytest.mark.parametrize("way", ["aborted", "ended by its rows", "not finite"])
 def test_a_sequence_that_is_left_out_ends_while_another_goes_on(pair, cases, way):
     for number in (2, 4):

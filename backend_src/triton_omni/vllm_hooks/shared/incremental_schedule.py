@@ -48,8 +48,6 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
     """Those of them that wait now."""
     _shares: dict[str, int]
     _stops: frozenset[int]
-    keeps_places: bool = True
-    """True if waiting sequences keep their places in the runner's batch while others continue."""
     _further: int = 0
     """For how many steps nothing but a new or an ended request can stop one of them."""
 
@@ -123,8 +121,7 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
         if active != self._active:
             self._active, self._shares = active, dict.fromkeys([request.request_id for request in active], 1)
             self._idle = [request for request in decoding if request.request_id not in self._shares]
-        goes_on = self.keeps_places or not self._idle
-        self._further = min(map(self.steps_ahead, active), default=0) if goes_on else 0
+        self._further = min(map(self.steps_ahead, active), default=0)
 
     def _allocate(self, decoding: list[Request]) -> list[tuple[str, tuple[list[int], ...]]]:
         """Give a block to each request whose next token begins one."""

@@ -140,10 +140,6 @@ class TalkerVllmEngine:
         """Begin no step from now on, or begin steps again; what is under way is taken in any case."""
         self._core.scheduler.held = held
 
-    def keep_places(self, kept: bool) -> None:
-        """Set whether sequences that wait for rows keep their places in the batch, with asynchronous scheduling."""
-        self._core.scheduler.keeps_places = kept
-
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
         silent, self._silent = self._silent, []
@@ -176,13 +172,6 @@ class TalkerVllmEngine:
             self._runner.clear_cache_of(sequence.request_id)
             self._llm.abort_request([sequence.request_id], internal=True)
         self._close(sequence)
-
-    def waits(self, key: str) -> bool:
-        """True if no further step could bring the sequence's next code, since its row has not arrived."""
-        sequence = self._open.get(key)
-        if sequence is None or sequence.request_id is None:
-            return True
-        return bool(self._core.scheduler.is_stuck(sequence.request_id))
 
     def has_work(self) -> bool:
         """True if `step` could advance a sequence now; False while every sequence waits for rows."""

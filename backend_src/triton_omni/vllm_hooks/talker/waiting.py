@@ -79,13 +79,6 @@ class WaitingMixin(PausableMixin, _Scheduler):
             return True
         return not self._reserve_prefill_lookahead(request, request.num_computed_tokens, 1)
 
-    def is_stuck(self, request_id: str) -> bool:
-        """True if no step could advance a request now; False for an unknown one."""
-        request = self.requests.get(request_id)
-        if request is None:
-            return True
-        return self.waits(request) if request in self.running else len(self.running) >= self.max_num_running_reqs
-
     def has_requests(self) -> bool:
         """True if vLLM should schedule a step now.
 

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which due windows of token2wav share the next batch, and whether token2wav claims the GPU for them.
+
+A batch takes a fixed time on the GPU, however small it is, and a little more for each frame. Many small batches, each
+for the most urgent stream, would leave less time for the others. So a batch is filled as far as its most urgent stream
+can wait for it. Only a window that cannot wait for another batch goes before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, Protocol, TypeVar
+
+from triton_omni.core.policy_settings import NS_PER_MS, Token2WavPolicy
+
+WINDOW_NS: Final = 100_000_000
+"""Nanoseconds of a batch with a single window beside the steps of other stages, with a margin."""
+FRAME_NS: Final = 100_000
+"""Additional nanoseconds of a batch for each mel frame: 0.2 s if it is full of long windows."""
+TOGETHER_NS: Final = 120_000_000
+"""Nanoseconds between the openings of streams that get their first codes at about the same time."""
+FEW: Final = 2
+"""First windows are not gathered for so few missing ones, or for a tenth of those that are due."""
+
+
+class Window(Protocol):
+    """What the rules know of a window whose codes have arrived."""
+
+    @property
+    def frames(self) -> int:
+        """Mel frames that are solved."""
+
+    @property
+    def deadline_ns(self) -> int:
+        """Monotonic time when its stream runs out of sound, nanoseconds; the opening for a stream without sound."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if its stream plays while it is made; False for a whole reply."""
+
+    @property
+    def is_first(self) -> bool:
+        """True if its stream plays while it is made and has no sound yet."""
+
+    @property
+    def opened_ns(self) -> int:
+        """Monotonic time when its stream was opened, nanoseconds."""
+
+    @property
+    def due_since_ns(self) -> int:
+        """Monotonic time when its codes had arrived, nanoseconds."""
+
+    @property
+    def flow(self) -> Hashable:
+        """Solver and its steps: windows of one batch have the same."""
+
+
+W = TypeVar("W", bound=Window)
+
+
+@dataclass(frozen=True)
+class Snapshot(Generic[W]):
+    """What token2wav has to do at one moment."""
+
+    now_ns: int
+    due: Sequence[W]
+    """Windows that are not being launched, the most urgent first."""
+    launching: Sequence[W]
+    """Windows of the batch that is being launched, the most urgent first."""
+    on_device: Sequence[W]
+    """Windows of batches that were launched before and have not finished."""
+    awaited_ns: Sequence[int]
+    """Monotonic opening times of streams whose first codes are missing, nanoseconds."""
+
+
+def wants_claim(seen: Snapshot[W], policy: Token2WavPolicy) -> bool:
+    """Return True if a stream has no sound, or soon none, and waits only for its window."""
+    # A gathered window waits for codes: a claim would keep the talker from making them.
+    pending = [*seen.on_device, *seen.launching, *_ready(seen, policy)]
+    return any(window.is_streamed and window.deadline_ns <= seen.now_ns + WINDOW_NS for window in pending)
+
+
+def next_batch(seen: Snapshot[W], policy: Token2WavPolicy, *, most_windows: int, most_frames: int) -> list[W]:
+    """Return the windows to launch next; none if all can wait for the batch that is being launched.
+
+    Args:
+        seen: windows and streams of this moment.
+        policy: the limits.
+        most_windows: maximum number of windows of a batch.
+        most_frames: maximum mel frames of a batch; a longer window runs alone.
+    """
+    ready = _ready(seen, policy)
+    if not ready or (seen.launching and not _goes_before(ready[0], seen.launching[0], seen.now_ns, policy)):
+        return []
+    return _share(ready, seen, policy, most_windows=most_windows, most_frames=most_frames)
+
+
+def _ready(seen: Snapshot[W], policy: Token2WavPolicy) -> list[W]:
+    """Return the due windows without those that wait for first windows of streams opened at the same time. One such
+    window launched alone would delay the others for as long as ten take together.
+    """
+    first = [window for window in seen.due if window.is_first]
+    since_ns = min((window.due_since_ns for window in first), default=0)
+    if not first or seen.now_ns - since_ns > policy.gather_ms * NS_PER_MS:
+        return list(seen.due)
+    opened_ns = min(window.opened_ns for window in first)
+    missing = sum(abs(other_ns - opened_ns) < TOGETHER_NS for other_ns in seen.awaited_ns)
+    waits = missing > max(FEW, len(first) // 10)
+    return [window for window in seen.due if not (waits and window.is_first)]
+
+
+def _goes_before(window: W, launched: W, now_ns: int, policy: Token2WavPolicy) -> bool:
+    """Return True if a window cannot wait for a batch whose most urgent one is `launched`."""
+    return window.deadline_ns < min(launched.deadline_ns, now_ns + policy.enough_sound_ms * NS_PER_MS)
+
+
+def _share(
+    ready: Sequence[W], seen: Snapshot[W], policy: Token2WavPolicy, *, most_windows: int, most_frames: int
+) -> list[W]:
+    """Return the most urgent window and those of the same flow that share its batch.
+
+    If its stream would run out of sound before a full batch finishes, other such windows join. Windows with enough
+    sound join as long as the batch finishes in time. None with enough sound joins a batch that goes before one that
+    cannot wait for them.
+    """
+    enough_ns = seen.now_ns + policy.enough_sound_ms * NS_PER_MS
+    first, batch = ready[0], [ready[0]]
+    frames = first.frames
+    in_time = min(most_frames, (first.deadline_ns - seen.now_ns - WINDOW_NS) // FRAME_NS)
+    if seen.launching and seen.launching[0].deadline_ns <= enough_ns:
+        in_time = 0
+    for window in ready[1:]:
+        most = in_time if window.deadline_ns > enough_ns else most_frames
+        if frames + window.frames <= most and len(batch) < most_windows and window.flow == first.flow:
+            batch.append(window)
+            frames += window.frames
+    return batch

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads, the rules one by one, and what a listener has of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from triton_omni.core.policy_settings import ThinkerPolicy, Token2WavPolicy
+from triton_omni_client.bench.player import play
+
+from .costs import Costs
+from .replies import Request
+from .server import Server
+
+PROMPT_TOKENS, TOKENS = 100, 150
+
+
+def together(count: int, codes: int) -> list[Request]:
+    """Return requests at one moment, with replies of 0.75 to 1.25 times `codes`."""
+    return [Request(0.0, PROMPT_TOKENS, TOKENS, codes * (3 + index % 3) // 4) for index in range(count)]
+
+
+def spread(count: int, codes: int, interval_ms: float) -> list[Request]:
+    """Return requests one after another."""
+    return [Request(index * interval_ms, PROMPT_TOKENS, TOKENS, codes) for index in range(count)]
+
+
+LOADS: Final = {
+    "1 stream": together(1, 200),
+    "8 together": together(8, 200),
+    "32 together": together(32, 300),
+    "48 over 6 s": spread(48, 300, 125.0),
+}
+RULES_OFF: Final = {
+    "all": (ThinkerPolicy(), Token2WavPolicy()),
+    "no claim": (ThinkerPolicy(), Token2WavPolicy(claim_ms=0)),
+    "no pause": (ThinkerPolicy(pause_ms=0), Token2WavPolicy()),
+    "no gathering": (ThinkerPolicy(), Token2WavPolicy(gather_ms=0)),
+    "no urgent batch": (ThinkerPolicy(), Token2WavPolicy(enough_sound_ms=0)),
+}
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What the listeners of a load have."""
+
+    first_audio_p50_ms: float
+    first_audio_p95_ms: float
+    replies_with_gaps: int
+    silence_s: float
+    """Seconds of silence within all replies, each played from its first chunk on."""
+    speech_per_second: float
+
+
+def simulate(requests: Sequence[Request], costs: Costs, thinker: ThinkerPolicy, token2wav: Token2WavPolicy) -> Effect:
+    """Serve the requests on a model of the GPU; return what their listeners have."""
+    server = Server(costs, thinker, token2wav)
+    replies = server.run(requests)
+    first = sorted(reply.chunks[0].at_s * 1000 for reply in replies)
+    played = [play(reply.chunks) for reply in replies]
+    speech_s = sum(chunk.seconds for reply in replies for chunk in reply.chunks)
+    return Effect(
+        first_audio_p50_ms=first[len(first) // 2],
+        first_audio_p95_ms=first[int(len(first) * 0.95)],
+        replies_with_gaps=sum(one.underruns > 0 for one in played),
+        silence_s=sum(one.silence_s for one in played),
+        speech_per_second=speech_s / (server.now_ms / 1000),
+    )

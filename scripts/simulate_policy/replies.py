@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests and the state of their replies: rows, codes, windows and what a listener has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from triton_omni.core.policy_settings import NS_PER_MS
+from triton_omni.core.settings import StreamingPlan
+from triton_omni_client.bench.records import Chunk
+
+PLAN: Final = StreamingPlan()
+CODES_PER_BLOCK, FRAMES_PER_BLOCK, MS_PER_CODE = 12, 24, 20
+"""A block of the DiT: its codes and mel frames, and the sound of one code."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request and the lengths of its reply."""
+
+    at_ms: float
+    prompt_tokens: int
+    tokens: int
+    codes: int
+
+
+@dataclass
+class Reply:
+    """State of one reply in all three stages."""
+
+    request: Request
+    rows: int = 0
+    codes: int = 0
+    has_talker_prompt: bool = False
+    window: int = 0
+    given_codes: int = 0
+    """Codes whose sound was given."""
+    launched: bool = False
+    """True while the next window is solved."""
+    due_since_ns: int = 0
+    sound_until_ns: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
+    _ready_ns: int = 0
+
+    @property
+    def opened_ns(self) -> int:
+        """Monotonic time of the opening, nanoseconds."""
+        return int(self.request.at_ms * NS_PER_MS) + 1
+
+    @property
+    def blocks(self) -> int:
+        """New blocks of the next window."""
+        return PLAN.chunk_blocks[min(self.window, len(PLAN.chunk_blocks) - 1)]
+
+    @property
+    def is_over(self) -> bool:
+        """True if all sound was given."""
+        return self.given_codes >= self.request.codes
+
+    @property
+    def is_silent(self) -> bool:
+        """True if no window was launched yet."""
+        return not self.sound_until_ns and not self.launched
+
+    @property
+    def wanted(self) -> int:
+        """Codes that make the next window due."""
+        needed = self.given_codes + (self.blocks + PLAN.look_ahead_blocks) * CODES_PER_BLOCK
+        return min(needed, self.request.codes)
+
+    @property
+    def has_codes(self) -> bool:
+        """True if the codes of the next window are there."""
+        return self.codes >= self.wanted
+
+    @property
+    def is_due(self) -> bool:
+        """True if the next window can be launched."""
+        return self.has_codes and not self.launched and not self.is_over
+
+    @property
+    def has_row(self) -> bool:
+        """True if the talker can give a code: its row is there, or the text has ended."""
+        is_written = self.rows >= self.request.tokens
+        return self.codes < self.request.codes and (self.codes < self.rows or is_written)
+
+    def ready_since_ns(self, now_ns: int) -> int | None:
+        """Return since when the first window needs no further row; 0 = it does, None = its codes are there."""
+        if self.has_codes:
+            return None
+        if self.rows >= min(self.wanted, self.request.tokens):
+            self._ready_ns = self._ready_ns or now_ns
+        return self._ready_ns
+
+    def take_code(self, now_ns: int) -> None:
+        """Add a code."""
+        self.codes += 1
+        if self.codes == self.wanted:
+            self.due_since_ns = now_ns
+
+    def take_sound(self, now_ms: float, now_ns: int) -> None:
+        """Add the sound of the window that was solved."""
+        codes = min(self.blocks * CODES_PER_BLOCK, self.request.codes - self.given_codes)
+        self.given_codes += codes
+        self.window, self.launched = self.window + 1, False
+        sound_ms = codes * MS_PER_CODE
+        self.chunks.append(Chunk(at_s=(now_ms - self.request.at_ms) / 1000, seconds=sound_ms / 1000))
+        self.sound_until_ns = max(self.sound_until_ns, now_ns) + sound_ms * NS_PER_MS
+        if self.has_codes:
+            self.due_since_ns = now_ns
+
+
+@dataclass(frozen=True)
+class Due:
+    """A window as the rules see it (`triton_omni.policy.windows.Window`)."""
+
+    reply: Reply
+    deadline_ns: int
+    is_first: bool
+    frames: int
+    is_streamed: bool = True
+    flow: str = "rk4"
+
+    @classmethod
+    def of(cls, reply: Reply) -> Due:
+        """Return a reply's next window."""
+        frames = (reply.blocks + PLAN.look_ahead_blocks) * FRAMES_PER_BLOCK
+        return cls(reply, reply.sound_until_ns or reply.opened_ns, reply.is_silent, frames)
+
+    @property
+    def opened_ns(self) -> int:
+        """Monotonic time when the stream was opened, nanoseconds."""
+        return self.reply.opened_ns
+
+    @property
+    def due_since_ns(self) -> int:
+        """Monotonic time when the window's codes had arrived, nanoseconds."""
+        return self.reply.due_since_ns

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of three stages on one GPU: replies are whole, and each rule has the effect for which it is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from simulate_policy import costs, effects, server
+
+    modules: dict[str, ModuleType] = {"costs": costs, "effects": effects, "server": server}
+    return SimpleNamespace(**modules)
+
+
+def effect(model: SimpleNamespace, load: str, rules: str) -> Any:
+    thinker, token2wav = model.effects.RULES_OFF[rules]
+    return model.effects.simulate(model.effects.LOADS[load], model.costs.read_costs(), thinker, token2wav)
+
+
+def test_a_step_alone_takes_its_cost_and_longer_beside_others(model: SimpleNamespace) -> None:
+    costs = model.costs.read_costs()
+    assert costs.rate("token2wav", {"token2wav"}) == 1
+    assert costs.rate("token2wav", {"token2wav", "thinker"}) == pytest.approx(0.4)
+    assert costs.rate("token2wav", {"token2wav", "thinker", "talker"}) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("load", ["1 stream", "8 together"])
+def test_every_reply_is_whole_and_in_order(model: SimpleNamespace, load: str) -> None:
+    requests = model.effects.LOADS[load]
+    replies = model.server.Server(model.costs.read_costs()).run(requests)
+    assert [reply.given_codes for reply in replies] == [request.codes for request in requests]
+    for reply, request in zip(replies, requests, strict=True):
+        assert sum(chunk.seconds for chunk in reply.chunks) == pytest.approx(request.codes * 0.02)
+        times = [chunk.at_s for chunk in reply.chunks]
+        assert times == sorted(times)
+        assert reply.codes <= request.codes
+
+
+@pytest.mark.parametrize("load", ["1 stream", "8 together"])
+def test_claims_bring_the_first_audio_sooner(model: SimpleNamespace, load: str) -> None:
+    shipped, off = effect(model, load, "all"), effect(model, load, "no claim")
+    assert off.first_audio_p50_ms > 1.2 * shipped.first_audio_p50_ms
+
+
+@pytest.mark.parametrize("load", ["1 stream", "8 together"])
+def test_pauses_bring_the_first_audio_sooner(model: SimpleNamespace, load: str) -> None:
+    shipped, off = effect(model, load, "all"), effect(model, load, "no pause")
+    assert off.first_audio_p50_ms > shipped.first_audio_p50_ms
+
+
+def test_gathering_brings_the_last_first_audio_of_a_crowd_sooner(model: SimpleNamespace) -> None:
+    shipped, off = effect(model, "32 together", "all"), effect(model, "32 together", "no gathering")
+    assert off.first_audio_p95_ms > shipped.first_audio_p95_ms
+
+
+def test_urgent_batches_keep_gaps_short(model: SimpleNamespace) -> None:
+    shipped, off = effect(model, "32 together", "all"), effect(model, "32 together", "no urgent batch")
+    assert off.silence_s > 1.5 * shipped.silence_s
+    assert off.speech_per_second < shipped.speech_per_second
