@@ -17,10 +17,9 @@ from triton_omni.supervisor.triton_features import (
     HTTP_BODY_LIMIT,
     Version,
     errors_wait,
-    guard_was_tried,
+    guard_warning,
     known_options,
     server_version,
-    untried_guard,
 )
 
 HELP = """Usage: tritonserver [options]
@@ -133,7 +132,8 @@ def test_errors_wait_for_steps_from_26_02_on_and_where_the_version_is_unknown(
 def test_a_version_with_which_the_stall_guard_was_not_tried_is_told_with_the_cure(
     version: Version | None, named: str | None
 ) -> None:
-    assert guard_was_tried(version) is (named is None)
-    if named is not None:
-        assert f"with Triton 2.51 to 2.71, this is {named}; if the server ends" in untried_guard(version)
-        assert untried_guard(version).endswith("--no-stall-guard")
+    warning = guard_warning(version)
+    assert (warning is None) is (named is None)
+    if warning is not None:
+        assert f"with Triton 2.51 to 2.71, this is {named}; if the server ends" in warning
+        assert warning.endswith("--no-stall-guard")

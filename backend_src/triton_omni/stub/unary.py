@@ -220,9 +220,12 @@ class UnaryModel:
         watch, end = DeathWatch(self._board), time.monotonic() + timeout_s + LATE_TIMEOUT_S
         task: asyncio.Task[Collected] = self._loop.create_task(collecting)
         while not (await asyncio.wait({task}, timeout=CANCEL_POLL_S))[0]:
-            gone = errors.Cancelled("the request was cancelled", stage="unary") if sender.is_cancelled() else None
-            late = DeadlineExceeded(f"timeout: {timeout_s:g} s have passed", stage="unary")
-            if (error := gone or watch.error() or (late if time.monotonic() > end else None)) is not None:
+            error = watch.error()
+            if sender.is_cancelled():
+                error = errors.Cancelled("the request was cancelled", stage="unary")
+            elif error is None and time.monotonic() > end:
+                error = DeadlineExceeded(f"timeout: {timeout_s:g} s have passed", stage="unary")
+            if error is not None:
                 task.cancel()
                 await asyncio.wait({task})
                 raise error

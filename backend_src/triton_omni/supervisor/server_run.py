@@ -34,9 +34,8 @@ from triton_omni.supervisor.triton_command import server_command
 from triton_omni.supervisor.triton_features import (
     Version,
     errors_wait,
-    guard_was_tried,
+    guard_warning,
     server_version,
-    untried_guard,
 )
 
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
@@ -153,8 +152,8 @@ class ServerRun:
         """See to the stages of a server that is ready from here on."""
         config = self.launch.config
         version = server_version(address(own_host(config.host), self.launch.ports["http"]))
-        if config.stall_guard and not guard_was_tried(version):
-            print(f"warning: {untried_guard(version)}", file=sys.stderr)
+        if config.stall_guard and (warning := guard_warning(version)) is not None:
+            print(f"warning: {warning}", file=sys.stderr)
         # A server without stages has no table, and one that ended meanwhile is told by `check`.
         with contextlib.suppress(FileNotFoundError):
             self._board = StageBoard(ledger_name(self.process.pid))

@@ -39,13 +39,10 @@ def errors_wait(version: Version | None) -> bool:
     return version is None or version >= ERRORS_WAIT_SINCE
 
 
-def guard_was_tried(version: Version | None) -> bool:
-    """True if the stall guard was tried with this version; an unknown one (None) counts as not tried."""
-    return version is not None and GUARD_TRIED[0] <= version <= GUARD_TRIED[1]
-
-
-def untried_guard(version: Version | None) -> str:
-    """The warning for such a version, with its cure."""
+def guard_warning(version: Version | None) -> str | None:
+    """Return a warning if the stall guard was not tried with this version, or with an unknown one (None)."""
+    if version is not None and GUARD_TRIED[0] <= version <= GUARD_TRIED[1]:
+        return None
     (oldest, newest), found = (".".join(map(str, tried)) for tried in GUARD_TRIED), version or ("unknown",)
     return (
         f"the stall guard was tried with Triton {oldest} to {newest}, this is {'.'.join(map(str, found))}; "
