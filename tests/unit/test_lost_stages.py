@@ -30,6 +30,15 @@ def watched(**options):
         board.close()
 
 
+def test_faults_of_the_supervisor_are_in_the_metrics_of_every_stage():
+    with watched() as (p, board):
+        for _ in range(2):
+            board.count_fault()
+        for stage in STAGES:
+            figures = {figure.name: figure.value for figure in getattr(p, stage).figures()}
+            assert figures["omni_supervisor_faults"] == 2
+
+
 def kill(p, board, stage):
     """The stage does nothing more, and the others are told."""
     getattr(p, stage)._loop.stop()

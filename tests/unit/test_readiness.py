@@ -86,7 +86,8 @@ def test_each_change_is_said_once_and_the_first_is_no_change(triton: Triton) -> 
 def test_what_triton_refused_is_said_again_and_reported_once(
     triton: Triton, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readiness = Readiness(triton, triton.repository)
+    readiness, faults = Readiness(triton, triton.repository), []
+    readiness.on_fault = lambda: faults.append(1)
     triton.refusals = 2
     for ready in (False, True, True, True, True):
         readiness.tell(ready)
@@ -95,6 +96,7 @@ def test_what_triton_refused_is_said_again_and_reported_once(
     assert [call for call, _ in triton.calls].count("unload") == 1
     said = "readiness: the server could not be made ready: no more processes\n"
     assert capsys.readouterr().err == said
+    assert len(faults) == 2
 
 
 def test_who_tells_does_not_wait_for_triton(triton: Triton) -> None:

@@ -38,6 +38,8 @@ class Server:
     """Whose requests nobody else could end."""
     ended: int = 0
     """How often the whole server was ended."""
+    faults: int = 0
+    """Failed loads that were counted."""
     told_ready: list[bool] = field(default_factory=list)
     """What the restarter says of readiness, each change once."""
     refusals: list[str] = field(default_factory=list)
@@ -73,6 +75,9 @@ class Server:
 
     def holds_overdue(self, stage: StageName) -> bool:
         return stage in self.overdue
+
+    def count_fault(self) -> None:
+        self.faults += 1
 
     def leaves_open(self, stage: StageName) -> bool:
         return stage in self.open
@@ -353,6 +358,7 @@ def test_a_load_that_fails_is_tried_again(server: Server, capfd: pytest.CaptureF
         wait_for(lambda: server.loads() == 2 and not restarter.is_restarting)
         assert restarter.failure is None
     assert "talker: it could not be loaded: out of memory\n" in capfd.readouterr().err
+    assert server.faults == 1
 
 
 def test_a_stage_that_cannot_be_loaded_is_given_up_in_one_sentence(server: Server) -> None:

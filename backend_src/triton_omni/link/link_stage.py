@@ -171,6 +171,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def figures(self) -> Iterator[Metric]:
         """Figures by the names of their metrics, see `stage.Stage`."""
         yield Metric("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
+        yield Metric("omni_supervisor_faults", self._ledger.faults)
         yield Metric("omni_leaked_sessions", self._leaks.count(self._overstayed()))
         yield from self._batches.figures("omni_batch_size")
         if self._ring_reader is not None:

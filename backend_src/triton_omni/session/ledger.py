@@ -112,6 +112,11 @@ class SessionLedger:
         """True if the server no longer waits for open sessions."""
         return self._words[layout.LEAVING] == layout.ENDING
 
+    @property
+    def faults(self) -> int:
+        """How often the supervisor failed to start a stage or to change readiness."""
+        return self._words[layout.FAULTS]
+
     # Precedence on a device that stages share.
 
     def claim_device(self, until_ns: int) -> None:

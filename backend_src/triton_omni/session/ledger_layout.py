@@ -26,14 +26,14 @@ from triton_omni.core.errors import StageName
 CAPACITY: Final = 2048
 """Records in the table; a deployment uses the first of them, twice its `max_sessions` (`ledger.Slots`)."""
 
-PROTOCOL_VERSION: Final = 8
+PROTOCOL_VERSION: Final = 9
 """Version of the messages between stages and of this table."""
 MAGIC: Final = 0x6F6D6E692D6C6467  # "omni-ldg"
 STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
 WATCHED: Final[tuple[StageName, ...]] = (*STAGES, "unary")
 """Models whose processes the supervisor watches."""
 WORD: Final = 8
-_HEADER_WORDS: Final = 13
+_HEADER_WORDS: Final = 14
 SECRET_BYTES: Final = 32
 STAGE_WORDS: Final = 16
 RECORD_WORDS: Final = 40
@@ -46,8 +46,8 @@ _HELD_POLL_S: Final = 0.02
 
 # Words of the header. The process that makes the table writes the first words, with the secret of this server start.
 # The supervisor alone writes the words from LOST on: the lost epoch of each stage, whether each new process waits
-# before it loads, and the phase of the server's stop.
-MAGIC_WORD, VERSION_WORD, SECRET, _, _, _, LOST, _, _, HELD, _, _, LEAVING = range(_HEADER_WORDS)
+# before it loads, the phase of the server's stop, and its failures to start a stage or to change readiness.
+MAGIC_WORD, VERSION_WORD, SECRET, _, _, _, LOST, _, _, HELD, _, _, LEAVING, FAULTS = range(_HEADER_WORDS)
 DRAINING, ENDING = 1, 2
 """Values of LEAVING: no session begins any more; those that are open end now. 0 = the server goes on."""
 # Words of a stage's block.

@@ -7,6 +7,7 @@ what they write, writes two words a stage and one for all, and starts and ends n
 
 from __future__ import annotations
 
+import threading
 import time
 
 from triton_omni.core.errors import StageName
@@ -27,6 +28,7 @@ class StageBoard:
     def __init__(self, name: str) -> None:
         self._map = layout.map_table(layout.table_path(name))
         self._words = memoryview(self._map).cast("Q")
+        self._lock = threading.Lock()
 
     def close(self) -> None:
         """Unmap the table."""
@@ -80,6 +82,11 @@ class StageBoard:
     def say_unary(self, pid: int, open_requests: int) -> None:
         """Unary model only: which process serves it, 0 = none any more; and how many requests only that one can end."""
         self._words[layout.UNARY_PID], self._words[layout.UNARY_OPEN] = pid, open_requests
+
+    def count_fault(self) -> None:
+        """Count a failure to start a stage or to change readiness, for the stages' metrics. Called from any thread."""
+        with self._lock:
+            self._words[layout.FAULTS] += 1
 
     def drain(self) -> None:
         """No session begins from here on; the thinker refuses whoever asks."""

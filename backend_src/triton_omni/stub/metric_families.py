@@ -64,6 +64,11 @@ FAMILIES: Final = (
     Family("omni_sessions_limit", "gauge", "sessions that may be open at once"),
     Family("omni_kv_blocks_limit", "gauge", "KV cache blocks, or pages, that there are"),
     Family("omni_stage_starts", "gauge", "how often this server has loaded the stage"),
+    Family(
+        "omni_supervisor_faults",
+        "gauge",
+        "how often the supervisor failed to start a stage or to change readiness; the same in each stage",
+    ),
     Family("omni_device_memory_bytes", "gauge", "memory that torch has on the stage's GPU", ("kind",)),
     Family("omni_resident_memory_bytes", "gauge", "main memory of the stage's process"),
     Family("omni_requests_received_total", "counter", "requests received"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -77,12 +78,16 @@ class Readiness:
 
     Args:
         control, repository: as `say_unready` has them.
+
+    Attributes:
+        on_fault: called at each failure, on a thread of its own.
     """
 
     def __init__(self, control: Loads, repository: Path) -> None:
         self._control, self._repository = control, repository
         self._said, self._failure = True, ""
         self._telling: threading.Thread | None = None
+        self.on_fault: Callable[[], None] = lambda: None
 
     def tell(self, ready: bool) -> None:
         """Have the server say so, if it does not. Returns at once and may be asked often: Triton takes its time and is
@@ -107,7 +112,8 @@ class Readiness:
         try:
             say(self._control, self._repository, _STANDSTILL_MODEL)
         except (ModelControlError, OSError) as error:
-            # The next `tell` tries again. A failure that lasts is reported once.
+            # The next `tell` tries again. A failure that lasts is counted each time and reported once.
+            self.on_fault()
             if str(error) != self._failure:
                 wanted = "ready" if ready else "not ready"
                 print(f"readiness: the server could not be made {wanted}: {error}", file=sys.stderr, flush=True)

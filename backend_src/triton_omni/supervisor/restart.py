@@ -98,6 +98,9 @@ class Board(Protocol):
     def is_broken(self, stage: StageName) -> bool:
         """True if its engine has failed."""
 
+    def count_fault(self) -> None:
+        """Count a start that failed."""
+
     def holds_overdue(self, stage: StageName) -> bool:
         """True if it has not finished with a session whose deadline has passed."""
 
@@ -337,6 +340,7 @@ class StageRestarter:
                 return
             cause = f"it could not be loaded: {error}"
             _say(f"{stage}: {cause}")
+            self._board.count_fault()
             self._board.hold(stage, True)
 
     def _load(self, stage: StageName) -> ModelControlError | None:

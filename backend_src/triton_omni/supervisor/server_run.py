@@ -157,7 +157,9 @@ class ServerRun:
         # A server without stages has no table, and one that ended meanwhile is told by `check`.
         with contextlib.suppress(FileNotFoundError):
             self._board = StageBoard(ledger_name(self.process.pid))
-            tell = self._readiness.tell if self._readiness is not None else None
+            tell = None
+            if self._readiness is not None:
+                tell, self._readiness.on_fault = self._readiness.tell, self._board.count_fault
             self._restarter = StageRestarter(
                 self._board, self.launch.control, self._policy(version), tell, self._end_at_once
             )

@@ -155,6 +155,7 @@ class ThinkerStage:
         open_now = list(self._open.values())
         yield Metric("omni_sessions_limit", self._settings.max_sessions)
         yield Metric("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
+        yield Metric("omni_supervisor_faults", self._ledger.faults)
         yield from self.accounts.figures(open_now, self._slots.taken)
         yield from memory_metrics(self._device)
 

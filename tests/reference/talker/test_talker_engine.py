@@ -107,28 +107,6 @@ def test_a_code_is_given_as_soon_as_its_row_is_there(engine, cases, expected):
     engine.abort("s")
 
 
-def test_a_sequence_waits_until_its_next_row_is_there_and_again_once_a_step_has_begun_with_it(engine, cases):
-    case = cases[0]
-    prompt, reply = case.rows[: case.prompt_rows], case.rows[case.prompt_rows :]
-    assert engine.waits("a"), "it is not open"
-    engine.open("a", case.prompt, GREEDY)
-    engine.feed("a", prompt)
-    assert engine.waits("a"), "no reply row is there"
-    for row in reply[:2]:
-        engine.feed("a", row[None])
-        assert not engine.waits("a")
-        # Scheduled ahead, a step has begun before its code is there.
-        first = engine.step()
-        assert engine.waits("a")
-        codes = [*first, *(output for _ in range(9) if engine.has_work() for output in engine.step())]
-        assert [len(output.codes) for output in codes] == [1]
-        assert engine.waits("a")
-    engine.end("a")
-    assert not engine.waits("a"), "from now on the tail is there"
-    engine.abort("a")
-    assert engine.waits("a")
-
-
 def test_no_step_is_run_for_nothing_while_sequences_wait(engine, cases, monkeypatch):
     scheduled = []
 
