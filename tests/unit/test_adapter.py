@@ -13,7 +13,7 @@ from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeW
 from triton_omni.core.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.core.policy_settings import Token2WavPolicy
 from triton_omni.core.settings import MAX_NAME, TalkerSettings, ThinkerSettings
-from triton_omni.link.link_stage import CANCEL_INTERVAL_NS
+from triton_omni.link.inbox import CANCEL_INTERVAL_NS
 from triton_omni.request.parse import RawRequest
 from triton_omni.session import ledger_layout as layout
 from triton_omni.session.engine import Sampling
@@ -52,7 +52,7 @@ class RecordingStage:
     def stats(self):
         return StageStats(0, 0, 0, 0, 0, 0)
 
-    def figures(self):
+    def metrics(self):
         return iter(())
 
 

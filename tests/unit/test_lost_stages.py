@@ -35,7 +35,7 @@ def test_faults_of_the_supervisor_are_in_the_metrics_of_every_stage():
         for _ in range(2):
             board.count_fault()
         for stage in STAGES:
-            figures = {figure.name: figure.value for figure in getattr(p, stage).figures()}
+            figures = {figure.name: figure.value for figure in getattr(p, stage).metrics()}
             assert figures["omni_supervisor_faults"] == 2
 
 

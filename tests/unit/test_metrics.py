@@ -28,7 +28,7 @@ class Stats:
         self.calls += 1
         return self.now
 
-    def figures(self):
+    def metrics(self):
         yield from self.more
 
 

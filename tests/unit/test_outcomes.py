@@ -32,7 +32,7 @@ def test_what_is_received_is_what_has_ended_and_what_is_open(endings, still_open
         outcomes.receive()
     for ending in endings:
         outcomes.end(ending)
-    found = list(outcomes.figures())
+    found = list(outcomes.metrics())
     ended = {figure.labels["outcome"]: figure.value for figure in found if figure.name == "omni_requests_ended_total"}
     assert ended.keys() == set(get_args(Outcome))
     assert ended == Counter(ending.outcome for ending in endings) | {name: ended[name] for name in ended}
@@ -73,7 +73,7 @@ def test_a_histogram_counts_a_value_in_every_bucket_that_holds_it():
     sizes = Histogram((1, 2, 4))
     for value in (1, 2, 3, 9):
         sizes.add(value)
-    found = [(figure.name, figure.labels.get("le"), figure.value) for figure in sizes.figures("x", until="y")]
+    found = [(figure.name, figure.labels.get("le"), figure.value) for figure in sizes.metrics("x", until="y")]
     buckets = [("x_bucket", bound, count) for bound, count in (("1", 1), ("2", 2), ("4", 3), ("+Inf", 4))]
     assert found == [*buckets, ("x_count", None, 4), ("x_sum", None, 15)]
 

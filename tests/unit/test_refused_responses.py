@@ -145,7 +145,7 @@ def test_the_first_text_of_a_reply_whose_end_was_refused_is_counted_once():
     with pipeline() as p:
         assert finished(p.ask(refuses=Refusal("client", lambda answer: answer["info"]))).error is not None
         p.wait_until_empty()
-        figures = {figure.name: figure.value for figure in p.token2wav.figures()}
+        figures = {figure.name: figure.value for figure in p.token2wav.metrics()}
         assert figures["omni_first_text_seconds_count"] == 1
 
 

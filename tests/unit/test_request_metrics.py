@@ -17,19 +17,19 @@ from triton_omni.stub.adapter import adapt_thinker
 
 def read(stage, name, **labels):
     """The sum of a stage's figures of this name with these labels."""
-    return sum(f.value for f in stage.figures() if f.name == name and labels.items() <= f.labels.items())
+    return sum(f.value for f in stage.metrics() if f.name == name and labels.items() <= f.labels.items())
 
 
 def outcomes(p):
     found = {
-        f.labels["outcome"]: f.value for f in p.thinker.figures() if f.name == "omni_requests_ended_total" and f.value
+        f.labels["outcome"]: f.value for f in p.thinker.metrics() if f.name == "omni_requests_ended_total" and f.value
     }
     assert sum(found.values()) == read(p.thinker, "omni_requests_received_total")
     return found
 
 
 def errors(p):
-    named = (f for f in p.thinker.figures() if f.name == "omni_errors_total")
+    named = (f for f in p.thinker.metrics() if f.name == "omni_errors_total")
     return {(f.labels["stage"], f.labels["code"]): f.value for f in named}
 
 

@@ -217,7 +217,7 @@ def test_the_time_of_rows_and_codes_on_their_way_is_kept_until_they_arrived_and_
         rows = [thinker_message(tensors).rows for tensors in ensemble.to_talker]
         codes = [talker_message(tensors).codes for tensors in ensemble.to_token2wav]
         for stage, sent in ((p.talker, rows), (p.token2wav, codes)):
-            arrived, taken = stage.hops["arrived"], stage.hops["taken"]
+            arrived, taken = stage.link_latency["arrived"], stage.link_latency["taken"]
             count = sum(tensor is not None for tensor in sent)
             assert arrived.count == taken.count == count > 0
             assert 0.02 * count <= arrived.total <= taken.total < WAIT_S * count
@@ -225,7 +225,7 @@ def test_the_time_of_rows_and_codes_on_their_way_is_kept_until_they_arrived_and_
 
 def links(stage):
     """Bytes that came by the ring."""
-    return sum(f.value for f in stage.figures() if f.labels.get("tensor") == "ring")
+    return sum(f.value for f in stage.metrics() if f.labels.get("tensor") == "ring")
 
 
 @by_ring
@@ -240,7 +240,7 @@ def test_the_reply_s_rows_and_all_codes_go_by_the_ring():
         assert not any(len(tensors["CODES"]) for tensors in ensemble.to_token2wav)
         assert [links(stage) for stage in (p.talker, p.token2wav)] == [58 * HIDDEN * 4, 59 * 4]
         for stage in (p.talker, p.token2wav):
-            arrived, taken = stage.hops["arrived"], stage.hops["taken"]
+            arrived, taken = stage.link_latency["arrived"], stage.link_latency["taken"]
             assert arrived.count == taken.count > 59 // 6
             assert 0 < arrived.total <= taken.total < WAIT_S
 

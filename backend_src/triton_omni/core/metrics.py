@@ -56,7 +56,7 @@ class Histogram:
         bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
         return zip(bounds, itertools.accumulate(self._counts), strict=True)
 
-    def figures(self, name: str, **labels: str) -> Iterator[Metric]:
+    def metrics(self, name: str, **labels: str) -> Iterator[Metric]:
         """In the names of a Prometheus histogram."""
         for bound, count in self.buckets():
             yield Metric(f"{name}_bucket", count, {**labels, "le": bound})

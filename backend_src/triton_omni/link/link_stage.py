@@ -13,29 +13,27 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from triton_omni.core.errors import ErrorCode, InternalError, OmniError, Overloaded, StageName
 from triton_omni.core.events import log_event
 from triton_omni.core.metrics import POWERS, Histogram, LeakWatch, Metric
-from triton_omni.core.streams import record_event, settle_thread
+from triton_omni.core.streams import settle_thread
 from triton_omni.core.tracing import NO_SPAN, Span, Tracer
+from triton_omni.link.inbox import Inbox
 from triton_omni.link.latency import LinkLatency, Until
 from triton_omni.link.ring import Ring
 from triton_omni.link.ring_reader import News, RingReader
-from triton_omni.session.engine import EngineStats
+from triton_omni.session.engine import AnyEngine
+from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
-from triton_omni.session.ledger_layout import CAPACITY, STAGES
+from triton_omni.session.ledger_layout import STAGES
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import OUTCOMES
 from triton_omni.session.stage import SOON_S, ResponseSender, StageStats, as_omni_error, lost_error, memory_metrics
 from triton_omni.session.wire import Kind, Session, SessionKey, TalkerMessage, ThinkerMessage, Unreadable, Value
-
-CANCEL_INTERVAL_NS: Final = 50_000_000
-"""How often Triton is asked at most whether a session's client is gone."""
-
 
 logger = logging.getLogger(__name__)
 
@@ -60,22 +58,6 @@ class LinkSession:
     span: Span = NO_SPAN
 
 
-class LinkEngine(Protocol):
-    """Operations that both stages need from their engine."""
-
-    def abort(self, key: str) -> None:
-        """Drop a sequence; unknown keys are ignored."""
-
-    def has_work(self) -> bool:
-        """True if `step` could advance a sequence now."""
-
-    def stats(self) -> EngineStats:
-        """Figures of this moment."""
-
-    def close(self) -> None:
-        """Release the device."""
-
-
 MessageT = TypeVar("MessageT", ThinkerMessage, TalkerMessage)
 SessionT = TypeVar("SessionT", bound=LinkSession)
 
@@ -94,7 +76,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def __init__(
         self,
         name: StageName,
-        engine: LinkEngine,
+        engine: AnyEngine,
         ledger: SessionLedger,
         *,
         device: torch.device,
@@ -108,18 +90,17 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._device = device
         self._open: dict[str, SessionT] = {}
         self._loop = StageLoop(f"omni-{name}", self)
-        self._engine_stats = EngineStats(0, 0, 0, 0)
-        self._broken: str | None = None
+        self._health = EngineHealth(name, engine, ledger)
+        self._inbox = Inbox(ledger, device)
         self._ring_reader = None if ring is None else RingReader(ledger, ring, device, self._loop.wake)
-        # By slot, when Triton was last asked for a cancel; of Triton's thread.
-        self._asked_ns = [0] * CAPACITY
-        # By slot: the session that the last message was of, and that message's number; of Triton's thread.
-        self._newest = [(0, 0)] * CAPACITY
         self._seal = ledger.seal(STAGES[STAGES.index(name) - 1])
         self._batches = Histogram(POWERS)
         self._leaks = LeakWatch()
-        self.hops: dict[Until, LinkLatency] = {"arrived": LinkLatency(), "taken": LinkLatency()}
-        """Latency of rows and codes, measured whenever some of a session are taken."""
+
+    @property
+    def link_latency(self) -> Mapping[Until, LinkLatency]:
+        """Latency of rows and codes from the stage before."""
+        return self._inbox.latency
 
     # Called from any thread.
 
@@ -142,12 +123,11 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
             self._loop.post(functools.partial(self._fail_unread, error))
             raise
         sender.bind(message.key.slot)
-        if not self._ledger.holds(message.key) or self._came_before(message):
-            # The session is over, or a client sent the message again on its own: it changes nothing.
+        if not self._inbox.is_new(message):
             sender.finish()
             return
         self._relay(message, sender)
-        self._watch_for_cancel(message.key, sender, arrived_ns)
+        self._inbox.watch_for_cancel(message.key, sender, arrived_ns)
         self._loop.post(functools.partial(self._receive, message, sender, arrived_ns))
 
     def close(self) -> None:
@@ -163,17 +143,17 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     def stats(self) -> StageStats:
         """Figures of the last poll."""
-        engine = self._engine_stats
+        engine = self._health.stats
         return StageStats(
             len(self._open), engine.running, engine.waiting, engine.kv_blocks_used, engine.rows_used, self._held()
         )
 
-    def figures(self) -> Iterator[Metric]:
+    def metrics(self) -> Iterator[Metric]:
         """Figures by the names of their metrics, see `stage.Stage`."""
-        yield Metric("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
+        yield Metric("omni_kv_blocks_limit", self._health.stats.kv_blocks_limit)
         yield Metric("omni_supervisor_faults", self._ledger.faults)
         yield Metric("omni_leaked_sessions", self._leaks.count(self._overstayed()))
-        yield from self._batches.figures("omni_batch_size")
+        yield from self._batches.metrics("omni_batch_size")
         if self._ring_reader is not None:
             size, labels = self._ring_reader.fetched_bytes, {"tensor": "ring", "device": self._device.type}
             yield Metric("omni_link_bytes_total", size, labels)
@@ -184,40 +164,19 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         ledger, held = self._ledger, [session.key for session in list(self._open.values())]
         return [key.name for key in held if not ledger.holds(key) or ledger.closed(key, "thinker")]
 
-    # On Triton's thread.
-
-    def _came_before(self, message: MessageT) -> bool:
-        """True if this message, or a later one of its session, was taken already."""
-        key = message.key
-        generation, newest = self._newest[key.slot]
-        if key.generation == generation and message.number <= newest:
-            return True
-        self._newest[key.slot] = key.generation, message.number
-        return False
-
     def _relay(self, message: MessageT, sender: ResponseSender) -> None:
         """Answer at once what need not wait for the loop, which may be in the middle of a step."""
-
-    def _watch_for_cancel(self, key: SessionKey, sender: ResponseSender, now_ns: int) -> None:
-        """Ask Triton whether the client is gone: a call into its process, so not at each of a session's messages. A
-        later one tells it too, and a silent session has heartbeats.
-        """
-        if now_ns - self._asked_ns[key.slot] < CANCEL_INTERVAL_NS:
-            return
-        self._asked_ns[key.slot] = now_ns
-        sender.if_cancelled(functools.partial(self._ledger.mark_cancelled, key))
 
     # On the loop's thread.
 
     def has_work(self) -> bool:
         """True if the engine could advance now."""
-        return self._broken is None and self._link_engine.has_work()
+        return self._health.has_work()
 
     def poll(self) -> float:
         """Look after every session; see `loop.Driven`."""
         self._ledger.beat()
-        if self._broken is None:
-            self._engine_stats = self._link_engine.stats()
+        self._health.look()
         if self._ring_reader is not None:
             self._fetch_all(self._ring_reader)
         self._look_around()
@@ -225,11 +184,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     def fail(self, error: Exception) -> None:
         """The engine raised: every session ends with an error, later ones fail when they open."""
-        self._broken = f"the engine of {self._name} failed: {type(error).__name__}"
-        # The engine's contents are lost, and nobody asks for them again.
-        self._engine_stats = EngineStats(0, 0, 0, 0)
-        self._fail_all(InternalError(self._broken, stage=self._name))
-        self._ledger.say_broken()
+        self._health.fail(error, self._fail_all)
 
     def _look_around(self) -> None:
         """Hook that runs at every poll, after new messages are taken and before sessions are looked after."""
@@ -305,14 +260,14 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         elif message.kind == Kind.OPEN and session is None and message.session is not None:
             self._enter(message, message.session, sender)
         elif session is None or message.kind in (Kind.HEARTBEAT, Kind.OPEN):
-            self._give_back(message.key, sender)
+            self._inbox.give_back(message.key, sender)
         else:
             if message.kind == Kind.DATA:
-                self._observe_hop(message.sent_ns, arrived_ns)
+                self._inbox.observe(message.sent_ns, arrived_ns)
             try:
                 self._take_in_order(session, message, sender)
             except Exception as error:  # noqa: BLE001 - one bad message must not end the stage
-                self._give_back(message.key, sender)
+                self._inbox.give_back(message.key, sender)
                 self._fail(session, as_omni_error(error, session.session.request_id))
 
     def _fail_unread(self, error: Unreadable) -> None:
@@ -333,7 +288,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
             ring_reader.enqueued(fetched)
 
     def _take_news(self, session: SessionT, news: News) -> None:
-        self._observe_hop(news.sent_ns, news.arrived_ns)
+        self._inbox.observe(news.sent_ns, news.arrived_ns)
         session.fetched = news.total
         try:
             for part in news.parts:
@@ -354,8 +309,8 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def _enter(self, message: MessageT, request: Session, sender: ResponseSender) -> None:
         session = self._open[message.key.name] = self._begin(message, request, sender)
         session.span = self._tracer.begin(request.traceparent, time.monotonic_ns())
-        if self._broken is not None:
-            self._fail(session, InternalError(self._broken, stage=self._name))
+        if self._health.failure is not None:
+            self._fail(session, self._health.failure)
             return
         try:
             self._open_where_room_is(session, message)
@@ -374,10 +329,6 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
                     self._attend(other)
             self._open_sequence(session, message)
 
-    def _observe_hop(self, sent_ns: int, arrived_ns: int) -> None:
-        self.hops["arrived"].observe(sent_ns, arrived_ns)
-        self.hops["taken"].observe(sent_ns, time.monotonic_ns())
-
     def _take_in_order(self, session: SessionT, message: MessageT, sender: ResponseSender) -> None:
         # A failure may be that of a message before it, which the stage before could not send.
         if message.sequence != session.expected and message.failure is None:
@@ -385,43 +336,6 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
             raise InternalError(wrong, stage=self._name)
         session.expected += 1
         self._take_message(session, message, sender)
-
-    def _give_back(self, key: SessionKey, sender: ResponseSender) -> None:
-        """End a message's request; Triton may reuse its tensors."""
-        sender.finish(then=functools.partial(self._ledger.count_returned, key))
-
-    def _give_back_consumed(
-        self, session: SessionT, message: MessageT, tensor: torch.Tensor, sender: ResponseSender
-    ) -> None:
-        """End a data message's request, whose `tensor` the engine has been told to copy; its credit goes back with it.
-
-        The tensor is not in Triton's memory any more, so nothing waits for its copy. A long step may precede the copy;
-        the memory is reused only after it.
-        """
-        session.consumed += 1
-        session.by_message += len(tensor)
-        sender.finish(self._outlive_copy(tensor), functools.partial(self._count_consumed, message, session.consumed))
-
-    def _outlive_copy(self, tensor: torch.Tensor) -> torch.cuda.Event | None:
-        """Keep a tensor's memory until the engine's copy is done; an event to wait for where torch cannot.
-
-        Torch looks for the stream's end where the tensor is let go, which the engine does once the copy is enqueued.
-        """
-        if tensor.is_cuda and tensor.device == self._device:
-            tensor.record_stream(torch.cuda.current_stream(self._device))
-            return None
-        return record_event(self._device)
-
-    def _count_consumed(self, message: MessageT, consumed: int) -> None:
-        # A message on another device than the engine's is kept until here.
-        self._ledger.count_consumed(message.key, consumed)
-        self._ledger.count_returned(message.key)
-
-    def _mark_closed(self, key: SessionKey, sent: int = 0) -> None:
-        """The session's `OPEN` request has ended, too, after `sent` messages."""
-        # In this order: who sees that all it sent has ended can see how much this stage has sent.
-        self._ledger.mark_closed(key, sent)
-        self._ledger.count_returned(key)
 
     def _log(self, session: SessionT, event: str, **fields: str | float | None) -> None:
         """A record of the log about the session, with its age."""
@@ -435,10 +349,6 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
         self._log(session, outcome, code=code, **figures)
         names = {"request": session.session.request_id, "session": session.key.name}
         session.span.end(code, outcome=outcome, **names, **figures)
-
-    def _abort(self, session: SessionT) -> None:
-        if self._broken is None:
-            self._link_engine.abort(session.key.name)
 
     def _fail_all(self, error: OmniError) -> None:
         for session in list(self._open.values()):

@@ -148,7 +148,23 @@ class EngineStats:
     """KV cache blocks that there are: not held, and so not compared."""
 
 
-class ThinkerEngine(Protocol):
+class AnyEngine(Protocol):
+    """Operations that every stage needs from its engine."""
+
+    def abort(self, key: str) -> None:
+        """Drop a sequence; unknown keys are ignored."""
+
+    def has_work(self) -> bool:
+        """True if `step` could advance a sequence now."""
+
+    def stats(self) -> EngineStats:
+        """Figures of this moment."""
+
+    def close(self) -> None:
+        """Release the device."""
+
+
+class ThinkerEngine(AnyEngine, Protocol):
     """Text, image, sound and video in; reply tokens and one row a token out."""
 
     def prepare(self, prompt: ThinkerPrompt, *, max_tokens: int = 1) -> ThinkerPlaced:
@@ -182,20 +198,8 @@ class ThinkerEngine(Protocol):
     def step(self) -> list[ThinkerOutput]:
         """Run one engine step and return what it gave; an empty list when there is nothing to do."""
 
-    def abort(self, key: str) -> None:
-        """Drop a sequence and everything it holds; unknown keys are ignored."""
 
-    def has_work(self) -> bool:
-        """True if `step` could advance a sequence now; while paused, True if a step is under way."""
-
-    def stats(self) -> EngineStats:
-        """Figures of this moment."""
-
-    def close(self) -> None:
-        """Release the device."""
-
-
-class TalkerEngine(Protocol):
+class TalkerEngine(AnyEngine, Protocol):
     """Hidden rows in, codec codes out, while the thinker still writes."""
 
     def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> None:
@@ -224,20 +228,6 @@ class TalkerEngine(Protocol):
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
 
-    def abort(self, key: str) -> None:
-        """Drop a sequence and its rows; unknown keys are ignored."""
-
-    def has_work(self) -> bool:
-        """True if `step` could advance a sequence now; False while every sequence waits for rows. While paused, True if
-        a step is under way.
-        """
-
-    def stats(self) -> EngineStats:
-        """Figures of this moment."""
-
-    def close(self) -> None:
-        """Release the device."""
-
 
 @dataclass(frozen=True)
 class StreamOptions:
@@ -263,3 +253,26 @@ class AudioOutput:
     """The engine gave this stream up (for example a non-finite waveform); nothing follows."""
     clamped_codes: int = 0
     """Codes of the stream so far that were outside the codec's table and were clamped into it."""
+
+
+class WaveformEngine(AnyEngine, Protocol):
+    """The part of `token2wav/engine.py` that the stage uses."""
+
+    def open(self, key: str, voice: str, seed: int, options: StreamOptions) -> None:
+        """Open a stream."""
+
+    def feed(self, key: str, codes: Tensor) -> None:
+        """Copy the next codes, int32 [N]."""
+
+    def wanted(self, key: str) -> int:
+        """Return how many codes, from the first on, the stream needs for its next window to be due."""
+
+    def end(self, key: str) -> None:
+        """End the stream's codes."""
+
+    @property
+    def wants_claim(self) -> bool:
+        """True if a stream has no sound, or soon none, and waits only for its window."""
+
+    def step(self) -> list[AudioOutput]:
+        """Launch due windows, and return the chunks that have finished."""

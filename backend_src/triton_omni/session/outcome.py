@@ -82,7 +82,7 @@ class OutcomeCounter:
         with self._lock:
             self._ended[ending] += 1
 
-    def figures(self) -> Iterator[Metric]:
+    def metrics(self) -> Iterator[Metric]:
         """Requests received, those ended by outcome, and errors by code and stage; the first is never less than the
         sum of the second, and equal when no request is open.
         """

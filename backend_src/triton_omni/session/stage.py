@@ -95,7 +95,7 @@ class Stage(Protocol):
     def stats(self) -> StageStats:
         """Figures of the last poll."""
 
-    def figures(self) -> Iterator[Metric]:
+    def metrics(self) -> Iterator[Metric]:
         """All other figures, by the names of their metrics; called by one thread."""
 
 

@@ -42,7 +42,7 @@ class StageAdapter:
         pb_utils: Triton's `triton_python_backend_utils`.
         submit: reads a Triton request and gives it to the stage.
         ledger: the stage's, closed after its last answer.
-        hops: how long the stage's messages took, where another stage sends it some.
+        link_latency: how long the stage's messages took, where another stage sends it some.
         tracer: the stage's, closed last.
     """
 
@@ -55,7 +55,7 @@ class StageAdapter:
         *,
         counter: LinkCounter,
         ledger: SessionLedger,
-        hops: Mapping[Until, LinkLatency] | None = None,
+        link_latency: Mapping[Until, LinkLatency] | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
         bound_strings(pb_utils)
@@ -66,7 +66,7 @@ class StageAdapter:
         self._tracer = tracer
         self._submit = submit
         self._threads = tuple(SendingThread(f"{name}-{number}") for number in range(SENDING_THREADS))
-        self._metrics = StageMetrics(pb_utils, name, stage, counter, hops, starts=ledger.epoch(name))
+        self._metrics = StageMetrics(pb_utils, name, stage, counter, link_latency, starts=ledger.epoch(name))
         stage.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -109,7 +109,7 @@ def adapt_thinker(
             direct_calls.check_outputs(request.requested_output_names())
             raw = read_client_request(request, traced=tracer.is_on)
         except Exception as error:
-            stage.accounts.count_unread(error)
+            stage.request_metrics.count_unread(error)
             raise
         stage.submit(raw, sender)
 
@@ -145,7 +145,9 @@ def _adapt_link(
             logger.exception("%s: a message could not be read", name)
             sender.finish()
 
-    return StageAdapter(pb_utils, name, stage, submit, counter=counter, ledger=ledger, hops=stage.hops, tracer=tracer)
+    return StageAdapter(
+        pb_utils, name, stage, submit, counter=counter, ledger=ledger, link_latency=stage.link_latency, tracer=tracer
+    )
 
 
 def read_client_request(request: Any, *, traced: bool = False) -> RawRequest:

@@ -38,7 +38,7 @@ class StageMetrics:
         name: of the stage.
         stage: whose figures are published.
         counter: of the bytes that it received.
-        hops: how long its messages took, where another stage sends it some.
+        link_latency: how long its messages took, where another stage sends it some.
         starts: how often this server has loaded it.
     """
 
@@ -48,14 +48,14 @@ class StageMetrics:
         name: StageName,
         stage: Stage,
         counter: LinkCounter,
-        hops: Mapping[Until, LinkLatency] | None = None,
+        link_latency: Mapping[Until, LinkLatency] | None = None,
         *,
         starts: int = 1,
     ) -> None:
         self._name = name
         self._stage = stage
         self._counter = counter
-        self._hops = hops or {}
+        self._link_latency = link_latency or {}
         self._starts = starts
         self._families: dict[str, Any] = {}
         self._counters: set[str] = set()
@@ -113,11 +113,11 @@ class StageMetrics:
 
     def _slow(self) -> Iterable[Metric]:
         yield Metric("omni_stage_starts", self._starts)
-        yield from self._stage.figures()
+        yield from self._stage.metrics()
         for (tensor, device), size in self._counter.snapshot().items():
             yield Metric("omni_link_bytes_total", size, {"tensor": tensor, "device": device})
-        for until, times in self._hops.items():
-            yield from times.figures("omni_hop_seconds", until=until)
+        for until, times in self._link_latency.items():
+            yield from times.metrics("omni_hop_seconds", until=until)
 
     def _publish(self, figures: Iterable[Metric]) -> None:
         for name, value, labels in figures:

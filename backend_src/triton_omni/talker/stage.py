@@ -124,9 +124,9 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         for session in going_on:
             self._flush(session)
 
-    def figures(self) -> Iterator[Metric]:
+    def metrics(self) -> Iterator[Metric]:
         """Yield the metrics, see `stage.Stage`."""
-        yield from super().figures()
+        yield from super().metrics()
         open_now, consumed = list(self._open.values()), self._ledger.consumed
         yield from link_metrics((one.send_queue, consumed(one.key, "token2wav")) for one in open_now)
         yield Metric("omni_codes_total", self._codes)
@@ -150,7 +150,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         """
         key = message.key
         if (held := self._unopened.pop(key, None)) is not None:
-            self._give_back(key, held)
+            self._inbox.give_back(key, held)
         if message.kind == Kind.HEARTBEAT and key.name not in self._open and self._ledger.holds(key):
             self._unopened[key] = sender
         else:
@@ -164,12 +164,12 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if lost:
             sender.fail(lost_error(lost[0]), functools.partial(self._ledger.count_returned, key))
         else:
-            self._give_back(key, sender)
+            self._inbox.give_back(key, sender)
 
     def _end_all(self) -> None:
         self._ring_writer.close()
         for key, sender in self._unopened.items():
-            self._give_back(key, sender)
+            self._inbox.give_back(key, sender)
 
     def _begin(self, message: ThinkerMessage, request: Session, sender: ResponseSender) -> _Open:
         send_queue = SendQueue(self._settings.max_codes)
@@ -209,7 +209,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _take_message(self, session: _Open, message: ThinkerMessage, sender: ResponseSender) -> None:
         if message.failure is not None:
-            self._give_back(message.key, sender)
+            self._inbox.give_back(message.key, sender)
             self._relay_failure(session, message.failure)
             return
         self._take_rows(session, message, sender)
@@ -220,10 +220,10 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _take_rows(self, session: _Open, message: ThinkerMessage, sender: ResponseSender) -> None:
         if message.rows is None:
-            self._give_back(message.key, sender)
+            self._inbox.give_back(message.key, sender)
             return
         self._feed(session, message.rows)
-        self._give_back_consumed(session, message, message.rows, sender)
+        self._inbox.give_back_consumed(session, message, message.rows, sender)
 
     def _take_placed(self, session: _Open, tensor: torch.Tensor) -> None:
         self._feed(session, tensor)
@@ -353,13 +353,13 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             session.sender.finish(then=functools.partial(self._mark_ended, session))
 
     def _mark_ended(self, session: _Open) -> None:
-        self._mark_closed(session.key, session.sequence - session.refused)
+        self._inbox.mark_closed(session.key, session.sequence - session.refused)
 
     def _drop(self, session: _Open, code: ErrorCode | None) -> bool:
         """Remove the session, which ends with an error of this code, if any; return False if it was removed before."""
         if self._open.pop(session.key.name, None) is None:
             return False
-        self._abort(session)
+        self._health.abort(session.key.name)
         code = code or self._code_of_end(session.key)
         self._tell_end(session, code, codes=session.codes)
         return True

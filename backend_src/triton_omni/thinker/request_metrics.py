@@ -101,7 +101,7 @@ class RequestMetrics:
         log_event(logger, ending.outcome, stage="thinker", **fields)
         span.end(ending.code, outcome=ending.outcome, **fields)
 
-    def figures(self, open_now: Sequence[OpenSession], taken: set[int]) -> Iterator[Metric]:
+    def metrics(self, open_now: Sequence[OpenSession], taken: set[int]) -> Iterator[Metric]:
         """Yield the metrics.
 
         Args:
@@ -116,8 +116,8 @@ class RequestMetrics:
         yield Metric("omni_leaked_sessions", self._leaks.count(_overstayed(open_now, taken)))
         yield Metric("omni_prompt_tokens_total", self.prompt_tokens)
         yield Metric("omni_reply_tokens_total", self.reply_tokens)
-        yield from self.outcomes.figures()
-        yield from self.batches.figures("omni_batch_size")
+        yield from self.outcomes.metrics()
+        yield from self.batches.metrics("omni_batch_size")
 
 
 def _overstayed(open_now: Sequence[OpenSession], taken: set[int]) -> set[int]:

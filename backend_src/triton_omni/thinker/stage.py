@@ -27,7 +27,8 @@ from triton_omni.link.ring_writer import RingWriter
 from triton_omni.link.send_queue import SendQueue, message_interval_ns
 from triton_omni.policy.pause import must_pause
 from triton_omni.request.parse import RawRequest
-from triton_omni.session.engine import EngineStats, ThinkerEngine, ThinkerOutput
+from triton_omni.session.engine import ThinkerEngine, ThinkerOutput
+from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger, Slots
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
@@ -93,10 +94,9 @@ class ThinkerStage:
         self._open: dict[str, OpenSession] = {}
         self._preparing = PreprocessPool(intake, settings.preprocess_threads)
         self._loop = StageLoop("omni-thinker", self)
-        self._engine_stats = EngineStats(0, 0, 0, 0)
-        self._broken: str | None = None
+        self._health = EngineHealth("thinker", engine, ledger)
         self._ring_writer = RingWriter(ledger, "talker", device)
-        self.accounts = RequestMetrics(ledger, tracer)
+        self.request_metrics = RequestMetrics(ledger, tracer)
 
     # Called from any thread.
 
@@ -111,25 +111,25 @@ class ThinkerStage:
         if not raw.request_id:
             # A name for logs and `info`.
             raw = replace(raw, request_id=secrets.token_hex(8))
-        span = self.accounts.begin(raw, accepted_ns)
+        span = self.request_metrics.begin(raw, accepted_ns)
         if self._ledger.draining:
-            sender.fail(self.accounts.refuse(leaving_error(), raw, span))
+            sender.fail(self.request_metrics.refuse(leaving_error(), raw, span))
             return
         key = self._slots.allocate()
         if key is None:
-            sender.fail(self.accounts.refuse(self._no_slot(), raw, span))
+            sender.fail(self.request_metrics.refuse(self._no_slot(), raw, span))
             return
         if lost := self._ledger.lost_stages(key):
             self._ledger.mark_closed(key)
             self._slots.release(key)
-            sender.fail(self.accounts.refuse(restart_refusal(lost[0]), raw, span))
+            sender.fail(self.request_metrics.refuse(restart_refusal(lost[0]), raw, span))
             return
         sender.bind(key.slot)
         deadline_ns = accepted_ns + int(self._settings.timeout_s * 1e9)
         self._ledger.set_deadline(key, deadline_ns)
         send_queue = SendQueue(self._settings.rows_per_message)
         session = OpenSession(key, sender, raw.request_id, accepted_ns, deadline_ns, send_queue, span=span)
-        self.accounts.accept(session)
+        self.request_metrics.accept(session)
         self._make_ready(session, raw)
 
     def close(self) -> None:
@@ -144,19 +144,19 @@ class ThinkerStage:
 
     def stats(self) -> StageStats:
         """Return the current figures; `sessions` counts slots in use, also those whose later stages still work."""
-        engine = self._engine_stats
+        engine = self._health.stats
         held = sum(session.send_queue.held for session in list(self._open.values()))
         return StageStats(
             len(self._slots.taken), engine.running, engine.waiting, engine.kv_blocks_used, engine.rows_used, held
         )
 
-    def figures(self) -> Iterator[Metric]:
+    def metrics(self) -> Iterator[Metric]:
         """Yield the metrics, see `stage.Stage`."""
         open_now = list(self._open.values())
         yield Metric("omni_sessions_limit", self._settings.max_sessions)
-        yield Metric("omni_kv_blocks_limit", self._engine_stats.kv_blocks_limit)
+        yield Metric("omni_kv_blocks_limit", self._health.stats.kv_blocks_limit)
         yield Metric("omni_supervisor_faults", self._ledger.faults)
-        yield from self.accounts.figures(open_now, self._slots.taken)
+        yield from self.request_metrics.metrics(open_now, self._slots.taken)
         yield from memory_metrics(self._device)
 
     def _no_slot(self) -> OmniError:
@@ -192,14 +192,14 @@ class ThinkerStage:
 
     def has_work(self) -> bool:
         """Return True if the engine could advance now."""
-        return self._broken is None and self._engine.has_work()
+        return self._health.has_work()
 
     def step(self) -> None:
         """Run one engine step; its output is sent as soon as the send queues allow."""
         outputs = self._engine.step()
-        self.accounts.tell_accepted()
+        self.request_metrics.tell_accepted()
         if outputs:
-            self.accounts.batches.add(len(outputs))
+            self.request_metrics.batches.add(len(outputs))
         pairs = [(session, output) for output in outputs if (session := self._open.get(output.key)) is not None]
         for session, output in pairs:
             if not session.ended_ns:
@@ -215,8 +215,7 @@ class ThinkerStage:
     def poll(self) -> float:
         """Check every session; see `loop.Driven`."""
         self._ledger.beat()
-        if self._broken is None:
-            self._engine_stats = self._engine.stats()
+        self._health.look()
         if self._ledger.ending:
             self._end_all(leaving_error())
         now = time.monotonic_ns()
@@ -227,7 +226,7 @@ class ThinkerStage:
         held = self._ledger.device_claimed() or self._must_pause(now)
         self._engine.hold(held)
         if not self.has_work():
-            self.accounts.tell_accepted()
+            self.request_metrics.tell_accepted()
         return CLAIMED_POLL_S if held else delay
 
     def _must_pause(self, now: int) -> bool:
@@ -242,16 +241,12 @@ class ThinkerStage:
 
     def fail(self, error: Exception) -> None:
         """Handle an exception of the engine: end every session with an error, refuse later ones."""
-        self._broken = f"the engine of thinker failed: {type(error).__name__}"
-        # The engine's state is lost, and its statistics are not read again.
-        self._engine_stats = EngineStats(0, 0, 0, 0)
-        self._end_all(InternalError(self._broken, stage="thinker"))
-        self._ledger.say_broken()
+        self._health.fail(error, self._end_all)
 
     def _begin(self, session: OpenSession) -> None:
         self._open[session.key.name] = session
-        if self._broken is not None:
-            self._fail(session, InternalError(self._broken, stage="thinker"))
+        if self._health.failure is not None:
+            self._fail(session, self._health.failure)
 
     def _admit(self, session: OpenSession, prepared: Preprocessed | OmniError) -> None:
         if session.ended_ns:
@@ -274,7 +269,7 @@ class ThinkerStage:
             refusal.stage = refusal.stage or "thinker"
             self._fail(session, refusal)
         else:
-            self.accounts.prompt_tokens += prepared.session.prompt_tokens
+            self.request_metrics.prompt_tokens += prepared.session.prompt_tokens
 
     def _open_session(self, session: OpenSession, prepared: Preprocessed) -> None:
         """Send `OPEN` to the later stages; called by the loop, or before the loop has the session."""
@@ -291,7 +286,7 @@ class ThinkerStage:
             kind = BadRequest if output.is_refused else InternalError
             self._fail(session, kind(output.error, stage="thinker"))
             return
-        self.accounts.reply_tokens += len(output.token_ids)
+        self.request_metrics.reply_tokens += len(output.token_ids)
         session.put(output)
 
     def _flush(self, session: OpenSession) -> None:
@@ -300,7 +295,7 @@ class ThinkerStage:
             return
         session.place(self._ring_writer)
         at_once, wanted = session.reply_tokens <= UNLIMITED_TOKENS, session.wanted_rows
-        interval_ns = 0 if at_once else message_interval_ns(self._engine_stats.running)
+        interval_ns = 0 if at_once else message_interval_ns(self._health.stats.running)
         while batch := send_queue.take(ledger.consumed(session.key, "talker"), interval_ns=interval_ns, wanted=wanted):
             self._send(session, session.to_message(batch), batch.ready)
 
@@ -407,8 +402,7 @@ class ThinkerStage:
 
     def _drop(self, session: OpenSession) -> None:
         session.stop()
-        if self._broken is None:
-            self._engine.abort(session.key.name)
+        self._health.abort(session.key.name)
 
     def _try_release(self, session: OpenSession, now: int) -> float:
         silent = session.silent_stages(self._ledger)
@@ -417,7 +411,7 @@ class ThinkerStage:
         if silent:
             logger.warning("request %s: %s did not close the session; its slot is reused", session.label, silent)
         del self._open[session.key.name]
-        self.accounts.close(session)
+        self.request_metrics.close(session)
         self._slots.release(session.key)
         return IDLE_POLL_S
 

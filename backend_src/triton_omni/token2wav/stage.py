@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +24,11 @@ from triton_omni.core.metrics import SECONDS, Histogram, Metric
 from triton_omni.core.pcm import to_base64, to_pcm16, wav_header, whole_groups
 from triton_omni.core.policy_settings import NS_PER_MS, Token2WavPolicy
 from triton_omni.core.tracing import NO_TRACER, Tracer
-from triton_omni.link.link_stage import LinkEngine, LinkSession, LinkStage
+from triton_omni.link.link_stage import LinkSession, LinkStage
 from triton_omni.link.ring import Ring
 from triton_omni.policy.claim import Claim
 from triton_omni.session.answer import Answer
-from triton_omni.session.engine import AudioOutput, StreamOptions
+from triton_omni.session.engine import AudioOutput, WaveformEngine
 from triton_omni.session.ledger import SessionLedger
 from triton_omni.session.loop import IDLE_POLL_S
 from triton_omni.session.outcome import RequestOutcome
@@ -40,29 +40,6 @@ UPSTREAM_STOP_S = 2.0
 """Seconds that an error waits for thinker and talker to send their finals."""
 LONGEST_STEP_S = 30.0
 """The same in seconds while one of them is in an engine step: a session can end only between steps."""
-
-
-class WaveformEngine(LinkEngine, Protocol):
-    """The part of `token2wav/engine.py` that the stage uses."""
-
-    def open(self, key: str, voice: str, seed: int, options: StreamOptions) -> None:
-        """Open a stream."""
-
-    def feed(self, key: str, codes: Tensor) -> None:
-        """Copy the next codes, int32 [N]."""
-
-    def wanted(self, key: str) -> int:
-        """Return how many codes, from the first on, the stream needs for its next window to be due."""
-
-    def end(self, key: str) -> None:
-        """End the stream's codes."""
-
-    @property
-    def wants_claim(self) -> bool:
-        """True if a stream has no sound, or soon none, and waits only for its window."""
-
-    def step(self) -> list[AudioOutput]:
-        """Launch due windows, and return the chunks that have finished."""
 
 
 @dataclass
@@ -126,7 +103,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _look_around(self) -> None:
         """Claim the device if a stream waits for sound, before the step that launches it."""
-        waiting = self._broken is None and self._engine.wants_claim
+        waiting = self._health.failure is None and self._engine.wants_claim
         self._ledger.claim_device(self._claim.until_ns(waiting, time.monotonic_ns()))
 
     def step(self) -> None:
@@ -139,12 +116,12 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             if session is not None and session.error is None:
                 self._take(session, output)
 
-    def figures(self) -> Iterator[Metric]:
+    def metrics(self) -> Iterator[Metric]:
         """Yield the metrics, see `stage.Stage`."""
-        yield from super().figures()
+        yield from super().metrics()
         yield Metric("omni_audio_seconds_total", self._samples / self._sample_rate)
         for name, times in self._times.items():
-            yield from times.figures(name)
+            yield from times.metrics(name)
 
     def _parse(self, tensors: Mapping[str, Value]) -> TalkerMessage:
         return TalkerMessage.from_tensors(tensors, self._seal)
@@ -182,7 +159,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _take_message(self, session: _Open, message: TalkerMessage, sender: ResponseSender) -> None:
         if message.failure is not None or session.error is not None:
-            self._give_back(message.key, sender)
+            self._inbox.give_back(message.key, sender)
             if message.failure is not None:
                 self._hold_error(session, message.failure.to_error())
             return
@@ -193,11 +170,11 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _take_codes(self, session: _Open, message: TalkerMessage, sender: ResponseSender) -> None:
         if message.codes is None:
-            self._give_back(message.key, sender)
+            self._inbox.give_back(message.key, sender)
         else:
             self._engine.feed(session.key.name, message.codes)
             self._tell_wanted(session.key)
-            self._give_back_consumed(session, message, message.codes, sender)
+            self._inbox.give_back_consumed(session, message, message.codes, sender)
         if message.codes_done:
             self._await_placed(session, message.placed)
 
@@ -262,7 +239,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _end_whole(self, session: _Open) -> None:
         """Log and close a session after all of its reply was sent; on the sending thread."""
         self._log_end(session, RequestOutcome())
-        self._mark_closed(session.key)
+        self._inbox.mark_closed(session.key)
 
     def _when_lost(self, key: SessionKey) -> Callable[[], object]:
         """Return the callback for a response of the session that cannot be sent."""
@@ -318,7 +295,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         if not self._ledger.holds(session.key) or self._ledger.cancelled(session.key):
             self._drop(session)
             self._log_end(session, RequestOutcome("cancelled"))
-            session.sender.finish(then=functools.partial(self._mark_closed, session.key))
+            session.sender.finish(then=functools.partial(self._inbox.mark_closed, session.key))
         elif self._ledger.closed(session.key, "thinker"):
             self._await_failure(session)
         return IDLE_POLL_S
@@ -340,7 +317,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         if session.error is None:
             session.error, session.error_ns = error, time.monotonic_ns()
             session.relay.close()
-            self._abort(session)
+            self._health.abort(session.key.name)
 
     def _try_answer_error(self, session: _Open) -> float:
         if self._others_ended(session.key) or self._waited_enough(session, session.error_ns):
@@ -369,7 +346,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         ending = RequestOutcome.of(error, "token2wav")
         self._ledger.say_outcome(session.key, ending)
         self._log_end(session, ending)
-        session.sender.fail(error, functools.partial(self._mark_closed, session.key))
+        session.sender.fail(error, functools.partial(self._inbox.mark_closed, session.key))
 
     def _log_end(self, session: _Open, ending: RequestOutcome) -> None:
         made_s = session.samples / self._sample_rate
@@ -382,7 +359,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         if held is not None and session.relay.first_ns:
             waited_ns = session.relay.first_ns - session.session.accepted_ns
             self._times["omni_first_text_seconds"].add(waited_ns / 1e9)
-        self._abort(session)
+        self._health.abort(session.key.name)
 
     @staticmethod
     def _age(session: _Open) -> int:

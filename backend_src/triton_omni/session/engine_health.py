@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage's engine as long as it works, and what is left to say once it has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from triton_omni.core.errors import InternalError, StageName
+from triton_omni.session.engine import AnyEngine, EngineStats
+from triton_omni.session.ledger import SessionLedger
+
+_NOTHING: Final = EngineStats(0, 0, 0, 0)
+
+
+class EngineHealth:
+    """Asks an engine nothing more once it has failed. Used by the stage's loop; `stats` by any thread.
+
+    Args:
+        stage: whose engine it is.
+        engine: stepped by the stage's loop alone.
+        ledger: tells the supervisor of a failure, which starts the stage again.
+    """
+
+    def __init__(self, stage: StageName, engine: AnyEngine, ledger: SessionLedger) -> None:
+        self._stage, self._engine, self._ledger = stage, engine, ledger
+        self.stats = _NOTHING
+        """Figures of the last look; zeros after a failure."""
+        self.failure: InternalError | None = None
+        """The error that ends every session; None while the engine works."""
+
+    def look(self) -> None:
+        """Take the engine's figures of this moment."""
+        if self.failure is None:
+            self.stats = self._engine.stats()
+
+    def has_work(self) -> bool:
+        """Return True if the engine could advance now."""
+        return self.failure is None and self._engine.has_work()
+
+    def abort(self, key: str) -> None:
+        """Drop a sequence of a working engine."""
+        if self.failure is None:
+            self._engine.abort(key)
+
+    def fail(self, error: Exception, end_all: Callable[[InternalError], None]) -> None:
+        """Handle an exception of the engine: `end_all` ends the open sessions, and the supervisor is told."""
+        # The engine's state is lost, so its figures are not read again.
+        self.stats = _NOTHING
+        self.failure = InternalError(f"the engine of {self._stage} failed: {type(error).__name__}", stage=self._stage)
+        end_all(self.failure)
+        self._ledger.say_broken()
