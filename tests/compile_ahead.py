@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles every kernel for a Hopper GPU at the published sizes, on a machine that need not have one.
+"""Compiles every kernel for a GPU at the published sizes, on a machine that need not have one.
 
-To be run as a program, in a process where the Triton language compiles (`TRITON_INTERPRET` unset). Prints a line a
-launch: the kernel's name, the bytes of shared memory that a program takes, those of a thread that are not in registers,
-and the hash of what was compiled. Behind the line `again` are launches of other sizes, as requests bring them to a
-server that is warm.
+    compile_ahead.py CAPABILITY [once]     90 for a Hopper GPU; once = each kernel at its largest sizes alone
+
+Runs as a program, in a process where the Triton language compiles (`TRITON_INTERPRET` unset). Prints a line a launch:
+the kernel's name, the bytes of shared memory that a program takes, those of a thread that are not in registers, and the
+hash of what was compiled. After the line `again` follow launches of other sizes, as requests bring them to a warm
+server.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from typing import Any, NamedTuple
 
@@ -73,7 +76,14 @@ LAYERS = [
 
 
 class Ahead:
-    """Stands where the driver of a GPU would, and says which GPU to compile for."""
+    """Stands where the driver of a GPU would, and says which GPU to compile for.
+
+    Args:
+        capability: ten times the compute capability.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
 
     def get_current_device(self) -> int:
         """The only one."""
@@ -84,8 +94,8 @@ class Ahead:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        """A Hopper GPU."""
-        return GPUTarget("cuda", 90, 32)
+        """The GPU of this capability."""
+        return GPUTarget("cuda", self.capability, 32)
 
 
 _STACKS: dict[str, int] = {}
@@ -104,14 +114,14 @@ def stack_bytes(kernel: Any) -> int:
     return _STACKS[kernel.hash]
 
 
-def compile_only() -> None:
+def compile_only(capability: int) -> None:
     """Have launches compile, say so, and launch nothing."""
-    triton.runtime.driver.set_active(Ahead())
+    triton.runtime.driver.set_active(Ahead(capability))
     launch = JITFunction.run
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         # As on the GPU that is compiled for, whatever device the tensors are on.
-        early = {"EARLY": True, "launch_pdl": True} if "EARLY" in options else {}
+        early = {"EARLY": True, "launch_pdl": True} if "EARLY" in options and capability >= 90 else {}
         kernel = launch(self, *args, **{**options, **early, "warmup": True})
         print(self.fn.__name__, kernel.metadata.shared, stack_bytes(kernel), kernel.hash, flush=True)
         return kernel
@@ -239,9 +249,30 @@ def waveform(frames: int, windows: int) -> None:
     anti_aliased_snake(hidden.float(), None, bias, whole, dtype=FLOAT)
 
 
+DATACENTRE = (90, 100)
+"""GPUs with the shared memory that the tilings of a DiT's layer need (`layer_kernels.fit`)."""
+
+
+def each_once(capability: int) -> None:
+    """Compile every kernel that runs on the GPU, at its largest sizes."""
+    layer(most_rows(LAYERS[0].hidden), LAYERS[0])
+    fused_draw(zeros(3, 152064, dtype=FLOAT), zeros(3, dtype=torch.float64))
+    talker_steps(3, 3584)
+    thinker_steps(3, 3584)
+    transformer(4)
+    solvers()
+    waveform(96, windows=1)
+    if capability in DATACENTRE:
+        tiled_layer(tilings_for(256), 256)
+
+
 def main() -> None:
-    """Every kernel."""
-    compile_only()
+    """Compile every kernel."""
+    capability, *rest = sys.argv[1:]
+    compile_only(int(capability))
+    if rest == ["once"]:
+        each_once(int(capability))
+        return
     for sizes in LAYERS:
         layer(most_rows(sizes.hidden), sizes)
     # Of one row kernels are compiled anew, with no more memory than of many.

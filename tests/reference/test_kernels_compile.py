@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel compiles for a Hopper GPU, also where there is none to run it on; for most sizes it is compiled once."""
+"""Every kernel compiles for the GPUs that vLLM supports, also where there is none; for most sizes it compiles once."""
 
 from __future__ import annotations
 
@@ -8,32 +8,70 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED_BYTES = 227 << 10
-"""What a program of a Hopper GPU can have."""
+KILOBYTE = 1 << 10
+SHARED_BYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""Shared memory that a program can have, in kilobytes, by ten times the compute capability. Source: CUDA C++
+Programming Guide, technical specifications per compute capability.
+"""
 STACK_BYTES = 384
 """What a thread may have outside of its registers: with 760 a talker's draw took twice as long."""
+NEEDS_SHARED_MEMORY = {"_product"}
+"""Kernels that run only where a program has 227 KB (`layer_kernels.fit`)."""
 
 
-def test_kernels_compile_for_a_hopper_gpu_and_fit_in_it(tmp_path: Path) -> None:
+class Launch(NamedTuple):
+    """A line of `compile_ahead.py`."""
+
+    kernel: str
+    shared: int
+    stack: int
+    compiled: str
+
+
+def launched_kernels() -> set[str]:
     backend = ROOT / "backend_src" / "triton_omni"
     sources = [*(backend / "token2wav").glob("*kernels.py"), *(backend / "vllm_hooks" / "kernels").glob("*.py")]
-    launched = {name for path in sources for name in re.findall(r"^ +(_\w+)\[", path.read_text(), re.MULTILINE)}
+    return {name for path in sources for name in re.findall(r"^ +(_\w+)\[", path.read_text(), re.MULTILINE)}
+
+
+def compiled(cache: Path, *arguments: str) -> list[list[Launch]]:
+    """The launches before and after the line `again`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment["TRITON_CACHE_DIR"] = str(cache)
     ended = subprocess.run(
-        [sys.executable, ROOT / "tests" / "compile_ahead.py"],
+        [sys.executable, ROOT / "tests" / "compile_ahead.py", *arguments],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    first, again = ([line.split() for line in part.splitlines()] for part in ended.stdout.split("again\n"))
-    assert {name for name, *_ in first} == launched
-    assert max(int(shared) for _, shared, _, _ in first) <= SHARED_BYTES
-    assert max(int(stack) for _, _, stack, _ in first) <= STACK_BYTES
+    lines = ([line.split() for line in part.splitlines()] for part in ended.stdout.split("again\n"))
+    return [[Launch(name, int(shared), int(stack), key) for name, shared, stack, key in part] for part in lines]
+
+
+def assert_fits(launches: list[Launch], capability: int) -> None:
+    assert max(one.shared for one in launches) <= SHARED_BYTES[capability] * KILOBYTE
+    assert max(one.stack for one in launches) <= STACK_BYTES
+
+
+def test_kernels_compile_for_a_hopper_gpu_and_fit_in_it(tmp_path: Path) -> None:
+    first, again = compiled(tmp_path, "90")
+    assert {one.kernel for one in first} == launched_kernels()
+    assert_fits(first, 90)
     # A reply of any length ends among others, who must not wait while a kernel is compiled.
     assert again
-    assert {compiled for *_, compiled in again} <= {compiled for *_, compiled in first}
+    assert {one.compiled for one in again} <= {one.compiled for one in first}
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
+def test_kernels_compile_for_other_gpus_and_fit_in_them(tmp_path: Path, capability: int) -> None:
+    (launches,) = compiled(tmp_path, str(capability), "once")
+    needs = set() if SHARED_BYTES[capability] >= SHARED_BYTES[90] else NEEDS_SHARED_MEMORY
+    assert {one.kernel for one in launches} == launched_kernels() - needs
+    assert_fits(launches, capability)

@@ -17,12 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triton_omni.session import ledger as ledger_module
 from triton_omni.session import ledger_layout as layout
-from triton_omni.session.ledger import Placed, SessionLedger, Slots, StageFacts
+from triton_omni.session.ledger import Placed, SessionLedger, StageFacts
 from triton_omni.session.ledger_layout import CAPACITY, LedgerError, own_folder, remove_stale, server_name
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.session.wire import SessionKey
+from triton_omni.thinker.slots import Slots
 
 STAGES = ("thinker", "talker", "token2wav")
 ORDERS = list(itertools.permutations(STAGES))
@@ -411,6 +413,53 @@ def test_heartbeats_and_epochs_tell_of_each_stage(attach):
     thinker.beat()
     assert thinker.silent_for("thinker") < 0.3
     assert attach("thinker", StageFacts(1)).epoch("thinker") == 2
+
+
+# Memory order.
+
+
+class Watched:
+    """Words that note which of a record were read or written, and when a fence was there."""
+
+    def __init__(self, ledger, key, stage, monkeypatch):
+        self._words, self.seen = ledger._words, []
+        first = layout.record(key.slot) + layout.FIELDS[stage]
+        self._names = {
+            first + getattr(layout, word): word for word in ("PLACED", "BEHIND", "PLACED_NS", "CLOSED", "RETURNED")
+        }
+        monkeypatch.setattr(ledger, "_words", self)
+        monkeypatch.setattr(ledger_module, "fence", lambda: self.seen.append("fence"))
+
+    def __getitem__(self, at):
+        self.seen += [f"read {self._names[at]}"] if at in self._names else []
+        return self._words[at]
+
+    def __setitem__(self, at, value):
+        self.seen += [f"write {self._names[at]}"] if at in self._names else []
+        self._words[at] = value
+
+
+def test_items_in_the_ring_are_counted_after_all_that_is_said_of_them(attach, monkeypatch):
+    thinker, talker = attach("thinker"), attach("talker")
+    key = thinker.publish(0)
+    watched = Watched(thinker, key, "thinker", monkeypatch)
+    thinker.place(key, Placed(5, 2, 7))
+    assert watched.seen == ["write BEHIND", "write PLACED_NS", "fence", "write PLACED"]
+    watched = Watched(talker, key, "thinker", monkeypatch)
+    assert talker.placing(key, "thinker") == Placed(5, 2, 7)
+    assert watched.seen == ["read PLACED", "fence", "read BEHIND", "read PLACED_NS"]
+
+
+def test_ended_requests_are_counted_after_the_close(attach, monkeypatch):
+    thinker, talker = attach("thinker"), attach("talker")
+    key = thinker.publish(0)
+    watched = Watched(thinker, key, "thinker", monkeypatch)
+    thinker.mark_closed(key, 3)
+    thinker.count_returned(key)
+    assert [one for one in watched.seen if not one.startswith("read")] == ["write CLOSED", "fence", "write RETURNED"]
+    reading = Watched(talker, key, "thinker", monkeypatch)
+    assert talker.in_transit(key, "thinker", "thinker") == 2
+    assert reading.seen == ["read RETURNED", "fence", "read CLOSED"]
 
 
 # Slots.

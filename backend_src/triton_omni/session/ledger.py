@@ -5,6 +5,10 @@ It carries what flows against the direction of the ensemble: credits (consumed m
 cancellation, failures, and closed sessions. It has no locks: each 8-byte field has one writing process. A session's
 field holds its generation, so that no reader takes a value of an earlier session in that slot. The supervisor announces
 deaths of stages (`session/stage_board.py`).
+
+Memory order: a word is read and written whole. Two words tell of others that were written before: `PLACED` of the items
+in the ring, and `RETURNED` of `CLOSED`. `fence` keeps that order on Arm too, where a processor may swap accesses. Every
+other word stands for itself, and a session's key reaches a stage by a message that follows the record.
 """
 
 from __future__ import annotations
@@ -14,13 +18,15 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from triton_omni.core.errors import StageName
 from triton_omni.session import ledger_layout as layout
-from triton_omni.session.ledger_layout import CAPACITY, PROTOCOL_VERSION, STAGES, LedgerError
+from triton_omni.session.ledger_layout import PROTOCOL_VERSION, STAGES, LedgerError
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.wire import Seal, SessionKey
+
+_FENCE: Final = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -198,7 +204,9 @@ class SessionLedger:
 
     def count_returned(self, key: SessionKey) -> None:
         """This stage has ended one more of the session's requests; on the sending thread of its slot only."""
-        self._write(key, layout.RETURNED, _counted(key, self.returned(key, self.stage) + 1))
+        before = self._count(key, self.stage, layout.RETURNED) or 0
+        fence()
+        self._write(key, layout.RETURNED, _counted(key, before + 1))
 
     def want(self, key: SessionKey, count: int) -> None:
         """This stage can do nothing before it has `count` rows or codes of the session, from the first on."""
@@ -215,6 +223,7 @@ class SessionLedger:
         words, own = self._words, layout.record(key.slot) + layout.FIELDS[self.stage]
         words[own + layout.BEHIND], words[own + layout.PLACED_NS] = placed.behind, placed.sent_ns
         # Written last: a reader of this field reads the other ones after it.
+        fence()
         words[own + layout.PLACED] = _counted(key, placed.total)
 
     def placed(self, key: SessionKey, stage: StageName) -> int:
@@ -224,6 +233,7 @@ class SessionLedger:
     def placing(self, key: SessionKey, stage: StageName) -> Placed:
         """The same, with all that `stage` says of it."""
         total, at = self.placed(key, stage), layout.record(key.slot) + layout.FIELDS[stage]
+        fence()
         return Placed(total, self._words[at + layout.BEHIND], self._words[at + layout.PLACED_NS])
 
     def fetch(self, key: SessionKey, count: int) -> None:
@@ -244,12 +254,14 @@ class SessionLedger:
 
     def returned(self, key: SessionKey, stage: StageName) -> int:
         """Requests of the session that `stage` has ended."""
-        return self._count(key, stage, layout.RETURNED) or 0
+        found = self._count(key, stage, layout.RETURNED) or 0
+        fence()
+        return found
 
     def in_transit(self, key: SessionKey, sender: StageName, receiver: StageName) -> int | None:
         """Messages from `sender` whose requests `receiver` has not ended; None = the sender may still send."""
-        sent = self._count(key, sender, layout.CLOSED)
-        return None if sent is None else sent - self.returned(key, receiver)
+        returned, sent = self.returned(key, receiver), self._count(key, sender, layout.CLOSED)
+        return None if sent is None else sent - returned
 
     def cancelled(self, key: SessionKey) -> bool:
         """True if any stage saw that the client is gone."""
@@ -332,52 +344,15 @@ class SessionLedger:
         )
 
 
-class Slots:
-    """The thinker's slots. Thread-safe: requests arrive on Triton's threads, sessions end on the loop's.
+def fence() -> None:
+    """Order all memory accesses before the call before all after it, on every processor.
 
-    A slot is taken until every stage has closed its session, which is some moments after the client got its last
-    response and may ask again. So there are twice as many slots as sessions, and only those sessions count that are
-    being served: an answered one holds no place in an engine, and no tensor.
+    Accesses may move into a locked region but not out of it, so two regions are needed.
     """
-
-    def __init__(self, ledger: SessionLedger, max_sessions: int) -> None:
-        self._ledger = ledger
-        self._limit = max_sessions
-        self._lock = threading.Lock()
-        self._slots = min(2 * max_sessions, CAPACITY)
-        self._free = list(range(self._slots))[::-1]
-        self._serving: dict[int, SessionKey] = {}
-
-    def allocate(self) -> SessionKey | None:
-        """Begin a session, or None when as many as may be are being served."""
-        with self._lock:
-            if self._is_full() or not self._free:
-                return None
-            key = self._ledger.publish(self._free.pop())
-            self._serving[key.slot] = key
-            return key
-
-    def answer(self, key: SessionKey) -> None:
-        """The client is about to get its last response from the thinker; those of token2wav are in the ledger."""
-        with self._lock:
-            self._serving.pop(key.slot, None)
-
-    def release(self, key: SessionKey) -> None:
-        """Give the slot back; every stage has closed the session."""
-        with self._lock:
-            self._serving.pop(key.slot, None)
-            self._free.append(key.slot)
-
-    def _is_full(self) -> bool:
-        if len(self._serving) >= self._limit:
-            self._serving = {slot: key for slot, key in self._serving.items() if self._ledger.is_served(key)}
-        return len(self._serving) >= self._limit
-
-    @property
-    def taken(self) -> set[int]:
-        """Slots whose sessions not every stage has closed."""
-        with self._lock:
-            return set(range(self._slots)).difference(self._free)
+    with _FENCE:
+        pass
+    with _FENCE:
+        pass
 
 
 def _counted(key: SessionKey, count: int) -> int:

@@ -24,7 +24,7 @@ from typing import Final
 from triton_omni.core.errors import StageName
 
 CAPACITY: Final = 2048
-"""Records in the table; a deployment uses the first of them, twice its `max_sessions` (`ledger.Slots`)."""
+"""Records in the table; a deployment uses the first of them, twice its `max_sessions` (`thinker/slots.py`)."""
 
 PROTOCOL_VERSION: Final = 9
 """Version of the messages between stages and of this table."""

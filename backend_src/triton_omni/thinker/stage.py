@@ -29,7 +29,7 @@ from triton_omni.policy.pause import must_pause
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import ThinkerEngine, ThinkerOutput
 from triton_omni.session.engine_health import EngineHealth
-from triton_omni.session.ledger import SessionLedger, Slots
+from triton_omni.session.ledger import SessionLedger
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import (
@@ -51,6 +51,7 @@ from triton_omni.thinker.positions import extend_positions
 from triton_omni.thinker.preprocess_pool import PreprocessPool
 from triton_omni.thinker.preprocessed import Intake, Preprocessed
 from triton_omni.thinker.request_metrics import RequestMetrics
+from triton_omni.thinker.slots import Slots
 
 RETRY_AFTER_MS = 250
 UNLIMITED_TOKENS = 2
