@@ -2,6 +2,7 @@
 """Imports go one way: core, session, link and request, engines, stages, the programs around Triton, the models."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -158,3 +159,19 @@ def test_token2wav_is_torch_and_numpy_alone():
 
 def test_the_package_itself_imports_nothing():
     assert imports(BACKEND / "__init__.py") == set()
+
+
+PROC_READERS = {
+    "request/media/fork_server.py",  # VmData: psutil adds the stack, which RLIMIT_DATA does not count
+    "session/ledger_layout.py",  # namespace, auxiliary vector, start in clock ticks
+    "session/stage.py",
+    "supervisor/leftovers.py",  # maps: psutil reads the far slower smaps
+    "supervisor/machine.py",  # a kernel setting
+}
+
+
+def test_processes_are_examined_by_psutil_except_for_what_it_lacks():
+    found = {
+        path for path in BACKEND_MODULES.values() if re.search(r"[(=] ?f?\"/proc\b", path.read_text(encoding="utf-8"))
+    }
+    assert {str(path.relative_to(BACKEND)) for path in found} <= PROC_READERS
