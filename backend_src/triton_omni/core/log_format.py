@@ -34,8 +34,9 @@ class PlainFormatter(logging.Formatter):
 
 
 def json_formatter() -> logging.Formatter:
-    """Return a formatter that writes an object a line: `level`, `logger`, `message`, `time` (UTC), `event` with its fields,
-    and `exception`.
+    """Return a formatter that writes an object a line.
+
+    Its members are `level`, `logger`, `message`, `time` (UTC), `event` with its fields, and `exception`.
     """
     names = {"levelname": "level", "name": "logger", "exc_info": "exception"}
     return JsonFormatter(["levelname", "name", "message"], rename_fields=names, timestamp="time")
