@@ -22,7 +22,7 @@ WORKDIR /opt/triton-omni
 COPY requirements requirements
 RUN python3 -m venv --without-pip .venv \
     && python3 -m pip install --no-cache-dir --target /opt/uv -r requirements/uv.lock
-# As `build.sh setup` does it on a machine with a GPU.
+# As `build.sh setup` does it on a machine with a GPU, without the tools of checks and tests (dev.lock).
 RUN /opt/uv/bin/uv pip install --no-cache --python .venv/bin/python --override requirements/overrides.txt \
         -r requirements/gpu.lock
 COPY LICENSE pyproject.toml ./

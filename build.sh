@@ -91,8 +91,8 @@ help_setup() {
     cat <<'TEXT'
 Usage: ./build.sh setup
 
-Makes .venv with the pinned dependencies of this machine's platform (requirements/cpu.lock or gpu.lock), takes
-tritonserver from PATH or from a pinned wheel, and makes the tiny checkpoint, or fetches the one OMNI_MODEL names.
+Makes .venv with the pinned dependencies of this machine's platform (requirements/cpu.lock or gpu.lock) and of checks,
+tests and benchmarks (requirements/dev.lock), takes tritonserver from PATH or from a pinned wheel, and makes the tiny checkpoint, or fetches the one OMNI_MODEL names.
 What is already there is kept: a second run takes a moment. All other commands run it first.
 TEXT
 }
@@ -325,7 +325,7 @@ install_dependencies() {
         mapfile -t backend < <(torch_backend)
     fi
     step "dependencies ($PLATFORM)" "$VENV/bin/uv" pip install --python "$VENV/bin/python" \
-        "${overrides[@]}" "${backend[@]}" -r "$ROOT/requirements/$PLATFORM.lock"
+        "${overrides[@]}" "${backend[@]}" -r "$ROOT/requirements/$PLATFORM.lock" -r "$ROOT/requirements/dev.lock"
     step "packages of this project" "$VENV/bin/uv" pip install --python "$VENV/bin/python" \
         --no-deps --no-build-isolation -e "$ROOT" -e "$ROOT/client" -e "$ROOT/gateway"
 }
@@ -361,7 +361,7 @@ make_checkpoint() {
 }
 
 stamp() {
-    cat "$ROOT"/requirements/{"$PLATFORM",uv}.lock "$ROOT"/requirements/overrides*.txt "$ROOT/pyproject.toml" \
+    cat "$ROOT"/requirements/{"$PLATFORM",dev,uv}.lock "$ROOT"/requirements/overrides*.txt "$ROOT/pyproject.toml" \
         "$ROOT"/{client,gateway}/pyproject.toml | sha256sum | cut -d ' ' -f 1
     echo "$PLATFORM $ROOT $(python_version "$VENV/bin/python")"
 }

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import os
 import socket
 import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc  # type: ignore[import-untyped]
+import psutil
 
 UNARY = "/v2/models/qwen2_5_omni_unary"
 GOOD = rb"""{"text_input": "hello", "sampling_parameters":
@@ -39,12 +38,12 @@ class Server:
 
     def cpu_s(self) -> float:
         """Processor seconds so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        times = psutil.Process(self.pid).cpu_times()
+        return times.user + times.system
 
     def mib(self) -> float:
         """Main memory now."""
-        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+        return psutil.Process(self.pid).memory_info().rss / 2**20
 
     def good_s(self) -> str:
         """How long a good request takes, and its status."""

@@ -40,3 +40,4 @@ compile page
 compile deploy --no-deps
 compile cpu --override requirements/overrides.txt --override requirements/overrides-cpu.txt --override "$cuda_parts"
 compile gpu --override requirements/overrides.txt
+compile dev --constraint requirements/cpu.lock --constraint requirements/gpu.lock

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
+
+import psutil
 
 IN_TIME_S = 20.0
 
@@ -16,24 +17,19 @@ UNMEASURED = {"COVERAGE_PROCESS_CONFIG": "", "COVERAGE_PROCESS_START": ""}
 def is_running(pid: int) -> bool:
     """Whether it does; one that has ended and was not yet collected by its parent does not."""
     try:
-        # The command's name, in brackets, may hold anything.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
 
 
 def children(pid: int) -> list[int]:
     """Processes that a process of one thread has started and not yet collected, in the order of their starts."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [child.pid for child in psutil.Process(pid).children()]
 
 
 def family(root: int) -> list[int]:
     """A process and all that it has started."""
-    found = [root]
-    for task in Path(f"/proc/{root}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += family(int(child))
-    return found
+    return [root, *(child.pid for child in psutil.Process(root).children(recursive=True))]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +22,7 @@ from triton_omni.stub.metric_families import FAMILIES
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.options import ServerConfig
 from triton_omni.supervisor.serve import Supervisor
+from triton_omni_client.bench.triton_metrics import fetch, samples
 from triton_omni_client.messages import UNARY_MODEL
 
 from .asking import Asker, Ended
@@ -182,11 +182,9 @@ class Run:
         return held
 
     def _held(self) -> Mapping[str, float]:
-        with urllib.request.urlopen(f"http://{self._server.metrics_url}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
         kept = _HELD if self._kills else {*_HELD, "nv_inference_pending_request_count"}
-        figures = (line.rsplit(" ", 1) for line in lines if line.partition("{")[0] in kept)
-        held = {name: float(value) for name, value in figures if float(value)}
+        page = samples(fetch(f"http://{self._server.metrics_url}/metrics"))
+        held = {f"{name}{labels}": value for name, labels, value in page if name in kept and value}
         if sessions := self._board.open_sessions():
             held["open sessions of the ledger"] = float(sessions)
         return held

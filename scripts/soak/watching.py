@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from triton_omni.supervisor.leftovers import members
 
@@ -113,28 +113,26 @@ class MemoryWatch:
     def _run(self) -> None:
         while not self._closing.wait(self._every_s):
             for pid in sorted(members(self._leader)):
-                with contextlib.suppress(OSError, IndexError):  # ended meanwhile
-                    self._sample(pid)
+                with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+                    self._sample(psutil.Process(pid))
 
-    def _sample(self, pid: int) -> None:
-        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-        files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-        if (watched := self._processes.get(pid)) is None:
-            if (name := _name(pid)) is None:
+    def _sample(self, process: psutil.Process) -> None:
+        resident, files = process.memory_info().rss, process.num_fds()
+        if (watched := self._processes.get(process.pid)) is None:
+            if (name := _name(process.cmdline())) is None:
                 return
-            watched = self._processes[pid] = Watched(name, pid)
+            watched = self._processes[process.pid] = Watched(name, process.pid)
         watched.seconds.append(self._clock())
         watched.resident.append(resident)
         watched.files.append(files)
 
 
-def _name(pid: int) -> str | None:
+def _name(command: Sequence[str]) -> str | None:
     """The stage that a process serves, by its command line; None = it is no process of a server's own."""
-    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    program = Path(command[0].decode()).name
+    program = Path(*command[:1]).name
     if program == "tritonserver":
         return program
-    model = next((Path(part.decode()).parts for part in command if part.endswith(b"model.py")), ())
+    model = next((Path(part).parts for part in command if part.endswith("model.py")), ())
     return model[-3] if program.startswith("triton_python") and len(model) > 2 else None
 
 

@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import re
-import resource
 import shutil
 import time
 import urllib.request
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import yaml
 from numpy.typing import NDArray
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
@@ -195,7 +195,7 @@ def wait_for(condition: Callable[[], bool], what: Callable[[], object], seconds:
 
 def resident_bytes(pid: int) -> int:
     """Main memory of a process, shared memory included."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(psutil.Process(pid).memory_info().rss)
 
 
 class Served:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from gateway_fakes import MODEL, USER
@@ -61,7 +62,7 @@ class Started:
         ready = re.fullmatch(rf"READY openai=(http://{address})/v1 grpc=({address})\n", command.stdout.readline())
         assert ready, command.communicate()[1]
         pids = family(command.pid)
-        (port,) = re.findall(r"--http-port=(\d+)", "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in pids))
+        (port,) = re.findall(r"--http-port=(\d+)", " ".join(" ".join(psutil.Process(pid).cmdline()) for pid in pids))
         return cls(ready[1], ready[2], f"127.0.0.1:{port}", pids)
 
     def shared_memory(self) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from processes import is_running
@@ -53,9 +54,8 @@ def thinker(server: Served) -> int:
 
 def other_ranks(server: Served) -> list[int]:
     """Processes that the thinker's started to hold the other parts of its layers."""
-    children = Path(f"/proc/{thinker(server)}/task").glob("*/children")
-    started = [int(pid) for file in children for pid in file.read_text().split()]
-    return [pid for pid in started if "Worker_TP" in Path(f"/proc/{pid}/cmdline").read_text()]
+    started = psutil.Process(thinker(server)).children()
+    return [process.pid for process in started if "Worker_TP" in " ".join(process.cmdline())]
 
 
 def test_replies_are_hf_s(split: Served, hf: HfReference) -> None:

@@ -25,7 +25,6 @@ nv_inference_count{model="talker",version="1"} 12
 omni_sessions{stage="talker"} 3
 omni_link_bytes_total{stage="talker",tensor="rows",device="cpu"} 9
 omni_waiting{stage="thinker"} 0
-omni_running{stage="thinker"} nonsense
 process_start 1
 """
 
@@ -205,6 +204,26 @@ def test_where_nothing_can_be_asked_the_notes_say_so(monkeypatch: pytest.MonkeyP
     assert len(monitor.notes) == 2
     assert "no driver" in monitor.notes[0]
     assert "--metrics-url" in monitor.notes[1]
+
+
+@pytest.mark.parametrize(
+    "body", ["<html>Not found</html>", '{"error": "no metrics"}', 'omni_waiting{stage="talker"} much']
+)
+def test_a_page_of_something_else_is_noted_at_the_start_and_during_a_run(
+    monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    monkeypatch.setattr(triton_metrics, "fetch", lambda _url: body)
+    with ExitStack() as stack:
+        monitor, _ = find_monitor("gpu-host:8001", "http://gpu-host:8002/metrics", stack)
+    assert monitor.probes == {}
+    assert "--metrics-url" in monitor.notes[-1]
+
+    running = Monitor({"metrics": lambda: triton_metrics.read(body)}, interval_s=0.001)
+    with running:
+        while not running.notes:
+            time.sleep(0.001)
+    assert running.probes == {}
+    assert running.notes[0].startswith("metrics stopped answering: ")
 
 
 def test_gpus_of_a_local_server_are_asked_of_the_driver_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ PROJECT = tomllib.loads((CLIENT / "pyproject.toml").read_text(encoding="utf-8"))
 MODULES = {
     "google": "tritonclient",  # protobuf, on which its gRPC part stands
     "grpc": "tritonclient",
+    "prometheus_client": "prometheus-client",
     "pynvml": "nvidia-ml-py",
 }
 
@@ -48,6 +49,6 @@ def test_what_is_imported_is_asked_for() -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         somewhere |= imports(tree)
         needed |= imports(ast.Module([node for node in tree.body if not isinstance(node, ast.FunctionDef)], []))
-    light = {"numpy", "rich", "tenacity", "tritonclient", "typer"}
+    light = {"numpy", "prometheus-client", "rich", "tenacity", "tritonclient", "typer"}
     assert needed - extras == wanted(project["dependencies"]) == light
     assert somewhere <= light | extras

@@ -3,6 +3,7 @@
 
 import ast
 import graphlib
+import re
 import sys
 from pathlib import Path
 
@@ -180,3 +181,18 @@ def test_no_modules_import_each_other(found):
 
 def test_the_package_itself_imports_nothing():
     assert imports(BACKEND / "__init__.py") == set()
+
+
+PROC_READERS = {
+    "request/media/fork_server.py",  # VmData: psutil adds the stack, which RLIMIT_DATA does not count
+    "session/ledger_layout.py",  # namespace, auxiliary vector, start in clock ticks
+    "supervisor/leftovers.py",  # maps: psutil reads the far slower smaps
+    "supervisor/machine.py",  # a kernel setting
+}
+
+
+def test_processes_are_examined_by_psutil_except_for_what_it_lacks():
+    found = {
+        path for path in BACKEND_MODULES.values() if re.search(r"[(=] ?f?\"/proc\b", path.read_text(encoding="utf-8"))
+    }
+    assert {str(path.relative_to(BACKEND)) for path in found} <= PROC_READERS

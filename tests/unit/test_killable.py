@@ -8,9 +8,9 @@ import os
 import pickle
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 import media_samples as samples
@@ -55,7 +55,7 @@ def test_killing_it_while_it_ends_by_itself_leaves_no_descriptor(server: ForkSer
         process.kill()
         process.kill()
         assert not process.is_running
-    assert _descriptors() == before
+    assert _descriptors() <= before
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
@@ -120,4 +120,4 @@ def test_a_picture_s_pixels_go_apart_from_its_pickle_and_arrive_as_they_were(wid
 
 
 def _descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+    return psutil.Process().num_fds()

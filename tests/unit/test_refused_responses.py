@@ -137,7 +137,7 @@ def test_a_reply_whose_end_was_refused_is_told_once_and_as_failed(caplog):
         finished(p.ask(refuses=Refusal("client", lambda answer: answer["info"])))
         p.wait_until_empty()
     ends = [record for record in caplog.records if getattr(record, "event", "") in {*OUTCOMES.values(), "finished"}]
-    assert {(end.fields["stage"], end.event) for end in ends} == {(stage, "failed") for stage in SENDERS.values()}
+    assert {(end.stage, end.event) for end in ends} == {(stage, "failed") for stage in SENDERS.values()}
     assert len(ends) == len(SENDERS)
 
 

@@ -26,13 +26,16 @@ RESTRICTED = {
     Path("backend_src/triton_omni/request/media/parcels.py"): {"pickle"},
 }
 """Files that may import one of these: for unpicklers of plain values or media alone, which have their own tests."""
+DEVELOPMENT = ROOT / "requirements" / "dev.in"
+BROUGHT_BY_VLLM = {"httpx", "nvidia-ml-py", "openai"}
+"""Development packages that serving needs too."""
 BY_VERSION_ALONE = {"torch", "torchvision"}
 """Every index has its own builds of these."""
 
 
 def test_there_is_something_to_look_at() -> None:
     assert len(SOURCES) > 150
-    assert len(LOCKS) == 7
+    assert len(LOCKS) == 8
 
 
 def test_the_image_is_built_on_a_triton_that_no_known_request_ends() -> None:
@@ -103,3 +106,29 @@ def packages(lock: Path) -> Iterator[str]:
     """Each package's lines, joined."""
     joined = lock.read_text(encoding="utf-8").replace("\\\n", " ")
     return (line for line in joined.splitlines() if line.strip() and not line.lstrip().startswith("#"))
+
+
+def names(lock: Path) -> set[str]:
+    return {entry.partition("==")[0] for entry in packages(lock)}
+
+
+def test_the_image_installs_no_development_tool() -> None:
+    """Neither does a CPU's lock hold one, which is the GPU's with another build of vLLM."""
+    installed = [ROOT / name for name in re.findall(r"requirements/\w+\.lock", DOCKERFILE.read_text(encoding="utf-8"))]
+    assert ROOT / "requirements" / "gpu.lock" in installed
+    tools = {entry.lower() for entry in packages(DEVELOPMENT)} - BROUGHT_BY_VLLM
+    assert tools >= {"hypothesis", "mypy", "pytest", "pytest-xdist", "ruff", "types-pyyaml"}
+    for lock in [*installed, ROOT / "requirements" / "cpu.lock"]:
+        assert not tools & names(lock), lock.name
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_development_tools_fit_the_locks_they_are_installed_beside(platform: str) -> None:
+    """One environment has both, so no package may have two versions."""
+    versions = [
+        dict(re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "requirements" / f"{name}.lock").read_text(), re.MULTILINE))
+        for name in (platform, "dev")
+    ]
+    shared = versions[0].keys() & versions[1].keys()
+    assert "numpy" in shared
+    assert {name: versions[0][name] for name in shared} == {name: versions[1][name] for name in shared}

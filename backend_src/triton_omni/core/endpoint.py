@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
+
+import psutil
 
 from triton_omni.core.settings import SettingsError
 
@@ -17,8 +18,12 @@ _ANY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments that process `pid` was started with, its name left out."""
-    return [part.decode() for part in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:-1]]
+    """The arguments that process `pid` was started with, its name left out.
+
+    Raises:
+        psutil.NoSuchProcess: there is no such process, or it has ended.
+    """
+    return psutil.Process(pid).cmdline()[1:]
 
 
 def own_grpc_url(arguments: Sequence[str]) -> str:

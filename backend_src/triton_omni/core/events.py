@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log records of request events: a name with fields. Never content, media or keys of a request.
 
-A record is one line of text, `finished request=r1 session=s0g1 seconds=1.2`, and has event and fields besides for who
-wants them apart (`core/log_format.py`).
+A record is one line of text, `finished request=r1 session=s0g1 seconds=1.2`. It also has the event and each field as
+an attribute, which the JSON format writes as members of its object (`core/log_format.py`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ _PLAIN: Final = re.compile(r"[\w.:/-]+", re.ASCII)
 
 
 def log_event(logger: logging.Logger, event: str, **fields: Value | None) -> None:
-    """Write one record; fields that are None are left out, long strings are cut."""
+    """Write one record; fields that are None are left out, long strings are cut.
+
+    Raises:
+        KeyError: a field has the name of an attribute that every log record has, such as `name`.
+    """
     if logger.isEnabledFor(logging.INFO):
         told = {name: _cut(value) for name, value in fields.items() if value is not None}
         text = " ".join([event, *(f"{name}={_quoted(value)}" for name, value in told.items())])
-        logger.info("%s", text, extra={"event": event, "fields": told})
+        logger.info("%s", text, extra={"event": event, **told})
 
 
 def _cut(value: Value) -> Value:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import sys
-from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
+
+from pythonjsonlogger.json import JsonFormatter
 
 from triton_omni.core.settings import SettingsError
 
@@ -33,22 +33,13 @@ class PlainFormatter(logging.Formatter):
         return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", super().formatMessage(record))
 
 
-class JsonFormatter(logging.Formatter):
-    """An object a line: `time` (UTC), `level`, `logger`, `message`, and `event` with its fields, or `exception`."""
+def json_formatter() -> logging.Formatter:
+    """Return a formatter that writes an object a line.
 
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        told: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if (event := getattr(record, "event", None)) is not None:
-            told |= {"event": event, **getattr(record, "fields", {})}
-        if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told, default=str)
+    Its members are `level`, `logger`, `message`, `time` (UTC), `event` with its fields, and `exception`.
+    """
+    names = {"levelname": "level", "name": "logger", "exc_info": "exception"}
+    return JsonFormatter(["levelname", "name", "message"], rename_fields=names, timestamp="time")
 
 
 def configure_logging() -> None:
@@ -64,7 +55,7 @@ def configure_logging() -> None:
     if level.upper() not in logging.getLevelNamesMapping():
         raise SettingsError(f"{LEVEL_VARIABLE} must be one of {', '.join(LEVELS)}, not {level!r:.80}")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if chosen == "json" else PlainFormatter())
+    handler.setFormatter(json_formatter() if chosen == "json" else PlainFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if chosen == "json":
         # Else vLLM writes its records itself, in its own form.

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.parse import urlsplit
 
+import psutil
 from rich.console import Console
 
 from triton_omni.core.arguments import Parser, seconds, whole_number
@@ -66,7 +67,7 @@ def server_of_process(pid: int) -> Server:
     """The server whose tritonserver has this process id.
 
     Raises:
-        OSError: there is no such process.
+        OSError, psutil.NoSuchProcess: there is no such process.
     """
     http_address, metrics_address = http_addresses(command_line(pid))
     metrics_url = f"http://{metrics_address}/metrics" if metrics_address else ""
@@ -77,7 +78,7 @@ def running_servers() -> Iterator[Server]:
     """This user's servers in this process-id namespace, those that only start among them."""
     owners = map(server_of, own_folders())
     for pid in dict.fromkeys([*(pid for pid in owners if pid is not None), *server_processes()]):
-        with contextlib.suppress(OSError):  # it ended this moment
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it ended this moment
             yield server_of_process(pid)
 
 
@@ -117,7 +118,7 @@ def _start_of(server: Server) -> Finding | None:
     if not missing:
         return None
     told = f"loaded {'are' if len(loaded) > 1 else 'is'} {', '.join(loaded)}" if loaded else "no stage is loaded"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(psutil.NoSuchProcess):
         seconds = f"{running_for(server.pid):.0f} s"
         return STARTING, f"it has been starting for {seconds}: {told}, {', '.join(missing)} not yet"
     return None
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong: dict[str, str] = {}
     try:
         servers = _chosen(given)
-    except OSError:
+    except (OSError, psutil.NoSuchProcess):
         parser.exit(1, f"error: --server: {_not_found(given.server)}\n")
     if not (given.server or given.metrics_url):
         wrong |= dict(leftovers())
@@ -298,7 +299,7 @@ def _chosen(given: argparse.Namespace) -> list[Server]:
 def _not_found(pid: int) -> str:
     """Why the process is not examined, and which ones could be."""
     names = ", ".join(server.name for server in running_servers()) or "none"
-    what = "is no tritonserver with stages loaded" if Path(f"/proc/{pid}").exists() else "does not run"
+    what = "is no tritonserver with stages loaded" if psutil.pid_exists(pid) else "does not run"
     return f"process {pid} {what}; this user's servers here: {names}"
 
 

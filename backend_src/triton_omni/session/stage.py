@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import logging
-import resource
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
+
+import psutil
 
 from triton_omni.core.errors import InternalError, OmniError, Overloaded, StageName
 from triton_omni.core.metrics import Metric
@@ -27,9 +27,6 @@ SOON_S: Final = 0.002
 
 REVIVED_AFTER_MS: Final = 5000
 """When to ask again after a stage has died: soon enough for the smaller stages, and the others are asked once more."""
-
-
-_OWN_MEMORY: Final = Path("/proc/self/statm")
 
 
 class ResponseSender(Protocol):
@@ -101,8 +98,7 @@ class Stage(Protocol):
 
 def memory_metrics(device: torch.device) -> Iterator[Metric]:
     """Main memory of this process, and what torch has of `device` where it is a GPU, in bytes."""
-    pages = int(_OWN_MEMORY.read_text().split()[1])
-    yield Metric("omni_resident_memory_bytes", pages * resource.getpagesize())
+    yield Metric("omni_resident_memory_bytes", psutil.Process().memory_info().rss)
     if device.type == "cuda":
         import torch
 

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from triton_omni.session.ledger_layout import process_id, process_namespace, process_of, remove_stale, server_name
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -23,6 +25,7 @@ _POLL_S = 0.01
 _REGIONS = "triton_omni_"
 OWN_REGIONS_OPTION: Final = f"shm-region-prefix-name={_REGIONS}"
 """By which a server of ours is told from others, in its command line."""
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _PROCESSES = "triton-omni-"
 """With what the names of `ledger_layout.server_name` begin."""
 
@@ -67,12 +70,10 @@ def has_followers(leader: subprocess.Popen[bytes]) -> bool:
 def members(group: int) -> set[int]:
     """Process ids of a process group; one that has ended and is not yet collected by its parent does not count."""
     found = set()
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # ended meanwhile
-            # The command's name, in brackets, may hold anything.
-            state, _, member_of = file.read_text().rpartition(")")[2].split()[:3]
-            if int(member_of) == group and state not in "ZX":
-                found.add(int(file.parent.name))
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # ended meanwhile
+            if os.getpgid(pid) == group and psutil.Process(pid).status() not in _ENDED:
+                found.add(pid)
     return found
 
 
@@ -117,7 +118,7 @@ def _owner_is_gone(region: Path) -> bool:
 
 
 def _mapped_regions() -> set[str]:
-    """Names of the regions that any process has mapped."""
+    """Names of the regions that any process has mapped; psutil reads the maps from the far slower `smaps`."""
     mapped: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # ended meanwhile, or another user's

@@ -69,7 +69,7 @@ class Monitor:
     def _ask(self, name: str) -> None:
         try:
             found = self.probes[name]()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             del self.probes[name]
             self.notes.append(f"{name} stopped answering: {error}")
             return

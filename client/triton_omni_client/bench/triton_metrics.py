@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from urllib.request import urlopen
 
-FETCH_TIMEOUT_S = 2.0
+from prometheus_client.parser import text_string_to_metric_families
 
-_LINE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+FETCH_TIMEOUT_S = 2.0
 
 STAGE_GAUGES = ("sessions", "running", "waiting", "kv_blocks_used", "rows_used", "outbox")
 """Gauges that a stage publishes as `omni_*` with the label `stage`."""
@@ -32,7 +30,11 @@ def fetch(url: str) -> str:
 
 
 def read(page: str) -> dict[str, float]:
-    """The figures of one page by our name: `stage/thinker/sessions`, `gpu/<uuid>/memory_mib`, …"""
+    """The figures of one page by our name: `stage/thinker/sessions`, `gpu/<uuid>/memory_mib`, …
+
+    Raises:
+        ValueError: the page is not in Prometheus' text format.
+    """
     found: dict[str, float] = {}
     for name, labels, value in samples(page):
         if name in _GPU and "gpu_uuid" in labels:
@@ -44,10 +46,10 @@ def read(page: str) -> dict[str, float]:
 
 
 def samples(page: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
-    """Name, labels and value of every sample of a page."""
-    for line in _LINE.finditer(page):
-        try:
-            value = float(line["value"])
-        except ValueError:
-            continue  # not a sample: a comment that looks like one
-        yield line["name"], dict(_LABEL.findall(line["labels"] or "")), value
+    """Name, labels and value of every sample of a page.
+
+    Raises:
+        ValueError: the page is not in Prometheus' text format.
+    """
+    for family in text_string_to_metric_families(page):
+        yield from ((sample.name, sample.labels, sample.value) for sample in family.samples)
