@@ -48,7 +48,7 @@ from triton_omni.vllm_hooks.kernels.decode_product import (
 from triton_omni.vllm_hooks.kernels.draw import fused_draw
 from triton_omni.vllm_hooks.kernels.step_copy import DrawnIds, fetch
 from triton_omni.vllm_hooks.kernels.talker_draw import Rules, draw
-from triton_omni.vllm_hooks.kernels.talker_step import Layout, Memory, begin
+from triton_omni.vllm_hooks.kernels.talker_step import Layout, Memory, begin_step
 from triton_omni.vllm_hooks.talker.columns import Column
 from triton_omni.vllm_hooks.talker.draw import Setting
 
@@ -164,7 +164,7 @@ def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65
     positions, places = zeros(3, count, dtype=torch.int64), zeros(count, dtype=torch.int64)
     used, faults = zeros(slots, vocabulary, dtype=torch.int32), zeros(slots, dtype=torch.int32)
     memory = Memory(zeros(64, width), used, faults, drawn)
-    begin(Layout(index, drawn.clone(), positions, places), memory, zeros(vocabulary, width), 8296)
+    begin_step(Layout(index, drawn.clone(), positions, places), memory, zeros(vocabulary, width), 8296)
     forbidden = torch.arange(vocabulary) >= 8193
     rules = Rules.of(forbidden, zeros(vocabulary, dtype=torch.bool), zeros(len(Setting), slots, dtype=FLOAT), 8192)
     for kind in (HALF, FLOAT):
@@ -184,7 +184,7 @@ def thinker_steps(count: int, width: int) -> None:
     numbers = thinker_step.Uniforms(zeros(count, dtype=torch.float64), zeros(count, dtype=torch.float64))
     table, inputs = zeros(152064, width, dtype=torch.bfloat16), zeros(count, width, dtype=torch.bfloat16)
     for uniforms in (None, numbers):
-        thinker_step.begin(zeros(count, dtype=torch.int32), table, inputs, places, uniforms)
+        thinker_step.begin_step(zeros(count, dtype=torch.int32), table, inputs, places, uniforms)
     for rows in (None, inputs.clone()):
         thinker_step.finish(rows, inputs)
 

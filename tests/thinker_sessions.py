@@ -34,7 +34,7 @@ def session(slot=0, rows=0, **request):
     """A session of which so many rows of the reply have left."""
     send_queue = SendQueue(512)
     send_queue.put(torch.zeros(PROMPT + rows, 2))
-    send_queue.take(0)
+    send_queue.pop_batch(0)
     told = {"want_audio": True, "prompt_tokens": PROMPT, "max_rows": 100, **request}
     return OpenSession(
         SessionKey(slot, 1),

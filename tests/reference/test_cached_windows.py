@@ -102,8 +102,8 @@ def a_stream(
         flow=options,
         guidance_scale=0.5,
     )
-    stream = Stream.begin("a", request, max_codes=len(codes), mel_dim=80, device=sampler.past.pages.device)
-    stream.page = sampler.past.take(options.pages) if plan else None
+    stream = Stream.create("a", request, max_codes=len(codes), mel_dim=80, device=sampler.past.pages.device)
+    stream.page = sampler.past.allocate(options.pages) if plan else None
     stream.feed(codes, LARGEST_CODE)
     stream.end()
     return stream

@@ -29,7 +29,7 @@ def integers(*shape: int, dtype: torch.dtype = torch.int64, seed: int = 0) -> Te
 @pytest.mark.parametrize("draws", [True, False])
 @pytest.mark.parametrize(("count", "width"), [(1, 64), (5, 1100)])
 def test_a_step_begins_where_the_one_before_ended(count: int, width: int, draws: bool) -> None:
-    from triton_omni.vllm_hooks.kernels.thinker_step import Places, Uniforms, begin
+    from triton_omni.vllm_hooks.kernels.thinker_step import Places, Uniforms, begin_step
 
     # The first of the last block, among others.
     positions = integers(MOST, seed=1)
@@ -48,7 +48,7 @@ def test_a_step_begins_where_the_one_before_ended(count: int, width: int, draws:
     told = torch.rand(MOST, dtype=torch.float64)
     told = told.pin_memory() if DEVICE.type == "cuda" else told
     numbers = Uniforms(told, torch.full((MOST,), 7.0, dtype=torch.float64, device=DEVICE))
-    begin(drawn, table, inputs, after, numbers if draws else None)
+    begin_step(drawn, table, inputs, after, numbers if draws else None)
 
     assert torch.equal(inputs, torch.cat([table[drawn.long()], unread[count:]]))
     within = torch.arange(MOST, device=DEVICE) < count

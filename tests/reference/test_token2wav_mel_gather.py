@@ -36,7 +36,7 @@ def a_stream(number: int, plan: WindowPlan, codes: int) -> Stream:
     """A stream that has all its codes; its frame f is to be 1000 x number + f in every channel."""
     nothing = torch.zeros(1, device=DEVICE)
     request = StreamRequest(Voice(nothing), 0, plan, FlowOptions("euler", 2, -1.0, guided=True), 0.5)
-    stream = Stream.begin(str(number), request, max_codes=codes, mel_dim=CHANNELS, device=DEVICE)
+    stream = Stream.create(str(number), request, max_codes=codes, mel_dim=CHANNELS, device=DEVICE)
     stream.feed(torch.zeros(codes, dtype=torch.int32), 0)
     stream.end()
     return stream

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from triton_omni.link.doorbell import Doorbell
-from triton_omni.link.ring import find_ring, offer_ring
+from triton_omni.link.ring import offer_ring, open_ring
 from triton_omni.link.ring_writer import RingWriter
 from triton_omni.session import ledger_layout as layout
 from triton_omni.session.ledger import SessionLedger, StageFacts
@@ -107,7 +107,7 @@ USES = {
     "a stage": lambda name: SessionLedger(name, "thinker", StageFacts(1)),
     "a bell": lambda name: Doorbell(name, "talker", lambda: None),
     "a ring": lambda name: offer_ring(name, "talker", 1, shape=(1, 1), dtype=torch.int32, device=CPU),
-    "who looks for a ring": lambda name: find_ring(name, "talker", 1, CPU),
+    "who looks for a ring": lambda name: open_ring(name, "talker", 1, CPU),
     "the supervisor": StageBoard,
     "the doctor": lambda name: read_ledger(table_path(name)),
     "a stage that waits": lambda name: layout.wait_while_held(name, "thinker", WAIT_S),
@@ -149,7 +149,7 @@ def test_rows_go_by_messages_where_the_ring_is_another_user_s(name, caplog):
     offered = table_path(name).with_name("talker-ring")
     offered.touch()
     os.chown(offered, NOBODY, NOBODY)
-    ring_writer.look(10**12)
+    ring_writer.find_ring(10**12)
     assert "slower: " in caplog.text
     assert f"belongs to user {NOBODY}" in caplog.text
     ring_writer.close()

@@ -186,8 +186,8 @@ def test_received_bytes_are_told_by_tensor_and_device(published, pb_utils, stats
 def test_hop_times_are_a_cumulative_histogram(pb_utils, stats, counter):
     times = LinkLatency()
     for seconds in (0.00005, 0.001, 0.0012, 7.0):
-        times.observe(10**9, 10**9 + round(seconds * 1e9))
-    times.observe(10**9, 10**9 - 5)
+        times.measure(10**9, 10**9 + round(seconds * 1e9))
+    times.measure(10**9, 10**9 - 5)
     metrics = StageMetrics(pb_utils, "talker", stats, counter, {"arrived": times})
     metrics.start()
     rounds(stats)

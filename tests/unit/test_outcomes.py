@@ -72,7 +72,7 @@ def test_a_leak_is_what_was_there_at_every_look_for_long():
 def test_a_histogram_counts_a_value_in_every_bucket_that_holds_it():
     sizes = Histogram((1, 2, 4))
     for value in (1, 2, 3, 9):
-        sizes.add(value)
+        sizes.observe(value)
     found = [(figure.name, figure.labels.get("le"), figure.value) for figure in sizes.metrics("x", until="y")]
     buckets = [("x_bucket", bound, count) for bound, count in (("1", 1), ("2", 2), ("4", 3), ("+Inf", 4))]
     assert found == [*buckets, ("x_count", None, 4), ("x_sum", None, 15)]

@@ -68,7 +68,7 @@ def test_later_windows_are_not_waited_for(ledger):
     ledger.wants[0] = FIRST + 12
     assert since(one, ledger) is None
     one.send_queue.put(torch.zeros(12, 2))
-    one.send_queue.take(1)
+    one.send_queue.pop_batch(1)
     assert since(one, ledger) is None
 
 

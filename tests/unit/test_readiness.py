@@ -78,7 +78,7 @@ def test_it_is_ready_again_when_the_model_was_loaded_and_unloaded(triton: Triton
 def test_each_change_is_said_once_and_the_first_is_no_change(triton: Triton) -> None:
     readiness = Readiness(triton, triton.repository)
     for ready in (True, True, False, False, True, True):
-        readiness.tell(ready)
+        readiness.set_ready(ready)
         readiness.join(WAIT_S)
     assert triton.loads() == [False, True]
 
@@ -90,7 +90,7 @@ def test_what_triton_refused_is_said_again_and_reported_once(
     readiness.on_fault = lambda: faults.append(1)
     triton.refusals = 2
     for ready in (False, True, True, True, True):
-        readiness.tell(ready)
+        readiness.set_ready(ready)
         readiness.join(WAIT_S)
     assert triton.loads() == [False, True, True, True]
     assert [call for call, _ in triton.calls].count("unload") == 1
@@ -103,7 +103,7 @@ def test_who_tells_does_not_wait_for_triton(triton: Triton) -> None:
     triton.may_answer.clear()
     readiness, begin = Readiness(triton, triton.repository), time.monotonic()
     for ready in (False, True, False):
-        readiness.tell(ready)
+        readiness.set_ready(ready)
     assert time.monotonic() - begin < WAIT_S / 2
     triton.may_answer.set()
     readiness.join(WAIT_S)
@@ -114,9 +114,9 @@ def test_the_end_is_said_by_a_model_of_its_own(triton: Triton) -> None:
     """A stage that goes on while the server drains does not make it ready."""
     readiness = Readiness(triton, triton.repository)
     readiness.end()
-    readiness.tell(False)
+    readiness.set_ready(False)
     readiness.join(WAIT_S)
-    readiness.tell(True)
+    readiness.set_ready(True)
     readiness.join(WAIT_S)
     broken = [config for call, config in triton.calls if call == "load" and '"none"' in config]
     assert broken == [BROKEN.replace("standstill", "draining"), BROKEN]

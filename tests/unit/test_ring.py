@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from triton_omni.link.ring import RingError, find_ring, offer_ring
+from triton_omni.link.ring import RingError, offer_ring, open_ring
 from triton_omni.session import ledger_layout
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def files(name):
 
 
 def test_what_one_side_writes_the_other_reads(name, ring):
-    other = find_ring(name, "talker", 7, CPU)
+    other = open_ring(name, "talker", 7, CPU)
     assert (other.slots, other.places, other.epoch) == (3, 4, 7)
     assert other.memory.shape == SHAPE
     assert other.memory.dtype == torch.bfloat16
@@ -60,16 +60,16 @@ def test_places_go_round_in_order(ring, start, count, expected):
 
 
 def test_only_the_process_and_the_device_that_are_meant_are_found(name, ring):
-    assert find_ring(name, "talker", 6, CPU) is None, "of an epoch that is over"
-    assert find_ring(name, "token2wav", 7, CPU) is None
-    assert find_ring(name, "talker", 7, torch.device("meta")) is None
+    assert open_ring(name, "talker", 6, CPU) is None, "of an epoch that is over"
+    assert open_ring(name, "token2wav", 7, CPU) is None
+    assert open_ring(name, "talker", 7, torch.device("meta")) is None
 
 
 def test_a_later_process_s_ring_takes_the_place_of_the_one_before(name, ring):
     later = offer_ring(name, "talker", 8, shape=SHAPE, dtype=torch.float32, device=CPU)
     ring.memory.fill_(1)
-    assert find_ring(name, "talker", 7, CPU) is None
-    assert not find_ring(name, "talker", 8, CPU).memory.any()
+    assert open_ring(name, "talker", 7, CPU) is None
+    assert not open_ring(name, "talker", 8, CPU).memory.any()
     ring.close()
     assert files(name) == ["talker-ring"], "the file is the later one's"
     later.close()
@@ -79,7 +79,7 @@ def test_a_later_process_s_ring_takes_the_place_of_the_one_before(name, ring):
 def test_a_file_that_is_none_is_told(name, ring):
     ledger_layout.table_path(name).with_name("talker-ring").write_bytes(b"\x02\x00no")
     with pytest.raises(RingError, match="talker-ring offers no ring"):
-        find_ring(name, "talker", 7, CPU)
+        open_ring(name, "talker", 7, CPU)
 
 
 def test_nobody_else_may_read_it(name, ring):
@@ -114,7 +114,7 @@ def test_memory_is_shared_with_another_process_and_stays_when_that_is_killed(nam
     owner = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         owner.stdout.readline()
-        ring = find_ring(name, "talker", 1, torch.device(device))
+        ring = open_ring(name, "talker", 1, torch.device(device))
         ring.memory.fill_(0.5)
         # Waits for the device as well.
         assert ring.memory.sum() == 12.0

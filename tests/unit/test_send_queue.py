@@ -30,7 +30,7 @@ def rows(start, count):
 
 def take_all(send_queue, consumed=0, now_ns=LONG_AGO, *, interval_ns=0, wanted=None):
     batches = []
-    while (batch := send_queue.take(consumed, interval_ns=interval_ns, wanted=wanted, now_ns=now_ns)) is not None:
+    while (batch := send_queue.pop_batch(consumed, interval_ns=interval_ns, wanted=wanted, now_ns=now_ns)) is not None:
         batches.append(batch)
     return batches
 
@@ -41,7 +41,7 @@ def values(batches):
 
 def test_an_empty_send_queue_gives_nothing():
     send_queue = SendQueue(largest=8)
-    assert send_queue.take(0, now_ns=LONG_AGO) is None
+    assert send_queue.pop_batch(0, now_ns=LONG_AGO) is None
     assert not send_queue.waiting
     assert send_queue.held == 0
 
@@ -79,7 +79,7 @@ def test_what_waits_for_a_credit_leaves_together():
     send_queue = SendQueue(largest=100)
     for n in range(10):
         send_queue.put(rows(n, 1))
-        send_queue.take(0, now_ns=LONG_AGO)
+        send_queue.pop_batch(0, now_ns=LONG_AGO)
     assert values(take_all(send_queue, CREDITS)) == [list(range(CREDITS, 10))]
 
 
@@ -168,7 +168,7 @@ def test_text_alone_leaves_once_an_interval(past_messages):
     times = []
     for now_ns in range(LONG_AGO, LONG_AGO + 5 * INTERVAL, INTERVAL // 8):
         send_queue.put_text("word ")
-        if send_queue.take(0, interval_ns=INTERVAL, now_ns=now_ns):
+        if send_queue.pop_batch(0, interval_ns=INTERVAL, now_ns=now_ns):
             times.append(now_ns)
     assert [later - earlier for earlier, later in itertools.pairwise(times)] == [INTERVAL] * 4
 
@@ -250,7 +250,7 @@ def test_nothing_follows_the_last():
     send_queue.finish_text()
     assert [p.last for p in take_all(send_queue)] == [True]
     send_queue.put_text("too late")
-    assert send_queue.take(9, now_ns=2 * LONG_AGO) is None
+    assert send_queue.pop_batch(9, now_ns=2 * LONG_AGO) is None
 
 
 def test_empty_rows_and_text_are_nothing():
@@ -327,7 +327,9 @@ class Link:
             self.send_queue.finish_text()
 
     def take(self):
-        batch = self.send_queue.take(self.consumed, interval_ns=self.interval_ns, wanted=self.wanted, now_ns=self.now)
+        batch = self.send_queue.pop_batch(
+            self.consumed, interval_ns=self.interval_ns, wanted=self.wanted, now_ns=self.now
+        )
         if batch is None:
             return
         if batch.tensor is not None:

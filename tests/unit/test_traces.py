@@ -159,7 +159,7 @@ def test_spans_reach_a_collector_before_the_stage_has_closed(monkeypatch, named,
             monkeypatch.setenv(name, value)
         tracer = make_tracer("talker", environment)
         begun = time.monotonic_ns() - 2_000_000_000
-        span = tracer.begin(TRACEPARENT, begun)
+        span = tracer.start_span(TRACEPARENT, begun)
         assert span.traceparent.startswith(f"00-{TRACE}-")
         span.end("timeout", outcome="timed_out", codes=3, by=None)
         tracer.close()

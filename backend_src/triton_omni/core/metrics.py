@@ -41,7 +41,7 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def add(self, value: float) -> None:
+    def observe(self, value: float) -> None:
         """Count one value."""
         self._counts[bisect.bisect_left(self._bounds, value)] += 1
         self.total += value

@@ -18,7 +18,7 @@ class FirstFit:
         """Places taken now."""
         return sum(self._spans.values())
 
-    def take(self, count: int, *, avoid: Iterable[range] = ()) -> int | None:
+    def allocate(self, count: int, *, avoid: Iterable[range] = ()) -> int | None:
         """First place of a span of `count`, or None where no gap beside `avoid` is large enough."""
         for start, end in self._gaps(avoid):
             if end - start >= count:
@@ -26,7 +26,7 @@ class FirstFit:
                 return start
         return None
 
-    def give(self, start: int) -> None:
+    def free(self, start: int) -> None:
         """Free the span that `take` returned."""
         del self._spans[start]
 

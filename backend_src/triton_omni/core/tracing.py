@@ -32,7 +32,7 @@ class Tracer(Protocol):
     def is_on(self) -> bool:
         """True if spans are exported."""
 
-    def begin(self, traceparent: str, start_ns: int) -> Span:
+    def start_span(self, traceparent: str, start_ns: int) -> Span:
         """A span that began at `start_ns` of the monotonic clock, under the one that `traceparent` names, if any."""
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class _NoTracer:
         """It is not."""
         return False
 
-    def begin(self, traceparent: str, start_ns: int) -> Span:
+    def start_span(self, traceparent: str, start_ns: int) -> Span:
         """The span that does nothing."""
         del traceparent, start_ns
         return NO_SPAN

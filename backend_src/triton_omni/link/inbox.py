@@ -73,8 +73,8 @@ class Inbox:
 
     def observe(self, sent_ns: int, arrived_ns: int) -> None:
         """Measure the latency of rows or codes that are taken now; times are monotonic nanoseconds."""
-        self.latency["arrived"].observe(sent_ns, arrived_ns)
-        self.latency["taken"].observe(sent_ns, time.monotonic_ns())
+        self.latency["arrived"].measure(sent_ns, arrived_ns)
+        self.latency["taken"].measure(sent_ns, time.monotonic_ns())
 
     def give_back(self, key: SessionKey, sender: ResponseSender) -> None:
         """End a message's request; Triton may reuse its tensors."""

@@ -25,6 +25,6 @@ class LinkLatency(Histogram):
     def __init__(self) -> None:
         super().__init__(BOUNDS_S)
 
-    def observe(self, sent_ns: int, now_ns: int) -> None:
+    def measure(self, sent_ns: int, now_ns: int) -> None:
         """Count what was sent and received at these times of the monotonic clock, in nanoseconds."""
-        self.add(max(0, now_ns - sent_ns) / 1e9)
+        self.observe(max(0, now_ns - sent_ns) / 1e9)

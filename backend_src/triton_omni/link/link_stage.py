@@ -176,7 +176,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def poll(self) -> float:
         """Look after every session; see `loop.Driven`."""
         self._ledger.beat()
-        self._health.look()
+        self._health.refresh()
         if self._ring_reader is not None:
             self._fetch_all(self._ring_reader)
         self._look_around()
@@ -308,7 +308,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
 
     def _enter(self, message: MessageT, request: Session, sender: ResponseSender) -> None:
         session = self._open[message.key.name] = self._begin(message, request, sender)
-        session.span = self._tracer.begin(request.traceparent, time.monotonic_ns())
+        session.span = self._tracer.start_span(request.traceparent, time.monotonic_ns())
         if self._health.failure is not None:
             self._fail(session, self._health.failure)
             return

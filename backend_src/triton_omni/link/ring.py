@@ -127,7 +127,7 @@ def offer_ring(
     return Ring(memory.view(dtype).view(shape), epoch, close)
 
 
-def find_ring(name: str, stage: StageName, epoch: int, device: torch.device) -> Ring | None:
+def open_ring(name: str, stage: StageName, epoch: int, device: torch.device) -> Ring | None:
     """The ring that the process of `stage` with this epoch offers; None = none, or on another device.
 
     Raises:

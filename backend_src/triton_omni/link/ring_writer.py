@@ -17,7 +17,7 @@ from torch import Tensor
 from triton_omni.core.errors import StageName
 from triton_omni.core.streams import await_side_stream, on_side_stream
 from triton_omni.link.doorbell import DoorbellRinger
-from triton_omni.link.ring import Ring, RingError, find_ring
+from triton_omni.link.ring import Ring, RingError, open_ring
 from triton_omni.link.send_queue import SendQueue
 from triton_omni.session.ledger import Placed, SessionLedger
 from triton_omni.session.ledger_layout import LedgerError
@@ -55,7 +55,7 @@ class RingWriter:
         self._copies: list[_Copy] = []
         self._told: list[tuple[SessionKey, Placed]] = []
 
-    def look(self, now_ns: int) -> None:
+    def find_ring(self, now_ns: int) -> None:
         """Release the ring of a process that has ended, and open the ring of the next stage's present process."""
         if self._ring is not None and self._present_ring is None:
             self._leave_ring()
@@ -63,7 +63,7 @@ class RingWriter:
             return
         self._look_from_ns = now_ns + LOOK_NS
         try:
-            self._ring = find_ring(self._ledger.name, self._to, self._ledger.epoch(self._to), self._device)
+            self._ring = open_ring(self._ledger.name, self._to, self._ledger.epoch(self._to), self._device)
         except (RingError, LedgerError, OSError) as error:
             logger.warning("what goes to %s takes Triton's messages, which are slower: %s", self._to, error)
 
@@ -89,7 +89,7 @@ class RingWriter:
         """True if `count` items fill at least half of a session's places."""
         return self._ring is not None and 2 * count >= self._ring.places
 
-    def take(self, key: SessionKey, send_queue: SendQueue) -> bool:
+    def queue_copy(self, key: SessionKey, send_queue: SendQueue) -> bool:
         """Queue rows [N, H] or codes [N] of a session for the next `leave`, as many as fit; return True if there are
         any.
         """
@@ -101,11 +101,11 @@ class RingWriter:
             self._copies.append(_Copy(key.slot, start, *taken))
         return taken is not None
 
-    def tell(self, key: SessionKey, send_queue: SendQueue) -> None:
+    def queue_note(self, key: SessionKey, send_queue: SendQueue) -> None:
         """Queue a note to the next stage about all rows or codes taken so far; the next `leave` sends it."""
         self._told.append((key, Placed(send_queue.placed, send_queue.behind or 0, time.monotonic_ns())))
 
-    def leave(self) -> None:
+    def flush(self) -> None:
         """Copy the queued rows or codes of all sessions at once, then notify the next stage.
 
         It waits for these copies, which run on a side stream beside the engine's next step. A thread of their own would

@@ -127,7 +127,7 @@ class SendQueue:
         """No more text will be put."""
         self._text_done = True
 
-    def take(
+    def pop_batch(
         self,
         consumed: int,
         *,

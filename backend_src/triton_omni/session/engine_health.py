@@ -29,7 +29,7 @@ class EngineHealth:
         self.failure: InternalError | None = None
         """The error that ends every session; None while the engine works."""
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Take the engine's figures of this moment."""
         if self.failure is None:
             self.stats = self._engine.stats()

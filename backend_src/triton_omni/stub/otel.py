@@ -53,7 +53,7 @@ class OtelTracer:
         self._propagator = TraceContextTextMapPropagator()
         self._kind = SpanKind.SERVER if stage == "thinker" else SpanKind.INTERNAL
 
-    def begin(self, traceparent: str, start_ns: int) -> Span:
+    def start_span(self, traceparent: str, start_ns: int) -> Span:
         """A span under `traceparent`; where that is no valid W3C header, it begins a trace of its own."""
         # Contexts of their own, since the thread's may be of another request.
         parent = self._propagator.extract({_TRACEPARENT: traceparent}, Context())

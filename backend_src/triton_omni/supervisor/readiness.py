@@ -89,7 +89,7 @@ class Readiness:
         self._telling: threading.Thread | None = None
         self.on_fault: Callable[[], None] = lambda: None
 
-    def tell(self, ready: bool) -> None:
+    def set_ready(self, ready: bool) -> None:
         """Have the server say so, if it does not. Returns at once and may be asked often: Triton takes its time and is
         told on a thread of its own, one word after the other.
         """

@@ -159,7 +159,7 @@ class ServerRun:
             self._board = StageBoard(ledger_name(self.process.pid))
             tell = None
             if self._readiness is not None:
-                tell, self._readiness.on_fault = self._readiness.tell, self._board.count_fault
+                tell, self._readiness.on_fault = self._readiness.set_ready, self._board.count_fault
             self._restarter = StageRestarter(
                 self._board, self.launch.control, self._policy(version), tell, self._end_at_once
             )

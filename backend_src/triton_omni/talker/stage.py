@@ -97,9 +97,9 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     def poll(self) -> float:
         """Check every session. The interval between messages grows with the number of sessions with text to come."""
         self._interval_ns = message_interval_ns(sum(session.thinker is None for session in self._open.values()))
-        self._ring_writer.look(time.monotonic_ns())
+        self._ring_writer.find_ring(time.monotonic_ns())
         delay = super().poll()
-        self._ring_writer.leave()
+        self._ring_writer.flush()
         held = self._ledger.device_claimed()
         self._engine.hold(held)
         if held:
@@ -112,7 +112,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         """Run one engine step over every session whose next row has arrived."""
         outputs = self._engine.step()
         if outputs:
-            self._batches.add(len(outputs))
+            self._batches.observe(len(outputs))
         pairs = [(session, output) for output in outputs if (session := self._open.get(output.key)) is not None]
         for session, output in pairs:
             self._take(session, output)
@@ -120,7 +120,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         # Write codes to the rings before sending messages: one message takes longer than the codes of all sessions.
         for session in going_on:
             self._place(session)
-        self._ring_writer.leave()
+        self._ring_writer.flush()
         for session in going_on:
             self._flush(session)
 
@@ -271,7 +271,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if send_queue.idle:
             return
         consumed, wanted = self._ledger.consumed(session.key, "token2wav"), self._wanted(session.key)
-        while batch := send_queue.take(consumed, interval_ns=self._interval_ns, wanted=wanted):
+        while batch := send_queue.pop_batch(consumed, interval_ns=self._interval_ns, wanted=wanted):
             self._send(session, _to_message(session, batch), batch.ready)
 
     def _wanted(self, key: SessionKey) -> int:
@@ -290,13 +290,13 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             return
         send_queue.go_past_messages()
         if send_queue.held:
-            self._ring_writer.take(key, send_queue)
+            self._ring_writer.queue_copy(key, send_queue)
         untold = send_queue.placed - session.told
         ends = session.report is not None and not send_queue.held
         complete = session.told < self._wanted(key) <= send_queue.placed
         if untold and (complete or ends or self._ring_writer.is_half_full(untold)):
             session.told = send_queue.placed
-            self._ring_writer.tell(key, send_queue)
+            self._ring_writer.queue_note(key, send_queue)
 
     def _send(self, session: _Open, message: TalkerMessage, ready: torch.cuda.Event | None = None) -> None:
         session.sequence += 1

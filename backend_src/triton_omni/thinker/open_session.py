@@ -186,8 +186,8 @@ class OpenSession:
             return
         if not send_queue.past_messages and self.wanted_rows is None and ring_writer.has_places(self.key):
             send_queue.go_past_messages()
-        if ring_writer.take(self.key, send_queue):
-            ring_writer.tell(self.key, send_queue)
+        if ring_writer.queue_copy(self.key, send_queue):
+            ring_writer.queue_note(self.key, send_queue)
 
     def put(self, output: ThinkerOutput) -> None:
         """Queue the output of an engine step for sending."""

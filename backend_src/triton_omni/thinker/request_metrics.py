@@ -56,7 +56,7 @@ class RequestMetrics:
     def begin(self, raw: RawRequest, accepted_ns: int) -> Span:
         """Count a request, and begin its span."""
         self.outcomes.receive()
-        return self._tracer.begin(raw.traceparent, accepted_ns)
+        return self._tracer.start_span(raw.traceparent, accepted_ns)
 
     def refuse(self, error: OmniError, raw: RawRequest, span: Span) -> OmniError:
         """Count a received request that gets no session, and return `error`, which answers it."""

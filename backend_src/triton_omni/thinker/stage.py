@@ -200,7 +200,7 @@ class ThinkerStage:
         outputs = self._engine.step()
         self.request_metrics.tell_accepted()
         if outputs:
-            self.request_metrics.batches.add(len(outputs))
+            self.request_metrics.batches.observe(len(outputs))
         pairs = [(session, output) for output in outputs if (session := self._open.get(output.key)) is not None]
         for session, output in pairs:
             if not session.ended_ns:
@@ -208,7 +208,7 @@ class ThinkerStage:
         # Write rows to the rings before sending messages: one message takes longer than the rows of all sessions.
         for session, _ in pairs:
             session.place(self._ring_writer)
-        self._ring_writer.leave()
+        self._ring_writer.flush()
         for session, _ in pairs:
             if not session.ended_ns:
                 self._flush(session)
@@ -216,13 +216,13 @@ class ThinkerStage:
     def poll(self) -> float:
         """Check every session; see `loop.Driven`."""
         self._ledger.beat()
-        self._health.look()
+        self._health.refresh()
         if self._ledger.ending:
             self._end_all(leaving_error())
         now = time.monotonic_ns()
-        self._ring_writer.look(now)
+        self._ring_writer.find_ring(now)
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
-        self._ring_writer.leave()
+        self._ring_writer.flush()
         # Decided once an iteration: `has_work` and the sleep time must refer to the same moment.
         held = self._ledger.device_claimed() or self._must_pause(now)
         self._engine.hold(held)
@@ -297,7 +297,9 @@ class ThinkerStage:
         session.place(self._ring_writer)
         at_once, wanted = session.reply_tokens <= UNLIMITED_TOKENS, session.wanted_rows
         interval_ns = 0 if at_once else message_interval_ns(self._health.stats.running)
-        while batch := send_queue.take(ledger.consumed(session.key, "talker"), interval_ns=interval_ns, wanted=wanted):
+        while batch := send_queue.pop_batch(
+            ledger.consumed(session.key, "talker"), interval_ns=interval_ns, wanted=wanted
+        ):
             self._send(session, session.to_message(batch), batch.ready)
 
     def _send(self, session: OpenSession, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:

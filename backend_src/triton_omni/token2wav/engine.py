@@ -98,7 +98,7 @@ class Token2WavEngine:
             frame_ns=self._vocoder.samples_per_frame * 1_000_000_000 // SAMPLE_RATE,
             lead_ns=None if offline else self._lead_ns(options),
         )
-        stream = Stream.begin(
+        stream = Stream.create(
             key, request, max_codes=self._settings.max_codes, mel_dim=self._config.mel_dim, device=self._device
         )
         stream.page = None if offline else self._take_pages(flow)
@@ -160,7 +160,7 @@ class Token2WavEngine:
         if stream is None or stream.page is None:
             return
         # Another stream may get the pages at once: its windows wait for a batch that still writes there.
-        self._sampler.past.give(stream.page)
+        self._sampler.past.free(stream.page)
         for launching in self._launchings:
             if launching.holds(stream):
                 launching.left.append(stream.pages)
@@ -209,7 +209,7 @@ class Token2WavEngine:
                 f"{most} provides: use fewer",
                 stage="token2wav",
             )
-        page = past.take(flow.pages, avoid=[pages for launching in self._launchings for pages in launching.left])
+        page = past.allocate(flow.pages, avoid=[pages for launching in self._launchings for pages in launching.left])
         if page is None:
             raise Overloaded(
                 f"the window caches of {len(self._streams)} open streams leave no room for another, see max_streams "

@@ -110,7 +110,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         """Run one engine step; answer with its samples."""
         outputs = self._engine.step()
         if outputs:
-            self._batches.add(len(outputs))
+            self._batches.observe(len(outputs))
         for output in outputs:
             session = self._open.get(output.key)
             if session is not None and session.error is None:
@@ -130,7 +130,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         if message.kind == Kind.OPEN:
             self._relays.setdefault(message.key, TextRelay(sender, self._when_lost(message.key)))
         elif message.kind != Kind.HEARTBEAT and (relay := self._relays.get(message.key)) is not None:
-            relay.take(message)
+            relay.relay(message)
 
     def _receive(self, message: TalkerMessage, sender: ResponseSender, arrived_ns: int) -> None:
         super()._receive(message, sender, arrived_ns)
@@ -208,10 +208,10 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _observe_chunk(self, session: _Open) -> None:
         age_ns = self._age(session)
         if session.first_audio_ns:
-            self._times["omni_chunk_gap_seconds"].add((age_ns - session.last_audio_ns) / 1e9)
+            self._times["omni_chunk_gap_seconds"].observe((age_ns - session.last_audio_ns) / 1e9)
         else:
             session.first_audio_ns = age_ns
-            self._times["omni_first_audio_seconds"].add(age_ns / 1e9)
+            self._times["omni_first_audio_seconds"].observe(age_ns / 1e9)
             self._log(session, "first_audio")
             session.span.event("first_audio")
         session.last_audio_ns = age_ns
@@ -229,7 +229,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         if not session.audio_done or session.ending is None:
             return
         info = Answer(info=json.dumps(self._info(session, session.ending)))
-        self._times["omni_reply_seconds"].add(self._age(session) / 1e9)
+        self._times["omni_reply_seconds"].observe(self._age(session) / 1e9)
         self._drop(session)
         # Before the last response is sent: its client may send the next request as soon as it has it.
         self._ledger.say_outcome(session.key, RequestOutcome())
@@ -358,7 +358,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         session.relay.close()
         if held is not None and session.relay.first_ns:
             waited_ns = session.relay.first_ns - session.session.accepted_ns
-            self._times["omni_first_text_seconds"].add(waited_ns / 1e9)
+            self._times["omni_first_text_seconds"].observe(waited_ns / 1e9)
         self._health.abort(session.key.name)
 
     @staticmethod

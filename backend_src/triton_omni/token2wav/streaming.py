@@ -69,7 +69,7 @@ class Stream:
     _due: Chunk | None = None
 
     @classmethod
-    def begin(cls, key: str, request: StreamRequest, *, max_codes: int, mel_dim: int, device: torch.device) -> Stream:
+    def create(cls, key: str, request: StreamRequest, *, max_codes: int, mel_dim: int, device: torch.device) -> Stream:
         """Create a stream without codes."""
         return cls(
             key=key,

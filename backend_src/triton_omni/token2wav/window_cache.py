@@ -171,16 +171,16 @@ class WindowCachePool:
         """Number of pages that open streams have."""
         return self._spans.used
 
-    def take(self, pages: int, *, avoid: Sequence[range] = ()) -> int | None:
+    def allocate(self, pages: int, *, avoid: Sequence[range] = ()) -> int | None:
         """Return the first of `pages` pages for one stream, or None if they are not free. Pages to `avoid` are used
         only if there are no others.
         """
-        page = self._spans.take(pages, avoid=avoid)
-        return self._spans.take(pages) if page is None else page
+        page = self._spans.allocate(pages, avoid=avoid)
+        return self._spans.allocate(pages) if page is None else page
 
-    def give(self, page: int) -> None:
+    def free(self, page: int) -> None:
         """Free what `take` returned."""
-        self._spans.give(page)
+        self._spans.free(page)
 
     def save(self, windows: Sequence[WindowCacheUse | None], pages: int) -> SavedPages:
         """Copy the pages that a batch of `windows` reads and then overwrites, `pages` a stream.

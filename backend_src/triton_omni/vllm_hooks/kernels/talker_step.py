@@ -99,7 +99,7 @@ def _begin(
     tl.store(inputs + token * WIDTH + columns, total.to(inputs.dtype.element_ty), mask=inside)
 
 
-def begin(layout: Layout, memory: Memory, table: Tensor, mask_id: int) -> Tensor:
+def begin_step(layout: Layout, memory: Memory, table: Tensor, mask_id: int) -> Tensor:
     """`TalkerStep.begin_decode`: inputs [N, H] of a decode step's tokens, each laid out if it follows.
 
     Args:

@@ -82,7 +82,7 @@ def _begin(
             tl.store(uniforms + token, tl.load(told + token))
 
 
-def begin(drawn: Tensor, table: Tensor, inputs: Tensor, places: Places, uniforms: Uniforms | None) -> None:
+def begin_step(drawn: Tensor, table: Tensor, inputs: Tensor, places: Places, uniforms: Uniforms | None) -> None:
     """Lay out a step of one token a sequence, which follows what the sequences drew.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from triton_omni.vllm_hooks.kernels.talker_draw import Rules, draw
-from triton_omni.vllm_hooks.kernels.talker_step import Layout, Memory, begin
+from triton_omni.vllm_hooks.kernels.talker_step import Layout, Memory, begin_step
 from triton_omni.vllm_hooks.talker.step import TalkerStep
 
 
@@ -23,7 +23,7 @@ class FusedTalkerStep(TalkerStep):
     def begin_decode(self, ids: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         """Do as the plain step."""
         layout = Layout(self.index, ids, positions, self.cache_slots)
-        return begin(layout, self._memory, table, self.mask_id)
+        return begin_step(layout, self._memory, table, self.mask_id)
 
     def finish_decode(self, logits: Tensor) -> None:
         """Do as the plain step, but keep all ids that are as likely as the last that top-k or top-p keeps."""

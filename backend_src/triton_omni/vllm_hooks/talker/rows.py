@@ -135,7 +135,7 @@ class TalkerRows:
             Overloaded: no slot, or no gap for the rows.
         """
         reserved = min(prompt.max_rows + 1, self._max_positions)
-        start = self._spans.take(reserved) if self._free_slots else None
+        start = self._spans.allocate(reserved) if self._free_slots else None
         if start is None:
             raise Overloaded(
                 f"the talker has no room for {reserved} hidden rows: {self.rows_used} of {self._spans.capacity} rows "
@@ -207,7 +207,7 @@ class TalkerRows:
         # Its place may be another's before the next step.
         self._fed = [one for one in self._fed if one.slot != sequence.slot]
         self._free_slots.append(sequence.slot)
-        self._spans.give(sequence.base - _TAIL_ROWS)
+        self._spans.free(sequence.base - _TAIL_ROWS)
         sequence.sampled.clear()
 
     def pool_rows(self, slots: Indices, positions: Indices) -> Indices:

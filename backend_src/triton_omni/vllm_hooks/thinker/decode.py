@@ -38,19 +38,19 @@ class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
         if not self.fuses_decode_steps:
             return
         # The Triton language is imported where it is needed alone.
-        from triton_omni.vllm_hooks.kernels.thinker_step import Places, Uniforms, begin, finish
+        from triton_omni.vllm_hooks.kernels.thinker_step import Places, Uniforms, begin_step, finish
 
         inputs, cache = self.inputs_embeds.gpu, self.input_batch.block_table[0]
         moved = self.positions, self.mrope_positions.gpu, self.seq_lens, cache.slot_mapping.gpu
         places = Places(*moved, cache.block_table.gpu, cache.block_size)
         numbers, table = Uniforms(self._uniforms.cpu, self._uniforms.gpu), decoder_of(self.network)[0].embed_tokens
 
-        def begin_step(drawn: Tensor, draws: bool) -> None:
-            begin(drawn, table.weight, inputs, places, numbers if draws else None)
+        def begin_decode(drawn: Tensor, draws: bool) -> None:
+            begin_step(drawn, table.weight, inputs, places, numbers if draws else None)
 
-        self._begin, self.row_tap.finish = begin_step, finish
+        self._begin, self.row_tap.finish = begin_decode, finish
         for draws in (False, True):
-            begin_step(torch.zeros(1, dtype=torch.int32, device=self.device), draws)
+            begin_decode(torch.zeros(1, dtype=torch.int32, device=self.device), draws)
         finish(inputs[:1], inputs[:1])
         for tensor in (*moved, inputs):
             tensor.zero_()
