@@ -19,7 +19,15 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from triton_omni.core.settings import StreamingPlan, TalkerSettings, ThinkerSettings, Token2WavSettings, UnarySettings
+from triton_omni.core.settings import (
+    EngineSettings,
+    StreamingPlan,
+    TalkerEngineSettings,
+    TalkerSettings,
+    ThinkerSettings,
+    Token2WavSettings,
+    UnarySettings,
+)
 from triton_omni.supervisor import options
 from triton_omni_gateway import server as gateway
 
@@ -53,8 +61,8 @@ HEAD = """\
 `.venv/bin/python scripts/settings_document.py` writes this file from the settings classes and command options; do not
 edit it.
 
-Each model reads `model_repository/<model>/1/stage.yaml` once, at load. Every key is optional. An unknown key or an
-impossible value stops the load with a message that names file, key, value and limit.
+Each model reads `model_repository/<model>/1/stage.yaml` once, at load; the first sections name the models. Every key is
+optional. An unknown key or an impossible value stops the load with a message that names file, key, value and limit.
 """
 
 
@@ -62,7 +70,8 @@ def document() -> str:
     """The whole text of `docs/settings.md`."""
     parts = [HEAD]
     for stage, kind in STAGES.items():
-        parts.append(f"## {stage}\n\nSet in `model_repository/{stage}/1/stage.yaml`.\n\n{_settings_table(kind)}")
+        parts.append(f"## {stage}\n\n{_settings_table(kind)}")
+    parts.append(f"## Engine of thinker and talker\n\n{_engines_table()}")
     parts.append(f"### Streaming plans\n\n{_paragraph(StreamingPlan)}\n\n{_plans_table()}")
     parts.append(f"## Server command\n\nOptions of `./build.sh serve`.\n\n{_options_table(options.parser())}")
     parts.append(f"## Gateway command\n\nOptions of `./build.sh gateway`.\n\n{_options_table(gateway.parser())}")
@@ -102,8 +111,21 @@ def _settings_table(kind: type[BaseModel]) -> str:
     rows = [
         (f"`{key}`", _values(field.annotation, field.metadata), _default(field.default), meaning)
         for key, field, meaning in leaves(kind)
+        if not key.startswith("engine.")
     ]
     return _table(("key", "values", "default", "meaning"), rows)
+
+
+def _engines_table() -> str:
+    """The settings that thinker and talker share, with both defaults; the talker's meaning where it is another."""
+    rows = []
+    for (key, field, meaning), (_, other, others) in zip(
+        leaves(EngineSettings), leaves(TalkerEngineSettings), strict=True
+    ):
+        told = meaning if others == meaning else f"{meaning} Talker: {others.removeprefix(meaning).strip()}"
+        defaults = _default(field.default), _default(other.default)
+        rows.append((f"`engine.{key}`", _values(field.annotation, field.metadata), *defaults, told))
+    return _table(("key", "values", "thinker", "talker", "meaning"), rows)
 
 
 def _plans_table() -> str:
