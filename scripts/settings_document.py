@@ -144,11 +144,11 @@ def _plans_table() -> str:
 
 def _options_table(parser: argparse.ArgumentParser) -> str:
     rows = [
-        (f"`{' / '.join(action.option_strings)}`", f"`{_argument(action)}`" if _argument(action) else "", action.help)
+        (f"`{' / '.join(action.option_strings)} {_argument(action)}".rstrip() + "`", action.help)
         for action in parser._actions
         if action.dest not in ("help", "version")
     ]
-    return _table(("option", "value", "meaning"), rows)
+    return _table(("option", "meaning"), rows)
 
 
 def _argument(action: argparse.Action) -> str:
@@ -185,9 +185,8 @@ def _values(annotation: Any, metadata: Sequence[Any]) -> str:
 
 def _limits(metadata: Sequence[Any]) -> list[str]:
     least, above, most = _limit(metadata, Ge), _limit(metadata, Gt), _limit(metadata, Le)
-    found = [f"≥ {least.ge}"] if least else []
-    found += [f"> {above.gt}"] if above else []
-    return found + ([f"≤ {most.le}"] if most else [])
+    low = f"≥{least.ge}" if least else f">{above.gt}" if above else ""
+    return [part for part in (low, f"≤{most.le}" if most else "") if part]
 
 
 def _limit(metadata: Sequence[Any], kind: type) -> Any:
