@@ -179,7 +179,7 @@ def _values(annotation: Any, metadata: Sequence[Any]) -> str:
         return "mapping of names to plans"
     if origin is not None:  # a union with None
         return ", ".join(_values(part, metadata) if part is not type(None) else "`null`" for part in arguments)
-    names = {bool: "`true`, `false`", int: "integer", float: "number", str: "text"}
+    names = {bool: "boolean", int: "integer", float: "number", str: "text"}
     return " ".join([names[annotation], *_limits(metadata)])
 
 
