@@ -56,7 +56,7 @@ CODECS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What decoding a clip took: CPU seconds, pixels of all its frames, bytes of its file."""
+    """CPU seconds that decoding a clip took, pixels of all its frames, bytes of its file."""
 
     seconds: float
     pixels: int

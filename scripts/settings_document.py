@@ -11,7 +11,7 @@ import argparse
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -73,10 +73,9 @@ def document() -> str:
         parts.append(f"## {stage}\n\n{_settings_table(kind)}")
     parts.append(f"## Engine of thinker and talker\n\n{_engines_table()}")
     parts.append(f"### Streaming plans\n\n{_paragraph(StreamingPlan)}\n\n{_plans_table()}")
-    parts.append(f"## Server command\n\nOptions of `./build.sh serve`.\n\n{_options_table(options.parser())}")
-    parts.append(f"## Gateway command\n\nOptions of `./build.sh gateway`.\n\n{_options_table(gateway.parser())}")
-    rows = [(f"`{name}`", meaning) for name, meaning in ENVIRONMENT.items()]
-    parts.append(f"## Environment variables\n\n{_table(('variable', 'meaning'), rows)}")
+    parts.append(f"## Server command\n\nOptions of `./build.sh serve`.\n\n{_options_list(options.parser())}")
+    parts.append(f"## Gateway command\n\nOptions of `./build.sh gateway`.\n\n{_options_list(gateway.parser())}")
+    parts.append(f"## Environment variables\n\n{_list(ENVIRONMENT.items())}")
     return "\n".join(parts)
 
 
@@ -142,24 +141,27 @@ def _plans_table() -> str:
     return _table(("key", "values", *(f"`{name}`" for name in plans), "meaning"), rows)
 
 
-def _options_table(parser: argparse.ArgumentParser) -> str:
-    rows = [
-        (f"`{' / '.join(action.option_strings)} {_argument(action)}".rstrip() + "`", action.help)
+def _options_list(parser: argparse.ArgumentParser) -> str:
+    return _list(
+        (f"{' / '.join(action.option_strings)} {_argument(action)}".rstrip(), action.help or "")
         for action in parser._actions
         if action.dest not in ("help", "version")
-    ]
-    return _table(("option", "meaning"), rows)
+    )
 
 
 def _argument(action: argparse.Action) -> str:
     if action.nargs == 0:
         return ""
-    return " ".join(map(str, action.choices)) if action.choices else str(action.metavar or action.dest.upper())
+    return "|".join(map(str, action.choices)) if action.choices else str(action.metavar or action.dest.upper())
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str | None]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join((cell or '').replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def _list(pairs: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"- `{name}`: {meaning}\n" for name, meaning in pairs)
 
 
 def _paragraph(kind: type) -> str:
