@@ -11,7 +11,7 @@ import argparse
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -19,7 +19,15 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from triton_omni.core.settings import StreamingPlan, TalkerSettings, ThinkerSettings, Token2WavSettings, UnarySettings
+from triton_omni.core.settings import (
+    EngineSettings,
+    StreamingPlan,
+    TalkerEngineSettings,
+    TalkerSettings,
+    ThinkerSettings,
+    Token2WavSettings,
+    UnarySettings,
+)
 from triton_omni.supervisor import options
 from triton_omni_gateway import server as gateway
 
@@ -53,8 +61,8 @@ HEAD = """\
 `.venv/bin/python scripts/settings_document.py` writes this file from the settings classes and command options; do not
 edit it.
 
-Each model reads `model_repository/<model>/1/stage.yaml` once, at load. Every key is optional. An unknown key or an
-impossible value stops the load with a message that names file, key, value and limit.
+Each model reads `model_repository/<model>/1/stage.yaml` once, at load; the first sections name the models. Every key is
+optional. An unknown key or an impossible value stops the load with a message that names file, key, value and limit.
 """
 
 
@@ -62,12 +70,12 @@ def document() -> str:
     """The whole text of `docs/settings.md`."""
     parts = [HEAD]
     for stage, kind in STAGES.items():
-        parts.append(f"## {stage}\n\nSet in `model_repository/{stage}/1/stage.yaml`.\n\n{_settings_table(kind)}")
+        parts.append(f"## {stage}\n\n{_settings_table(kind)}")
+    parts.append(f"## Engine of thinker and talker\n\n{_engines_table()}")
     parts.append(f"### Streaming plans\n\n{_paragraph(StreamingPlan)}\n\n{_plans_table()}")
-    parts.append(f"## Server command\n\nOptions of `./build.sh serve`.\n\n{_options_table(options.parser())}")
-    parts.append(f"## Gateway command\n\nOptions of `./build.sh gateway`.\n\n{_options_table(gateway.parser())}")
-    rows = [(f"`{name}`", meaning) for name, meaning in ENVIRONMENT.items()]
-    parts.append(f"## Environment variables\n\n{_table(('variable', 'meaning'), rows)}")
+    parts.append(f"## Server command\n\nOptions of `./build.sh serve`.\n\n{_options_list(options.parser())}")
+    parts.append(f"## Gateway command\n\nOptions of `./build.sh gateway`.\n\n{_options_list(gateway.parser())}")
+    parts.append(f"## Environment variables\n\n{_list(ENVIRONMENT.items())}")
     return "\n".join(parts)
 
 
@@ -102,8 +110,21 @@ def _settings_table(kind: type[BaseModel]) -> str:
     rows = [
         (f"`{key}`", _values(field.annotation, field.metadata), _default(field.default), meaning)
         for key, field, meaning in leaves(kind)
+        if not key.startswith("engine.")
     ]
     return _table(("key", "values", "default", "meaning"), rows)
+
+
+def _engines_table() -> str:
+    """The settings that thinker and talker share, with both defaults; the talker's meaning where it is another."""
+    rows = []
+    for (key, field, meaning), (_, other, others) in zip(
+        leaves(EngineSettings), leaves(TalkerEngineSettings), strict=True
+    ):
+        told = meaning if others == meaning else f"{meaning} Talker: {others.removeprefix(meaning).strip()}"
+        defaults = _default(field.default), _default(other.default)
+        rows.append((f"`engine.{key}`", _values(field.annotation, field.metadata), *defaults, told))
+    return _table(("key", "values", "thinker", "talker", "meaning"), rows)
 
 
 def _plans_table() -> str:
@@ -120,24 +141,27 @@ def _plans_table() -> str:
     return _table(("key", "values", *(f"`{name}`" for name in plans), "meaning"), rows)
 
 
-def _options_table(parser: argparse.ArgumentParser) -> str:
-    rows = [
-        (f"`{' / '.join(action.option_strings)}`", f"`{_argument(action)}`" if _argument(action) else "", action.help)
+def _options_list(parser: argparse.ArgumentParser) -> str:
+    return _list(
+        (f"{' / '.join(action.option_strings)} {_argument(action)}".rstrip(), action.help or "")
         for action in parser._actions
         if action.dest not in ("help", "version")
-    ]
-    return _table(("option", "value", "meaning"), rows)
+    )
 
 
 def _argument(action: argparse.Action) -> str:
     if action.nargs == 0:
         return ""
-    return " ".join(map(str, action.choices)) if action.choices else str(action.metavar or action.dest.upper())
+    return "|".join(map(str, action.choices)) if action.choices else str(action.metavar or action.dest.upper())
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str | None]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join((cell or '').replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def _list(pairs: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"- `{name}`: {meaning}\n" for name, meaning in pairs)
 
 
 def _paragraph(kind: type) -> str:
@@ -157,15 +181,14 @@ def _values(annotation: Any, metadata: Sequence[Any]) -> str:
         return "mapping of names to plans"
     if origin is not None:  # a union with None
         return ", ".join(_values(part, metadata) if part is not type(None) else "`null`" for part in arguments)
-    names = {bool: "`true`, `false`", int: "integer", float: "number", str: "text"}
+    names = {bool: "boolean", int: "integer", float: "number", str: "text"}
     return " ".join([names[annotation], *_limits(metadata)])
 
 
 def _limits(metadata: Sequence[Any]) -> list[str]:
     least, above, most = _limit(metadata, Ge), _limit(metadata, Gt), _limit(metadata, Le)
-    found = [f"≥ {least.ge}"] if least else []
-    found += [f"> {above.gt}"] if above else []
-    return found + ([f"≤ {most.le}"] if most else [])
+    low = f"≥{least.ge}" if least else f">{above.gt}" if above else ""
+    return [part for part in (low, f"≤{most.le}" if most else "") if part]
 
 
 def _limit(metadata: Sequence[Any], kind: type) -> Any:

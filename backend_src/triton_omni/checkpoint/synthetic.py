@@ -40,7 +40,7 @@ _SHARD_BYTES: dict[Size, int] = {"tiny": 1 << 19, "3b": 4 << 30, "7b": 4 << 30}
 
 
 @dataclass(frozen=True)
-class _Planned:
+class PlannedTensor:
     """One tensor of the checkpoint before it is drawn."""
 
     name: str
@@ -49,6 +49,7 @@ class _Planned:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its values."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -86,6 +87,11 @@ def make_checkpoint(
     rules = WeightRules(config, vocab, seed=seed, replies=_REPLIES[size])
     shards = list(_split(_plan(config, dtype), _SHARD_BYTES[size]))
     _write_shards(folder, shards, rules, torch.device(device or "cpu"), tell)
+
+
+def planned_tensors(size: Size) -> list[PlannedTensor]:
+    """Every tensor of a checkpoint with thinker and talker in bfloat16; nothing is drawn or written."""
+    return _plan(omni_config(size), torch.bfloat16)
 
 
 def default_checkpoint_path(size: Size = "tiny") -> Path:
@@ -140,21 +146,21 @@ def _set_dtype(config: Qwen2_5OmniConfig, dtype: torch.dtype) -> None:
         part.dtype = torch.float32
 
 
-def _plan(config: Qwen2_5OmniConfig, dtype: torch.dtype) -> list[_Planned]:
+def _plan(config: Qwen2_5OmniConfig, dtype: torch.dtype) -> list[PlannedTensor]:
     """Names and shapes as HF's own modules have them; no memory is spent on values."""
     from transformers import Qwen2_5OmniForConditionalGeneration
 
     with torch.device("meta"):
         model = Qwen2_5OmniForConditionalGeneration(config)  # type: ignore[no-untyped-call]
     return [
-        _Planned(name, tuple(value.shape), torch.float32 if name.startswith("token2wav.") else dtype)
+        PlannedTensor(name, tuple(value.shape), torch.float32 if name.startswith("token2wav.") else dtype)
         for name, value in model.state_dict().items()
     ]
 
 
-def _split(plan: list[_Planned], limit: int) -> Iterator[list[_Planned]]:
+def _split(plan: list[PlannedTensor], limit: int) -> Iterator[list[PlannedTensor]]:
     """Consecutive tensors of at most `limit` bytes together, at least one each."""
-    shard: list[_Planned] = []
+    shard: list[PlannedTensor] = []
     used = 0
     for tensor in plan:
         if shard and used + tensor.nbytes > limit:
@@ -166,7 +172,7 @@ def _split(plan: list[_Planned], limit: int) -> Iterator[list[_Planned]]:
 
 
 def _write_shards(
-    folder: Path, shards: list[list[_Planned]], rules: WeightRules, device: torch.device, tell: Progress
+    folder: Path, shards: list[list[PlannedTensor]], rules: WeightRules, device: torch.device, tell: Progress
 ) -> None:
     from safetensors.torch import save_file
 
@@ -185,7 +191,7 @@ def _write_shards(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _draw(planned: _Planned, rules: WeightRules, device: torch.device) -> Tensor:
+def _draw(planned: PlannedTensor, rules: WeightRules, device: torch.device) -> Tensor:
     return rules.draw(planned.name, planned.shape, device).to(planned.dtype).cpu()
 
 
