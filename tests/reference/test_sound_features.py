@@ -36,7 +36,7 @@ LAST_BITS = 2.0**-23
     ids=str,
 )
 def test_the_same_features_of_the_same_frames(lengths: list[int]) -> None:
-    from triton_omni.vllm_hooks.thinker.sound_features import LeastPaddedFeatures
+    from triton_omni.vllm_hooks.thinker.media_processor import LeastPaddedFeatures
 
     plain = WhisperFeatureExtractor(feature_size=128, chunk_length=LONGEST_S, return_attention_mask=True)
     random = np.random.default_rng(0)

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from triton_omni.supervisor import native
-from triton_omni.supervisor.bounds import SOURCE, bounded
 from triton_omni.supervisor.machine import ServerError
-from triton_omni.supervisor.native import build_library, compiler
+from triton_omni.supervisor.native import BOUNDS_SOURCE, build_library, compiler, with_bounds
 from triton_omni.supervisor.served_repository import thinker_limits
 
 BODY_BYTES = 1 << 20
@@ -38,7 +37,7 @@ print(library.fail(sys.argv[3].encode()).decode())
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_library(SOURCE, tmp_path_factory.mktemp("native"), BODY_BYTES=BODY_BYTES)
+    return build_library(BOUNDS_SOURCE, tmp_path_factory.mktemp("native"), BODY_BYTES=BODY_BYTES)
 
 
 def run(process: str, library: Path, *arguments: str, preload: str = "") -> str:
@@ -86,7 +85,7 @@ def test_errors_of_the_python_backend_name_none_of_its_regions(library: Path, tm
 
 def test_the_limit_is_compiled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
-    assert bounded({}, BODY_BYTES)["LD_PRELOAD"] != bounded({}, 88 << 20)["LD_PRELOAD"]
+    assert with_bounds({}, BODY_BYTES)["LD_PRELOAD"] != with_bounds({}, 88 << 20)["LD_PRELOAD"]
 
 
 def test_the_limit_is_the_thinker_s(thinker: Path, tmp_path: Path) -> None:

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from triton_omni.supervisor import native
-from triton_omni.supervisor.bounds import bounded
-from triton_omni.supervisor.native import NativeError, build_library
-from triton_omni.supervisor.stall_guard import SCRATCH_VARIABLE, preloaded
+from triton_omni.supervisor.native import SCRATCH_VARIABLE, NativeError, build_library, with_bounds, with_stall_guard
 
 Adding = Callable[[Mapping[str, str]], dict[str, str]]
 SCRATCH = Path("/scratch")
 ADDING: list[tuple[Adding, str]] = [
-    (lambda environment: bounded(environment, 1 << 20), "each caller can end the server"),
-    (lambda environment: preloaded(environment, SCRATCH), "a stage that stands still or dies may end the server"),
+    (lambda environment: with_bounds(environment, 1 << 20), "each caller can end the server"),
+    (
+        lambda environment: with_stall_guard(environment, SCRATCH),
+        "a stage that stands still or dies may end the server",
+    ),
 ]
 
 
@@ -56,7 +57,7 @@ def test_without_a_compiler_the_operator_is_told_what_is_open(
 
 def test_the_folder_of_the_python_backend_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
-    assert preloaded({}, SCRATCH)[SCRATCH_VARIABLE] == str(SCRATCH)
+    assert with_stall_guard({}, SCRATCH)[SCRATCH_VARIABLE] == str(SCRATCH)
 
 
 def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.supervisor.native import build_library, compiler
-from triton_omni.supervisor.stall_guard import SCRATCH_VARIABLE, SOURCE
+from triton_omni.supervisor.native import SCRATCH_VARIABLE, STALL_GUARD_SOURCE, build_library, compiler
 
 STALL_GUARD_S = 3.0
 WAIT_S = 0.1
@@ -143,7 +142,7 @@ int main(int count, char **arguments) {
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_library(SOURCE, tmp_path_factory.mktemp("native"), PATIENCE_MS=round(STALL_GUARD_S * 1000))
+    return build_library(STALL_GUARD_SOURCE, tmp_path_factory.mktemp("native"), PATIENCE_MS=round(STALL_GUARD_S * 1000))
 
 
 def wait(

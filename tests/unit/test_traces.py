@@ -20,8 +20,8 @@ from triton_omni.core.settings import SettingsError, ThinkerSettings
 from triton_omni.core.tracing import NO_TRACER
 from triton_omni.request.parse import RawRequest
 from triton_omni.stub.adapter import read_client_request
+from triton_omni.stub.launch import make_tracer
 from triton_omni.stub.otel import OtelTracer
-from triton_omni.stub.traces import make_tracer
 
 STAGES = ("thinker", "talker", "token2wav")
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -144,7 +144,7 @@ def test_another_protocol_is_refused_by_name():
 
 def test_a_stage_without_traces_loads_nothing_of_opentelemetry():
     code = (
-        "import sys; from triton_omni.stub import adapter; from triton_omni.stub.traces import make_tracer\n"
+        "import sys; from triton_omni.stub import adapter; from triton_omni.stub.launch import make_tracer\n"
         "make_tracer('thinker', {}); sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     environment = os.environ | UNMEASURED

@@ -26,7 +26,7 @@ from triton_omni.core.settings import UnarySettings
 from triton_omni.session import ledger_layout
 from triton_omni.session.answer import Answer
 from triton_omni.session.stage_board import StageBoard
-from triton_omni.stub import death_watch
+from triton_omni.stub import unary
 from triton_omni.stub.unary import UnaryModel, asked_timeout_s, to_message
 
 WAIT_S = 5.0
@@ -251,7 +251,7 @@ def test_an_error_of_the_stream_keeps_its_code_which_triton_lost(serve, error, c
 
 
 def test_a_request_that_lost_a_stage_and_is_not_told_is_failed(serve, monkeypatch, tmp_path):
-    monkeypatch.setattr(death_watch, "TOLD_WITHIN_S", 0.2)
+    monkeypatch.setattr(unary, "TOLD_WITHIN_S", 0.2)
     monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", tmp_path)
     over = threading.Event()
 

@@ -12,9 +12,9 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from triton_omni.core.device import resolve_device, resolve_dtype_name
 from triton_omni.core.endpoint import command_line, own_grpc_url
@@ -31,7 +31,7 @@ from triton_omni.core.settings import (
     UnarySettings,
     load_settings,
 )
-from triton_omni.stub.traces import make_tracer
+from triton_omni.core.tracing import NO_TRACER, Tracer
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from triton_omni.stub.adapter import StageAdapter
     from triton_omni.stub.unary import UnaryModel
 
+_ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_SPOKEN: Final = "http/protobuf"
 CHECKPOINT_VARIABLE = "OMNI_MODEL"
 INVARIANCE_VARIABLE = "VLLM_BATCH_INVARIANT"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
@@ -345,3 +348,24 @@ def _ledger(stage: StageName, facts: StageFacts) -> SessionLedger:
     remove_stale()
     # Every stub is a child of tritonserver, whose process names the table.
     return SessionLedger(ledger_name(os.getppid()), stage, facts)
+
+
+def make_tracer(stage: StageName, environment: Mapping[str, str] = os.environ) -> Tracer:
+    """Return the tracer of a stage; one that does nothing where no endpoint is configured, or traces are switched off.
+
+    Without an endpoint nothing of OpenTelemetry is imported.
+
+    Raises:
+        SettingsError: another protocol is asked for, or OpenTelemetry is not installed.
+    """
+    is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if is_off or environment.get("OTEL_TRACES_EXPORTER") == "none" or not any(map(environment.get, _ENDPOINTS)):
+        return NO_TRACER
+    for variable in _PROTOCOLS:
+        if (asked := environment.get(variable) or _SPOKEN) != _SPOKEN:
+            raise SettingsError(f"{variable}: spans leave by {_SPOKEN}, not {asked!r:.80}")
+    try:
+        from triton_omni.stub.otel import OtelTracer, exporting_provider
+    except ImportError as error:
+        raise SettingsError(f"traces are asked for, but OpenTelemetry is not installed: {error}") from error
+    return OtelTracer(stage, exporting_provider(environment))

@@ -35,12 +35,14 @@ from triton_omni.request.parse import MAX_PARAMETERS_BYTES, RequestDefaults
 from triton_omni.request.strict_json import parse_json
 from triton_omni.session.answer import Answer
 from triton_omni.session.ledger_layout import PROTOCOL_VERSION, create_table
+from triton_omni.session.stage import lost_error
 from triton_omni.session.stage_board import StageBoard
-from triton_omni.stub.death_watch import DeathWatch
 from triton_omni.stub.request_parameters import read_id, read_parameters
 from triton_omni.stub.response_sender import SendingThread, TritonResponseSender
 from triton_omni.stub.tensors import bound_strings, read_strings
 
+TOLD_WITHIN_S: Final = 2.0
+"""Seconds in which the surviving stages should answer a request that lost a stage."""
 ENSEMBLE: Final = "qwen2_5_omni"
 CANCEL_POLL_S: Final = 0.05
 SETTLED_WITHIN_S: Final = 1.0
@@ -60,6 +62,31 @@ _CHANNEL_OPTIONS: Final = (
 )
 
 logger = logging.getLogger(__name__)
+
+
+class DeathWatch:
+    """Notices that a stage died during a request that no other stage answers; watches one request, from now on.
+
+    The process that would answer may have died too, or have ended its own part just before. Every session that was open
+    then is lost, so nothing that is asked here is cut off.
+
+    Args:
+        board: the server's; None = nothing is known of its stages.
+    """
+
+    def __init__(self, board: StageBoard | None) -> None:
+        self._board = board
+        self._epochs = 0 if board is None else board.epochs()
+        self._seen: float | None = None
+
+    def error(self) -> OmniError | None:
+        """Return the error that ends the request, if it should have ended by itself; else None."""
+        lost = [] if self._board is None else self._board.lost_since(self._epochs)
+        if not lost:
+            return None
+        if self._seen is None:
+            self._seen = time.monotonic()
+        return lost_error(lost[0]) if time.monotonic() - self._seen > TOLD_WITHIN_S else None
 
 
 @dataclass

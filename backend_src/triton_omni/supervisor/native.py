@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the C libraries that are preloaded into tritonserver, each once for a state of its source."""
+"""Compiles and preloads two C libraries into tritonserver; each is compiled once for a state of its source.
+
+`bounds.c` bounds what callers can make of Triton's front ends. With `stall_guard.c` Triton outlives stages that hang or
+die. The heads of both files say what they do and why.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,37 @@ from typing import Final
 
 from triton_omni.core.cache_folder import cache_folder
 from triton_omni.supervisor.machine import prepend
+from triton_omni.supervisor.restart import RestartPolicy
 
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _COMPILES_WITHIN_S: Final = 60.0
+BOUNDS_SOURCE: Final = Path(__file__).with_name("bounds.c")
+_UNBOUNDED: Final = (
+    "each caller can end the server, and each local user can read requests in /dev/shm: install a C compiler, or name "
+    "it by CC"
+)
+STALL_GUARD_S: Final = RestartPolicy().stalled_after_s + 10.0
+"""How much longer than its own second Triton waits for a stage that lives; the supervisor ends one that hangs first."""
+SCRATCH_VARIABLE: Final = "OMNI_SCRATCH"
+STALL_GUARD_SOURCE: Final = Path(__file__).with_name("stall_guard.c")
 
 
 class NativeError(RuntimeError):
     """A library cannot be had; the message is a sentence that says why."""
+
+
+def with_bounds(environment: Mapping[str, str], body_bytes: int) -> dict[str, str]:
+    """Return the environment that `preloading` adds for HTTP bodies of at most `body_bytes`."""
+    return preloading(BOUNDS_SOURCE, environment, _UNBOUNDED, BODY_BYTES=body_bytes)
+
+
+def with_stall_guard(environment: Mapping[str, str], scratch: Path) -> dict[str, str]:
+    """Return the environment that `preloading` adds, and `scratch`, the folder for the Python backend's files in
+    /tmp.
+    """
+    without = "a stage that stands still or dies may end the server"
+    added = preloading(STALL_GUARD_SOURCE, environment, without, PATIENCE_MS=round(STALL_GUARD_S * 1000))
+    return added and {**added, SCRATCH_VARIABLE: str(scratch)}
 
 
 def preloading(source: Path, environment: Mapping[str, str], without: str, **macros: int) -> dict[str, str]:

@@ -16,20 +16,19 @@ from typing import Final
 
 from triton_omni.session.ledger_layout import WATCHED, ledger_name
 from triton_omni.session.stage_board import StageBoard
-from triton_omni.supervisor.bounds import bounded
 from triton_omni.supervisor.drain import end_sessions
 from triton_omni.supervisor.guard import guarded_process
 from triton_omni.supervisor.leftovers import end_group, has_followers, kill_group, remove_shared_memory
 from triton_omni.supervisor.machine import ServerError, TritonInstall
 from triton_omni.supervisor.memory_pool import memory_pool_bytes
 from triton_omni.supervisor.model_control import ModelControl, ModelControlError
+from triton_omni.supervisor.native import with_bounds, with_stall_guard
 from triton_omni.supervisor.options import ServerConfig
 from triton_omni.supervisor.probe import Probe, address, own_host
 from triton_omni.supervisor.readiness import Readiness
 from triton_omni.supervisor.restart import MODELS, RestartPolicy, StageRestarter
 from triton_omni.supervisor.served_repository import served_repository, temporary_folder, thinker_limits
 from triton_omni.supervisor.server_log import ServerLog
-from triton_omni.supervisor.stall_guard import preloaded
 from triton_omni.supervisor.triton_command import server_command
 from triton_omni.supervisor.triton_features import (
     Version,
@@ -107,8 +106,8 @@ class ServerRun:
             scratch = Path(outliving.enter_context(temporary_folder()))
             environment = dict(launch.environment)
             if config.stall_guard:
-                environment |= preloaded(environment, scratch)
-            environment |= bounded(environment, thinker_limits(config.model_repository).max_body_bytes)
+                environment |= with_stall_guard(environment, scratch)
+            environment |= with_bounds(environment, thinker_limits(config.model_repository).max_body_bytes)
             started = guarded_process(launch.command(repository), environment, launch.regions, [*own, scratch])
             self.process, self._guard = outliving.enter_context(started)
             self._readiness = Readiness(launch.control, repository) if own else None

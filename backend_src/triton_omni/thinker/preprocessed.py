@@ -7,6 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from triton_omni.request.media.killable import IsWanted
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import Sampling, ThinkerPlaced
@@ -42,3 +46,19 @@ class Intake(Protocol):
 
     def close(self) -> None:
         """Stop preprocessing, and release everything that outlives the process."""
+
+
+def extend_positions(positions: Tensor, count: int) -> Tensor:
+    """Extend M-RoPE positions [3, P] by `count` text tokens to [3, P + count].
+
+    Text after any prompt continues from the largest position on all three axes, as in HF's `get_rope_index`. Uses
+    numpy: every torch call competes with a busy loop for the interpreter lock. Uses array methods: numpy's functions
+    written in Python take several times as long, above all after a pause.
+    """
+    known = positions.numpy()
+    length = known.shape[1]
+    after = int(known.max()) + 1 if length else 0
+    extended = np.empty((3, length + count), known.dtype)
+    extended[:, :length] = known
+    extended[:, length:] = np.arange(after, after + count)
+    return torch.from_numpy(extended)

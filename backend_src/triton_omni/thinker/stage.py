@@ -47,9 +47,8 @@ from triton_omni.session.stage import (
 from triton_omni.session.wire import Kind, ThinkerMessage
 from triton_omni.thinker import direct_calls
 from triton_omni.thinker.open_session import OpenSession
-from triton_omni.thinker.positions import extend_positions
 from triton_omni.thinker.preprocess_pool import PreprocessPool
-from triton_omni.thinker.preprocessed import Intake, Preprocessed
+from triton_omni.thinker.preprocessed import Intake, Preprocessed, extend_positions
 from triton_omni.thinker.request_metrics import RequestMetrics
 from triton_omni.thinker.slots import Slots
 

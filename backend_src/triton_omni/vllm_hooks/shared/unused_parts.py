@@ -2,7 +2,7 @@
 """Parts of vLLM that its engine imports with all they need, and no stage runs: a sixth of the time of its import.
 
 These are the parsers of reasoning and of tool calls, which bring the messages of vLLM's own HTTP server, and an
-exporter of vLLM's traces; a stage's are made in `stub/traces.py`. Modules that are loaded already stay.
+exporter of vLLM's traces; a stage's are made in `stub/launch.py`. Modules that are loaded already stay.
 """
 
 from __future__ import annotations

@@ -9,11 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from transformers import BatchFeature
+from transformers import BatchFeature, WhisperFeatureExtractor
 
 from triton_omni.vllm_hooks.shared.compat import Qwen2_5OmniThinkerMultiModalProcessor, Qwen2_5OmniThinkerProcessingInfo
 from triton_omni.vllm_hooks.thinker.media_positions import TimeScale, film_order
-from triton_omni.vllm_hooks.thinker.sound_features import LeastPaddedFeatures
 
 TIMES: Final = "second_per_grid_ts"
 
@@ -94,3 +93,26 @@ def _numbered(updates: Sequence[Any], index: int) -> list[Any]:
 
 def _are_heard(videos: Sequence[Mapping[str, Any] | None]) -> bool:
     return any(video is not None and bool(video["use_audio_in_video"].data) for video in videos)
+
+
+class LeastPaddedFeatures(WhisperFeatureExtractor):
+    """HF's extractor, which computes the same features of far fewer frames.
+
+    HF pads every sound to the longest that the model takes, 300 s as published, and drops the frames of the padding
+    again: ten seconds of sound took as long as five minutes. Zeros as long as a window after the longest sound are
+    enough: no kept frame, and none with sound in it, sees the end of the padding, which is mirrored.
+    """
+
+    def __call__(self, raw_speech: Any, *args: Any, **kwargs: Any) -> BatchFeature:
+        """Do as HF's; `max_length`, in samples, is the least that gives the same, for a list of sounds [S]."""
+        if not args and kwargs.get("max_length") is None and isinstance(raw_speech, list | tuple):
+            kwargs["max_length"] = self._enough(raw_speech)
+        features: BatchFeature = super().__call__(raw_speech, *args, **kwargs)
+        return features
+
+    def _enough(self, sounds: Sequence[Any]) -> int | None:
+        """Samples, for sounds [S] each, as vLLM gives them; None for HF's other forms, which are padded as HF does."""
+        if not all(isinstance(sound, np.ndarray) and sound.ndim == 1 for sound in sounds):
+            return None
+        frames = -(-(max(map(len, sounds)) + self.n_fft) // self.hop_length)
+        return int(min(frames * self.hop_length, self.n_samples))
