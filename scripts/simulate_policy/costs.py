@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the steps of each stage cost the GPU, from a measured file."""
+"""The GPU time of each stage's steps, from a measured file."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Costs(BaseModel):
     source: str
     thinker_step_ms: float
     thinker_token_ms: float
-    """Of each token of a prompt."""
+    """For each token of a prompt."""
     talker_step_ms: float
     talker_sequence_ms: float
-    """Of each sequence that decodes."""
+    """For each sequence that decodes."""
     talker_token_ms: float
-    """Of each token of a prompt."""
+    """For each token of a prompt."""
     window_ms: float
-    """Of a batch of windows, however small."""
+    """For a batch of windows, however small."""
     frame_ms: float
-    """Of each mel frame of a batch."""
+    """For each mel frame of a batch."""
     slowdown: dict[Stage, dict[Stage, float]]
     """By stage and a stage beside it: the added time as a fraction of the own one."""
 

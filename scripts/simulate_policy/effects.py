@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads, the rules one by one, and what a listener has of them."""
+"""Loads, the rules one by one, and their effect on listeners."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RULES_OFF: Final = {
 
 @dataclass(frozen=True)
 class Effect:
-    """What the listeners of a load have."""
+    """The result of a load for its listeners."""
 
     first_audio_p50_ms: float
     first_audio_p95_ms: float
@@ -55,7 +55,7 @@ class Effect:
 
 
 def simulate(requests: Sequence[Request], costs: Costs, thinker: ThinkerPolicy, token2wav: Token2WavPolicy) -> Effect:
-    """Serve the requests on a model of the GPU; return what their listeners have."""
+    """Serve the requests on a model of the GPU; return the effect on their listeners."""
     server = Server(costs, thinker, token2wav)
     replies = server.run(requests)
     first = sorted(reply.chunks[0].at_s * 1000 for reply in replies)

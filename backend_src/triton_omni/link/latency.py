@@ -20,7 +20,7 @@ BOUNDS_S: Final = (
 
 
 class LinkLatency(Histogram):
-    """Of seconds."""
+    """A histogram of seconds."""
 
     def __init__(self) -> None:
         super().__init__(BOUNDS_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use a GPU that thinker, talker and token2wav share: pure rules, from a snapshot to a decision.
+"""Rules for a GPU that thinker, talker and token2wav share: pure functions from a snapshot to a decision.
 
 | Rule | Decides | In the process of |
 |---|---|---|

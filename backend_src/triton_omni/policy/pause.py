@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the thinker pauses: every pending first window waits only for the later stages.
+"""The thinker pauses while every pending first window waits only for the later stages.
 
 Steps of the thinker slow down a window of token2wav and the talker's step before it. Those steps are not needed for a
 while, since the reply is ahead of its sound from the first window on. token2wav claims the GPU (`policy/claim.py`) once

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which due windows of token2wav share the next batch, and whether token2wav claims the GPU for them.
+"""Chooses the due windows that share token2wav's next batch, and tells if token2wav claims the GPU for them.
 
 A batch takes a fixed time on the GPU, however small it is, and a little more for each frame. Many small batches, each
 for the most urgent stream, would leave less time for the others. So a batch is filled as far as its most urgent stream
@@ -25,7 +25,7 @@ FEW: Final = 2
 
 
 class Window(Protocol):
-    """What the rules know of a window whose codes have arrived."""
+    """A window whose codes have arrived, as the rules see it."""
 
     @property
     def frames(self) -> int:
@@ -61,7 +61,7 @@ W = TypeVar("W", bound=Window)
 
 @dataclass(frozen=True)
 class Snapshot(Generic[W]):
-    """What token2wav has to do at one moment."""
+    """The work of token2wav at one moment."""
 
     now_ns: int
     due: Sequence[W]
