@@ -137,6 +137,26 @@ def test_a_file_that_others_may_open_is_refused(name, use, mode):
         USES[use](name)
 
 
+def bind(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound:
+        bound.bind(str(path))
+    path.chmod(0o600)
+
+
+NO_FILES = {"a pipe": lambda path: os.mkfifo(path, 0o600), "a folder": lambda path: path.mkdir(0o700), "a socket": bind}
+
+
+@pytest.mark.timeout(WAIT_S)
+@pytest.mark.parametrize("use", [use for use in USES if use.startswith(("the", "who", "a stage that"))])
+@pytest.mark.parametrize("put", NO_FILES)
+def test_what_is_no_file_is_refused_and_not_waited_for(name, use, put):
+    """The server's own user put it there: an error, and no stage that waits for ever."""
+    for file in ("ledger", "talker-ring"):
+        NO_FILES[put](own_folder(name) / file)
+    with pytest.raises(LedgerError, match=r"is no file \(.rw?.*\): stop the server, then remove it"):
+        USES[use](name)
+
+
 @pytest.mark.parametrize("mode", [0o750, 0o701, 0o777])
 def test_a_folder_that_others_may_open_is_refused(name, mode):
     own_folder(name).chmod(mode)
