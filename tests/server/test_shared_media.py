@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import http.client
 import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -156,3 +160,63 @@ def test_a_client_that_is_closed_leaves_nothing(server: Served) -> None:
 def test_a_client_registers_no_file_of_the_server(server: Served) -> None:
     refuse_foreign_files(server)
     assert server.ask("after", "hello", seed=1).info is not None
+
+
+@contextmanager
+def shared_file(size: int) -> Iterator[str]:
+    """The key of a file of this size, which a client may share."""
+    name = f"triton_omni_client_{os.getpid()}_{size}"
+    path = SHARED_MEMORY / name
+    path.write_bytes(bytes(size))
+    try:
+        yield f"/{name}"
+    finally:
+        path.unlink()
+
+
+def register(server: Served, name: str, key: str, size: int, offset: int = 0) -> str:
+    """What the server says of a registration; empty if it was made."""
+    asked = service_pb2.SystemSharedMemoryRegisterRequest(name=name, key=key, offset=offset, byte_size=size)
+    try:
+        server.client._stub.SystemSharedMemoryRegister(asked)
+    except grpc.RpcError as error:
+        return str(error.details())
+    return ""
+
+
+@pytest.mark.parametrize(("size", "offset"), [(4096, 0), (16, 0), (4096, 2**64 - 4096), (0, 0)])
+def test_a_file_that_is_registered_twice_closes_no_connection(server: Served, size: int, offset: int) -> None:
+    """Triton keeps the number of a closed file, which a connection may have by then."""
+    with shared_file(4096) as key, ExitStack() as stack:
+        assert register(server, "once", key, 4096) == ""
+        others = [
+            stack.enter_context(contextlib.closing(http.client.HTTPConnection(server.supervisor.http_url, timeout=60)))
+            for _ in range(8)
+        ]
+        assert [is_live(other) for other in others] == [True] * 8
+        try:
+            assert register(server, "twice", key, size, offset) == f"Invalid shared memory region: '{key}'"
+            assert [is_live(other) for other in others] == [True] * 8
+        finally:
+            server.client._stub.SystemSharedMemoryUnregister(service_pb2.SystemSharedMemoryUnregisterRequest())
+        assert register(server, "after", key, 4096) == ""
+        server.client._stub.SystemSharedMemoryUnregister(service_pb2.SystemSharedMemoryUnregisterRequest())
+
+
+def is_live(connection: http.client.HTTPConnection) -> bool:
+    """Whether the server answers on this connection, which is opened if it is not."""
+    opened = connection.sock
+    connection.request("GET", "/v2/health/live")
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status == 200 and opened in (None, connection.sock)
+
+
+@pytest.mark.parametrize("size", [4097, 2**40, 2**64 - 1])
+def test_regions_larger_than_their_files_leave_no_file_open(server: Served, size: int) -> None:
+    opened = Path(f"/proc/{server.supervisor.pid}/fd")
+    with shared_file(4096) as key:
+        before = len(list(opened.iterdir()))
+        for number in range(200):
+            assert "invalid args" in register(server, f"large {number}", key, size)
+        assert len(list(opened.iterdir())) < before + 100, "at most one for each of gRPC's threads"

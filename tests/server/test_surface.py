@@ -10,6 +10,8 @@ import json
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,12 +19,15 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from processes import family
 from server.serving import STAGES, Served, wait_for
 from triton_omni.supervisor.model_control import HEADER
 from triton_omni.thinker.direct_calls import UNHEARD_FOR_S
 from triton_omni_client import Request
 from triton_omni_client.protocol import to_grpc
 
+LISTENS = "0A"
+"""The state of a socket, in /proc/net."""
 Stub = service_pb2_grpc.GRPCInferenceServiceStub
 
 GUARDED_CALLS: dict[str, Callable[[Stub], Any]] = {
@@ -138,3 +143,22 @@ def test_a_later_stage_gives_nothing_over_http(server: Served, stage: str, tenso
     """Over gRPC: see `test_contract.py`."""
     _, text = server.post(f"/v2/models/{stage}/{call}", json.dumps({"META": [1, 2], **tensor}))
     assert re.fullmatch(r'|\{"error":".+"\}', text), text
+
+
+def test_a_stage_listens_at_no_port(server: Served) -> None:
+    """Any local user could connect to it, as often as the stage can open files."""
+    port = int(server.supervisor.http_url.rpartition(":")[2])
+    listening = {pid: listening_ports(pid) for pid in family(server.supervisor.pid)}
+    assert port in listening.pop(server.supervisor.pid)
+    assert len(listening) >= len(STAGES)
+    assert not any(listening.values()), listening
+
+
+def listening_ports(pid: int) -> set[int]:
+    """TCP ports at which a process listens."""
+    inodes = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            inodes.add(file.readlink().name.strip("socket:[]"))
+    rows = [row.split() for kind in ("tcp", "tcp6") for row in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTENS and row[9] in inodes}

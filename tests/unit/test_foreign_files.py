@@ -33,6 +33,7 @@ from triton_omni.session.ledger_layout import (
 from triton_omni.session.ledger_view import read_ledger
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.session.wire import PROTOCOL_VERSION
+from triton_omni.supervisor import leftovers
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
 
@@ -98,7 +99,7 @@ def make_whole_ledger(path):
 MADE_FIRST = {
     "a folder for all": lambda path: make_folder(path, 0o777),
     "a folder for himself": lambda path: make_folder(path, 0o700),
-    "a file": lambda path: path.touch(),
+    "a file": Path.touch,
     "a link to a folder of ours": lambda path: path.symlink_to("/root"),
     "a link to nothing": lambda path: path.symlink_to("/nowhere"),
     "a whole ledger": make_whole_ledger,
@@ -133,6 +134,26 @@ def test_a_file_that_others_may_open_is_refused(name, use, mode):
     for file in own_folder(name).iterdir():
         file.chmod(mode)
     with pytest.raises(LedgerError, match="that nobody else may open: remove it"):
+        USES[use](name)
+
+
+def bind(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound:
+        bound.bind(str(path))
+    path.chmod(0o600)
+
+
+NO_FILES = {"a pipe": lambda path: os.mkfifo(path, 0o600), "a folder": lambda path: path.mkdir(0o700), "a socket": bind}
+
+
+@pytest.mark.timeout(WAIT_S)
+@pytest.mark.parametrize("use", [use for use in USES if use.startswith(("the", "who", "a stage that"))])
+@pytest.mark.parametrize("put", NO_FILES)
+def test_what_is_no_file_is_refused_and_not_waited_for(name, use, put):
+    """The server's own user put it there: an error, and no stage that waits for ever."""
+    for file in ("ledger", "talker-ring"):
+        NO_FILES[put](own_folder(name) / file)
+    with pytest.raises(LedgerError, match=r"is no file \(.rw?.*\): stop the server, then remove it"):
         USES[use](name)
 
 
@@ -211,6 +232,37 @@ def test_what_another_user_named_like_ours_is_left_alone(shared, name):
     assert [path.name for path in own_folders()] == [f"{name}b"]
     assert remove_stale() == [f"{name}b"]
     assert (shared / name / "ledger").exists()
+
+
+def make_link(path):
+    path.symlink_to("/nowhere")
+
+
+FOREIGN_REGIONS = {
+    "a folder": Path.mkdir,
+    "a file": Path.touch,
+    "a pipe": os.mkfifo,
+    "a link": make_link,
+}
+
+
+def make_region(kind, path):
+    FOREIGN_REGIONS[kind](path)
+
+
+@pytest.mark.parametrize("kind", FOREIGN_REGIONS)
+@pytest.mark.parametrize("remove", ["at the next start", "at the stop"])
+def test_what_another_user_named_like_a_region_stops_no_start_and_no_stop(shared, monkeypatch, kind, remove):
+    monkeypatch.setattr(leftovers, "_SHARED_MEMORY", shared)
+    prefix = f"triton_omni_{os.getuid()}-{layout.process_namespace()}-4194304-1_0a_"
+    foreign, own = shared / f"{prefix}1", shared / f"{prefix}2"
+    by_nobody(make_region, kind, foreign)
+    own.touch()
+    if remove == "at the stop":
+        leftovers.remove_shared_memory(prefix)
+    else:
+        assert leftovers.remove_stale_regions() == [own.name]
+    assert list(shared.iterdir()) == [foreign]
 
 
 def test_no_name_of_shared_memory_reaches_the_ledger(monkeypatch):

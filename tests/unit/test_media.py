@@ -193,6 +193,21 @@ class TestAudio:
         with pytest.raises(BadRequest, match="not finite"):
             decode_audio(samples.audio_file("wav", samples=wave, subtype="FLOAT"), LIMITS)
 
+    @pytest.mark.parametrize("value", [3e38, -3e38, 1e20, 4.4e9])
+    def test_samples_whose_squares_overflow_are_refused(self, value):
+        """They made hidden states infinite, and the request's error `internal`."""
+        wave = samples.tone()
+        wave[7] = value
+        with pytest.raises(
+            BadRequest, match=r"a sample is .*e\+\d\d, the limit is 4.29497e\+09: scale the sound to -1 to 1"
+        ):
+            decode_audio(samples.audio_file("wav", samples=wave, subtype="FLOAT"), LIMITS)
+
+    @pytest.mark.parametrize("scale", [1, 2**15, 2**31])
+    def test_integers_that_were_written_as_floats_are_heard(self, scale):
+        heard = decode_audio(samples.audio_file("wav", samples=samples.tone() * scale, subtype="FLOAT"), LIMITS).samples
+        np.testing.assert_allclose(heard, samples.tone() * scale, rtol=1e-6)
+
     def test_rates_and_channels_beyond_reason_are_refused(self):
         with pytest.raises(BadRequest, match="9 channels, allowed are 1 to 8"):
             decode_audio(samples.audio_file("wav", samples=np.zeros((2000, 9), np.float32)), LIMITS)

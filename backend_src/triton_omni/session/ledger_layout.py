@@ -202,10 +202,13 @@ def open_own(path: Path, flags: int) -> int:
 
     Raises:
         FileNotFoundError: there is none.
-        LedgerError: folder or file belongs to another user, is open to others, or is a link.
+        LedgerError: folder or file belongs to another user, is open to others, or is a link; or it is no file, and
+            to open a pipe could last for ever.
     """
     _check_owner(path.parent)
     _check_owner(path)
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise LedgerError(f"{path} is no file ({stat.filemode(path.lstat().st_mode)}): stop the server, then remove it")
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 

@@ -25,10 +25,15 @@
  * Shared memory. Triton maps each file of /dev/shm that a caller names. Here it maps none but those of clients. Boost
  * sets the mode of the Python backend's regions to 0644 whatever the umask is. Here they are for their owner alone, and
  * the backend's errors, which callers read, do not name them.
+ *
+ * Triton closes the file of a region once it is mapped. It keeps the file's number and takes it for open if the same key
+ * is registered again. It then maps and closes whatever file has that number by now. Here such a number is no open file.
+ * Triton also leaves a file open if the region is larger than the file. Here the next registration closes it.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -38,6 +43,7 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -218,13 +224,51 @@ int inflate(zlib_stream *stream, int flush) {
     return is_too_large(&unpacked) ? Z_STREAM_ERROR : result;
 }
 
+/* What this thread has opened for a registration and not closed yet; -1 = nothing. */
+static __thread int registering = -1;
+/* By file descriptor: it was that of a registration. */
+static char has_registered[CONNECTIONS];
+
 int shm_open(const char *name, int flags, mode_t mode) {
-    if (of_the_front_ends(__builtin_return_address(0)) &&
-        strncmp(name + strspn(name, "/"), CLIENTS_FILE, strlen(CLIENTS_FILE)) != 0) {
+    int (*open_shared)(const char *, int, mode_t) = dlsym(RTLD_NEXT, "shm_open");
+    if (!of_the_front_ends(__builtin_return_address(0)))
+        return open_shared(name, flags, mode);
+    if (registering >= 0)
+        close(registering);
+    if (strncmp(name + strspn(name, "/"), CLIENTS_FILE, strlen(CLIENTS_FILE)) != 0) {
         errno = EACCES;
         return -1;
     }
-    return ((int (*)(const char *, int, mode_t))dlsym(RTLD_NEXT, "shm_open"))(name, flags, mode);
+    registering = open_shared(name, flags, mode);
+    if (registering >= 0 && registering < CONNECTIONS)
+        has_registered[registering] = 1;
+    return registering;
+}
+
+int close(int file) {
+    if (file == registering)
+        registering = -1;
+    return syscall(SYS_close, file);
+}
+
+static int is_closed_region(int file, const void *caller) {
+    int was_region = file >= 0 && file < CONNECTIONS && has_registered[file];
+    return was_region && file != registering && of_the_front_ends(caller);
+}
+
+/* A registration asks for the size first. */
+int fstat(int file, struct stat *found) {
+    if (!is_closed_region(file, __builtin_return_address(0)))
+        return fstatat(file, "", found, AT_EMPTY_PATH);
+    errno = EBADF;
+    return -1;
+}
+
+int fstat64(int file, struct stat64 *found) {
+    if (!is_closed_region(file, __builtin_return_address(0)))
+        return fstatat64(file, "", found, AT_EMPTY_PATH);
+    errno = EBADF;
+    return -1;
 }
 
 int fchmod(int file, mode_t mode) {

@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import signal
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -107,7 +108,7 @@ def stale_regions() -> list[Path]:
 
     Those of other process-id namespaces are left out: whether their processes live cannot be seen from here.
     """
-    found = [region for region in _SHARED_MEMORY.glob(f"{_own_regions()}*") if _owner_is_gone(region)]
+    found = [region for region in _own_files(_own_regions()) if _owner_is_gone(region)]
     mapped = _mapped_regions() if found else set()
     return [region for region in found if region.name not in mapped]
 
@@ -129,6 +130,19 @@ def _mapped_regions() -> set[str]:
 
 def remove_shared_memory(prefix: str) -> None:
     """Remove the shared memory of ended servers: Triton's regions of this prefix, and ledgers."""
-    for region in _SHARED_MEMORY.glob(f"{prefix}*"):
+    for region in _own_files(prefix):
         region.unlink(missing_ok=True)
     remove_stale()
+
+
+def _own_files(prefix: str) -> list[Path]:
+    """Files of this user whose names begin so. Every user may make files of these names, which only he can remove."""
+    return [path for path in _SHARED_MEMORY.glob(f"{prefix}*") if _is_own_file(path)]
+
+
+def _is_own_file(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:  # its server removed it this moment
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()

@@ -34,6 +34,8 @@ from triton_omni.request.media.types import SAMPLE_RATE, Audio
 
 MAX_CHANNELS = 8
 MAX_RATE = 192_000
+MAX_SAMPLE = 2.0**32
+"""Full scale is 1, or 2^31 where integers were written as floats. Squares of far larger samples overflow float32."""
 MIN_SAMPLES = 480
 """Three mel frames: with fewer the audio encoder has no output position."""
 MAX_TRACKS = 16
@@ -59,8 +61,8 @@ def decode_audio(data: bytes, limits: RequestLimits) -> Audio:
     """Decode a file of sound, in any format that `sniff` knows.
 
     Raises:
-        BadRequest: unreadable, without sound or with a video track, mostly damaged, too short, not finite, or of an
-            unsupported codec, rate or number of channels.
+        BadRequest: unreadable, without sound or with a video track, mostly damaged, too short, too loud, not finite,
+            or of an unsupported codec, rate or number of channels.
         TooLarge: longer than `limits.max_audio_seconds`, found after that much was decoded.
     """
     kind = sniff(data)
@@ -88,7 +90,7 @@ def finish_audio(blocks: Iterable[Block], max_seconds: float) -> Audio:
     """Join mono blocks and resample them to 16 kHz, those of each rate together.
 
     Raises:
-        BadRequest: too short, or not finite.
+        BadRequest: too short, too loud, or not finite.
         TooLarge: longer than `max_seconds`.
     """
     runs: list[tuple[int, list[NDArray[np.float32]]]] = []
@@ -111,6 +113,8 @@ def _resample(wave: NDArray[np.float32], rate: int) -> NDArray[np.float32]:
     """librosa's `resample`: soxr HQ, then exactly ceil(n * 16000 / rate) samples."""
     if not np.isfinite(wave).all():
         raise BadRequest("holds samples that are not finite numbers")
+    if len(wave) and (peak := float(np.abs(wave).max())) > MAX_SAMPLE:
+        raise BadRequest(f"a sample is {peak:.3g}, the limit is {MAX_SAMPLE:g}: scale the sound to -1 to 1")
     if rate == SAMPLE_RATE or not len(wave):
         return wave
     length = math.ceil(len(wave) * SAMPLE_RATE / rate)
