@@ -68,7 +68,7 @@ def test_each_chunk_gets_its_own_frames_by_number(sick: int | None) -> None:
     for turn in itertools.count():
         # Not all of them every time, so that batches differ.
         ready = [s for s in streams if s.due() is not None and (turn + int(s.key)) % 3]
-        batch = [Due(stream, chunk, 0) for stream in ready if (chunk := stream.due()) is not None]
+        batch = [Due.of(stream, chunk) for stream in ready if (chunk := stream.due()) is not None]
         if all(stream.finished for stream in streams):
             break
         if not batch:
@@ -89,7 +89,7 @@ def test_a_stream_keeps_what_later_chunks_need_and_no_more() -> None:
     for _ in range(4):
         chunk = stream.due()
         assert chunk is not None
-        due = Due(stream, chunk, 0)
+        due = Due.of(stream, chunk)
         splice([due], [mel_of(due, bad=False)]).take_on()
         plan = stream.request.plan
         # A final chunk behind may want as many frames before it as a regular one has.
