@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attacks that Triton's ports leave to a proxy: tries each on a running server and measures its cost.
+"""Attacks that Triton's ports leave to a proxy, and clients that do not listen: the cost of each to a running server.
 
     python scripts/attacks.py --http 127.0.0.1:8000 --grpc 127.0.0.1:8001 --pid PID
 
@@ -10,7 +10,9 @@ memory while the try lasts), and the seconds that a good request took meanwhile.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import http.client
+import random
 import socket
 import struct
 import time
@@ -20,6 +22,11 @@ from dataclasses import dataclass
 
 import grpc  # type: ignore[import-untyped]
 import psutil
+
+from triton_omni_client import OmniClient, Request
+from triton_omni_client.aio import AsyncOmniClient
+from triton_omni_client.errors import OmniClientError
+from triton_omni_client.retry import NO_RETRY
 
 UNARY = "/v2/models/qwen2_5_omni_unary"
 GOOD = rb"""{"text_input": "hello", "sampling_parameters":
@@ -137,6 +144,46 @@ def empty_inputs(server: Server) -> Iterator[None]:
         yield
 
 
+def spoken(seed: int, codes: int) -> Request:
+    """A request for so many codes of speech, 50 a second."""
+    length = {"max_tokens": codes, "min_tokens": codes}
+    return Request(text="hello", seed=seed, thinker={"max_tokens": 20}, talker=length)
+
+
+async def _cancel(client: AsyncOmniClient, seed: int, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds), client.stream(spoken(seed, 40)) as deltas:
+            async for _ in deltas:
+                pass
+    except (TimeoutError, OmniClientError):
+        pass
+
+
+@contextmanager
+def cancels(server: Server) -> Iterator[None]:
+    """240 requests for speech, 16 at a time, each cancelled at a random moment within 3 s."""
+    moments = random.Random(1)
+
+    async def run() -> None:
+        async with AsyncOmniClient(server.grpc, retry=NO_RETRY) as client:
+            for wave in range(15):
+                tries = ((16 * wave + number, 3 * moments.random() ** 2) for number in range(16))
+                await asyncio.gather(*(_cancel(client, seed, seconds) for seed, seconds in tries))
+
+    asyncio.run(run())
+    yield
+
+
+@contextmanager
+def unread(server: Server) -> Iterator[None]:
+    """70 requests for 6 s of speech, whose streams nobody reads."""
+    with OmniClient(server.grpc, retry=NO_RETRY) as client, ExitStack() as stack:
+        for seed in range(70):
+            stack.enter_context(client.stream(spoken(seed, 300)))
+        time.sleep(2)
+        yield
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,7 +192,7 @@ def main() -> None:
     parser.add_argument("--pid", type=int, required=True, metavar="PID", help="of tritonserver")
     server = Server(**vars(parser.parse_args()))
     print(f"before: good {server.good_s()}")
-    for trial in (silent, open_streams, rapid_reset, resets, held_bodies, empty_inputs):
+    for trial in (silent, open_streams, rapid_reset, resets, held_bodies, empty_inputs, cancels, unread):
         cpu_s, mib = server.cpu_s(), server.mib()
         with trial(server):
             told = f"{server.mib() - mib:+.0f} MiB, beside {server.good_s()}"
