@@ -24,7 +24,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gateway_fakes import MODEL, RunningGateway, run_gateway
 from server.asking import DIFFERENT, ask, ask_together, request
-from server.probes import SLOW_TALKER, SLOW_THINKER
+from server.probes import CRAWLING_THINKER, SLOW_TALKER
 from server.serving import TINY, Served, serve, wait_for
 from triton_omni.session import ledger_layout
 from triton_omni_client import NO_RETRY, OmniClient, Request
@@ -116,8 +116,8 @@ def test_a_reply_asked_for_twice_has_the_same_bits(deterministic: Served) -> Non
 
 def test_envoy_spreads_the_streams_of_one_connection(servers: list[Served], front: tuple[str, str]) -> None:
     with OmniClient(front[0], timeout=60, retry=NO_RETRY) as client:
-        # Metrics are published once a second, on a busy machine later; what is seen ends the replies.
-        streams = [client.stream(Request(text="hello", seed=SLOW_THINKER, thinker=LONGER)) for _ in range(6)]
+        # Metrics are published once a second, on a busy machine later, so the replies last until they are closed.
+        streams = [client.stream(Request(text="hello", seed=CRAWLING_THINKER, thinker=LONGER)) for _ in range(6)]
         wait_for(lambda: open_sessions(servers) == [3, 3], lambda: open_sessions(servers))
         for stream in streams:
             stream.close()
