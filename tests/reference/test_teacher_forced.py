@@ -103,12 +103,13 @@ def as_near(plain: dict[str, Error]) -> dict[str, Error]:
 
 
 @on_gpu
-def test_thinker_steps_along_the_plain_path(checkpoint: Path) -> None:
-    plain = thinker_traces(checkpoint, **PLAIN)
-    exact = thinker_traces(checkpoint, plain, dtype="float32", **PLAIN)
+@pytest.mark.parametrize("traces", [thinker_traces, talker_traces], ids=["thinker", "talker"])
+def test_steps_along_the_plain_path(checkpoint: Path, traces: Any) -> None:
+    plain = traces(checkpoint, **PLAIN)
+    exact = traces(checkpoint, plain, dtype="float32", **PLAIN)
     bounds = as_near(errors(exact, plain))
-    recorded = errors(exact, thinker_traces(checkpoint, plain, fused_decode=False))
-    fused = errors(exact, thinker_traces(checkpoint, plain, fused_decode=True))
+    recorded = errors(exact, traces(checkpoint, plain, fused_decode=False))
+    fused = errors(exact, traces(checkpoint, plain, fused_decode=True))
     assert_bounded("recorded", recorded, bounds)
     assert_bounded("fused", fused, bounds)
 
@@ -121,17 +122,6 @@ def test_thinker_steps_in_fp8(checkpoint: Path) -> None:
     fused = errors(exact, thinker_traces(checkpoint, plain, fused_decode=True, quantization="fp8"))
     assert_bounded("FP8 recorded", recorded, dict.fromkeys(recorded, FP8))
     assert_bounded("FP8 fused", fused, as_near(recorded))
-
-
-@on_gpu
-def test_talker_steps_along_the_plain_path(checkpoint: Path) -> None:
-    plain = talker_traces(checkpoint, **PLAIN)
-    exact = talker_traces(checkpoint, plain, dtype="float32", **PLAIN)
-    bounds = as_near(errors(exact, plain))
-    recorded = errors(exact, talker_traces(checkpoint, plain, fused_decode=False))
-    fused = errors(exact, talker_traces(checkpoint, plain, fused_decode=True))
-    assert_bounded("recorded", recorded, bounds)
-    assert_bounded("fused", fused, bounds)
 
 
 def test_a_larger_error_than_that_of_plain_steps_is_noticed() -> None:

@@ -717,7 +717,7 @@ def relayed(*messages):
     sender = RecordingOutlet()
     relay = TextRelay(sender, lambda: None)
     for sequence, text in messages:
-        relay.relay(TalkerMessage(key=SessionKey(0, 1), kind=Kind.TEXT, sequence=sequence, text=text))
+        relay.forward(TalkerMessage(key=SessionKey(0, 1), kind=Kind.TEXT, sequence=sequence, text=text))
     return sender.texts, relay
 
 
@@ -746,7 +746,7 @@ def test_a_relay_stops_at_a_message_out_of_sequence(sequence):
 def test_a_closed_relay_answers_nothing():
     texts, relay = relayed((1, "a"))
     relay.close()
-    relay.relay(TalkerMessage(key=SessionKey(0, 1), kind=Kind.TEXT, sequence=2, text="b"))
+    relay.forward(TalkerMessage(key=SessionKey(0, 1), kind=Kind.TEXT, sequence=2, text="b"))
     assert texts == ["a"]
 
 

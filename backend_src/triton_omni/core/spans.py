@@ -27,7 +27,7 @@ class FirstFit:
         return None
 
     def free(self, start: int) -> None:
-        """Free the span that `take` returned."""
+        """Free the span that `allocate` returned."""
         del self._spans[start]
 
     def _gaps(self, avoid: Iterable[range]) -> Iterator[tuple[int, int]]:

@@ -18,6 +18,7 @@ import shutil
 import stat
 import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -287,15 +288,17 @@ def remove_stale() -> list[str]:
 
 def own_folders() -> list[Path]:
     """This user's folders of this process-id namespace, those whose server is gone among them."""
-    return sorted(filter(_is_own_folder, _SHARED_MEMORY.glob(f"triton-omni-{os.getuid()}-{process_namespace()}-*-*-*")))
+    found = _SHARED_MEMORY.glob(f"triton-omni-{os.getuid()}-{process_namespace()}-*-*-*")
+    return sorted(path for path in found if is_own(path, stat.S_ISDIR))
 
 
-def _is_own_folder(path: Path) -> bool:
+def is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """True if a path is there, is this user's, and has a mode of a kind such as `stat.S_ISDIR`; follows no link."""
     try:
         found = path.lstat()
     except FileNotFoundError:  # its server removed it this moment
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return is_kind(found.st_mode) and found.st_uid == os.getuid()
 
 
 def server_of(folder: Path) -> int | None:

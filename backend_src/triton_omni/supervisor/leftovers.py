@@ -18,7 +18,14 @@ from typing import Final
 
 import psutil
 
-from triton_omni.session.ledger_layout import process_id, process_namespace, process_of, remove_stale, server_name
+from triton_omni.session.ledger_layout import (
+    is_own,
+    process_id,
+    process_namespace,
+    process_of,
+    remove_stale,
+    server_name,
+)
 
 _SHARED_MEMORY = Path("/dev/shm")
 _KILLED_WITHIN_S = 10.0
@@ -137,12 +144,4 @@ def remove_shared_memory(prefix: str) -> None:
 
 def _own_files(prefix: str) -> list[Path]:
     """Files of this user whose names begin so. Every user may make files of these names, which only he can remove."""
-    return [path for path in _SHARED_MEMORY.glob(f"{prefix}*") if _is_own_file(path)]
-
-
-def _is_own_file(path: Path) -> bool:
-    try:
-        found = path.lstat()
-    except FileNotFoundError:  # its server removed it this moment
-        return False
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+    return [path for path in _SHARED_MEMORY.glob(f"{prefix}*") if is_own(path, stat.S_ISREG)]

@@ -130,7 +130,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         if message.kind == Kind.OPEN:
             self._relays.setdefault(message.key, TextRelay(sender, self._when_lost(message.key)))
         elif message.kind != Kind.HEARTBEAT and (relay := self._relays.get(message.key)) is not None:
-            relay.relay(message)
+            relay.forward(message)
 
     def _receive(self, message: TalkerMessage, sender: ResponseSender, arrived_ns: int) -> None:
         super()._receive(message, sender, arrived_ns)

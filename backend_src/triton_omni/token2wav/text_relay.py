@@ -29,7 +29,7 @@ class TextRelay:
         self.first_ns = 0
         """Monotonic time when the first text was sent, nanoseconds; 0 = none was."""
 
-    def relay(self, message: TalkerMessage) -> None:
+    def forward(self, message: TalkerMessage) -> None:
         """Send the text of the next message, if it has one."""
         with self._lock:
             # A message out of order fails the session in the loop.

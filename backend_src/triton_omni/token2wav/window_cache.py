@@ -179,7 +179,7 @@ class WindowCachePool:
         return self._spans.allocate(pages) if page is None else page
 
     def free(self, page: int) -> None:
-        """Free what `take` returned."""
+        """Free what `allocate` returned."""
         self._spans.free(page)
 
     def save(self, windows: Sequence[WindowCacheUse | None], pages: int) -> SavedPages:
