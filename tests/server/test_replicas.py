@@ -79,6 +79,12 @@ def front(
         yield urls
 
 
+@pytest.fixture(scope="module")
+def admin(configuration: dict[str, Any]) -> int:
+    """The port of Envoy's admin interface."""
+    return int(configuration["admin"]["address"]["socket_address"]["port_value"])
+
+
 def open_sessions(servers: list[Served]) -> list[int]:
     return [int(server.metrics("omni_sessions").get('omni_sessions{stage="thinker"}', 0)) for server in servers]
 
@@ -114,11 +120,13 @@ def test_a_reply_asked_for_twice_has_the_same_bits(deterministic: Served) -> Non
     np.testing.assert_array_equal(one.audio, two.audio)
 
 
-def test_envoy_spreads_the_streams_of_one_connection(servers: list[Served], front: tuple[str, str]) -> None:
+def test_envoy_spreads_the_streams_of_one_client(servers: list[Served], front: tuple[str, str], admin: int) -> None:
+    streams = []
     with OmniClient(front[0], timeout=60, retry=NO_RETRY) as client:
-        # Metrics are published once a second, on a busy machine later, so the replies last until they are closed.
-        streams = [client.stream(Request(text="hello", seed=CRAWLING_THINKER, thinker=LONGER)) for _ in range(6)]
-        wait_for(lambda: open_sessions(servers) == [3, 3], lambda: open_sessions(servers))
+        for count in range(1, 7):
+            streams.append(client.stream(Request(text="hello", seed=CRAWLING_THINKER, thinker=LONGER)))
+            wait_for_streams(admin, count)
+        assert list(of_envoy(admin, "rq_active").values()) == [3, 3]
         for stream in streams:
             stream.close()
     for server in servers:
@@ -157,24 +165,27 @@ def test_envoy_lets_clients_calls_through_and_no_others(front: tuple[str, str]) 
 
 
 def test_of_what_a_dead_server_had_nothing_else_is_lost(
-    servers: list[Served], front: tuple[str, str], configuration: dict[str, Any]
+    servers: list[Served], front: tuple[str, str], admin: int
 ) -> None:
     """The last test of this module: one server is killed, with what it was doing."""
     living, dying = servers
     urls = [server.supervisor.grpc_url for server in servers]
-    admin = configuration["admin"]["address"]["socket_address"]["port_value"]
     # Six at once: the one that lives has eight sessions, and one may outlast its reply by a moment.
     with run_gateway(*urls) as gateway, run_gateway(front[0]) as behind_envoy, ThreadPoolExecutor(6) as pool:
         gateway.wait_for_metric("omni_gateway_servers_ready", 2)
         # With a stream of Envoy's on the one that lives, the dead one is the one that it would rather ask.
-        running = [pool.submit(spoken, front) for front in (behind_envoy, behind_envoy, gateway, gateway)]
+        running = []
+        for count in (1, 2):
+            running.append(pool.submit(spoken, behind_envoy))
+            wait_for_streams(admin, count)
+        running += [pool.submit(spoken, gateway) for _ in range(2)]
         wait_for(lambda: open_sessions(servers) == [2, 2], lambda: open_sessions(servers))
         os.kill(dying.supervisor.pid, signal.SIGKILL)
         after = [pool.submit(read, gateway) for _ in range(6)]
         # Envoy asks again who could not be reached. What had already reached the dying one, which keeps its connections
         # for as long as its memory is taken apart, is not answered.
         wait_for(lambda: dying.supervisor.exit_code is not None, lambda: dying.supervisor.pid)
-        wait_for(lambda: connections(admin)[urls[1]] == 0, lambda: connections(admin))
+        wait_for(lambda: of_envoy(admin, "cx_active")[urls[1]] == 0, lambda: of_envoy(admin, "cx_active"))
         after += [pool.submit(read, behind_envoy) for _ in range(6)]
         # What the dead one had is lost, but a request that it had answered nothing of yet is asked again.
         outcomes = [outcome(future) for future in running]
@@ -210,11 +221,16 @@ def outcome(future: Future[str]) -> str:
         return str(error)
 
 
-def connections(admin: int) -> dict[str, int]:
-    """Open connections of Envoy to each server."""
+def of_envoy(admin: int, name: str) -> dict[str, int]:
+    """One of Envoy's figures of each server: `cx_active` open connections, `rq_active` requests under way."""
     clusters = httpx.get(f"http://127.0.0.1:{admin}/clusters?format=json").json()["cluster_statuses"]
     hosts = next(cluster["host_statuses"] for cluster in clusters if cluster["name"] == "triton")
-    return {address(host): figure(host, "cx_active") for host in hosts}
+    return {address(host): figure(host, name) for host in hosts}
+
+
+def wait_for_streams(admin: int, count: int) -> None:
+    """Envoy counts a stream once it has a connection to a server: streams that wait for one together go together."""
+    wait_for(lambda: sum(of_envoy(admin, "rq_active").values()) == count, lambda: of_envoy(admin, "rq_active"))
 
 
 def address(host: dict[str, Any]) -> str:
