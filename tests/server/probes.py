@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,7 +246,6 @@ def _probe_talker(recorder: Recorder) -> None:
     import torch
 
     from triton_omni.request.parse import talker_seed
-    from triton_omni.talker import stage
     from triton_omni.vllm_hooks.talker import engine
 
     class ProbedTalkerEngine(_Disturbed, engine.TalkerVllmEngine):
@@ -256,26 +255,22 @@ def _probe_talker(recorder: Recorder) -> None:
             super().open(key, prompt, sampling, priority=priority)
             self.begin(key, sampling.seed - talker_seed(0))
 
-    class ProbedTalkerStage(stage.TalkerStage):
-        def _parse(self, tensors: Any) -> Any:
-            message = super()._parse(tensors)
-            recorder.write("message", **_described(message), rows=message.size)
-            if message.rows is not None:
-                recorder.append(message.key.name, message.rows.float().cpu().numpy().tobytes())
-            return message
+    def write_message(message: Any) -> None:
+        recorder.write("message", **_described(message), rows=message.size)
+        if message.rows is not None:
+            recorder.append(message.key.name, message.rows.float().cpu().numpy().tobytes())
 
-        def _take_placed(self, session: Any, tensor: torch.Tensor) -> None:
-            recorder.write("placed", session.key.name, rows=len(tensor))
-            recorder.append(session.key.name, tensor.float().cpu().numpy().tobytes())
-            super()._take_placed(session, tensor)
+    def write_part(key: str, rows: torch.Tensor) -> None:
+        recorder.write("placed", key, rows=len(rows))
+        recorder.append(key, rows.float().cpu().numpy().tobytes())
 
+    _probe_link(write_message, write_part)
     ProbedTalkerEngine.recorder = recorder
     engine.TalkerVllmEngine = ProbedTalkerEngine
-    stage.TalkerStage = ProbedTalkerStage
 
 
 def _probe_token2wav(recorder: Recorder) -> None:
-    from triton_omni.token2wav import engine, stage
+    from triton_omni.token2wav import engine
 
     class ProbedToken2WavEngine(_Disturbed, engine.Token2WavEngine):
         stage = "token2wav"
@@ -290,20 +285,35 @@ def _probe_token2wav(recorder: Recorder) -> None:
                 recorder.write("spoken", output.key)
             return outputs
 
-    class ProbedToken2WavStage(stage.Token2WavStage):
-        def _parse(self, tensors: Any) -> Any:
-            message = super()._parse(tensors)
-            codes = [] if message.codes is None else message.codes.tolist()
-            recorder.write("message", **_described(message), codes=codes)
-            return message
+    def write_message(message: Any) -> None:
+        codes = [] if message.codes is None else message.codes.tolist()
+        recorder.write("message", **_described(message), codes=codes)
 
-        def _take_placed(self, session: Any, tensor: Any) -> None:
-            recorder.write("placed", session.key.name, codes=tensor.tolist())
-            super()._take_placed(session, tensor)
-
+    _probe_link(write_message, lambda key, codes: recorder.write("placed", key, codes=codes.tolist()))
     ProbedToken2WavEngine.recorder = recorder
     engine.Token2WavEngine = ProbedToken2WavEngine
-    stage.Token2WavStage = ProbedToken2WavStage
+
+
+def _probe_link(write_message: Callable[[Any], object], write_part: Callable[[str, Any], object]) -> None:
+    """Record each message that a stage accepts, and each part of the ring that it takes."""
+    from triton_omni.link.receiver import LinkReceiver
+    from triton_omni.link.sessions import LinkSessions
+
+    accept, find_parts = LinkSessions.accept, LinkReceiver._find_parts
+
+    def accept_recorded(self: Any, *args: Any) -> Any:
+        arrival = accept(self, *args)
+        if arrival is not None:
+            write_message(arrival.message)
+        return arrival
+
+    def find_recorded(self: Any, session: Any) -> Any:
+        parts = find_parts(self, session)
+        for part in parts:
+            write_part(session.key.name, part)
+        return parts
+
+    LinkSessions.accept, LinkReceiver._find_parts = accept_recorded, find_recorded  # type: ignore[method-assign]
 
 
 def _described(message: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeW
 from triton_omni.core.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.core.policy_settings import Token2WavPolicy
 from triton_omni.core.settings import MAX_NAME, TalkerSettings, ThinkerSettings
-from triton_omni.link.inbox import CANCEL_INTERVAL_NS
+from triton_omni.link.receiver import CANCEL_INTERVAL_NS
 from triton_omni.request.parse import RawRequest
 from triton_omni.session import ledger_layout as layout
 from triton_omni.session.engine import Sampling
@@ -446,7 +446,7 @@ def test_a_cancel_that_a_message_brings_is_written_to_the_ledger(open_stage, thi
 @pytest.mark.parametrize("kind", ["talker", "token2wav"])
 def test_triton_is_asked_for_a_cancel_once_an_interval_and_session(open_stage, thinker_ledger, kind, monkeypatch):
     now = [10**12]
-    monkeypatch.setattr("triton_omni.link.link_stage.time.monotonic_ns", lambda: now[0])
+    monkeypatch.setattr("triton_omni.link.sessions.time.monotonic_ns", lambda: now[0])
     adapter = open_stage(kind)
     keys = [thinker_ledger.publish(slot) for slot in (0, 4)]
     requests = []

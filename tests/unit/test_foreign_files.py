@@ -19,7 +19,7 @@ import torch
 
 from triton_omni.link.doorbell import Doorbell
 from triton_omni.link.ring import offer_ring, open_ring
-from triton_omni.link.ring_writer import RingWriter
+from triton_omni.link.sender import RingWriter
 from triton_omni.session import ledger_layout as layout
 from triton_omni.session.ledger import SessionLedger, StageFacts
 from triton_omni.session.ledger_layout import (

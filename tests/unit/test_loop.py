@@ -5,9 +5,11 @@ import threading
 import time
 
 import pytest
+import torch
 
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 
+CPU = torch.device("cpu")
 WAIT_S = 5.0
 COMMAND_S = 0.002
 
@@ -57,7 +59,7 @@ def run():
     loops = []
 
     def start(driven, **options):
-        loops.append(StageLoop("test-loop", driven, **options))
+        loops.append(StageLoop("test-loop", driven, CPU, **options))
         loops[-1].start()
         return loops[-1]
 
@@ -210,7 +212,7 @@ def test_a_fault_that_stays_does_not_spin(run):
 
 def test_stop_runs_what_was_posted_first():
     driven, seen = Driven(work=10**9), []
-    loop = StageLoop("test-loop", driven)
+    loop = StageLoop("test-loop", driven, CPU)
     loop.post(lambda: time.sleep(0.02))
     for n in range(50):
         loop.post(lambda n=n: seen.append(n))
@@ -225,7 +227,7 @@ def test_stop_waits_no_longer_than_asked():
     driven = Driven(work=1)
     gate = threading.Event()
     driven.step = gate.wait
-    loop = StageLoop("test-loop", driven)
+    loop = StageLoop("test-loop", driven, CPU)
     loop.start()
     start = time.monotonic()
     assert not loop.stop(timeout_s=0.05)

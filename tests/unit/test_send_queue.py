@@ -16,7 +16,6 @@ from triton_omni.link.send_queue import (
     MESSAGE_APART_NS,
     SESSION_NS,
     SendQueue,
-    link_metrics,
     message_interval_ns,
 )
 from triton_omni.session.stage import as_omni_error
@@ -56,11 +55,6 @@ def test_what_is_under_way_is_counted_in_messages_and_bytes():
     assert send_queue.under_way(1) == (2, 6 * 8)
     assert send_queue.under_way(2) == (1, 2 * 8)
     assert send_queue.under_way(3) == send_queue.under_way(7) == (0, 0)
-    told = {
-        figure.name: figure.value
-        for figure in link_metrics([(send_queue, 1), (send_queue, 2), (SendQueue(largest=4), 0)])
-    }
-    assert told == {"omni_credits_used": 3, "omni_pool_bytes": 8 * 8}
 
 
 def test_rows_leave_while_there_are_credits_and_wait_without():
@@ -151,6 +145,15 @@ def test_wanted_rows_wait_for_no_interval():
     assert values(take_all(send_queue, interval_ns=INTERVAL, wanted=2)) == [[1]]
 
 
+def test_an_urgent_queue_waits_for_no_interval():
+    send_queue = begun()
+    send_queue.put(rows(1, 1))
+    send_queue.put_text("a")
+    send_queue.is_urgent = True
+    [batch] = take_all(send_queue, interval_ns=INTERVAL)
+    assert (batch.text, batch.tensor.tolist()) == ("a", [1])
+
+
 def test_text_and_rows_wait_for_one_interval():
     send_queue = begun()
     send_queue.put(rows(1, 1))
@@ -160,11 +163,11 @@ def test_text_and_rows_wait_for_one_interval():
     assert (batch.text, batch.tensor.tolist()) == ("a", [1])
 
 
-@pytest.mark.parametrize("past_messages", [False, True])
-def test_text_alone_leaves_once_an_interval(past_messages):
+@pytest.mark.parametrize("uses_ring", [False, True])
+def test_text_alone_leaves_once_an_interval(uses_ring):
     send_queue = SendQueue(largest=100)
-    if past_messages:
-        send_queue.go_past_messages()
+    if uses_ring:
+        send_queue.use_ring()
     times = []
     for now_ns in range(LONG_AGO, LONG_AGO + 5 * INTERVAL, INTERVAL // 8):
         send_queue.put_text("word ")
@@ -406,34 +409,33 @@ def test_an_event_marks_the_stream_of_its_device_not_of_the_threads(monkeypatch)
     assert record_event(torch.device("cpu")) is None
 
 
-def test_what_goes_past_messages_leaves_by_itself_and_the_end_waits_for_it():
+def test_what_goes_by_the_ring_leaves_by_itself_and_the_end_waits_for_it():
     send_queue = SendQueue(largest=100)
-    send_queue.go_past_messages()
+    send_queue.use_ring()
     for n in range(5):
         send_queue.put(rows(n, 1))
     send_queue.put_text("words")
     assert take_all(send_queue)[0].text == "words", "text waits for no row"
-    tensor, _ = send_queue.take_tensor(3)
+    tensor, _ = send_queue.pop_items(3)
     assert tensor.tolist() == [0, 1, 2]
     assert (send_queue.given, send_queue.placed, send_queue.held) == (3, 3, 2)
     send_queue.finish_tensors()
     send_queue.finish_text()
     assert take_all(send_queue) == []
-    assert send_queue.take_tensor(0) is None
-    assert send_queue.take_tensor(9)[0].tolist() == [3, 4]
-    assert send_queue.take_tensor(9) is None
+    assert send_queue.pop_items(9)[0].tolist() == [3, 4]
+    assert send_queue.held == 0
     assert [(batch.tensor, batch.tensors_done, batch.last) for batch in take_all(send_queue)] == [(None, True, True)]
     assert send_queue.under_way(0) == (0, 0), "no message had any"
 
 
 def test_what_left_in_messages_before_is_none_of_what_was_placed():
     send_queue = SendQueue(largest=100)
-    assert (send_queue.past_messages, send_queue.placed, send_queue.behind) == (False, 0, None)
+    assert (send_queue.uses_ring, send_queue.placed, send_queue.by_message) == (False, 0, None)
     send_queue.put(rows(0, 6))
     take_all(send_queue)
     assert send_queue.placed == 0
-    send_queue.go_past_messages()
+    send_queue.use_ring()
     send_queue.put(rows(6, 2))
-    send_queue.take_tensor(2)
-    send_queue.go_past_messages()
-    assert (send_queue.past_messages, send_queue.placed, send_queue.behind, send_queue.given) == (True, 2, 6, 8)
+    send_queue.pop_items(2)
+    send_queue.use_ring()
+    assert (send_queue.uses_ring, send_queue.placed, send_queue.by_message, send_queue.given) == (True, 2, 6, 8)

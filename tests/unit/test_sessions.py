@@ -26,7 +26,7 @@ from triton_omni.link.send_queue import CREDITS
 from triton_omni.session import ledger_layout
 from triton_omni.session.engine import Sampling
 from triton_omni.session.wire import Kind, MediaTokens, SessionKey, TalkerMessage
-from triton_omni.token2wav.text_relay import TextRelay
+from triton_omni.token2wav.reply import TextRelay
 
 
 @pytest.fixture(autouse=True, params=["messages", "ring"])
@@ -253,19 +253,19 @@ def test_what_a_step_gave_is_told_of_before_it_ends(monkeypatch):
     rows, codes = [], []
     with pipeline(thinker=FakeThinkerEngine(length=30)) as p:
 
-        def see(stage, ledger, counts, told):
+        def see(stage, ledger, counts, sessions):
             step = stage.step
 
             def seen():
                 step()
-                for session in stage._open.values():
-                    if told(session):
-                        counts.append((told(session), ledger.placed(session.key, ledger.stage)))
+                for queue, key in [(session.send_queue, session.key) for session in sessions.values()]:
+                    if queue.placed and queue.announced == queue.given:
+                        counts.append((queue.placed, ledger.placed(key, ledger.stage)))
 
             monkeypatch.setattr(stage, "step", seen)
 
-        see(p.thinker, p.ledgers[0], rows, lambda session: session.send_queue.placed)
-        see(p.talker, p.ledgers[1], codes, lambda session: session.told)
+        see(p.thinker, p.ledgers[0], rows, p.thinker._open)
+        see(p.talker, p.ledgers[1], codes, p.talker._sessions.open)
         finished(p.ask())
         p.wait_until_empty()
     for counts in (rows, codes):
@@ -308,7 +308,7 @@ def test_codes_that_complete_no_window_leave_before_their_places_run_out():
 def test_rows_wait_for_places_and_none_is_lost():
     talker = FakeTalkerEngine()
     with pipeline(thinker=FakeThinkerEngine(length=100), talker=talker) as p:
-        p.talker._settle = lambda: time.sleep(0.005)
+        talker.settle = lambda: time.sleep(0.005)
         ensembles = [p.ask(str(n) * 3) for n in range(4)]
         for ensemble in ensembles:
             assert len(finished(ensemble).samples) == 2 * 99
@@ -319,7 +319,7 @@ def test_rows_wait_for_places_and_none_is_lost():
 def test_a_stage_that_offers_no_ring_gets_messages():
     with pipeline(rings=True) as p:
         p.ledgers[1]._words[ledger_layout.BLOCKS["talker"] + ledger_layout.EPOCH] += 1
-        wait_for(lambda: not p.thinker._ring_writer.has_places(SessionKey(0, 1)))
+        wait_for(lambda: not p.thinker._sender.ring.has_places(SessionKey(0, 1)))
         ensemble = p.ask("12345")
         assert len(finished(ensemble).samples) == 2 * 9
         p.wait_until_empty()
@@ -454,7 +454,7 @@ def test_refusal_before_open_reaches_the_client_and_frees_the_slot(later):
 
 
 def test_what_is_refused_at_once_sends_nothing_however_late_its_loop_hears_of_it(monkeypatch):
-    with pipeline() as p:
+    with pipeline(settings=ThinkerSettings(max_sessions=8, heartbeat_ms=1000)) as p:
         admit = p.thinker._post_admission
         monkeypatch.setattr(p.thinker, "_post_admission", lambda *given: (time.sleep(0.05), admit(*given)))
         ensemble = p.ask("bad")
@@ -758,7 +758,7 @@ def test_no_text_follows_a_failure_that_token2wav_holds_back():
     with pipeline(thinker=thinker, waveform=waveform) as p:
         ensemble = p.ask()
         wait_for(lambda: len(ensemble.reply.samples) > 4)
-        relay = next(iter(p.token2wav._open.values())).relay
+        relay = next(iter(p.token2wav._sessions.open.values())).relay
         waveform.fail_key = "any"
         reply = finished(ensemble)
         assert reply.error.code == "internal"

@@ -2,7 +2,7 @@
 """Memory that a stage shares with the one before it: rows or codes of open sessions go there, past Triton.
 
 One message of Triton costs both sides a millisecond or more, however small it is. The previous stage writes rows or
-codes into the session's places of a ring on the device. The ledger holds their number (`link/ring_writer.py`). The
+codes into the session's places of a ring on the device. The ledger holds their number (`link/sender.py`). The
 stage that reads owns the ring and offers it in a file beside the ledger's. On a GPU the memory is CUDA's own for
 several processes (`cudaIpcGetMemHandle`): it stays until both have left it, so that whoever still writes when its owner
 dies harms nobody. On the CPU it is the file's.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of one session that wait for one link: when they leave, and which leave together.
+"""Items (rows or codes) and text of one session that wait for one link: when they leave, and which leave together.
 
 A message costs sender and receiver a fixed time, whatever its size; a thousand a second fill a CPU core. So the queue
 sends few messages. It never exceeds the credits, sends no codes before they complete a window, and batches more the
@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from triton_omni.core.metrics import Metric
 from triton_omni.core.streams import on_side_stream, record_event
 
 CREDITS: Final = 2
@@ -49,30 +47,36 @@ class Batch:
 
 @dataclass
 class SendQueue:
-    """Send queue of one session on one link: rows or codes under credits, and text.
+    """Rows or codes (items) and text of one session that wait for the next stage.
 
     Args:
-        largest: maximum rows or codes of one message.
+        largest: maximum items of one message.
+        start: number of first items without which the next stage cannot start. They travel in messages.
     """
 
     largest: int
+    start: int = 0
+    is_urgent: bool = False
+    """True while no message waits for the interval."""
     messages: int = 0
-    """Number of sent messages with rows or codes."""
+    """Number of sent messages with items."""
     held: int = 0
-    """Rows or codes waiting."""
+    """Items waiting."""
     given: int = 0
-    """Rows or codes that left."""
-    behind: int | None = None
-    """Rows or codes that left in messages before the others left by `take_tensor`; None = all in messages."""
+    """Items that left."""
+    announced: int = 0
+    """Items that left and that the next stage knows of; those of a ring are announced later than they leave."""
+    by_message: int | None = None
+    """Items that left in messages before all others leave by the ring; None = all in messages so far."""
     _tensors: list[Tensor] = field(default_factory=list)
     _ready: torch.cuda.Event | None = None
     _text: list[str] = field(default_factory=list)
     _tensors_done: bool = False
     _text_done: bool = False
-    _announced: bool = False
+    _end_announced: bool = False
     _closed: bool = False
     _sizes: deque[int] = field(default_factory=lambda: deque(maxlen=CREDITS))
-    """Bytes of the last messages with rows or codes."""
+    """Bytes of the last messages with items."""
     _left_ns: int = 0
     """Monotonic time of the last message, nanoseconds."""
 
@@ -83,25 +87,30 @@ class SendQueue:
 
     @property
     def idle(self) -> bool:
-        """True if nothing can leave, whatever the credits; true for most sessions at most polls."""
+        """True if no message can leave, whatever the credits; true for most sessions at most polls."""
         return self._closed or not (self._tensors or self._text or self._tensors_done or self._text_done)
 
     @property
-    def past_messages(self) -> bool:
-        """True if rows and codes leave by `take_tensor` alone, in no message."""
-        return self.behind is not None
+    def all_left(self) -> bool:
+        """True if the last item has left."""
+        return self._tensors_done and not self._tensors
+
+    @property
+    def uses_ring(self) -> bool:
+        """True if items leave by the ring, in no message."""
+        return self.by_message is not None
 
     @property
     def placed(self) -> int:
-        """Rows or codes that left by `take_tensor`."""
-        return 0 if self.behind is None else self.given - self.behind
+        """Items that left by the ring."""
+        return 0 if self.by_message is None else self.given - self.by_message
 
-    def go_past_messages(self) -> None:
-        """From now on rows and codes leave by `take_tensor` alone."""
-        self.behind = self.given if self.behind is None else self.behind
+    def use_ring(self) -> None:
+        """Let all later items leave by the ring."""
+        self.by_message = self.given if self.by_message is None else self.by_message
 
     def under_way(self, consumed: int) -> tuple[int, int]:
-        """Data messages that left and are not among the `consumed` ones, and the bytes of their rows or codes."""
+        """Return the number of data messages that left and are not among the `consumed` ones, and their bytes."""
         messages = max(0, self.messages - consumed)
         return messages, sum(list(self._sizes)[-messages:]) if messages else 0
 
@@ -120,7 +129,7 @@ class SendQueue:
             self._text.append(text)
 
     def finish_tensors(self) -> None:
-        """No more rows or codes will be put."""
+        """No more items will be put."""
         self._tensors_done = True
 
     def finish_text(self) -> None:
@@ -135,33 +144,32 @@ class SendQueue:
         wanted: int | None = None,
         now_ns: int | None = None,
     ) -> Batch | None:
-        """Return the batch that may leave now; None = nothing.
+        """Return the content of the message that may leave now; None = nothing.
 
         Args:
             consumed: data messages that the other side has consumed.
             interval_ns: minimum nanoseconds since the last message. A full message, the wanted items and the end do not
                 wait.
-            wanted: number of items, from the first on, below which the other side cannot start. Fewer stay; as many
+            wanted: number of items, from the first on, below which the other side cannot go on. Fewer stay; as many
                 leave at once. None: it can use each item.
             now_ns: monotonic time, nanoseconds; by default now.
         """
         if self.idle:
             return None
         now = time.monotonic_ns() if now_ns is None else now_ns
-        is_early = now - self._left_ns < interval_ns
-        tensor, ready = self._take_tensor() if self._may_leave(consumed, wanted, is_early) else (None, None)
-        done = self._tensors_done and not self._tensors
-        last = done and self._text_done
-        news = tensor is not None or last or (done and not self._announced)
+        is_early = not self.is_urgent and now - self._left_ns < interval_ns
+        tensor, ready = self._pop_message() if self._may_leave(consumed, wanted, is_early) else (None, None)
+        last = self.all_left and self._text_done
+        news = tensor is not None or last or (self.all_left and not self._end_announced)
         if not news and (is_early or not self._text):
             return None
         text, self._text = "".join(self._text), []
         self._left_ns = now
-        self._announced, self._closed = done, last
-        return Batch(text, tensor, ready, done, last)
+        self._end_announced, self._closed = self.all_left, last
+        return Batch(text, tensor, ready, self.all_left, last)
 
     def _may_leave(self, consumed: int, wanted: int | None, is_early: bool) -> bool:
-        if self.past_messages or not self._tensors or self.messages - consumed >= CREDITS:
+        if self.uses_ring or not self._tensors or self.messages - consumed >= CREDITS:
             return False
         if self._tensors_done or self.held >= self.largest:
             return True
@@ -170,17 +178,8 @@ class SendQueue:
             return self.given < wanted <= self.given + self.held
         return not is_early
 
-    def take_tensor(self, most: int) -> tuple[Tensor, torch.cuda.Event | None] | None:
-        """The next rows or codes, `most` of them, and the event after which they may be read; None = there are none."""
-        return self._split(most) if self._tensors and most > 0 else None
-
-    def _take_tensor(self) -> tuple[Tensor, torch.cuda.Event | None]:
-        leaving, ready = self._split(self.largest)
-        self.messages += 1
-        self._sizes.append(leaving.numel() * leaving.element_size())
-        return leaving, ready
-
-    def _split(self, most: int) -> tuple[Tensor, torch.cuda.Event | None]:
+    def pop_items(self, most: int) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Return the next items, `most` of them, and the event after which they may be read. Some must be held."""
         joined, ready = self._join()
         count = min(most, self.held)
         self.given += count
@@ -190,6 +189,13 @@ class SendQueue:
             return joined, ready
         self._tensors, self._ready = [joined[count:]], ready
         return joined[:count], ready
+
+    def _pop_message(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        leaving, ready = self.pop_items(self.largest)
+        self.messages += 1
+        self.announced = self.given
+        self._sizes.append(leaving.numel() * leaving.element_size())
+        return leaving, ready
 
     def _join(self) -> tuple[Tensor, torch.cuda.Event | None]:
         if len(self._tensors) == 1:
@@ -203,10 +209,3 @@ class SendQueue:
                 for tensor in self._tensors:
                     tensor.record_stream(stream)
             return joined, record_event(joined.device)
-
-
-def link_metrics(sessions: Iterable[tuple[SendQueue, int]]) -> Iterator[Metric]:
-    """Yield metrics of one link: items under way, the send queue of each session, consumed data messages."""
-    counts = [send_queue.under_way(consumed) for send_queue, consumed in sessions]
-    yield Metric("omni_credits_used", sum(messages for messages, _ in counts))
-    yield Metric("omni_pool_bytes", sum(size for _, size in counts))

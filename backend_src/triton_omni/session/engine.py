@@ -164,6 +164,19 @@ class AnyEngine(Protocol):
         """Release the device."""
 
 
+class FedEngine(AnyEngine, Protocol):
+    """An engine that is fed items by the stage before: rows [N, H] or codes [N]."""
+
+    def feed(self, key: str, items: Tensor, /) -> None:
+        """Take the next items of a sequence."""
+
+    def settle(self) -> None:
+        """Enqueue the copies of all items that were fed, now instead of with the next step."""
+
+    def end(self, key: str) -> None:
+        """No more items come."""
+
+
 class ThinkerEngine(AnyEngine, Protocol):
     """Text, image, sound and video in; reply tokens and one row a token out."""
 
@@ -199,7 +212,7 @@ class ThinkerEngine(AnyEngine, Protocol):
         """Run one engine step and return what it gave; an empty list when there is nothing to do."""
 
 
-class TalkerEngine(AnyEngine, Protocol):
+class TalkerEngine(FedEngine, Protocol):
     """Hidden rows in, codec codes out, while the thinker still writes."""
 
     def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> None:
@@ -209,15 +222,12 @@ class TalkerEngine(AnyEngine, Protocol):
             Overloaded: they cannot be had.
         """
 
-    def feed(self, key: str, rows: Tensor) -> None:
+    def feed(self, key: str, rows: Tensor, /) -> None:
         """Take the next rows [N, H] (prompt rows first, then the reply's) into the session's reserve.
 
         The next step begins with the copy, ordered after whatever was enqueued on the current stream: until then `rows`
         must stay as they are. The engine keeps them so long; of another device it has enqueued the copy at once.
         """
-
-    def settle(self) -> None:
-        """Enqueue the copies of all rows that were fed, now instead of with the next step."""
 
     def end(self, key: str) -> None:
         """No more rows: from here on the tail (text_eos once, then text_pad) is added."""
@@ -255,20 +265,17 @@ class AudioOutput:
     """Codes of the stream so far that were outside the codec's table and were clamped into it."""
 
 
-class WaveformEngine(AnyEngine, Protocol):
+class WaveformEngine(FedEngine, Protocol):
     """The part of `token2wav/engine.py` that the stage uses."""
 
     def open(self, key: str, voice: str, seed: int, options: StreamOptions) -> None:
         """Open a stream."""
 
-    def feed(self, key: str, codes: Tensor) -> None:
+    def feed(self, key: str, codes: Tensor, /) -> None:
         """Copy the next codes, int32 [N]."""
 
     def wanted(self, key: str) -> int:
         """Return how many codes, from the first on, the stream needs for its next window to be due."""
-
-    def end(self, key: str) -> None:
-        """End the stream's codes."""
 
     @property
     def wants_claim(self) -> bool:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from triton_omni.core.errors import InternalError, StageName
+from triton_omni.core.metrics import Metric
 from triton_omni.session.engine import AnyEngine, EngineStats
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.stage import StageStats
 
 _NOTHING: Final = EngineStats(0, 0, 0, 0)
 
@@ -33,6 +35,16 @@ class EngineHealth:
         """Take the engine's figures of this moment."""
         if self.failure is None:
             self.stats = self._engine.stats()
+
+    def stage_stats(self, sessions: int, held: int) -> StageStats:
+        """Return the figures of the last look, for a stage with so many sessions and items that wait to leave."""
+        engine = self.stats
+        return StageStats(sessions, engine.running, engine.waiting, engine.kv_blocks_used, engine.rows_used, held)
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metrics of the engine and of its watch; called by any thread."""
+        yield Metric("omni_kv_blocks_limit", self.stats.kv_blocks_limit)
+        yield Metric("omni_supervisor_faults", self._ledger.faults)
 
     def has_work(self) -> bool:
         """Return True if the engine could advance now."""

@@ -8,12 +8,17 @@ It knows nothing of engines' kinds, Triton or vLLM.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
+
+import torch
+
+from triton_omni.core.streams import settle_thread
 
 IDLE_POLL_S = 0.05
 
@@ -42,10 +47,11 @@ class StageLoop:
     Args:
         name: of the thread.
         driven: what it runs.
+        device: of the engine that `driven` steps.
     """
 
-    def __init__(self, name: str, driven: Driven) -> None:
-        self._driven = driven
+    def __init__(self, name: str, driven: Driven, device: torch.device) -> None:
+        self._driven, self._device = driven, device
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._awake = False
@@ -55,6 +61,7 @@ class StageLoop:
 
     def start(self) -> None:
         """Start the thread."""
+        self.post(functools.partial(settle_thread, self._device))
         self._thread.start()
 
     @property

@@ -12,22 +12,32 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from triton_omni.core.errors import ErrorCode, InternalError, OmniError, TooLarge
-from triton_omni.core.metrics import Metric
+from triton_omni.core.metrics import POWERS, Histogram, Metric
 from triton_omni.core.settings import TalkerSettings
 from triton_omni.core.tracing import NO_TRACER, Tracer
-from triton_omni.link.link_stage import LinkSession, LinkStage
+from triton_omni.link.latency import LinkLatency, Until
+from triton_omni.link.receiver import LinkReceiver, LinkSession
 from triton_omni.link.ring import Ring
-from triton_omni.link.ring_writer import RingWriter
-from triton_omni.link.send_queue import Batch, SendQueue, link_metrics, message_interval_ns
+from triton_omni.link.send_queue import Batch, SendQueue, message_interval_ns
+from triton_omni.link.sender import LinkSender
+from triton_omni.link.sessions import Arrival, LinkSessions
 from triton_omni.session.engine import FinishReason, Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
+from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
-from triton_omni.session.loop import IDLE_POLL_S
+from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
-from triton_omni.session.stage import CLAIMED_POLL_S, SOON_S, ResponseSender, lost_error, refused_error
+from triton_omni.session.stage import (
+    CLAIMED_POLL_S,
+    SOON_S,
+    ResponseSender,
+    StageStats,
+    lost_error,
+    memory_metrics,
+    refused_error,
+)
 from triton_omni.session.wire import (
     Failure,
     Kind,
@@ -52,23 +62,23 @@ class _Open(LinkSession):
 
     send_queue: SendQueue = dataclasses.field(kw_only=True)
     sequence: int = 0
+    sent: int = 0
     refused: int = 0
-    """Number of messages that Triton refused; counted by the sending thread."""
+    left_ns: int = 0
     codes: int = 0
-    told: int = 0
-    """Number of codes in token2wav's ring that token2wav was told of."""
     first_code_ns: int = 0
     thinker: ThinkerReport | None = None
     report: TalkerReport | None = None
 
 
-class TalkerStage(LinkStage[ThinkerMessage, _Open]):
+class TalkerStage:
     """Owns the talker's engine.
 
     Args:
         engine: stepped by this stage's loop alone.
         text_bos_id: returns the text id that begins a voice's speech, by voice name. It raises `BadRequest` if unknown.
-        ring: shared ring through which the reply's rows arrive.
+        tracer: of the stage's spans.
+        ring: shared ring through which the reply's rows arrive; None = all rows arrive in messages.
     """
 
     def __init__(
@@ -82,24 +92,107 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         tracer: Tracer = NO_TRACER,
         ring: Ring | None = None,
     ) -> None:
-        super().__init__("talker", engine, ledger, device=device, tracer=tracer, ring=ring)
-        self._settings = settings
-        self._engine = engine
+        self._settings, self._engine, self._ledger, self._device = settings, engine, ledger, device
         self._text_bos_id = text_bos_id
-        self._own_seal = ledger.seal("talker")
+        self._loop = StageLoop("omni-talker", self, device)
+        self._health = EngineHealth("talker", engine, ledger)
+        self._receiver = LinkReceiver(ledger, engine, device, ring, self._loop.wake)
+        self._sessions = LinkSessions[ThinkerMessage, _Open](
+            ledger,
+            loop=self._loop,
+            health=self._health,
+            receiver=self._receiver,
+            handler=self,
+            parse=functools.partial(ThinkerMessage.from_tensors, seal=ledger.seal("thinker")),
+            tracer=tracer,
+        )
+        own_seal = ledger.seal("talker")
+        self._sender = LinkSender[_Open, TalkerMessage](
+            ledger,
+            "token2wav",
+            device,
+            wanted=self._wanted,
+            to_message=_to_message,
+            to_tensors=lambda message: message.to_tensors(own_seal),
+            when_refused=self._when_refused,
+        )
         self._interval_ns = 0
-        self._ring_writer = RingWriter(ledger, "token2wav", device)
+        self._batches = Histogram(POWERS)
         self._codes = 0
         # The last heartbeat's request of each session that is not open yet. By the whole key: a message with only a
         # session's name must not end it.
         self._unopened: dict[SessionKey, ResponseSender] = {}
 
+    @property
+    def link_latency(self) -> Mapping[Until, LinkLatency]:
+        """Latency of rows from the thinker."""
+        return self._receiver.latency
+
+    # Called from any thread.
+
+    def start(self) -> None:
+        """Start serving."""
+        self._loop.start()
+
+    def submit(self, tensors: Mapping[str, Value], sender: ResponseSender) -> None:
+        """Take one message; its response sender is finished when it was copied, or at the session's end if it is
+        `OPEN`.
+
+        Raises:
+            Unsealed, InternalError: see `LinkSessions.accept`; the response sender is still open.
+        """
+        if (arrival := self._sessions.accept(tensors, sender)) is None:
+            return
+        key = arrival.message.key
+        # The session has reached the talker, so its caller is the ensemble (`thinker/direct_calls.py`).
+        self._ledger.mark_reached(key)
+        self._receiver.watch_for_cancel(key, sender, arrival.arrived_ns)
+        self._loop.post(functools.partial(self._receive, arrival))
+
+    def close(self) -> None:
+        """End every session with an error, then stop the engine."""
+        error = InternalError("the server is shutting down", stage="talker")
+        self._loop.post(functools.partial(self._sessions.fail_all, error))
+        self._receiver.hush()
+        if self._loop.stop():
+            self._sender.ring.close()
+            for key, sender in self._unopened.items():
+                self._receiver.give_back(key, sender)
+            self._engine.close()
+            self._receiver.close()
+
+    def stats(self) -> StageStats:
+        """Return the figures of the last poll."""
+        sessions = list(self._sessions.open.values())
+        return self._health.stage_stats(len(sessions), sum(session.send_queue.held for session in sessions))
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metrics, see `stage.Stage`."""
+        yield from self._health.metrics()
+        yield from self._sessions.metrics()
+        yield from self._receiver.metrics()
+        yield from self._sender.metrics(list(self._sessions.open.values()))
+        yield from self._batches.metrics("omni_batch_size")
+        yield Metric("omni_codes_total", self._codes)
+        yield from memory_metrics(self._device)
+
+    # On the loop's thread.
+
+    def has_work(self) -> bool:
+        """Return True if the engine could advance now."""
+        return self._health.has_work()
+
     def poll(self) -> float:
         """Check every session. The interval between messages grows with the number of sessions with text to come."""
-        self._interval_ns = message_interval_ns(sum(session.thinker is None for session in self._open.values()))
-        self._ring_writer.find_ring(time.monotonic_ns())
-        delay = super().poll()
-        self._ring_writer.flush()
+        self._ledger.beat()
+        self._health.refresh()
+        sessions = self._sessions.open
+        self._interval_ns = message_interval_ns(sum(session.thinker is None for session in sessions.values()))
+        self._sender.ring.find_ring(time.monotonic_ns())
+        self._sessions.fetch()
+        # token2wav may need fewer codes than before, or have freed places.
+        self._sender.send(sessions.values(), self._interval_ns)
+        delay = self._sessions.look_after_all()
         held = self._ledger.device_claimed()
         self._engine.hold(held)
         if held:
@@ -113,48 +206,28 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         outputs = self._engine.step()
         if outputs:
             self._batches.observe(len(outputs))
-        pairs = [(session, output) for output in outputs if (session := self._open.get(output.key)) is not None]
+        pairs = [(session, output) for output in outputs if (session := self._sessions.open.get(output.key))]
         for session, output in pairs:
             self._take(session, output)
-        going_on = [session for session, _ in pairs if session.key.name in self._open]
-        # Write codes to the rings before sending messages: one message takes longer than the codes of all sessions.
-        for session in going_on:
-            self._place(session)
-        self._ring_writer.flush()
-        for session in going_on:
-            self._flush(session)
+        open_now = [session for session, _ in pairs if session.key.name in self._sessions.open]
+        self._sender.send(open_now, self._interval_ns)
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metrics, see `stage.Stage`."""
-        yield from super().metrics()
-        open_now, consumed = list(self._open.values()), self._ledger.consumed
-        yield from link_metrics((one.send_queue, consumed(one.key, "token2wav")) for one in open_now)
-        yield Metric("omni_codes_total", self._codes)
+    def fail(self, error: Exception) -> None:
+        """Handle an exception of the engine: end every session with an error, refuse later ones."""
+        self._health.fail(error, self._sessions.fail_all)
 
-    def _parse(self, tensors: Mapping[str, Value]) -> ThinkerMessage:
-        return ThinkerMessage.from_tensors(tensors, self._seal)
-
-    def _relay(self, message: ThinkerMessage, sender: ResponseSender) -> None:
-        """Mark in the ledger that the session has reached the talker: its caller is the ensemble
-        (`thinker/direct_calls.py`).
-        """
-        del sender
-        self._ledger.mark_reached(message.key)
-
-    def _held(self) -> int:
-        return sum(session.send_queue.held for session in list(self._open.values()))
-
-    def _receive(self, message: ThinkerMessage, sender: ResponseSender, arrived_ns: int) -> None:
+    def _receive(self, arrival: Arrival[ThinkerMessage]) -> None:
         """Hold each session's last heartbeat until the session opens. If the thinker dies before, it is the only
         request by which the client can be answered.
         """
-        key = message.key
+        key = arrival.message.key
         if (held := self._unopened.pop(key, None)) is not None:
-            self._inbox.give_back(key, held)
-        if message.kind == Kind.HEARTBEAT and key.name not in self._open and self._ledger.holds(key):
-            self._unopened[key] = sender
+            self._receiver.give_back(key, held)
+        is_open = key.name in self._sessions.open
+        if arrival.message.kind == Kind.HEARTBEAT and not is_open and self._ledger.holds(key):
+            self._unopened[key] = arrival.sender
         else:
-            super()._receive(message, sender, arrived_ns)
+            self._sessions.receive(arrival)
 
     def _attend_unopened(self, key: SessionKey, sender: ResponseSender) -> None:
         lost = self._ledger.lost_stages(key)
@@ -164,21 +237,23 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if lost:
             sender.fail(lost_error(lost[0]), functools.partial(self._ledger.count_returned, key))
         else:
-            self._inbox.give_back(key, sender)
+            self._receiver.give_back(key, sender)
 
-    def _end_all(self) -> None:
-        self._ring_writer.close()
-        for key, sender in self._unopened.items():
-            self._inbox.give_back(key, sender)
+    # Sessions, see `SessionHandler`.
 
-    def _begin(self, message: ThinkerMessage, request: Session, sender: ResponseSender) -> _Open:
-        send_queue = SendQueue(self._settings.max_codes)
-        session = _Open(message.key, sender, request, send_queue=send_queue)
-        # Sent first: from here on token2wav holds the sender through which an error can reach the client.
-        self._send(session, TalkerMessage(key=message.key, kind=Kind.OPEN, session=request))
+    def open_session(self, message: ThinkerMessage, request: Session, sender: ResponseSender) -> _Open:
+        """Open the session, and token2wav's first: from there on an error can reach the client."""
+        session = _Open(message.key, sender, request, send_queue=SendQueue(self._settings.max_codes))
+        self._sender.send_message(session, TalkerMessage(key=message.key, kind=Kind.OPEN, session=request))
         return session
 
-    def _open_sequence(self, session: _Open, message: ThinkerMessage) -> None:
+    def open_sequence(self, session: _Open, message: ThinkerMessage) -> None:
+        """Reserve the session's rows in the engine.
+
+        Raises:
+            TooLarge: the prompt leaves no room for codes.
+            Overloaded: the rows cannot be had.
+        """
         request = session.session
         if request.want_audio:
             prompt, sampling = self._prompt(request, message), self._within_limits(request)
@@ -207,46 +282,23 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             )
         return dataclasses.replace(request.talker, max_tokens=limit)
 
-    def _take_message(self, session: _Open, message: ThinkerMessage, sender: ResponseSender) -> None:
+    def take_message(self, session: _Open, message: ThinkerMessage, sender: ResponseSender) -> None:
+        """Feed rows to the engine, and relay text and errors."""
         if message.failure is not None:
-            self._inbox.give_back(message.key, sender)
+            self._receiver.give_back(message.key, sender)
             self._relay_failure(session, message.failure)
             return
-        self._take_rows(session, message, sender)
+        self._receiver.take(session, message, message.rows, sender)
         session.send_queue.put_text(message.text)
         if message.last:
-            self._finish_input(session, message)
-        self._flush(session)
-
-    def _take_rows(self, session: _Open, message: ThinkerMessage, sender: ResponseSender) -> None:
-        if message.rows is None:
-            self._inbox.give_back(message.key, sender)
-            return
-        self._feed(session, message.rows)
-        self._inbox.give_back_consumed(session, message, message.rows, sender)
-
-    def _take_placed(self, session: _Open, tensor: torch.Tensor) -> None:
-        self._feed(session, tensor)
-
-    def _feed(self, session: _Open, rows: torch.Tensor) -> None:
-        if session.report is None and session.session.want_audio:
-            self._engine.feed(session.key.name, rows)
-
-    def _settle(self) -> None:
-        self._engine.settle()
-
-    def _finish_input(self, session: _Open, message: ThinkerMessage) -> None:
-        session.thinker = message.report
-        session.send_queue.finish_text()
-        self._await_placed(session, message.placed)
-
-    def _end_input(self, session: _Open) -> None:
-        if session.report is None and session.session.want_audio:
-            self._engine.end(session.key.name)
+            session.thinker = message.report
+            session.send_queue.finish_text()
+            self._receiver.expect(session, message.placed)
+        self._sender.send([session], self._interval_ns)
 
     def _take(self, session: _Open, output: TalkerOutput) -> None:
         if output.error is not None:
-            self._fail(session, InternalError(output.error, stage="talker"))
+            self.fail_session(session, InternalError(output.error, stage="talker"))
             return
         if output.codes is not None and (count := output.codes.shape[0]):
             session.codes += count
@@ -258,6 +310,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _finish_codes(self, session: _Open, reason: FinishReason) -> None:
         session.send_queue.finish_tensors()
+        session.is_fed = False
         accepted_ns = session.session.accepted_ns
         session.report = TalkerReport(
             finish_reason=reason,
@@ -266,62 +319,30 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             finished_ns=time.monotonic_ns() - accepted_ns,
         )
 
-    def _flush(self, session: _Open) -> None:
-        send_queue = session.send_queue
-        if send_queue.idle:
-            return
-        consumed, wanted = self._ledger.consumed(session.key, "token2wav"), self._wanted(session.key)
-        while batch := send_queue.pop_batch(consumed, interval_ns=self._interval_ns, wanted=wanted):
-            self._send(session, _to_message(session, batch), batch.ready)
-
-    def _wanted(self, key: SessionKey) -> int:
+    def _wanted(self, session: _Open) -> int:
         """Return the number of codes, from the first on, that token2wav needs for its next window; before it has
         published one, the maximum.
         """
-        wanted = self._ledger.wanted(key, "token2wav")
+        wanted = self._ledger.wanted(session.key, "token2wav")
         return self._settings.max_codes if wanted is None else wanted
 
-    def _place(self, session: _Open) -> None:
-        """Write codes to token2wav's ring as they come. Tell token2wav of them when they complete a window, when all
-        are there, or when they fill half of the ring.
-        """
-        send_queue, key = session.send_queue, session.key
-        if session.told == session.codes or send_queue.messages or not self._ring_writer.has_places(key):
-            return
-        send_queue.go_past_messages()
-        if send_queue.held:
-            self._ring_writer.queue_copy(key, send_queue)
-        untold = send_queue.placed - session.told
-        ends = session.report is not None and not send_queue.held
-        complete = session.told < self._wanted(key) <= send_queue.placed
-        if untold and (complete or ends or self._ring_writer.is_half_full(untold)):
-            session.told = send_queue.placed
-            self._ring_writer.queue_note(key, send_queue)
-
-    def _send(self, session: _Open, message: TalkerMessage, ready: torch.cuda.Event | None = None) -> None:
-        session.sequence += 1
-        stamped = msgspec.structs.replace(message, number=session.sequence, sent_ns=time.monotonic_ns())
-        session.sender.send(stamped.to_tensors(self._own_seal), ready, functools.partial(self._lose, session))
-
-    def _lose(self, session: _Open) -> None:
-        """On the sending thread: count a message that Triton refused, and end its session."""
-        session.refused += 1
+    def _when_refused(self, session: _Open, kind: Kind) -> None:
+        """On the sending thread: end the session of a message that Triton refused."""
+        del kind
         self._loop.post(functools.partial(self._end_refused, session))
 
     def _end_refused(self, session: _Open) -> None:
-        if session.key.name in self._open:
-            self._fail(session, refused_error("talker"))
+        if session.key.name in self._sessions.open:
+            self.fail_session(session, refused_error("talker"))
 
-    def _look_after(self, session: _Open) -> float:
+    def look_after(self, session: _Open) -> float:
+        """Check one session; return the seconds until the next check."""
         # Like the thinker, it stays until token2wav has answered: an error may still have to pass through here.
         if self._ledger.is_over(session.key):
             self._close(session)
             return IDLE_POLL_S
         if self._ledger.closed(session.key, "thinker"):
             self._await_failure(session)
-        # token2wav may need fewer codes than before, or have freed places.
-        self._place(session)
-        self._flush(session)
         return SOON_S if session.send_queue.waiting or session.thinker is not None else IDLE_POLL_S
 
     def _await_failure(self, session: _Open) -> None:
@@ -332,20 +353,24 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         session.orphaned_ns = session.orphaned_ns or now
         only_open = self._ledger.in_transit(session.key, "thinker", "talker") == 1
         if only_open or now - session.orphaned_ns > ORPHANED_S * 1e9:
-            self._fail(session, InternalError("the thinker ended the session without a last message", stage="talker"))
+            self.fail_session(
+                session, InternalError("the thinker ended the session without a last message", stage="talker")
+            )
 
-    def _fail(self, session: _Open, error: OmniError) -> None:
+    def fail_session(self, session: _Open, error: OmniError) -> None:
+        """End the session with an error of this stage, which token2wav answers."""
         self._relay_failure(session, Failure.of(error, "talker"))
         self._ledger.mark_failed(session.key)
 
-    def _answer_error(self, session: _Open, error: OmniError) -> None:
+    def answer_error(self, session: _Open, error: OmniError) -> None:
+        """End the session's `OPEN` request with this error at once, and drop the session."""
         if self._drop(session, error.code):
             self._ledger.say_outcome(session.key, RequestOutcome.of(error, "talker"))
             session.sender.fail(error, functools.partial(self._mark_ended, session))
 
     def _relay_failure(self, session: _Open, failure: Failure) -> None:
         message = TalkerMessage(key=session.key, kind=Kind.ERROR, sequence=session.sequence, failure=failure)
-        self._send(session, message)
+        self._sender.send_message(session, message)
         self._close(session, failure.code)
 
     def _close(self, session: _Open, code: ErrorCode | None = None) -> None:
@@ -353,15 +378,15 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
             session.sender.finish(then=functools.partial(self._mark_ended, session))
 
     def _mark_ended(self, session: _Open) -> None:
-        self._inbox.mark_closed(session.key, session.sequence - session.refused)
+        self._receiver.mark_closed(session.key, session.sent - session.refused)
 
     def _drop(self, session: _Open, code: ErrorCode | None) -> bool:
         """Remove the session, which ends with an error of this code, if any; return False if it was removed before."""
-        if self._open.pop(session.key.name, None) is None:
+        if self._sessions.open.pop(session.key.name, None) is None:
             return False
         self._health.abort(session.key.name)
         code = code or self._code_of_end(session.key)
-        self._tell_end(session, code, codes=session.codes)
+        self._sessions.log_end(session, code, codes=session.codes)
         return True
 
     def _code_of_end(self, key: SessionKey) -> ErrorCode | None:

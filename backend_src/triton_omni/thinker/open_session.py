@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from triton_omni.core.errors import OmniError, StageName
 from triton_omni.core.tracing import NO_SPAN, Span
-from triton_omni.link.ring_writer import RingWriter
 from triton_omni.link.send_queue import Batch, SendQueue
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import FinishReason, ThinkerOutput
@@ -93,12 +92,6 @@ class OpenSession:
         return self.sent - self.refused
 
     @property
-    def wanted_rows(self) -> int | None:
-        """Number of rows below which the talker cannot start, up to the reply's first row. None = it can use each."""
-        prompt = self.session.prompt_tokens if self.session is not None else 0
-        return prompt + 1 if self.send_queue.given <= prompt else None
-
-    @property
     def reply_rows(self) -> int:
         """Number of the reply's rows decoded so far, each of which gives one code; negative while the prompt lacks
         some.
@@ -179,24 +172,12 @@ class OpenSession:
         still = any(ledger.silent_for(stage) > STILL_S for stage in later)
         return not still or now_ns - self.deadline_ns > HELD_UP_AT_MOST_S * 1e9
 
-    def place(self, ring_writer: RingWriter) -> None:
-        """Write rows to the talker's ring: the reply's, except the first, with which the talker starts."""
-        send_queue = self.send_queue
-        if not send_queue.held:
-            return
-        if not send_queue.past_messages and self.wanted_rows is None and ring_writer.has_places(self.key):
-            send_queue.go_past_messages()
-        if ring_writer.queue_copy(self.key, send_queue):
-            ring_writer.queue_note(self.key, send_queue)
-
-    def put(self, output: ThinkerOutput) -> None:
-        """Queue the output of an engine step for sending."""
+    def take(self, output: ThinkerOutput) -> None:
+        """Queue the text of an engine step, and the end of the reply."""
         self.reply_tokens += len(output.token_ids)
         if output.token_ids and not self.first_token_ns:
             self.first_token_ns = time.monotonic_ns()
         self.send_queue.put_text(output.text)
-        if output.rows is not None:
-            self.send_queue.put(output.rows, output.rows_ready)
         if output.finish_reason is not None:
             self._finish_reply(output.finish_reason, output.stop_string)
 

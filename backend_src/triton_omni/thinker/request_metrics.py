@@ -13,7 +13,6 @@ from triton_omni.core.errors import InternalError, OmniError
 from triton_omni.core.events import log_event
 from triton_omni.core.metrics import POWERS, Histogram, LeakWatch, Metric
 from triton_omni.core.tracing import NO_SPAN, Span, Tracer
-from triton_omni.link.send_queue import link_metrics
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.ledger import SessionLedger
 from triton_omni.session.outcome import OutcomeCounter, RequestOutcome
@@ -111,8 +110,6 @@ class RequestMetrics:
         states = Counter(session.state for session in open_now)
         for state in STATES:
             yield Metric("omni_sessions_by_state", states[state], {"state": state})
-        consumed = self._ledger.consumed
-        yield from link_metrics((one.send_queue, consumed(one.key, "talker")) for one in open_now if not one.ended_ns)
         yield Metric("omni_leaked_sessions", self._leaks.count(_overstayed(open_now, taken)))
         yield Metric("omni_prompt_tokens_total", self.prompt_tokens)
         yield Metric("omni_reply_tokens_total", self.reply_tokens)

@@ -11,7 +11,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -21,10 +21,9 @@ from triton_omni.core.errors import BadRequest, DeadlineExceeded, InternalError,
 from triton_omni.core.metrics import Metric
 from triton_omni.core.policy_settings import NS_PER_MS
 from triton_omni.core.settings import ThinkerSettings
-from triton_omni.core.streams import settle_thread
 from triton_omni.core.tracing import NO_TRACER, Tracer
-from triton_omni.link.ring_writer import RingWriter
 from triton_omni.link.send_queue import SendQueue, message_interval_ns
+from triton_omni.link.sender import LinkSender
 from triton_omni.policy.pause import must_pause
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import ThinkerEngine, ThinkerOutput
@@ -87,22 +86,28 @@ class ThinkerStage:
         self._settings = settings
         self._engine = engine
         self._ledger = ledger
-        self._seal = ledger.seal("thinker")
         self._slots = Slots(ledger, settings.max_sessions)
         self._device = device
-        self._hidden_size, self._dtype = hidden_size, dtype
         self._open: dict[str, OpenSession] = {}
         self._preparing = PreprocessPool(intake, settings.preprocess_threads)
-        self._loop = StageLoop("omni-thinker", self)
+        self._loop = StageLoop("omni-thinker", self, device)
         self._health = EngineHealth("thinker", engine, ledger)
-        self._ring_writer = RingWriter(ledger, "talker", device)
+        seal = ledger.seal("thinker")
+        self._sender = LinkSender[OpenSession, ThinkerMessage](
+            ledger,
+            "talker",
+            device,
+            wanted=lambda session: None,
+            to_message=OpenSession.to_message,
+            to_tensors=lambda message: message.to_tensors(hidden_size, dtype, seal),
+            when_refused=self._when_refused,
+        )
         self.request_metrics = RequestMetrics(ledger, tracer)
 
     # Called from any thread.
 
     def start(self) -> None:
         """Start serving."""
-        self._loop.post(functools.partial(settle_thread, self._device))
         self._loop.start()
 
     def submit(self, raw: RawRequest, sender: ResponseSender) -> None:
@@ -139,23 +144,20 @@ class ThinkerStage:
         self._preparing.close()
         if self._loop.stop():
             self._leave_all()
-            self._ring_writer.close()
+            self._sender.ring.close()
             self._engine.close()
 
     def stats(self) -> StageStats:
         """Return the current figures; `sessions` counts slots in use, also those whose later stages still work."""
-        engine = self._health.stats
         held = sum(session.send_queue.held for session in list(self._open.values()))
-        return StageStats(
-            len(self._slots.taken), engine.running, engine.waiting, engine.kv_blocks_used, engine.rows_used, held
-        )
+        return self._health.stage_stats(len(self._slots.taken), held)
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the metrics, see `stage.Stage`."""
         open_now = list(self._open.values())
         yield Metric("omni_sessions_limit", self._settings.max_sessions)
-        yield Metric("omni_kv_blocks_limit", self._health.stats.kv_blocks_limit)
-        yield Metric("omni_supervisor_faults", self._ledger.faults)
+        yield from self._health.metrics()
+        yield from self._sender.metrics([session for session in open_now if not session.ended_ns])
         yield from self.request_metrics.metrics(open_now, self._slots.taken)
         yield from memory_metrics(self._device)
 
@@ -172,7 +174,7 @@ class ThinkerStage:
         if isinstance(prepared, Preprocessed):
             self._open_session(session, prepared)
         elif prepared is None:
-            self._send(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
+            self._sender.send_message(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
         self._loop.post(functools.partial(self._begin, session))
         if prepared is None:
             self._preparing.later(session, raw, take_timeout, functools.partial(self._post_admission, session))
@@ -204,13 +206,7 @@ class ThinkerStage:
         for session, output in pairs:
             if not session.ended_ns:
                 self._take(session, output)
-        # Write rows to the rings before sending messages: one message takes longer than the rows of all sessions.
-        for session, _ in pairs:
-            session.place(self._ring_writer)
-        self._ring_writer.flush()
-        for session, _ in pairs:
-            if not session.ended_ns:
-                self._flush(session)
+        self._send(session for session, _ in pairs)
 
     def poll(self) -> float:
         """Check every session; see `loop.Driven`."""
@@ -219,9 +215,9 @@ class ThinkerStage:
         if self._ledger.ending:
             self._end_all(leaving_error())
         now = time.monotonic_ns()
-        self._ring_writer.find_ring(now)
+        self._sender.ring.find_ring(now)
+        self._send(self._open.values())
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
-        self._ring_writer.flush()
         # Decided once an iteration: `has_work` and the sleep time must refer to the same moment.
         held = self._ledger.device_claimed() or self._must_pause(now)
         self._engine.hold(held)
@@ -274,12 +270,13 @@ class ThinkerStage:
     def _open_session(self, session: OpenSession, prepared: Preprocessed) -> None:
         """Send `OPEN` to the later stages; called by the loop, or before the loop has the session."""
         session.session = msgspec.structs.replace(prepared.session, traceparent=session.span.traceparent)
+        # The talker starts with the prompt's rows and the first row of the reply.
+        session.send_queue.start = prepared.session.prompt_tokens + 1
         if not prepared.session.want_audio:
             session.send_queue.finish_tensors()
         positions = extend_positions(prepared.placed.positions, 2)
-        self._send(
-            session, ThinkerMessage(key=session.key, kind=Kind.OPEN, session=session.session, positions=positions)
-        )
+        message = ThinkerMessage(key=session.key, kind=Kind.OPEN, session=session.session, positions=positions)
+        self._sender.send_message(session, message)
 
     def _take(self, session: OpenSession, output: ThinkerOutput) -> None:
         if output.error is not None:
@@ -287,33 +284,16 @@ class ThinkerStage:
             self._fail(session, kind(output.error, stage="thinker"))
             return
         self.request_metrics.reply_tokens += len(output.token_ids)
-        session.put(output)
+        if output.rows is not None:
+            session.send_queue.put(output.rows, output.rows_ready)
+        session.take(output)
+        session.send_queue.is_urgent = session.reply_tokens <= UNLIMITED_TOKENS
 
-    def _flush(self, session: OpenSession) -> None:
-        send_queue, ledger = session.send_queue, self._ledger
-        if send_queue.idle:
-            return
-        session.place(self._ring_writer)
-        at_once, wanted = session.reply_tokens <= UNLIMITED_TOKENS, session.wanted_rows
-        interval_ns = 0 if at_once else message_interval_ns(self._health.stats.running)
-        while batch := send_queue.pop_batch(
-            ledger.consumed(session.key, "talker"), interval_ns=interval_ns, wanted=wanted
-        ):
-            self._send(session, session.to_message(batch), batch.ready)
+    def _send(self, sessions: Iterable[OpenSession]) -> None:
+        self._sender.send(sessions, message_interval_ns(self._health.stats.running))
 
-    def _send(self, session: OpenSession, message: ThinkerMessage, ready: torch.cuda.Event | None = None) -> None:
-        session.left_ns = time.monotonic_ns()
-        session.sequence += message.kind != Kind.HEARTBEAT
-        session.sent += 1
-        stamped = msgspec.structs.replace(message, number=session.sent, sent_ns=session.left_ns)
-        lost = functools.partial(self._lose, session, message.kind)
-        session.sender.send(stamped.to_tensors(self._hidden_size, self._dtype, self._seal), ready, lost)
-
-    def _lose(self, session: OpenSession, kind: Kind) -> None:
-        """On the sending thread: count a message that Triton refused, and end its session unless the message is a
-        heartbeat.
-        """
-        session.refused += 1
+    def _when_refused(self, session: OpenSession, kind: Kind) -> None:
+        """On the sending thread: end the session of a message that Triton refused, unless it is a heartbeat."""
         if kind != Kind.HEARTBEAT:
             self._loop.post(functools.partial(self._end_refused, session, kind))
 
@@ -346,9 +326,8 @@ class ThinkerStage:
             seconds = (session.deadline_ns - session.accepted_ns) / 1e9
             self._fail(session, DeadlineExceeded(f"timeout: {seconds:g} s have passed", stage="thinker"))
         else:
-            self._flush(session)
             if now - session.left_ns >= self._settings.heartbeat_ms * 1_000_000:
-                self._send(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
+                self._sender.send_message(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
             return SOON_S if session.send_queue.waiting or session.report is not None else IDLE_POLL_S
         return SOON_S
 
@@ -362,7 +341,7 @@ class ThinkerStage:
             self._ledger.mark_failed(session.key)
         else:
             # Not marked as failed in the ledger: the talker would see that first, close, and not relay the message.
-            self._send(session, session.to_failure(error))
+            self._sender.send_message(session, session.to_failure(error))
         self._end(session, error)
 
     def _end(self, session: OpenSession, error: OmniError) -> None:

@@ -127,6 +127,9 @@ class Token2WavEngine:
         """
         return self._streams[key].wanted
 
+    def settle(self) -> None:
+        """Enqueue the copies of all codes that were fed: `feed` has done so."""
+
     def end(self, key: str) -> None:
         """End the stream's codes: what is left becomes the final chunk."""
         self._streams[key].end()

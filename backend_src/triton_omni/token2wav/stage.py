@@ -8,33 +8,32 @@ independent of Triton.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from triton_omni.core.errors import InternalError, OmniError
-from triton_omni.core.metrics import SECONDS, Histogram, Metric
+from triton_omni.core.metrics import POWERS, SECONDS, Histogram, Metric
 from triton_omni.core.pcm import to_base64, to_pcm16, wav_header, whole_groups
 from triton_omni.core.policy_settings import NS_PER_MS, Token2WavPolicy
 from triton_omni.core.tracing import NO_TRACER, Tracer
-from triton_omni.link.link_stage import LinkSession, LinkStage
+from triton_omni.link.latency import LinkLatency, Until
+from triton_omni.link.receiver import LinkReceiver
 from triton_omni.link.ring import Ring
+from triton_omni.link.sessions import Arrival, LinkSessions
 from triton_omni.policy.claim import Claim
 from triton_omni.session.answer import Answer
 from triton_omni.session.engine import AudioOutput, WaveformEngine
+from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
-from triton_omni.session.loop import IDLE_POLL_S
+from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
-from triton_omni.session.stage import SOON_S, ResponseSender, refused_error
+from triton_omni.session.stage import SOON_S, ResponseSender, StageStats, memory_metrics, refused_error
 from triton_omni.session.wire import Kind, Session, SessionKey, TalkerMessage, Value
-from triton_omni.token2wav.text_relay import TextRelay
+from triton_omni.token2wav.reply import Reply, TextRelay
 
 UPSTREAM_STOP_S = 2.0
 """Seconds that an error waits for thinker and talker to send their finals."""
@@ -42,35 +41,15 @@ LONGEST_STEP_S = 30.0
 """The same in seconds while one of them is in an engine step: a session can end only between steps."""
 
 
-@dataclass
-class _Open(LinkSession):
-    """State of one session; touched by the loop's thread only, but for `relay`."""
-
-    relay: TextRelay = dataclasses.field(kw_only=True)
-    samples: int = 0
-    chunks: int = 0
-    encoded_rest: bytes = b""
-    """Bytes of `pcm16` and `wav` that wait for the next chunk; see `whole_groups`."""
-    first_audio_ns: int = 0
-    """Nanoseconds after the request was accepted; likewise `last_audio_ns`."""
-    last_audio_ns: int = 0
-    clamped_codes: int = 0
-    audio_done: bool = False
-    ending: TalkerMessage | None = None
-    error: OmniError | None = None
-    error_ns: int = 0
-    upstream_busy_ns: int = 0
-    """Monotonic time when an earlier stage was last seen in a long step, nanoseconds."""
-
-
-class Token2WavStage(LinkStage[TalkerMessage, _Open]):
+class Token2WavStage:
     """Owns the waveform engine and every client's answer.
 
     Args:
         engine: stepped by this stage's loop alone.
         sample_rate: of the waveform, in hertz.
         policy: the limit of claims.
-        ring: shared ring through which codes arrive.
+        tracer: of the stage's spans.
+        ring: shared ring through which codes arrive; None = all codes arrive in messages.
     """
 
     def __init__(
@@ -84,13 +63,25 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         tracer: Tracer = NO_TRACER,
         ring: Ring | None = None,
     ) -> None:
-        super().__init__("token2wav", engine, ledger, device=device, tracer=tracer, ring=ring)
-        self._engine = engine
+        self._engine, self._ledger, self._device = engine, ledger, device
         self._sample_rate = sample_rate
         self._claim = Claim(policy.claim_ms * NS_PER_MS)
+        self._loop = StageLoop("omni-token2wav", self, device)
+        self._health = EngineHealth("token2wav", engine, ledger)
+        self._receiver = LinkReceiver(ledger, engine, device, ring, self._loop.wake)
+        self._sessions = LinkSessions[TalkerMessage, Reply](
+            ledger,
+            loop=self._loop,
+            health=self._health,
+            receiver=self._receiver,
+            handler=self,
+            parse=functools.partial(TalkerMessage.from_tensors, seal=ledger.seal("talker")),
+            tracer=tracer,
+        )
         # By the whole key: a message with only a session's name must not end its relay.
         self._relays: dict[SessionKey, TextRelay] = {}
         self._samples = 0
+        self._batches = Histogram(POWERS)
         self._times = {
             name: Histogram(SECONDS)
             for name in (
@@ -101,10 +92,76 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             )
         }
 
-    def _look_around(self) -> None:
-        """Claim the device if a stream waits for sound, before the step that launches it."""
+    @property
+    def link_latency(self) -> Mapping[Until, LinkLatency]:
+        """Latency of codes from the talker."""
+        return self._receiver.latency
+
+    # Called from any thread.
+
+    def start(self) -> None:
+        """Start serving."""
+        self._loop.start()
+
+    def submit(self, tensors: Mapping[str, Value], sender: ResponseSender) -> None:
+        """Take one message; its response sender is finished when it was copied, or at the session's end if it is
+        `OPEN`. Its text is sent at once.
+
+        Raises:
+            Unsealed, InternalError: see `LinkSessions.accept`; the response sender is still open.
+        """
+        if (arrival := self._sessions.accept(tensors, sender)) is None:
+            return
+        message = arrival.message
+        if message.kind == Kind.OPEN:
+            self._relays.setdefault(message.key, TextRelay(sender, self._when_lost(message.key)))
+        elif message.kind != Kind.HEARTBEAT and (relay := self._relays.get(message.key)) is not None:
+            relay.forward(message)
+        self._receiver.watch_for_cancel(message.key, sender, arrival.arrived_ns)
+        self._loop.post(functools.partial(self._receive, arrival))
+
+    def close(self) -> None:
+        """End every session with an error, then stop the engine."""
+        self._loop.post(
+            lambda: self._sessions.fail_all(InternalError("the server is shutting down", stage="token2wav"))
+        )
+        self._receiver.hush()
+        if self._loop.stop():
+            for session in list(self._sessions.open.values()):
+                self._answer_held_error(session)
+            self._engine.close()
+            self._receiver.close()
+
+    def stats(self) -> StageStats:
+        """Return the figures of the last poll."""
+        return self._health.stage_stats(len(self._sessions.open), 0)
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metrics, see `stage.Stage`."""
+        yield from self._health.metrics()
+        yield from self._sessions.metrics()
+        yield from self._receiver.metrics()
+        yield from self._batches.metrics("omni_batch_size")
+        yield Metric("omni_audio_seconds_total", self._samples / self._sample_rate)
+        for name, times in self._times.items():
+            yield from times.metrics(name)
+        yield from memory_metrics(self._device)
+
+    # On the loop's thread.
+
+    def has_work(self) -> bool:
+        """Return True if the engine could advance now."""
+        return self._health.has_work()
+
+    def poll(self) -> float:
+        """Check every session. Claim the device if a stream waits for sound, before the step that launches it."""
+        self._ledger.beat()
+        self._health.refresh()
+        for session in self._sessions.fetch():
+            self._tell_wanted(session)
         waiting = self._health.failure is None and self._engine.wants_claim
         self._ledger.claim_device(self._claim.until_ns(waiting, time.monotonic_ns()))
+        return self._sessions.look_after_all()
 
     def step(self) -> None:
         """Run one engine step; answer with its samples."""
@@ -112,84 +169,60 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         if outputs:
             self._batches.observe(len(outputs))
         for output in outputs:
-            session = self._open.get(output.key)
+            session = self._sessions.open.get(output.key)
             if session is not None and session.error is None:
                 self._take(session, output)
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metrics, see `stage.Stage`."""
-        yield from super().metrics()
-        yield Metric("omni_audio_seconds_total", self._samples / self._sample_rate)
-        for name, times in self._times.items():
-            yield from times.metrics(name)
+    def fail(self, error: Exception) -> None:
+        """Handle an exception of the engine: end every session with an error, refuse later ones."""
+        self._health.fail(error, self._sessions.fail_all)
 
-    def _parse(self, tensors: Mapping[str, Value]) -> TalkerMessage:
-        return TalkerMessage.from_tensors(tensors, self._seal)
+    def _receive(self, arrival: Arrival[TalkerMessage]) -> None:
+        self._sessions.receive(arrival)
+        key = arrival.message.key
+        if arrival.message.kind == Kind.OPEN and key.name not in self._sessions.open:
+            self._relays.pop(key, None)
 
-    def _relay(self, message: TalkerMessage, sender: ResponseSender) -> None:
-        if message.kind == Kind.OPEN:
-            self._relays.setdefault(message.key, TextRelay(sender, self._when_lost(message.key)))
-        elif message.kind != Kind.HEARTBEAT and (relay := self._relays.get(message.key)) is not None:
-            relay.forward(message)
+    # Sessions, see `SessionHandler`.
 
-    def _receive(self, message: TalkerMessage, sender: ResponseSender, arrived_ns: int) -> None:
-        super()._receive(message, sender, arrived_ns)
-        if message.kind == Kind.OPEN and message.key.name not in self._open:
-            self._relays.pop(message.key, None)
-
-    def _end_all(self) -> None:
-        for session in list(self._open.values()):
-            self._answer_held_error(session)
-
-    def _begin(self, message: TalkerMessage, request: Session, sender: ResponseSender) -> _Open:
+    def open_session(self, message: TalkerMessage, request: Session, sender: ResponseSender) -> Reply:
+        """Open the session; from here on this stage answers the client."""
         self._ledger.mark_reached(message.key)
         relay = self._relays.setdefault(message.key, TextRelay(sender, self._when_lost(message.key)))
-        return _Open(message.key, sender, request, relay=relay, audio_done=not request.want_audio)
+        return Reply(message.key, sender, request, relay=relay, audio_done=not request.want_audio)
 
-    def _open_sequence(self, session: _Open, message: TalkerMessage) -> None:
+    def open_sequence(self, session: Reply, message: TalkerMessage) -> None:
+        """Open the session's stream in the engine."""
         del message
         request = session.session
         if request.want_audio:
             self._engine.open(session.key.name, request.voice, request.seed, request.token2wav)
-            self._tell_wanted(session.key)
+            self._tell_wanted(session)
 
-    def _tell_wanted(self, key: SessionKey) -> None:
-        """Tell the talker how many codes make the next window due."""
-        self._ledger.want(key, self._engine.wanted(key.name))
-
-    def _take_message(self, session: _Open, message: TalkerMessage, sender: ResponseSender) -> None:
+    def take_message(self, session: Reply, message: TalkerMessage, sender: ResponseSender) -> None:
+        """Feed codes to the engine, and hold an error back until the other stages have ended."""
         if message.failure is not None or session.error is not None:
-            self._inbox.give_back(message.key, sender)
+            self._receiver.give_back(message.key, sender)
             if message.failure is not None:
                 self._hold_error(session, message.failure.to_error())
             return
-        self._take_codes(session, message, sender)
+        self._receiver.take(session, message, message.codes, sender)
+        if message.codes is not None:
+            self._tell_wanted(session)
+        if message.codes_done:
+            self._receiver.expect(session, message.placed)
         if message.last:
             session.ending = message
         self._finish_if_done(session)
 
-    def _take_codes(self, session: _Open, message: TalkerMessage, sender: ResponseSender) -> None:
-        if message.codes is None:
-            self._inbox.give_back(message.key, sender)
-        else:
-            self._engine.feed(session.key.name, message.codes)
-            self._tell_wanted(session.key)
-            self._inbox.give_back_consumed(session, message, message.codes, sender)
-        if message.codes_done:
-            self._await_placed(session, message.placed)
+    def _tell_wanted(self, session: Reply) -> None:
+        """Tell the talker how many codes make the next window due."""
+        if session.is_fed:
+            self._ledger.want(session.key, self._engine.wanted(session.key.name))
 
-    def _take_placed(self, session: _Open, tensor: Tensor) -> None:
-        if session.error is None:
-            self._engine.feed(session.key.name, tensor)
-            self._tell_wanted(session.key)
-
-    def _end_input(self, session: _Open) -> None:
-        if session.session.want_audio and not session.audio_done and session.error is None:
-            self._engine.end(session.key.name)
-
-    def _take(self, session: _Open, output: AudioOutput) -> None:
+    def _take(self, session: Reply, output: AudioOutput) -> None:
         if output.error is not None:
-            self._fail(session, InternalError(output.error, stage="token2wav"))
+            self.fail_session(session, InternalError(output.error, stage="token2wav"))
             return
         if len(output.samples):
             lost = self._when_lost(session.key)
@@ -203,20 +236,21 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             session.sender.send(answer.to_tensors())
         session.clamped_codes = output.clamped_codes
         session.audio_done = output.final
+        session.is_fed = session.is_fed and not output.final
         self._finish_if_done(session)
 
-    def _observe_chunk(self, session: _Open) -> None:
-        age_ns = self._age(session)
+    def _observe_chunk(self, session: Reply) -> None:
+        age_ns = session.age_ns
         if session.first_audio_ns:
             self._times["omni_chunk_gap_seconds"].observe((age_ns - session.last_audio_ns) / 1e9)
         else:
             session.first_audio_ns = age_ns
             self._times["omni_first_audio_seconds"].observe(age_ns / 1e9)
-            self._log(session, "first_audio")
+            self._sessions.log(session, "first_audio")
             session.span.event("first_audio")
         session.last_audio_ns = age_ns
 
-    def _encode(self, session: _Open, output: AudioOutput) -> Answer:
+    def _encode(self, session: Reply, output: AudioOutput) -> Answer:
         if session.session.audio_format == "f32":
             return Answer(audio=output.samples)
         header = wav_header(self._sample_rate) if session.session.audio_format == "wav" and not session.chunks else b""
@@ -225,106 +259,79 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             data, session.encoded_rest = whole_groups(data)
         return Answer(audio_base64=to_base64(data))
 
-    def _finish_if_done(self, session: _Open) -> None:
+    def _finish_if_done(self, session: Reply) -> None:
         if not session.audio_done or session.ending is None:
             return
-        info = Answer(info=json.dumps(self._info(session, session.ending)))
-        self._times["omni_reply_seconds"].observe(self._age(session) / 1e9)
+        info = Answer(info=json.dumps(session.info(session.ending, self._sample_rate)))
+        self._times["omni_reply_seconds"].observe(session.age_ns / 1e9)
         self._drop(session)
         # Before the last response is sent: its client may send the next request as soon as it has it.
         self._ledger.say_outcome(session.key, RequestOutcome())
         lost = functools.partial(self._loop.post, functools.partial(self._take_back, session))
         session.sender.conclude(info.to_tensors(), functools.partial(self._end_whole, session), lost)
 
-    def _end_whole(self, session: _Open) -> None:
+    def _end_whole(self, session: Reply) -> None:
         """Log and close a session after all of its reply was sent; on the sending thread."""
         self._log_end(session, RequestOutcome())
-        self._inbox.mark_closed(session.key)
+        self._receiver.mark_closed(session.key)
 
     def _when_lost(self, key: SessionKey) -> Callable[[], object]:
         """Return the callback for a response of the session that cannot be sent."""
         return functools.partial(self._loop.post, functools.partial(self._end_refused, key))
 
     def _end_refused(self, key: SessionKey) -> None:
-        if (session := self._open.get(key.name)) is not None:
-            self._fail(session, refused_error("token2wav"))
+        if (session := self._sessions.open.get(key.name)) is not None:
+            self.fail_session(session, refused_error("token2wav"))
 
-    def _take_back(self, session: _Open) -> None:
+    def _take_back(self, session: Reply) -> None:
         """Fail a session that was dropped as complete before all of its reply could be sent."""
         error = refused_error("token2wav")
-        self._open[session.key.name] = session
+        self._sessions.open[session.key.name] = session
         # The first text was counted when the session was dropped.
         session.relay.first_ns = 0
         # Before the other stages see the failure and its cause.
         self._ledger.say_outcome(session.key, RequestOutcome.of(error, "token2wav"))
-        self._fail(session, error)
+        self.fail_session(session, error)
 
-    def _info(self, session: _Open, ending: TalkerMessage) -> dict[str, Any]:
-        thinker, talker, audio = ending.thinker, ending.talker, session.session.want_audio
-        first_text_ns = session.relay.first_ns - session.session.accepted_ns if session.relay.first_ns else 0
-        stages = {
-            "thinker": {"first": thinker.first_token_ns, "done": thinker.finished_ns} if thinker else {},
-            "talker": {"first": talker.first_code_ns, "done": talker.finished_ns} if talker else {},
-            "token2wav": {"first": session.first_audio_ns, "done": self._age(session)},
-        }
-        return {
-            "request_id": session.session.request_id,
-            "finish_reason": {
-                "thinker": thinker.finish_reason if thinker else None,
-                "talker": talker.finish_reason if talker else None,
-                "token2wav": "stop" if audio else None,
-            },
-            "stop_string": thinker.stop_string if thinker else None,
-            "usage": {
-                **_prompt_usage(session.session),
-                "reply_tokens": thinker.reply_tokens if thinker else 0,
-                "codes": talker.codes if talker else 0,
-                "samples": session.samples,
-                "clamped_codes": session.clamped_codes,
-            },
-            "sample_rate": self._sample_rate,
-            "seed": session.session.seed,
-            "time_to_first_text_ms": _milliseconds(first_text_ns),
-            "time_to_first_audio_ms": _milliseconds(session.first_audio_ns),
-            "stage_ms": {stage: {k: _milliseconds(v) for k, v in ns.items()} for stage, ns in stages.items()},
-        }
-
-    def _look_after(self, session: _Open) -> float:
+    def look_after(self, session: Reply) -> float:
+        """Check one session; return the seconds until the next check."""
         if session.error is not None:
             return self._try_answer_error(session)
         if not self._ledger.holds(session.key) or self._ledger.cancelled(session.key):
             self._drop(session)
             self._log_end(session, RequestOutcome("cancelled"))
-            session.sender.finish(then=functools.partial(self._inbox.mark_closed, session.key))
+            session.sender.finish(then=functools.partial(self._receiver.mark_closed, session.key))
         elif self._ledger.closed(session.key, "thinker"):
             self._await_failure(session)
         return IDLE_POLL_S
 
-    def _await_failure(self, session: _Open) -> None:
+    def _await_failure(self, session: Reply) -> None:
         """Wait for the error with which the thinker ended; it is on its way here or was lost."""
         session.orphaned_ns = session.orphaned_ns or time.monotonic_ns()
         if self._others_ended(session.key) or self._waited_enough(session, session.orphaned_ns):
-            self._fail(session, InternalError("the stages before ended the session without an answer"))
+            self.fail_session(session, InternalError("the stages before ended the session without an answer"))
 
-    def _fail(self, session: _Open, error: OmniError) -> None:
+    def fail_session(self, session: Reply, error: OmniError) -> None:
+        """Hold this error until the other stages have ended the session, then answer it."""
         if session.error is not None:
             return
         error.stage = error.stage or "token2wav"
         self._ledger.mark_failed(session.key)
         self._hold_error(session, error)
 
-    def _hold_error(self, session: _Open, error: OmniError) -> None:
+    def _hold_error(self, session: Reply, error: OmniError) -> None:
         if session.error is None:
             session.error, session.error_ns = error, time.monotonic_ns()
+            session.is_fed = False
             session.relay.close()
             self._health.abort(session.key.name)
 
-    def _try_answer_error(self, session: _Open) -> float:
+    def _try_answer_error(self, session: Reply) -> float:
         if self._others_ended(session.key) or self._waited_enough(session, session.error_ns):
             self._answer_held_error(session)
         return SOON_S
 
-    def _waited_enough(self, session: _Open, since_ns: int) -> bool:
+    def _waited_enough(self, session: Reply, since_ns: int) -> bool:
         now = time.monotonic_ns()
         if any(self._ledger.silent_for(stage) > UPSTREAM_STOP_S / 2 for stage in ("thinker", "talker")):
             session.upstream_busy_ns = now
@@ -337,45 +344,27 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         to_here = self._ledger.in_transit(key, "talker", "token2wav")
         return to_talker == 0 and to_here == 1
 
-    def _answer_held_error(self, session: _Open) -> None:
+    def _answer_held_error(self, session: Reply) -> None:
         unexplained = InternalError("the session ended without an answer", stage="token2wav")
-        self._answer_error(session, session.error or unexplained)
+        self.answer_error(session, session.error or unexplained)
 
-    def _answer_error(self, session: _Open, error: OmniError) -> None:
+    def answer_error(self, session: Reply, error: OmniError) -> None:
+        """End the session's `OPEN` request with this error at once, and drop the session."""
         self._drop(session)
         ending = RequestOutcome.of(error, "token2wav")
         self._ledger.say_outcome(session.key, ending)
         self._log_end(session, ending)
-        session.sender.fail(error, functools.partial(self._inbox.mark_closed, session.key))
+        session.sender.fail(error, functools.partial(self._receiver.mark_closed, session.key))
 
-    def _log_end(self, session: _Open, ending: RequestOutcome) -> None:
+    def _log_end(self, session: Reply, ending: RequestOutcome) -> None:
         made_s = session.samples / self._sample_rate
-        self._tell_end(session, ending.code, by=ending.by, audio_s=made_s, chunks=session.chunks)
+        self._sessions.log_end(session, ending.code, by=ending.by, audio_s=made_s, chunks=session.chunks)
 
-    def _drop(self, session: _Open) -> None:
-        held = self._open.pop(session.key.name, None)
+    def _drop(self, session: Reply) -> None:
+        held = self._sessions.open.pop(session.key.name, None)
         self._relays.pop(session.key, None)
         session.relay.close()
         if held is not None and session.relay.first_ns:
             waited_ns = session.relay.first_ns - session.session.accepted_ns
             self._times["omni_first_text_seconds"].observe(waited_ns / 1e9)
         self._health.abort(session.key.name)
-
-    @staticmethod
-    def _age(session: _Open) -> int:
-        return time.monotonic_ns() - session.session.accepted_ns
-
-
-def _prompt_usage(request: Session) -> dict[str, Any]:
-    media = request.media_tokens
-    details = {
-        "text_tokens": request.prompt_tokens - media.audio - media.image - media.video,
-        "audio_tokens": media.audio,
-        "image_tokens": media.image,
-        "video_tokens": media.video,
-    }
-    return {"prompt_tokens": request.prompt_tokens, "prompt_tokens_details": details}
-
-
-def _milliseconds(nanoseconds: int) -> float | None:
-    return round(nanoseconds / 1e6, 3) if nanoseconds else None
