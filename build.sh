@@ -92,7 +92,8 @@ help_setup() {
 Usage: ./build.sh setup
 
 Makes .venv with the pinned dependencies of this machine's platform (requirements/cpu.lock or gpu.lock) and of checks,
-tests and benchmarks (requirements/dev.lock), takes tritonserver from PATH or from a pinned wheel, and makes the tiny checkpoint, or fetches the one OMNI_MODEL names.
+tests and benchmarks (requirements/dev.lock), takes tritonserver from PATH or from a pinned wheel, and makes the tiny
+checkpoint, or fetches the one OMNI_MODEL names.
 What is already there is kept: a second run takes a moment. All other commands run it first.
 TEXT
 }
@@ -103,7 +104,8 @@ Usage: ./build.sh demo [TEXT]            (default: "Tell me a story")
 
 Starts the server on free loopback ports, asks TEXT, streams the reply's text to the terminal and writes its speech to
 reply.wav (24 kHz mono) in the current folder. The last line tells the time to first text and first audio, the seconds
-of audio and the real-time factor. The server is stopped afterwards, whatever happened.
+of audio and the real-time factor. The server is stopped afterwards, whatever happened. Without OMNI_MODEL the checkpoint
+is tiny and has random weights, so text and speech are noise.
 TEXT
 }
 
@@ -123,8 +125,8 @@ With --mps the stages run on a GPU at once instead of by turns, under a CUDA MPS
 With --client-shared-memory gRPC callers on this machine may give their inputs in shared memory; trust each of them then.
 With --no-stall-guard the server runs without the library that lets it outlive a stage that stands still or dies.
 With --gpus a stage runs on another GPU than 0: thinker=0,talker=0,token2wav=1, for instance.
-Told to stop, it refuses new requests and finishes replies for --drain-timeout seconds at most (default 30); told again, it
-stops at once.
+Told to stop, it refuses new requests and finishes replies for --drain-timeout seconds at most (default 30); told again,
+it stops at once.
 It gives up a start that takes longer than --ready-timeout (default 900 s), and a Triton that takes longer to stop than
 --exit-timeout (default 30 s), counted from when no reply is under way.
 The server has no authentication: keep it on loopback, or behind something that has.
@@ -498,12 +500,14 @@ command_doctor() {
 command_demo() {
     (($# <= 1)) || fail "demo takes one TEXT; put it in quotes"
     [[ ${1:-} != -?* ]] || fail "demo takes one TEXT and no option (got '$1')"
+    local given=${OMNI_MODEL:-}
     run_setup
     # With a seed the same text is spoken alike each time; with some, random weights speak for a tenth of a second.
     set -- say "${1:-Tell me a story}" --seed 0 -o reply.wav
     # What would be refused is refused before a server takes its time to start.
     TRITON_OMNI_URL='' child "$VENV/bin/triton-omni" "$@" --check || exit
     start_server demo
+    [[ -n $given ]] || say "demo: the checkpoint is tiny and has random weights: its text and speech are noise"
     child "$VENV/bin/triton-omni" "$@" --url "$GRPC_URL"
 }
 

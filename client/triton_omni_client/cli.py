@@ -57,6 +57,10 @@ def command(
 
 
 app.command(epilog=SAY_EXAMPLES)(say)
+app.command(epilog=ASK_EXAMPLES)(ask)
+app.command(epilog=CHAT_EXAMPLES)(chat)
+app.command(epilog=PLAY_EXAMPLES)(play)
+app.command(epilog=MODELS_EXAMPLES)(models)
 
 
 @app.command(epilog=examples("ready --url localhost:8001 --wait 60"))
@@ -79,10 +83,6 @@ def ready(
         raise typer.Exit(FAILED)
 
 
-app.command(epilog=ASK_EXAMPLES)(ask)
-app.command(epilog=CHAT_EXAMPLES)(chat)
-app.command(epilog=PLAY_EXAMPLES)(play)
-app.command(epilog=MODELS_EXAMPLES)(models)
 app.command(epilog=BENCH_EXAMPLES)(bench)
 app.command("capacity", epilog=CAPACITY_EXAMPLES)(report_capacity)
 

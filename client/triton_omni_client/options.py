@@ -121,12 +121,12 @@ def address(check: Callable[[str], object]) -> Callable[[str], str]:
 Files = list[Path] | None
 A_FILE: Final[dict[str, Any]] = {"exists": True, "dir_okay": False, "readable": True, "metavar": "FILE"}
 """Settings of an option that names a file to read; typer refuses other paths."""
-Images = Annotated[Files, typer.Option(**A_FILE, help="Image file to show; may be repeated.")]
-Audios = Annotated[Files, typer.Option(**A_FILE, help="Audio file to play; may be repeated.")]
-Videos = Annotated[Files, typer.Option(**A_FILE, help="Video file to show; may be repeated.")]
+Images = Annotated[Files, typer.Option(**A_FILE, help="Image file of the question; may be repeated.")]
+Audios = Annotated[Files, typer.Option(**A_FILE, help="Audio file of the question; may be repeated.")]
+Videos = Annotated[Files, typer.Option(**A_FILE, help="Video file of the question; may be repeated.")]
 StageJson = Annotated[
     dict[str, Any] | None,
-    typer.Option(parser=json_object, metavar="JSON", help="Parameters of this stage, a JSON object."),
+    typer.Option(parser=json_object, metavar="JSON", help="Options of this stage, a JSON object (docs/using.md)."),
 ]
 
 

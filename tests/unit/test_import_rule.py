@@ -14,7 +14,7 @@ BACKEND = ROOT / "backend_src" / "triton_omni"
 CLIENT = ROOT / "client" / "triton_omni_client"
 GATEWAY = ROOT / "gateway" / "triton_omni_gateway"
 
-# Each module may import modules of lower floors and of its own room.
+# Each module may import modules of lower layers and of its own package.
 LAYERS = [
     {"core": {"core"}},
     {"session": {"session"}, "checkpoint": {"checkpoint"}, "policy": {"policy"}},

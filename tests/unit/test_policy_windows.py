@@ -125,6 +125,12 @@ def test_limits_of_zero_switch_the_rules_off() -> None:
     assert batch(seen([playing("a", 1)], launching=[playing("z", 5000)]), off) == ""
 
 
+def test_without_a_limit_for_sound_a_silent_stream_still_goes_before() -> None:
+    off = Token2WavPolicy(enough_sound_ms=0)
+    assert batch(seen([playing("a", -1)], launching=[playing("z", 5000)]), off) == "a"
+    assert batch(seen([playing("a", 1), playing("b", 2)]), off) == "a", "none joins a batch that is late"
+
+
 @pytest.mark.parametrize("sound_ms", [0, 99, 100])
 def test_a_stream_with_an_empty_buffer_claims_until_its_window_has_finished(sound_ms: int) -> None:
     window = playing("a", sound_ms)

@@ -62,6 +62,11 @@ def test_an_option_given_to_the_demo_is_refused_before_a_server_starts() -> None
     assert done.stderr == "build.sh: demo takes one TEXT and no option (got '--voice')\n"
 
 
+def test_help_of_the_demo_says_that_the_default_checkpoint_makes_noise() -> None:
+    done = subprocess.run([BUILD, "demo", "--help"], capture_output=True, text=True, check=True)
+    assert "random weights, so text and speech are noise" in done.stdout
+
+
 @pytest.mark.skipif(Path(sys.prefix) != BUILD.parent / ".venv", reason="build.sh would set up an environment")
 @pytest.mark.parametrize(("text", "says"), [("hi", "reply.wav: is a folder"), ("  ", "the request is empty")])
 def test_what_the_demo_cannot_do_is_told_before_a_server_starts(tmp_path: Path, text: str, says: str) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the rules by which three stages share a GPU; `policy/` decides with them.
 
-Each stage has those of the rules that it evaluates. 0 switches a rule off. `docs/benchmarks-history.md` has the effect
-of each.
+Each stage has those of the rules that it evaluates. 0 switches a rule off, except for `enough_sound_ms`.
+`docs/benchmarks-history.md` has the effect of each.
 """
 
 from __future__ import annotations
@@ -38,4 +38,5 @@ class Token2WavPolicy(BaseModel):
     """Longest wait of a first window for those of streams that were opened with it; 0 = none."""
     enough_sound_ms: Milliseconds = 500
     """Buffered sound with which a stream can wait for another batch. A window with less goes before a batch that is
-    being launched. One with more joins a batch only if the most urgent one still is in time."""
+    being launched. One with more joins a batch only if the most urgent one still is in time. 0 = only a stream without
+    sound goes before."""

@@ -18,7 +18,7 @@ EXAMPLES = examples(
 
 @grouped
 def ask(text: Text = "", files: Paths = None, *, options: WrittenOptions, where: WhereOptions) -> None:
-    """Ask about files: text, images, sounds and videos in one question."""
+    """Ask as `say` does, with files as arguments: the text, then images, sounds and videos."""
     options.check_output(where.output)
     answer = Answer(where.url, where.model, where.output, where.as_json, where.check)
     answer.give(options.request(*read_question(text, files)))

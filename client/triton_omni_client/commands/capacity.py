@@ -118,7 +118,7 @@ def report_capacity(
     talks: ConversationOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Tell streams, speech and cost of a GPU within your targets, and GPUs for your conversations; asks no server."""
+    """Compute from a report of `bench` how many streams a GPU serves within your targets, and what they cost."""
     talks.check()
     with usage_errors("REPORT"):
         loads = measured_loads(_read(report))

@@ -21,7 +21,7 @@ EXAMPLES = examples("models", "models --url http://localhost:8000 --json")
 
 
 def models(*, timeout: Timeout = None, as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
-    """List what the server serves: models, and where it tells them checkpoint, sample rate, voices and limits."""
+    """List the server's models, their checkpoint, sample rate, voices and limits."""
     with errors(url, as_json=as_json):
         found = client_of(url, "").models(READY_TIMEOUT if timeout is None else timeout)
     if as_json:

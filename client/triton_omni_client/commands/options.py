@@ -47,7 +47,7 @@ StreamUrl = Annotated[
     ),
 ]
 Model = Annotated[str, typer.Option(help="Triton model; empty is the one that fits the URL.")]
-Voice = Annotated[str | None, typer.Option(help="Speaker; `triton-omni models` may list them.")]
+Voice = Annotated[str | None, typer.Option(help="Speaker; `triton-omni models` lists them. Default: the server's.")]
 Seed = Annotated[
     int | None, typer.Option(parser=whole_number(0, MAX_SEED), metavar="N", help="Seed of all sampling, 0 to 2^63 - 1.")
 ]
@@ -74,14 +74,14 @@ Output = Annotated[
         "--output",
         parser=wav_name,
         metavar="FILE",
-        help="WAV file (24 kHz, mono, PCM16) for the reply; - is stdout.",
+        help="WAV file (24 kHz, mono, PCM16) for the reply; - is stdout. Default: none.",
     ),
 ]
 Check = Annotated[
     bool, typer.Option("--check", help="Ask nothing: check the text, the options and the files they name.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON alone to stdout, one object a line.")]
-Text = Annotated[str, typer.Argument(help="What to say; - reads it from stdin; empty = the media alone.")]
+Text = Annotated[str, typer.Argument(help="Text of the question; - reads it from stdin; empty = the media alone.")]
 Paths = Annotated[
     list[str] | None,
     typer.Argument(help="Images, sounds and videos, told apart by content; - is stdin."),

@@ -28,7 +28,7 @@ def say(
     options: WrittenOptions,
     where: WhereOptions,
 ) -> None:
-    """Say something and hear the reply; media by options."""
+    """Ask a question in text, with files by options; print the reply, and write its speech."""
     options.check_output(where.output)
     answer = Answer(where.url, where.model, where.output, where.as_json, where.check)
     with usage_errors():
