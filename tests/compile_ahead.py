@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles every kernel for a GPU at the published sizes, on a machine that need not have one.
 
-    compile_ahead.py CAPABILITY [once]     90 for a Hopper GPU; once = each kernel at its largest sizes alone
+    compile_ahead.py all CAPABILITY          every size; 90 for a Hopper GPU
+    compile_ahead.py once CAPABILITY ...     one launch of each kernel, of large sizes, for several GPUs
 
 Runs as a program, in a process where the Triton language compiles (`TRITON_INTERPRET` unset). Prints a line a launch:
-the kernel's name, the bytes of shared memory that a program takes, those of a thread that are not in registers, and the
-hash of what was compiled. After the line `again` follow launches of other sizes, as requests bring them to a warm
-server.
+the GPU's capability, the kernel's name, the bytes of shared memory that a program takes, those of a thread that are not
+in registers, and the hash of the compiled code. After the line `again` follow launches of other sizes, as requests
+bring them to a warm server.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -114,16 +116,19 @@ def stack_bytes(kernel: Any) -> int:
     return _STACKS[kernel.hash]
 
 
-def compile_only(capability: int) -> None:
-    """Have launches compile, say so, and launch nothing."""
+def compile_only(capability: int, *, once: bool) -> None:
+    """Have launches compile, say so, and launch nothing; with `once` each kernel's first launch alone."""
     triton.runtime.driver.set_active(Ahead(capability))
-    launch = JITFunction.run
+    launch, compiled = JITFunction.run, set[str]()
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
+        if once and self.fn.__name__ in compiled:
+            return None
+        compiled.add(self.fn.__name__)
         # As on the GPU that is compiled for, whatever device the tensors are on.
         early = {"EARLY": True, "launch_pdl": True} if "EARLY" in options and capability >= 90 else {}
         kernel = launch(self, *args, **{**options, **early, "warmup": True})
-        print(self.fn.__name__, kernel.metadata.shared, stack_bytes(kernel), kernel.hash, flush=True)
+        print(capability, self.fn.__name__, kernel.metadata.shared, stack_bytes(kernel), kernel.hash, flush=True)
         return kernel
 
     JITFunction.run = run
@@ -254,7 +259,7 @@ DATACENTRE = (90, 100)
 
 
 def each_once(capability: int) -> None:
-    """Compile every kernel that runs on the GPU, at its largest sizes."""
+    """Compile every kernel that runs on the GPU, at large sizes."""
     layer(most_rows(LAYERS[0].hidden), LAYERS[0])
     fused_draw(zeros(3, 152064, dtype=FLOAT), zeros(3, dtype=torch.float64))
     talker_steps(3, 3584)
@@ -266,13 +271,8 @@ def each_once(capability: int) -> None:
         tiled_layer(tilings_for(256), 256)
 
 
-def main() -> None:
-    """Compile every kernel."""
-    capability, *rest = sys.argv[1:]
-    compile_only(int(capability))
-    if rest == ["once"]:
-        each_once(int(capability))
-        return
+def every_size() -> None:
+    """Compile every kernel at every size."""
     for sizes in LAYERS:
         layer(most_rows(sizes.hidden), sizes)
     # Of one row kernels are compiled anew, with no more memory than of many.
@@ -294,5 +294,18 @@ def main() -> None:
     waveform(97, windows=3)
 
 
+def main() -> int:
+    """Compile for each GPU in a process of its own, which shares the imports; return the worst exit status."""
+    what, *capabilities = sys.argv[1:]
+    worst = 0
+    for capability in map(int, capabilities):
+        if (pid := os.fork()) == 0:
+            compile_only(capability, once=what == "once")
+            every_size() if what == "all" else each_once(capability)
+            return 0
+        worst = max(worst, abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+    return worst
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
