@@ -178,7 +178,7 @@ def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65
     narrow, parts = zeros(896), split_product(zeros(count, width), zeros(896, width), early=False)
     add_norm(parts, zeros(count, 896), narrow, 1e-6, narrow)
     fetch(index, index.clone(), drawn, Column.LENGTH.value)
-    DrawnIds(count, index.device).leave(drawn)
+    DrawnIds(count, index.device).keep(drawn)
 
 
 def thinker_steps(count: int, width: int) -> None:

@@ -344,7 +344,7 @@ class FakeThinkerEngine(_FakeEngine):
         self.length = length
         self.stop_string = stop_string
 
-    def add(self, key, placed, sampling, *, want_rows, priority=0):
+    def add_sequence(self, key, placed, sampling, *, want_rows, priority=0):
         del sampling
         self.priorities.append(priority)
         self.open_keys[key] = _Writing(len(placed.prompt_token_ids), want_rows)

@@ -68,7 +68,7 @@ class OwnFirstTokens(OwnEngine[ThinkerVllmEngine]):
     def first_token(self, prompt: ThinkerPrompt, number: int) -> None:
         """Prepare, add, and step until it is there."""
         placed = self._engine.prepare(prompt)
-        self._engine.add(str(number), placed, Sampling(max_tokens=1), want_rows=True)
+        self._engine.add_sequence(str(number), placed, Sampling(max_tokens=1), want_rows=True)
         while not any(output.token_ids for output in self._engine.step()):
             if not self._engine.has_work():
                 raise RuntimeError("the sequence ended without a token")

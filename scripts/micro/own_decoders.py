@@ -102,7 +102,7 @@ class ThinkerDecoder(_OwnDecoder[ThinkerVllmEngine]):
         for number in range(batch):
             ids = tuple(numbers.randrange(self._ordinary_ids) for _ in range(self._plan.prompt_tokens))
             placed = self._engine.prepare(ThinkerPrompt(ids), max_tokens=tokens)
-            self._engine.add(str(number), placed, sampling_of(mode, tokens, number), want_rows=True)
+            self._engine.add_sequence(str(number), placed, sampling_of(mode, tokens, number), want_rows=True)
             self._keys.append(str(number))
 
     def step(self) -> int:

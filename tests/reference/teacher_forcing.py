@@ -102,7 +102,7 @@ def run_thinker(engine: Any, prompts: Mapping[str, tuple[int, ...]], count: int,
         temperature = 1.0 if teacher is None else 0.0
         sampling = Sampling(max_tokens=count, min_tokens=count, temperature=temperature, seed=11)
         for key, ids in prompts.items():
-            engine.add(key, engine.prepare(ThinkerPrompt(ids)), sampling, want_rows=True)
+            engine.add_sequence(key, engine.prepare(ThinkerPrompt(ids)), sampling, want_rows=True)
         rows = {key: list[Tensor]() for key in prompts}
         while engine.has_work():
             for output in engine.step():

@@ -41,7 +41,7 @@ def replies(
     """Tokens and hidden rows of each prompt's reply, all at once."""
     sampling = Sampling(max_tokens=TOKENS, min_tokens=TOKENS, temperature=temperature, seed=3)
     for key, ids in prompts.items():
-        engine.add(key, engine.prepare(ThinkerPrompt(ids)), sampling, want_rows=True)
+        engine.add_sequence(key, engine.prepare(ThinkerPrompt(ids)), sampling, want_rows=True)
     tokens: dict[str, list[int]] = {key: [] for key in prompts}
     rows: dict[str, list[Tensor]] = {key: [] for key in prompts}
     while engine.has_work():

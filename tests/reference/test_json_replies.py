@@ -95,7 +95,7 @@ def test_while_a_grammar_is_compiled_no_step_follows_the_other_at_once(
         return compile_grammar(*arguments, **named)
 
     monkeypatch.setattr(compiler, "compile_grammar", compile_late)
-    engine.add("late", engine.prepare(ask(hf, QUESTION)), held_to(COLOUR), want_rows=True)
+    engine.add_sequence("late", engine.prepare(ask(hf, QUESTION)), held_to(COLOUR), want_rows=True)
     steps, end = 0, time.monotonic() + 0.5
     while time.monotonic() < end:
         assert engine.has_work()
@@ -150,7 +150,7 @@ def test_the_longest_reply_and_a_stop_string_may_cut_json(engine: Any, hf: HfRef
 def test_a_schema_that_cannot_be_compiled_is_refused_by_name_and_harms_nobody(
     engine: Any, hf: HfReference, plain: Answer, schema: dict[str, Any], said: str
 ) -> None:
-    engine.add("free", engine.prepare(ask(hf, QUESTION)), REPLY, want_rows=True)
+    engine.add_sequence("free", engine.prepare(ask(hf, QUESTION)), REPLY, want_rows=True)
     answers = {"free": Answer(engine.step())}
     with pytest.raises(BadRequest, match=rf"thinker\.json_schema{said}"):
         engine.check_schema(json.dumps(schema))

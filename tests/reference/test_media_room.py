@@ -57,14 +57,14 @@ def answer(engine: Any, key: str, answers: dict[str, Answer]) -> Answer:
 def test_a_prompt_may_be_media_to_its_end(engine: Any, hf: HfReference) -> None:
     scheduler = engine._core.scheduler
     assert scheduler.encoder_cache_manager.cache_size == scheduler.max_num_encoder_input_tokens == LENGTH
-    engine.add("film", engine.prepare(heard_video(hf)), SHORT, want_rows=True)
+    engine.add_sequence("film", engine.prepare(heard_video(hf)), SHORT, want_rows=True)
     found = answer(engine, "film", {"film": Answer()})
     assert (found.last.error, len(found.token_ids)) == (None, 4)
 
 
 def test_a_video_waits_with_its_sound_for_room_that_others_have(engine: Any, hf: HfReference) -> None:
     media, answers = engine._core.scheduler.encoder_cache_manager, {"film": Answer()}
-    engine.add("film", engine.prepare(heard_video(hf)), SHORT, want_rows=True)
+    engine.add_sequence("film", engine.prepare(heard_video(hf)), SHORT, want_rows=True)
     # Enough for the video alone.
     taken = LENGTH - 600
     media.num_free_slots -= taken
@@ -81,7 +81,7 @@ def test_a_video_waits_with_its_sound_for_room_that_others_have(engine: Any, hf:
 def test_of_media_that_were_read_nothing_stays(engine: Any, hf: HfReference) -> None:
     media = engine._core.scheduler.encoder_cache_manager
     for key in ("whole", "dropped"):
-        engine.add(key, engine.prepare(heard_video(hf)), SHORT, want_rows=True)
+        engine.add_sequence(key, engine.prepare(heard_video(hf)), SHORT, want_rows=True)
     answers = {"whole": Answer(), "dropped": Answer()}
     kept = 0
     for _ in range(5):

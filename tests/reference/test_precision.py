@@ -51,7 +51,7 @@ def test_thinker_rows_in_bfloat16(tiny_checkpoint: Path, hf: HfReference, text: 
         )
     chat = hf.render([{"role": "user", "content": [{"type": "text", "text": text}]}])
     ids = tuple(hf.processor.tokenizer(chat)["input_ids"])
-    engine.add("a", engine.prepare(ThinkerPrompt(ids)), ONE_TOKEN, want_rows=True)
+    engine.add_sequence("a", engine.prepare(ThinkerPrompt(ids)), ONE_TOKEN, want_rows=True)
     rows = []
     while engine.has_work():
         rows += [output.rows for output in engine.step() if output.rows is not None]

@@ -64,7 +64,7 @@ def prompt_rows(engine: Any, prompts: list[ThinkerPrompt]) -> list[Tensor]:
     while waiting or engine.has_work():
         for _ in range(min(dice.choice((0, 0, 0, 1, 1, 2, 9)), len(waiting))):
             number, prompt = waiting.pop()
-            engine.add(str(number), prompt, REPLY, want_rows=True)
+            engine.add_sequence(str(number), prompt, REPLY, want_rows=True)
         for output in engine.step():
             assert output.error is None
             if output.rows is not None:

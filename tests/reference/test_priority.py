@@ -28,11 +28,11 @@ def engine(tiny_checkpoint: Path) -> Iterator[Any]:
 def test_the_lowest_number_is_next_and_among_equals_the_oldest(engine: Any, hf: HfReference) -> None:
     placed = engine.prepare(ask(hf, "hello"))
     expected = run(engine, {"alone": placed}, SHORT)["alone"].token_ids
-    engine.add("first", placed, SHORT, want_rows=True)
+    engine.add_sequence("first", placed, SHORT, want_rows=True)
     begun = [output.key for output in engine.step()]
     waiting = {"late": 5, "old": 0, "young": 0, "soon": -5, "last": 100}
     for key, priority in waiting.items():
-        engine.add(key, placed, SHORT, want_rows=True, priority=priority)
+        engine.add_sequence(key, placed, SHORT, want_rows=True, priority=priority)
     answers = {key: Answer() for key in ("first", *waiting)}
     finished = []
     while engine.has_work():
@@ -48,7 +48,7 @@ def test_the_lowest_number_is_next_and_among_equals_the_oldest(engine: Any, hf: 
 def test_a_waiting_sequence_can_be_dropped(engine: Any, hf: HfReference) -> None:
     placed = engine.prepare(ask(hf, "hello"))
     for key, priority in {"first": 0, "dropped": -1, "kept": 1}.items():
-        engine.add(key, placed, SHORT, want_rows=True, priority=priority)
+        engine.add_sequence(key, placed, SHORT, want_rows=True, priority=priority)
     engine.abort("dropped")
     answers = drain(engine, {"first": Answer(), "kept": Answer()})
     assert answers["first"].token_ids == answers["kept"].token_ids

@@ -104,7 +104,7 @@ def test_what_one_request_asks_for_leaves_the_others_as_they_were(
 def test_an_id_outside_the_vocabulary_is_refused(engine: Any, hf: HfReference) -> None:
     placed = engine.prepare(ask(hf, QUESTION))
     with pytest.raises(BadRequest, match=r"the thinker refused the request: .*logit_bias"):
-        engine.add("far", placed, Sampling(max_tokens=4, logit_bias=((1 << 28, 1.0),)), want_rows=True)
+        engine.add_sequence("far", placed, Sampling(max_tokens=4, logit_bias=((1 << 28, 1.0),)), want_rows=True)
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def test_stopped_replies_leave_the_others_as_they_were(
 
 
 def test_a_hold_begins_no_step_and_gives_what_is_under_way(engine: Any, hf: HfReference) -> None:
-    engine.add("one", engine.prepare(ask(hf, "hello")), REPLY, want_rows=True)
+    engine.add_sequence("one", engine.prepare(ask(hf, "hello")), REPLY, want_rows=True)
     answer = Answer()
     for steps in (4, 1, 2):
         for _ in range(steps):

@@ -34,7 +34,7 @@ def test_what_steps_draw_stays_on_the_device_and_for_some_steps_on_the_host(coun
     for step in range(6):
         # Each step draws into the same memory.
         memory.copy_(torch.arange(count) * 10 + step)
-        left.append(ids.leave(memory))
+        left.append(ids.keep(memory))
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     expected = [(torch.arange(count) * 10 + step).to(torch.int32) for step in range(6)]

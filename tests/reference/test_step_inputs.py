@@ -37,7 +37,7 @@ def test_a_prompt_lies_where_vllm_would_lay_it(engine: Any, hf: HfReference, kin
     runner = engine._runner
     found = {}
     for key, knows in (("ours", True), ("vllm's", False)):
-        engine.add(key, placed, REPLY, want_rows=True)
+        engine.add_sequence(key, placed, REPLY, want_rows=True)
         request_id = engine._sequences[key].request_id
         if not knows:
             runner.forget_place(request_id)
@@ -95,7 +95,7 @@ def test_a_lone_prompt_is_laid_out_as_vllm_lays_it(
             buffer.fill_(7)
         runner.query_start_loc.np[:] = 7
         runner.discard_request_mask.np[:] = True
-        engine.add("it", placed, REPLY, want_rows=True)
+        engine.add_sequence("it", placed, REPLY, want_rows=True)
         engine.step()
         engine.abort("it")
         engine.step()
@@ -108,17 +108,17 @@ def test_what_is_no_lone_prompt_is_left_to_vllm(engine: Any, hf: HfReference, mo
     monkeypatch.setattr(runner, "_lay_prompt_out", lambda count: laid.append(count) or lay(count))
     lay = type(runner)._lay_prompt_out.__get__(runner)
     placed = engine.prepare(ask(hf, "hello"))
-    engine.add("alone", placed, REPLY, want_rows=True)
+    engine.add_sequence("alone", placed, REPLY, want_rows=True)
     engine.step()
     assert laid == [len(placed.prompt_token_ids)]
     # Decode steps, a prompt beside another sequence, one in two parts, and a medium.
     engine.step()
-    engine.add("beside", placed, REPLY, want_rows=True)
+    engine.add_sequence("beside", placed, REPLY, want_rows=True)
     engine.step()
     for key in ("alone", "beside"):
         engine.abort(key)
     for key, other in (("long", engine.prepare(ask(hf, "x" * 100))), ("sound", heard(engine, hf))):
-        engine.add(key, other, REPLY, want_rows=True)
+        engine.add_sequence(key, other, REPLY, want_rows=True)
         for _ in range(4):
             engine.step()
         engine.abort(key)
@@ -127,7 +127,7 @@ def test_what_is_no_lone_prompt_is_left_to_vllm(engine: Any, hf: HfReference, mo
 
 
 def test_a_prompt_that_is_given_up_before_its_first_step_leaves_no_positions(engine: Any, hf: HfReference) -> None:
-    engine.add("given up", engine.prepare(ask(hf, "hello")), REPLY, want_rows=True)
+    engine.add_sequence("given up", engine.prepare(ask(hf, "hello")), REPLY, want_rows=True)
     assert engine._runner._placed
     engine.abort("given up")
     assert not engine._runner._placed

@@ -57,7 +57,7 @@ class Pair:
 
     def add(self, key: str, prompt: ThinkerPrompt, sampling: Sampling, *, want_rows: bool = True) -> None:
         for engine, answers in zip(self.engines, self.answers, strict=True):
-            engine.add(key, engine.prepare(prompt), sampling, want_rows=want_rows)
+            engine.add_sequence(key, engine.prepare(prompt), sampling, want_rows=want_rows)
             answers[key] = Answer()
             # Compiled on another thread: each engine would begin the sequence at a step of its own.
             wait_for_schema(engine._sequences[key].structured)

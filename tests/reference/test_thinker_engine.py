@@ -106,7 +106,7 @@ def test_prompts_that_join_late_mix_prefill_with_decode(
 ) -> None:
     answers = {text: Answer() for text in QUESTIONS[:4]}
     for text in answers:
-        engine.add(text, engine.prepare(ask(hf, text)), REPLY, want_rows=True)
+        engine.add_sequence(text, engine.prepare(ask(hf, text)), REPLY, want_rows=True)
         for output in [*engine.step(), *engine.step()]:
             answers[output.key].outputs.append(output)
     for text, answer in drain(engine, answers).items():
@@ -119,7 +119,7 @@ def test_more_sequences_than_places_wait_their_turn(
     keys = {f"{text}/{copy}": text for text in QUESTIONS for copy in range(2)}
     placed = {text: engine.prepare(ask(hf, text)) for text in QUESTIONS}
     for key, text in keys.items():
-        engine.add(key, placed[text], REPLY, want_rows=True)
+        engine.add_sequence(key, placed[text], REPLY, want_rows=True)
     assert engine.stats().waiting == len(keys)
     answers = drain(engine, {key: Answer() for key in keys})
     for key, text in keys.items():
@@ -141,7 +141,7 @@ def test_text_only_requests_give_no_rows_and_do_not_disturb_others(
 
 def test_rows_of_a_step_are_gathered_once_for_the_whole_batch(engine: Any, hf: HfReference) -> None:
     for text in QUESTIONS[:3]:
-        engine.add(text, engine.prepare(ask(hf, text)), Sampling(max_tokens=8), want_rows=True)
+        engine.add_sequence(text, engine.prepare(ask(hf, text)), Sampling(max_tokens=8), want_rows=True)
     shared = 0
     while engine.has_work():
         storages = [output.rows.untyped_storage().data_ptr() for output in engine.step() if output.rows is not None]
@@ -288,7 +288,7 @@ def test_prompts_are_prepared_by_several_threads_at_once(engine: Any, hf: HfRefe
 
 def test_an_abort_in_prefill_frees_everything_at_once(engine: Any, hf: HfReference) -> None:
     placed = engine.prepare(ask(hf, QUESTIONS[3]))
-    engine.add("gone", placed, REPLY, want_rows=True)
+    engine.add_sequence("gone", placed, REPLY, want_rows=True)
     (output,) = engine.step()
     assert output.rows is not None
     assert len(output.rows) < len(placed.prompt_token_ids)
@@ -299,7 +299,7 @@ def test_an_abort_in_prefill_frees_everything_at_once(engine: Any, hf: HfReferen
 
 
 def test_an_aborted_sequence_leaves_nothing_in_its_cache_blocks(engine: Any, hf: HfReference) -> None:
-    engine.add("gone", engine.prepare(ask(hf, QUESTIONS[3])), REPLY, want_rows=True)
+    engine.add_sequence("gone", engine.prepare(ask(hf, QUESTIONS[3])), REPLY, want_rows=True)
     engine.step()
     runner = engine._llm.model_executor.driver_worker.worker.model_runner
     (state,) = runner.requests.values()
@@ -317,7 +317,7 @@ def test_an_abort_in_decode_frees_everything_and_leaves_others_exact(
     gone, stays = QUESTIONS[1], QUESTIONS[0]
     answers = {gone: Answer(), stays: Answer()}
     for text in answers:
-        engine.add(text, engine.prepare(ask(hf, text)), REPLY, want_rows=True)
+        engine.add_sequence(text, engine.prepare(ask(hf, text)), REPLY, want_rows=True)
     while len(answers[gone].token_ids) < 5:
         for output in engine.step():
             answers[output.key].outputs.append(output)
@@ -333,7 +333,7 @@ def test_an_aborted_key_can_be_used_again_and_unknown_keys_are_ignored(
 ) -> None:
     engine.abort("never seen")
     placed = engine.prepare(ask(hf, "hello"))
-    engine.add("again", placed, REPLY, want_rows=True)
+    engine.add_sequence("again", placed, REPLY, want_rows=True)
     engine.step()
     engine.abort("again")
     assert_equals_hf(run(engine, {"again": placed})["again"], expected["hello"])
@@ -353,9 +353,9 @@ def test_sequences_longer_than_the_network_s_are_refused_at_load(tiny_checkpoint
 
 def test_a_key_in_use_is_refused(engine: Any, hf: HfReference) -> None:
     placed = engine.prepare(ask(hf, "hello"))
-    engine.add("twice", placed, Sampling(max_tokens=4), want_rows=True)
+    engine.add_sequence("twice", placed, Sampling(max_tokens=4), want_rows=True)
     with pytest.raises(ValueError, match="'twice' is in use"):
-        engine.add("twice", placed, Sampling(max_tokens=4), want_rows=True)
+        engine.add_sequence("twice", placed, Sampling(max_tokens=4), want_rows=True)
     engine.abort("twice")
 
 
@@ -369,7 +369,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_figures(engine: Any, 
             engine.prepare(videos)
     placed = engine.prepare(ask(hf, "hello"))
     with pytest.raises(TooLarge, match=r"the reply may have 1000, together 1058"):
-        engine.add("long", placed, Sampling(max_tokens=1000), want_rows=True)
+        engine.add_sequence("long", placed, Sampling(max_tokens=1000), want_rows=True)
 
 
 @pytest.mark.parametrize(
@@ -559,10 +559,10 @@ def test_sequences_that_end_while_a_step_is_ahead_leave_nothing(
 ) -> None:
     answers = {text: Answer() for text in QUESTIONS[:3]}
     for text in answers:
-        async_engine.add(text, async_engine.prepare(ask(hf, text)), REPLY, want_rows=True)
+        async_engine.add_sequence(text, async_engine.prepare(ask(hf, text)), REPLY, want_rows=True)
     with poisoned(async_engine, "bad"):
         answers["bad"] = Answer()
-        async_engine.add("bad", async_engine.prepare(ask(hf, QUESTIONS[4])), REPLY, want_rows=True)
+        async_engine.add_sequence("bad", async_engine.prepare(ask(hf, QUESTIONS[4])), REPLY, want_rows=True)
         while len(answers[QUESTIONS[1]].token_ids) < 5:
             for output in async_engine.step():
                 answers[output.key].outputs.append(output)

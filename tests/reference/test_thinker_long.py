@@ -58,7 +58,7 @@ def test_a_long_chat_gives_hf_tokens_and_rows_in_steps_of_one_token(tiny_checkpo
     prompt = ThinkerPrompt(ids, {"image": PICTURES, "audio": SOUNDS})
     assert len(prompt.token_ids) > 2900
     for key, asked in {"long": prompt, "short": ask(hf, "hello")}.items():
-        engine.add(key, engine.prepare(asked), REPLY, want_rows=True)
+        engine.add_sequence(key, engine.prepare(asked), REPLY, want_rows=True)
     answers = drain(engine, {"long": Answer(), "short": Answer()})
     engine.close()
     expected = hf.thinker(hf.prepare(CHAT, images=PICTURES, audios=SOUNDS), REPLY)

@@ -54,7 +54,7 @@ def step(engine: Any, answers: Mapping[str, Answer]) -> None:
 
 def begin(engine: Any, hf: HfReference, sampling: Sampling = REPLY) -> dict[str, Answer]:
     for text in (STAYS, LEAVES):
-        engine.add(text, engine.prepare(ask(hf, text)), sampling, want_rows=True)
+        engine.add_sequence(text, engine.prepare(ask(hf, text)), sampling, want_rows=True)
     return {STAYS: Answer(), LEAVES: Answer()}
 
 
@@ -108,7 +108,7 @@ def test_a_preempted_sequence_s_media_are_encoded_again(engine: Any, hf: HfRefer
     question, sound = {"type": "text", "text": "what?" * 3}, tone(1.3)
     prompts = {STAYS: ask(hf, STAYS), LEAVES: ThinkerPrompt(token_ids(hf, AUDIO, question), {"audio": [sound]})}
     for key, prompt in prompts.items():
-        engine.add(key, engine.prepare(prompt), long, want_rows=True)
+        engine.add_sequence(key, engine.prepare(prompt), long, want_rows=True)
     answers = {key: Answer() for key in prompts}
     step_until_preempted(engine, answers, lambda _: None)
     drain(engine, answers)

@@ -145,7 +145,7 @@ def test_fused_copy_leaves_the_same_rows_in_the_same_pages(networks: Networks) -
         for past in (plain, fused):
             layer = past.at(evaluation, networks.dit.config.look_backward_layers[0])
             assert layer is not None
-            layer.leave(key, value) if past is plain else leave_past(qkv.flatten(0, 1), layer, heads=heads)
+            layer.write(key, value) if past is plain else leave_past(qkv.flatten(0, 1), layer, heads=heads)
     assert torch.equal(fused.pool.pages[:-1], plain.pool.pages[:-1])
     assert (fused.pool.pages[-1] == 0.5).all()
     # The first window's first block, the fourth's second.

@@ -95,7 +95,7 @@ def test_one_evaluation_equals_hf_for_both_halves_of_guidance(
     spoken = dit.codes()[codes].repeat_interleave(dit.config.repeats, dim=0) + speaking
     condition = layout.pack(torch.cat([spoken, silent.expand_as(spoken)]))
     past = dit.past_pool(0, torch.float32).of_batch([None, None], layout, evaluations=1, halves=1).upload()
-    velocity = dit.begin(condition, dit.modulation(torch.tensor([time])), layout, past)
+    velocity = dit.velocity_for(condition, dit.modulation(torch.tensor([time])), layout, past)
     ours = velocity(0, layout.pack(torch.cat([state, state])))
     assert (theirs[0] - theirs[1]).abs().max() > 1e-2
     torch.testing.assert_close(torch.stack(layout.unpack(ours)), theirs, atol=1e-4, rtol=1e-4)

@@ -144,7 +144,9 @@ def run(
     for key, prompt in prompts.items():
         placed = engine.prepare(prompt) if isinstance(prompt, ThinkerPrompt) else prompt
         chosen = sampling if isinstance(sampling, Sampling) else sampling[key]
-        engine.add(key, placed, chosen, want_rows=want_rows if isinstance(want_rows, bool) else key in want_rows)
+        engine.add_sequence(
+            key, placed, chosen, want_rows=want_rows if isinstance(want_rows, bool) else key in want_rows
+        )
     return drain(engine, {key: Answer() for key in prompts})
 
 

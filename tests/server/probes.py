@@ -202,8 +202,8 @@ def _probe_thinker(recorder: Recorder) -> None:
     class ProbedThinkerEngine(_Disturbed, engine.ThinkerVllmEngine):
         stage = "thinker"
 
-        def add(self, key: str, placed: Any, sampling: Any, *, want_rows: bool, priority: int = 0) -> None:
-            super().add(key, placed, sampling, want_rows=want_rows, priority=priority)
+        def add_sequence(self, key: str, placed: Any, sampling: Any, *, want_rows: bool, priority: int = 0) -> None:
+            super().add_sequence(key, placed, sampling, want_rows=want_rows, priority=priority)
             prompt, positions = list(placed.prompt_token_ids), placed.positions.tolist()
             recorder.write("added", key, prompt=prompt, positions=positions)
             self.begin(key, sampling.seed)

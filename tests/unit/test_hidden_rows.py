@@ -166,7 +166,7 @@ def piece(start: int, stop: int) -> Piece:
 
 
 def given(release: RowRelease) -> list[float]:
-    return [value for part in release.take() if part.rows is not None for value in part.rows[:, 0].tolist()]
+    return [value for part in release.pop_pieces() if part.rows is not None for value in part.rows[:, 0].tolist()]
 
 
 def test_prompt_rows_are_given_chunk_by_chunk() -> None:
@@ -216,7 +216,7 @@ def test_what_is_computed_again_up_to_where_rows_were_given_is_no_piece() -> Non
     release.held.append(piece(0, 6))
     assert given(release) == [0, 1, 2, 3, 4, 5]
     release.held.append(piece(0, 6))
-    assert release.take() == []
+    assert release.pop_pieces() == []
     assert not release.held
 
 
@@ -268,7 +268,7 @@ def test_a_token_is_kept_when_a_character_of_it_is_and_never_taken_back(pieces: 
     expected = sum(start < len(left) for start in starts) if stopped else count
     cut, seen = StopCut(stop), 0
     for index in range(count):
-        cut.add(len(left) if stopped and index == count - 1 else len("".join(pieces[: index + 1])))
+        cut.count_token(len(left) if stopped and index == count - 1 else len("".join(pieces[: index + 1])))
         assert seen <= cut.kept <= expected
         seen = cut.kept
     cut.close(len(left) if stopped else None)
@@ -281,7 +281,7 @@ def test_rows_of_tokens_that_a_stop_string_may_take_wait() -> None:
     release.held.append(piece(0, 2))
     for token, length in enumerate((1, 2, 3, 4)):
         release.reply_tokens = token + 1
-        release.cut.add(length)
+        release.cut.count_token(length)
         rows += given(release)
         release.held.append(piece(2 + token, 3 + token))
     # Of four characters the last two may begin a stop string.

@@ -173,10 +173,10 @@ def test_a_stage_that_comes_to_rest_tells_all_at_once(pb_utils, stats, counter, 
 
 def test_received_bytes_are_told_by_tensor_and_device(published, pb_utils, stats, counter):
     assert published
-    counter.add("ROWS", torch.ones(4))
-    counter.add("ROWS", torch.ones(4, device="meta"))
+    counter.count("ROWS", torch.ones(4))
+    counter.count("ROWS", torch.ones(4, device="meta"))
     rounds(stats, 5)
-    counter.add("ROWS", torch.ones(1))
+    counter.count("ROWS", torch.ones(1))
     rounds(stats, 5)
     links = {m.labels["device"]: (m.labels, m.values) for m in family(pb_utils, "omni_link_bytes_total").metrics}
     assert links["cpu"] == ({"stage": "talker", "tensor": "ROWS", "device": "cpu"}, [16, 20])

@@ -64,7 +64,7 @@ class WaveformAtTheEnd(FakeWaveformEngine):
 class EngineThatTakesNothing(FakeThinkerEngine):
     """Fails a session as soon as it is open."""
 
-    def add(self, *args, **kwargs):
+    def add_sequence(self, *args, **kwargs):
         raise InternalError("no place")
 
 

@@ -409,7 +409,7 @@ def test_starts_within_the_window_are_bounded_and_wait_ever_longer() -> None:
     starts = Starts(RestartPolicy(attempts=3, window_s=60.0))
     waits = []
     while not starts.are_exhausted():
-        waits.append(starts.begin())
+        waits.append(starts.count_start())
     assert waits == [0.0, 1.0, 2.0]
     assert starts.sentence("the server", "x") == "the server does not stay (starts in 60 s: 3): x"
 

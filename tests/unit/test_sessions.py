@@ -467,11 +467,11 @@ def test_the_talker_has_a_request_of_each_session_before_the_engine_does(later, 
     engine = FakeThinkerEngine()
     told = []
 
-    def add(*args, add=engine.add, **kwargs):
+    def add(*args, add=engine.add_sequence, **kwargs):
         told.append([thinker_message(tensors).kind for tensors in ensemble.to_talker])
         add(*args, **kwargs)
 
-    engine.add = add
+    engine.add_sequence = add
     with pipeline(thinker=engine, intake=FakeIntake(delay_s=0.05 if later else 0.0)) as p:
         ensemble = p.ask("12345")
         assert finished(ensemble).error is None
@@ -486,7 +486,7 @@ def test_what_the_engine_refuses_of_an_open_session_reaches_the_client_through_i
     def refuse(*args, **kwargs):
         raise BadRequest("thinker.temperature: is no number")
 
-    engine.add = refuse
+    engine.add_sequence = refuse
     with pipeline(thinker=engine) as p:
         reply = finished(p.ask("12345"))
         assert reply.error.to_text() == "thinker.temperature: is no number [omni:bad_request;stage=thinker]"
@@ -813,7 +813,7 @@ def test_sequence_that_the_engine_cannot_take_fails_alone(stage, monkeypatch):
     engine = ENGINES[stage]()
     with pipeline(**{ARGUMENTS[stage]: engine}) as p:
         with monkeypatch.context() as once:
-            once.setattr(engine, "add" if stage == "thinker" else "open", lambda *args, **kwargs: {}["secret"])
+            once.setattr(engine, "add_sequence" if stage == "thinker" else "open", lambda *args, **kwargs: {}["secret"])
             reply = finished(p.ask())
         assert reply.error.message == "handling a message failed: KeyError"
         assert reply.error.to_text().endswith(f"[omni:internal;stage={stage}]")

@@ -412,7 +412,7 @@ def test_a_stop_ends_the_wait_before_a_server_is_started_again(repository: Path)
     server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, restart=policy))
     server.start()
     with one_stage(server) as stage:
-        server._starts.begin()
+        server._starts.count_start()
         stage.kill()
         running = threading.Thread(target=server.run)
         running.start()

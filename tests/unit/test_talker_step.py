@@ -94,7 +94,7 @@ def test_a_sequence_that_is_computed_again_counts_anew(bench):
     logits = torch.zeros(3, VOCABULARY)
     bench.decode([3, 4, 5], logits)
     slot = bench.open[0].slot
-    bench.rows.begin(slot)
+    bench.rows.reset_used(slot)
     assert not bench.rows.used[slot].any()
     bench.decode([3, 4, 5], logits)
     assert [int(bench.rows.used[found.slot].sum()) for found in bench.open] == [1, 2, 2]

@@ -119,7 +119,7 @@ def test_received_tensors_are_counted_by_name_and_device():
     for _ in range(2):
         tensors = {"ROWS": torch.ones(2, 4, dtype=torch.bfloat16), "CODES": torch.ones(3, dtype=torch.int32)}
         dict(LinkInputs(Request(write_tensors(PB_UTILS, {**tensors, "META": b"12345"})), counter))
-    counter.add("ROWS", torch.empty(5, 4, dtype=torch.float32, device="meta"))
+    counter.count("ROWS", torch.empty(5, 4, dtype=torch.float32, device="meta"))
     assert counter.snapshot() == {("ROWS", "cpu"): 32, ("CODES", "cpu"): 24, ("ROWS", "meta"): 80}
 
 
@@ -137,7 +137,7 @@ def test_what_nobody_asks_for_is_not_read():
 def test_a_snapshot_does_not_change():
     counter = LinkCounter()
     before = counter.snapshot()
-    counter.add("ROWS", torch.ones(1))
+    counter.count("ROWS", torch.ones(1))
     assert before == {}
 
 

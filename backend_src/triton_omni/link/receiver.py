@@ -126,7 +126,7 @@ class LinkReceiver:
         self.latency["arrived"].measure(sent_ns, arrived_ns)
         self.latency["taken"].measure(sent_ns, time.monotonic_ns())
 
-    def take(
+    def feed_message(
         self,
         session: LinkSession,
         message: ThinkerMessage | TalkerMessage,

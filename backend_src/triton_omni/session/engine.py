@@ -75,7 +75,7 @@ class ThinkerPlaced:
     positions: Tensor
     """int64 [3, P], CPU: M-RoPE positions (temporal, height, width) of the prompt."""
     engine_input: Any
-    """Opaque: what `ThinkerEngine.add` gives to vLLM."""
+    """Opaque: what `ThinkerEngine.add_sequence` gives to vLLM."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,9 @@ class ThinkerEngine(AnyEngine, Protocol):
             BadRequest: it cannot be.
         """
 
-    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0) -> None:
+    def add_sequence(
+        self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0
+    ) -> None:
         """Queue a sequence; `want_rows` False (a text-only request) gives no rows.
 
         Among waiting sequences the lowest `priority` is next, then the oldest.
@@ -216,7 +218,7 @@ class TalkerEngine(FedEngine, Protocol):
     """Hidden rows in, codec codes out, while the thinker still writes."""
 
     def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> None:
-        """Reserve the session's rows; `priority` as in `ThinkerEngine.add`.
+        """Reserve the session's rows; `priority` as in `ThinkerEngine.add_sequence`.
 
         Raises:
             Overloaded: they cannot be had.

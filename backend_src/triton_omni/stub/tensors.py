@@ -40,7 +40,7 @@ class LinkCounter:
     def __init__(self) -> None:
         self._bytes: Counter[tuple[str, str]] = Counter()
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def count(self, name: str, tensor: torch.Tensor) -> None:
         """Count one received tensor."""
         self._bytes[name, tensor.device.type] += tensor.numel() * tensor.element_size()
 
@@ -98,7 +98,7 @@ class LinkInputs(Mapping[str, "Value"]):
         if name not in self._values:
             value = self._values[name] = read_tensor(self._inputs[name])
             if not isinstance(value, bytes):
-                self._counter.add(name, value)
+                self._counter.count(name, value)
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -98,7 +98,7 @@ class Collected:
     encoded: list[bytes] = field(default_factory=list)
     info: str = ""
 
-    def add(self, response: Any) -> None:
+    def append_response(self, response: Any) -> None:
         """Add one response of the stream; the empty final has no outputs."""
         result = InferResult(response)
         if result.get_output("text_output") is None:
@@ -132,12 +132,12 @@ class OpenRequests:
         self._count = 0
         self._add(0)
 
-    def begin(self) -> None:
-        """One more; to be called before anything is done for it."""
+    def open(self) -> None:
+        """Count one more request, before anything is done for it."""
         self._add(1)
 
-    def end(self) -> None:
-        """One has had its last response."""
+    def close(self) -> None:
+        """Count one less: it has had its last response."""
         self._add(-1)
 
     def _add(self, number: int) -> None:
@@ -186,12 +186,12 @@ class UnaryModel:
         """Take requests; each is answered through its own sender."""
         for request in requests:
             sender = TritonResponseSender(self._pb_utils, request, (self._sending,))
-            self._open.begin()
+            self._open.open()
             try:
                 self._take(request, sender)
             except OmniError as error:
                 error.stage = error.stage or "unary"
-                sender.fail(error, self._open.end)
+                sender.fail(error, self._open.close)
 
     def close(self) -> None:
         """Stop after the running requests; the stages end them when they close."""
@@ -229,13 +229,13 @@ class UnaryModel:
         try:
             timeout_s = asked_timeout_s(message, self._timeout_s)
             collected = await self._unless_cancelled(self._collect(message), sender, timeout_s)
-            end = functools.partial(sender.answer, collected.to_answer().to_tensors(), self._open.end)
+            end = functools.partial(sender.answer, collected.to_answer().to_tensors(), self._open.close)
         except OmniError as error:
-            end = functools.partial(sender.fail, error, self._open.end)
+            end = functools.partial(sender.fail, error, self._open.close)
         except Exception:
             logger.exception("unary request %s failed", message.id)
             failure = InternalError("the reply could not be collected", stage="unary")
-            end = functools.partial(sender.fail, failure, self._open.end)
+            end = functools.partial(sender.fail, failure, self._open.close)
         # The client may ask again as soon as it has the answer.
         self._places.release()
         end()
@@ -268,7 +268,7 @@ class UnaryModel:
                     await _settle(stream)
                     raise errors.parse(answer.error_message)
                 if not answer.error_message:
-                    collected.add(answer.infer_response)
+                    collected.append_response(answer.infer_response)
         except grpc.aio.AioRpcError as error:
             cause = f"{error.code().name}: {error.details()}"
             raise InternalError(f"the stream from {self._grpc_url} broke: {cause}", stage="unary") from error

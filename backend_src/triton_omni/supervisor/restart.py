@@ -75,8 +75,8 @@ class Starts:
             self._made.popleft()
         return len(self._made) >= self._policy.attempts
 
-    def begin(self) -> float:
-        """Count a start from now on; what to wait for before it is made, in seconds."""
+    def count_start(self) -> float:
+        """Count a start; return the seconds to wait before it."""
         wait_s = self._policy.wait_s(len(self._made))
         self._made.append(time.monotonic())
         return wait_s
@@ -352,7 +352,7 @@ class StageRestarter:
 
     def _open(self, stage: StageName, watched: _Watched) -> None:
         """Let the new process load when the old one has ended, which holds memory, and the wait is over."""
-        wait_s = watched.starts.begin()
+        wait_s = watched.starts.count_start()
         self._end(stage, watched)
         if not self._stopping.wait(wait_s):
             self._board.hold(stage, False)

@@ -211,7 +211,7 @@ class Supervisor:
             run.remove_leftovers()
             if self._starts.are_exhausted():
                 raise ServerError(f"{self._starts.sentence('the server', cause)}{self.log.hint}")
-            self._pause(self._starts.begin())
+            self._pause(self._starts.count_start())
             try:
                 self._run = run.again()
                 self._earlier_losses += run.deaths

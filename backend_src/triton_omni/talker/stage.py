@@ -288,7 +288,7 @@ class TalkerStage:
             self._receiver.give_back(message.key, sender)
             self._relay_failure(session, message.failure)
             return
-        self._receiver.take(session, message, message.rows, sender)
+        self._receiver.feed_message(session, message, message.rows, sender)
         session.send_queue.put_text(message.text)
         if message.last:
             session.thinker = message.report

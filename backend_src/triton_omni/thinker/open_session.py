@@ -172,7 +172,7 @@ class OpenSession:
         still = any(ledger.silent_for(stage) > STILL_S for stage in later)
         return not still or now_ns - self.deadline_ns > HELD_UP_AT_MOST_S * 1e9
 
-    def take(self, output: ThinkerOutput) -> None:
+    def queue_output(self, output: ThinkerOutput) -> None:
         """Queue the text of an engine step, and the end of the reply."""
         self.reply_tokens += len(output.token_ids)
         if output.token_ids and not self.first_token_ns:

@@ -52,7 +52,7 @@ class RequestMetrics:
             NO_SPAN,
         )
 
-    def begin(self, raw: RawRequest, accepted_ns: int) -> Span:
+    def receive(self, raw: RawRequest, accepted_ns: int) -> Span:
         """Count a request, and begin its span."""
         self.outcomes.receive()
         return self._tracer.start_span(raw.traceparent, accepted_ns)
@@ -69,7 +69,7 @@ class RequestMetrics:
         """
         self._accepted.append(session)
 
-    def tell_accepted(self) -> None:
+    def log_accepted(self) -> None:
         """Write the queued log records; on the loop's thread, once it has nothing more urgent to do."""
         while self._accepted:
             session = self._accepted.popleft()
@@ -79,7 +79,7 @@ class RequestMetrics:
         """Count a session that no stage holds any more, by the outcome of the stage that answered it, else by the
         thinker's.
         """
-        self.tell_accepted()
+        self.log_accepted()
         ledger, key = self._ledger, session.key
         ending = ledger.outcome(key, "token2wav") or ledger.outcome(key, "talker") or session.ending
         if ending is None:

@@ -116,7 +116,7 @@ class ThinkerStage:
         if not raw.request_id:
             # A name for logs and `info`.
             raw = replace(raw, request_id=secrets.token_hex(8))
-        span = self.request_metrics.begin(raw, accepted_ns)
+        span = self.request_metrics.receive(raw, accepted_ns)
         if self._ledger.draining:
             sender.fail(self.request_metrics.refuse(leaving_error(), raw, span))
             return
@@ -199,7 +199,7 @@ class ThinkerStage:
     def step(self) -> None:
         """Run one engine step; its output is sent as soon as the send queues allow."""
         outputs = self._engine.step()
-        self.request_metrics.tell_accepted()
+        self.request_metrics.log_accepted()
         if outputs:
             self.request_metrics.batches.observe(len(outputs))
         pairs = [(session, output) for output in outputs if (session := self._open.get(output.key)) is not None]
@@ -222,7 +222,7 @@ class ThinkerStage:
         held = self._ledger.device_claimed() or self._must_pause(now)
         self._engine.hold(held)
         if not self.has_work():
-            self.request_metrics.tell_accepted()
+            self.request_metrics.log_accepted()
         return CLAIMED_POLL_S if held else delay
 
     def _must_pause(self, now: int) -> bool:
@@ -253,7 +253,7 @@ class ThinkerStage:
         if session.session is None:
             self._open_session(session, prepared)
         try:
-            self._engine.add(
+            self._engine.add_sequence(
                 session.key.name,
                 prepared.placed,
                 prepared.sampling,
@@ -286,7 +286,7 @@ class ThinkerStage:
         self.request_metrics.reply_tokens += len(output.token_ids)
         if output.rows is not None:
             session.send_queue.put(output.rows, output.rows_ready)
-        session.take(output)
+        session.queue_output(output)
         session.send_queue.is_urgent = session.reply_tokens <= UNLIMITED_TOKENS
 
     def _send(self, sessions: Iterable[OpenSession]) -> None:

@@ -106,7 +106,7 @@ class DiT(nn.Module):
         rotary = self.rotary(torch.arange(-self.config.block_size, 0, device=device)[None])
         return WindowCachePool(self.config, rotary, pages, dtype=dtype, device=device)
 
-    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: WindowKVCache) -> Velocity:
+    def velocity_for(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: WindowKVCache) -> Velocity:
         """Return the velocity of one batch as a function of the evaluation's number and the state; see `forward`.
 
         Args:
@@ -284,7 +284,7 @@ class SelfAttention(nn.Module):
         ones.
         """
         earlier_key, earlier_value, there = past.find(self.heads)
-        past.leave(key, value)
+        past.write(key, value)
         rotate_(earlier_key, past.rotary)
         return Before(earlier_key, earlier_value, there)
 

@@ -137,8 +137,8 @@ class FlowSolver(Protocol):
 class VelocityNetwork(Protocol):
     """The DiT, or a form of it."""
 
-    def begin(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: WindowKVCache) -> Velocity:
-        """See `DiT.begin`."""
+    def velocity_for(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: WindowKVCache) -> Velocity:
+        """See `DiT.velocity_for`."""
 
 
 class StepwiseSolver:
@@ -156,7 +156,7 @@ class StepwiseSolver:
     def _velocity(self, flow: Flow) -> Velocity:
         lengths, block, device = flow.layout.lengths, flow.layout.block_size, flow.condition.device
         layout = block_layout(lengths * len(flow.condition), block, device)
-        evaluate = self._network.begin(flow.condition.flatten(0, 1), flow.modulation, layout, flow.past.upload())
+        evaluate = self._network.velocity_for(flow.condition.flatten(0, 1), flow.modulation, layout, flow.past.upload())
         if not flow.is_guided:
             return evaluate
 

@@ -206,7 +206,7 @@ class Token2WavStage:
             if message.failure is not None:
                 self._hold_error(session, message.failure.to_error())
             return
-        self._receiver.take(session, message, message.codes, sender)
+        self._receiver.feed_message(session, message, message.codes, sender)
         if message.codes is not None:
             self._tell_wanted(session)
         if message.codes_done:

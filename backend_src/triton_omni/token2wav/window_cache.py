@@ -71,7 +71,7 @@ class LayerKVCache:
         key, value = rows.view(*rows.shape[:2], 2, heads, -1).unbind(2)
         return key, value, there
 
-    def leave(self, key: Tensor, value: Tensor) -> None:
+    def write(self, key: Tensor, value: Tensor) -> None:
         """Write the keys, not rotated, and values [N, block, heads, head_dim] of the blocks in `left`."""
         rows = torch.cat([key.flatten(2), value.flatten(2)], dim=-1)
         self.pages.index_copy_(0, self._pages_at(self.left), rows)

@@ -125,7 +125,7 @@ def _resample(wave: NDArray[np.float32], rate: int) -> NDArray[np.float32]:
 def _blocks_of_file(data: bytes, kind: FileType) -> Iterator[Block]:
     damage = DamageCount(kind)
     for piece in ogg.links(data) if kind == "ogg" else [data[after_tags(data) :]]:
-        damage.begin(piece)
+        damage.start_piece(piece)
         try:
             with _open(piece, kind) as source:
                 if any(not stream.disposition & Disposition.attached_pic for stream in source.streams.video):
@@ -184,11 +184,11 @@ def _frames(source: InputContainer, damage: DamageCount) -> Iterator[AudioFrame]
             frames = packet.decode()
         except av.error.FFmpegError as error:
             _check_memory(error)
-            damage.take_packet(packet, is_decoded=False)
+            damage.count_packet(packet, is_decoded=False)
             continue
-        damage.take_packet(packet, is_decoded=True)
+        damage.count_packet(packet, is_decoded=True)
         for frame in frames:
-            damage.take_frame(frame)
+            damage.count_frame(frame)
             yield frame
     damage.end(source.size, is_cut=is_cut)
 

@@ -44,11 +44,11 @@ class DamageCount:
     _end: int | None = None
     _next_s: float = math.inf
 
-    def begin(self, piece: bytes) -> None:
-        """Go on with the next piece."""
+    def start_piece(self, piece: bytes) -> None:
+        """Count what follows in the next piece."""
         self.piece, self._end, self._next_s = piece, None, math.inf
 
-    def take_packet(self, packet: Packet[AudioStream], *, is_decoded: bool) -> None:
+    def count_packet(self, packet: Packet[AudioStream], *, is_decoded: bool) -> None:
         """Count a packet, and what lies between it and the one before."""
         if is_decoded:
             self.decoded_bytes += packet.size
@@ -60,7 +60,7 @@ class DamageCount:
             self._skip_to(packet.pos)
         self._end = ogg.page_end(self.piece, packet.pos) if self.kind == "ogg" else packet.pos + packet.size
 
-    def take_frame(self, frame: AudioFrame) -> None:
+    def count_frame(self, frame: AudioFrame) -> None:
         """Count a frame, and the time that lacks before it."""
         seconds = frame.samples / frame.sample_rate
         self.decoded_s += seconds

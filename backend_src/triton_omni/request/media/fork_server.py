@@ -27,7 +27,7 @@ from pathlib import Path
 
 from triton_omni.core.errors import OmniError
 from triton_omni.request.media.killable import NUMBER, OutOfMemory
-from triton_omni.request.media.parcels import put, take
+from triton_omni.request.media.object_pipe import receive_object, send_object
 
 
 def main(module: str, descriptor: int) -> None:
@@ -86,12 +86,12 @@ def _serve(link: Connection, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     while True:
         try:
-            call, seconds = take(link)
+            call, seconds = receive_object(link)
         except EOFError:
             return
         began = time.process_time()
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(began + seconds), resource.RLIM_INFINITY))
-        put(link, (_outcome(call), time.process_time() - began))
+        send_object(link, (_outcome(call), time.process_time() - began))
 
 
 def _end_with_owner(link: int) -> None:

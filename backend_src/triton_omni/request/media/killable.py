@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Final, TypeVar
 
-from triton_omni.request.media.parcels import UnknownAnswerError, put, take_answer
+from triton_omni.request.media.object_pipe import UnknownAnswerError, receive_answer, send_object
 
 ResultT = TypeVar("ResultT")
 IsWanted = Callable[[], bool]
@@ -149,11 +149,11 @@ class KillableProcess:
             OSError: this process lacks descriptors or memory; the other one must not be asked again.
         """
         try:
-            put(self._link, (call, seconds))
+            send_object(self._link, (call, seconds))
             while not wait([self._link], LOOK_S):
                 if not is_wanted():
                     raise Unwanted
-            outcome, used = take_answer(self._link)
+            outcome, used = receive_answer(self._link)
         except UnknownAnswerError as error:
             raise Crashed(f"it answered {error}") from error
         except (EOFError, ConnectionError) as error:

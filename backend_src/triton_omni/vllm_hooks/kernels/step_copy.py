@@ -77,7 +77,7 @@ class DrawnIds:
         self._host = torch.zeros(self._STEPS, width, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._step = 0
 
-    def leave(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    def keep(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of `drawn` int32 [B]: on the device, and on the host, there once the stream is, for `_STEPS` steps."""
         kept, self._step = torch.empty_like(drawn), (self._step + 1) % self._STEPS
         host = self._host[self._step, : len(drawn)]

@@ -153,7 +153,7 @@ class IncrementalDecodeMixin(_Runner):
             from triton_omni.vllm_hooks.kernels.step_copy import DrawnIds
 
             self._drawn_ids = DrawnIds(self.max_num_reqs, self.device)
-            self._drawn_ids.leave(torch.zeros(1, dtype=torch.int32, device=self.device))
+            self._drawn_ids.keep(torch.zeros(1, dtype=torch.int32, device=self.device))
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
@@ -342,6 +342,6 @@ class IncrementalDecodeMixin(_Runner):
     def _leave(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of a step's ids [B]: of its own on the device, and one on its way to the host."""
         if self._drawn_ids is not None:
-            return self._drawn_ids.leave(drawn)
+            return self._drawn_ids.keep(drawn)
         kept = drawn.clone()
         return kept, kept.to("cpu", non_blocking=True)

@@ -229,7 +229,7 @@ class TalkerRows:
         self.faults.index_add_(0, slots, (~_rows_are_finite(rows)).to(torch.int32))
         return rows.nan_to_num_(0.0, 0.0, 0.0)
 
-    def begin(self, slot: int) -> None:
+    def reset_used(self, slot: int) -> None:
         """Let the prompt's ids be all that a sequence has used; also of one that is computed again from its begin."""
         self.used[slot].copy_(self._prompt_ids)
 

@@ -158,7 +158,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         count, batch = scheduler_output.total_num_scheduled_tokens, self._current_batch()
         self.step.decoding = count == len(batch.sequences)
         for row in np.flatnonzero(self.input_batch.num_computed_tokens_cpu[: len(batch.sequences)] == 0):
-            self.step.rows.begin(int(batch.slots[row]))
+            self.step.rows.reset_used(int(batch.slots[row]))
         self.step.rows.store()
         self._stage_index(count, batch.slots)
         skipped = self.discard_request_mask.np[: len(batch.sequences)]

@@ -69,7 +69,7 @@ class _Sequence:
             return
         length = len(self.detokenizer.output_text)
         if news.token_ids:
-            cut.add(length)
+            cut.count_token(length)
         if news.finish_reason is not None:
             cut.close(None if _stop_string(news) is None else length)
 
@@ -172,7 +172,9 @@ class ThinkerVllmEngine:
         """
         self._schemas.check(schema)
 
-    def add(self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0) -> None:
+    def add_sequence(
+        self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0
+    ) -> None:
         """Queue a sequence; `want_rows` False (a text-only request) gives no rows. The lowest `priority` is next.
 
         A JSON schema that `check_schema` refuses fails its sequence at a later step.
@@ -315,7 +317,7 @@ class ThinkerVllmEngine:
 
     def _advance(self, sequence: _Sequence, news: RequestOutput | None) -> list[ThinkerOutput]:
         """Outputs of one sequence in this step; several only when rows of more than one step came free."""
-        given = sequence.release.take()
+        given = sequence.release.pop_pieces()
         if not all(piece.is_finite for piece in given):
             self.abort(sequence.key)
             return [ThinkerOutput(sequence.key, error="a hidden state is not finite (NaN or infinity)")]

@@ -118,7 +118,7 @@ class _Wanted:
     media: NDArray[np.bool_]
     untaken: int = 0
 
-    def take(self, start: int, stop: int) -> int:
+    def claim(self, start: int, stop: int) -> int:
         """Take positions [start, stop); returns where those begin that were not taken before."""
         first = start if start >= self.untaken else min(self.untaken, stop)
         self.untaken = max(self.untaken, stop)
@@ -165,7 +165,7 @@ class RowTap:
             if wanted is None:
                 segments.append(Segment(request_id, first, stop, begin, None))
                 continue
-            start = wanted.take(first, stop)
+            start = wanted.claim(first, stop)
             fresh = begin + start - first
             if start < len(wanted.media):
                 media_spans.append((total, wanted.media[start:stop]))

@@ -74,7 +74,7 @@ class StopCut:
         self._length = 0
         self._starts: deque[int] = deque()
 
-    def add(self, length: int) -> None:
+    def count_token(self, length: int) -> None:
         """A token came, and with it the text has `length` characters."""
         self._starts.append(self._length)
         self._length = length
@@ -117,8 +117,8 @@ class RowRelease:
         """Rows of device memory held back now."""
         return sum(len(piece.rows) for piece in self.held if piece.rows is not None)
 
-    def take(self) -> list[Piece]:
-        """The pieces that may be given now, without gaps; each position only once."""
+    def pop_pieces(self) -> list[Piece]:
+        """Return the pieces that may be given now, without gaps; each position only once."""
         given = []
         while self.held and self.held[0].start < self.limit:
             piece = self.held.popleft()

@@ -43,7 +43,7 @@ class UnknownAnswerError(Exception):
     """An object holds something that no decoder answers; the message names it."""
 
 
-def put(link: Connection, thing: object) -> None:
+def send_object(link: Connection, thing: object) -> None:
     """Send an object that can be pickled.
 
     Raises:
@@ -52,14 +52,14 @@ def put(link: Connection, thing: object) -> None:
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(thing, protocol=5, buffer_callback=buffers.append)
     pieces = [memoryview(head), *(buffer.raw() for buffer in buffers)]
-    with os.fdopen(os.memfd_create("omni-parcel"), "wb", buffering=0) as file:
+    with os.fdopen(os.memfd_create("omni-object"), "wb", buffering=0) as file:
         for piece in pieces:
             _write(file, piece)
         link.send_bytes(array("Q", [len(piece) for piece in pieces]))
         send_handle(link, file.fileno(), _RECEIVER_UNKNOWN)
 
 
-def take(link: Connection) -> Any:
+def receive_object(link: Connection) -> Any:
     """Receive the next object of a process that is trusted.
 
     Raises:
@@ -69,7 +69,7 @@ def take(link: Connection) -> Any:
     return pickle.loads(head, buffers=buffers)
 
 
-def take_answer(link: Connection) -> Any:
+def receive_answer(link: Connection) -> Any:
     """Receive what a decoder answers, which a file may have taken over: nothing but numbers, texts and media is built.
 
     Its arrays are mapped, can be written to, and keep the memory for as long as they live.
