@@ -18,6 +18,7 @@ from triton_omni.request.parse import RawRequest
 from triton_omni.session import ledger_layout as layout
 from triton_omni.session.engine import Sampling
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import CANCELLED, CLOSED
 from triton_omni.session.stage import StageStats, refused_error
 from triton_omni.session.wire import SEAL_BYTES, Kind, Seal, Session, TalkerMessage, ThinkerMessage
 from triton_omni.stub import request_parameters
@@ -422,7 +423,7 @@ def test_a_foreign_message_is_closed_empty_and_changes_nothing(open_stage, think
     assert forged.sender.cancel_queries == 0
     assert session_words(thinker_ledger, key) == before
     adapter.execute([true := Request(write_tensors(PbUtils(), link_tensors(kind, key, thinker_ledger, number=2)))])
-    thinker_ledger.mark_closed(key)
+    thinker_ledger.write(key, CLOSED)
     answered(true)
     assert thinker_ledger.returned(key, kind) == 1, "the true one alone"
 
@@ -440,7 +441,7 @@ def test_a_cancel_that_a_message_brings_is_written_to_the_ledger(open_stage, thi
     heartbeat.sender.cancelled = True
     adapter.execute([heartbeat])
     answered(heartbeat)
-    assert thinker_ledger.cancelled(key)
+    assert thinker_ledger.has(key, CANCELLED)
 
 
 @pytest.mark.parametrize("kind", ["talker", "token2wav"])
@@ -456,7 +457,7 @@ def test_triton_is_asked_for_a_cancel_once_an_interval_and_session(open_stage, t
             requests.append(Request(write_tensors(PbUtils(), link_tensors(kind, key, thinker_ledger, number))))
             adapter.execute(requests[-1:])
     for key in keys:  # the talker holds the last heartbeat of a session
-        thinker_ledger.mark_closed(key)
+        thinker_ledger.write(key, CLOSED)
     asked = [answered(request).cancel_queries for request in requests]
     assert asked == [1, 1, 0, 0, 0, 0, 1, 1]
 
@@ -494,7 +495,7 @@ def test_a_reply_of_which_triton_refuses_a_part_ends_with_an_error(open_stage, n
     for request in requests[1:]:
         answered(request)
     assert not requests[0].sender.finals, "the others' requests are open"
-    thinker_ledger.mark_closed(key)
+    thinker_ledger.write(key, CLOSED)
     talker.mark_closed(key, len(messages))
     sender = answered(requests[0])
     assert sender.error.message() == refused_error("token2wav").to_text()

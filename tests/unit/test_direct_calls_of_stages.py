@@ -15,6 +15,7 @@ from triton_omni.core.errors import BadRequest, Overloaded
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.request.parse import RawRequest
 from triton_omni.session import ledger_layout as layout
+from triton_omni.session.ledger_table import CLOSED, REACHED
 from triton_omni.session.wire import (
     Failure,
     Kind,
@@ -376,8 +377,8 @@ def test_who_writes_that_token2wav_is_through_is_waited_for_until_the_deadline_a
     """The thinker waits for the talker's end, which has nothing of the session."""
     with pipeline(intake=Hurried()) as p:
         stranger = Stranger(p)
-        p.ledgers[2].mark_reached(stranger.key())
-        p.ledgers[2].mark_closed(stranger.key())
+        p.ledgers[2].write(stranger.key(), REACHED)
+        p.ledgers[2].write(stranger.key(), CLOSED)
         assert stranger.from_thinker.ended.wait(WAIT_S)
 
 

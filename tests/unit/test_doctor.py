@@ -27,6 +27,7 @@ from triton_omni.doctor.metrics_page import MetricsPage
 from triton_omni.doctor.stage_processes import running_for, server_processes, stage_processes
 from triton_omni.session import ledger_layout as layout
 from triton_omni.session.ledger import SessionLedger, StageFacts
+from triton_omni.session.ledger_table import CLOSED
 from triton_omni.session.ledger_view import read_ledger
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.supervisor import leftovers, start_report
@@ -113,7 +114,7 @@ def test_a_server_that_does_nothing_is_sound(rig: Rig) -> None:
 
 def test_a_server_at_work_is_sound(rig: Rig) -> None:
     keys = [rig.open(slot) for slot in range(3)]
-    rig.ledgers["talker"].mark_closed(keys[0])
+    rig.ledgers["talker"].write(keys[0], CLOSED)
     rig.figures["thinker"] |= {"sessions": 3, "running": 1, "waiting": 1, "kv_blocks_used": 9, "outbox": 2}
     rig.figures["talker"] |= {"sessions": 2, "running": 2, "rows_used": 80}
     rig.figures["token2wav"] |= {"sessions": 3, "running": 3, "waiting": 3, "kv_blocks_used": 72}
@@ -128,7 +129,7 @@ def test_a_session_that_a_stage_holds_and_nobody_opened_is_named(rig: Rig, stage
     assert list(rig.wrong()) == [f"{stage}/excess"]
     rig.figures[stage]["sessions"] = 1
     assert rig.wrong() == {}
-    rig.ledgers[stage].mark_closed(key)
+    rig.ledgers[stage].write(key, CLOSED)
     assert f"{stage}/excess" in rig.wrong()
     assert "1 leaked" in rig.wrong()[f"{stage}/excess"]
 
@@ -164,7 +165,7 @@ def test_a_leak_that_a_stage_knows_of_is_named(rig: Rig) -> None:
 def test_a_session_after_its_deadline_is_named_with_those_who_hold_it(rig: Rig) -> None:
     key = rig.open(7, seconds=-OVERDUE_S - 1)
     rig.figures["thinker"]["sessions"] = 1
-    rig.ledgers["talker"].mark_closed(key)
+    rig.ledgers["talker"].write(key, CLOSED)
     [(name, sentence)] = rig.wrong().items()
     assert name == f"session/{key.name}"
     assert sentence == f"session {key.name} is open 11 s after its deadline; not closed by thinker, token2wav"

@@ -22,7 +22,8 @@ from triton_omni.link.ring import offer_ring, open_ring
 from triton_omni.link.ring_writer import RingWriter
 from triton_omni.session import ledger_layout as layout
 from triton_omni.session.ledger import SessionLedger, StageFacts
-from triton_omni.session.ledger_layout import (
+from triton_omni.session.ledger_view import read_ledger
+from triton_omni.session.server_folder import (
     LedgerError,
     ledger_name,
     own_folder,
@@ -30,7 +31,6 @@ from triton_omni.session.ledger_layout import (
     remove_stale,
     table_path,
 )
-from triton_omni.session.ledger_view import read_ledger
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.session.wire import PROTOCOL_VERSION
 from triton_omni.supervisor import leftovers

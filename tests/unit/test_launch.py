@@ -18,7 +18,7 @@ from triton_omni.core.settings import SettingsError, TalkerSettings, ThinkerSett
 from triton_omni.link.ring import RingError
 from triton_omni.session import ledger_layout
 from triton_omni.session.ledger import SessionLedger, StageFacts
-from triton_omni.session.ledger_layout import LedgerError, ledger_name
+from triton_omni.session.server_folder import LedgerError, ledger_name
 from triton_omni.stub import launch
 from triton_omni.stub.launch import (
     checkpoint_folder,

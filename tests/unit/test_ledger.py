@@ -20,8 +20,21 @@ from hypothesis import strategies as st
 from triton_omni.session import ledger as ledger_module
 from triton_omni.session import ledger_layout as layout
 from triton_omni.session.ledger import Placed, SessionLedger, StageFacts
-from triton_omni.session.ledger_layout import CAPACITY, LedgerError, own_folder, remove_stale, server_name
+from triton_omni.session.ledger_table import (
+    CANCELLED,
+    CAPACITY,
+    CLAIMED,
+    CLOSED,
+    CONSUMED,
+    EPOCH,
+    FAILED,
+    FETCHED,
+    PLACED,
+    REACHED,
+    WANTED,
+)
 from triton_omni.session.outcome import RequestOutcome
+from triton_omni.session.server_folder import LedgerError, own_folder, remove_stale, server_name
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.session.wire import SessionKey
 from triton_omni.thinker.slots import Slots
@@ -65,20 +78,28 @@ def talker(attach, thinker):
 
 
 MARKS = {
-    "closed": (SessionLedger.mark_closed, lambda ledger, key: ledger.closed(key, "talker")),
+    "closed": (SessionLedger.mark_closed, lambda ledger, key: ledger.has(key, CLOSED, "talker")),
     "cancelled": (SessionLedger.mark_cancelled, SessionLedger.cancelled),
     "failed": (SessionLedger.mark_failed, SessionLedger.failed),
-    "reached": (SessionLedger.mark_reached, lambda ledger, key: ledger.has_reached(key, "talker")),
+    "reached": (SessionLedger.mark_reached, lambda ledger, key: ledger.has(key, REACHED, "talker")),
     "consumed": (
-        lambda ledger, key: ledger.count_consumed(key, 7),
-        lambda ledger, key: ledger.consumed(key, "talker") == 7,
+        lambda ledger, key: ledger.write(key, CONSUMED, 7),
+        lambda ledger, key: ledger.count(key, CONSUMED, "talker") == 7,
     ),
-    "wanted": (lambda ledger, key: ledger.want(key, 24), lambda ledger, key: ledger.wanted(key, "talker") == 24),
+    "wanted": (
+        lambda ledger, key: ledger.write(key, WANTED, 24),
+        lambda ledger, key: ledger.read(key, WANTED, "talker") == 24,
+    ),
     "placed": (
         lambda ledger, key: ledger.place(key, Placed(9, 4, 77)),
-        lambda ledger, key: ledger.placed(key, "talker") == 9 and ledger.placing(key, "talker") == (9, 4, 77),
+        lambda ledger, key: (
+            ledger.count(key, PLACED, "talker") == 9 and ledger.placing(key, "talker") == (9, 4, 77)
+        ),
     ),
-    "fetched": (lambda ledger, key: ledger.fetch(key, 5), lambda ledger, key: ledger.fetched(key, "talker") == 5),
+    "fetched": (
+        lambda ledger, key: ledger.write(key, FETCHED, 5),
+        lambda ledger, key: ledger.count(key, FETCHED, "talker") == 5,
+    ),
 }
 each_mark = pytest.mark.parametrize(("mark", "read"), MARKS.values(), ids=MARKS)
 
@@ -107,26 +128,26 @@ def test_slots_do_not_mix(thinker, talker, mark, read):
 
 def test_closed_and_consumed_are_told_by_stage(thinker, talker):
     key = thinker.publish(0)
-    talker.mark_closed(key)
-    talker.count_consumed(key, 2)
-    assert [thinker.closed(key, stage) for stage in STAGES] == [False, True, False]
-    assert [thinker.consumed(key, stage) for stage in STAGES] == [0, 2, 0]
+    talker.write(key, CLOSED)
+    talker.write(key, CONSUMED, 2)
+    assert [thinker.has(key, CLOSED, stage) for stage in STAGES] == [False, True, False]
+    assert [thinker.count(key, CONSUMED, stage) for stage in STAGES] == [0, 2, 0]
 
 
 @pytest.mark.parametrize(
     "end",
     [
         lambda ledgers, key: ledgers["thinker"].publish(key.slot),
-        lambda ledgers, key: ledgers["token2wav"].mark_closed(key),
-        *(lambda ledgers, key, stage=stage: ledgers[stage].mark_cancelled(key) for stage in STAGES),
-        *(lambda ledgers, key, stage=stage: ledgers[stage].mark_failed(key) for stage in STAGES),
+        lambda ledgers, key: ledgers["token2wav"].write(key, CLOSED),
+        *(lambda ledgers, key, stage=stage: ledgers[stage].write(key, CANCELLED) for stage in STAGES),
+        *(lambda ledgers, key, stage=stage: ledgers[stage].write(key, FAILED) for stage in STAGES),
     ],
 )
 def test_a_session_is_over_by_each_of_its_ends(attach, end):
     ledgers = {stage: attach(stage) for stage in STAGES}
     ended, other = ledgers["thinker"].publish(3), ledgers["thinker"].publish(4)
     for stage in ("thinker", "talker"):
-        ledgers[stage].mark_closed(ended)
+        ledgers[stage].write(ended, CLOSED)
     assert not ledgers["talker"].is_over(ended), "token2wav still works"
     end(ledgers, ended)
     assert ledgers["talker"].is_over(ended)
@@ -137,13 +158,13 @@ def test_messages_in_transit_are_those_sent_and_not_returned(thinker, talker):
     key = thinker.publish(0)
     talker.count_returned(key)
     assert thinker.in_transit(key, "thinker", "talker") is None, "the thinker may still send"
-    thinker.mark_closed(key, 3)
+    thinker.write(key, CLOSED, 3)
     assert thinker.in_transit(key, "thinker", "talker") == 2
     talker.count_returned(key)
     talker.count_returned(key)
     assert thinker.in_transit(key, "thinker", "talker") == 0
     later = thinker.publish(0)
-    thinker.mark_closed(later, 1)
+    thinker.write(later, CLOSED, 1)
     assert thinker.in_transit(later, "thinker", "talker") == 1, "what an earlier session returned counts for no other"
 
 
@@ -188,11 +209,11 @@ def test_generations_wrap_around_and_skip_zero(thinker, talker):
     thinker._words[layout.record(2) + layout.GENERATION] = 2**32 - 2
     last = thinker.publish(2)
     assert last.generation == 2**32 - 1
-    talker.count_consumed(last, 2**32 - 1)
-    assert thinker.consumed(last, "talker") == 2**32 - 1
+    talker.write(last, CONSUMED, 2**32 - 1)
+    assert thinker.count(last, CONSUMED, "talker") == 2**32 - 1
     first = thinker.publish(2)
     assert first.generation == 1
-    assert thinker.consumed(first, "talker") == 0
+    assert thinker.count(first, CONSUMED, "talker") == 0
     assert not talker.holds(last)
 
 
@@ -244,8 +265,8 @@ def _count(name, stage, slots, rounds, go):
     go.wait(WAIT_S)
     for messages in range(1, rounds + 1):
         for key in slots:
-            ledger.count_consumed(key, messages)
-    ledger.mark_failed(slots[0])
+            ledger.write(key, CONSUMED, messages)
+    ledger.write(slots[0], FAILED)
 
 
 def test_stages_of_several_processes_write_side_by_side(thinker, name):
@@ -257,14 +278,14 @@ def test_stages_of_several_processes_write_side_by_side(thinker, name):
     go.wait(WAIT_S)
     seen = [(0, 0)]
     while any(worker.is_alive() for worker in workers):
-        seen.append(tuple(thinker.consumed(keys[3], stage) for stage in ("talker", "token2wav")))
+        seen.append(tuple(thinker.count(keys[3], CONSUMED, stage) for stage in ("talker", "token2wav")))
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert all(a <= b for before, after in itertools.pairwise(seen) for a, b in zip(before, after, strict=True))
-    assert all(thinker.consumed(key, stage) == rounds for key in keys for stage in ("talker", "token2wav"))
-    assert [thinker.failed(key) for key in keys] == [True] + [False] * 7
-    assert not any(thinker.closed(key, "thinker") for key in keys)
+    assert all(thinker.count(key, CONSUMED, stage) == rounds for key in keys for stage in ("talker", "token2wav"))
+    assert [thinker.has(key, FAILED) for key in keys] == [True] + [False] * 7
+    assert not any(thinker.has(key, CLOSED, "thinker") for key in keys)
 
 
 def _attach(name, barrier, results):
@@ -383,19 +404,19 @@ def test_a_claim_holds_for_the_other_stages_of_the_device(attach, device):
     thinker, talker = attach("thinker", StageFacts(1, device=device)), attach("talker", StageFacts(1, device=7))
     token2wav = attach("token2wav", StageFacts(1, device=device))
     assert not thinker.device_claimed()
-    token2wav.claim_device(time.monotonic_ns() + int(WAIT_S * 1e9))
+    token2wav.set_word(CLAIMED, time.monotonic_ns() + int(WAIT_S * 1e9), "token2wav")
     assert thinker.device_claimed()
     assert not talker.device_claimed()
     assert not token2wav.device_claimed()
-    token2wav.claim_device(0)
+    token2wav.set_word(CLAIMED, 0, "token2wav")
     assert not thinker.device_claimed()
 
 
 def test_a_claim_ends_by_itself_and_with_the_stage_that_made_it(attach):
     thinker, token2wav = attach("thinker", StageFacts(1)), attach("token2wav", StageFacts(1))
-    token2wav.claim_device(time.monotonic_ns() - 1)
+    token2wav.set_word(CLAIMED, time.monotonic_ns() - 1, "token2wav")
     assert not thinker.device_claimed()
-    token2wav.claim_device(time.monotonic_ns() + int(WAIT_S * 1e9))
+    token2wav.set_word(CLAIMED, time.monotonic_ns() + int(WAIT_S * 1e9), "token2wav")
     attach("token2wav", StageFacts(1))
     assert not thinker.device_claimed()
 
@@ -405,8 +426,8 @@ def test_a_claim_ends_by_itself_and_with_the_stage_that_made_it(attach):
 
 def test_heartbeats_and_epochs_tell_of_each_stage(attach):
     thinker = attach("thinker", StageFacts(1))
-    assert thinker.epoch("thinker") == 1
-    assert thinker.epoch("talker") == 0
+    assert thinker.word(EPOCH, "thinker") == 1
+    assert thinker.word(EPOCH, "talker") == 0
     assert thinker.silent_for("thinker") < WAIT_S
     time.sleep(0.3)
     assert thinker.silent_for("thinker") >= 0.3
@@ -454,7 +475,7 @@ def test_ended_requests_are_counted_after_the_close(attach, monkeypatch):
     thinker, talker = attach("thinker"), attach("talker")
     key = thinker.publish(0)
     watched = Watched(thinker, key, "thinker", monkeypatch)
-    thinker.mark_closed(key, 3)
+    thinker.write(key, CLOSED, 3)
     thinker.count_returned(key)
     assert [one for one in watched.seen if not one.startswith("read")] == ["write CLOSED", "fence", "write RETURNED"]
     reading = Watched(talker, key, "thinker", monkeypatch)
@@ -528,7 +549,7 @@ def test_a_session_that_every_stage_has_closed_makes_place_before_its_slot_is_gi
     left = slots.allocate()
     for stage in STAGES:
         assert slots.allocate() is None
-        ledgers[stage].mark_closed(left)
+        ledgers[stage].write(left, CLOSED)
     assert slots.allocate().slot != left.slot
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from triton_omni.core.errors import StageName
-from triton_omni.session.ledger_layout import STAGES, WATCHED
+from triton_omni.session.ledger_table import STAGES, WATCHED
 from triton_omni.supervisor import restart
 from triton_omni.supervisor.model_control import ModelControlError
 from triton_omni.supervisor.restart import MODELS, RestartPolicy, Silence, StageRestarter, Starts

@@ -14,6 +14,7 @@ from triton_omni.link.ring_writer import LOOK_NS, RingWriter
 from triton_omni.link.send_queue import SendQueue
 from triton_omni.session import ledger_layout
 from triton_omni.session.ledger import SessionLedger, StageFacts
+from triton_omni.session.ledger_table import EPOCH, FETCHED, PLACED
 
 CPU = torch.device("cpu")
 PLACES = 4
@@ -37,13 +38,15 @@ def ledgers():
 
 
 def offer(ledger):
-    return offer_ring(ledger.name, "talker", ledger.epoch("talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU)
+    return offer_ring(
+        ledger.name, "talker", ledger.word(EPOCH, "talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
+    )
 
 
 @pytest.fixture
 def ring(ledgers):
     ring = offer_ring(
-        ledgers[1].name, "talker", ledgers[1].epoch("talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
+        ledgers[1].name, "talker", ledgers[1].word(EPOCH, "talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
     )
     yield ring
     ring.close()
@@ -62,7 +65,7 @@ def test_those_of_all_sessions_leave_together_and_are_told_of_with_one_ring(ledg
     bell = Doorbell(ledgers[0].name, "talker", heard.release)
     keys = [ledgers[0].publish(slot) for slot in range(2)]
     before_ns = time.monotonic_ns()
-    ledgers[1].fetch(keys[1], 2)
+    ledgers[1].write(keys[1], FETCHED, 2)
     for key, send_queue in zip(keys, (waiting(5, 6, behind=9), waiting(7, 8, placed=3)), strict=True):
         assert ring_writer.queue_copy(key, send_queue)
         ring_writer.queue_note(key, send_queue)
@@ -86,14 +89,14 @@ def test_what_is_placed_and_not_told_is_copied_alone(ledgers, ring, ring_writer)
     ring_writer.queue_copy(key, waiting(5))
     ring_writer.flush()
     assert ring.memory[0].tolist() == [5, 0, 0, 0]
-    assert ledgers[1].placed(key, "thinker") == 0
+    assert ledgers[1].count(key, PLACED, "thinker") == 0
 
 
 def test_there_is_room_for_what_was_fetched(ledgers, ring_writer):
     key = ledgers[0].publish(0)
     assert ring_writer.room(key, waiting()) == PLACES
     assert ring_writer.room(key, waiting(placed=3)) == 1
-    ledgers[1].fetch(key, 2)
+    ledgers[1].write(key, FETCHED, 2)
     assert ring_writer.room(key, waiting(placed=3)) == 3
     send_queue = waiting(1, 2, 3, 4, placed=3)
     assert ring_writer.queue_copy(key, send_queue)
@@ -125,7 +128,7 @@ def test_a_ring_that_comes_later_is_found_at_the_next_look(ledgers):
     ring_writer, key = RingWriter(ledgers[0], "talker", CPU), ledgers[0].publish(0)
     ring_writer.find_ring(LOOK_NS)
     ring = offer_ring(
-        ledgers[1].name, "talker", ledgers[1].epoch("talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
+        ledgers[1].name, "talker", ledgers[1].word(EPOCH, "talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
     )
     ring_writer.find_ring(2 * LOOK_NS - 1)
     assert not ring_writer.has_places(key), "it does not look all the time"
@@ -144,13 +147,13 @@ def test_nothing_goes_into_the_ring_of_a_process_that_is_gone(ledgers, ring, rin
     ledgers[1]._words[ledger_layout.BLOCKS["talker"] + ledger_layout.EPOCH] += 1
     ring_writer.flush()
     assert not ring.memory.any()
-    assert ledgers[1].placed(key, "thinker") == 0
+    assert ledgers[1].count(key, PLACED, "thinker") == 0
     ring_writer.find_ring(2 * LOOK_NS - 1)
     assert not ring_writer.has_places(key)
     assert ring_writer.room(key, waiting()) == 0
     assert not ring_writer.is_half_full(PLACES)
     later = offer_ring(
-        ledgers[1].name, "talker", ledgers[1].epoch("talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
+        ledgers[1].name, "talker", ledgers[1].word(EPOCH, "talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
     )
     ring_writer.find_ring(3 * LOOK_NS)
     assert ring_writer.has_places(key)

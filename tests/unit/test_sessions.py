@@ -25,6 +25,7 @@ from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.link.send_queue import CREDITS
 from triton_omni.session import ledger_layout
 from triton_omni.session.engine import Sampling
+from triton_omni.session.ledger_table import CANCELLED, CONSUMED, PLACED
 from triton_omni.session.wire import Kind, MediaTokens, SessionKey, TalkerMessage
 from triton_omni.token2wav.text_relay import TextRelay
 
@@ -260,7 +261,7 @@ def test_what_a_step_gave_is_told_of_before_it_ends(monkeypatch):
                 step()
                 for session in stage._open.values():
                     if told(session):
-                        counts.append((told(session), ledger.placed(session.key, ledger.stage)))
+                        counts.append((told(session), ledger.count(session.key, PLACED, ledger.stage)))
 
             monkeypatch.setattr(stage, "step", seen)
 
@@ -395,7 +396,7 @@ def test_at_most_two_data_messages_are_on_the_way():
         def slow_submit(tensors, sender):
             message = thinker_message(tensors)
             if message.kind == Kind.DATA:
-                key_sent.append(len(key_sent) + 1 - p.ledgers[0].consumed(message.key, "talker"))
+                key_sent.append(len(key_sent) + 1 - p.ledgers[0].count(message.key, CONSUMED, "talker"))
                 time.sleep(0.005)
             original(tensors, sender)
 
@@ -843,7 +844,7 @@ def test_sequence_has_the_place_of_one_whose_client_went_during_the_last_step(st
         monkeypatch.setattr(engine, "step", step_long)
         thinker.length, gone.cancelled = 1, True
         key = thinker_message(gone.to_talker[0]).key
-        wait_for(lambda: p.ledgers[0].cancelled(key))
+        wait_for(lambda: p.ledgers[0].has(key, CANCELLED))
         late = p.ask()
         wait_for(lambda: len(late.to_talker if stage == "talker" else late.to_token2wav) > 1)
         go.set()

@@ -25,6 +25,7 @@ from triton_omni.core.pcm import to_base64, to_pcm16, wav_header
 from triton_omni.core.settings import UnarySettings
 from triton_omni.session import ledger_layout
 from triton_omni.session.answer import Answer
+from triton_omni.session.ledger_table import HELD, PID
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.stub import unary
 from triton_omni.stub.unary import UnaryModel, asked_timeout_s, to_message
@@ -282,7 +283,7 @@ def test_the_ledger_has_its_process_and_the_requests_that_only_it_can_end(serve,
 
     model, _ = serve(infer, max_requests=2, table="table")
     board = StageBoard("table")
-    assert (board.pid("unary"), board.leaves_open("unary")) == (os.getpid(), False)
+    assert (board.word(PID, "unary"), board.leaves_open("unary")) == (os.getpid(), False)
     running = [ask(model) for _ in range(2)]
     assert board.leaves_open("unary")
     assert isinstance(answered(ask(model)).error, TritonError), "one too many"
@@ -350,9 +351,9 @@ def test_a_table_that_a_stage_has_made_is_left_as_it_is(serve, monkeypatch, tmp_
     monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", tmp_path)
     ledger_layout.create_table("table", ledger_layout.PROTOCOL_VERSION)
     board = StageBoard("table")
-    board.hold("unary", True)
+    board.set_word(HELD, True, "unary")
     serve(speaking, table="table")
-    assert board.pid("unary") == os.getpid()
+    assert board.word(PID, "unary") == os.getpid()
     board.close()
 
 

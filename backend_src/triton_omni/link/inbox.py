@@ -15,7 +15,7 @@ import torch
 from triton_omni.core.streams import record_event
 from triton_omni.link.latency import LinkLatency, Until
 from triton_omni.session.ledger import SessionLedger
-from triton_omni.session.ledger_layout import CAPACITY
+from triton_omni.session.ledger_table import CANCELLED, CAPACITY, CLOSED, CONSUMED
 from triton_omni.session.stage import ResponseSender
 from triton_omni.session.wire import SessionKey, TalkerMessage, ThinkerMessage
 
@@ -67,7 +67,7 @@ class Inbox:
         if now_ns - self._asked_ns[key.slot] < CANCEL_INTERVAL_NS:
             return
         self._asked_ns[key.slot] = now_ns
-        sender.if_cancelled(functools.partial(self._ledger.mark_cancelled, key))
+        sender.if_cancelled(functools.partial(self._ledger.write, key, CANCELLED))
 
     # On the loop's thread.
 
@@ -99,7 +99,7 @@ class Inbox:
     def mark_closed(self, key: SessionKey, sent: int = 0) -> None:
         """Record that the session's `OPEN` request has ended, too, after `sent` messages to the next stage."""
         # In this order: who sees that all it sent has ended can see how much this stage has sent.
-        self._ledger.mark_closed(key, sent)
+        self._ledger.write(key, CLOSED, sent)
         self._ledger.count_returned(key)
 
     def _outlive_copy(self, tensor: torch.Tensor) -> torch.cuda.Event | None:
@@ -114,5 +114,5 @@ class Inbox:
 
     def _count_consumed(self, message: ThinkerMessage | TalkerMessage, consumed: int) -> None:
         # A message on another device than the engine's is kept until here.
-        self._ledger.count_consumed(message.key, consumed)
+        self._ledger.write(message.key, CONSUMED, consumed)
         self._ledger.count_returned(message.key)

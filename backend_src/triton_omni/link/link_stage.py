@@ -29,7 +29,7 @@ from triton_omni.link.ring_reader import News, RingReader
 from triton_omni.session.engine import AnyEngine
 from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
-from triton_omni.session.ledger_layout import STAGES
+from triton_omni.session.ledger_table import CLOSED, FAULTS, STAGES
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import OUTCOMES
 from triton_omni.session.stage import SOON_S, ResponseSender, StageStats, as_omni_error, lost_error, memory_metrics
@@ -151,7 +151,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def metrics(self) -> Iterator[Metric]:
         """Figures by the names of their metrics, see `stage.Stage`."""
         yield Metric("omni_kv_blocks_limit", self._health.stats.kv_blocks_limit)
-        yield Metric("omni_supervisor_faults", self._ledger.faults)
+        yield Metric("omni_supervisor_faults", self._ledger.word(FAULTS))
         yield Metric("omni_leaked_sessions", self._leaks.count(self._overstayed()))
         yield from self._batches.metrics("omni_batch_size")
         if self._ring_reader is not None:
@@ -162,7 +162,7 @@ class LinkStage(ABC, Generic[MessageT, SessionT]):
     def _overstayed(self) -> list[str]:
         """Sessions held here that are over for the thinker."""
         ledger, held = self._ledger, [session.key for session in list(self._open.values())]
-        return [key.name for key in held if not ledger.holds(key) or ledger.closed(key, "thinker")]
+        return [key.name for key in held if not ledger.holds(key) or ledger.has(key, CLOSED, "thinker")]
 
     def _relay(self, message: MessageT, sender: ResponseSender) -> None:
         """Answer at once what need not wait for the loop, which may be in the middle of a step."""

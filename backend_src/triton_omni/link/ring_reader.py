@@ -17,7 +17,7 @@ from triton_omni.core.streams import record_event
 from triton_omni.link.doorbell import Doorbell
 from triton_omni.link.ring import Ring
 from triton_omni.session.ledger import SessionLedger
-from triton_omni.session.ledger_layout import STAGES
+from triton_omni.session.ledger_table import FETCHED, PLACED, STAGES
 from triton_omni.session.wire import SessionKey
 
 
@@ -61,7 +61,7 @@ class RingReader:
         Args:
             by_message: rows or codes that came in messages.
         """
-        if self._ledger.placed(key, self._before) == fetched:
+        if self._ledger.count(key, PLACED, self._before) == fetched:
             return None
         placed = self._ledger.placing(key, self._before)
         if placed.behind != by_message or placed.total <= fetched:
@@ -80,7 +80,7 @@ class RingReader:
         """Give the places back of which the device has made the copies."""
         while self._copies and (self._copies[0][0] is None or self._copies[0][0].query()):  # type: ignore[no-untyped-call]
             for key, total in self._copies.popleft()[1]:
-                self._ledger.fetch(key, total)
+                self._ledger.write(key, FETCHED, total)
 
     def hush(self) -> None:
         """Hear the bell no more."""

@@ -20,7 +20,8 @@ from triton_omni.link.doorbell import DoorbellRinger
 from triton_omni.link.ring import Ring, RingError, open_ring
 from triton_omni.link.send_queue import SendQueue
 from triton_omni.session.ledger import Placed, SessionLedger
-from triton_omni.session.ledger_layout import LedgerError
+from triton_omni.session.ledger_table import EPOCH, FETCHED
+from triton_omni.session.server_folder import LedgerError
 from triton_omni.session.wire import SessionKey
 
 LOOK_NS: Final = 500_000_000
@@ -63,7 +64,7 @@ class RingWriter:
             return
         self._look_from_ns = now_ns + LOOK_NS
         try:
-            self._ring = open_ring(self._ledger.name, self._to, self._ledger.epoch(self._to), self._device)
+            self._ring = open_ring(self._ledger.name, self._to, self._ledger.word(EPOCH, self._to), self._device)
         except (RingError, LedgerError, OSError) as error:
             logger.warning("what goes to %s takes Triton's messages, which are slower: %s", self._to, error)
 
@@ -71,7 +72,7 @@ class RingWriter:
     def _present_ring(self) -> Ring | None:
         """The ring, unless its owner is gone: another process would look for what is placed in one of its own."""
         ring = self._ring
-        return ring if ring is not None and ring.epoch == self._ledger.epoch(self._to) else None
+        return ring if ring is not None and ring.epoch == self._ledger.word(EPOCH, self._to) else None
 
     def has_places(self, key: SessionKey) -> bool:
         """True if the session has places in a ring."""
@@ -83,7 +84,7 @@ class RingWriter:
         ring = self._ring
         if ring is None or key.slot >= ring.slots:
             return 0
-        return ring.places - (send_queue.placed - self._ledger.fetched(key, self._to))
+        return ring.places - (send_queue.placed - self._ledger.count(key, FETCHED, self._to))
 
     def is_half_full(self, count: int) -> bool:
         """True if `count` items fill at least half of a session's places."""

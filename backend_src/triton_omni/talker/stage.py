@@ -25,6 +25,7 @@ from triton_omni.link.ring_writer import RingWriter
 from triton_omni.link.send_queue import Batch, SendQueue, link_metrics, message_interval_ns
 from triton_omni.session.engine import FinishReason, Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import CANCELLED, CLOSED, CONSUMED, FAILED, REACHED, WANTED
 from triton_omni.session.loop import IDLE_POLL_S
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import CLAIMED_POLL_S, SOON_S, ResponseSender, lost_error, refused_error
@@ -127,8 +128,8 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
     def metrics(self) -> Iterator[Metric]:
         """Yield the metrics, see `stage.Stage`."""
         yield from super().metrics()
-        open_now, consumed = list(self._open.values()), self._ledger.consumed
-        yield from link_metrics((one.send_queue, consumed(one.key, "token2wav")) for one in open_now)
+        open_now, count = list(self._open.values()), self._ledger.count
+        yield from link_metrics((one.send_queue, count(one.key, CONSUMED, "token2wav")) for one in open_now)
         yield Metric("omni_codes_total", self._codes)
 
     def _parse(self, tensors: Mapping[str, Value]) -> ThinkerMessage:
@@ -139,7 +140,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         (`thinker/direct_calls.py`).
         """
         del sender
-        self._ledger.mark_reached(message.key)
+        self._ledger.write(message.key, REACHED)
 
     def _held(self) -> int:
         return sum(session.send_queue.held for session in list(self._open.values()))
@@ -158,7 +159,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _attend_unopened(self, key: SessionKey, sender: ResponseSender) -> None:
         lost = self._ledger.lost_stages(key)
-        if not (lost or self._ledger.is_over(key) or self._ledger.closed(key, "thinker")):
+        if not (lost or self._ledger.is_over(key) or self._ledger.has(key, CLOSED, "thinker")):
             return
         del self._unopened[key]
         if lost:
@@ -270,7 +271,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         send_queue = session.send_queue
         if send_queue.idle:
             return
-        consumed, wanted = self._ledger.consumed(session.key, "token2wav"), self._wanted(session.key)
+        consumed, wanted = self._ledger.count(session.key, CONSUMED, "token2wav"), self._wanted(session.key)
         while batch := send_queue.pop_batch(consumed, interval_ns=self._interval_ns, wanted=wanted):
             self._send(session, _to_message(session, batch), batch.ready)
 
@@ -278,7 +279,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         """Return the number of codes, from the first on, that token2wav needs for its next window; before it has
         published one, the maximum.
         """
-        wanted = self._ledger.wanted(key, "token2wav")
+        wanted = self._ledger.read(key, WANTED, "token2wav")
         return self._settings.max_codes if wanted is None else wanted
 
     def _place(self, session: _Open) -> None:
@@ -317,7 +318,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         if self._ledger.is_over(session.key):
             self._close(session)
             return IDLE_POLL_S
-        if self._ledger.closed(session.key, "thinker"):
+        if self._ledger.has(session.key, CLOSED, "thinker"):
             self._await_failure(session)
         # token2wav may need fewer codes than before, or have freed places.
         self._place(session)
@@ -336,7 +337,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
 
     def _fail(self, session: _Open, error: OmniError) -> None:
         self._relay_failure(session, Failure.of(error, "talker"))
-        self._ledger.mark_failed(session.key)
+        self._ledger.write(session.key, FAILED)
 
     def _answer_error(self, session: _Open, error: OmniError) -> None:
         if self._drop(session, error.code):
@@ -368,7 +369,7 @@ class TalkerStage(LinkStage[ThinkerMessage, _Open]):
         """Return the code of the error by which other stages ended the session; None = it was answered completely."""
         if (ending := self._ledger.outcome(key, "token2wav")) is not None:
             return ending.code
-        return "cancelled" if self._ledger.cancelled(key) else "internal"
+        return "cancelled" if self._ledger.has(key, CANCELLED) else "internal"
 
 
 def _to_message(session: _Open, batch: Batch) -> TalkerMessage:

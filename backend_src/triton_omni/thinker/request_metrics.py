@@ -16,6 +16,7 @@ from triton_omni.core.tracing import NO_SPAN, Span, Tracer
 from triton_omni.link.send_queue import link_metrics
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import CANCELLED, CONSUMED
 from triton_omni.session.outcome import OutcomeCounter, RequestOutcome
 from triton_omni.thinker.open_session import OpenSession
 
@@ -84,7 +85,7 @@ class RequestMetrics:
         ledger, key = self._ledger, session.key
         ending = ledger.outcome(key, "token2wav") or ledger.outcome(key, "talker") or session.ending
         if ending is None:
-            ending = RequestOutcome("cancelled") if ledger.cancelled(key) else _UNEXPLAINED
+            ending = RequestOutcome("cancelled") if ledger.has(key, CANCELLED) else _UNEXPLAINED
         self._end(
             ending,
             session.span,
@@ -111,8 +112,8 @@ class RequestMetrics:
         states = Counter(session.state for session in open_now)
         for state in STATES:
             yield Metric("omni_sessions_by_state", states[state], {"state": state})
-        consumed = self._ledger.consumed
-        yield from link_metrics((one.send_queue, consumed(one.key, "talker")) for one in open_now if not one.ended_ns)
+        sending, count = [one for one in open_now if not one.ended_ns], self._ledger.count
+        yield from link_metrics((one.send_queue, count(one.key, CONSUMED, "talker")) for one in sending)
         yield Metric("omni_leaked_sessions", self._leaks.count(_overstayed(open_now, taken)))
         yield Metric("omni_prompt_tokens_total", self.prompt_tokens)
         yield Metric("omni_reply_tokens_total", self.reply_tokens)

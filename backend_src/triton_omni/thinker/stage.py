@@ -30,6 +30,7 @@ from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import ThinkerEngine, ThinkerOutput
 from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import CANCELLED, CLOSED, CONSUMED, ENDING, FAILED, FAULTS, LEAVING, REACHED
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import (
@@ -112,7 +113,7 @@ class ThinkerStage:
             # A name for logs and `info`.
             raw = replace(raw, request_id=secrets.token_hex(8))
         span = self.request_metrics.begin(raw, accepted_ns)
-        if self._ledger.draining:
+        if self._ledger.word(LEAVING):
             sender.fail(self.request_metrics.refuse(leaving_error(), raw, span))
             return
         key = self._slots.allocate()
@@ -120,7 +121,7 @@ class ThinkerStage:
             sender.fail(self.request_metrics.refuse(self._no_slot(), raw, span))
             return
         if lost := self._ledger.lost_stages(key):
-            self._ledger.mark_closed(key)
+            self._ledger.write(key, CLOSED)
             self._slots.release(key)
             sender.fail(self.request_metrics.refuse(restart_refusal(lost[0]), raw, span))
             return
@@ -155,7 +156,7 @@ class ThinkerStage:
         open_now = list(self._open.values())
         yield Metric("omni_sessions_limit", self._settings.max_sessions)
         yield Metric("omni_kv_blocks_limit", self._health.stats.kv_blocks_limit)
-        yield Metric("omni_supervisor_faults", self._ledger.faults)
+        yield Metric("omni_supervisor_faults", self._ledger.word(FAULTS))
         yield from self.request_metrics.metrics(open_now, self._slots.taken)
         yield from memory_metrics(self._device)
 
@@ -216,7 +217,7 @@ class ThinkerStage:
         """Check every session; see `loop.Driven`."""
         self._ledger.beat()
         self._health.refresh()
-        if self._ledger.ending:
+        if self._ledger.word(LEAVING) == ENDING:
             self._end_all(leaving_error())
         now = time.monotonic_ns()
         self._ring_writer.find_ring(now)
@@ -297,7 +298,7 @@ class ThinkerStage:
         at_once, wanted = session.reply_tokens <= UNLIMITED_TOKENS, session.wanted_rows
         interval_ns = 0 if at_once else message_interval_ns(self._health.stats.running)
         while batch := send_queue.pop_batch(
-            ledger.consumed(session.key, "talker"), interval_ns=interval_ns, wanted=wanted
+            ledger.count(session.key, CONSUMED, "talker"), interval_ns=interval_ns, wanted=wanted
         ):
             self._send(session, session.to_message(batch), batch.ready)
 
@@ -320,7 +321,7 @@ class ThinkerStage:
     def _end_refused(self, session: OpenSession, kind: Kind) -> None:
         if kind == Kind.ERROR:
             # The message should have told the talker, which now reads it in the ledger.
-            self._ledger.mark_failed(session.key)
+            self._ledger.write(session.key, FAILED)
         self._fail(session, refused_error("thinker"))
 
     def _look_after(self, session: OpenSession, now: int) -> float:
@@ -359,7 +360,7 @@ class ThinkerStage:
         session.ending = RequestOutcome.of(error, "thinker")
         if session.session is None:
             # The talker then returns the heartbeat that it holds.
-            self._ledger.mark_failed(session.key)
+            self._ledger.write(session.key, FAILED)
         else:
             # Not marked as failed in the ledger: the talker would see that first, close, and not relay the message.
             self._send(session, session.to_failure(error))
@@ -378,7 +379,8 @@ class ThinkerStage:
         ledger, key = self._ledger, session.key
         # Read first: a message that no stage holds any more has reached token2wav by now, or never will.
         alone = session.is_alone(ledger)
-        if ledger.has_reached(key, "token2wav") or ledger.cancelled(key) or (late and session.session is not None):
+        is_answered = ledger.has(key, REACHED, "token2wav") or ledger.has(key, CANCELLED)
+        if is_answered or (late and session.session is not None):
             session.refusal = None
             session.sender.finish(then=functools.partial(session.mark_closed, ledger))
         elif alone or late:

@@ -30,6 +30,7 @@ from triton_omni.policy.claim import Claim
 from triton_omni.session.answer import Answer
 from triton_omni.session.engine import AudioOutput, WaveformEngine
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import CANCELLED, CLAIMED, CLOSED, FAILED, REACHED, WANTED
 from triton_omni.session.loop import IDLE_POLL_S
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import SOON_S, ResponseSender, refused_error
@@ -104,7 +105,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _look_around(self) -> None:
         """Claim the device if a stream waits for sound, before the step that launches it."""
         waiting = self._health.failure is None and self._engine.wants_claim
-        self._ledger.claim_device(self._claim.until_ns(waiting, time.monotonic_ns()))
+        self._ledger.set_word(CLAIMED, self._claim.until_ns(waiting, time.monotonic_ns()), "token2wav")
 
     def step(self) -> None:
         """Run one engine step; answer with its samples."""
@@ -142,7 +143,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
             self._answer_held_error(session)
 
     def _begin(self, message: TalkerMessage, request: Session, sender: ResponseSender) -> _Open:
-        self._ledger.mark_reached(message.key)
+        self._ledger.write(message.key, REACHED)
         relay = self._relays.setdefault(message.key, TextRelay(sender, self._when_lost(message.key)))
         return _Open(message.key, sender, request, relay=relay, audio_done=not request.want_audio)
 
@@ -155,7 +156,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
 
     def _tell_wanted(self, key: SessionKey) -> None:
         """Tell the talker how many codes make the next window due."""
-        self._ledger.want(key, self._engine.wanted(key.name))
+        self._ledger.write(key, WANTED, self._engine.wanted(key.name))
 
     def _take_message(self, session: _Open, message: TalkerMessage, sender: ResponseSender) -> None:
         if message.failure is not None or session.error is not None:
@@ -292,11 +293,11 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
     def _look_after(self, session: _Open) -> float:
         if session.error is not None:
             return self._try_answer_error(session)
-        if not self._ledger.holds(session.key) or self._ledger.cancelled(session.key):
+        if not self._ledger.holds(session.key) or self._ledger.has(session.key, CANCELLED):
             self._drop(session)
             self._log_end(session, RequestOutcome("cancelled"))
             session.sender.finish(then=functools.partial(self._inbox.mark_closed, session.key))
-        elif self._ledger.closed(session.key, "thinker"):
+        elif self._ledger.has(session.key, CLOSED, "thinker"):
             self._await_failure(session)
         return IDLE_POLL_S
 
@@ -310,7 +311,7 @@ class Token2WavStage(LinkStage[TalkerMessage, _Open]):
         if session.error is not None:
             return
         error.stage = error.stage or "token2wav"
-        self._ledger.mark_failed(session.key)
+        self._ledger.write(session.key, FAILED)
         self._hold_error(session, error)
 
     def _hold_error(self, session: _Open, error: OmniError) -> None:
