@@ -16,7 +16,7 @@ from fake_pb_utils import PbUtils, Request, TritonError, text_tensor
 from triton_omni.checkpoint.config import CheckpointError, fingerprint
 from triton_omni.core.settings import SettingsError, TalkerSettings, ThinkerSettings
 from triton_omni.link.ring import RingError
-from triton_omni.session import ledger_layout
+from triton_omni.session import server_folder
 from triton_omni.session.ledger import SessionLedger, StageFacts
 from triton_omni.session.server_folder import LedgerError, ledger_name
 from triton_omni.stub import launch
@@ -73,7 +73,7 @@ def shared_memory(monkeypatch):
     """Tables in a folder of the test, in place of /dev/shm, whose name is short, since a socket's may have 107 bytes.
     The server is this process's parent."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", Path(folder))
+        monkeypatch.setattr(server_folder, "_SHARED_MEMORY", Path(folder))
         yield Path(folder)
 
 

@@ -12,15 +12,15 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_omni.session import ledger as ledger_module
-from triton_omni.session import ledger_layout as layout
+from triton_omni.session import server_folder
 from triton_omni.session.ledger import Placed, SessionLedger, StageFacts
 from triton_omni.session.ledger_table import (
+    BEHIND,
     CANCELLED,
     CAPACITY,
     CLAIMED,
@@ -28,13 +28,21 @@ from triton_omni.session.ledger_table import (
     CONSUMED,
     EPOCH,
     FAILED,
-    FETCHED,
+    FIELDS,
+    GENERATION,
+    MAGIC,
+    PID,
     PLACED,
-    REACHED,
-    WANTED,
+    PLACED_NS,
+    RECORD_WORDS,
+    RETURNED,
+    VERSION,
+    StampedField,
+    Table,
+    create_table,
 )
 from triton_omni.session.outcome import RequestOutcome
-from triton_omni.session.server_folder import LedgerError, own_folder, remove_stale, server_name
+from triton_omni.session.server_folder import LedgerError, own_folder, remove_stale, server_name, table_path
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.session.wire import SessionKey
 from triton_omni.thinker.slots import Slots
@@ -77,28 +85,18 @@ def talker(attach, thinker):
     return attach("talker")
 
 
+COUNT = 7
+STAMPED = {field.name: field for field in FIELDS if isinstance(field, StampedField)}
 MARKS = {
-    "closed": (SessionLedger.mark_closed, lambda ledger, key: ledger.has(key, CLOSED, "talker")),
-    "cancelled": (SessionLedger.mark_cancelled, SessionLedger.cancelled),
-    "failed": (SessionLedger.mark_failed, SessionLedger.failed),
-    "reached": (SessionLedger.mark_reached, lambda ledger, key: ledger.has(key, REACHED, "talker")),
-    "consumed": (
-        lambda ledger, key: ledger.write(key, CONSUMED, 7),
-        lambda ledger, key: ledger.count(key, CONSUMED, "talker") == 7,
-    ),
-    "wanted": (
-        lambda ledger, key: ledger.write(key, WANTED, 24),
-        lambda ledger, key: ledger.read(key, WANTED, "talker") == 24,
-    ),
-    "placed": (
+    name: (
+        lambda ledger, key, field=field: ledger.write(key, field, COUNT),
+        lambda ledger, key, field=field: ledger.read(key, field, "talker") == COUNT,
+    )
+    for name, field in STAMPED.items()
+} | {
+    "placing": (
         lambda ledger, key: ledger.place(key, Placed(9, 4, 77)),
-        lambda ledger, key: (
-            ledger.count(key, PLACED, "talker") == 9 and ledger.placing(key, "talker") == (9, 4, 77)
-        ),
-    ),
-    "fetched": (
-        lambda ledger, key: ledger.write(key, FETCHED, 5),
-        lambda ledger, key: ledger.count(key, FETCHED, "talker") == 5,
+        lambda ledger, key: ledger.placing(key, "talker") == (9, 4, 77) and ledger.count(key, PLACED, "talker") == 9,
     ),
 }
 each_mark = pytest.mark.parametrize(("mark", "read"), MARKS.values(), ids=MARKS)
@@ -206,7 +204,7 @@ def test_a_slot_never_used_holds_no_session(talker):
 
 
 def test_generations_wrap_around_and_skip_zero(thinker, talker):
-    thinker._words[layout.record(2) + layout.GENERATION] = 2**32 - 2
+    thinker.set_word(GENERATION, 2**32 - 2, slot=2)
     last = thinker.publish(2)
     assert last.generation == 2**32 - 1
     talker.write(last, CONSUMED, 2**32 - 1)
@@ -218,22 +216,9 @@ def test_generations_wrap_around_and_skip_zero(thinker, talker):
 
 
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["publish", *MARKS]), st.integers(0, 2), st.sampled_from(STAGES), st.booleans()),
+    st.tuples(st.sampled_from(["publish", *STAMPED]), st.integers(0, 2), st.sampled_from(STAGES), st.integers(0, 9)),
     max_size=40,
 )
-
-
-class Model:
-    """What the ledger should say, kept in plain sets."""
-
-    def __init__(self):
-        self.sessions = {}
-        self.marks = set()
-
-    def says(self, mark, key):
-        if mark not in ("cancelled", "failed"):  # all others are told by stage, and read of the talker
-            return (mark, key.name, "talker") in self.marks
-        return any((mark, key.name, stage) in self.marks for stage in STAGES)
 
 
 @settings(max_examples=60)
@@ -241,17 +226,18 @@ class Model:
 def test_any_history_leaves_what_each_session_was_told(operations):
     table = f"triton-omni-test-{secrets.token_hex(8)}"
     ledgers = {stage: SessionLedger(table, stage) for stage in STAGES}
-    model = Model()
+    sessions, told = {}, {}
     try:
-        for operation, slot, stage, _ in operations:
+        for operation, slot, stage, count in operations:
             if operation == "publish":
-                model.sessions[slot] = ledgers["thinker"].publish(slot)
-            elif slot in model.sessions:
-                MARKS[operation][0](ledgers[stage], model.sessions[slot])
-                model.marks.add((operation, model.sessions[slot].name, stage))
-        for key in model.sessions.values():
-            for mark, (_, read) in MARKS.items():
-                assert read(ledgers["token2wav"], key) == model.says(mark, key)
+                sessions[slot] = ledgers["thinker"].publish(slot)
+            elif slot in sessions:
+                ledgers[stage].write(sessions[slot], STAMPED[operation], count)
+                told[operation, sessions[slot], stage] = count
+        for key, (name, field) in itertools.product(sessions.values(), STAMPED.items()):
+            expected = [told.get((name, key, stage)) for stage in STAGES]
+            assert [ledgers["token2wav"].read(key, field, stage) for stage in STAGES] == expected
+            assert ledgers["token2wav"].has(key, field) == any(count is not None for count in expected)
     finally:
         for ledger in ledgers.values():
             ledger.close()
@@ -291,7 +277,7 @@ def test_stages_of_several_processes_write_side_by_side(thinker, name):
 def _attach(name, barrier, results):
     barrier.wait(WAIT_S)
     ledger = SessionLedger(name, "token2wav")
-    results.put((ledger.path.stat().st_ino, int(ledger._words[0])))
+    results.put((ledger.path.stat().st_ino, ledger.secret()))
 
 
 def test_eight_processes_that_create_at_once_make_one_whole_table(name, tables_folder):
@@ -303,7 +289,6 @@ def test_eight_processes_that_create_at_once_make_one_whole_table(name, tables_f
     for worker in workers:
         worker.join()
     assert len(set(found)) == 1
-    assert found[0][1] == layout.MAGIC
     assert [path.name for path in (tables_folder / name).iterdir()] == ["ledger"]
 
 
@@ -333,7 +318,7 @@ def test_a_refused_stage_leaves_no_trace(attach):
     attach("thinker", StageFacts(1, 1, 8))
     with pytest.raises(LedgerError):
         attach("talker", StageFacts(2, 1, 8))
-    assert attach("token2wav", StageFacts(1, 1, 8)).epoch("talker") == 0
+    assert attach("token2wav", StageFacts(1, 1, 8)).word(EPOCH, "talker") == 0
     attach("talker", StageFacts(1, 1, 8))
     attach("token2wav", StageFacts(1))
 
@@ -346,7 +331,7 @@ def test_a_stage_that_does_not_care_agrees_with_all(attach):
 
 def test_a_stage_may_come_back_with_another_checkpoint_when_the_others_are_gone(attach):
     first = attach("thinker", StageFacts(1, 1, 8))
-    first._words[layout.BLOCKS["thinker"] + layout.PID] = 0
+    first.set_word(PID, 0, "thinker")
     attach("talker", StageFacts(2, 1, 8))
 
 
@@ -382,10 +367,16 @@ def write_table(name, content):
 
 
 def test_a_table_of_another_version_is_refused(name):
-    words = np.zeros(layout.TABLE_WORDS, dtype=np.uint64)
-    words[0], words[1] = layout.MAGIC, 99
-    write_table(name, words.tobytes())
+    create_table(name)
+    Table(table_path(name)).set_word(VERSION, 99)
     with pytest.raises(LedgerError, match="protocol version 99"):
+        SessionLedger(name, "thinker")
+
+
+def test_a_file_of_a_table_s_size_that_is_none_is_refused(name):
+    create_table(name)
+    Table(table_path(name)).set_word(MAGIC, 1)
+    with pytest.raises(LedgerError, match=f"{name}/ledger is no session ledger"):
         SessionLedger(name, "thinker")
 
 
@@ -433,7 +424,7 @@ def test_heartbeats_and_epochs_tell_of_each_stage(attach):
     assert thinker.silent_for("thinker") >= 0.3
     thinker.beat()
     assert thinker.silent_for("thinker") < 0.3
-    assert attach("thinker", StageFacts(1)).epoch("thinker") == 2
+    assert attach("thinker", StageFacts(1)).word(EPOCH, "thinker") == 2
 
 
 # Memory order.
@@ -444,9 +435,9 @@ class Watched:
 
     def __init__(self, ledger, key, stage, monkeypatch):
         self._words, self.seen = ledger._words, []
-        first = layout.record(key.slot) + layout.FIELDS[stage]
+        record = key.slot * RECORD_WORDS
         self._names = {
-            first + getattr(layout, word): word for word in ("PLACED", "BEHIND", "PLACED_NS", "CLOSED", "RETURNED")
+            field.at[stage] + record: field.name.upper() for field in (PLACED, BEHIND, PLACED_NS, CLOSED, RETURNED)
         }
         monkeypatch.setattr(ledger, "_words", self)
         monkeypatch.setattr(ledger_module, "fence", lambda: self.seen.append("fence"))
@@ -583,7 +574,7 @@ def wait_for_command(pid, name):
 
 
 def test_tables_of_dead_servers_are_removed_and_others_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(layout, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(server_folder, "_SHARED_MEMORY", tmp_path)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         alive, dead = server_name(os.getpid()), server_name(other.pid)
         other.communicate(b"\n")
@@ -616,13 +607,13 @@ def test_the_last_model_to_leave_removes_the_file(name, last):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_sessions_have_nobody_to_end_them_once_the_last_stage_has_died(order, name, monkeypatch, tmp_path):
-    monkeypatch.setattr(layout, "_SHARED_MEMORY", tmp_path)
-    layout.create_table(name, layout.PROTOCOL_VERSION)
+    monkeypatch.setattr(server_folder, "_SHARED_MEMORY", tmp_path)
+    create_table(name)
     board, left_open = StageBoard(name), []
     with contextlib.ExitStack() as running:
         stages = {stage: running.enter_context(subprocess.Popen(["sleep", "60"])) for stage in STAGES}
         for stage, process in stages.items():
-            board._words[layout.PIDS[stage]] = process.pid
+            board.set_word(PID, process.pid, stage)
         for stage in order:
             stages[stage].kill()
             os.waitid(os.P_PID, stages[stage].pid, os.WEXITED | os.WNOWAIT)  # dead, and kept by its parent

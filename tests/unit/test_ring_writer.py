@@ -12,7 +12,7 @@ from triton_omni.link.doorbell import Doorbell
 from triton_omni.link.ring import offer_ring
 from triton_omni.link.ring_writer import LOOK_NS, RingWriter
 from triton_omni.link.send_queue import SendQueue
-from triton_omni.session import ledger_layout
+from triton_omni.session import server_folder
 from triton_omni.session.ledger import SessionLedger, StageFacts
 from triton_omni.session.ledger_table import EPOCH, FETCHED, PLACED
 
@@ -144,7 +144,7 @@ def test_nothing_goes_into_the_ring_of_a_process_that_is_gone(ledgers, ring, rin
     send_queue = waiting(5)
     assert ring_writer.queue_copy(key, send_queue)
     ring_writer.queue_note(key, send_queue)
-    ledgers[1]._words[ledger_layout.BLOCKS["talker"] + ledger_layout.EPOCH] += 1
+    ledgers[1].set_word(EPOCH, 2, "talker")
     ring_writer.flush()
     assert not ring.memory.any()
     assert ledgers[1].count(key, PLACED, "thinker") == 0
@@ -161,7 +161,7 @@ def test_nothing_goes_into_the_ring_of_a_process_that_is_gone(ledgers, ring, rin
 
 
 def test_a_ring_that_cannot_be_had_is_told_once_a_look(ledgers, ring, caplog):
-    path = ledger_layout.table_path(ledgers[1].name).with_name("talker-ring")
+    path = server_folder.table_path(ledgers[1].name).with_name("talker-ring")
     path.write_bytes(b"\x02\x00no")
     ring_writer = RingWriter(ledgers[0], "talker", CPU)
     ring_writer.find_ring(LOOK_NS)

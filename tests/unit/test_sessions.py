@@ -23,9 +23,8 @@ from session_rig import WAIT_S, finished, pipeline, wait_for
 from triton_omni.core.errors import BadRequest, InternalError, Overloaded
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.link.send_queue import CREDITS
-from triton_omni.session import ledger_layout
 from triton_omni.session.engine import Sampling
-from triton_omni.session.ledger_table import CANCELLED, CONSUMED, PLACED
+from triton_omni.session.ledger_table import CANCELLED, CONSUMED, EPOCH, PLACED
 from triton_omni.session.wire import Kind, MediaTokens, SessionKey, TalkerMessage
 from triton_omni.token2wav.text_relay import TextRelay
 
@@ -319,7 +318,7 @@ def test_rows_wait_for_places_and_none_is_lost():
 @by_ring
 def test_a_stage_that_offers_no_ring_gets_messages():
     with pipeline(rings=True) as p:
-        p.ledgers[1]._words[ledger_layout.BLOCKS["talker"] + ledger_layout.EPOCH] += 1
+        p.ledgers[1].set_word(EPOCH, 2, "talker")
         wait_for(lambda: not p.thinker._ring_writer.has_places(SessionKey(0, 1)))
         ensemble = p.ask("12345")
         assert len(finished(ensemble).samples) == 2 * 9
