@@ -73,7 +73,7 @@ class Ledger:
     def __init__(self, calls):
         self._calls = calls
 
-    def epoch(self, stage):
+    def word(self, field, model):
         return 1
 
     def close(self):

@@ -241,7 +241,7 @@ def test_a_ring_is_offered_where_it_is_asked_for_and_goes_with_its_stage(
 @pytest.mark.parametrize("ring", ["auto", "true"])
 def test_a_ring_that_cannot_be_had_stops_the_load_only_where_it_is_asked_for(folder, monkeypatch, ring, caplog):
     settings = launch.load_settings(folder(f"ring: {ring}") / "stage.yaml", launch.Token2WavSettings)
-    ledger = SimpleNamespace(name="a table", stage="token2wav", epoch=lambda stage: 1)
+    ledger = SimpleNamespace(name="a table", stage="token2wav", word=lambda field, model: 1)
 
     def refuse(*names, **shape):
         raise RingError("CUDA says no")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger's fields as declared: one writer and a meaning each, a place of their own, and no value of another session;
-stages write their own alone, and the architecture document lists them all."""
+"""The ledger's declared fields: each has one writer, a meaning, a place of its own, and no value of another session."""
 
 from __future__ import annotations
 
@@ -31,6 +30,7 @@ from triton_omni.session.ledger_table import (
     StampedField,
     Writer,
 )
+from triton_omni.session.wire import SessionKey
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 STAMPED = [field for field in FIELDS if isinstance(field, StampedField)]
@@ -93,6 +93,14 @@ def test_a_field_is_one_aligned_word_of_the_file(
     after = ledger.path.read_bytes()
     changed = {at // 8 for at in range(len(before)) if before[at] != after[at]}
     assert changed == {field.at[model] + slot * RECORD_WORDS}
+
+
+def found(
+    ledger: SessionLedger, key: SessionKey, field: StampedField, stage: StageName
+) -> tuple[int | None, int, bool, bool]:
+    """Everything that a key tells of a field."""
+    of_stage = ledger.read(key, field, stage), ledger.count(key, field, stage), ledger.has(key, field, stage)
+    return *of_stage, ledger.has(key, field)
 
 
 @each_stamped
