@@ -37,6 +37,7 @@ DRAINING, ENDING = 1, 2
 _MAGIC: Final = 0x6F6D6E692D6C6467  # "omni-ldg"
 _WORD_BYTES: Final = 8
 _EPOCH_BITS: Final = 16
+_EPOCH_MASK: Final = (1 << _EPOCH_BITS) - 1
 _HELD_POLL_S: Final = 0.02
 
 Writer = Literal["maker", "supervisor", "thinker", "model"]
@@ -75,41 +76,37 @@ def _stamped(name: str, meaning: str) -> StampedField:
     return StampedField(name, "model", meaning, STAGES, per_session=True)
 
 
-# Of the server. The first two stay where they are in every version.
+# The server's fields. The first two have the same place in every version.
 MAGIC: Final = Field("magic", "maker", "Tells a ledger from another file.")
 VERSION: Final = Field("version", "maker", "Protocol version of the program that made the table.")
 SECRET: Final = Field("secret", "maker", "Key of this server start that signs the stages' messages.", words=4)
 LEAVING: Final = Field("leaving", "supervisor", "Phase of the server's stop: 0, DRAINING or ENDING.")
 FAULTS: Final = Field("faults", "supervisor", "Failures to start a stage or to change readiness, counted.")
 
-# Of a model.
+# Fields of each model, or of some.
 LOST: Final = Field("lost", "supervisor", "Last epoch of the stage whose process died; 0 = none did.", STAGES)
 HELD: Final = Field("held", "supervisor", "1 = the model's next process waits before it loads.", WATCHED)
-PID: Final = Field(
-    "pid", "model", "Process that serves the model, or last did; 0 = none, or it left in order.", WATCHED
-)
+PID: Final = Field("pid", "model", "Process of the model, or its last one; 0 = none, or it left in order.", WATCHED)
 EPOCH: Final = Field("epoch", "model", "Number of times that this server has loaded the stage.", STAGES)
-BEAT: Final = Field("beat", "model", "When the stage's loop last turned, by the monotonic clock in ns.", STAGES)
+BEAT: Final = Field("beat", "model", "When the stage's loop last turned, monotonic ns.", STAGES)
 FINGERPRINT: Final = Field("fingerprint", "model", "64 bits of the checkpoint's content.", STAGES)
 DTYPE: Final = Field("dtype", "model", "1 + index of the links' dtype; 0 = the stage does not care.", STAGES)
 HIDDEN_SIZE: Final = Field("hidden_size", "model", "Width of a row; 0 = the stage does not care.", STAGES)
 DEVICE: Final = Field("device", "model", "1 + index of the stage's GPU; 0 = it has none.", STAGES)
 BROKEN: Final = Field("broken", "model", "Last epoch in which the stage's engine failed; 0 = none.", STAGES)
 CLAIMED: Final = Field(
-    "claimed", "model", "Until when other stages on its GPU start no step, monotonic ns; 0 = no claim.", ("token2wav",)
+    "claimed", "model", "Until when its GPU's other stages start no step, monotonic ns.", ("token2wav",)
 )
 OPEN_REQUESTS: Final = Field("open_requests", "model", "Unary requests that only this process can end.", ("unary",))
 
-# Of a session.
+# Fields of each session.
 GENERATION: Final = Field("generation", "thinker", "Number of the slot's session; 0 = it had none.", per_session=True)
 EPOCHS: Final = Field("epochs", "thinker", "Epochs of all stages when the session began.", per_session=True)
 OPENED: Final = Field("opened", "thinker", "When the session began, monotonic ns.", per_session=True)
 DEADLINE: Final = Field("deadline", "thinker", "When it ends at the latest, monotonic ns; 0 = unset.", per_session=True)
 
-# Of a stage and a session.
-CLOSED: Final = _stamped(
-    "closed", "The stage has dropped its state, and its senders have sent so many messages in all."
-)
+# Fields of each session and stage.
+CLOSED: Final = _stamped("closed", "The stage sent so many messages in all, and has dropped its state.")
 CONSUMED: Final = _stamped("consumed", "Data messages that the stage has copied.")
 RETURNED: Final = _stamped("returned", "Requests of the session that the stage has ended.")
 CANCELLED: Final = _stamped("cancelled", "The stage saw that the client is gone.")
@@ -119,11 +116,12 @@ OUTCOME: Final = _stamped("outcome", "How the stage ended the client's request (
 REACHED: Final = _stamped("reached", "The stage has the session; after token2wav has, the client hears how it ends.")
 PLACED: Final = _stamped("placed", "Rows or codes that the stage has put into the next one's ring.")
 FETCHED: Final = _stamped("fetched", "Rows or codes that the stage has copied from its ring, whose places are free.")
+# Unstamped: a reader reads PLACED before them, and the stage writes it after them.
 BEHIND: Final = Field(
-    "behind", "model", "Earlier items, sent in messages; read after PLACED.", STAGES, per_session=True
+    "behind", "model", "Number of items before the ring's, sent in messages.", STAGES, per_session=True
 )
 PLACED_NS: Final = Field(
-    "placed_ns", "model", "When the last of PLACED were sent, monotonic ns; read after it.", STAGES, per_session=True
+    "placed_ns", "model", "When the last of PLACED were sent, monotonic ns.", STAGES, per_session=True
 )
 
 
@@ -199,13 +197,15 @@ class Table:
 
     def epochs(self) -> int:
         """The present epochs of all stages in one word, for `lost_since`."""
-        mask = (1 << _EPOCH_BITS) - 1
-        return sum((self.word(EPOCH, stage) & mask) << shift for stage, _, shift in _LOSSES)
+        return sum((self.word(EPOCH, stage) & _EPOCH_MASK) << shift for stage, _, shift in _LOSSES)
 
     def lost_since(self, epochs: int) -> list[StageName]:
         """Return the stages that died in or after these epochs."""
-        words, mask = self._words, (1 << _EPOCH_BITS) - 1
-        return [stage for stage, at, shift in _LOSSES if (lost := words[at]) and lost >= epochs >> shift & mask]
+        words, found = self._words, []
+        for stage, at, shift in _LOSSES:  # each poll asks for every session, and nearly always none has died
+            if (lost := words[at]) and lost >= epochs >> shift & _EPOCH_MASK:
+                found.append(stage)
+        return found
 
     def is_held(self, slot: int) -> bool:
         """True if the slot holds a session that the thinker has not ended, and no stage has died since it began."""
