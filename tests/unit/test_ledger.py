@@ -112,12 +112,6 @@ def test_what_one_stage_writes_the_other_reads(thinker, talker, mark, read):
 
 
 @each_mark
-def test_what_an_earlier_session_left_is_ignored(thinker, talker, mark, read):
-    mark(talker, thinker.publish(3))
-    assert not read(thinker, thinker.publish(3))
-
-
-@each_mark
 def test_slots_do_not_mix(thinker, talker, mark, read):
     keys = [thinker.publish(slot) for slot in (0, 1, CAPACITY - 1)]
     mark(talker, keys[1])
@@ -164,14 +158,6 @@ def test_messages_in_transit_are_those_sent_and_not_returned(thinker, talker):
     later = thinker.publish(0)
     thinker.write(later, CLOSED, 1)
     assert thinker.in_transit(later, "thinker", "talker") == 1, "what an earlier session returned counts for no other"
-
-
-@each_mark
-def test_what_is_written_too_late_leaves_the_later_session_alone(thinker, talker, mark, read):
-    old, new = thinker.publish(3), thinker.publish(3)
-    mark(talker, new)
-    mark(talker, old)
-    assert read(thinker, new)
 
 
 def test_only_the_present_session_of_a_slot_holds(thinker, talker):

@@ -145,6 +145,7 @@ def test_a_stale_key_writes_no_field_that_has_no_stamp(
     assert thinker.word(DEADLINE, slot=5) == 11
     assert (thinker.word(BEHIND, stage, 5), thinker.word(PLACED_NS, stage, 5)) == (4, 77)
     assert thinker.placing(new, stage) == Placed(9, 4, 77)
+    assert thinker.placing(thinker.publish(5), stage).total == 0
 
 
 @each_stamped
