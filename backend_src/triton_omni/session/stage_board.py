@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor's view of the session ledger: which process serves each stage, how it does, and that it has died.
+"""The supervisor's view of the session ledger: the process of each stage, its state, and its death.
 
-The unary model counts as one, though it has no loop and no engine, and shares nothing with the others. The supervisor
-writes its fields of each model and of the server by the board, the unary model its own; the board starts and ends
-nothing.
+The unary model counts as a stage here, though it has no loop and no engine. The supervisor and the unary model write
+their fields through the board; it starts and ends no process.
 """
 
 from __future__ import annotations
