@@ -15,6 +15,7 @@ from triton_omni.core.tracing import NO_TRACER
 from triton_omni.link.ring import offer_ring
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.ledger import SessionLedger, StageFacts
+from triton_omni.session.ledger_table import EPOCH, FIELDS
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
@@ -84,7 +85,7 @@ def pipeline(
     offered = [None, None]
     if BY_RING if rings is None else rings:
         offered = [
-            offer_ring(name, ledger.stage, ledger.epoch(ledger.stage), shape=shape, dtype=dtype, device=CPU)
+            offer_ring(name, ledger.stage, ledger.word(EPOCH, ledger.stage), shape=shape, dtype=dtype, device=CPU)
             for ledger, shape, dtype in zip(ledgers[1:], shapes, dtypes, strict=True)
         ]
     stages = (
@@ -133,3 +134,9 @@ def finished(ensemble):
     assert not ensemble.leaked, "an error was answered while another request of the ensemble was open or on its way"
     assert all(sender.finals == 1 for sender in ensemble.senders)
     return ensemble.reply
+
+
+def record(ledger, key):
+    """Every word of a session's record, by its field and model."""
+    fields = [(field, model) for field in FIELDS if field.per_session for model in field.at]
+    return {(field.name, model): ledger.word(field, model, key.slot) for field, model in fields}

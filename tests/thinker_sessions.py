@@ -9,6 +9,7 @@ import torch
 
 from triton_omni.link.send_queue import SendQueue
 from triton_omni.session.engine import Sampling
+from triton_omni.session.ledger_table import WANTED
 from triton_omni.session.wire import Session, SessionKey
 from triton_omni.thinker.open_session import OpenSession
 
@@ -25,8 +26,8 @@ class FakeLedger:
         assert stage == "token2wav"
         return self.shared
 
-    def wanted(self, key, stage):
-        assert stage == "token2wav"
+    def read(self, key, field, stage):
+        assert (field, stage) == (WANTED, "token2wav")
         return self.wants.get(key.slot)
 
 

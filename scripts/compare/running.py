@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triton_omni.session.ledger_layout import STAGES
+from triton_omni.session.ledger_table import STAGES
 from triton_omni.supervisor.machine import visible_gpus
 from triton_omni.supervisor.options import ServerConfig
 from triton_omni.supervisor.serve import Supervisor

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from triton_omni.core.settings import ThinkerSettings, UnarySettings, load_settings
-from triton_omni.session.ledger_layout import STAGES, ledger_name
+from triton_omni.session.ledger_table import EPOCH, PID, STAGES
+from triton_omni.session.server_folder import ledger_name
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.stub.metric_families import FAMILIES
 from triton_omni.supervisor.machine import ServerError
@@ -147,10 +148,10 @@ class Run:
             self._kill(STAGES[(self._options.seed + number) % len(STAGES)])
 
     def _kill(self, stage: Any) -> None:
-        killed, epoch = self._asker.now(), self._board.epoch(stage)
-        os.kill(self._board.pid(stage), signal.SIGKILL)
+        killed, epoch = self._asker.now(), self._board.word(EPOCH, stage)
+        os.kill(self._board.word(PID, stage), signal.SIGKILL)
         deadline = time.monotonic() + _BACK_WITHIN_S
-        while not (self._board.epoch(stage) > epoch and self._asker.is_ready()) and time.monotonic() < deadline:
+        while not (self._board.word(EPOCH, stage) > epoch and self._asker.is_ready()) and time.monotonic() < deadline:
             time.sleep(0.1)
         back = self._asker.now()
         self._say(f"{stage} killed, back after {back - killed:.1f} s")

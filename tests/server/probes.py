@@ -126,11 +126,13 @@ def _untraced() -> Iterator[None]:
 
 def _watch_cancellation(recorder: Recorder) -> None:
     from triton_omni.session import ledger
+    from triton_omni.session.ledger_table import CANCELLED
 
     class WatchedLedger(ledger.SessionLedger):
-        def mark_cancelled(self, key: Any) -> None:
-            super().mark_cancelled(key)
-            recorder.write("noticed", key.name)
+        def write(self, key: Any, field: Any, count: int = 0) -> None:
+            super().write(key, field, count)
+            if field is CANCELLED:
+                recorder.write("noticed", key.name)
 
     ledger.SessionLedger = WatchedLedger
 

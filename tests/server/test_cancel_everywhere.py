@@ -27,7 +27,7 @@ from server.probes import (
 )
 from server.serving import STAGES, TINY, Served, check_in_time, in_time_once, note_figures, wait_for
 from server.test_cancel import LONG_PROMPT, WAYS, longest_step
-from triton_omni.session.ledger_layout import ledger_name
+from triton_omni.session.server_folder import ledger_name
 from triton_omni.session.stage_board import StageBoard
 from triton_omni_client import Request
 

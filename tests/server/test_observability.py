@@ -20,7 +20,7 @@ from otlp_receiver import Receiver, attributes, receive_spans
 from server.probes import FAILING_TOKEN2WAV, SLOW_THINKER
 from server.serving import STAGES, TINY, Served, serve, wait_for
 from triton_omni.doctor import cli
-from triton_omni.session import ledger_layout as layout
+from triton_omni.session.ledger_table import GENERATION, Table
 from triton_omni.supervisor.warm_up import REQUEST_ID
 from triton_omni_client import (
     BadRequest,
@@ -221,22 +221,15 @@ def test_the_doctor_finds_an_idle_server_and_a_busy_one_sound(
 def test_the_doctor_finds_a_session_that_nobody_serves(observed: Observed, capsys: pytest.CaptureFixture[str]) -> None:
     path = cli.server_of_process(observed.server.supervisor.pid).ledger
     assert path is not None
-    before = path.read_bytes()
-    forged = bytearray(before)
-    at = (layout.record(SESSIONS) + layout.GENERATION) * layout.WORD
-    forged[at : at + 8] = (7).to_bytes(8, "little")
+    table = Table(path)
+    before = table.word(GENERATION, slot=SESSIONS)
     try:
-        overwrite(path, forged[at : at + 8], at)
+        table.set_word(GENERATION, 7, slot=SESSIONS)
         assert cli.main(["--server", str(observed.server.supervisor.pid), "--persist", "1"]) == 1
     finally:
-        overwrite(path, before[at : at + 8], at)
+        table.set_word(GENERATION, before, slot=SESSIONS)
+        table.close()
     assert "the ledger has 1 session open, the thinker holds 0" in capsys.readouterr().out
-
-
-def overwrite(path: Path, content: bytes, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(content)
 
 
 def test_every_line_of_a_start_that_looks_like_an_error_is_explained(observed: Observed) -> None:

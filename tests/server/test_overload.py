@@ -25,7 +25,8 @@ from server.probes import SLOW_THINKER
 from server.serving import STAGES, TINY, Served, resident_bytes, wait_for
 from triton_omni.core.device import gpu_count
 from triton_omni.core.errors import StageName
-from triton_omni.session.ledger_layout import ledger_name
+from triton_omni.session.ledger_table import PID
+from triton_omni.session.server_folder import ledger_name
 from triton_omni.session.stage_board import StageBoard
 from triton_omni_client import BadRequest, OmniClient, Overloaded, Reply, Request, Retry, TooLarge
 from triton_omni_client.messages import MODEL
@@ -251,7 +252,7 @@ def test_a_slow_stage_slows_the_others_down_and_loses_nothing(server: Served, st
         for name, request in list(asked.items())[:2]
     }
     board = StageBoard(ledger_name(server.supervisor.pid))
-    pid = board.pid(stage)
+    pid = board.word(PID, stage)
     board.close()
     patience = Retry(attempts=40)
     with (

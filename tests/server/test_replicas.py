@@ -26,7 +26,7 @@ from gateway_fakes import MODEL, RunningGateway, run_gateway
 from server.asking import DIFFERENT, ask, ask_together, request
 from server.probes import CRAWLING_THINKER, SLOW_TALKER
 from server.serving import TINY, Served, serve, wait_for
-from triton_omni.session import ledger_layout
+from triton_omni.session import server_folder
 from triton_omni_client import NO_RETRY, OmniClient, Request
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def open_sessions(servers: list[Served]) -> list[int]:
 
 
 def test_servers_of_one_host_share_nothing(servers: list[Served]) -> None:
-    tables = [ledger_layout.table_path(ledger_layout.ledger_name(server.supervisor.pid)) for server in servers]
+    tables = [server_folder.table_path(server_folder.ledger_name(server.supervisor.pid)) for server in servers]
     assert len(set(tables)) == 2
     assert all(table.exists() for table in tables)
     assert len({server.supervisor.regions for server in servers}) == 2

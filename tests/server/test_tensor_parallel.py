@@ -21,7 +21,8 @@ from server.probes import SLOW_THINKER
 from server.serving import TINY, Served, serve, wait_for
 from server.test_mixed_media import CHATS
 from triton_omni.core.device import gpu_count
-from triton_omni.session.ledger_layout import ledger_name
+from triton_omni.session.ledger_table import PID
+from triton_omni.session.server_folder import ledger_name
 from triton_omni.session.stage_board import StageBoard
 from triton_omni_client import Internal
 
@@ -47,7 +48,7 @@ def split(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 def thinker(server: Served) -> int:
     board = StageBoard(ledger_name(server.supervisor.pid))
     try:
-        return board.pid("thinker")
+        return board.word(PID, "thinker")
     finally:
         board.close()
 

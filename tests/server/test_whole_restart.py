@@ -29,7 +29,8 @@ from server.parity import GREEDY
 from server.probes import CRAWLING_THINKER
 from server.serving import TINY, Served, serve, wait_for
 from triton_omni.core.errors import StageName
-from triton_omni.session.ledger_layout import ledger_name
+from triton_omni.session.ledger_table import PID
+from triton_omni.session.server_folder import ledger_name
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.restart import RestartPolicy
@@ -115,7 +116,7 @@ def test_a_server_that_does_not_stay_is_given_up_and_leaves_nothing(newer: Super
     """The last test of this server: the starts above count."""
     supervisor, board = newer.server.supervisor, newer.board()
     table = ledger_name(supervisor.pid)
-    os.kill(board.pid("token2wav"), signal.SIGKILL)
+    os.kill(board.word(PID, "token2wav"), signal.SIGKILL)
     wait_for(lambda: bool(newer.errors), newer.server.log)
     said = f"the server does not stay (starts in 600 s: {STARTS}): token2wav: its process ended"
     assert str(newer.errors[0]).startswith(said)
@@ -143,7 +144,7 @@ def assert_ended_and_back(supervised: Supervised, killed: list[StageName]) -> No
         wait_for(lambda: board.open_sessions() == len(requests), board.open_sessions)
         assert board.leaves_open("unary")
         for stage in killed:
-            os.kill(board.pid(stage), signal.SIGKILL)
+            os.kill(board.word(PID, stage), signal.SIGKILL)
         for request in requests:
             assert isinstance(request.exception(), (ConnectionFailed, Internal, OSError, HTTPException))
         assert not supervised.is_ready(), "its clients were told before it was there again"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.session import ledger_layout
+from triton_omni.session import server_folder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,7 +19,7 @@ def tables_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder that takes the place of /dev/shm."""
     folder = tmp_path_factory.mktemp("shm")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ledger_layout, "_SHARED_MEMORY", folder)
+        patch.setattr(server_folder, "_SHARED_MEMORY", folder)
         yield folder
 
 

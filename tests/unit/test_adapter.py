@@ -10,14 +10,15 @@ import torch
 
 from fake_pb_utils import PbUtils, Request, Tensor, TritonError, text_tensor
 from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine, thinker_message
+from session_rig import record
 from triton_omni.core.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.core.policy_settings import Token2WavPolicy
 from triton_omni.core.settings import MAX_NAME, TalkerSettings, ThinkerSettings
 from triton_omni.link.receiver import CANCEL_INTERVAL_NS
 from triton_omni.request.parse import RawRequest
-from triton_omni.session import ledger_layout as layout
 from triton_omni.session.engine import Sampling
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import CANCELLED, CLOSED
 from triton_omni.session.stage import StageStats, refused_error
 from triton_omni.session.wire import SEAL_BYTES, Kind, Seal, Session, TalkerMessage, ThinkerMessage
 from triton_omni.stub import request_parameters
@@ -72,7 +73,7 @@ class Ledger:
     def __init__(self, calls):
         self._calls = calls
 
-    def epoch(self, stage):
+    def word(self, field, model):
         return 1
 
     def close(self):
@@ -416,20 +417,15 @@ def test_a_foreign_message_is_closed_empty_and_changes_nothing(open_stage, think
         tensors["META"] = content + bytes(SEAL_BYTES)
     forged = Request(write_tensors(PbUtils(), tensors))
     forged.sender.cancelled = True
-    before = session_words(thinker_ledger, key)
+    before = record(thinker_ledger, key)
     adapter.execute([forged])
     assert answered(forged).responses == []
     assert forged.sender.cancel_queries == 0
-    assert session_words(thinker_ledger, key) == before
+    assert record(thinker_ledger, key) == before
     adapter.execute([true := Request(write_tensors(PbUtils(), link_tensors(kind, key, thinker_ledger, number=2)))])
-    thinker_ledger.mark_closed(key)
+    thinker_ledger.write(key, CLOSED)
     answered(true)
     assert thinker_ledger.returned(key, kind) == 1, "the true one alone"
-
-
-def session_words(ledger, key):
-    at = layout.record(key.slot)
-    return ledger._words[at : at + layout.RECORD_WORDS].tolist()
 
 
 @pytest.mark.parametrize("kind", ["talker", "token2wav"])
@@ -440,7 +436,7 @@ def test_a_cancel_that_a_message_brings_is_written_to_the_ledger(open_stage, thi
     heartbeat.sender.cancelled = True
     adapter.execute([heartbeat])
     answered(heartbeat)
-    assert thinker_ledger.cancelled(key)
+    assert thinker_ledger.has(key, CANCELLED)
 
 
 @pytest.mark.parametrize("kind", ["talker", "token2wav"])
@@ -456,7 +452,7 @@ def test_triton_is_asked_for_a_cancel_once_an_interval_and_session(open_stage, t
             requests.append(Request(write_tensors(PbUtils(), link_tensors(kind, key, thinker_ledger, number))))
             adapter.execute(requests[-1:])
     for key in keys:  # the talker holds the last heartbeat of a session
-        thinker_ledger.mark_closed(key)
+        thinker_ledger.write(key, CLOSED)
     asked = [answered(request).cancel_queries for request in requests]
     assert asked == [1, 1, 0, 0, 0, 0, 1, 1]
 
@@ -494,8 +490,8 @@ def test_a_reply_of_which_triton_refuses_a_part_ends_with_an_error(open_stage, n
     for request in requests[1:]:
         answered(request)
     assert not requests[0].sender.finals, "the others' requests are open"
-    thinker_ledger.mark_closed(key)
-    talker.mark_closed(key, len(messages))
+    thinker_ledger.write(key, CLOSED)
+    talker.write(key, CLOSED, len(messages))
     sender = answered(requests[0])
     assert sender.error.message() == refused_error("token2wav").to_text()
     assert not sender.outputs()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from triton_omni.session.ledger_table import REACHED, StampedField
 from triton_omni.thinker.direct_calls import UNHEARD_FOR_S, Caller, refusal
 
 KEY: Any = "the key"
@@ -16,12 +17,12 @@ SECOND = 1_000_000_000
 class Ledger:
     """What the talker has said."""
 
-    has: bool = False
+    reached: bool = False
     silent: float = 0.01
 
-    def has_reached(self, key: Any, stage: str) -> bool:
-        assert (key, stage) == (KEY, "talker")
-        return self.has
+    def has(self, key: Any, field: StampedField, stage: str) -> bool:
+        assert (key, field, stage) == (KEY, REACHED, "talker")
+        return self.reached
 
     def silent_for(self, stage: str) -> float:
         assert stage == "talker"
@@ -41,7 +42,7 @@ def test_a_session_of_which_the_talker_never_hears_is_a_stranger_s() -> None:
 def test_a_session_that_has_reached_the_talker_is_none_however_late_it_did() -> None:
     caller, ledger = Caller(), Ledger()
     assert strangers(caller, ledger, range(20)) == []
-    ledger.has = True
+    ledger.reached = True
     assert strangers(caller, ledger, range(20, 100)) == []
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,8 +25,9 @@ from triton_omni.doctor.cli import Server, examine
 from triton_omni.doctor.diagnosis import OVERDUE_S, Sample, findings
 from triton_omni.doctor.metrics_page import MetricsPage
 from triton_omni.doctor.stage_processes import running_for, server_processes, stage_processes
-from triton_omni.session import ledger_layout as layout
+from triton_omni.session import server_folder
 from triton_omni.session.ledger import SessionLedger, StageFacts
+from triton_omni.session.ledger_table import BEAT, CLOSED, EPOCH, OPEN_REQUESTS, PID, Field, create_table
 from triton_omni.session.ledger_view import read_ledger
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.supervisor import leftovers, start_report
@@ -40,7 +41,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.name = f"triton-omni-test-{secrets.token_hex(6)}"
-        self.path = layout.table_path(self.name)
+        self.path = server_folder.table_path(self.name)
         self.ledgers = {stage: SessionLedger(self.name, stage, StageFacts(1)) for stage in STAGES}
         self.figures = {stage: {"stage_starts": 1, **dict.fromkeys(FIGURES, 0)} for stage in STAGES}
         self.figures["thinker"]["sessions_limit"] = 8
@@ -113,7 +114,7 @@ def test_a_server_that_does_nothing_is_sound(rig: Rig) -> None:
 
 def test_a_server_at_work_is_sound(rig: Rig) -> None:
     keys = [rig.open(slot) for slot in range(3)]
-    rig.ledgers["talker"].mark_closed(keys[0])
+    rig.ledgers["talker"].write(keys[0], CLOSED)
     rig.figures["thinker"] |= {"sessions": 3, "running": 1, "waiting": 1, "kv_blocks_used": 9, "outbox": 2}
     rig.figures["talker"] |= {"sessions": 2, "running": 2, "rows_used": 80}
     rig.figures["token2wav"] |= {"sessions": 3, "running": 3, "waiting": 3, "kv_blocks_used": 72}
@@ -128,7 +129,7 @@ def test_a_session_that_a_stage_holds_and_nobody_opened_is_named(rig: Rig, stage
     assert list(rig.wrong()) == [f"{stage}/excess"]
     rig.figures[stage]["sessions"] = 1
     assert rig.wrong() == {}
-    rig.ledgers[stage].mark_closed(key)
+    rig.ledgers[stage].write(key, CLOSED)
     assert f"{stage}/excess" in rig.wrong()
     assert "1 leaked" in rig.wrong()[f"{stage}/excess"]
 
@@ -164,7 +165,7 @@ def test_a_leak_that_a_stage_knows_of_is_named(rig: Rig) -> None:
 def test_a_session_after_its_deadline_is_named_with_those_who_hold_it(rig: Rig) -> None:
     key = rig.open(7, seconds=-OVERDUE_S - 1)
     rig.figures["thinker"]["sessions"] = 1
-    rig.ledgers["talker"].mark_closed(key)
+    rig.ledgers["talker"].write(key, CLOSED)
     [(name, sentence)] = rig.wrong().items()
     assert name == f"session/{key.name}"
     assert sentence == f"session {key.name} is open 11 s after its deadline; not closed by thinker, token2wav"
@@ -183,28 +184,30 @@ def test_a_session_has_no_deadline_of_an_earlier_one_of_its_slot(rig: Rig) -> No
 
 def test_a_stage_s_state_is_told(rig: Rig) -> None:
     board = StageBoard(rig.name)
-    words, block = board._words, layout.BLOCKS["talker"]
-    pid, beat = words[block + layout.PID], words[block + layout.BEAT]
+
+    def say(field: Field, value: int) -> Callable[[], None]:
+        return lambda: board.set_word(field, value, "talker")
+
     for set_up, name in (
-        (lambda: words.__setitem__(block + layout.BEAT, time.monotonic_ns() - 9_000_000_000), "silent"),
+        (lambda: board.set_word(BEAT, time.monotonic_ns() - 9_000_000_000, "talker"), "silent"),
         (rig.ledgers["talker"].say_broken, "broken"),
-        (lambda: words.__setitem__(block + layout.PID, 2**22 - 7), "gone"),
-        (lambda: words.__setitem__(block + layout.PID, 0), "left"),
+        (say(PID, 2**22 - 7), "gone"),
+        (say(PID, 0), "left"),
         (lambda: board.mark_lost("talker"), "lost"),
-        (lambda: words.__setitem__(block + layout.EPOCH, 0), "absent"),
+        (say(EPOCH, 0), "absent"),
     ):
         set_up()
-        rig.figures["talker"]["stage_starts"] = words[block + layout.EPOCH]
+        rig.figures["talker"]["stage_starts"] = board.word(EPOCH, "talker")
         assert list(rig.wrong()) == [f"talker/{name}"]
-        words[block + layout.BEAT] = time.monotonic_ns()
-    words[block + layout.PID], words[block + layout.BEAT], words[block + layout.EPOCH] = pid, beat, 1
+        board.set_word(BEAT, time.monotonic_ns(), "talker")
     board.close()
 
 
 def test_a_unary_model_that_has_died_is_told_until_it_is_loaded_again(rig: Rig) -> None:
     board = StageBoard(rig.name)
     with subprocess.Popen(["sleep", "60"]) as process:
-        board.say_unary(process.pid, 2)
+        board.set_word(PID, process.pid, "unary")
+        board.set_word(OPEN_REQUESTS, 2, "unary")
         assert rig.wrong() == {}
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and kept by its parent
@@ -212,7 +215,8 @@ def test_a_unary_model_that_has_died_is_told_until_it_is_loaded_again(rig: Rig) 
             "unary/gone": f"unary: process {process.pid} is gone with 2 requests open, and it is not loaded again yet"
         }
     assert list(rig.wrong()) == ["unary/gone"]
-    board.say_unary(os.getpid(), 0)
+    board.set_word(PID, os.getpid(), "unary")
+    board.set_word(OPEN_REQUESTS, 0, "unary")
     assert rig.wrong() == {}
     board.close()
 
@@ -395,11 +399,11 @@ def test_figures_are_whole_where_a_terminal_is_narrow(
 
 
 def test_a_server_is_found_by_its_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = layout.ledger_name(os.getpid())
-    layout.create_table(name, 1)
-    assert any(server.ledger == layout.table_path(name) for server in cli.running_servers())
+    name = server_folder.ledger_name(os.getpid())
+    create_table(name)
+    assert any(server.ledger == server_folder.table_path(name) for server in cli.running_servers())
     assert not any(name in sentence for _, sentence in cli.leftovers())
-    layout.remove_folder(name)
+    server_folder.remove_folder(name)
 
 
 @pytest.mark.parametrize(
@@ -514,7 +518,7 @@ def test_what_a_ledger_says_is_loaded(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(start_report, "ledger_name", lambda pid: rig.name)
     assert start_report.loaded_stages(1) == list(STAGES)
     board = StageBoard(rig.name)
-    board._words[layout.BLOCKS["talker"] + layout.EPOCH] = 0
+    board.set_word(EPOCH, 0, "talker")
     assert start_report.loaded_stages(1) == ["thinker", "token2wav"]
     board.close()
     monkeypatch.setattr(start_report, "ledger_name", lambda pid: "triton-omni-no-such")

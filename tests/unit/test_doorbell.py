@@ -9,14 +9,14 @@ import threading
 import pytest
 
 from triton_omni.link.doorbell import Doorbell, DoorbellRinger
-from triton_omni.session import ledger_layout
+from triton_omni.session import server_folder
 
 WAIT_S = 5.0
 RING = """
 import pathlib, sys
-from triton_omni.session import ledger_layout
+from triton_omni.session import server_folder
 from triton_omni.link.doorbell import DoorbellRinger
-ledger_layout._SHARED_MEMORY = pathlib.Path(sys.argv[1])
+server_folder._SHARED_MEMORY = pathlib.Path(sys.argv[1])
 DoorbellRinger(sys.argv[2], "talker").ring()
 """
 
@@ -29,7 +29,7 @@ def name():
 def test_who_listens_hears_each_ring_of_another_process(name):
     heard = threading.Semaphore(0)
     bell = Doorbell(name, "talker", heard.release)
-    folder = str(ledger_layout._SHARED_MEMORY)
+    folder = str(server_folder._SHARED_MEMORY)
     for _ in range(2):
         assert not heard.acquire(timeout=0.01)
         subprocess.run([sys.executable, "-c", RING, folder, name], check=True)
@@ -82,7 +82,7 @@ def test_a_later_process_s_bell_takes_the_place_of_the_one_before(name):
     assert later.acquire(timeout=WAIT_S)
     second.close()
     rope.close()
-    assert [path.name for path in ledger_layout.own_folder(name).iterdir()] == ["talker-bell"]
+    assert [path.name for path in server_folder.own_folder(name).iterdir()] == ["talker-bell"]
 
 
 def test_a_ring_that_fails_is_logged_once(name, monkeypatch, caplog):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from triton_omni.session.ledger_table import DRAINING, ENDING, LEAVING, Field
 from triton_omni.supervisor.drain import drain, end_sessions
 from triton_omni.supervisor.options import parse_options
 
@@ -16,13 +17,11 @@ class Sessions:
 
     def __init__(self, *open_sessions: int) -> None:
         self.found = list(open_sessions)
-        self.told: list[str] = []
+        self.told: list[int] = []
 
-    def drain(self) -> None:
-        self.told.append("drain")
-
-    def end_sessions(self) -> None:
-        self.told.append("end")
+    def set_word(self, declared: Field, value: int) -> None:
+        assert declared is LEAVING
+        self.told.append(value)
 
     def open_sessions(self) -> int:
         return self.found.pop(0) if len(self.found) > 1 else self.found[0]
@@ -32,8 +31,8 @@ def never() -> bool:
     return False
 
 
-@pytest.mark.parametrize(("act", "told"), [(drain, "drain"), (end_sessions, "end")])
-def test_the_wait_ends_some_moments_after_the_last_session(act: object, told: str) -> None:
+@pytest.mark.parametrize(("act", "told"), [(drain, DRAINING), (end_sessions, ENDING)])
+def test_the_wait_ends_some_moments_after_the_last_session(act: object, told: int) -> None:
     sessions, begin = Sessions(2, 1, 0, 1, 0), time.monotonic()
     assert act(sessions, 60.0, never)  # type: ignore[operator]
     assert 0.3 < time.monotonic() - begin < 5

@@ -20,9 +20,11 @@ import torch
 from triton_omni.link.doorbell import Doorbell
 from triton_omni.link.ring import offer_ring, open_ring
 from triton_omni.link.sender import RingWriter
-from triton_omni.session import ledger_layout as layout
+from triton_omni.session import server_folder
 from triton_omni.session.ledger import SessionLedger, StageFacts
-from triton_omni.session.ledger_layout import (
+from triton_omni.session.ledger_table import DRAINING, LEAVING, Table, create_table, wait_while_held
+from triton_omni.session.ledger_view import read_ledger
+from triton_omni.session.server_folder import (
     LedgerError,
     ledger_name,
     own_folder,
@@ -30,9 +32,7 @@ from triton_omni.session.ledger_layout import (
     remove_stale,
     table_path,
 )
-from triton_omni.session.ledger_view import read_ledger
 from triton_omni.session.stage_board import StageBoard
-from triton_omni.session.wire import PROTOCOL_VERSION
 from triton_omni.supervisor import leftovers
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
@@ -49,14 +49,14 @@ def shared(monkeypatch):
     """A folder like /dev/shm, in which everybody may make files."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o1777)
-    monkeypatch.setattr(layout, "_SHARED_MEMORY", folder)
+    monkeypatch.setattr(server_folder, "_SHARED_MEMORY", folder)
     yield folder
     shutil.rmtree(folder)
 
 
 @pytest.fixture
 def name(shared):
-    return f"triton-omni-{os.getuid()}-{layout.process_namespace()}-4194304-1-0a"
+    return f"triton-omni-{os.getuid()}-{server_folder.process_namespace()}-4194304-1-0a"
 
 
 def make_first(made, path):
@@ -66,7 +66,7 @@ def make_first(made, path):
 def by_nobody(act, *given):
     """What `act` returns, or the number of the system's error, in a process of another user."""
     results = SERVER.SimpleQueue()
-    process = SERVER.Process(target=_as_nobody, args=(results, layout._SHARED_MEMORY, act, given))
+    process = SERVER.Process(target=_as_nobody, args=(results, server_folder._SHARED_MEMORY, act, given))
     process.start()
     process.join(WAIT_S)
     assert process.exitcode == 0
@@ -74,7 +74,7 @@ def by_nobody(act, *given):
 
 
 def _as_nobody(results, shared, act, given):
-    layout._SHARED_MEMORY = shared
+    server_folder._SHARED_MEMORY = shared
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
@@ -91,9 +91,8 @@ def make_folder(path, mode):
 
 def make_whole_ledger(path):
     """One that says that the server leaves."""
-    layout.create_table(path.name, PROTOCOL_VERSION)
-    words = memoryview(layout.map_table(path / "ledger")).cast("Q")
-    words[layout.LEAVING] = layout.DRAINING
+    create_table(path.name)
+    Table(path / "ledger").set_word(LEAVING, DRAINING)
 
 
 MADE_FIRST = {
@@ -111,7 +110,7 @@ USES = {
     "who looks for a ring": lambda name: open_ring(name, "talker", 1, CPU),
     "the supervisor": StageBoard,
     "the doctor": lambda name: read_ledger(table_path(name)),
-    "a stage that waits": lambda name: layout.wait_while_held(name, "thinker", WAIT_S),
+    "a stage that waits": lambda name: wait_while_held(name, "thinker", WAIT_S),
 }
 
 
@@ -207,7 +206,9 @@ def test_another_user_opens_nothing_of_ours(name):
 
 def test_another_user_cannot_compute_the_name():
     assert by_nobody(ledger_name, os.getpid()) == errno.EACCES
-    assert by_nobody(layout.process_id, layout.server_name(os.getpid())) == os.getpid(), "the rest of it he can"
+    assert by_nobody(server_folder.process_id, server_folder.server_name(os.getpid())) == os.getpid(), (
+        "the rest of it he can"
+    )
 
 
 def test_no_two_servers_have_the_same_random_part():
@@ -220,7 +221,7 @@ def test_no_two_servers_have_the_same_random_part():
             process.stdout.readline()  # the kernel has put it in its place by now
             found = ledger_name(process.pid)
             assert found == ledger_name(process.pid)
-            assert found.startswith(f"{layout.server_name(process.pid)}-")
+            assert found.startswith(f"{server_folder.server_name(process.pid)}-")
             parts.add(found.rpartition("-")[2])
             process.communicate(b"\n")
     assert len(parts) == 3
@@ -254,7 +255,7 @@ def make_region(kind, path):
 @pytest.mark.parametrize("remove", ["at the next start", "at the stop"])
 def test_what_another_user_named_like_a_region_stops_no_start_and_no_stop(shared, monkeypatch, kind, remove):
     monkeypatch.setattr(leftovers, "_SHARED_MEMORY", shared)
-    prefix = f"triton_omni_{os.getuid()}-{layout.process_namespace()}-4194304-1_0a_"
+    prefix = f"triton_omni_{os.getuid()}-{server_folder.process_namespace()}-4194304-1_0a_"
     foreign, own = shared / f"{prefix}1", shared / f"{prefix}2"
     by_nobody(make_region, kind, foreign)
     own.touch()
@@ -267,7 +268,7 @@ def test_what_another_user_named_like_a_region_stops_no_start_and_no_stop(shared
 
 def test_no_name_of_shared_memory_reaches_the_ledger(monkeypatch):
     """By such a name a client has Triton map a file of /dev/shm."""
-    monkeypatch.setattr(layout, "_SHARED_MEMORY", Path("/dev/shm"))
+    monkeypatch.setattr(server_folder, "_SHARED_MEMORY", Path("/dev/shm"))
     name = f"triton-omni-test-{os.getpid()}"
     ledger = SessionLedger(name, "thinker", StageFacts(1))
     try:

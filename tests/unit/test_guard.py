@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from processes import IN_TIME_S, children, is_running, wait_for
-from triton_omni.session.ledger_layout import process_of, server_name
+from triton_omni.session.server_folder import process_of, server_name
 from triton_omni.supervisor.leftovers import end_group_of
 
 SENT_FIRST = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}

@@ -185,7 +185,7 @@ def test_the_package_itself_imports_nothing():
 
 PROC_READERS = {
     "request/media/fork_server.py",  # VmData: psutil adds the stack, which RLIMIT_DATA does not count
-    "session/ledger_layout.py",  # namespace, auxiliary vector, start in clock ticks
+    "session/server_folder.py",  # namespace, auxiliary vector, start in clock ticks
     "supervisor/leftovers.py",  # maps: psutil reads the far slower smaps
     "supervisor/machine.py",  # a kernel setting
 }

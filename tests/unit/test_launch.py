@@ -16,9 +16,9 @@ from fake_pb_utils import PbUtils, Request, TritonError, text_tensor
 from triton_omni.checkpoint.config import CheckpointError, fingerprint
 from triton_omni.core.settings import SettingsError, TalkerSettings, ThinkerSettings
 from triton_omni.link.ring import RingError
-from triton_omni.session import ledger_layout
+from triton_omni.session import server_folder
 from triton_omni.session.ledger import SessionLedger, StageFacts
-from triton_omni.session.ledger_layout import LedgerError, ledger_name
+from triton_omni.session.server_folder import LedgerError, ledger_name
 from triton_omni.stub import launch
 from triton_omni.stub.launch import (
     checkpoint_folder,
@@ -73,7 +73,7 @@ def shared_memory(monkeypatch):
     """Tables in a folder of the test, in place of /dev/shm, whose name is short, since a socket's may have 107 bytes.
     The server is this process's parent."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", Path(folder))
+        monkeypatch.setattr(server_folder, "_SHARED_MEMORY", Path(folder))
         yield Path(folder)
 
 
@@ -241,7 +241,7 @@ def test_a_ring_is_offered_where_it_is_asked_for_and_goes_with_its_stage(
 @pytest.mark.parametrize("ring", ["auto", "true"])
 def test_a_ring_that_cannot_be_had_stops_the_load_only_where_it_is_asked_for(folder, monkeypatch, ring, caplog):
     settings = launch.load_settings(folder(f"ring: {ring}") / "stage.yaml", launch.Token2WavSettings)
-    ledger = SimpleNamespace(name="a table", stage="token2wav", epoch=lambda stage: 1)
+    ledger = SimpleNamespace(name="a table", stage="token2wav", word=lambda field, model: 1)
 
     def refuse(*names, **shape):
         raise RingError("CUDA says no")

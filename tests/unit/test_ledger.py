@@ -12,16 +12,37 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_omni.session import ledger as ledger_module
-from triton_omni.session import ledger_layout as layout
+from triton_omni.session import server_folder
 from triton_omni.session.ledger import Placed, SessionLedger, StageFacts
-from triton_omni.session.ledger_layout import CAPACITY, LedgerError, own_folder, remove_stale, server_name
+from triton_omni.session.ledger_table import (
+    BEHIND,
+    CANCELLED,
+    CAPACITY,
+    CLAIMED,
+    CLOSED,
+    CONSUMED,
+    EPOCH,
+    FAILED,
+    FIELDS,
+    GENERATION,
+    MAGIC,
+    PID,
+    PLACED,
+    PLACED_NS,
+    RECORD_WORDS,
+    RETURNED,
+    VERSION,
+    StampedField,
+    Table,
+    create_table,
+)
 from triton_omni.session.outcome import RequestOutcome
+from triton_omni.session.server_folder import LedgerError, own_folder, remove_stale, server_name, table_path
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.session.wire import SessionKey
 from triton_omni.thinker.slots import Slots
@@ -64,21 +85,19 @@ def talker(attach, thinker):
     return attach("talker")
 
 
+COUNT = 7
+STAMPED = {field.name: field for field in FIELDS if isinstance(field, StampedField)}
 MARKS = {
-    "closed": (SessionLedger.mark_closed, lambda ledger, key: ledger.closed(key, "talker")),
-    "cancelled": (SessionLedger.mark_cancelled, SessionLedger.cancelled),
-    "failed": (SessionLedger.mark_failed, SessionLedger.failed),
-    "reached": (SessionLedger.mark_reached, lambda ledger, key: ledger.has_reached(key, "talker")),
-    "consumed": (
-        lambda ledger, key: ledger.count_consumed(key, 7),
-        lambda ledger, key: ledger.consumed(key, "talker") == 7,
-    ),
-    "wanted": (lambda ledger, key: ledger.want(key, 24), lambda ledger, key: ledger.wanted(key, "talker") == 24),
-    "placed": (
+    name: (
+        lambda ledger, key, field=field: ledger.write(key, field, COUNT),
+        lambda ledger, key, field=field: ledger.read(key, field, "talker") == COUNT,
+    )
+    for name, field in STAMPED.items()
+} | {
+    "placing": (
         lambda ledger, key: ledger.place(key, Placed(9, 4, 77)),
-        lambda ledger, key: ledger.placed(key, "talker") == 9 and ledger.placing(key, "talker") == (9, 4, 77),
+        lambda ledger, key: ledger.placing(key, "talker") == (9, 4, 77) and ledger.count(key, PLACED, "talker") == 9,
     ),
-    "fetched": (lambda ledger, key: ledger.fetch(key, 5), lambda ledger, key: ledger.fetched(key, "talker") == 5),
 }
 each_mark = pytest.mark.parametrize(("mark", "read"), MARKS.values(), ids=MARKS)
 
@@ -93,12 +112,6 @@ def test_what_one_stage_writes_the_other_reads(thinker, talker, mark, read):
 
 
 @each_mark
-def test_what_an_earlier_session_left_is_ignored(thinker, talker, mark, read):
-    mark(talker, thinker.publish(3))
-    assert not read(thinker, thinker.publish(3))
-
-
-@each_mark
 def test_slots_do_not_mix(thinker, talker, mark, read):
     keys = [thinker.publish(slot) for slot in (0, 1, CAPACITY - 1)]
     mark(talker, keys[1])
@@ -107,26 +120,26 @@ def test_slots_do_not_mix(thinker, talker, mark, read):
 
 def test_closed_and_consumed_are_told_by_stage(thinker, talker):
     key = thinker.publish(0)
-    talker.mark_closed(key)
-    talker.count_consumed(key, 2)
-    assert [thinker.closed(key, stage) for stage in STAGES] == [False, True, False]
-    assert [thinker.consumed(key, stage) for stage in STAGES] == [0, 2, 0]
+    talker.write(key, CLOSED)
+    talker.write(key, CONSUMED, 2)
+    assert [thinker.has(key, CLOSED, stage) for stage in STAGES] == [False, True, False]
+    assert [thinker.count(key, CONSUMED, stage) for stage in STAGES] == [0, 2, 0]
 
 
 @pytest.mark.parametrize(
     "end",
     [
         lambda ledgers, key: ledgers["thinker"].publish(key.slot),
-        lambda ledgers, key: ledgers["token2wav"].mark_closed(key),
-        *(lambda ledgers, key, stage=stage: ledgers[stage].mark_cancelled(key) for stage in STAGES),
-        *(lambda ledgers, key, stage=stage: ledgers[stage].mark_failed(key) for stage in STAGES),
+        lambda ledgers, key: ledgers["token2wav"].write(key, CLOSED),
+        *(lambda ledgers, key, stage=stage: ledgers[stage].write(key, CANCELLED) for stage in STAGES),
+        *(lambda ledgers, key, stage=stage: ledgers[stage].write(key, FAILED) for stage in STAGES),
     ],
 )
 def test_a_session_is_over_by_each_of_its_ends(attach, end):
     ledgers = {stage: attach(stage) for stage in STAGES}
     ended, other = ledgers["thinker"].publish(3), ledgers["thinker"].publish(4)
     for stage in ("thinker", "talker"):
-        ledgers[stage].mark_closed(ended)
+        ledgers[stage].write(ended, CLOSED)
     assert not ledgers["talker"].is_over(ended), "token2wav still works"
     end(ledgers, ended)
     assert ledgers["talker"].is_over(ended)
@@ -137,22 +150,14 @@ def test_messages_in_transit_are_those_sent_and_not_returned(thinker, talker):
     key = thinker.publish(0)
     talker.count_returned(key)
     assert thinker.in_transit(key, "thinker", "talker") is None, "the thinker may still send"
-    thinker.mark_closed(key, 3)
+    thinker.write(key, CLOSED, 3)
     assert thinker.in_transit(key, "thinker", "talker") == 2
     talker.count_returned(key)
     talker.count_returned(key)
     assert thinker.in_transit(key, "thinker", "talker") == 0
     later = thinker.publish(0)
-    thinker.mark_closed(later, 1)
+    thinker.write(later, CLOSED, 1)
     assert thinker.in_transit(later, "thinker", "talker") == 1, "what an earlier session returned counts for no other"
-
-
-@each_mark
-def test_what_is_written_too_late_leaves_the_later_session_alone(thinker, talker, mark, read):
-    old, new = thinker.publish(3), thinker.publish(3)
-    mark(talker, new)
-    mark(talker, old)
-    assert read(thinker, new)
 
 
 def test_only_the_present_session_of_a_slot_holds(thinker, talker):
@@ -185,34 +190,21 @@ def test_a_slot_never_used_holds_no_session(talker):
 
 
 def test_generations_wrap_around_and_skip_zero(thinker, talker):
-    thinker._words[layout.record(2) + layout.GENERATION] = 2**32 - 2
+    thinker.set_word(GENERATION, 2**32 - 2, slot=2)
     last = thinker.publish(2)
     assert last.generation == 2**32 - 1
-    talker.count_consumed(last, 2**32 - 1)
-    assert thinker.consumed(last, "talker") == 2**32 - 1
+    talker.write(last, CONSUMED, 2**32 - 1)
+    assert thinker.count(last, CONSUMED, "talker") == 2**32 - 1
     first = thinker.publish(2)
     assert first.generation == 1
-    assert thinker.consumed(first, "talker") == 0
+    assert thinker.count(first, CONSUMED, "talker") == 0
     assert not talker.holds(last)
 
 
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["publish", *MARKS]), st.integers(0, 2), st.sampled_from(STAGES), st.booleans()),
+    st.tuples(st.sampled_from(["publish", *STAMPED]), st.integers(0, 2), st.sampled_from(STAGES), st.integers(0, 9)),
     max_size=40,
 )
-
-
-class Model:
-    """What the ledger should say, kept in plain sets."""
-
-    def __init__(self):
-        self.sessions = {}
-        self.marks = set()
-
-    def says(self, mark, key):
-        if mark not in ("cancelled", "failed"):  # all others are told by stage, and read of the talker
-            return (mark, key.name, "talker") in self.marks
-        return any((mark, key.name, stage) in self.marks for stage in STAGES)
 
 
 @settings(max_examples=60)
@@ -220,17 +212,18 @@ class Model:
 def test_any_history_leaves_what_each_session_was_told(operations):
     table = f"triton-omni-test-{secrets.token_hex(8)}"
     ledgers = {stage: SessionLedger(table, stage) for stage in STAGES}
-    model = Model()
+    sessions, told = {}, {}
     try:
-        for operation, slot, stage, _ in operations:
+        for operation, slot, stage, count in operations:
             if operation == "publish":
-                model.sessions[slot] = ledgers["thinker"].publish(slot)
-            elif slot in model.sessions:
-                MARKS[operation][0](ledgers[stage], model.sessions[slot])
-                model.marks.add((operation, model.sessions[slot].name, stage))
-        for key in model.sessions.values():
-            for mark, (_, read) in MARKS.items():
-                assert read(ledgers["token2wav"], key) == model.says(mark, key)
+                sessions[slot] = ledgers["thinker"].publish(slot)
+            elif slot in sessions:
+                ledgers[stage].write(sessions[slot], STAMPED[operation], count)
+                told[operation, sessions[slot], stage] = count
+        for key, (name, field) in itertools.product(sessions.values(), STAMPED.items()):
+            expected = [told.get((name, key, stage)) for stage in STAGES]
+            assert [ledgers["token2wav"].read(key, field, stage) for stage in STAGES] == expected
+            assert ledgers["token2wav"].has(key, field) == any(count is not None for count in expected)
     finally:
         for ledger in ledgers.values():
             ledger.close()
@@ -244,8 +237,8 @@ def _count(name, stage, slots, rounds, go):
     go.wait(WAIT_S)
     for messages in range(1, rounds + 1):
         for key in slots:
-            ledger.count_consumed(key, messages)
-    ledger.mark_failed(slots[0])
+            ledger.write(key, CONSUMED, messages)
+    ledger.write(slots[0], FAILED)
 
 
 def test_stages_of_several_processes_write_side_by_side(thinker, name):
@@ -257,20 +250,20 @@ def test_stages_of_several_processes_write_side_by_side(thinker, name):
     go.wait(WAIT_S)
     seen = [(0, 0)]
     while any(worker.is_alive() for worker in workers):
-        seen.append(tuple(thinker.consumed(keys[3], stage) for stage in ("talker", "token2wav")))
+        seen.append(tuple(thinker.count(keys[3], CONSUMED, stage) for stage in ("talker", "token2wav")))
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert all(a <= b for before, after in itertools.pairwise(seen) for a, b in zip(before, after, strict=True))
-    assert all(thinker.consumed(key, stage) == rounds for key in keys for stage in ("talker", "token2wav"))
-    assert [thinker.failed(key) for key in keys] == [True] + [False] * 7
-    assert not any(thinker.closed(key, "thinker") for key in keys)
+    assert all(thinker.count(key, CONSUMED, stage) == rounds for key in keys for stage in ("talker", "token2wav"))
+    assert [thinker.has(key, FAILED) for key in keys] == [True] + [False] * 7
+    assert not any(thinker.has(key, CLOSED, "thinker") for key in keys)
 
 
 def _attach(name, barrier, results):
     barrier.wait(WAIT_S)
     ledger = SessionLedger(name, "token2wav")
-    results.put((ledger.path.stat().st_ino, int(ledger._words[0])))
+    results.put((ledger.path.stat().st_ino, ledger.secret()))
 
 
 def test_eight_processes_that_create_at_once_make_one_whole_table(name, tables_folder):
@@ -282,7 +275,6 @@ def test_eight_processes_that_create_at_once_make_one_whole_table(name, tables_f
     for worker in workers:
         worker.join()
     assert len(set(found)) == 1
-    assert found[0][1] == layout.MAGIC
     assert [path.name for path in (tables_folder / name).iterdir()] == ["ledger"]
 
 
@@ -312,7 +304,7 @@ def test_a_refused_stage_leaves_no_trace(attach):
     attach("thinker", StageFacts(1, 1, 8))
     with pytest.raises(LedgerError):
         attach("talker", StageFacts(2, 1, 8))
-    assert attach("token2wav", StageFacts(1, 1, 8)).epoch("talker") == 0
+    assert attach("token2wav", StageFacts(1, 1, 8)).word(EPOCH, "talker") == 0
     attach("talker", StageFacts(1, 1, 8))
     attach("token2wav", StageFacts(1))
 
@@ -325,7 +317,7 @@ def test_a_stage_that_does_not_care_agrees_with_all(attach):
 
 def test_a_stage_may_come_back_with_another_checkpoint_when_the_others_are_gone(attach):
     first = attach("thinker", StageFacts(1, 1, 8))
-    first._words[layout.BLOCKS["thinker"] + layout.PID] = 0
+    first.set_word(PID, 0, "thinker")
     attach("talker", StageFacts(2, 1, 8))
 
 
@@ -361,10 +353,16 @@ def write_table(name, content):
 
 
 def test_a_table_of_another_version_is_refused(name):
-    words = np.zeros(layout.TABLE_WORDS, dtype=np.uint64)
-    words[0], words[1] = layout.MAGIC, 99
-    write_table(name, words.tobytes())
+    create_table(name)
+    Table(table_path(name)).set_word(VERSION, 99)
     with pytest.raises(LedgerError, match="protocol version 99"):
+        SessionLedger(name, "thinker")
+
+
+def test_a_file_of_a_table_s_size_that_is_none_is_refused(name):
+    create_table(name)
+    Table(table_path(name)).set_word(MAGIC, 1)
+    with pytest.raises(LedgerError, match=f"{name}/ledger is no session ledger"):
         SessionLedger(name, "thinker")
 
 
@@ -383,19 +381,19 @@ def test_a_claim_holds_for_the_other_stages_of_the_device(attach, device):
     thinker, talker = attach("thinker", StageFacts(1, device=device)), attach("talker", StageFacts(1, device=7))
     token2wav = attach("token2wav", StageFacts(1, device=device))
     assert not thinker.device_claimed()
-    token2wav.claim_device(time.monotonic_ns() + int(WAIT_S * 1e9))
+    token2wav.set_word(CLAIMED, time.monotonic_ns() + int(WAIT_S * 1e9), "token2wav")
     assert thinker.device_claimed()
     assert not talker.device_claimed()
     assert not token2wav.device_claimed()
-    token2wav.claim_device(0)
+    token2wav.set_word(CLAIMED, 0, "token2wav")
     assert not thinker.device_claimed()
 
 
 def test_a_claim_ends_by_itself_and_with_the_stage_that_made_it(attach):
     thinker, token2wav = attach("thinker", StageFacts(1)), attach("token2wav", StageFacts(1))
-    token2wav.claim_device(time.monotonic_ns() - 1)
+    token2wav.set_word(CLAIMED, time.monotonic_ns() - 1, "token2wav")
     assert not thinker.device_claimed()
-    token2wav.claim_device(time.monotonic_ns() + int(WAIT_S * 1e9))
+    token2wav.set_word(CLAIMED, time.monotonic_ns() + int(WAIT_S * 1e9), "token2wav")
     attach("token2wav", StageFacts(1))
     assert not thinker.device_claimed()
 
@@ -405,14 +403,14 @@ def test_a_claim_ends_by_itself_and_with_the_stage_that_made_it(attach):
 
 def test_heartbeats_and_epochs_tell_of_each_stage(attach):
     thinker = attach("thinker", StageFacts(1))
-    assert thinker.epoch("thinker") == 1
-    assert thinker.epoch("talker") == 0
+    assert thinker.word(EPOCH, "thinker") == 1
+    assert thinker.word(EPOCH, "talker") == 0
     assert thinker.silent_for("thinker") < WAIT_S
     time.sleep(0.3)
     assert thinker.silent_for("thinker") >= 0.3
     thinker.beat()
     assert thinker.silent_for("thinker") < 0.3
-    assert attach("thinker", StageFacts(1)).epoch("thinker") == 2
+    assert attach("thinker", StageFacts(1)).word(EPOCH, "thinker") == 2
 
 
 # Memory order.
@@ -423,9 +421,9 @@ class Watched:
 
     def __init__(self, ledger, key, stage, monkeypatch):
         self._words, self.seen = ledger._words, []
-        first = layout.record(key.slot) + layout.FIELDS[stage]
+        record = key.slot * RECORD_WORDS
         self._names = {
-            first + getattr(layout, word): word for word in ("PLACED", "BEHIND", "PLACED_NS", "CLOSED", "RETURNED")
+            field.at[stage] + record: field.name.upper() for field in (PLACED, BEHIND, PLACED_NS, CLOSED, RETURNED)
         }
         monkeypatch.setattr(ledger, "_words", self)
         monkeypatch.setattr(ledger_module, "fence", lambda: self.seen.append("fence"))
@@ -454,7 +452,7 @@ def test_ended_requests_are_counted_after_the_close(attach, monkeypatch):
     thinker, talker = attach("thinker"), attach("talker")
     key = thinker.publish(0)
     watched = Watched(thinker, key, "thinker", monkeypatch)
-    thinker.mark_closed(key, 3)
+    thinker.write(key, CLOSED, 3)
     thinker.count_returned(key)
     assert [one for one in watched.seen if not one.startswith("read")] == ["write CLOSED", "fence", "write RETURNED"]
     reading = Watched(talker, key, "thinker", monkeypatch)
@@ -528,7 +526,7 @@ def test_a_session_that_every_stage_has_closed_makes_place_before_its_slot_is_gi
     left = slots.allocate()
     for stage in STAGES:
         assert slots.allocate() is None
-        ledgers[stage].mark_closed(left)
+        ledgers[stage].write(left, CLOSED)
     assert slots.allocate().slot != left.slot
 
 
@@ -562,7 +560,7 @@ def wait_for_command(pid, name):
 
 
 def test_tables_of_dead_servers_are_removed_and_others_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(layout, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(server_folder, "_SHARED_MEMORY", tmp_path)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         alive, dead = server_name(os.getpid()), server_name(other.pid)
         other.communicate(b"\n")
@@ -595,13 +593,13 @@ def test_the_last_model_to_leave_removes_the_file(name, last):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_sessions_have_nobody_to_end_them_once_the_last_stage_has_died(order, name, monkeypatch, tmp_path):
-    monkeypatch.setattr(layout, "_SHARED_MEMORY", tmp_path)
-    layout.create_table(name, layout.PROTOCOL_VERSION)
+    monkeypatch.setattr(server_folder, "_SHARED_MEMORY", tmp_path)
+    create_table(name)
     board, left_open = StageBoard(name), []
     with contextlib.ExitStack() as running:
         stages = {stage: running.enter_context(subprocess.Popen(["sleep", "60"])) for stage in STAGES}
         for stage, process in stages.items():
-            board._words[layout.PIDS[stage]] = process.pid
+            board.set_word(PID, process.pid, stage)
         for stage in order:
             stages[stage].kill()
             os.waitid(os.P_PID, stages[stage].pid, os.WEXITED | os.WNOWAIT)  # dead, and kept by its parent

@@ -13,7 +13,7 @@ from session_rig import WAIT_S, finished, pipeline, wait_for
 from triton_omni.core.errors import InternalError, Overloaded
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.session.ledger import StageFacts
-from triton_omni.session.ledger_layout import wait_while_held
+from triton_omni.session.ledger_table import CLOSED, EPOCH, HELD, PID, wait_while_held
 from triton_omni.session.stage import REVIVED_AFTER_MS
 from triton_omni.session.stage_board import StageBoard
 
@@ -101,7 +101,8 @@ def test_a_whole_reply_whose_last_request_a_stage_took_with_it_still_ends(stage)
     """The thinker's request is the last of the session to end, so that somebody is left to end the client's stream."""
     with watched() as (p, board):
         ledger = getattr(p, stage)._ledger
-        ledger.mark_closed = lambda key, sent=0: None
+        write = ledger.write
+        ledger.write = lambda key, field, count=0: write(key, field, count) if field is not CLOSED else None
         ensemble = p.ask("12345")
         wait_for(lambda: ensemble.reply.info, message="the reply is not whole")
         time.sleep(0.1)
@@ -248,8 +249,8 @@ def test_a_stop_answers_a_refusal_that_still_waits_for_the_talker():
 
 def test_the_board_follows_the_table():
     with watched() as (p, board):
-        assert [board.epoch(stage) for stage in STAGES] == [1, 1, 1]
-        assert len({board.pid(stage) for stage in STAGES}) == 1
+        assert [board.word(EPOCH, stage) for stage in STAGES] == [1, 1, 1]
+        assert len({board.word(PID, stage) for stage in STAGES}) == 1
         assert board.silent_for("talker") < WAIT_S
         p.thinker._loop.stop()
         time.sleep(0.1)
@@ -261,11 +262,11 @@ def test_the_board_follows_the_table():
 def test_a_new_process_waits_while_it_is_held():
     with watched() as (p, board), ThreadPoolExecutor(3) as pool:
         name = p.ledgers[0].name
-        board.hold("talker", True)
+        board.set_word(HELD, True, "talker")
         held = pool.submit(wait_while_held, name, "talker", WAIT_S)
         for stage, seconds in (("thinker", WAIT_S), ("talker", 0.05)):
             pool.submit(wait_while_held, name, stage, seconds).result(SOON_S)
         assert not held.done()
-        board.hold("talker", False)
+        board.set_word(HELD, False, "talker")
         held.result(SOON_S)
     wait_while_held("triton-omni-of-nobody", "talker", WAIT_S)

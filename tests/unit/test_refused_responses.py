@@ -13,6 +13,7 @@ from session_rig import finished, pipeline, wait_for
 from triton_omni.core.errors import InternalError
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.session.engine import Sampling
+from triton_omni.session.ledger_table import CLOSED
 from triton_omni.session.outcome import OUTCOMES
 from triton_omni.session.stage import refused_error
 from triton_omni.session.wire import Kind
@@ -248,7 +249,7 @@ def test_a_stage_says_how_much_it_sent_before_it_gives_its_own_request_back(stag
         said = []
 
         def count_returned(key, count=ledger.count_returned):
-            said.append(ledger.closed(key, stage))
+            said.append(ledger.has(key, CLOSED, stage))
             count(key)
 
         monkeypatch.setattr(ledger, "count_returned", count_returned)

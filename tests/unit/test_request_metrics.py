@@ -11,6 +11,7 @@ from fakes import FakeIntake, FakeTalkerEngine, FakeThinkerEngine
 from session_rig import finished, pipeline, wait_for
 from triton_omni.core import metrics
 from triton_omni.core.settings import ThinkerSettings
+from triton_omni.session.ledger_table import CLOSED
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.stub.adapter import adapt_thinker
 
@@ -149,7 +150,7 @@ def test_a_slot_without_a_session_and_a_session_that_is_over_are_leaks_after_a_w
         monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
         assert read(p.thinker, "omni_leaked_sessions") == 0
         assert read(p.thinker, "omni_leaked_sessions") == 1
-        p.ledgers[0].mark_closed(key)
+        p.ledgers[0].write(key, CLOSED)
         p.thinker._slots.release(key)
         assert read(p.thinker, "omni_leaked_sessions") == 0
 

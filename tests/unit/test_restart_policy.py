@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from triton_omni.core.errors import StageName
-from triton_omni.session.ledger_layout import STAGES, WATCHED
+from triton_omni.session.ledger_table import HELD, PID, STAGES, WATCHED, Field
 from triton_omni.supervisor import restart
 from triton_omni.supervisor.model_control import ModelControlError
 from triton_omni.supervisor.restart import MODELS, RestartPolicy, Silence, StageRestarter, Starts
@@ -64,8 +64,9 @@ class Server:
 
     # What the restarter sees.
 
-    def pid(self, stage: StageName) -> int:
-        return self.processes[stage].pid if stage in self.processes else 0
+    def word(self, declared: Field, model: StageName) -> int:
+        assert declared is PID
+        return self.processes[model].pid if model in self.processes else 0
 
     def silent_for(self, stage: StageName) -> float:
         return self.silent.get(stage, 0.0)
@@ -85,8 +86,9 @@ class Server:
     def mark_lost(self, stage: StageName) -> None:
         self.calls.append(("lost", stage))
 
-    def hold(self, stage: StageName, held: bool) -> None:
-        self.held[stage] = held
+    def set_word(self, declared: Field, value: int, model: StageName) -> None:
+        assert declared is HELD
+        self.held[model] = bool(value)
 
     def end(self) -> None:
         self.ended += 1

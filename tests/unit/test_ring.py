@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from triton_omni.link.ring import RingError, offer_ring, open_ring
-from triton_omni.session import ledger_layout
+from triton_omni.session import server_folder
 
 CPU = torch.device("cpu")
 SHAPE = (3, 4, 2)
@@ -29,7 +29,7 @@ def ring(name):
 
 
 def files(name):
-    return sorted(path.name for path in ledger_layout.own_folder(name).iterdir())
+    return sorted(path.name for path in server_folder.own_folder(name).iterdir())
 
 
 def test_what_one_side_writes_the_other_reads(name, ring):
@@ -77,28 +77,28 @@ def test_a_later_process_s_ring_takes_the_place_of_the_one_before(name, ring):
 
 
 def test_a_file_that_is_none_is_told(name, ring):
-    ledger_layout.table_path(name).with_name("talker-ring").write_bytes(b"\x02\x00no")
+    server_folder.table_path(name).with_name("talker-ring").write_bytes(b"\x02\x00no")
     with pytest.raises(RingError, match="talker-ring offers no ring"):
         open_ring(name, "talker", 7, CPU)
 
 
 def test_nobody_else_may_read_it(name, ring):
-    path = ledger_layout.table_path(name).with_name("talker-ring")
+    path = server_folder.table_path(name).with_name("talker-ring")
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_the_file_of_a_server_that_is_gone_is_removed(monkeypatch):
-    gone = f"triton-omni-{os.getuid()}-{ledger_layout.process_namespace()}-{2**22 - 9}-1-0a"
+    gone = f"triton-omni-{os.getuid()}-{server_folder.process_namespace()}-{2**22 - 9}-1-0a"
     offer_ring(gone, "talker", 1, shape=SHAPE, dtype=torch.float32, device=CPU)
-    assert gone in ledger_layout.remove_stale()
-    assert not ledger_layout.table_path(gone).parent.exists()
+    assert gone in server_folder.remove_stale()
+    assert not server_folder.table_path(gone).parent.exists()
 
 
 OWNER = """
 import sys, pathlib, torch
-from triton_omni.session import ledger_layout
+from triton_omni.session import server_folder
 from triton_omni.link.ring import offer_ring
-ledger_layout._SHARED_MEMORY = pathlib.Path(sys.argv[2])
+server_folder._SHARED_MEMORY = pathlib.Path(sys.argv[2])
 device = torch.device(sys.argv[3])
 ring = offer_ring(sys.argv[1], "talker", 1, shape=(3, 4, 2), dtype=torch.float32, device=device)
 print(flush=True)
@@ -110,7 +110,7 @@ GPU_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="memory of a
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=GPU_ONLY)])
 def test_memory_is_shared_with_another_process_and_stays_when_that_is_killed(name, device):
-    arguments = [sys.executable, "-c", OWNER, name, str(ledger_layout._SHARED_MEMORY), device]
+    arguments = [sys.executable, "-c", OWNER, name, str(server_folder._SHARED_MEMORY), device]
     owner = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         owner.stdout.readline()
@@ -128,4 +128,4 @@ def test_memory_is_shared_with_another_process_and_stays_when_that_is_killed(nam
     assert ring.memory.eq(99).all()
     ring.close()
     assert torch.ones(3, device=device).sum() == 3, "the device is of use as before"
-    ledger_layout.table_path(name).with_name("talker-ring").unlink()
+    server_folder.table_path(name).with_name("talker-ring").unlink()

@@ -12,8 +12,9 @@ from triton_omni.link.doorbell import Doorbell
 from triton_omni.link.ring import offer_ring
 from triton_omni.link.send_queue import SendQueue
 from triton_omni.link.sender import LOOK_NS, LinkSender, RingWriter
-from triton_omni.session import ledger_layout
+from triton_omni.session import server_folder
 from triton_omni.session.ledger import SessionLedger, StageFacts
+from triton_omni.session.ledger_table import CONSUMED, EPOCH, FETCHED, PLACED
 from triton_omni.session.wire import Kind, ThinkerMessage
 
 CPU = torch.device("cpu")
@@ -39,13 +40,15 @@ def ledgers():
 
 
 def offer(ledger):
-    return offer_ring(ledger.name, "talker", ledger.epoch("talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU)
+    return offer_ring(
+        ledger.name, "talker", ledger.word(EPOCH, "talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
+    )
 
 
 @pytest.fixture
 def ring(ledgers):
     ring = offer_ring(
-        ledgers[1].name, "talker", ledgers[1].epoch("talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
+        ledgers[1].name, "talker", ledgers[1].word(EPOCH, "talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
     )
     yield ring
     ring.close()
@@ -64,7 +67,7 @@ def test_those_of_all_sessions_leave_together_and_are_told_of_with_one_ring(ledg
     bell = Doorbell(ledgers[0].name, "talker", heard.release)
     keys = [ledgers[0].publish(slot) for slot in range(2)]
     before_ns = time.monotonic_ns()
-    ledgers[1].fetch(keys[1], 2)
+    ledgers[1].write(keys[1], FETCHED, 2)
     for key, send_queue in zip(keys, (waiting(5, 6, by_message=9), waiting(7, 8, placed=3)), strict=True):
         ring_writer.carry(key, send_queue, wanted=None)
         assert not send_queue.held
@@ -88,10 +91,10 @@ def test_codes_that_complete_nothing_are_copied_and_not_announced(ledgers, ring,
     ring_writer.carry(key, send_queue, wanted=2)
     ring_writer.flush()
     assert ring.memory[0].tolist() == [5, 0, 0, 0]
-    assert ledgers[1].placed(key, "thinker") == send_queue.announced == 0
+    assert ledgers[1].count(key, PLACED, "thinker") == send_queue.announced == 0
     ring_writer.carry(key, send_queue, wanted=1)
     ring_writer.flush()
-    assert ledgers[1].placed(key, "thinker") == send_queue.announced == 1, "fewer are wanted now"
+    assert ledgers[1].count(key, PLACED, "thinker") == send_queue.announced == 1, "fewer are wanted now"
 
 
 def test_the_last_codes_are_announced_whatever_is_wanted(ledgers, ring_writer):
@@ -99,7 +102,7 @@ def test_the_last_codes_are_announced_whatever_is_wanted(ledgers, ring_writer):
     send_queue.finish_tensors()
     ring_writer.carry(key, send_queue, wanted=9)
     ring_writer.flush()
-    assert ledgers[1].placed(key, "thinker") == 1
+    assert ledgers[1].count(key, PLACED, "thinker") == 1
 
 
 def test_codes_that_fill_half_of_the_places_are_announced(ledgers, ring_writer):
@@ -109,7 +112,7 @@ def test_codes_that_fill_half_of_the_places_are_announced(ledgers, ring_writer):
     for code in (6, 7, 8):
         ring_writer.carry(key, send_queue, wanted=99)
         ring_writer.flush()
-        found.append(ledgers[1].placed(key, "thinker"))
+        found.append(ledgers[1].count(key, PLACED, "thinker"))
         send_queue.put(torch.tensor([code], dtype=torch.int32))
     assert found == [0, 2, 2]
 
@@ -118,7 +121,7 @@ def test_there_is_room_for_what_was_fetched(ledgers, ring_writer):
     key = ledgers[0].publish(0)
     assert ring_writer.room(key, waiting()) == PLACES
     assert ring_writer.room(key, waiting(placed=3)) == 1
-    ledgers[1].fetch(key, 2)
+    ledgers[1].write(key, FETCHED, 2)
     assert ring_writer.room(key, waiting(placed=3)) == 3
     send_queue = waiting(1, 2, 3, 4, placed=3)
     for _ in range(2):
@@ -150,7 +153,7 @@ def test_a_ring_that_comes_later_is_found_at_the_next_look(ledgers):
     ring_writer, key = RingWriter(ledgers[0], "talker", CPU), ledgers[0].publish(0)
     ring_writer.find_ring(LOOK_NS)
     ring = offer_ring(
-        ledgers[1].name, "talker", ledgers[1].epoch("talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
+        ledgers[1].name, "talker", ledgers[1].word(EPOCH, "talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
     )
     ring_writer.find_ring(2 * LOOK_NS - 1)
     assert not ring_writer.has_places(key), "it does not look all the time"
@@ -165,15 +168,15 @@ def test_nothing_goes_into_the_ring_of_a_process_that_is_gone(ledgers, ring, rin
     key = ledgers[0].publish(0)
     send_queue = waiting(5)
     ring_writer.carry(key, send_queue, wanted=None)
-    ledgers[1]._words[ledger_layout.BLOCKS["talker"] + ledger_layout.EPOCH] += 1
+    ledgers[1].set_word(EPOCH, 2, "talker")
     ring_writer.flush()
     assert not ring.memory.any()
-    assert ledgers[1].placed(key, "thinker") == 0
+    assert ledgers[1].count(key, PLACED, "thinker") == 0
     ring_writer.find_ring(2 * LOOK_NS - 1)
     assert not ring_writer.has_places(key)
     assert ring_writer.room(key, waiting()) == 0
     later = offer_ring(
-        ledgers[1].name, "talker", ledgers[1].epoch("talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
+        ledgers[1].name, "talker", ledgers[1].word(EPOCH, "talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
     )
     ring_writer.find_ring(3 * LOOK_NS)
     assert ring_writer.has_places(key)
@@ -181,7 +184,7 @@ def test_nothing_goes_into_the_ring_of_a_process_that_is_gone(ledgers, ring, rin
 
 
 def test_a_ring_that_cannot_be_had_is_told_once_a_look(ledgers, ring, caplog):
-    path = ledger_layout.table_path(ledgers[1].name).with_name("talker-ring")
+    path = server_folder.table_path(ledgers[1].name).with_name("talker-ring")
     path.write_bytes(b"\x02\x00no")
     ring_writer = RingWriter(ledgers[0], "talker", CPU)
     ring_writer.find_ring(LOOK_NS)
@@ -203,7 +206,7 @@ class Sent:
     def send(self, tensors, ready=None, lost=None):
         del ready
         self.messages.append(tensors)
-        self.placed.append(self.reader.placed(self.key, "thinker"))
+        self.placed.append(self.reader.count(self.key, PLACED, "thinker"))
         self.losses.append(lost)
 
 
@@ -272,6 +275,6 @@ def test_the_messages_under_way_are_counted_with_their_bytes(ledgers):
         "omni_credits_used": 2,
         "omni_pool_bytes": 7 * 8,
     }
-    ledgers[1].count_consumed(session.key, 1)
+    ledgers[1].write(session.key, CONSUMED, 1)
     assert next(link.metrics([session])).value == 1
     link.ring.close()

@@ -18,7 +18,7 @@ from tritonclient.grpc import model_config_pb2
 
 from triton_omni.checkpoint.config import load_config
 from triton_omni.core.settings import RequestLimits
-from triton_omni.session.ledger_layout import STAGES
+from triton_omni.session.ledger_table import STAGES
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.model_folder import checkpoint_name
 from triton_omni.supervisor.served_repository import (

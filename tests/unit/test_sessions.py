@@ -23,8 +23,8 @@ from session_rig import WAIT_S, finished, pipeline, wait_for
 from triton_omni.core.errors import BadRequest, InternalError, Overloaded
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.link.send_queue import CREDITS
-from triton_omni.session import ledger_layout
 from triton_omni.session.engine import Sampling
+from triton_omni.session.ledger_table import CANCELLED, CONSUMED, EPOCH, PLACED
 from triton_omni.session.wire import Kind, MediaTokens, SessionKey, TalkerMessage
 from triton_omni.token2wav.reply import TextRelay
 
@@ -260,7 +260,7 @@ def test_what_a_step_gave_is_told_of_before_it_ends(monkeypatch):
                 step()
                 for queue, key in [(session.send_queue, session.key) for session in sessions.values()]:
                     if queue.placed and queue.announced == queue.given:
-                        counts.append((queue.placed, ledger.placed(key, ledger.stage)))
+                        counts.append((queue.placed, ledger.count(key, PLACED, ledger.stage)))
 
             monkeypatch.setattr(stage, "step", seen)
 
@@ -318,7 +318,7 @@ def test_rows_wait_for_places_and_none_is_lost():
 @by_ring
 def test_a_stage_that_offers_no_ring_gets_messages():
     with pipeline(rings=True) as p:
-        p.ledgers[1]._words[ledger_layout.BLOCKS["talker"] + ledger_layout.EPOCH] += 1
+        p.ledgers[1].set_word(EPOCH, 2, "talker")
         wait_for(lambda: not p.thinker._sender.ring.has_places(SessionKey(0, 1)))
         ensemble = p.ask("12345")
         assert len(finished(ensemble).samples) == 2 * 9
@@ -395,7 +395,7 @@ def test_at_most_two_data_messages_are_on_the_way():
         def slow_submit(tensors, sender):
             message = thinker_message(tensors)
             if message.kind == Kind.DATA:
-                key_sent.append(len(key_sent) + 1 - p.ledgers[0].consumed(message.key, "talker"))
+                key_sent.append(len(key_sent) + 1 - p.ledgers[0].count(message.key, CONSUMED, "talker"))
                 time.sleep(0.005)
             original(tensors, sender)
 
@@ -843,7 +843,7 @@ def test_sequence_has_the_place_of_one_whose_client_went_during_the_last_step(st
         monkeypatch.setattr(engine, "step", step_long)
         thinker.length, gone.cancelled = 1, True
         key = thinker_message(gone.to_talker[0]).key
-        wait_for(lambda: p.ledgers[0].cancelled(key))
+        wait_for(lambda: p.ledgers[0].has(key, CANCELLED))
         late = p.ask()
         wait_for(lambda: len(late.to_talker if stage == "talker" else late.to_token2wav) > 1)
         go.set()

@@ -23,7 +23,9 @@ import pytest
 
 from processes import children, is_running, wait_for
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
-from triton_omni.session import ledger_layout
+from triton_omni.session import server_folder
+from triton_omni.session.ledger_table import BEAT, EPOCH, PID, Field, create_table
+from triton_omni.session.stage_board import StageBoard
 from triton_omni.supervisor import leftovers
 from triton_omni.supervisor.machine import ServerError, ServerNotReady, choose_ports, find_triton, visible_gpus
 from triton_omni.supervisor.memory_pool import memory_pool_bytes, pool_bytes
@@ -286,13 +288,13 @@ def test_the_shared_memory_of_a_server_goes_with_it(
     shared = tmp_path / "shm"
     shared.mkdir()
     monkeypatch.setattr(leftovers, "_SHARED_MEMORY", shared)
-    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", shared)
+    monkeypatch.setattr(server_folder, "_SHARED_MEMORY", shared)
     with Supervisor(config(repository)) as server:
         prefix = told(repository)["flags"]["backend-config"].removeprefix("python,shm-region-prefix-name=")
         others = {"triton_omni_another_servers", "triton_python_backend_shm_region_1"}
         for name in (f"{prefix}1", f"{prefix}2", *others):
             (shared / name).touch()
-        ledger_layout.create_table(ledger_layout.ledger_name(server.pid), 1)
+        create_table(server_folder.ledger_name(server.pid))
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
     assert {file.name for file in shared.iterdir()} == others
@@ -308,7 +310,7 @@ def test_the_regions_of_servers_that_were_killed_with_their_supervisors_go_at_th
         stale, mapped = (leftovers.new_region_prefix(killed.pid) + "1" for _ in range(2))
         killed.kill()
     living = leftovers.new_region_prefix(os.getpid()) + "1"
-    foreign = stale.replace(f"-{ledger_layout.process_namespace()}-", "-1-")
+    foreign = stale.replace(f"-{server_folder.process_namespace()}-", "-1-")
     for name in (stale, mapped, living, foreign, "something_else"):
         (shared / name).write_bytes(bytes(4096))
     with (shared / mapped).open("r+b") as file, mmap.mmap(file.fileno(), 4096), Supervisor(config(repository)):
@@ -318,16 +320,15 @@ def test_the_regions_of_servers_that_were_killed_with_their_supervisors_go_at_th
 @contextlib.contextmanager
 def one_stage(server: Supervisor) -> Iterator[subprocess.Popen[bytes]]:
     """A stage of a server that was started, beside one that lives as long as the test; it can be killed."""
-    name = ledger_layout.ledger_name(server.pid)
-    table = ledger_layout.table_path(name)
-    ledger_layout.create_table(name, 1)
+    name = server_folder.ledger_name(server.pid)
+    table = server_folder.table_path(name)
+    create_table(name)
     with subprocess.Popen(["sleep", "60"]) as stage:
-        words = memoryview(ledger_layout.map_table(table)).cast("Q")
-        block = ledger_layout.BLOCKS["talker"]
-        words[block + ledger_layout.EPOCH], words[block + ledger_layout.PID] = 1, stage.pid
-        words[block + ledger_layout.BEAT] = time.monotonic_ns()
-        words[ledger_layout.PIDS["thinker"]] = os.getpid()  # a stage that is left
-        words[ledger_layout.BLOCKS["thinker"] + ledger_layout.BEAT] = time.monotonic_ns()
+        board = StageBoard(name)
+        board.set_word(EPOCH, 1, "talker")
+        for model, pid in (("talker", stage.pid), ("thinker", os.getpid())):  # the thinker is left
+            board.set_word(PID, pid, model)
+            board.set_word(BEAT, time.monotonic_ns(), model)
         server.wait_ready()
         yield stage
         server.stop()
@@ -453,7 +454,7 @@ def test_a_server_that_waits_for_what_a_dead_stage_held_is_not_waited_for(
 class Board:
     """What stages say of themselves at a stop: that no session is open."""
 
-    def end_sessions(self) -> None:
+    def set_word(self, declared: Field, value: int) -> None:
         pass
 
     def open_sessions(self) -> int:

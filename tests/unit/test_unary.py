@@ -23,8 +23,9 @@ from fake_pb_utils import PbUtils, Request, TritonError, text_tensor
 from triton_omni.core.errors import BadRequest, InternalError, Overloaded, TooLarge
 from triton_omni.core.pcm import to_base64, to_pcm16, wav_header
 from triton_omni.core.settings import UnarySettings
-from triton_omni.session import ledger_layout
+from triton_omni.session import server_folder
 from triton_omni.session.answer import Answer
+from triton_omni.session.ledger_table import EPOCH, HELD, PID, create_table
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.stub import unary
 from triton_omni.stub.unary import UnaryModel, asked_timeout_s, to_message
@@ -252,7 +253,7 @@ def test_an_error_of_the_stream_keeps_its_code_which_triton_lost(serve, error, c
 
 def test_a_request_that_lost_a_stage_and_is_not_told_is_failed(serve, monkeypatch, tmp_path):
     monkeypatch.setattr(unary, "TOLD_WITHIN_S", 0.2)
-    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(server_folder, "_SHARED_MEMORY", tmp_path)
     over = threading.Event()
 
     def infer(message):
@@ -261,7 +262,7 @@ def test_a_request_that_lost_a_stage_and_is_not_told_is_failed(serve, monkeypatc
 
     model, ensemble = serve(infer, table="table")
     board = StageBoard("table")
-    board._words[ledger_layout.BLOCKS["talker"] + ledger_layout.EPOCH] = 3
+    board.set_word(EPOCH, 3, "talker")
     request = ask(model)
     time.sleep(0.3)
     assert not request.sender.done.is_set()
@@ -273,7 +274,7 @@ def test_a_request_that_lost_a_stage_and_is_not_told_is_failed(serve, monkeypatc
 
 
 def test_the_ledger_has_its_process_and_the_requests_that_only_it_can_end(serve, monkeypatch, tmp_path):
-    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(server_folder, "_SHARED_MEMORY", tmp_path)
     over = threading.Event()
 
     def infer(message):
@@ -282,7 +283,7 @@ def test_the_ledger_has_its_process_and_the_requests_that_only_it_can_end(serve,
 
     model, _ = serve(infer, max_requests=2, table="table")
     board = StageBoard("table")
-    assert (board.pid("unary"), board.leaves_open("unary")) == (os.getpid(), False)
+    assert (board.word(PID, "unary"), board.leaves_open("unary")) == (os.getpid(), False)
     running = [ask(model) for _ in range(2)]
     assert board.leaves_open("unary")
     assert isinstance(answered(ask(model)).error, TritonError), "one too many"
@@ -299,7 +300,7 @@ def test_the_ledger_has_its_process_and_the_requests_that_only_it_can_end(serve,
     "answers", [(), (Answer(text="Hel"),), (Answer(text="Hel"), Answer(audio=torch.tensor([0.1])))]
 )
 def test_a_stream_that_nobody_ends_is_ended_after_the_deadline(serve, monkeypatch, tmp_path, asked, answers):
-    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(server_folder, "_SHARED_MEMORY", tmp_path)
     monkeypatch.setattr("triton_omni.stub.unary.LATE_TIMEOUT_S", 0.0)
     over = threading.Event()
 
@@ -347,12 +348,12 @@ def test_the_deadline_is_the_one_that_the_thinker_keeps(parameters, timeout_us, 
 
 
 def test_a_table_that_a_stage_has_made_is_left_as_it_is(serve, monkeypatch, tmp_path):
-    monkeypatch.setattr(ledger_layout, "_SHARED_MEMORY", tmp_path)
-    ledger_layout.create_table("table", ledger_layout.PROTOCOL_VERSION)
+    monkeypatch.setattr(server_folder, "_SHARED_MEMORY", tmp_path)
+    create_table("table")
     board = StageBoard("table")
-    board.hold("unary", True)
+    board.set_word(HELD, True, "unary")
     serve(speaking, table="table")
-    assert board.pid("unary") == os.getpid()
+    assert board.word(PID, "unary") == os.getpid()
     board.close()
 
 

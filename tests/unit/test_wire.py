@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from triton_omni.core.errors import DeadlineExceeded, InternalError, Overloaded
 from triton_omni.session.answer import Answer
 from triton_omni.session.engine import Sampling, StreamOptions
-from triton_omni.session.ledger_layout import CAPACITY
+from triton_omni.session.ledger_table import CAPACITY
 from triton_omni.session.wire import (
     MAX_META_BYTES,
     MAX_NAME,

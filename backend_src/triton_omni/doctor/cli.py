@@ -31,8 +31,9 @@ from triton_omni.doctor.diagnosis import Finding, Sample, findings
 from triton_omni.doctor.metrics_page import fetch_page
 from triton_omni.doctor.report import print_report
 from triton_omni.doctor.stage_processes import running_for, server_processes, stage_processes
-from triton_omni.session.ledger_layout import STAGES, LedgerError, ledger_name, own_folders, server_of, table_path
+from triton_omni.session.ledger_table import STAGES
 from triton_omni.session.ledger_view import LedgerView, read_ledger
+from triton_omni.session.server_folder import LedgerError, ledger_name, own_folders, server_of, table_path
 from triton_omni.supervisor.leftovers import stale_regions
 from triton_omni.supervisor.start_report import loaded_stages
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from triton_omni.core.errors import StageName
 from triton_omni.doctor.metrics_page import MetricsPage
-from triton_omni.session.ledger_layout import STAGES
+from triton_omni.session.ledger_table import STAGES
 from triton_omni.session.ledger_view import LedgerView, StageView, UnaryView
 
 SILENT_S: Final = 5.0

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from triton_omni.core.errors import StageName
 from triton_omni.doctor.diagnosis import Sample
-from triton_omni.session.ledger_layout import STAGES
+from triton_omni.session.ledger_table import STAGES
 from triton_omni.session.ledger_view import StageView
 
 _FIGURES = {

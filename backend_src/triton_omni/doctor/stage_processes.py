@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from triton_omni.core.errors import StageName
-from triton_omni.session.ledger_layout import STAGES
+from triton_omni.session.ledger_table import STAGES
 from triton_omni.supervisor.leftovers import OWN_REGIONS_OPTION
 
 _SERVER = "tritonserver"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from triton_omni.core.errors import StageName
-from triton_omni.session.ledger_layout import own_folder, table_path
+from triton_omni.session.server_folder import own_folder, table_path
 
 _UNHEARD: Final = (FileNotFoundError, ConnectionRefusedError, BlockingIOError)
 """Errors of a ring that loses nothing: no stage listens, or enough rings wait already."""

@@ -25,7 +25,7 @@ from triton_omni.link.latency import LinkLatency, Until
 from triton_omni.link.ring import Ring
 from triton_omni.session.engine import FedEngine
 from triton_omni.session.ledger import SessionLedger
-from triton_omni.session.ledger_layout import CAPACITY, STAGES
+from triton_omni.session.ledger_table import CANCELLED, CAPACITY, CLOSED, CONSUMED, FETCHED, PLACED, STAGES
 from triton_omni.session.stage import ResponseSender
 from triton_omni.session.wire import Session, SessionKey, TalkerMessage, ThinkerMessage
 
@@ -117,7 +117,7 @@ class LinkReceiver:
         if now_ns - self._asked_ns[key.slot] < CANCEL_INTERVAL_NS:
             return
         self._asked_ns[key.slot] = now_ns
-        sender.if_cancelled(functools.partial(self._ledger.mark_cancelled, key))
+        sender.if_cancelled(functools.partial(self._ledger.write, key, CANCELLED))
 
     # Messages, on the loop's thread.
 
@@ -151,7 +151,7 @@ class LinkReceiver:
     def mark_closed(self, key: SessionKey, sent: int = 0) -> None:
         """Record that the session's `OPEN` request has ended, too, after `sent` messages to the next stage."""
         # In this order: who sees that all it sent has ended can see how much this stage has sent.
-        self._ledger.mark_closed(key, sent)
+        self._ledger.write(key, CLOSED, sent)
         self._ledger.count_returned(key)
 
     def expect(self, session: LinkSession, by_ring: int) -> None:
@@ -214,7 +214,7 @@ class LinkReceiver:
     def _find_parts(self, session: LinkSession) -> list[Tensor]:
         """Return the session's new items in their order, in the ring itself; none while a message before is missing."""
         key, fetched = session.key, session.by_ring
-        if self._ring is None or self._ledger.placed(key, self._before) == fetched:
+        if self._ring is None or self._ledger.count(key, PLACED, self._before) == fetched:
             return []
         placed = self._ledger.placing(key, self._before)
         if placed.behind != session.by_message or placed.total <= fetched:
@@ -230,7 +230,7 @@ class LinkReceiver:
         """Give the places back of which the device has made the copies."""
         while self._copies and (self._copies[0][0] is None or self._copies[0][0].query()):  # type: ignore[no-untyped-call]
             for key, total in self._copies.popleft()[1]:
-                self._ledger.fetch(key, total)
+                self._ledger.write(key, FETCHED, total)
 
     def _hear(self) -> None:
         self._rung_ns = time.monotonic_ns()
@@ -248,5 +248,5 @@ class LinkReceiver:
 
     def _count_consumed(self, message: ThinkerMessage | TalkerMessage, consumed: int) -> None:
         # A message on another device than the engine's is kept until here.
-        self._ledger.count_consumed(message.key, consumed)
+        self._ledger.write(message.key, CONSUMED, consumed)
         self._ledger.count_returned(message.key)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from triton_omni.core.errors import StageName
-from triton_omni.session.ledger_layout import open_own, own_folder, table_path
+from triton_omni.session.server_folder import open_own, own_folder, table_path
 
 _DATA_AT: Final = 4096
 """Offset in bytes of a CPU ring's memory in its file, after the offer."""

@@ -23,7 +23,8 @@ from triton_omni.link.ring import Ring, RingError, open_ring
 from triton_omni.link.send_queue import Batch, SendQueue
 from triton_omni.session.answer import Sent
 from triton_omni.session.ledger import Placed, SessionLedger
-from triton_omni.session.ledger_layout import LedgerError
+from triton_omni.session.ledger_table import CONSUMED, EPOCH, FETCHED
+from triton_omni.session.server_folder import LedgerError
 from triton_omni.session.stage import ResponseSender
 from triton_omni.session.wire import Kind, SessionKey, TalkerMessage, ThinkerMessage
 
@@ -107,13 +108,13 @@ class LinkSender(Generic[SessionT, MessageT]):
 
     def metrics(self, sessions: Iterable[SessionT]) -> Iterator[Metric]:
         """Yield the metrics of the messages under way."""
-        counts = [one.send_queue.under_way(self._ledger.consumed(one.key, self._to)) for one in sessions]
+        counts = [one.send_queue.under_way(self._ledger.count(one.key, CONSUMED, self._to)) for one in sessions]
         yield Metric("omni_credits_used", sum(messages for messages, _ in counts))
         yield Metric("omni_pool_bytes", sum(size for _, size in counts))
 
     def _send_batches(self, session: SessionT, interval_ns: int) -> None:
         queue, wanted = session.send_queue, self._wanted_of(session)
-        consumed = self._ledger.consumed(session.key, self._to)
+        consumed = self._ledger.count(session.key, CONSUMED, self._to)
         while batch := queue.pop_batch(consumed, interval_ns=interval_ns, wanted=wanted):
             self.send_message(session, self._to_message(session, batch), batch.ready)
 
@@ -163,7 +164,7 @@ class RingWriter:
             return
         self._look_from_ns = now_ns + LOOK_NS
         try:
-            self._ring = open_ring(self._ledger.name, self._to, self._ledger.epoch(self._to), self._device)
+            self._ring = open_ring(self._ledger.name, self._to, self._ledger.word(EPOCH, self._to), self._device)
         except (RingError, LedgerError, OSError) as error:
             logger.warning("what goes to %s takes Triton's messages, which are slower: %s", self._to, error)
 
@@ -191,7 +192,7 @@ class RingWriter:
         """Return how many items of the session still fit into its places."""
         if self._ring is None or not self.has_places(key):
             return 0
-        return self._ring.places - (queue.placed - self._ledger.fetched(key, self._to))
+        return self._ring.places - (queue.placed - self._ledger.count(key, FETCHED, self._to))
 
     def flush(self) -> None:
         """Copy the queued items of all sessions at once, then notify the next stage.
@@ -221,7 +222,7 @@ class RingWriter:
     def _present_ring(self) -> Ring | None:
         """The ring, unless its owner is gone: another process would look for items in a ring of its own."""
         ring = self._ring
-        return ring if ring is not None and ring.epoch == self._ledger.epoch(self._to) else None
+        return ring if ring is not None and ring.epoch == self._ledger.word(EPOCH, self._to) else None
 
     def _fill_half(self, count: int) -> bool:
         return self._ring is not None and 2 * count >= self._ring.places

@@ -20,6 +20,7 @@ from triton_omni.core.tracing import Tracer
 from triton_omni.link.receiver import LinkReceiver, LinkSession
 from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import CLOSED
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import OUTCOMES
 from triton_omni.session.stage import SOON_S, ResponseSender, as_omni_error, lost_error
@@ -117,7 +118,7 @@ class LinkSessions(Generic[MessageT, SessionT]):
     def metrics(self) -> Iterator[Metric]:
         """Yield the number of sessions held here that are over for the thinker."""
         held = [session.key for session in list(self.open.values())]
-        over = [key.name for key in held if not self._ledger.holds(key) or self._ledger.closed(key, "thinker")]
+        over = [key.name for key in held if not self._ledger.holds(key) or self._ledger.has(key, CLOSED, "thinker")]
         yield Metric("omni_leaked_sessions", self._leaks.count(over))
 
     # On the loop's thread.

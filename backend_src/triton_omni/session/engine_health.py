@@ -10,6 +10,7 @@ from triton_omni.core.errors import InternalError, StageName
 from triton_omni.core.metrics import Metric
 from triton_omni.session.engine import AnyEngine, EngineStats
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import FAULTS
 from triton_omni.session.stage import StageStats
 
 _NOTHING: Final = EngineStats(0, 0, 0, 0)
@@ -44,7 +45,7 @@ class EngineHealth:
     def metrics(self) -> Iterator[Metric]:
         """Yield the metrics of the engine and of its watch; called by any thread."""
         yield Metric("omni_kv_blocks_limit", self.stats.kv_blocks_limit)
-        yield Metric("omni_supervisor_faults", self._ledger.faults)
+        yield Metric("omni_supervisor_faults", self._ledger.word(FAULTS))
 
     def has_work(self) -> bool:
         """Return True if the engine could advance now."""

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """One server's session ledger as it stands at a moment: what each stage says of itself, and every open session.
 
-It reads the table's file and maps nothing, so that who looks on can neither write to it nor keep it alive.
+It reads a snapshot of the table's file, so that the doctor can neither write to the table nor keep it alive.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from triton_omni.core.errors import StageName
-from triton_omni.session import ledger_layout as layout
-from triton_omni.session.ledger_layout import LedgerError
+from triton_omni.session import ledger_table as table
+from triton_omni.session.ledger_table import STAGES, Table
+from triton_omni.session.server_folder import is_running
 
 
 @dataclass(frozen=True)
@@ -79,39 +79,32 @@ def read_ledger(path: Path) -> LedgerView:
         OSError: there is none.
         LedgerError: the file is no table of this layout, or not this user's alone.
     """
-    with os.fdopen(layout.open_own(path, os.O_RDONLY), "rb") as file:
-        table = file.read()
-    if len(table) != layout.TABLE_WORDS * layout.WORD:
-        raise LedgerError(f"{path} has {len(table)} bytes, a ledger has {layout.TABLE_WORDS * layout.WORD}")
-    with memoryview(table).cast("Q") as words:
-        if words[layout.MAGIC_WORD] != layout.MAGIC:
-            raise LedgerError(f"{path} is no session ledger")
-        now_ns = time.monotonic_ns()
-        records = (layout.record(slot) for slot in range(layout.CAPACITY))
-        sessions = tuple(_session(words, at, now_ns) for at in records if layout.is_held(words, at))
-        pid = words[layout.UNARY_PID]
-        unary = UnaryView(pid, layout.is_running(pid), words[layout.UNARY_OPEN])
-        return LedgerView({stage: _stage(words, stage) for stage in layout.STAGES}, unary, sessions)
-
-
-def _stage(words: memoryview, stage: StageName) -> StageView:
-    block, epoch = layout.BLOCKS[stage], layout.epoch(words, stage)
-    pid = words[block + layout.PID]
-    return StageView(
-        pid=pid,
-        runs=layout.is_running(pid),
-        epoch=epoch,
-        silent_s=layout.silent_for(words, stage),
-        lost=0 < epoch <= words[layout.LOSSES[stage]],
-        broken=0 < epoch == words[block + layout.BROKEN],
+    ledger, now_ns = Table(path, snapshot=True), time.monotonic_ns()
+    pid = ledger.word(table.PID, "unary")
+    return LedgerView(
+        stages={stage: _stage(ledger, stage) for stage in STAGES},
+        unary=UnaryView(pid, is_running(pid), ledger.word(table.OPEN_REQUESTS, "unary")),
+        sessions=tuple(_session(ledger, slot, now_ns) for slot in range(table.CAPACITY) if ledger.is_held(slot)),
     )
 
 
-def _session(words: memoryview, at: int, now_ns: int) -> SessionView:
-    deadline_ns = words[at + layout.DEADLINE]
+def _stage(ledger: Table, stage: StageName) -> StageView:
+    pid, epoch = ledger.word(table.PID, stage), ledger.word(table.EPOCH, stage)
+    return StageView(
+        pid=pid,
+        runs=is_running(pid),
+        epoch=epoch,
+        silent_s=ledger.silent_for(stage),
+        lost=0 < epoch <= ledger.word(table.LOST, stage),
+        broken=ledger.is_broken(stage),
+    )
+
+
+def _session(ledger: Table, slot: int, now_ns: int) -> SessionView:
+    deadline_ns = ledger.word(table.DEADLINE, slot=slot)
     return SessionView(
-        name=f"s{(at - layout.FIRST_RECORD) // layout.RECORD_WORDS}g{words[at + layout.GENERATION]}",
-        age_s=(now_ns - words[at + layout.OPENED]) / 1e9,
+        name=f"s{slot}g{ledger.word(table.GENERATION, slot=slot)}",
+        age_s=(now_ns - ledger.word(table.OPENED, slot=slot)) / 1e9,
         overdue_s=(now_ns - deadline_ns) / 1e9 if deadline_ns else float("-inf"),
-        closed=frozenset(stage for stage in layout.STAGES if layout.is_closed(words, at, stage)),
+        closed=frozenset(stage for stage in STAGES if ledger.is_closed(slot, stage)),
     )

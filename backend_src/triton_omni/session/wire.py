@@ -30,7 +30,7 @@ from torch import Tensor
 from triton_omni.core.errors import ErrorCode, InternalError, OmniError, StageName, from_code
 from triton_omni.core.settings import MAX_NAME
 from triton_omni.session.engine import FinishReason, Sampling, StreamOptions
-from triton_omni.session.ledger_layout import CAPACITY, COUNT_MASK, PROTOCOL_VERSION
+from triton_omni.session.ledger_table import CAPACITY, COUNT_MASK, PROTOCOL_VERSION
 
 SEAL_BYTES: Final = 16
 MAX_META_BYTES: Final = 16 << 20

@@ -16,6 +16,7 @@ from triton_omni.core.tracing import NO_TRACER, Tracer
 from triton_omni.link.latency import LinkLatency, Until
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import EPOCH
 from triton_omni.session.stage import ResponseSender, Stage
 from triton_omni.session.wire import Unsealed
 from triton_omni.stub.metrics import StageMetrics
@@ -66,7 +67,7 @@ class StageAdapter:
         self._tracer = tracer
         self._submit = submit
         self._threads = tuple(SendingThread(f"{name}-{number}") for number in range(SENDING_THREADS))
-        self._metrics = StageMetrics(pb_utils, name, stage, counter, link_latency, starts=ledger.epoch(name))
+        self._metrics = StageMetrics(pb_utils, name, stage, counter, link_latency, starts=ledger.word(EPOCH, name))
         stage.start()
 
     def execute(self, requests: Sequence[Any]) -> None:

@@ -32,6 +32,8 @@ from triton_omni.core.settings import (
     load_settings,
 )
 from triton_omni.core.tracing import NO_TRACER, Tracer
+from triton_omni.session.ledger_table import EPOCH, wait_while_held
+from triton_omni.session.server_folder import ledger_name, remove_stale
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +195,6 @@ def start_unary(pb_utils: Any, args: dict[str, str], folder: Path) -> UnaryModel
     settings = _settings(folder, UnarySettings)
     # Every stub is a child of tritonserver.
     grpc_url = settings.grpc_url or own_grpc_url(command_line(os.getppid()))
-    from triton_omni.session.ledger_layout import ledger_name
     from triton_omni.stub.unary import UnaryModel
 
     thinker = folder.parents[1] / "thinker" / folder.name
@@ -242,8 +243,6 @@ def _prepare_process() -> None:
 
 
 def _await_turn(stage: StageName) -> None:
-    from triton_omni.session.ledger_layout import ledger_name, wait_while_held
-
     wait_while_held(ledger_name(os.getppid()), stage, HELD_AT_MOST_S)
 
 
@@ -311,7 +310,7 @@ def _ring(
         return None
     try:
         return offer_ring(
-            ledger.name, ledger.stage, ledger.epoch(ledger.stage), shape=shape, dtype=dtype, device=device
+            ledger.name, ledger.stage, ledger.word(EPOCH, ledger.stage), shape=shape, dtype=dtype, device=device
         )
     except (RingError, OSError) as error:
         if settings.ring is True:
@@ -343,7 +342,6 @@ def _facts(
 
 def _ledger(stage: StageName, facts: StageFacts) -> SessionLedger:
     from triton_omni.session.ledger import SessionLedger
-    from triton_omni.session.ledger_layout import ledger_name, remove_stale
 
     remove_stale()
     # Every stub is a child of tritonserver, whose process names the table.

@@ -34,7 +34,7 @@ from triton_omni.core.settings import UnarySettings
 from triton_omni.request.parse import MAX_PARAMETERS_BYTES, RequestDefaults
 from triton_omni.request.strict_json import parse_json
 from triton_omni.session.answer import Answer
-from triton_omni.session.ledger_layout import PROTOCOL_VERSION, create_table
+from triton_omni.session.ledger_table import OPEN_REQUESTS, PID, create_table
 from triton_omni.session.stage import lost_error
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.stub.request_parameters import read_id, read_parameters
@@ -144,7 +144,7 @@ class OpenRequests:
         with self._lock:
             self._count += number
             if self._board is not None:
-                self._board.say_unary(os.getpid(), self._count)
+                self._board.set_word(OPEN_REQUESTS, self._count, "unary")
 
 
 class UnaryModel:
@@ -201,7 +201,8 @@ class UnaryModel:
         self._loop.close()
         self._sending.close()
         if self._board is not None:
-            self._board.say_unary(pid=0, open_requests=0)
+            self._board.set_word(OPEN_REQUESTS, 0, "unary")
+            self._board.set_word(PID, 0, "unary")
             self._board.close()
 
     def _take(self, request: Any, sender: TritonResponseSender) -> None:
@@ -300,8 +301,10 @@ def _timeout_in(parameters: bytes) -> list[float]:
 
 
 def _open_board(table: str) -> StageBoard:
-    create_table(table, PROTOCOL_VERSION)
-    return StageBoard(table)
+    create_table(table)
+    board = StageBoard(table)
+    board.set_word(PID, os.getpid(), "unary")
+    return board
 
 
 async def _next(stream: Any, collected: Collected) -> Any:

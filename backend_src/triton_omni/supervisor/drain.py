@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from triton_omni.session.ledger_table import DRAINING, ENDING, LEAVING, Field
+
 _POLL_S = 0.05
 _SETTLED_S = 0.2
 """A session is over when its last response has left its stage; the server then writes it to the client."""
@@ -19,11 +21,8 @@ _SETTLED_S = 0.2
 class Sessions(Protocol):
     """State of the open sessions, see `stage_board.py`."""
 
-    def drain(self) -> None:
-        """None begins from here on."""
-
-    def end_sessions(self) -> None:
-        """Those that are open end with an error."""
+    def set_word(self, declared: Field, value: int) -> None:
+        """Set a field of the server's ledger."""
 
     def open_sessions(self) -> int:
         """How many are open."""
@@ -42,14 +41,14 @@ def drain(
     Returns:
         Whether all are over.
     """
-    sessions.drain()
+    sessions.set_word(LEAVING, DRAINING)
     tell()
     return _await_none(sessions, seconds, given_up)
 
 
 def end_sessions(sessions: Sessions, seconds: float, given_up: Callable[[], bool]) -> bool:
     """End those that are open with an error, and wait until it has been told; as `drain` otherwise."""
-    sessions.end_sessions()
+    sessions.set_word(LEAVING, ENDING)
     return _await_none(sessions, seconds, given_up)
 
 

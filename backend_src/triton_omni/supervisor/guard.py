@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from triton_omni.session.ledger_layout import server_name
+from triton_omni.session.server_folder import server_name
 from triton_omni.supervisor.leftovers import end_group, end_group_of, remove_shared_memory
 from triton_omni.supervisor.machine import ServerError
 

@@ -18,7 +18,7 @@ from typing import Final
 
 import psutil
 
-from triton_omni.session.ledger_layout import (
+from triton_omni.session.server_folder import (
     is_own,
     process_id,
     process_namespace,
@@ -35,7 +35,7 @@ OWN_REGIONS_OPTION: Final = f"shm-region-prefix-name={_REGIONS}"
 """By which a server of ours is told from others, in its command line."""
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _PROCESSES = "triton-omni-"
-"""With what the names of `ledger_layout.server_name` begin."""
+"""With what the names of `server_folder.server_name` begin."""
 
 
 def end_group(leader: subprocess.Popen[bytes]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from triton_omni.session.ledger_layout import STAGES
+from triton_omni.session.ledger_table import STAGES
 from triton_omni.supervisor.machine import ServerError
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from triton_omni.core.errors import StageName
-from triton_omni.session.ledger_layout import WATCHED
+from triton_omni.session.ledger_table import HELD, PID, WATCHED, Field
 from triton_omni.supervisor.model_control import ModelControlError
 from triton_omni.supervisor.served_repository import UNARY_MODEL
 
@@ -89,8 +89,11 @@ class Starts:
 class Board(Protocol):
     """State of the stages' processes, see `stage_board.py`."""
 
-    def pid(self, stage: StageName) -> int:
-        """The process that serves `stage`, or last did."""
+    def word(self, declared: Field, model: StageName) -> int:
+        """A field's word for this model."""
+
+    def set_word(self, declared: Field, value: int, model: StageName) -> None:
+        """Set a field's word for this model."""
 
     def silent_for(self, stage: StageName) -> float:
         """Seconds since its loop last turned."""
@@ -109,9 +112,6 @@ class Board(Protocol):
 
     def mark_lost(self, stage: StageName) -> None:
         """Tell the other stages that it died."""
-
-    def hold(self, stage: StageName, held: bool) -> None:
-        """Set whether its next process waits before it loads anything."""
 
 
 class Control(Protocol):
@@ -229,7 +229,7 @@ class StageRestarter:
     def start(self) -> None:
         """Begin to watch the stages that are loaded."""
         for stage in WATCHED:
-            if self._board.pid(stage):
+            if self._board.word(PID, stage):
                 self._watched[stage] = _Watched(Starts(self._policy))
                 self._follow(stage)
         self._thread.start()
@@ -323,7 +323,7 @@ class StageRestarter:
 
     def _revive(self, stage: StageName, watched: _Watched, cause: str) -> None:
         # Loading begins at once, since Triton calls a server ready that has a model unloaded; the new process waits.
-        self._board.hold(stage, True)
+        self._board.set_word(HELD, 1, stage)
         with contextlib.suppress(ModelControlError):  # a model that is out of service already
             self._control.unload(MODELS[stage])
         while not self._stopping.is_set():
@@ -341,7 +341,7 @@ class StageRestarter:
             cause = f"it could not be loaded: {error}"
             _say(f"{stage}: {cause}")
             self._board.count_fault()
-            self._board.hold(stage, True)
+            self._board.set_word(HELD, 1, stage)
 
     def _load(self, stage: StageName) -> ModelControlError | None:
         try:
@@ -355,7 +355,7 @@ class StageRestarter:
         wait_s = watched.starts.count_start()
         self._end(stage, watched)
         if not self._stopping.wait(wait_s):
-            self._board.hold(stage, False)
+            self._board.set_word(HELD, 0, stage)
 
     def _end(self, stage: StageName, watched: _Watched) -> None:
         """Until the old process has ended, by itself or by force."""
@@ -370,7 +370,7 @@ class StageRestarter:
 
     def _follow(self, stage: StageName) -> None:
         with contextlib.suppress(ProcessLookupError):
-            self._watched[stage].process = Process(self._board.pid(stage))
+            self._watched[stage].process = Process(self._board.word(PID, stage))
 
 
 def _say(text: str) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from triton_omni.session.ledger_layout import WATCHED, ledger_name
+from triton_omni.session.ledger_table import WATCHED
+from triton_omni.session.server_folder import ledger_name
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.supervisor.drain import end_sessions
 from triton_omni.supervisor.guard import guarded_process

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from triton_omni.core.errors import StageName
-from triton_omni.session.ledger_layout import STAGES, LedgerError, ledger_name, table_path
+from triton_omni.session.ledger_table import STAGES
 from triton_omni.session.ledger_view import read_ledger
+from triton_omni.session.server_folder import LedgerError, ledger_name, table_path
 
 _LOOKS_APART_S = 0.5
 _FIRST_REMINDER_S = 60.0

@@ -27,6 +27,7 @@ from triton_omni.link.sessions import Arrival, LinkSessions
 from triton_omni.session.engine import FinishReason, Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
 from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import CANCELLED, CLOSED, FAILED, REACHED, WANTED
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import (
@@ -145,7 +146,7 @@ class TalkerStage:
             return
         key = arrival.message.key
         # The session has reached the talker, so its caller is the ensemble (`thinker/direct_calls.py`).
-        self._ledger.mark_reached(key)
+        self._ledger.write(key, REACHED)
         self._receiver.watch_for_cancel(key, sender, arrival.arrived_ns)
         self._loop.post(functools.partial(self._receive, arrival))
 
@@ -231,7 +232,7 @@ class TalkerStage:
 
     def _attend_unopened(self, key: SessionKey, sender: ResponseSender) -> None:
         lost = self._ledger.lost_stages(key)
-        if not (lost or self._ledger.is_over(key) or self._ledger.closed(key, "thinker")):
+        if not (lost or self._ledger.is_over(key) or self._ledger.has(key, CLOSED, "thinker")):
             return
         del self._unopened[key]
         if lost:
@@ -323,7 +324,7 @@ class TalkerStage:
         """Return the number of codes, from the first on, that token2wav needs for its next window; before it has
         published one, the maximum.
         """
-        wanted = self._ledger.wanted(session.key, "token2wav")
+        wanted = self._ledger.read(session.key, WANTED, "token2wav")
         return self._settings.max_codes if wanted is None else wanted
 
     def _when_refused(self, session: _Open, kind: Kind) -> None:
@@ -341,7 +342,7 @@ class TalkerStage:
         if self._ledger.is_over(session.key):
             self._close(session)
             return IDLE_POLL_S
-        if self._ledger.closed(session.key, "thinker"):
+        if self._ledger.has(session.key, CLOSED, "thinker"):
             self._await_failure(session)
         return SOON_S if session.send_queue.waiting or session.thinker is not None else IDLE_POLL_S
 
@@ -360,7 +361,7 @@ class TalkerStage:
     def fail_session(self, session: _Open, error: OmniError) -> None:
         """End the session with an error of this stage, which token2wav answers."""
         self._relay_failure(session, Failure.of(error, "talker"))
-        self._ledger.mark_failed(session.key)
+        self._ledger.write(session.key, FAILED)
 
     def answer_error(self, session: _Open, error: OmniError) -> None:
         """End the session's `OPEN` request with this error at once, and drop the session."""
@@ -393,7 +394,7 @@ class TalkerStage:
         """Return the code of the error by which other stages ended the session; None = it was answered completely."""
         if (ending := self._ledger.outcome(key, "token2wav")) is not None:
             return ending.code
-        return "cancelled" if self._ledger.cancelled(key) else "internal"
+        return "cancelled" if self._ledger.has(key, CANCELLED) else "internal"
 
 
 def _to_message(session: _Open, batch: Batch) -> TalkerMessage:

@@ -16,6 +16,7 @@ from typing import Final
 
 from triton_omni.core.errors import BadRequest
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import REACHED
 from triton_omni.session.wire import SessionKey
 
 UNHEARD_FOR_S: Final = 20.0
@@ -48,7 +49,7 @@ class Caller:
             sent: number of the session's messages that were sent.
             now_ns: monotonic time, nanoseconds.
         """
-        if ledger.has_reached(key, "talker"):
+        if ledger.has(key, REACHED, "talker"):
             return False
         if not sent or ledger.silent_for("talker") > _TURNS_S:
             self._since_ns = 0

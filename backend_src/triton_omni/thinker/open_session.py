@@ -12,7 +12,7 @@ from triton_omni.link.send_queue import Batch, SendQueue
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import FinishReason, ThinkerOutput
 from triton_omni.session.ledger import SessionLedger
-from triton_omni.session.ledger_layout import STAGES
+from triton_omni.session.ledger_table import CLOSED, STAGES, WANTED
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import ResponseSender
 from triton_omni.session.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
@@ -126,7 +126,7 @@ class OpenSession:
         if not request.want_audio:
             # A text-only request without text waits for a step too.
             return None if self.first_token_ns else _MANY
-        wanted = ledger.wanted(self.key, "token2wav")
+        wanted = ledger.read(self.key, WANTED, "token2wav")
         if wanted is None:
             return _MANY
         self.first_wanted = self.first_wanted or wanted
@@ -147,7 +147,7 @@ class OpenSession:
         """Mark the session closed; called on the sending thread after the final, when the number of refused messages is
         known.
         """
-        ledger.mark_closed(self.key, self.delivered)
+        ledger.write(self.key, CLOSED, self.delivered)
 
     def silent_stages(self, ledger: SessionLedger) -> list[StageName]:
         """Return the stages that have the session and have not closed it."""
@@ -155,7 +155,7 @@ class OpenSession:
         # After a stage died, the later ones may never have received the session.
         if self.session is not None and not ledger.lost_stages(self.key):
             stages = STAGES
-        return [stage for stage in stages if not ledger.closed(self.key, stage)]
+        return [stage for stage in stages if not ledger.has(self.key, CLOSED, stage)]
 
     def is_late(self, now_ns: int) -> bool:
         """Return True if the session ended so long ago that nothing waits for the other stages any more."""

@@ -15,6 +15,7 @@ from triton_omni.core.metrics import POWERS, Histogram, LeakWatch, Metric
 from triton_omni.core.tracing import NO_SPAN, Span, Tracer
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import CANCELLED
 from triton_omni.session.outcome import OutcomeCounter, RequestOutcome
 from triton_omni.thinker.open_session import OpenSession
 
@@ -83,7 +84,7 @@ class RequestMetrics:
         ledger, key = self._ledger, session.key
         ending = ledger.outcome(key, "token2wav") or ledger.outcome(key, "talker") or session.ending
         if ending is None:
-            ending = RequestOutcome("cancelled") if ledger.cancelled(key) else _UNEXPLAINED
+            ending = RequestOutcome("cancelled") if ledger.has(key, CANCELLED) else _UNEXPLAINED
         self._end(
             ending,
             session.span,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 
 from triton_omni.session.ledger import SessionLedger
-from triton_omni.session.ledger_layout import CAPACITY
+from triton_omni.session.ledger_table import CAPACITY
 from triton_omni.session.wire import SessionKey
 
 

@@ -29,6 +29,7 @@ from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import ThinkerEngine, ThinkerOutput
 from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import CANCELLED, CLOSED, ENDING, FAILED, LEAVING, REACHED
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import (
@@ -117,7 +118,7 @@ class ThinkerStage:
             # A name for logs and `info`.
             raw = replace(raw, request_id=secrets.token_hex(8))
         span = self.request_metrics.receive(raw, accepted_ns)
-        if self._ledger.draining:
+        if self._ledger.word(LEAVING):
             sender.fail(self.request_metrics.refuse(leaving_error(), raw, span))
             return
         key = self._slots.allocate()
@@ -125,7 +126,7 @@ class ThinkerStage:
             sender.fail(self.request_metrics.refuse(self._no_slot(), raw, span))
             return
         if lost := self._ledger.lost_stages(key):
-            self._ledger.mark_closed(key)
+            self._ledger.write(key, CLOSED)
             self._slots.release(key)
             sender.fail(self.request_metrics.refuse(restart_refusal(lost[0]), raw, span))
             return
@@ -212,7 +213,7 @@ class ThinkerStage:
         """Check every session; see `loop.Driven`."""
         self._ledger.beat()
         self._health.refresh()
-        if self._ledger.ending:
+        if self._ledger.word(LEAVING) == ENDING:
             self._end_all(leaving_error())
         now = time.monotonic_ns()
         self._sender.ring.find_ring(now)
@@ -300,7 +301,7 @@ class ThinkerStage:
     def _end_refused(self, session: OpenSession, kind: Kind) -> None:
         if kind == Kind.ERROR:
             # The message should have told the talker, which now reads it in the ledger.
-            self._ledger.mark_failed(session.key)
+            self._ledger.write(session.key, FAILED)
         self._fail(session, refused_error("thinker"))
 
     def _look_after(self, session: OpenSession, now: int) -> float:
@@ -338,7 +339,7 @@ class ThinkerStage:
         session.ending = RequestOutcome.of(error, "thinker")
         if session.session is None:
             # The talker then returns the heartbeat that it holds.
-            self._ledger.mark_failed(session.key)
+            self._ledger.write(session.key, FAILED)
         else:
             # Not marked as failed in the ledger: the talker would see that first, close, and not relay the message.
             self._sender.send_message(session, session.to_failure(error))
@@ -357,7 +358,8 @@ class ThinkerStage:
         ledger, key = self._ledger, session.key
         # Read first: a message that no stage holds any more has reached token2wav by now, or never will.
         alone = session.is_alone(ledger)
-        if ledger.has_reached(key, "token2wav") or ledger.cancelled(key) or (late and session.session is not None):
+        is_answered = ledger.has(key, REACHED, "token2wav") or ledger.has(key, CANCELLED)
+        if is_answered or (late and session.session is not None):
             session.refusal = None
             session.sender.finish(then=functools.partial(session.mark_closed, ledger))
         elif alone or late:

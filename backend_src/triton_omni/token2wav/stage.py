@@ -29,6 +29,7 @@ from triton_omni.session.answer import Answer
 from triton_omni.session.engine import AudioOutput, WaveformEngine
 from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
+from triton_omni.session.ledger_table import CANCELLED, CLAIMED, CLOSED, FAILED, REACHED, WANTED
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import SOON_S, ResponseSender, StageStats, memory_metrics, refused_error
@@ -160,7 +161,7 @@ class Token2WavStage:
         for session in self._sessions.fetch():
             self._tell_wanted(session)
         waiting = self._health.failure is None and self._engine.wants_claim
-        self._ledger.claim_device(self._claim.until_ns(waiting, time.monotonic_ns()))
+        self._ledger.set_word(CLAIMED, self._claim.until_ns(waiting, time.monotonic_ns()), "token2wav")
         return self._sessions.look_after_all()
 
     def step(self) -> None:
@@ -187,7 +188,7 @@ class Token2WavStage:
 
     def open_session(self, message: TalkerMessage, request: Session, sender: ResponseSender) -> Reply:
         """Open the session; from here on this stage answers the client."""
-        self._ledger.mark_reached(message.key)
+        self._ledger.write(message.key, REACHED)
         relay = self._relays.setdefault(message.key, TextRelay(sender, self._when_lost(message.key)))
         return Reply(message.key, sender, request, relay=relay, audio_done=not request.want_audio)
 
@@ -218,7 +219,7 @@ class Token2WavStage:
     def _tell_wanted(self, session: Reply) -> None:
         """Tell the talker how many codes make the next window due."""
         if session.is_fed:
-            self._ledger.want(session.key, self._engine.wanted(session.key.name))
+            self._ledger.write(session.key, WANTED, self._engine.wanted(session.key.name))
 
     def _take(self, session: Reply, output: AudioOutput) -> None:
         if output.error is not None:
@@ -297,11 +298,11 @@ class Token2WavStage:
         """Check one session; return the seconds until the next check."""
         if session.error is not None:
             return self._try_answer_error(session)
-        if not self._ledger.holds(session.key) or self._ledger.cancelled(session.key):
+        if not self._ledger.holds(session.key) or self._ledger.has(session.key, CANCELLED):
             self._drop(session)
             self._log_end(session, RequestOutcome("cancelled"))
             session.sender.finish(then=functools.partial(self._receiver.mark_closed, session.key))
-        elif self._ledger.closed(session.key, "thinker"):
+        elif self._ledger.has(session.key, CLOSED, "thinker"):
             self._await_failure(session)
         return IDLE_POLL_S
 
@@ -316,7 +317,7 @@ class Token2WavStage:
         if session.error is not None:
             return
         error.stage = error.stage or "token2wav"
-        self._ledger.mark_failed(session.key)
+        self._ledger.write(session.key, FAILED)
         self._hold_error(session, error)
 
     def _hold_error(self, session: Reply, error: OmniError) -> None:
