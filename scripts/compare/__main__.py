@@ -27,7 +27,7 @@ from compare.variants import ONLY, Load, Variant, parse_load, parse_variant, wri
 from triton_omni.core.settings import SettingsError  # noqa: E402
 from triton_omni.supervisor.machine import ServerError  # noqa: E402
 from triton_omni.supervisor.model_folder import model_folder  # noqa: E402
-from triton_omni.supervisor.signals import on_signals  # noqa: E402
+from triton_omni.supervisor.serve import on_signals  # noqa: E402
 
 console = Console()
 Named = TypeVar("Named", Variant, Load)

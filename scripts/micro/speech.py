@@ -21,9 +21,8 @@ from triton_omni.core.settings import StreamingPlan, Token2WavSettings
 from triton_omni.session.engine import AudioOutput, StreamOptions
 from triton_omni.token2wav.acceleration import Vocoder
 from triton_omni.token2wav.engine import Token2WavEngine
-from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Solver
+from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Solver, Steps, run_out
 from triton_omni.token2wav.sampler import FlowOptions, Window
-from triton_omni.token2wav.steps import Steps, run_out
 
 from .figures import OURS, READY, Metric, milliseconds
 from .plan import Plan, repeated, timed

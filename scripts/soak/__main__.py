@@ -23,7 +23,7 @@ from soak.running import Options, soak  # noqa: E402
 from triton_omni.supervisor.machine import ServerError  # noqa: E402
 from triton_omni.supervisor.model_folder import model_folder  # noqa: E402
 from triton_omni.supervisor.options import ServerConfig  # noqa: E402
-from triton_omni.supervisor.signals import on_signals  # noqa: E402
+from triton_omni.supervisor.serve import on_signals  # noqa: E402
 
 console = Console()
 

@@ -38,11 +38,10 @@ from triton_omni.token2wav.kernels import SnakeFilters, anti_aliased_snake, fuse
 from triton_omni.token2wav.layer_kernels import LIBRARY, LayerTilings, Tiling, product, tilings_for
 from triton_omni.token2wav.networks import Networks, load_networks
 from triton_omni.token2wav.noise import MAX_SEED, standard_normal
-from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, STEPS, Solver, guide
+from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, STEPS, Solver, guide, run_out
 from triton_omni.token2wav.rotary import Rotary, rotate_
 from triton_omni.token2wav.sampler import FlowOptions, Sampler, StepwiseSolver, Window, condition
 from triton_omni.token2wav.solver_kernels import advance, fused_condition
-from triton_omni.token2wav.steps import run_out
 from triton_omni.token2wav.window_cache import WindowCacheUse, WindowKVCache
 
 ON_GPU = torch.cuda.is_available()

@@ -24,9 +24,8 @@ from triton_omni.token2wav.batching import block_layout
 from triton_omni.token2wav.bigvgan import ACTIVATION_TAPS, low_pass
 from triton_omni.token2wav.ecapa import Ecapa
 from triton_omni.token2wav.networks import Networks, load_networks
-from triton_omni.token2wav.ode import guide, integrate, time_grid
+from triton_omni.token2wav.ode import guide, integrate, run_out, time_grid
 from triton_omni.token2wav.sampler import FlowOptions, Sampler, Window
-from triton_omni.token2wav.steps import run_out
 
 VOICE = "Chelsie"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from triton_omni.session.engine import ThinkerPrompt
-from triton_omni.vllm_hooks.thinker.media_positions import TimeScale, film_order
+from triton_omni.vllm_hooks.thinker.prompt_media import TimeScale, film_order
 
 SCALE = TimeScale(25, 2.0)
 FILM = "<|vision_bos|><|VIDEO|><|vision_eos|>"
@@ -89,7 +89,7 @@ def test_ids_and_positions_are_hfs(hf, vllm_processor, rates, heard):
 
 
 def test_times_are_cut_off_in_the_precision_of_hf():
-    from triton_omni.vllm_hooks.thinker.media_positions import Placed, prompt_positions
+    from triton_omni.vllm_hooks.thinker.prompt_media import Placed, prompt_positions
 
     seconds = torch.tensor(1.4)
     positions = prompt_positions(np.zeros(8, np.int64), [Placed(0, 8, (8, 1, 1), second_per_grid=1.4)], 0, SCALE)

@@ -8,7 +8,7 @@ import torch
 
 from fake_pb_utils import PbUtils
 from triton_omni.core.metrics import Metric
-from triton_omni.link.latency import LinkLatency
+from triton_omni.link.receiver import LinkLatency
 from triton_omni.session.stage import StageStats
 from triton_omni.stub import metrics
 from triton_omni.stub.metric_families import FAMILIES

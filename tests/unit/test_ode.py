@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_omni.token2wav.ode import Solver, evaluation_times, guide, integrate, time_grid
-from triton_omni.token2wav.steps import run_out
+from triton_omni.token2wav.ode import Solver, evaluation_times, guide, integrate, run_out, time_grid
 
 
 def test_grid_without_sway_is_even() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from triton_omni.core.errors import BadRequest, DeadlineExceeded, ErrorCode, InternalError, Overloaded, StageName
 from triton_omni.core.metrics import LEAKED_AFTER_S, POWERS, SECONDS, Histogram, LeakWatch
-from triton_omni.link.latency import BOUNDS_S
+from triton_omni.link.receiver import BOUNDS_S
 from triton_omni.session.outcome import Outcome, OutcomeCounter, RequestOutcome
 
 ENDINGS = st.builds(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programmatic dependent launch for consecutive kernels in the Triton language."""
+"""Launches of kernels in the Triton language: sizes of tiles, and programmatic dependent launch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_SMALLEST_TILE = 16
+"""Tensor cores multiply no smaller tiles."""
+
+
+def padded_rows(count: int) -> int:
+    """The smallest tile that holds so many rows."""
+    return max(_SMALLEST_TILE, 1 << (count - 1).bit_length())
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 """A stage's end of the link from the stage before. Items (rows or codes) arrive in messages of the ensemble or in a
 shared ring (`link/ring.py`); either way the receiver feeds them to the engine and gives their memory back.
 
-It knows no engine's kind, no Triton.
+It also keeps a histogram of how long items take: all stages of a server share one host and its monotonic clock. It
+knows no engine's kind, no Triton.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from triton_omni.core.metrics import Metric
+from triton_omni.core.metrics import Histogram, Metric
 from triton_omni.core.streams import record_event
 from triton_omni.core.tracing import NO_SPAN, Span
 from triton_omni.link.doorbell import Doorbell
-from triton_omni.link.latency import LinkLatency, Until
 from triton_omni.link.ring import Ring
 from triton_omni.session.engine import FedEngine
 from triton_omni.session.ledger import SessionLedger
@@ -31,6 +31,26 @@ from triton_omni.session.wire import Session, SessionKey, TalkerMessage, Thinker
 
 CANCEL_INTERVAL_NS: Final = 50_000_000
 """Minimum nanoseconds between two questions to Triton whether a session's client is gone."""
+
+Until = Literal["arrived", "taken"]
+"""Where a hop ends: in the next stage's process, or in its loop, which may be in the middle of a step."""
+
+BOUNDS_S: Final = (
+    *(1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7e-3),
+    *(1e-2, 1.5e-2, 2e-2, 3e-2, 5e-2, 0.1, 0.2, 0.5, 1.0),
+)
+"""Upper bounds of the buckets, seconds; a last one has no bound."""
+
+
+class LinkLatency(Histogram):
+    """A histogram of seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(BOUNDS_S)
+
+    def measure(self, sent_ns: int, now_ns: int) -> None:
+        """Count what was sent and received at these times of the monotonic clock, in nanoseconds."""
+        self.observe(max(0, now_ns - sent_ns) / 1e9)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 
 from triton_omni.core.errors import BadRequest, InternalError, OmniError, StageName
 from triton_omni.core.tracing import NO_TRACER, Tracer
-from triton_omni.link.latency import LinkLatency, Until
+from triton_omni.link.receiver import LinkLatency, Until
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.ledger import SessionLedger
 from triton_omni.session.ledger_table import EPOCH

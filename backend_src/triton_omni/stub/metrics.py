@@ -17,7 +17,7 @@ from typing import Any
 
 from triton_omni.core.errors import StageName
 from triton_omni.core.metrics import Metric
-from triton_omni.link.latency import LinkLatency, Until
+from triton_omni.link.receiver import LinkLatency, Until
 from triton_omni.session.stage import Stage
 from triton_omni.stub.metric_families import FAMILIES
 from triton_omni.stub.tensors import LinkCounter

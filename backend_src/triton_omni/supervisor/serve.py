@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from triton_omni.supervisor.drain import drain
 from triton_omni.supervisor.guard import Guard
@@ -35,11 +37,33 @@ from triton_omni.supervisor.probe import address, own_host
 from triton_omni.supervisor.restart import Starts
 from triton_omni.supervisor.server_log import ServerLog
 from triton_omni.supervisor.server_run import END_WITHIN_S, KILL_AFTER_S, Launch, ServerRun
-from triton_omni.supervisor.signals import exit_at_once, on_signals
 from triton_omni.supervisor.start_checks import check_caches, check_shared_memory
-from triton_omni.supervisor.start_report import StartReport, stages_of
+from triton_omni.supervisor.start_report import StartReport, stages_of, warm_up
 from triton_omni.supervisor.triton_features import known_options
-from triton_omni.supervisor.warm_up import warm_up
+
+
+@contextmanager
+def on_signals(act: Callable[[int], None]) -> Iterator[None]:
+    """Have `act` called with the number of each signal that asks for an end: SIGTERM, SIGINT, SIGHUP."""
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        act(number)
+
+    # A hang-up that is ignored (nohup) stays so.
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    earlier = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def exit_at_once(number: int) -> None:
+    """End without tidying up; the exit code as a shell gives it."""
+    os._exit(128 + number)
+
 
 _SAME_SIGNAL_S = 1.0
 """Signals so soon after the first are one: Ctrl-C reaches a command from its terminal and once more from its shell."""

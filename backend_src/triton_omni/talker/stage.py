@@ -18,8 +18,7 @@ from triton_omni.core.errors import ErrorCode, InternalError, OmniError, TooLarg
 from triton_omni.core.metrics import POWERS, Histogram, Metric
 from triton_omni.core.settings import TalkerSettings
 from triton_omni.core.tracing import NO_TRACER, Tracer
-from triton_omni.link.latency import LinkLatency, Until
-from triton_omni.link.receiver import LinkReceiver, LinkSession
+from triton_omni.link.receiver import LinkLatency, LinkReceiver, LinkSession, Until
 from triton_omni.link.ring import Ring
 from triton_omni.link.send_queue import Batch, SendQueue, message_interval_ns
 from triton_omni.link.sender import LinkSender

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from triton_omni.core.streams import record_event
-from triton_omni.core.transfer import to_host
+from triton_omni.core.streams import record_event, to_host
 from triton_omni.token2wav.acceleration import Vocoder
 from triton_omni.token2wav.chunking import Chunk
 from triton_omni.token2wav.mel_gather import Due, Spliced, splice
+from triton_omni.token2wav.ode import Steps
 from triton_omni.token2wav.sampler import Sampler
-from triton_omni.token2wav.steps import Steps
 from triton_omni.token2wav.streaming import Stream
 
 FLAGS = 3

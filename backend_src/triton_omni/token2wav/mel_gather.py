@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.core.transfer import upload
+from triton_omni.core.streams import upload
 from triton_omni.token2wav.chunking import Chunk, Span
 from triton_omni.token2wav.sampler import FlowOptions
 from triton_omni.token2wav.streaming import Stream

@@ -2,19 +2,34 @@
 """The flow-matching ODE: time grid with sway, Euler and RK4 (3/8 rule) solvers, classifier-free guidance.
 
 Pure functions of tensors, independent of the network. Times live on the host, so a solver never waits for the device.
+Work is done in steps, between which its owner may do other work.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable, Generator, Mapping
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from triton_omni.token2wav.steps import Steps
+T = TypeVar("T")
+
+Steps = Generator[None, None, T]
+"""Yields between steps, and returns their result."""
+
+
+def run_out(steps: Steps[T]) -> T:
+    """Run all remaining steps, and return their result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
 
 GRIDS_KEPT = 4
 """Number of recent time grids that are cached; clients choose the options."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triton_omni.core.settings import DiffusionSettings
-from triton_omni.core.transfer import to_device
+from triton_omni.core.streams import to_device
 from triton_omni.token2wav.batching import LAYOUTS_KEPT, BlockLayout, block_layout
 from triton_omni.token2wav.dit import DiT, Voice
 from triton_omni.token2wav.noise import standard_normal
@@ -27,13 +27,14 @@ from triton_omni.token2wav.ode import (
     EVALUATIONS_A_STEP,
     GRIDS_KEPT,
     Solver,
+    Steps,
     Velocity,
     evaluation_times,
     guide,
     integrate,
+    run_out,
     time_grid,
 )
-from triton_omni.token2wav.steps import Steps, run_out
 from triton_omni.token2wav.window_cache import HostWindowKVCache, WindowCachePool, WindowCacheUse, WindowKVCache
 
 UNGUIDED_BELOW = 1e-5

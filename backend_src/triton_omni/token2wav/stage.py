@@ -20,8 +20,7 @@ from triton_omni.core.metrics import POWERS, SECONDS, Histogram, Metric
 from triton_omni.core.pcm import to_base64, to_pcm16, wav_header, whole_groups
 from triton_omni.core.policy_settings import NS_PER_MS, Token2WavPolicy
 from triton_omni.core.tracing import NO_TRACER, Tracer
-from triton_omni.link.latency import LinkLatency, Until
-from triton_omni.link.receiver import LinkReceiver
+from triton_omni.link.receiver import LinkLatency, LinkReceiver, Until
 from triton_omni.link.ring import Ring
 from triton_omni.link.sessions import Arrival, LinkSessions
 from triton_omni.policy.claim import Claim

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from triton_omni.checkpoint.facts import DitConfig
 from triton_omni.core.spans import FirstFit
-from triton_omni.core.transfer import upload
+from triton_omni.core.streams import upload
 from triton_omni.token2wav.batching import BlockLayout
 from triton_omni.token2wav.ode import GRIDS_KEPT
 from triton_omni.token2wav.rotary import Rotary

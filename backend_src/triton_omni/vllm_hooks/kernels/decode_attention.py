@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.core.kernel_launch import early_launch, let_next_begin, wait_for_inputs
-from triton_omni.core.tiles import padded_rows
+from triton_omni.core.kernel_launch import early_launch, let_next_begin, padded_rows, wait_for_inputs
 
 KEYS = 64
 """Cached keys that a program of attention takes at a time."""

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triton_omni.core.kernel_launch import early_launch, let_next_begin, wait_for_inputs
-from triton_omni.core.tiles import padded_rows
+from triton_omni.core.kernel_launch import early_launch, let_next_begin, padded_rows, wait_for_inputs
 
 _NARROW = 1024
 """Hidden states of a talker, whose products fill no GPU."""

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_omni.core.kernel_launch import early_launch, wait_for_inputs
-from triton_omni.core.tiles import padded_rows
+from triton_omni.core.kernel_launch import early_launch, padded_rows, wait_for_inputs
 
 _BLOCK = 512
 """Ids whose weights are summed by one program's row, and walked along by whoever finds them."""

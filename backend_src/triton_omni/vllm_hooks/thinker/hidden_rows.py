@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.core.streams import record_event
-from triton_omni.core.transfer import to_device, to_host
+from triton_omni.core.streams import record_event, to_device, to_host
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

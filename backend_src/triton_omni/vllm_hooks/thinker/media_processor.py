@@ -12,7 +12,7 @@ import torch
 from transformers import BatchFeature, WhisperFeatureExtractor
 
 from triton_omni.vllm_hooks.shared.compat import Qwen2_5OmniThinkerMultiModalProcessor, Qwen2_5OmniThinkerProcessingInfo
-from triton_omni.vllm_hooks.thinker.media_positions import TimeScale, film_order
+from triton_omni.vllm_hooks.thinker.prompt_media import TimeScale, film_order
 
 TIMES: Final = "second_per_grid_ts"
 

@@ -30,8 +30,8 @@ from triton_omni.vllm_hooks.shared.compat import (
 from triton_omni.vllm_hooks.shared.named_weights import Weights, load_named
 from triton_omni.vllm_hooks.shared.platform import UnsupportedEngineError
 from triton_omni.vllm_hooks.shared.vision_graphs import VisionGraphs
-from triton_omni.vllm_hooks.thinker.media_positions import Placed, TimeScale, prompt_positions
 from triton_omni.vllm_hooks.thinker.media_processor import MediaProcessor, ProcessingInfo
+from triton_omni.vllm_hooks.thinker.prompt_media import Placed, TimeScale, prompt_positions
 
 THINKER_ARCHITECTURE = "TritonOmniThinker"
 
