@@ -18,8 +18,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from triton_omni.core.cache_folder import cache_folder
-
 _OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 20000
 _PORT_ATTEMPTS = 50
@@ -86,8 +84,6 @@ def stub_environment(base: Mapping[str, str], install: TritonInstall, model: Pat
     # By default torch keeps cuDNN's plans of 10,000 convolutions, some 200 KiB each. A vocoder has 62 for each length,
     # and whole replies have ever new lengths.
     env.setdefault("TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT", "2000")
-    # torch runs what it finds there; its default has a name in /tmp that another user may have taken.
-    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     # Everything is read from the folder: no look-ups at start, no statistics sent.
     env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     # The engine lives in the stage's process, on vLLM's first model runner.

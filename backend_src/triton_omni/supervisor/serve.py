@@ -130,8 +130,8 @@ class Supervisor:
         self._ports = choose_ports(config.host, wanted)
         remove_stale_regions()
         check_shared_memory()
+        check_caches(os.environ)
         environment = {**stub_environment(os.environ, install, model), **config.environment}
-        check_caches(environment)
         self.log.open()
         outliving.callback(self.log.close)
         if config.mps:
