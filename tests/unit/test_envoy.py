@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -147,6 +147,30 @@ def test_a_stream_that_sends_nothing_gives_its_place_back(takes_all: tuple[Takes
         with connect(url) as connection:
             connection.sendall(PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, 0, 1, b"\x83"))
             assert wait_for_frame(connection.makefile("rb"), stream=1) in (HEADERS, RESET)
+
+
+@pytest.mark.parametrize("full", ["connections", "memory"])
+def test_a_full_envoy_still_answers_its_probes(takes_all: tuple[TakesAll, str], tmp_path: Path, full: str) -> None:
+    """One that does not is ended by Kubernetes, with all replies."""
+    small = balancer.on_loopback([takes_all[1]])
+    memory, connections = small["overload_manager"]["resource_monitors"]
+    with ExitStack() as stack:
+        if full == "memory":
+            memory["typed_config"]["max_heap_size_bytes"] = 1
+        else:
+            connections["typed_config"]["max_active_downstream_connections"] = 3
+        url, operators = stack.enter_context(balancer.run_envoy(small, tmp_path))
+        for _ in range(3):
+            stack.enter_context(connect(url)).sendall(PREFACE + frame(SETTINGS, 0, 0))
+        wait_until_refused(url)
+        assert httpx.get(f"{operators}/ready").text == "LIVE\n"
+
+
+def wait_until_refused(url: str) -> None:
+    """Envoy looks at its memory four times a second."""
+    with suppress(grpc.RpcError):
+        while True:
+            ask(url, "ModelInfer", grpc.Compression.NoCompression)
 
 
 def wait_for_frame(received: BinaryIO, stream: int) -> int:
