@@ -51,6 +51,7 @@ ENVIRONMENT = {
     "TRITON_OMNI_URL": "the server that the `triton-omni` client commands ask",
     "OTEL_EXPORTER_OTLP_ENDPOINT": "the OpenTelemetry collector; without it the stages make no traces",
     "VLLM_CACHE_ROOT": "the folder of vLLM's compiled kernels and networks",
+    "TORCHINDUCTOR_CACHE_DIR": "the folder of torch's compiled kernels; by default `.cache/inductor`",
     "CUDA_VISIBLE_DEVICES": "the GPUs that a server may use; stages count them from 0",
     "TRITON_HOME": "an unpacked tritonserver to use in place of the pinned one",
     "PYTHON": "the interpreter with which `build.sh` makes `.venv`",

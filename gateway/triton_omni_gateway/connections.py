@@ -28,11 +28,16 @@ _OTHER_FILES = 128
 """Open at once beside the callers' connections: those to Triton, listening sockets, the page's files."""
 SMALL_CHUNKS, CHUNK_BYTES = 4096, 1024
 """A body may come in so many chunks, and in one more for each so many bytes: a chunk takes as long as a KiB or two."""
+_LENGTHS = {b"content-length", b"transfer-encoding"}
 logger = logging.getLogger("uvicorn.error")
 
 
 class _BoundedParser(h11.Connection):
-    """h11's parser, for which a body of too many small chunks is no HTTP."""
+    """h11's parser, which refuses a body of too many small chunks, or of two lengths too.
+
+    A proxy and h11 may choose different ones of two lengths, so one's request would hide in the other's body (RFC 9112,
+    6.1).
+    """
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
@@ -47,6 +52,8 @@ class _BoundedParser(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
+            if {name for name, _ in event.headers} >= _LENGTHS:
+                raise h11.RemoteProtocolError("two lengths")
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             self._bytes += len(event.data)
@@ -138,7 +145,8 @@ class BoundedProtocol(H11Protocol):
             self.abort()
             return
         chunks = f"its body has over {SMALL_CHUNKS} chunks of under {CHUNK_BYTES} bytes"
-        error = bad_request(f"The request is no HTTP, {chunks}, or its head is over {MAX_HEAD_BYTES} bytes.")
+        lengths = "has both Content-Length and Transfer-Encoding"
+        error = bad_request(f"The request is no HTTP, {lengths}, {chunks}, or its head is over {MAX_HEAD_BYTES} bytes.")
         body = json.dumps(error.body()).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)

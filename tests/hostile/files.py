@@ -240,6 +240,84 @@ def _track(number: int, kind: int, codec: bytes) -> bytes:
     return b"".join(_element(name, bytes([value])) for name, value in figures) + _element("86", codec)
 
 
+def flac_of_tags(count: int) -> bytes:
+    """A FLAC with so many comments."""
+    whole = _sound("FLAC", "PCM_16")
+    texts = b"".join(struct.pack("<I", 9) + b"%07d=x" % number for number in range(count))
+    body = struct.pack("<II", 0, count) + texts
+    return whole[:42] + b"\4" + len(body).to_bytes(3) + body + whole[42:]
+
+
+def wav_of_tags(count: int) -> bytes:
+    """A wav with so many entries of its INFO list."""
+    whole = _sound("WAV", "PCM_16")
+    body = b"INFO" + b"".join(b"%04x\2\0\0\0x\0" % number for number in range(count))
+    return whole[:36] + b"LIST" + struct.pack("<I", len(body)) + body + whole[36:]
+
+
+def _box(name: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", 8 + len(body)) + name + body
+
+
+def mp4_of_tags(count: int) -> bytes:
+    """An mp4 with so many tags of names of their own."""
+    kind = _box(b"hdlr", bytes(8) + b"mdir" + bytes(13))
+    tags = b"".join(
+        _box(
+            b"----",
+            _box(b"mean", bytes(4) + b"org")
+            + _box(b"name", bytes(4) + b"%07d" % number)
+            + _box(b"data", struct.pack(">II", 1, 0) + b"x"),
+        )
+        for number in range(count)
+    )
+    added = _box(b"udta", _box(b"meta", bytes(4) + kind + _box(b"ilst", tags)))
+    data = bytearray(samples.video_file("mp4"))
+    place = data.index(b"moov") - 4
+    size = int.from_bytes(data[place : place + 4])
+    struct.pack_into(">I", data, place, size + len(added))
+    data[place + size : place + size] = added
+    return bytes(data)
+
+
+def webm_of_tags(count: int) -> bytes:
+    """A webm with so many tags."""
+    tags = b"".join(
+        _element("67C8", _element("45A3", b"%07d" % number) + _element("4487", b"x")) for number in range(count)
+    )
+    data = samples.video_file("webm")
+    place = data.index(bytes.fromhex("1F43B675"))
+    added = _element("1254C367", _element("7373", tags))
+    # The segment states no length that the tags would exceed.
+    segment = data.index(bytes.fromhex("18538067")) + 4
+    return data[:segment] + b"\x01" + b"\xff" * 7 + data[segment + 8 : place] + added + data[place:]
+
+
+def ogg_of_links(count: int) -> bytes:
+    """So many Opus streams of one packet of silence each, joined."""
+    head = b"OpusHead\1\1\0\0" + struct.pack("<I", 48000) + bytes(3)
+    tags = b"OpusTags" + bytes(8)
+    pages = [
+        struct.pack("<5sBqIIIBB", b"OggS", flag, position, 1, number, 0, 1, len(body)) + body
+        for number, (flag, position, body) in enumerate([(2, 0, head), (0, 0, tags), (4, 120, b"\xe0\xff\xfe")])
+    ]
+    return b"".join(page[:22] + struct.pack("<I", _ogg_sum(page)) + page[26:] for page in pages) * count
+
+
+def _ogg_sum(page: bytes) -> int:
+    total = 0
+    for byte in page:
+        total ^= byte << 24
+        for _ in range(8):
+            total = (total << 1 ^ (0x04C11DB7 if total >> 31 else 0)) & 0xFFFFFFFF
+    return total
+
+
+def amr_without_sound(count: int) -> bytes:
+    """So many frames of no kind that has sound, of a byte each."""
+    return b"#!AMR\n" + b"\x7c" * count
+
+
 def still_video(side: int, frames: int) -> bytes:
     """H.264 of black frames: a few dozen bytes for each of side x side pixels."""
     out = io.BytesIO()

@@ -215,6 +215,13 @@ BOMBS: Mapping[str, Bomb] = {
         "more than 8000 packets",
         bounds=Bounds(1.5, 160.0),
     ),
+    "amr without sound": Bomb("audio", lambda: files.amr_without_sound(10_000), "more than 2000 packets of sound"),
+    "aac without sound": Bomb(
+        "audio", lambda: b"\xff\xf1\x50\x40\x00\xff\xfc" * 10_000, "more than 2000 packets of sound"
+    ),
+    "mp3 of damaged frames": Bomb(
+        "audio", lambda: b"\xff\xf3\x14\xc4".ljust(24, b"\xff") * 10_000, "more than 2000 packets of sound"
+    ),
     "video in which nothing moves": Bomb("video", lambda: files.still_video(1024, 110), "pixels in all frames"),
 }
 
@@ -225,6 +232,13 @@ def test_a_bomb_is_refused_before_it_costs_anything(name: str) -> None:
     found = decode(bomb.kind, bomb.make(), bomb.bounds)
     assert isinstance(found, bomb.error), found
     assert bomb.says in found.message
+
+
+def test_a_file_of_thousands_of_joined_streams_is_refused() -> None:
+    limits = LIMITS.model_copy(update={"max_audio_seconds": 20.0})
+    found = decode("audio", files.ogg_of_links(3000), Bounds(3.0, 64.0), limits)
+    assert isinstance(found, BadRequest)
+    assert "over 2000 streams are joined in it" in found.message
 
 
 UNSEEN: Mapping[str, Callable[[], bytes]] = {

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from triton_omni.core.cache_folder import cache_folder
 from triton_omni.core.settings import EngineSettings, SettingsError
 from triton_omni.stub.launch import INVARIANCE_VARIABLE
 
@@ -235,3 +236,24 @@ def test_vllm_knows_the_variable_of_its_batch_invariant_kernels() -> None:
     from vllm import envs
 
     assert INVARIANCE_VARIABLE in envs.environment_variables
+
+
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@pytest.mark.usefixtures("engine_args")
+@pytest.mark.parametrize("given", [{}, {"USER": "other"}, {INDUCTOR_CACHE: "own"}])
+def test_compiled_code_is_read_from_no_folder_that_another_user_could_make_first(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By default torch runs what it finds in /tmp/torchinductor_USER, whoever made that folder."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    from triton_omni.vllm_hooks.shared import compat
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(INDUCTOR_CACHE, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    compat._prepare_environment()
+    assert Path(cache_dir()) == (tmp_path / "own" if INDUCTOR_CACHE in given else cache_folder() / "inductor")

@@ -28,6 +28,7 @@ from triton_omni.request.chat import MediaKind, MediaPart
 from triton_omni.request.media import Audio, Image, Video, decode, decode_media
 from triton_omni.request.media.decoders import Decoders
 from triton_omni.request.media.killable import Crashed, ForkServer, KillableProcess, OutOfMemory, OutOfTime, Unwanted
+from triton_omni.request.media.sniffing import after_tags
 from triton_omni.request.media.types import VisionSizes
 
 LIMITS = RequestLimits()
@@ -115,6 +116,31 @@ def test_a_request_that_decodes_for_too_long_is_refused_and_the_next_one_is_not(
         limited.decode([PARTS[0], MediaPart("audio", silence(290))], with_audio=False, is_wanted=always)
     assert len(limited.decode(PARTS[:2], with_audio=False, is_wanted=always)) == 2
     limited.close()
+
+
+TAGGED: tuple[tuple[MediaKind, Callable[[int], bytes]], ...] = (
+    ("audio", files.flac_of_tags),
+    ("audio", files.wav_of_tags),
+    ("video", files.mp4_of_tags),
+    ("video", files.webm_of_tags),
+)
+
+
+def test_a_megabyte_of_tags_is_refused_and_a_hundred_tags_are_not() -> None:
+    """FFmpeg needs time by the square of their number: here half a minute, ten minutes for a few MB."""
+    limited = Decoders(LIMITS.model_copy(update={"max_decode_seconds": 16.0}))
+    for kind, of_tags in TAGGED:
+        says = rf"medium 0 \({kind}\): reading its header takes more than 1 seconds of CPU time"
+        with pytest.raises(TooLarge, match=says):
+            limited.decode([MediaPart(kind, of_tags(60_000))], with_audio=True, is_wanted=always)
+        assert limited.decode([MediaPart(kind, of_tags(100))], with_audio=False, is_wanted=always)
+    limited.close()
+
+
+@pytest.mark.parametrize("count", [6_000_000, 101])
+def test_no_more_id3_tags_are_passed_over_than_an_encoder_writes(count: int) -> None:
+    sound = b"ID3\4\0\0\0\0\0\0" * count + samples.audio_file("mp3")
+    assert after_tags(sound) == 1000
 
 
 def test_the_seconds_are_those_of_all_media_of_a_request() -> None:

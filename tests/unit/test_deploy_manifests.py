@@ -260,13 +260,21 @@ def test_the_gateway_is_given_the_time_that_its_stop_takes(command: Command) -> 
 
 def test_envoy_outlives_its_clients_connections_and_their_last_replies() -> None:
     text = (DEPLOY / "envoy" / "envoy.yaml").read_text()
-    renewed, drained = (
+    renewed, drained, idle = (
         int(re.search(rf"{key}: (\d+)s", text)[1])  # type: ignore[index]
-        for key in ("max_connection_duration", "drain_timeout")
+        for key in ("max_connection_duration", "drain_timeout", "stream_idle_timeout")
     )
     asleep = container(ENVOY)["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert renewed + ThinkerSettings().timeout_s < asleep < pod(ENVOY)["terminationGracePeriodSeconds"]
     assert drained > ThinkerSettings().timeout_s
+    assert idle > ThinkerSettings().timeout_s, "a reply may be silent until its deadline"
+
+
+def test_envoy_refuses_requests_before_its_memory_ends() -> None:
+    heap, *_ = yaml.safe_load((DEPLOY / "envoy" / "envoy.yaml").read_text())["overload_manager"]["resource_monitors"]
+    given = re.fullmatch(r"(\d+)Gi", container(ENVOY)["resources"]["limits"]["memory"])
+    assert given
+    assert heap["typed_config"]["max_heap_size_bytes"] < int(given[1]) << 30
 
 
 def test_envoy_s_image_is_the_envoy_that_the_tests_run() -> None:

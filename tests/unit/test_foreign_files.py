@@ -34,6 +34,8 @@ from triton_omni.session.server_folder import (
 )
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.supervisor import leftovers
+from triton_omni.supervisor.machine import ServerError
+from triton_omni.supervisor.server_log import ServerLog
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
 
@@ -264,6 +266,49 @@ def test_what_another_user_named_like_a_region_stops_no_start_and_no_stop(shared
     else:
         assert leftovers.remove_stale_regions() == [own.name]
     assert list(shared.iterdir()) == [foreign]
+
+
+def make_log_file(path):
+    path.touch()
+    path.chmod(0o666)
+
+
+FOREIGN_LOGS = {
+    "a file": make_log_file,
+    "a pipe": lambda path: os.mkfifo(path, 0o666),
+    "a link to a file of ours": lambda path: path.symlink_to(path.with_name("ours")),
+    "a link to nothing": lambda path: path.symlink_to(path.with_name("new")),
+    "a folder": Path.mkdir,
+}
+
+
+def make_log(kind, path):
+    os.umask(0)
+    FOREIGN_LOGS[kind](path)
+
+
+@pytest.mark.timeout(WAIT_S)
+@pytest.mark.parametrize("kind", [*FOREIGN_LOGS, "a second name of a file of ours"])
+def test_what_another_user_put_in_the_place_of_the_log_is_not_written(shared, kind):
+    log, ours = shared / "server.log", shared / "ours"
+    ours.write_text("kept")
+    if kind in FOREIGN_LOGS:
+        by_nobody(make_log, kind, log)
+    else:
+        log.hardlink_to(ours)  # which most systems allow an owner alone
+    with pytest.raises(ServerError, match=rf"the log {log} (belongs to user|cannot be written)"):
+        ServerLog(log).open()
+    assert ours.read_text() == "kept"
+    assert not (shared / "new").exists()
+
+
+def test_a_log_may_be_a_link_of_the_server_s_own_user(shared):
+    log = shared / "server.log"
+    log.symlink_to(shared / "ours")
+    opened = ServerLog(log)
+    opened.open()
+    opened.close()
+    assert (shared / "ours").exists()
 
 
 def test_no_name_of_shared_memory_reaches_the_ledger(monkeypatch):

@@ -122,6 +122,26 @@ def test_a_body_of_many_small_chunks_is_refused(triton: FakeTriton, size: int) -
     assert b"over 4096 chunks of under 1024 bytes" in answer or not answer
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n",
+        b"Content-Length: 7\r\ntransfer-encoding:\tchunked\r\n",
+        b"Content-Length: 3\r\nContent-Length: 4\r\n",
+    ],
+)
+def test_a_body_of_two_lengths_is_refused(triton: FakeTriton, lengths: bytes) -> None:
+    """Else the request that follows may be one for the gateway, and a part of this body for a proxy before it."""
+    asked = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with run_gateway(triton.url) as gateway, connect(gateway) as connection:
+        connection.sendall(asked + lengths + b"\r\n0\r\n\r\n")
+        answer = read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"has both Content-Length and Transfer-Encoding" in answer
+    assert not triton.requests
+
+
 def test_a_body_of_many_large_chunks_is_read(triton: FakeTriton) -> None:
     body = json.dumps({"model": MODEL, "messages": USER}).encode().ljust(3 * SMALL_CHUNKS * CHUNK_BYTES)
     with run_gateway(triton.url) as gateway:

@@ -7,8 +7,10 @@ It knows the form of Triton's log lines and of crashes, and nothing of the model
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -173,7 +175,7 @@ class ServerLog:
 
 def _own(path: Path) -> IO[str]:
     """Open a server's log, empty; a second server would take the lines of a first one that runs."""
-    sink = path.open("a", encoding="utf-8")
+    sink = os.fdopen(_open_own(path), "a", encoding="utf-8")
     if path.is_file():
         try:
             fcntl.flock(sink, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,3 +187,28 @@ def _own(path: Path) -> IO[str]:
             pass
         sink.truncate(0)
     return sink
+
+
+def _open_own(path: Path) -> int:
+    """A descriptor of a log. In a folder that is open to all another user may have made it, as a link or a pipe, too.
+
+    Raises:
+        ServerError: so it is, or the file has a second name.
+        OSError: it cannot be opened.
+    """
+    trusted = (0, os.getuid())
+    is_own_link = path.is_symlink() and path.lstat().st_uid in trusted
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    if is_own_link:
+        return os.open(path, flags, 0o666)
+    # A link is not followed; a pipe that nobody reads is not waited for.
+    opened = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    os.set_blocking(opened, True)
+    found = os.fstat(opened)
+    if found.st_uid in trusted and (found.st_nlink == 1 or not stat.S_ISREG(found.st_mode)):
+        return opened
+    os.close(opened)
+    raise ServerError(
+        f"the log {path} belongs to user {found.st_uid} and has {found.st_nlink} names; this server needs one of its "
+        "own: remove it, or choose another with --log-file"
+    )

@@ -8,7 +8,6 @@ Knows FFmpeg, through PyAV, and soxr.
 from __future__ import annotations
 
 import errno
-import io
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +28,7 @@ from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.media import ogg
 from triton_omni.request.media.damage import DamageCount
+from triton_omni.request.media.opening import open_file
 from triton_omni.request.media.sniffing import FileType, after_tags, sniff
 from triton_omni.request.media.types import SAMPLE_RATE, Audio
 
@@ -68,7 +68,7 @@ def decode_audio(data: bytes, limits: RequestLimits) -> Audio:
     kind = sniff(data)
     if kind is None:
         raise BadRequest("unreadable audio: an unknown format")
-    return finish_audio(_blocks_of_file(data, kind), limits.max_audio_seconds)
+    return finish_audio(_blocks_of_file(data, kind, limits), limits.max_audio_seconds)
 
 
 def decode_track(source: InputContainer, max_seconds: float) -> Audio | None:
@@ -122,12 +122,12 @@ def _resample(wave: NDArray[np.float32], rate: int) -> NDArray[np.float32]:
     return np.pad(out, (0, length - len(out)))
 
 
-def _blocks_of_file(data: bytes, kind: FileType) -> Iterator[Block]:
-    damage = DamageCount(kind)
+def _blocks_of_file(data: bytes, kind: FileType, limits: RequestLimits) -> Iterator[Block]:
+    damage = DamageCount(kind, limits.max_audio_seconds)
     for piece in ogg.links(data) if kind == "ogg" else [data[after_tags(data) :]]:
         damage.start_piece(piece)
         try:
-            with _open(piece, kind) as source:
+            with _open(piece, kind, limits) as source:
                 if any(not stream.disposition & Disposition.attached_pic for stream in source.streams.video):
                     raise BadRequest("is a video: send it as one, with use_audio_in_video where its sound matters")
                 if not source.streams.audio:
@@ -161,9 +161,9 @@ def _first(blocks: Iterable[Block], samples: int) -> Iterator[Block]:
         samples = max(0, samples - len(block))
 
 
-def _open(data: bytes, kind: FileType) -> InputContainer:
+def _open(data: bytes, kind: FileType, limits: RequestLimits) -> InputContainer:
     options = {"codec_whitelist": ",".join(CODECS), "max_streams": str(MAX_TRACKS), **_DEMUXER_OPTIONS.get(kind, {})}
-    return av.open(io.BytesIO(data), mode="r", format=kind, metadata_errors="replace", options=options)
+    return open_file(data, kind, limits, options)
 
 
 def _frames(source: InputContainer, damage: DamageCount) -> Iterator[AudioFrame]:
@@ -234,7 +234,7 @@ def _floats(samples: NDArray[np.generic]) -> NDArray[np.float32]:
 
 def _in_time(source: InputContainer, begin: float | None, max_seconds: float) -> Iterator[Block]:
     """The first sound track at the times of its stamps, counted from `begin` (None = its first): silence fills gaps."""
-    damage, seconds = DamageCount(None), 0.0
+    damage, seconds = DamageCount(None, max_seconds), 0.0
     for frame in _frames(source, damage):
         rate, block = _mono(frame)
         if frame.time is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a sound is lost, by bytes and by time stamps; refuses what is mostly lost."""
+"""How much of a sound is lost, by bytes and by time stamps; refuses what is mostly lost, and what never ends."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from av.audio.frame import AudioFrame
 from av.audio.stream import AudioStream
 from av.packet import Packet
 
-from triton_omni.core.errors import BadRequest
+from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.request.media import ogg
 from triton_omni.request.media.sniffing import FileType
 
 MOST_LOST = 0.5
+MAX_PACKETS_PER_SECOND = 1000
+"""Opus has up to 400. Bounds the time that packets without sound take."""
 
 _DENSE: tuple[FileType, ...] = ("mp3", "aac", "amr", "ogg")
 """Formats in which packets, or the pages that hold them, follow each other without anything between."""
@@ -32,11 +34,14 @@ class DamageCount:
 
     Attributes:
         kind: of the file; None = the file has other tracks, so places and pauses say nothing.
+        max_seconds: that the sound may last; bounds the packets of all pieces.
         piece: what is decoded now.
     """
 
     kind: FileType | None
+    max_seconds: float
     piece: bytes = b""
+    packets: int = 0
     decoded_bytes: int = 0
     lost_bytes: int = 0
     decoded_s: float = 0.0
@@ -49,7 +54,16 @@ class DamageCount:
         self.piece, self._end, self._next_s = piece, None, math.inf
 
     def count_packet(self, packet: Packet[AudioStream], *, is_decoded: bool) -> None:
-        """Count a packet, and what lies between it and the one before."""
+        """Count a packet, and what lies between it and the one before.
+
+        Raises:
+            TooLarge: more packets than a sound of `max_seconds` has.
+        """
+        self.packets += 1
+        if self.packets > (most := math.ceil(self.max_seconds * MAX_PACKETS_PER_SECOND)):
+            raise TooLarge(
+                f"more than {most} packets of sound, the limit for {self.max_seconds:g} seconds; send a part"
+            )
         if is_decoded:
             self.decoded_bytes += packet.size
         else:

@@ -20,10 +20,12 @@ from triton_omni.request.media.killable import (
     IsWanted,
     KillableProcess,
     Killed,
+    OutOfHeaderTime,
     OutOfMemory,
     OutOfTime,
     Unwanted,
 )
+from triton_omni.request.media.opening import header_seconds
 from triton_omni.request.media.types import Medium, VisionSizes
 
 
@@ -130,6 +132,11 @@ class _Budget:
                 return TooLarge(
                     f"{named}: decoding a request's media takes more than {self._limits.max_decode_seconds:g} seconds "
                     "of CPU time, the limit (max_decode_seconds); send shorter, smaller or fewer files"
+                )
+            case OutOfHeaderTime():
+                return TooLarge(
+                    f"{named}: reading its header takes more than {header_seconds(self._limits):g} seconds of CPU "
+                    "time, the limit; send a file without tags and chapters"
                 )
             case OutOfMemory():
                 return TooLarge(

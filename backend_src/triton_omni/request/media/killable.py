@@ -45,6 +45,10 @@ class OutOfTime(Killed):
     """The call used more seconds of CPU time than it was given."""
 
 
+class OutOfHeaderTime(Killed):
+    """The header of a file took more CPU time than it may (`opening.open_file`)."""
+
+
 class OutOfMemory(Killed):
     """The call needed more memory than its process may have."""
 
@@ -184,6 +188,8 @@ class KillableProcess:
         code = signal.SIGKILL if status is None else -os.waitstatus_to_exitcode(status)
         if code == signal.SIGXCPU:
             return OutOfTime()
+        if code == signal.SIGPROF:
+            return OutOfHeaderTime()
         if code == signal.SIGKILL:  # by the kernel, where the machine's memory or a container's is used up
             return OutOfMemory()
         return Crashed(signal.Signals(code).name if code > 0 else f"exit status {-code}")

@@ -37,6 +37,8 @@ _MAGIC: tuple[tuple[int, bytes, FileType], ...] = (
 )
 _RIFF = (b"RIFF", b"RF64")
 _TAG_HEADER = 10
+_MOST_TAGS = 100
+"""ID3 tags before a sound; an encoder writes one or two, and 64 MiB can hold six million."""
 
 
 def sniff(data: bytes) -> FileType | None:
@@ -54,9 +56,11 @@ def sniff(data: bytes) -> FileType | None:
 
 
 def after_tags(data: bytes) -> int:
-    """Where a file's sound begins after the ID3 tags that it begins with."""
+    """Where a file's sound begins after its ID3 tags; after `_MOST_TAGS` of them it begins with the next."""
     start = 0
-    while data.startswith(b"ID3", start) and len(data) >= start + _TAG_HEADER:
+    for _ in range(_MOST_TAGS):
+        if not data.startswith(b"ID3", start) or len(data) < start + _TAG_HEADER:
+            break
         size = 0
         for byte in data[start + 6 : start + _TAG_HEADER]:
             size = size << 7 | byte & 0x7F

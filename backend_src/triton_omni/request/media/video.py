@@ -6,7 +6,6 @@ Knows FFmpeg through PyAV. A frame becomes RGB only if it was sampled, and is re
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
 import math
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.media.audio import decode_track
+from triton_omni.request.media.opening import open_file
 from triton_omni.request.media.timing import STILL_SECONDS, Timeline, median_gap
 from triton_omni.request.media.types import Audio, PixelRange, Video, VisionSizes, smart_resize
 from triton_omni.request.media.video_tables import check_mp4, check_webm
@@ -144,9 +144,7 @@ class _VideoFile:
 
     def _open(self) -> InputContainer:
         options = {"probesize": str(PROBED_BYTES), **self._decoder_options}
-        return av.open(
-            io.BytesIO(self.data), mode="r", format=self.container, metadata_errors="replace", options=options
-        )
+        return open_file(self.data, self.container, self.limits, options)
 
     @property
     def _decoder_options(self) -> dict[str, str]:

@@ -13,6 +13,7 @@ import locale
 import os
 
 from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
+from triton_omni.core.cache_folder import cache_folder
 from triton_omni.vllm_hooks.shared import unused_parts
 
 SUPPORTED_VLLM = "0.32.0"
@@ -32,6 +33,8 @@ _DEFAULTS = {
     "TRITON_F32_DEFAULT": "ieee",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # torch runs what it finds there. Its default is a name in /tmp, and another user may have made that folder.
+    "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor"),
 }
 
 
