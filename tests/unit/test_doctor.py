@@ -23,7 +23,7 @@ from triton_omni.core.endpoint import http_addresses
 from triton_omni.doctor import cli
 from triton_omni.doctor.cli import Server, examine
 from triton_omni.doctor.diagnosis import OVERDUE_S, Sample, findings
-from triton_omni.doctor.report import MetricsPage
+from triton_omni.doctor.metrics_page import MetricsPage
 from triton_omni.doctor.stage_processes import running_for, server_processes, stage_processes
 from triton_omni.session import server_folder
 from triton_omni.session.ledger import SessionLedger, StageFacts

@@ -28,7 +28,8 @@ from triton_omni.core.arguments import Parser, seconds, whole_number
 from triton_omni.core.endpoint import command_line, http_addresses
 from triton_omni.core.errors import StageName
 from triton_omni.doctor.diagnosis import Finding, Sample, findings
-from triton_omni.doctor.report import fetch_page, print_report
+from triton_omni.doctor.metrics_page import fetch_page
+from triton_omni.doctor.report import print_report
 from triton_omni.doctor.stage_processes import running_for, server_processes, stage_processes
 from triton_omni.session.ledger_table import STAGES
 from triton_omni.session.ledger_view import LedgerView, read_ledger

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from triton_omni.core.errors import StageName
-from triton_omni.doctor.report import MetricsPage
+from triton_omni.doctor.metrics_page import MetricsPage
 from triton_omni.session.ledger_table import STAGES
 from triton_omni.session.ledger_view import LedgerView, StageView, UnaryView
 

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads Triton's metrics endpoint, and prints a sample of a server as a table in the terminal."""
+"""Prints a sample of a server as a table in the terminal."""
 
 from __future__ import annotations
 
-from urllib.request import urlopen
-
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
@@ -71,39 +68,3 @@ def _sessions(sample: Sample) -> str:
     oldest = max((session.age_s for session in sample.ledger.sessions), default=None)
     age = "" if oldest is None else f", the oldest for {oldest:.1f} s"
     return f"{len(sample.ledger.sessions)} sessions open{age}; {free}"
-
-
-_FETCH_TIMEOUT_S = 5.0
-
-
-class MetricsPage:
-    """The samples of one page.
-
-    Raises:
-        ValueError: the text is none.
-    """
-
-    def __init__(self, text: str) -> None:
-        families = text_string_to_metric_families(text)
-        self._samples = [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all samples."""
-        return frozenset(name for name, _, _ in self._samples)
-
-    def value(self, name: str, **labels: str) -> float | None:
-        """The sum of all samples of this name with at least these labels; None = there is none."""
-        found = [value for own, has, value in self._samples if own == name and labels.items() <= has.items()]
-        return sum(found) if found else None
-
-
-def fetch_page(url: str) -> MetricsPage:
-    """The page at `url`.
-
-    Raises:
-        OSError: nobody answers there.
-        ValueError: it is no page of metrics.
-    """
-    with urlopen(url, timeout=_FETCH_TIMEOUT_S) as answer:
-        return MetricsPage(answer.read().decode("utf-8", errors="replace"))
