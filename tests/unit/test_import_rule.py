@@ -21,7 +21,7 @@ LAYERS = [
     {"link": {"link"}, "request": {"request"}, "token2wav": {"token2wav"}},
     {"thinker": {"thinker.prompt"}},
     {"vllm_hooks": {"vllm_hooks"}},
-    {"thinker": {"thinker"}, "talker": {"talker"}, "token2wav": {"token2wav.stage", "token2wav.reply"}},
+    {"thinker": {"thinker"}, "talker": {"talker"}, "token2wav": {"token2wav.stage", "token2wav.open_session"}},
     {"stub": {"stub"}, "supervisor": {"supervisor"}},
     {"doctor": {"doctor"}},
 ]
@@ -161,7 +161,7 @@ def test_token2wav_is_torch_and_numpy_alone():
     kernels |= {f"triton_omni.token2wav.{kind}_kernels" for kind in ("attention", "layer", "solver")}
     decode = {module for module in BACKEND_MODULES if module.startswith("triton_omni.vllm_hooks.kernels.")}
     assert importing("triton") == kernels | decode | {"triton_omni.core.kernel_launch"}
-    stage = {"triton_omni.token2wav.stage", "triton_omni.token2wav.reply"}
+    stage = {"triton_omni.token2wav.stage", "triton_omni.token2wav.open_session"}
     for module, path in BACKEND_MODULES.items():
         if module.startswith("triton_omni.token2wav") and module not in stage:
             assert top_level(path) - ({"triton"} if module in kernels else set()) <= allowed, module

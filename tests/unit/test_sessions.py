@@ -26,7 +26,7 @@ from triton_omni.link.send_queue import CREDITS
 from triton_omni.session.engine import Sampling
 from triton_omni.session.ledger_table import CANCELLED, CONSUMED, EPOCH, PLACED
 from triton_omni.session.wire import Kind, MediaTokens, SessionKey, TalkerMessage
-from triton_omni.token2wav.reply import TextRelay
+from triton_omni.token2wav.open_session import TextRelay
 
 
 @pytest.fixture(autouse=True, params=["messages", "ring"])

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -18,12 +17,12 @@ from triton_omni.core.errors import ErrorCode, InternalError, OmniError, TooLarg
 from triton_omni.core.metrics import POWERS, Histogram, Metric
 from triton_omni.core.settings import TalkerSettings
 from triton_omni.core.tracing import NO_TRACER, Tracer
-from triton_omni.link.receiver import LinkLatency, LinkReceiver, LinkSession, Until
+from triton_omni.link.receiver import LinkLatency, LinkReceiver, Until
 from triton_omni.link.ring import Ring
-from triton_omni.link.send_queue import Batch, SendQueue, message_interval_ns
+from triton_omni.link.send_queue import SendQueue, message_interval_ns
 from triton_omni.link.sender import LinkSender
 from triton_omni.link.sessions import Arrival, LinkSessions
-from triton_omni.session.engine import FinishReason, Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
+from triton_omni.session.engine import Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
 from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
 from triton_omni.session.ledger_table import CANCELLED, CLOSED, FAILED, REACHED, WANTED
@@ -44,31 +43,15 @@ from triton_omni.session.wire import (
     Session,
     SessionKey,
     TalkerMessage,
-    TalkerReport,
     ThinkerMessage,
-    ThinkerReport,
     Value,
 )
+from triton_omni.talker.open_session import OpenSession
 
 ORPHANED_S = 10.0
 """Seconds that a session ended by the thinker waits for its error, which comes within milliseconds, or seconds on an
 overloaded machine.
 """
-
-
-@dataclass
-class _Open(LinkSession):
-    """State of one session; touched by the loop's thread only."""
-
-    send_queue: SendQueue = dataclasses.field(kw_only=True)
-    sequence: int = 0
-    sent: int = 0
-    refused: int = 0
-    left_ns: int = 0
-    codes: int = 0
-    first_code_ns: int = 0
-    thinker: ThinkerReport | None = None
-    report: TalkerReport | None = None
 
 
 class TalkerStage:
@@ -97,7 +80,7 @@ class TalkerStage:
         self._loop = StageLoop("omni-talker", self, device)
         self._health = EngineHealth("talker", engine, ledger)
         self._receiver = LinkReceiver(ledger, engine, device, ring, self._loop.wake)
-        self._sessions = LinkSessions[ThinkerMessage, _Open](
+        self._sessions = LinkSessions[ThinkerMessage, OpenSession](
             ledger,
             loop=self._loop,
             health=self._health,
@@ -107,12 +90,12 @@ class TalkerStage:
             tracer=tracer,
         )
         own_seal = ledger.seal("talker")
-        self._sender = LinkSender[_Open, TalkerMessage](
+        self._sender = LinkSender[OpenSession, TalkerMessage](
             ledger,
             "token2wav",
             device,
             wanted=self._wanted,
-            to_message=_to_message,
+            to_message=OpenSession.to_message,
             to_tensors=lambda message: message.to_tensors(own_seal),
             when_refused=self._when_refused,
         )
@@ -241,13 +224,13 @@ class TalkerStage:
 
     # Sessions, see `SessionHandler`.
 
-    def open_session(self, message: ThinkerMessage, request: Session, sender: ResponseSender) -> _Open:
+    def open_session(self, message: ThinkerMessage, request: Session, sender: ResponseSender) -> OpenSession:
         """Open the session, and token2wav's first: from there on an error can reach the client."""
-        session = _Open(message.key, sender, request, send_queue=SendQueue(self._settings.max_codes))
+        session = OpenSession(message.key, sender, request, send_queue=SendQueue(self._settings.max_codes))
         self._sender.send_message(session, TalkerMessage(key=message.key, kind=Kind.OPEN, session=request))
         return session
 
-    def open_sequence(self, session: _Open, message: ThinkerMessage) -> None:
+    def open_sequence(self, session: OpenSession, message: ThinkerMessage) -> None:
         """Reserve the session's rows in the engine.
 
         Raises:
@@ -282,7 +265,7 @@ class TalkerStage:
             )
         return dataclasses.replace(request.talker, max_tokens=limit)
 
-    def take_message(self, session: _Open, message: ThinkerMessage, sender: ResponseSender) -> None:
+    def take_message(self, session: OpenSession, message: ThinkerMessage, sender: ResponseSender) -> None:
         """Feed rows to the engine, and relay text and errors."""
         if message.failure is not None:
             self._receiver.give_back(message.key, sender)
@@ -296,7 +279,7 @@ class TalkerStage:
             self._receiver.expect(session, message.placed)
         self._sender.send([session], self._interval_ns)
 
-    def _take(self, session: _Open, output: TalkerOutput) -> None:
+    def _take(self, session: OpenSession, output: TalkerOutput) -> None:
         if output.error is not None:
             self.fail_session(session, InternalError(output.error, stage="talker"))
             return
@@ -306,36 +289,25 @@ class TalkerStage:
             session.first_code_ns = session.first_code_ns or time.monotonic_ns()
             session.send_queue.put(output.codes, output.codes_ready)
         if output.finish_reason is not None:
-            self._finish_codes(session, output.finish_reason)
+            session.finish_codes(output.finish_reason)
 
-    def _finish_codes(self, session: _Open, reason: FinishReason) -> None:
-        session.send_queue.finish_tensors()
-        session.is_fed = False
-        accepted_ns = session.session.accepted_ns
-        session.report = TalkerReport(
-            finish_reason=reason,
-            codes=session.codes,
-            first_code_ns=session.first_code_ns - accepted_ns if session.first_code_ns else 0,
-            finished_ns=time.monotonic_ns() - accepted_ns,
-        )
-
-    def _wanted(self, session: _Open) -> int:
+    def _wanted(self, session: OpenSession) -> int:
         """Return the number of codes, from the first on, that token2wav needs for its next window; before it has
         published one, the maximum.
         """
         wanted = self._ledger.read(session.key, WANTED, "token2wav")
         return self._settings.max_codes if wanted is None else wanted
 
-    def _when_refused(self, session: _Open, kind: Kind) -> None:
+    def _when_refused(self, session: OpenSession, kind: Kind) -> None:
         """On the sending thread: end the session of a message that Triton refused."""
         del kind
         self._loop.post(functools.partial(self._end_refused, session))
 
-    def _end_refused(self, session: _Open) -> None:
+    def _end_refused(self, session: OpenSession) -> None:
         if session.key.name in self._sessions.open:
             self.fail_session(session, refused_error("talker"))
 
-    def look_after(self, session: _Open) -> float:
+    def look_after(self, session: OpenSession) -> float:
         """Check one session; return the seconds until the next check."""
         # Like the thinker, it stays until token2wav has answered: an error may still have to pass through here.
         if self._ledger.is_over(session.key):
@@ -345,7 +317,7 @@ class TalkerStage:
             self._await_failure(session)
         return SOON_S if session.send_queue.waiting or session.thinker is not None else IDLE_POLL_S
 
-    def _await_failure(self, session: _Open) -> None:
+    def _await_failure(self, session: OpenSession) -> None:
         """Wait for the error with which the thinker ended. It is on its way, or a client that called the stages
         directly kept it.
         """
@@ -357,30 +329,29 @@ class TalkerStage:
                 session, InternalError("the thinker ended the session without a last message", stage="talker")
             )
 
-    def fail_session(self, session: _Open, error: OmniError) -> None:
+    def fail_session(self, session: OpenSession, error: OmniError) -> None:
         """End the session with an error of this stage, which token2wav answers."""
         self._relay_failure(session, Failure.of(error, "talker"))
         self._ledger.write(session.key, FAILED)
 
-    def answer_error(self, session: _Open, error: OmniError) -> None:
+    def answer_error(self, session: OpenSession, error: OmniError) -> None:
         """End the session's `OPEN` request with this error at once, and drop the session."""
         if self._drop(session, error.code):
             self._ledger.say_outcome(session.key, RequestOutcome.of(error, "talker"))
             session.sender.fail(error, functools.partial(self._mark_ended, session))
 
-    def _relay_failure(self, session: _Open, failure: Failure) -> None:
-        message = TalkerMessage(key=session.key, kind=Kind.ERROR, sequence=session.sequence, failure=failure)
-        self._sender.send_message(session, message)
+    def _relay_failure(self, session: OpenSession, failure: Failure) -> None:
+        self._sender.send_message(session, session.to_failure(failure))
         self._close(session, failure.code)
 
-    def _close(self, session: _Open, code: ErrorCode | None = None) -> None:
+    def _close(self, session: OpenSession, code: ErrorCode | None = None) -> None:
         if self._drop(session, code):
             session.sender.finish(then=functools.partial(self._mark_ended, session))
 
-    def _mark_ended(self, session: _Open) -> None:
+    def _mark_ended(self, session: OpenSession) -> None:
         self._receiver.mark_closed(session.key, session.sent - session.refused)
 
-    def _drop(self, session: _Open, code: ErrorCode | None) -> bool:
+    def _drop(self, session: OpenSession, code: ErrorCode | None) -> bool:
         """Remove the session, which ends with an error of this code, if any; return False if it was removed before."""
         if self._sessions.open.pop(session.key.name, None) is None:
             return False
@@ -394,18 +365,3 @@ class TalkerStage:
         if (ending := self._ledger.outcome(key, "token2wav")) is not None:
             return ending.code
         return "cancelled" if self._ledger.has(key, CANCELLED) else "internal"
-
-
-def _to_message(session: _Open, batch: Batch) -> TalkerMessage:
-    return TalkerMessage(
-        key=session.key,
-        kind=Kind.DATA if batch.tensor is not None else Kind.TEXT,
-        sequence=session.sequence,
-        text=batch.text,
-        codes=batch.tensor,
-        codes_done=batch.tensors_done,
-        placed=session.send_queue.placed,
-        last=batch.last,
-        thinker=session.thinker if batch.last else None,
-        talker=session.report if batch.last else None,
-    )

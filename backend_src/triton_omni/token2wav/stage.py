@@ -33,7 +33,7 @@ from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import SOON_S, ResponseSender, StageStats, memory_metrics, refused_error
 from triton_omni.session.wire import Kind, Session, SessionKey, TalkerMessage, Value
-from triton_omni.token2wav.reply import Reply, TextRelay
+from triton_omni.token2wav.open_session import OpenSession, TextRelay
 
 UPSTREAM_STOP_S = 2.0
 """Seconds that an error waits for thinker and talker to send their finals."""
@@ -69,7 +69,7 @@ class Token2WavStage:
         self._loop = StageLoop("omni-token2wav", self, device)
         self._health = EngineHealth("token2wav", engine, ledger)
         self._receiver = LinkReceiver(ledger, engine, device, ring, self._loop.wake)
-        self._sessions = LinkSessions[TalkerMessage, Reply](
+        self._sessions = LinkSessions[TalkerMessage, OpenSession](
             ledger,
             loop=self._loop,
             health=self._health,
@@ -185,13 +185,13 @@ class Token2WavStage:
 
     # Sessions, see `SessionHandler`.
 
-    def open_session(self, message: TalkerMessage, request: Session, sender: ResponseSender) -> Reply:
+    def open_session(self, message: TalkerMessage, request: Session, sender: ResponseSender) -> OpenSession:
         """Open the session; from here on this stage answers the client."""
         self._ledger.write(message.key, REACHED)
         relay = self._relays.setdefault(message.key, TextRelay(sender, self._when_lost(message.key)))
-        return Reply(message.key, sender, request, relay=relay, audio_done=not request.want_audio)
+        return OpenSession(message.key, sender, request, relay=relay, audio_done=not request.want_audio)
 
-    def open_sequence(self, session: Reply, message: TalkerMessage) -> None:
+    def open_sequence(self, session: OpenSession, message: TalkerMessage) -> None:
         """Open the session's stream in the engine."""
         del message
         request = session.session
@@ -199,7 +199,7 @@ class Token2WavStage:
             self._engine.open(session.key.name, request.voice, request.seed, request.token2wav)
             self._tell_wanted(session)
 
-    def take_message(self, session: Reply, message: TalkerMessage, sender: ResponseSender) -> None:
+    def take_message(self, session: OpenSession, message: TalkerMessage, sender: ResponseSender) -> None:
         """Feed codes to the engine, and hold an error back until the other stages have ended."""
         if message.failure is not None or session.error is not None:
             self._receiver.give_back(message.key, sender)
@@ -215,12 +215,12 @@ class Token2WavStage:
             session.ending = message
         self._finish_if_done(session)
 
-    def _tell_wanted(self, session: Reply) -> None:
+    def _tell_wanted(self, session: OpenSession) -> None:
         """Tell the talker how many codes make the next window due."""
         if session.is_fed:
             self._ledger.write(session.key, WANTED, self._engine.wanted(session.key.name))
 
-    def _take(self, session: Reply, output: AudioOutput) -> None:
+    def _take(self, session: OpenSession, output: AudioOutput) -> None:
         if output.error is not None:
             self.fail_session(session, InternalError(output.error, stage="token2wav"))
             return
@@ -239,7 +239,7 @@ class Token2WavStage:
         session.is_fed = session.is_fed and not output.final
         self._finish_if_done(session)
 
-    def _observe_chunk(self, session: Reply) -> None:
+    def _observe_chunk(self, session: OpenSession) -> None:
         age_ns = session.age_ns
         if session.first_audio_ns:
             self._times["omni_chunk_gap_seconds"].observe((age_ns - session.last_audio_ns) / 1e9)
@@ -250,7 +250,7 @@ class Token2WavStage:
             session.span.event("first_audio")
         session.last_audio_ns = age_ns
 
-    def _encode(self, session: Reply, output: AudioOutput) -> Answer:
+    def _encode(self, session: OpenSession, output: AudioOutput) -> Answer:
         if session.session.audio_format == "f32":
             return Answer(audio=output.samples)
         header = wav_header(self._sample_rate) if session.session.audio_format == "wav" and not session.chunks else b""
@@ -259,7 +259,7 @@ class Token2WavStage:
             data, session.encoded_rest = whole_groups(data)
         return Answer(audio_base64=to_base64(data))
 
-    def _finish_if_done(self, session: Reply) -> None:
+    def _finish_if_done(self, session: OpenSession) -> None:
         if not session.audio_done or session.ending is None:
             return
         info = Answer(info=json.dumps(session.info(session.ending, self._sample_rate)))
@@ -270,7 +270,7 @@ class Token2WavStage:
         lost = functools.partial(self._loop.post, functools.partial(self._take_back, session))
         session.sender.conclude(info.to_tensors(), functools.partial(self._end_whole, session), lost)
 
-    def _end_whole(self, session: Reply) -> None:
+    def _end_whole(self, session: OpenSession) -> None:
         """Log and close a session after all of its reply was sent; on the sending thread."""
         self._log_end(session, RequestOutcome())
         self._receiver.mark_closed(session.key)
@@ -283,7 +283,7 @@ class Token2WavStage:
         if (session := self._sessions.open.get(key.name)) is not None:
             self.fail_session(session, refused_error("token2wav"))
 
-    def _take_back(self, session: Reply) -> None:
+    def _take_back(self, session: OpenSession) -> None:
         """Fail a session that was dropped as complete before all of its reply could be sent."""
         error = refused_error("token2wav")
         self._sessions.open[session.key.name] = session
@@ -293,7 +293,7 @@ class Token2WavStage:
         self._ledger.say_outcome(session.key, RequestOutcome.of(error, "token2wav"))
         self.fail_session(session, error)
 
-    def look_after(self, session: Reply) -> float:
+    def look_after(self, session: OpenSession) -> float:
         """Check one session; return the seconds until the next check."""
         if session.error is not None:
             return self._try_answer_error(session)
@@ -305,13 +305,13 @@ class Token2WavStage:
             self._await_failure(session)
         return IDLE_POLL_S
 
-    def _await_failure(self, session: Reply) -> None:
+    def _await_failure(self, session: OpenSession) -> None:
         """Wait for the error with which the thinker ended; it is on its way here or was lost."""
         session.orphaned_ns = session.orphaned_ns or time.monotonic_ns()
         if self._others_ended(session.key) or self._waited_enough(session, session.orphaned_ns):
             self.fail_session(session, InternalError("the stages before ended the session without an answer"))
 
-    def fail_session(self, session: Reply, error: OmniError) -> None:
+    def fail_session(self, session: OpenSession, error: OmniError) -> None:
         """Hold this error until the other stages have ended the session, then answer it."""
         if session.error is not None:
             return
@@ -319,19 +319,19 @@ class Token2WavStage:
         self._ledger.write(session.key, FAILED)
         self._hold_error(session, error)
 
-    def _hold_error(self, session: Reply, error: OmniError) -> None:
+    def _hold_error(self, session: OpenSession, error: OmniError) -> None:
         if session.error is None:
             session.error, session.error_ns = error, time.monotonic_ns()
             session.is_fed = False
             session.relay.close()
             self._health.abort(session.key.name)
 
-    def _try_answer_error(self, session: Reply) -> float:
+    def _try_answer_error(self, session: OpenSession) -> float:
         if self._others_ended(session.key) or self._waited_enough(session, session.error_ns):
             self._answer_held_error(session)
         return SOON_S
 
-    def _waited_enough(self, session: Reply, since_ns: int) -> bool:
+    def _waited_enough(self, session: OpenSession, since_ns: int) -> bool:
         now = time.monotonic_ns()
         if any(self._ledger.silent_for(stage) > UPSTREAM_STOP_S / 2 for stage in ("thinker", "talker")):
             session.upstream_busy_ns = now
@@ -344,11 +344,11 @@ class Token2WavStage:
         to_here = self._ledger.in_transit(key, "talker", "token2wav")
         return to_talker == 0 and to_here == 1
 
-    def _answer_held_error(self, session: Reply) -> None:
+    def _answer_held_error(self, session: OpenSession) -> None:
         unexplained = InternalError("the session ended without an answer", stage="token2wav")
         self.answer_error(session, session.error or unexplained)
 
-    def answer_error(self, session: Reply, error: OmniError) -> None:
+    def answer_error(self, session: OpenSession, error: OmniError) -> None:
         """End the session's `OPEN` request with this error at once, and drop the session."""
         self._drop(session)
         ending = RequestOutcome.of(error, "token2wav")
@@ -356,11 +356,11 @@ class Token2WavStage:
         self._log_end(session, ending)
         session.sender.fail(error, functools.partial(self._receiver.mark_closed, session.key))
 
-    def _log_end(self, session: Reply, ending: RequestOutcome) -> None:
+    def _log_end(self, session: OpenSession, ending: RequestOutcome) -> None:
         made_s = session.samples / self._sample_rate
         self._sessions.log_end(session, ending.code, by=ending.by, audio_s=made_s, chunks=session.chunks)
 
-    def _drop(self, session: Reply) -> None:
+    def _drop(self, session: OpenSession) -> None:
         held = self._sessions.open.pop(session.key.name, None)
         self._relays.pop(session.key, None)
         session.relay.close()

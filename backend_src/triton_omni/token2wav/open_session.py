@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of one reply in the last stage: its text, its sound, and the account that its last response gives."""
+"""State of one session in the last stage: its text, its sound, and the account that its last response gives."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TextRelay:
 
 
 @dataclass
-class Reply(LinkSession):
+class OpenSession(LinkSession):
     """State of one session; touched by the loop's thread only, but for `relay`."""
 
     relay: TextRelay = field(kw_only=True)
