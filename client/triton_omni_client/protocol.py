@@ -261,7 +261,7 @@ def http_refusal(status: int, body: bytes) -> OmniClientError:
     text = _http_error(status, body)
     if text in _NO_SUCH_PATH:
         return BadRequest(
-            f"there is no Triton behind this URL (HTTP status {status}): http://HOST:PORT of Triton is wanted"
+            f"there is no Triton at this URL (HTTP status {status}): http://HOST:PORT of Triton is wanted"
         )
     return refusal(text, _HTTP_ERRORS.get(status, Internal))
 

@@ -20,7 +20,7 @@ from triton_omni.session import ledger as ledger_module
 from triton_omni.session import server_folder
 from triton_omni.session.ledger import Placed, SessionLedger, StageFacts
 from triton_omni.session.ledger_table import (
-    BEHIND,
+    BY_MESSAGE,
     CANCELLED,
     CAPACITY,
     CLAIMED,
@@ -423,7 +423,7 @@ class Watched:
         self._words, self.seen = ledger._words, []
         record = key.slot * RECORD_WORDS
         self._names = {
-            field.at[stage] + record: field.name.upper() for field in (PLACED, BEHIND, PLACED_NS, CLOSED, RETURNED)
+            field.at[stage] + record: field.name.upper() for field in (PLACED, BY_MESSAGE, PLACED_NS, CLOSED, RETURNED)
         }
         monkeypatch.setattr(ledger, "_words", self)
         monkeypatch.setattr(ledger_module, "fence", lambda: self.seen.append("fence"))
@@ -442,10 +442,10 @@ def test_items_in_the_ring_are_counted_after_all_that_is_said_of_them(attach, mo
     key = thinker.publish(0)
     watched = Watched(thinker, key, "thinker", monkeypatch)
     thinker.place(key, Placed(5, 2, 7))
-    assert watched.seen == ["write BEHIND", "write PLACED_NS", "fence", "write PLACED"]
+    assert watched.seen == ["write BY_MESSAGE", "write PLACED_NS", "fence", "write PLACED"]
     watched = Watched(talker, key, "thinker", monkeypatch)
     assert talker.placing(key, "thinker") == Placed(5, 2, 7)
-    assert watched.seen == ["read PLACED", "fence", "read BEHIND", "read PLACED_NS"]
+    assert watched.seen == ["read PLACED", "fence", "read BY_MESSAGE", "read PLACED_NS"]
 
 
 def test_ended_requests_are_counted_after_the_close(attach, monkeypatch):

@@ -16,7 +16,7 @@ from triton_omni.core.errors import StageName
 from triton_omni.session import ledger_table
 from triton_omni.session.ledger import Placed, SessionLedger
 from triton_omni.session.ledger_table import (
-    BEHIND,
+    BY_MESSAGE,
     CAPACITY,
     COUNT_MASK,
     DEADLINE,
@@ -143,7 +143,7 @@ def test_a_stale_key_writes_no_field_that_has_no_stamp(
     thinker.set_deadline(old, 12)
     own.place(old, Placed(8, 3, 66))
     assert thinker.word(DEADLINE, slot=5) == 11
-    assert (thinker.word(BEHIND, stage, 5), thinker.word(PLACED_NS, stage, 5)) == (4, 77)
+    assert (thinker.word(BY_MESSAGE, stage, 5), thinker.word(PLACED_NS, stage, 5)) == (4, 77)
     assert thinker.placing(new, stage) == Placed(9, 4, 77)
     assert thinker.placing(thinker.publish(5), stage).total == 0
 

@@ -77,7 +77,7 @@ def test_those_of_all_sessions_leave_together_and_are_told_of_with_one_ring(ledg
     ring_writer.flush()
     assert ring.memory.tolist() == [[5, 6, 0, 0], [8, 0, 0, 7]]
     placed = [ledgers[1].placing(key, "thinker") for key in keys]
-    assert [(one.total, one.behind) for one in placed] == [(2, 9), (5, 0)]
+    assert [(one.total, one.by_message) for one in placed] == [(2, 9), (5, 0)]
     assert before_ns < placed[0].sent_ns < placed[1].sent_ns < told_ns
     assert heard.acquire(timeout=5)
     assert not heard.acquire(timeout=0.05)
@@ -240,7 +240,7 @@ def test_the_first_items_go_in_a_message_and_the_others_by_the_ring_before_any_l
     assert [None if one.rows is None else one.rows.tolist() for one in session.messages] == [[1, 2, 3], None]
     assert session.placed == [0, 1], "the ring's note is there before the message"
     assert ring.memory[0].tolist() == [4, 0, 0, 0]
-    assert ledgers[1].placing(session.key, "thinker").behind == 3
+    assert ledgers[1].placing(session.key, "thinker").by_message == 3
     link.ring.close()
 
 

@@ -237,7 +237,7 @@ class LinkReceiver:
         if self._ring is None or self._ledger.count(key, PLACED, self._before) == fetched:
             return []
         placed = self._ledger.placing(key, self._before)
-        if placed.behind != session.by_message or placed.total <= fetched:
+        if placed.by_message != session.by_message or placed.total <= fetched:
             return []
         parts = self._ring.parts(key.slot, fetched, placed.total - fetched)
         session.by_ring = placed.total

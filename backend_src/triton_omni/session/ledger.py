@@ -55,7 +55,7 @@ class Placed(NamedTuple):
 
     total: int
     """Rows or codes that were put there, those that were read among them."""
-    behind: int
+    by_message: int
     """Number of earlier items, which came in messages."""
     sent_ns: int
     """System-wide monotonic clock when the last of them were given away, nanoseconds."""
@@ -191,7 +191,7 @@ class SessionLedger(table.Table):
         """This stage has put so much of the session into the next one's ring (`link/ring.py`), and it may be read."""
         if not self.holds(key):
             return
-        self.set_word(table.BEHIND, placed.behind, self.stage, key.slot)
+        self.set_word(table.BY_MESSAGE, placed.by_message, self.stage, key.slot)
         self.set_word(table.PLACED_NS, placed.sent_ns, self.stage, key.slot)
         # Written last: a reader of this field reads the other ones after it.
         fence()
@@ -201,7 +201,7 @@ class SessionLedger(table.Table):
         """What `stage` has put of the session into the next one's ring."""
         total = self.count(key, table.PLACED, stage)
         fence()
-        return Placed(total, self.word(table.BEHIND, stage, key.slot), self.word(table.PLACED_NS, stage, key.slot))
+        return Placed(total, self.word(table.BY_MESSAGE, stage, key.slot), self.word(table.PLACED_NS, stage, key.slot))
 
     def lost_stages(self, key: SessionKey) -> list[StageName]:
         """Stages whose process died since the session began; nearly always none."""

@@ -117,8 +117,8 @@ REACHED: Final = _stamped("reached", "The stage has the session; after token2wav
 PLACED: Final = _stamped("placed", "Rows or codes that the stage has put into the next one's ring.")
 FETCHED: Final = _stamped("fetched", "Rows or codes that the stage has copied from its ring, whose places are free.")
 # Unstamped: a reader reads PLACED before them, and the stage writes it after them.
-BEHIND: Final = Field(
-    "behind", "model", "Number of items before the ring's, sent in messages.", STAGES, per_session=True
+BY_MESSAGE: Final = Field(
+    "by_message", "model", "Number of items before the ring's, sent in messages.", STAGES, per_session=True
 )
 PLACED_NS: Final = Field(
     "placed_ns", "model", "When the last of PLACED were sent, monotonic ns.", STAGES, per_session=True

@@ -239,5 +239,5 @@ def _no_text(data: bytes, why: str) -> typer.BadParameter:
         kind = media_kind(data)
     except BadRequest:
         return typer.BadParameter(f"stdin is not text in UTF-8: {why}", param_hint="text")
-    said = f'stdin is {kind}, not text; it goes behind one, which may be empty: ask "" -'
+    said = f'stdin is {kind}, not text; it goes after one, which may be empty: ask "" -'
     return typer.BadParameter(said, param_hint="text")

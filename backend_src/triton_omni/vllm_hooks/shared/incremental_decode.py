@@ -202,7 +202,7 @@ class IncrementalDecodeMixin(_Runner):
         """Return the ids of the previous step, int32 [B]."""
         drawn = self.input_batch.prev_sampled_token_ids
         if drawn is None:
-            raise RuntimeError("a step goes on behind one that drew nothing")
+            raise RuntimeError("a step continues after one that drew nothing")
         return drawn[:, 0]
 
     @abstractmethod
