@@ -115,7 +115,7 @@ def test_a_url_of_http_without_triton_is_told(status: int, text: str) -> None:
     with serve_http(FakeHttp(lambda: (status, {}, f'{{"error":"{text}"}}'.encode()))) as fake:
         result = run("say", "hi", url=fake.url)
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert f"there is no Triton behind this URL (HTTP status {status})" in result.stderr
+    assert f"there is no Triton at this URL (HTTP status {status})" in result.stderr
 
 
 @pytest.mark.parametrize("scheme", ["", "http://"])

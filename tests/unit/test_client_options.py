@@ -200,7 +200,7 @@ def test_a_picture_is_no_video_whose_sound_could_be_heard(server: FakeTriton, tm
 @pytest.mark.parametrize("command", ["say", "ask"])
 def test_a_medium_in_the_place_of_the_text_is_told_with_where_it_goes(server: FakeTriton, command: str) -> None:
     result = run(command, "-", url=server.url, stdin=audio_file("wav"))
-    assert refused(result, 'stdin is audio, not text; it goes behind one, which may be empty: ask "" -')
+    assert refused(result, 'stdin is audio, not text; it goes after one, which may be empty: ask "" -')
     assert server.requests == []
 
 
