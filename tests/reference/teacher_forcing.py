@@ -32,10 +32,12 @@ POSITIONS = 256
 
 @dataclass
 class Trace:
-    """One run, by key: the drawn ids [N], their logits float32 [N, V], and the hidden rows [N, H]."""
+    """One run, by key: the drawn ids [N], their logits float32 [N, V], and the hidden rows [N, H] that give them."""
 
     ids: dict[str, list[int]] = field(default_factory=dict)
     logits: dict[str, Tensor] = field(default_factory=dict)
+    prompt_rows: dict[str, Tensor] = field(default_factory=dict)
+    """[P - 1, H]: those before."""
     rows: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -110,7 +112,8 @@ def run_thinker(engine: Any, prompts: Mapping[str, tuple[int, ...]], count: int,
                 trace.ids[output.key] += output.token_ids
                 rows[output.key] += [] if output.rows is None else [output.rows.to("cpu", torch.float32, copy=True)]
     trace.logits = {key: torch.stack(found) for key, found in logits.items()}
-    trace.rows = {key: torch.cat(found)[len(prompts[key]) - 1 :] for key, found in rows.items()}
+    for key, found in rows.items():
+        trace.prompt_rows[key], trace.rows[key] = torch.cat(found).tensor_split([len(prompts[key]) - 1])
     return trace
 
 

@@ -110,6 +110,21 @@ class HfTalker:
         self.talker.rope_deltas = None
         return self.talker(**self.inputs(case)).logits[0, -1]
 
+    @torch.no_grad()
+    def logits(self, case, count):
+        """`count` greedy codes, and the logits [count, V] that each is the largest of."""
+        self.talker.rope_deltas = None
+        out = self.talker.generate(
+            **self.inputs(case),
+            suppress_tokens=[self.talker.config.tts_codec_start_token_id],
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return out.sequences[0, case.prompt_rows + 2 :].tolist(), torch.cat(out.logits)
+
 
 def schedule_ahead_on_the_cpu(monkeypatch):
     """Let vLLM schedule a step before it knows the codes of the one before, as on a GPU.
