@@ -369,7 +369,18 @@ def test_a_file_of_a_table_s_size_that_is_none_is_refused(name):
 @pytest.mark.parametrize("size", [0, 27])
 def test_a_file_that_is_no_table_is_refused(name, size):
     write_table(name, b"something else that is here"[:size])
-    with pytest.raises(LedgerError, match=f"{name}/ledger has {size} bytes, a ledger has"):
+    with pytest.raises(LedgerError, match=f"{name}/ledger is no session ledger"):
+        SessionLedger(name, "thinker")
+
+
+@pytest.mark.parametrize(("version", "message"), [(None, "has 512 bytes, a ledger has"), (9, "protocol version 9")])
+def test_a_table_of_another_size_is_refused_by_its_version_first(name, version, message):
+    """A server of an earlier version runs with it: nobody is told to remove its table."""
+    create_table(name)
+    if version is not None:
+        Table(table_path(name)).set_word(VERSION, version)
+    os.truncate(table_path(name), 512)
+    with pytest.raises(LedgerError, match=message):
         SessionLedger(name, "thinker")
 
 

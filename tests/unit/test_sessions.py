@@ -327,6 +327,23 @@ def test_a_stage_that_offers_no_ring_gets_messages():
 
 
 @by_ring
+def test_a_ring_that_is_found_late_takes_over_in_mid_reply():
+    waveform = FakeWaveformEngine()
+    waveform.window = 4
+    with pipeline(thinker=FakeThinkerEngine(length=60), waveform=waveform) as p:
+        ring, sessions = p.talker._sender.ring, p.talker._sessions.open
+        has_places = ring.has_places
+        ring.has_places = lambda key: sessions[key.name].send_queue.messages >= 2 and has_places(key)
+        ensemble = p.ask("12345")
+        reply = finished(ensemble)
+        p.wait_until_empty()
+        assert torch.equal(reply.samples, torch.arange(5, 64).repeat_interleave(2) / 1000)
+        in_messages = [len(codes) for tensors in ensemble.to_token2wav if len(codes := tensors["CODES"])]
+        assert len(in_messages) == 2
+        assert links(p.token2wav) == (59 - sum(in_messages)) * 4
+
+
+@by_ring
 def test_what_an_engine_does_not_take_of_a_ring_ends_its_session_alone(monkeypatch):
     talker = FakeTalkerEngine()
     feed, broken = talker.feed, []

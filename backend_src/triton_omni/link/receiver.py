@@ -181,31 +181,34 @@ class LinkReceiver:
 
     # The ring.
 
-    def fetch(self, sessions: Iterable[SessionT], fail: Callable[[SessionT, Exception], object]) -> list[SessionT]:
+    def fetch(
+        self,
+        sessions: Iterable[SessionT],
+        fed: Callable[[SessionT], None],
+        fail: Callable[[SessionT, Exception], object],
+    ) -> None:
         """Feed all new items in the ring; places are free again once the engine has copied them.
 
         Args:
+            fed: called for each session after its new items, before the end of its input.
             fail: ends a session whose items the engine does not take.
-
-        Returns:
-            The sessions with new items.
         """
         self._free_places()
-        fed = []
+        counts = []
         for session in sessions:
             if not (parts := self._find_parts(session)):
                 continue
-            fed.append(session)
+            counts.append((session.key, session.by_ring))
             try:
                 for part in parts:
                     self._feed(session, part)
+                fed(session)
                 self._end_if_all_came(session)
             except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
                 fail(session, error)
-        if fed:
+        if counts:
             self._engine.settle()
-            self._copies.append((record_event(self._device), [(session.key, session.by_ring) for session in fed]))
-        return fed
+            self._copies.append((record_event(self._device), counts))
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the bytes that came in the ring; those of messages are counted where Triton gives them."""

@@ -65,7 +65,7 @@ class SendQueue:
     given: int = 0
     """Items that left."""
     announced: int = 0
-    """Items that left and that the next stage knows of; those of a ring are announced later than they leave."""
+    """Items that left and that a message or a note tells of; those of a ring leave before their note."""
     by_message: int | None = None
     """Items that left in messages before all others leave by the ring; None = all in messages so far."""
     _tensors: list[Tensor] = field(default_factory=list)

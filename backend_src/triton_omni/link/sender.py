@@ -55,7 +55,8 @@ MessageT = TypeVar("MessageT", ThinkerMessage, TalkerMessage)
 
 
 class LinkSender(Generic[SessionT, MessageT]):
-    """Sends the items and texts of all sessions to the next stage. Used by the loop's thread.
+    """Sends the items and texts of all sessions to the next stage. Used by the loop's thread. Other threads may read
+    the metrics, and send the messages of a session that the loop does not have yet.
 
     Args:
         ledger: of the stage that sends.

@@ -144,9 +144,9 @@ class LinkSessions(Generic[MessageT, SessionT]):
                 self._receiver.give_back(message.key, sender)
                 self.fail(session, error)
 
-    def fetch(self) -> list[SessionT]:
-        """Take what came in the ring; return the sessions with new items."""
-        return self._receiver.fetch(list(self.open.values()), self.fail)
+    def fetch(self, fed: Callable[[SessionT], None]) -> None:
+        """Take what came in the ring; `fed` is called for each session with new items. An exception ends a session."""
+        self._receiver.fetch(list(self.open.values()), fed, self.fail)
 
     def look_after_all(self) -> float:
         """Check every session; return the seconds until the next check."""

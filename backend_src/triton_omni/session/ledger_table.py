@@ -155,19 +155,10 @@ class Table:
 
     def __init__(self, path: Path, *, snapshot: bool = False) -> None:
         with os.fdopen(open_own(path, os.O_RDONLY if snapshot else os.O_RDWR), "rb") as file:
-            size, expected = os.fstat(file.fileno()).st_size, TABLE_WORDS * _WORD_BYTES
-            if size != expected:
-                raise LedgerError(f"{path} has {size} bytes, a ledger has {expected}: remove it")
-            self._memory = file.read() if snapshot else mmap.mmap(file.fileno(), size)
+            _check_head(path, file.fileno())
+            self._memory = file.read() if snapshot else mmap.mmap(file.fileno(), TABLE_WORDS * _WORD_BYTES)
         # Its items are plain integers: every poll reads some of every session's, and numpy's cost ten times as much.
         self._words = memoryview(self._memory).cast("Q")
-        if self.word(MAGIC) != _MAGIC:
-            raise LedgerError(f"{path} is no session ledger: remove it")
-        if (version := self.word(VERSION)) != PROTOCOL_VERSION:
-            raise LedgerError(
-                f"{path} is a ledger of protocol version {version}, this program speaks {PROTOCOL_VERSION}: "
-                "stop the server that made it"
-            )
 
     def close(self) -> None:
         """Unmap the table."""
@@ -215,6 +206,25 @@ class Table:
     def is_closed(self, slot: int, stage: StageName) -> bool:
         """True if `stage` has finished with the session in the slot."""
         return self.word(CLOSED, stage, slot) >> COUNT_BITS == self.word(GENERATION, slot=slot)
+
+
+def _check_head(path: Path, file: int) -> None:
+    """Check the words that are at the same place in every version, then the size.
+
+    Raises:
+        LedgerError: the file is no table of this layout.
+    """
+    size, expected = os.fstat(file).st_size, TABLE_WORDS * _WORD_BYTES
+    head = array("Q", os.pread(file, 2 * _WORD_BYTES, 0)[: 2 * _WORD_BYTES] if size >= 2 * _WORD_BYTES else bytes(16))
+    if head[0] != _MAGIC:
+        raise LedgerError(f"{path} is no session ledger: remove it")
+    if head[1] != PROTOCOL_VERSION:
+        raise LedgerError(
+            f"{path} is a ledger of protocol version {head[1]}, this program speaks {PROTOCOL_VERSION}: "
+            "stop the server that made it"
+        )
+    if size != expected:
+        raise LedgerError(f"{path} has {size} bytes, a ledger has {expected}: remove it")
 
 
 def create_table(name: str) -> None:

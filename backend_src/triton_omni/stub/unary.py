@@ -172,7 +172,7 @@ class UnaryModel:
         self._settings = settings
         self._grpc_url = grpc_url
         self._board = _open_board(table) if table else None
-        self._open = OpenRequests(self._board)
+        self._open_requests = OpenRequests(self._board)
         self._sending = SendingThread("unary")
         self._running: set[asyncio.Task[None]] = set()
         self._places = threading.BoundedSemaphore(settings.max_requests)
@@ -186,12 +186,12 @@ class UnaryModel:
         """Take requests; each is answered through its own sender."""
         for request in requests:
             sender = TritonResponseSender(self._pb_utils, request, (self._sending,))
-            self._open.open()
+            self._open_requests.open()
             try:
                 self._take(request, sender)
             except OmniError as error:
                 error.stage = error.stage or "unary"
-                sender.fail(error, self._open.close)
+                sender.fail(error, self._open_requests.close)
 
     def close(self) -> None:
         """Stop after the running requests; the stages end them when they close."""
@@ -230,13 +230,13 @@ class UnaryModel:
         try:
             timeout_s = asked_timeout_s(message, self._timeout_s)
             collected = await self._unless_cancelled(self._collect(message), sender, timeout_s)
-            end = functools.partial(sender.answer, collected.to_answer().to_tensors(), self._open.close)
+            end = functools.partial(sender.answer, collected.to_answer().to_tensors(), self._open_requests.close)
         except OmniError as error:
-            end = functools.partial(sender.fail, error, self._open.close)
+            end = functools.partial(sender.fail, error, self._open_requests.close)
         except Exception:
             logger.exception("unary request %s failed", message.id)
             failure = InternalError("the reply could not be collected", stage="unary")
-            end = functools.partial(sender.fail, failure, self._open.close)
+            end = functools.partial(sender.fail, failure, self._open_requests.close)
         # The client may ask again as soon as it has the answer.
         self._places.release()
         end()

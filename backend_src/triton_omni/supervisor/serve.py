@@ -38,8 +38,13 @@ from triton_omni.supervisor.restart import Starts
 from triton_omni.supervisor.server_log import ServerLog
 from triton_omni.supervisor.server_run import END_WITHIN_S, KILL_AFTER_S, Launch, ServerRun
 from triton_omni.supervisor.start_checks import check_caches, check_shared_memory
-from triton_omni.supervisor.start_report import StartReport, stages_of, warm_up
+from triton_omni.supervisor.start_report import StartReport, stages_of
 from triton_omni.supervisor.triton_features import known_options
+from triton_omni.supervisor.warm_up import warm_up
+
+_SAME_SIGNAL_S = 1.0
+"""Signals so soon after the first are one: Ctrl-C reaches a command from its terminal and once more from its shell."""
+_POLL_S = 0.1
 
 
 @contextmanager
@@ -63,11 +68,6 @@ def on_signals(act: Callable[[int], None]) -> Iterator[None]:
 def exit_at_once(number: int) -> None:
     """End without tidying up; the exit code as a shell gives it."""
     os._exit(128 + number)
-
-
-_SAME_SIGNAL_S = 1.0
-"""Signals so soon after the first are one: Ctrl-C reaches a command from its terminal and once more from its shell."""
-_POLL_S = 0.1
 
 
 class Supervisor:

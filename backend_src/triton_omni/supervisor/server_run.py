@@ -39,6 +39,13 @@ from triton_omni.supervisor.triton_features import (
     server_version,
 )
 
+KILL_AFTER_S = 5.0
+END_WITHIN_S: Final = 3.0
+"""Seconds in which stages tell the clients of open sessions that the server stops."""
+_ALONE_S = 2.0
+"""Seconds that a stopping server has once its stages have left, and where a dead stage keeps it from its end."""
+_POLL_S: Final = 0.1
+
 
 def server_command(
     config: ServerConfig,
@@ -99,12 +106,6 @@ def server_command(
 
 
 # Triton stops by itself within its exit timeout; what is left after this much more is ended.
-KILL_AFTER_S = 5.0
-END_WITHIN_S: Final = 3.0
-"""Seconds in which stages tell the clients of open sessions that the server stops."""
-_ALONE_S = 2.0
-"""Seconds that a stopping server has once its stages have left, and where a dead stage keeps it from its end."""
-_POLL_S: Final = 0.1
 
 
 @dataclass(frozen=True)

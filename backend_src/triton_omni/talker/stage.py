@@ -172,10 +172,11 @@ class TalkerStage:
         sessions = self._sessions.open
         self._interval_ns = message_interval_ns(sum(session.thinker is None for session in sessions.values()))
         self._sender.ring.find_ring(time.monotonic_ns())
-        self._sessions.fetch()
-        # token2wav may need fewer codes than before, or have freed places.
-        self._sender.send(sessions.values(), self._interval_ns)
+        self._sessions.fetch(lambda session: None)
         delay = self._sessions.look_after_all()
+        # token2wav may need fewer codes than before, or have freed places. After the look: nothing leaves for a session
+        # that has just ended.
+        self._sender.send(sessions.values(), self._interval_ns)
         held = self._ledger.device_claimed()
         self._engine.hold(held)
         if held:
@@ -234,8 +235,10 @@ class TalkerStage:
         """Reserve the session's rows in the engine.
 
         Raises:
+            BadRequest: the voice is unknown.
             TooLarge: the prompt leaves no room for codes.
             Overloaded: the rows cannot be had.
+            InternalError: the thinker sent no positions.
         """
         request = session.session
         if request.want_audio:

@@ -173,11 +173,13 @@ class OpenSession:
         return not still or now_ns - self.deadline_ns > HELD_UP_AT_MOST_S * 1e9
 
     def queue_output(self, output: ThinkerOutput) -> None:
-        """Queue the text of an engine step, and the end of the reply."""
+        """Queue the output of an engine step for sending."""
         self.reply_tokens += len(output.token_ids)
         if output.token_ids and not self.first_token_ns:
             self.first_token_ns = time.monotonic_ns()
         self.send_queue.put_text(output.text)
+        if output.rows is not None:
+            self.send_queue.put(output.rows, output.rows_ready)
         if output.finish_reason is not None:
             self._finish_reply(output.finish_reason, output.stop_string)
 

@@ -217,8 +217,9 @@ class ThinkerStage:
             self._end_all(leaving_error())
         now = time.monotonic_ns()
         self._sender.ring.find_ring(now)
-        self._send(self._open.values())
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
+        # After the look: nothing leaves for a session that has just ended.
+        self._send(self._open.values())
         # Decided once an iteration: `has_work` and the sleep time must refer to the same moment.
         held = self._ledger.device_claimed() or self._must_pause(now)
         self._engine.hold(held)
@@ -285,8 +286,6 @@ class ThinkerStage:
             self._fail(session, kind(output.error, stage="thinker"))
             return
         self.request_metrics.reply_tokens += len(output.token_ids)
-        if output.rows is not None:
-            session.send_queue.put(output.rows, output.rows_ready)
         session.queue_output(output)
         session.send_queue.is_urgent = session.reply_tokens <= UNLIMITED_TOKENS
 

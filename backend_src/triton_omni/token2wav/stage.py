@@ -157,8 +157,7 @@ class Token2WavStage:
         """Check every session. Claim the device if a stream waits for sound, before the step that launches it."""
         self._ledger.beat()
         self._health.refresh()
-        for session in self._sessions.fetch():
-            self._tell_wanted(session)
+        self._sessions.fetch(self._tell_wanted)
         waiting = self._health.failure is None and self._engine.wants_claim
         self._ledger.set_word(CLAIMED, self._claim.until_ns(waiting, time.monotonic_ns()), "token2wav")
         return self._sessions.look_after_all()
