@@ -355,7 +355,7 @@ def in_the_solver(engine: Token2WavEngine, lacking: Lacking, patched: pytest.Mon
         if self.number > 1 and lacking({name for name, stream in engine._streams.items() if stream.page in left}):
             raise torch.OutOfMemoryError("tried to allocate too much")
 
-    patched.setattr(LayerKVCache, "leave", full)
+    patched.setattr(LayerKVCache, "write", full)
 
 
 def in_the_vocoder(engine: Token2WavEngine, lacking: Lacking, patched: pytest.MonkeyPatch) -> None:
