@@ -346,11 +346,11 @@ Lacking = Callable[[set[str]], bool]
 
 
 def in_the_solver(engine: Token2WavEngine, lacking: Lacking, patched: pytest.MonkeyPatch) -> None:
-    """Memory runs out when a layer has just left what the next windows are to find."""
-    leave = LayerKVCache.leave
+    """Memory runs out when a layer has just written what the next windows read."""
+    write = LayerKVCache.write
 
     def full(self: LayerKVCache, key: Tensor, value: Tensor) -> None:
-        leave(self, key, value)
+        write(self, key, value)
         left = self.left.tolist()
         if self.number > 1 and lacking({name for name, stream in engine._streams.items() if stream.page in left}):
             raise torch.OutOfMemoryError("tried to allocate too much")
