@@ -73,7 +73,17 @@ UNHURRIED = {
 """The same of tests that need a server. Its other tests look at the clock: beside them no other test has all its
 share of the processors."""
 WITH_SERVERS_OF_THEIR_OWN = {
-    f"{WITH_A_SERVER}test_{name}" for name in ("compare.py", "kept_memory.py", "observability.py", "smoke.py")
+    f"{WITH_A_SERVER}test_{name}"
+    for name in (
+        "bounds.py",
+        "compare.py",
+        "kept_memory.py",
+        "observability.py",
+        "restart.py",
+        "smoke.py",
+        "tensor_parallel.py",
+        "whole_restart.py",
+    )
 }
 """Of these, what any worker may run beside the first: the shared server is none of theirs, and they have no clock."""
 FIRST, LAST = "tests with a server", "tests with a server and a clock"
