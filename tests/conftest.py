@@ -79,9 +79,7 @@ WITH_SERVERS_OF_THEIR_OWN = {
         "compare.py",
         "kept_memory.py",
         "observability.py",
-        "restart.py",
         "smoke.py",
-        "tensor_parallel.py",
         "whole_restart.py",
     )
 }
