@@ -21,7 +21,7 @@ from server.probes import FAILING_TOKEN2WAV, SLOW_THINKER
 from server.serving import STAGES, TINY, Served, serve, wait_for
 from triton_omni.doctor import cli
 from triton_omni.session.ledger_table import GENERATION, Table
-from triton_omni.supervisor.start_report import REQUEST_ID
+from triton_omni.supervisor.warm_up import REQUEST_ID
 from triton_omni_client import (
     BadRequest,
     Cancelled,

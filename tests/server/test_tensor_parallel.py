@@ -37,12 +37,18 @@ TOLD_WITHIN_S = 10.0
 def split(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of its own: at its end nothing may be left of the processes that Triton does not know."""
     settings = {**TINY, "thinker": {**TINY["thinker"], "tensor_parallel_size": 2}}
-    before = set(Path(tempfile.gettempdir()).iterdir())
+    before, named_before = set(Path(tempfile.gettempdir()).iterdir()), named_memory()
     with serve(tmp_path_factory.mktemp("split"), tiny_checkpoint, settings) as server:
         ranks = other_ranks(server)
+        assert named_memory() <= named_before
         yield server
         wait_for(lambda: not any(map(is_running, ranks)), lambda: ranks)
         assert not [path for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket() and path not in before]
+
+
+def named_memory() -> set[Path]:
+    """Memory by which ranks communicate and that would stay after processes that are killed."""
+    return set(Path("/dev/shm").glob("vllm_dist_*"))
 
 
 def thinker(server: Served) -> int:

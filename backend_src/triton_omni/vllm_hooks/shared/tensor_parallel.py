@@ -7,6 +7,7 @@ not know. It knows vLLM's executor and worker processes, nothing of thinker or t
 
 from __future__ import annotations
 
+import glob
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -76,6 +77,7 @@ class TensorParallelExecutor(UniProcExecutor):
             raise
         for queue in (self._calls, *(follower.worker_response_mq for follower in self._followers)):
             queue.wait_until_ready()
+        _unlink_shared_memory()
         self._patience_s = 0.0
 
     def _start(self, rank: int) -> Any:
@@ -152,6 +154,15 @@ class TensorParallelExecutor(UniProcExecutor):
             codes = {process.name: process.exitcode for process in processes}
             _logger.critical("a process of a split engine ended, so all of it does (exit codes: %s)", codes)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _unlink_shared_memory() -> None:
+    """Remove the names of memory through which CPU ranks communicate. All have mapped it, so nothing is left of it
+    when they end, however they do.
+    """
+    if identity := os.environ.get("VLLM_DIST_IDENT"):
+        for file in Path("/dev/shm").glob(f"{glob.escape(identity)}-*-cpushm_*"):
+            file.unlink(missing_ok=True)
 
 
 def _await_ready(starting: list[Any]) -> list[Any]:
