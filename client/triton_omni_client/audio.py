@@ -29,6 +29,7 @@ _UNKNOWN_LENGTHS = (0, _UNKNOWN_LENGTH, 0xFFFF_FFFF)
 _HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
 _CHUNK = struct.Struct("<4sI")
 _FORMAT = struct.Struct("<HHIIHH")
+_LONGEST_HEADER = 1 << 16
 _PCM_TAGS = (1, 0xFFFE)  # plain, and the "extensible" spelling of the same
 
 
@@ -100,7 +101,7 @@ class WavDecoder:
         if not b"RIFF".startswith(header[:4]) or not b"WAVE".startswith(header[8:12]):
             raise Internal(f"expected a WAV file, the audio starts with {header[:12]!r}")
         at = 12
-        while len(header) >= at + _CHUNK.size:
+        while len(header) >= at + _CHUNK.size and at <= _LONGEST_HEADER:
             name, size = _CHUNK.unpack_from(header, at)
             at += _CHUNK.size
             if name == b"data":
@@ -110,6 +111,8 @@ class WavDecoder:
             if name == b"fmt " and len(header) >= at + _FORMAT.size:
                 _check_format(*_FORMAT.unpack_from(header, at))
             at += size + size % 2
+        if len(header) > _LONGEST_HEADER:
+            raise Internal(f"the WAV file has no samples in its first {_LONGEST_HEADER} bytes")
         return b""
 
 

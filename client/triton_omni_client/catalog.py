@@ -6,15 +6,18 @@ Pure: reads the JSON form of Triton's answers, which gRPC and HTTP share.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
 
+from .errors import Internal
 from .messages import INPUTS, MODEL, OUTPUTS, UNARY_MODEL
+from .parsing import parsed
 
+MAX_MODELS = 100
+"""Most models of a server that are looked at; it has six of its own."""
 KNOWN: tuple[Mapping[str, Any], ...] = tuple({"name": name, "state": "READY"} for name in (MODEL, UNARY_MODEL))
 """The repository index of a server that keeps its own to itself."""
 
@@ -43,8 +46,18 @@ class ServedModel:
 
 
 def served_model(entry: Mapping[str, Any], config: Mapping[str, Any] | None) -> ServedModel:
-    """A model from its entry in the repository index and its configuration (None: it has none while not loaded)."""
-    known = config or {}
+    """A model from its entry in the repository index and its configuration (None: it has none while not loaded).
+
+    Raises:
+        Internal: they are outside of Triton's protocol.
+    """
+    try:
+        return _served_model(entry, config or {})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Internal(f"the server's account of its models is outside of Triton's protocol: {error!r:.200}") from error
+
+
+def _served_model(entry: Mapping[str, Any], known: Mapping[str, Any]) -> ServedModel:
     policy = known.get("model_transaction_policy") or {}
     steps = (known.get("ensemble_scheduling") or {}).get("step") or []
     voices, limits = _parameter(known, "voices"), _parameter(known, "limits")
@@ -70,8 +83,21 @@ def checkpoint_of(config: Mapping[str, Any]) -> str | None:
 
 
 def index_of(answer: Any) -> list[Mapping[str, Any]]:
-    """The entries of a `RepositoryIndexResponse`."""
-    return list(_plain(answer).get("models", []))
+    """The entries of a `RepositoryIndexResponse`; raises as `entries_of` does."""
+    return entries_of(_plain(answer).get("models", []))
+
+
+def entries_of(index: object) -> list[Mapping[str, Any]]:
+    """The entries of a repository index.
+
+    Raises:
+        Internal: it is outside of Triton's protocol, or has too many: each model's configuration is a question more.
+    """
+    if not isinstance(index, list) or not all(isinstance(e, dict) and isinstance(e.get("name"), str) for e in index):
+        raise Internal("the server's index of models is outside of Triton's protocol")
+    if len(index) > MAX_MODELS:
+        raise Internal(f"the server names {len(index)} models, more than {MAX_MODELS}")
+    return index
 
 
 def config_of(answer: Any) -> Mapping[str, Any]:
@@ -91,6 +117,6 @@ def _names(config: Mapping[str, Any], side: str) -> set[str]:
 def _parameter(config: Mapping[str, Any], name: str) -> object:
     """A parameter of the configuration, whose text is JSON; None where there is none that can be read."""
     try:
-        return json.loads(config["parameters"][name]["string_value"])
+        return parsed(config["parameters"][name]["string_value"])
     except (KeyError, TypeError, ValueError):
         return None

@@ -34,6 +34,7 @@ from .commands.say import EXAMPLES as SAY_EXAMPLES
 from .commands.say import say
 from .interrupt import INTERRUPTED
 from .options import seconds
+from .printable import one_line
 from .terminal import EXIT_CODES, FAILED, errors, print_json, with_hint
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -78,7 +79,7 @@ def ready(
         print_json({"ready": obstacle is None} | ({} if obstacle is None else {"message": obstacle}))
     else:
         said = "ready" if obstacle is None else f"not ready: {url}: {with_hint(obstacle)}"
-        typer.echo(said, err=obstacle is not None)
+        typer.echo(one_line(said), err=obstacle is not None)
     if obstacle is not None:
         raise typer.Exit(FAILED)
 

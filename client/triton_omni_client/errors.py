@@ -11,7 +11,10 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-_TAIL = re.compile(r"\s*\[omni:(?P<code>[a-z_]+)(?P<fields>(?:;[a-z_]+=[^;\]]*)*)\]\s*$")
+_LONGEST_TEXT, _KEPT_END = 4096, 1024
+"""Maximum characters of an error text; of a longer one the end is kept, which is machine-readable."""
+_LONGEST_RETRY_DIGITS = 10
+_TAIL = re.compile(r"\[omni:(?P<code>[a-z_]+)(?P<fields>(?:;[a-z_]+=[^;\]]*)*)\]$")
 _ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
 """Triton's prefix of a stage's error."""
 _DEAD_STAGE = re.compile(r"Stub process '(?P<stage>\w+?)(?:_\d+)+' is not healthy")
@@ -90,17 +93,29 @@ def from_text(text: str, *, otherwise: type[OmniClientError] = Internal) -> Omni
         text: the error text as it came over gRPC or HTTP.
         otherwise: the class of a text without that part (an error of Triton itself).
     """
-    text = _ENSEMBLE.sub("", text)
+    text = _ENSEMBLE.sub("", shortened(text)).rstrip()
     found = _TAIL.search(text)
     if found is None:
         return _without_code(text, otherwise)
     fields = dict(field.split("=", 1) for field in found["fields"].split(";") if field)
-    retry = fields.get("retry_after_ms", "")
     return _BY_CODE.get(found["code"], Internal)(
-        text[: found.start()],
+        text[: found.start()].rstrip(),
         stage=fields.get("stage"),
-        retry_after_ms=int(retry) if retry.isdecimal() and retry.isascii() else None,
+        retry_after_ms=_milliseconds(fields.get("retry_after_ms", "")),
     )
+
+
+def shortened(text: str) -> str:
+    """An error text of bounded length: patterns are looked for in it, and each costs more than its length."""
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    return f"{text[: _LONGEST_TEXT - _KEPT_END - 1]}…{text[-_KEPT_END:]}"
+
+
+def _milliseconds(text: str) -> int | None:
+    """The number in a text; None for one that no wait can be."""
+    is_number = text.isdecimal() and text.isascii() and len(text) <= _LONGEST_RETRY_DIGITS
+    return int(text) if is_number else None
 
 
 def _without_code(text: str, otherwise: type[OmniClientError]) -> OmniClientError:

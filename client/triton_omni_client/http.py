@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Any
+from urllib.parse import quote
 
 from .address import DEFAULT_HTTP_URL, http_url
-from .catalog import KNOWN, ServedModel, served_model
+from .catalog import KNOWN, ServedModel, entries_of, served_model
 from .client import DEFAULT_TIMEOUT, READY_TIMEOUT, Stream, not_ready, wait_until
 from .errors import ConnectionFailed, Internal, Timeout
-from .http_call import EventCall, typed_errors
+from .http_call import EventCall, answer_until, content, typed_errors
 from .messages import MODEL, UNARY_MODEL, Delta, Media, Request
+from .parsing import parsed
 from .protocol import LONGEST_WAIT_S, EventReader, from_http, to_generate, to_http
 from .reply import Reply, ReplyBuilder
 from .retry import DEFAULT_RETRY, Retry
@@ -40,8 +41,8 @@ class HttpClient:
         url: Triton's HTTP endpoint, `http://` or `https://`.
         model: the unary model.
         stream_model: the streaming one.
-        timeout: seconds until a request that names none is given up: a stream's in all, else without a sign of life of
-            the server.
+        timeout: seconds until a request that names none is given up: a stream's in all, a whole answer's from when the
+            request has left.
         retry: how a refusal for want of room is waited out; `NO_RETRY` raises it at once.
 
     Raises:
@@ -141,11 +142,11 @@ class HttpClient:
             OmniClientError: the server could not be asked.
         """
         status, _, body = self._ask("POST", "/v2/repository/index", timeout)
-        entries = _json(body) if status == 200 else KNOWN
+        entries = entries_of(_json(body)) if status == 200 else KNOWN
         return [served_model(entry, self._config(str(entry["name"]), timeout)) for entry in entries]
 
     def _config(self, name: str, timeout: float) -> Mapping[str, Any] | None:
-        status, _, body = self._ask("GET", f"/v2/models/{name}/config", timeout)
+        status, _, body = self._ask("GET", f"/v2/models/{quote(name, safe='')}/config", timeout)
         return _json(body) if status == 200 else None  # a model that is not loaded has none
 
     def _ask(
@@ -156,9 +157,12 @@ class HttpClient:
         message: tuple[dict[str, str], bytes] = ({}, b""),
         on_sent: OnSent | None = None,
     ) -> _Answer:
-        with self._typed_errors(timeout), closing(self._sent(method, path, timeout, message, on_sent)) as connection:
-            response = connection.getresponse()
-            return response.status, dict(response.getheaders()), response.read()
+        with (
+            self._typed_errors(timeout),
+            closing(self._sent(method, path, timeout, message, on_sent)) as connection,
+            answer_until(connection, time.monotonic() + min(timeout, LONGEST_WAIT_S)) as response,
+        ):
+            return response.status, dict(response.getheaders()), content(response)
 
     def _sent(
         self, method: str, path: str, timeout: float, message: tuple[dict[str, str], bytes], on_sent: OnSent | None
@@ -181,7 +185,7 @@ class HttpClient:
 
 def _json(body: bytes) -> Any:
     try:
-        return json.loads(body)
+        return parsed(body)
     except ValueError as error:
         raise Internal(f"the answer is not JSON: {error}") from error
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final, cast
 
-from .errors import ConnectionFailed, Timeout
+from .errors import ConnectionFailed, Internal, Timeout
 from .protocol import EVENT, http_refusal
+
+MAX_ANSWER_BYTES: Final = 1 << 26
+"""Most bytes of an answer, and of a line of an answer that is a stream: 64 MiB, two minutes of speech as text."""
 
 
 @contextmanager
@@ -33,6 +38,74 @@ def _cause(error: OSError | http.client.HTTPException) -> str:
     if isinstance(error, ssl.SSLError):
         return f"no TLS ({error.reason}); a server without it is asked as http://"
     return str(error) or type(error).__name__
+
+
+class _TimedBytes(io.RawIOBase):
+    """What a socket receives until a deadline; each byte that comes late enough would else begin the wait anew.
+
+    Raises:
+        TimeoutError: at a read after the deadline.
+    """
+
+    def __init__(self, connected: socket.socket, deadline: float) -> None:
+        self._socket = connected
+        self._received = connected.makefile("rb", buffering=0)
+        self._deadline = deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int | None:  # type: ignore[override]
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+        return self._received.readinto(buffer)
+
+    def close(self) -> None:
+        self._received.close()
+        super().close()
+
+
+class _TimedSocket:
+    """The part of a socket that an answer of HTTP is read from."""
+
+    def __init__(self, connected: socket.socket, deadline: float) -> None:
+        self._bytes = _TimedBytes(connected, deadline)
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self._bytes)
+
+
+def answer_until(connection: http.client.HTTPConnection, deadline: float) -> http.client.HTTPResponse:
+    """The answer to a request that has left; reading it ends at the deadline, by the monotonic clock.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+        OSError, http.client.HTTPException: the connection broke, or what answers is not HTTP.
+    """
+    response = http.client.HTTPResponse(cast(socket.socket, _TimedSocket(connection.sock, deadline)))
+    try:
+        response.begin()
+    except BaseException:
+        response.close()
+        raise
+    return response
+
+
+def content(response: http.client.HTTPResponse) -> bytes:
+    """The whole body of an answer.
+
+    Raises:
+        Internal: it has more than `MAX_ANSWER_BYTES`.
+        OSError, http.client.HTTPException: it did not come whole.
+    """
+    body = response.read(MAX_ANSWER_BYTES + 1)
+    if len(body) > MAX_ANSWER_BYTES:
+        raise Internal(f"the answer has more than {MAX_ANSWER_BYTES} bytes, the most that this client takes")
+    if response.length:
+        raise http.client.IncompleteRead(body, response.length)
+    return body
 
 
 class EventCall:
@@ -67,24 +140,18 @@ class EventCall:
 
     def _next_event(self) -> bytes | None:
         if self._response is None:
-            self._wait_no_longer()
-            self._response = self._connection.getresponse()
+            self._response = answer_until(self._connection, self._deadline)
             if self._response.status != 200:
-                raise http_refusal(self._response.status, self._response.read())
+                raise http_refusal(self._response.status, content(self._response))
         while True:
-            self._wait_no_longer()
-            line = self._response.readline()
+            line = self._response.readline(MAX_ANSWER_BYTES + 1)
+            if len(line) > MAX_ANSWER_BYTES:
+                raise Internal(f"a line of the stream has more than {MAX_ANSWER_BYTES} bytes")
             if not line:
                 self._over = True
                 return None
             if line.startswith(EVENT):
                 return line.removeprefix(EVENT)
-
-    def _wait_no_longer(self) -> None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._socket.settimeout(left)
 
     def cancel(self) -> None:
         """Close the connection, which the server takes for the end of the request."""

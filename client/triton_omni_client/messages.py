@@ -21,6 +21,7 @@ import numpy as np
 
 from .audio import SAMPLE_RATE, Pcm16Decoder, WavDecoder, Waveform
 from .errors import BadRequest, Internal
+from .parsing import is_count, parsed
 from .sampling import MediaOptions, TalkerOptions, ThinkerOptions, Token2WavOptions
 
 AudioFormat = Literal["f32", "pcm16", "wav"]
@@ -43,6 +44,9 @@ OUTPUTS: dict[str, Datatype] = {
     "audio_base64": "BYTES",
     "info": "BYTES",
 }
+
+MAX_REPLY_BYTES = 1 << 26
+"""Most bytes of one reply's outputs: 64 MiB, eight times the longest speech in floats."""
 
 _LENGTH = struct.Struct("<I")
 _FLOAT_BYTES = 4
@@ -84,12 +88,15 @@ class Tensor:
         """The samples of an FP32 tensor [S].
 
         Raises:
-            Internal: another datatype, or a number of bytes that does not fit the shape.
+            Internal: another datatype, a number of bytes that does not fit the shape, or samples that are not finite.
         """
         self._expect("FP32")
         if len(self.data) != math.prod(self.shape) * _FLOAT_BYTES:
             raise Internal(f"output {self.name}: {len(self.data)} bytes do not fit shape {list(self.shape)}")
-        return np.frombuffer(self.data, dtype="<f4").astype(np.float32)
+        samples = np.frombuffer(self.data, dtype="<f4").astype(np.float32)
+        if not np.isfinite(samples).all():
+            raise Internal(f"output {self.name}: holds samples that are not finite")
+        return samples
 
     def _expect(self, datatype: Datatype) -> None:
         if self.datatype != datatype:
@@ -301,7 +308,7 @@ class Info:
             Internal: no JSON object, or a known key of a wrong type.
         """
         try:
-            raw = _mapping(json.loads(text), "info")
+            raw = _mapping(parsed(text), "info")
         except ValueError as error:
             raise Internal(f"info: not JSON: {error}") from error
         usage = _mapping(raw.get("usage", {}), "info.usage")
@@ -334,7 +341,7 @@ def _times(value: object, path: str) -> dict[str, Any]:
 def _optional(raw: Mapping[str, Any], name: str, kind: type) -> Any:
     value = raw.get(name)
     accepted = (int, float) if kind is float else kind
-    if value is not None and (not isinstance(value, accepted) or isinstance(value, bool)):
+    if value is not None and (not isinstance(value, accepted) or isinstance(value, bool) or not is_count(value)):
         raise Internal(f"info: {name} is {value!r:.80}, expected {kind.__name__}")
     return value
 
@@ -350,6 +357,7 @@ class OutputDecoder:
 
     def __init__(self, audio_format: AudioFormat) -> None:
         self._encoded = WavDecoder() if audio_format == "wav" else Pcm16Decoder()
+        self._bytes = 0
 
     def feed(self, outputs: Mapping[str, Tensor]) -> list[Delta]:
         """The deltas of one response: text, then audio, then info; a response may hold none.
@@ -357,6 +365,9 @@ class OutputDecoder:
         Raises:
             Internal: an output that is outside of the contract.
         """
+        self._bytes += sum(len(tensor.data) for tensor in outputs.values())
+        if self._bytes > MAX_REPLY_BYTES:
+            raise Internal(f"the reply has more than {MAX_REPLY_BYTES} bytes, the most that this client takes")
         deltas: list[Delta] = []
         if text := _text(outputs, "text_output"):
             deltas.append(TextDelta(text))

@@ -28,8 +28,10 @@ from .errors import (
     Timeout,
     TooLarge,
     from_text,
+    shortened,
 )
 from .messages import MODEL, OUTPUTS, UNARY_MODEL, Delta, Info, OutputDecoder, Request, Tensor
+from .parsing import parsed
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Largest gRPC message sent or taken: 1 GiB, room for the media a request may bring (gRPC's own: 4 MiB)."""
@@ -39,8 +41,14 @@ LONGEST_WAIT_S = 1e8
 past one.
 """
 
+_UNPACKED_ALONE = 1
+"""Bits of gRPC's algorithms of compression; the lowest is none."""
+
 HEADER_LENGTH = "Inference-Header-Content-Length"
 """HTTP header that says where the JSON of a body ends and the raw tensors begin."""
+
+_HEADER_DIGITS = 6
+"""Of the bytes of an answer's JSON, which describes four tensors."""
 
 EVENT = b"data:"
 """Prefix of a data line of server-sent events."""
@@ -85,9 +93,11 @@ _HTTP_ERRORS: dict[int, type[OmniClientError]] = {
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
     """gRPC channel options of both clients; a broken connection is tried again within a second.
 
-    The least reconnect back-off is, in spite of its name, how long gRPC waits for one attempt to connect.
+    The least reconnect back-off is, in spite of its name, how long gRPC waits for one attempt to connect. Messages are
+    taken unpacked alone, since gRPC unpacks one whole before it looks at its length: a thousandfold.
     """
     return [
+        ("grpc.compression_enabled_algorithms_bitset", _UNPACKED_ALONE),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -100,7 +110,8 @@ def from_grpc(error: grpc.RpcError) -> OmniClientError:
     """The error that a failed call means; the machine-readable part wins over the code of gRPC."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Timeout("the reply was not complete when its timeout had passed")
-    return refusal(_cause(error.details() or error.code().name), _GRPC_ERRORS.get(error.code(), Internal))
+    details = shortened(error.details() or error.code().name)
+    return refusal(_cause(details), _GRPC_ERRORS.get(error.code(), Internal))
 
 
 def refusal(text: str, otherwise: type[OmniClientError] = Internal) -> OmniClientError:
@@ -109,6 +120,7 @@ def refusal(text: str, otherwise: type[OmniClientError] = Internal) -> OmniClien
     Triton's own texts about a model of another name are the caller's to mend, unless the model is a public one, which
     a server may miss for a while.
     """
+    text = shortened(text)
     found = _UNKNOWN_MODEL.search(text)
     if found is not None and found["model"] not in (MODEL, UNARY_MODEL):
         return BadRequest(f"the server has no model {found['model']!r}; {_MODELS}")
@@ -252,6 +264,8 @@ def from_http(request: Request, status: int, headers: Mapping[str, str], body: b
     length = headers.get(HEADER_LENGTH, "")
     if not length.isdecimal():
         raise Internal(f"the answer has no {HEADER_LENGTH} header: not an answer of Triton's /infer")
+    if len(length) > _HEADER_DIGITS:
+        raise Internal(f"the answer's JSON is of {length[:20]} bytes, more than {10**_HEADER_DIGITS - 1}")
     head, data = body[: int(length)], body[int(length) :]
     return OutputDecoder(request.audio_format).feed(_http_outputs(head, data))
 
@@ -268,7 +282,7 @@ def http_refusal(status: int, body: bytes) -> OmniClientError:
 
 def _http_error(status: int, body: bytes) -> str:
     try:
-        return str(json.loads(body.removeprefix(EVENT))["error"])
+        return str(parsed(body.removeprefix(EVENT))["error"])
     except (ValueError, KeyError, TypeError):
         # Not Triton's answer but a proxy's: its page says less than its status.
         return f"HTTP status {status}"
@@ -276,17 +290,23 @@ def _http_error(status: int, body: bytes) -> str:
 
 def _http_outputs(head: bytes, data: bytes) -> dict[str, Tensor]:
     try:
-        outputs: Sequence[Mapping[str, Any]] = json.loads(head)["outputs"]
+        outputs: Sequence[Mapping[str, Any]] = parsed(head)["outputs"]
         found, at = {}, 0
         for out in outputs:
-            size = int(out["parameters"]["binary_data_size"])
+            size = _size(out["parameters"]["binary_data_size"])
             found[out["name"]] = Tensor(out["name"], out["datatype"], tuple(out["shape"]), data[at : at + size])
             at += size
     except (ValueError, KeyError, TypeError) as error:
-        raise Internal(f"the answer is outside of Triton's protocol: {error!r}") from error
+        raise Internal(f"the answer is outside of Triton's protocol: {error!r:.200}") from error
     if at != len(data):
         raise Internal(f"the answer names {at} bytes of tensors and holds {len(data)}")
     return found
+
+
+def _size(value: object) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"binary_data_size is {value!r:.80}")
+    return value
 
 
 def to_generate(request: Request) -> tuple[dict[str, str], bytes]:
@@ -311,10 +331,10 @@ class EventReader(StreamReader):
             OmniClientError: the server's error (nothing follows), or an answer outside of the contract.
         """
         try:
-            event: dict[str, Any] = dict(json.loads(response))
+            event: dict[str, Any] = dict(parsed(response))
             outputs = {name: _event_output(name, event[name]) for name in OUTPUTS if name in event}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise Internal(f"an event is outside of Triton's protocol: {error!r}") from error
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise Internal(f"an event is outside of Triton's protocol: {error!r:.200}") from error
         if "error" in event:
             raise self._named(refusal(str(event["error"])))
         return self._decoded(outputs)
@@ -324,5 +344,6 @@ def _event_output(name: str, value: Any) -> Tensor:
     """A tensor of JSON: of one element the element itself, of none an empty list or text."""
     if OUTPUTS[name] == "BYTES":
         return Tensor.of_bytes(name, [value.encode()] if value else [])
-    samples = np.atleast_1d(np.asarray([] if value == "" else value, "<f4"))
+    with np.errstate(over="ignore"):  # what becomes infinite so is refused with its tensor
+        samples = np.atleast_1d(np.asarray([] if value == "" else value, "<f4"))
     return Tensor(name, "FP32", samples.shape, samples.tobytes())

@@ -14,6 +14,7 @@ import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc  # type: ignore[import-untyped]
 
 from .messages import Tensor
+from .protocol import MAX_MESSAGE_BYTES, channel_options
 from .shared_media import SharedMedia
 
 
@@ -84,7 +85,12 @@ class Sharing:
     """
 
     def __init__(self, url: str, credentials: grpc.ChannelCredentials | None) -> None:
-        self._channel = grpc.insecure_channel(url) if credentials is None else grpc.secure_channel(url, credentials)
+        options = channel_options(MAX_MESSAGE_BYTES)
+        self._channel = (
+            grpc.insecure_channel(url, options=options)
+            if credentials is None
+            else grpc.secure_channel(url, credentials, options=options)
+        )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._threads = ThreadPoolExecutor(thread_name_prefix="omni-shared-media")
 

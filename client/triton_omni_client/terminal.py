@@ -25,6 +25,7 @@ from rich.text import Text
 from .audio import WavWriter
 from .errors import BadRequest, ConnectionFailed, OmniClientError, Overloaded
 from .messages import Delta, TextDelta
+from .printable import one_line, printable
 from .reply import Reply, Timings
 
 FAILED, USAGE = 1, 2
@@ -41,7 +42,7 @@ class Screen:
     """Where a reply is shown: text to `out` as it comes, a progress line to `err` when that is a terminal.
 
     On one terminal, text and progress are drawn together and the text is printed at the end. A redrawn line and a
-    growing line cannot share a place.
+    growing line cannot share a place. A terminal gets the text `printable`, a file or pipe as it is.
     """
 
     def __init__(self, *, text_to_stderr: bool, silent: bool) -> None:
@@ -74,12 +75,14 @@ class Screen:
                 self._write(delta.text)
         if self._live is not None:
             progress = Text(f"audio {timings.audio:.1f} s", style="dim")
-            shown: RenderableType = Group(Text(self._text), progress) if self._late and not self._silent else progress
+            shown: RenderableType = (
+                Group(Text(printable(self._text)), progress) if self._late and not self._silent else progress
+            )
             self._live.update(shown)
 
     def _write(self, text: str) -> None:
         if not self._silent:
-            self._out.write(text)
+            self._out.write(printable(text) if self._out.isatty() else text)
             self._out.flush()
 
     @contextmanager
@@ -149,7 +152,7 @@ def _writer(file: BinaryIO) -> WavWriter:
 
 def print_json(value: object) -> None:
     """One JSON object on one line of stdout."""
-    typer.echo(json.dumps(value, ensure_ascii=False))
+    typer.echo(printable(json.dumps(value, ensure_ascii=False)))
 
 
 @contextmanager
@@ -176,7 +179,7 @@ def report(error: OmniClientError, url: str, *, as_json: bool = False) -> None:
     if as_json:
         fields = ("code", "message", "stage", "retry_after_ms")
         print_json({"error": {name: getattr(error, name) for name in fields}})
-    typer.echo(f"error: {_sentence(error, url)}", err=True)
+    typer.echo(f"error: {one_line(_sentence(error, url))}", err=True)
 
 
 def _sentence(error: OmniClientError, url: str) -> str:

@@ -193,6 +193,12 @@ def test_nothing_is_plotted_of_text_alone(tmp_path: Path) -> None:
     assert write_plots([Run(Load("closed", 1), [replace(RECORD, chunks=())])], tmp_path / "b", "") == []
 
 
+@pytest.mark.parametrize("name", ["$\\planted$", "cost $1 {$}", "$x_{$"])
+def test_a_name_of_the_server_is_no_formula_of_a_plot(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    assert write_plots([run_of(Load("closed", 1))], tmp_path / "b", name)
+
+
 def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(BadRequest, match="cannot be written"):

@@ -2,6 +2,7 @@
 """`stage.yaml`: shipped files agree with the defaults, and what cannot be used stops the load by name."""
 
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,34 @@ def test_a_missing_file_is_refused(tmp_path):
 def test_a_file_cannot_make_python_objects(load):
     with pytest.raises(SettingsError, match="cannot be read"):
         load("device: !!python/object/apply:os.getcwd []")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("max_sessions: 4\nmax_sessions: 8", r"'max_sessions' is given twice \(line 2, column 1\)"),
+        ("engine:\n  threads: 1\n  threads: 2", r"'threads' is given twice \(line 3, column 3\)"),
+        ("limits: {max_messages: 1, max_messages: 1}", "'max_messages' is given twice"),
+        ("device: 2026-13-45", "month"),
+        ("max_sessions: " + "9" * 5000, "digits"),
+        ("device: " + "[" * 5000, "nested too deeply"),
+    ],
+)
+def test_what_yaml_takes_silently_or_fails_at_is_refused_with_a_reason(load, text, reason):
+    with pytest.raises(SettingsError, match=rf"stage\.yaml: cannot be read: .*{reason}"):
+        load(text)
+
+
+@pytest.mark.parametrize("key", ["device", "nothing", "max_sessions"])
+def test_a_value_that_aliases_make_of_astronomic_size_is_told_in_short(load, key):
+    lists = [f"  - &a{level + 1} [{', '.join([f'*a{level}'] * 9)}]" for level in range(7)]
+    tracemalloc.start()
+    try:
+        with pytest.raises(SettingsError, match=key):
+            load("\n".join([f"{key}:", "  - &a0 [lol]", *lists]))
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_settings_do_not_change_after_load():

@@ -22,7 +22,7 @@ from triton_omni.checkpoint.facts import (
     TalkerSampling,
     ThinkerConfig,
 )
-from triton_omni.checkpoint.reading import CheckpointError, Section, read_json
+from triton_omni.checkpoint.reading import LARGEST_INTEGER, MOST_ITEMS, CheckpointError, Section, read_json
 
 __all__ = ["CheckpointError", "OmniConfig", "fingerprint", "load_config"]
 
@@ -41,12 +41,15 @@ def load_config(path: Path) -> OmniConfig:
     token2wav = root.section("token2wav_config")
     dit, bigvgan = _dit(token2wav.section("dit_config")), _bigvgan(token2wav.section("bigvgan_config"))
     sampling_rate = preprocessor.integer("sampling_rate", default=16000, low=1)
+    hop_length = math.prod(bigvgan.upsample_rates)
+    if hop_length > LARGEST_INTEGER:
+        raise token2wav.fail("bigvgan_config.upsample_rates", f"their product is above {LARGEST_INTEGER}")
     config = OmniConfig(
         thinker=_thinker(root, generation),
         talker=_talker(root.section("talker_config"), generation),
         dit=dit,
         bigvgan=bigvgan,
-        codec=CodecConfig(dit.num_embeds, dit.repeats, math.prod(bigvgan.upsample_rates)),
+        codec=CodecConfig(dit.num_embeds, dit.repeats, hop_length),
         audio_sampling_rate=sampling_rate,
         max_audio_seconds=preprocessor.integer("n_samples", default=300 * sampling_rate, low=1) / sampling_rate,
     )
@@ -83,7 +86,7 @@ def _decoder(section: Section, vocab_size: int, head_dim: int | None) -> Decoder
     sections = _mrope_section(section, head_dim)
     return DecoderConfig(
         hidden_size=hidden,
-        num_layers=section.integer("num_hidden_layers", low=1),
+        num_layers=section.integer("num_hidden_layers", low=1, high=MOST_ITEMS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -172,7 +175,7 @@ def _talker_sampling(generation: Section) -> TalkerSampling:
 
 
 def _dit(section: Section) -> DitConfig:
-    layers = section.integer("num_hidden_layers", "depth", low=1)
+    layers = section.integer("num_hidden_layers", "depth", low=1, high=MOST_ITEMS)
     return DitConfig(
         hidden_size=section.integer("hidden_size", "dim", low=1),
         num_layers=layers,

@@ -6,17 +6,16 @@ Format: https://github.com/huggingface/safetensors#format. Reads no weight and n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from triton_omni.checkpoint.reading import INDEX_FILE, CheckpointError
+from triton_omni.checkpoint.reading import INDEX_FILE, LARGEST_JSON_BYTES, CheckpointError, parse_json
 
 _LENGTH_BYTES = 8
-_LONGEST_HEADER = 100_000_000
-"""The format's own limit."""
 _METADATA = "__metadata__"
+_END = 1 << 63
+"""No file is so long."""
 
 
 def check_weights(folder: Path, weight_map: Mapping[str, str]) -> None:
@@ -42,7 +41,7 @@ def check_file(path: Path, names: Iterable[str] = ()) -> None:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            raw = file.read(length) if length <= _LONGEST_HEADER else b""
+            raw = file.read(length) if length <= LARGEST_JSON_BYTES else b""
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     tensors = _tensors(path, raw, length)
@@ -61,13 +60,19 @@ def _side(size: int, end: int) -> str:
     return "early" if size < end else "late"
 
 
+def _range(begin: object, end: object) -> tuple[int, int]:
+    if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end < _END:
+        raise ValueError(f"data_offsets are {begin!r:.20}, {end!r:.20}")
+    return begin, end
+
+
 def _tensors(path: Path, raw: bytes, length: int) -> dict[str, tuple[int, int]]:
     """The byte range of each tensor after the header."""
     if len(raw) != length or not raw:
         raise CheckpointError(f"{path}: is no safetensors file, or is cut off within its header")
     try:
-        header: dict[str, Any] = json.loads(raw)
+        header: dict[str, Any] = parse_json(raw)
         found = {name: tensor["data_offsets"] for name, tensor in header.items() if name != _METADATA}
-        return {name: (int(begin), int(end)) for name, (begin, end) in found.items()}
+        return {name: _range(begin, end) for name, (begin, end) in found.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: its header cannot be read: {type(error).__name__}") from error

@@ -7,6 +7,7 @@ Knows nothing of the model: which keys exist and what they mean is in `config.py
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,11 @@ from typing import Any
 INDEX_FILE = "model.safetensors.index.json"
 """Names the file of each tensor where the weights are in several files."""
 SINGLE_FILE = "model.safetensors"
+LARGEST_JSON_BYTES = 100_000_000
+"""Maximum of a JSON file, as safetensors has it for a header."""
+LARGEST_INTEGER = 2**31 - 1
+MOST_ITEMS = 1024
+"""Maximum items of a list of integers: one a layer."""
 
 
 class CheckpointError(ValueError):
@@ -51,19 +57,19 @@ class Section:
         """True if one of the keys is there and not null."""
         return any(self.values.get(key) is not None for key in keys)
 
-    def integer(self, *keys: str, default: int | None = None, low: int = 0, high: int | None = None) -> int:
+    def integer(self, *keys: str, default: int | None = None, low: int = 0, high: int = LARGEST_INTEGER) -> int:
         """An integer in [low, high]."""
         key, value = self._find(keys, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.fail(key, f"expected an integer, found {value!r:.80}")
-        if value < low or (high is not None and value > high):
-            raise self.fail(key, f"{value} is outside [{low}, {'any' if high is None else high}]")
+        if not low <= value <= high:
+            raise self.fail(key, f"{value} is outside [{low}, {high}]")
         return value
 
     def number(self, *keys: str, default: float | None = None, low: float = 0.0) -> float:
         """A finite number of at least `low`."""
         key, value = self._find(keys, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= sys.float_info.max:
             raise self.fail(key, f"expected a finite number of at least {low}, found {value!r:.80}")
         return float(value)
 
@@ -78,14 +84,18 @@ class Section:
         """A list of integers of at least `low`; a single integer counts as a list of one."""
         key, value = self._find(keys, default)
         items = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(item, bool) or not isinstance(item, int) or item < low for item in items):
-            raise self.fail(key, f"expected integers of at least {low}, found {value!r:.80}")
+        if len(items) > MOST_ITEMS:
+            raise self.fail(key, f"has {len(items)} items, at most {MOST_ITEMS} are taken")
+        if any(isinstance(item, bool) or not isinstance(item, int) for item in items) or not all(
+            low <= item <= LARGEST_INTEGER for item in items
+        ):
+            raise self.fail(key, f"expected integers in [{low}, {LARGEST_INTEGER}], found {value!r:.80}")
         return tuple(items)
 
     def integer_rows(self, key: str) -> tuple[tuple[int, ...], ...]:
         """A list of lists of positive integers."""
         _, value = self._find((key,), None)
-        if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
+        if not isinstance(value, list) or len(value) > MOST_ITEMS or not all(isinstance(row, list) for row in value):
             raise self.fail(key, f"expected a list of lists, found {value!r:.80}")
         return tuple(Section(self.where, {key: row}).integers(key, low=1) for row in value)
 
@@ -98,12 +108,30 @@ class Section:
         return keys[0], default
 
 
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is none, or is nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _text(path: Path) -> str:
+    if (size := path.stat().st_size) > LARGEST_JSON_BYTES:
+        raise ValueError(f"{size} bytes are more than {LARGEST_JSON_BYTES}")
+    return path.read_text(encoding="utf-8")
+
+
 def read_json(path: Path, *, optional: bool = False) -> Section:
     """The JSON object of a file; with `optional` a missing file is an empty object."""
     if optional and not path.is_file():
         return Section(path.name, {})
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(_text(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not isinstance(values, dict):
@@ -121,6 +149,6 @@ def read_index(folder: Path) -> dict[str, str] | None:
         return None
     entries = read_json(folder / INDEX_FILE).section("weight_map").values
     for name, file in entries.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
             raise CheckpointError(f"{INDEX_FILE}: {name}: expected the name of a file here, found {file!r:.80}")
     return dict(entries)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,11 @@ from torch import Tensor
 
 from triton_omni.checkpoint.config import OmniConfig
 from triton_omni.checkpoint.reading import CheckpointError
-from triton_omni.checkpoint.voice_names import DEFAULT_VOICE, SPEAKER_FILE
+from triton_omni.checkpoint.voice_names import DEFAULT_VOICE, SPEAKER_FILE, checked_name
 from triton_omni.core.errors import BadRequest
+
+MOST_FRAMES = 1 << 15
+"""Of a reference mel spectrogram: five minutes."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,14 @@ def load_speakers(path: Path, config: OmniConfig) -> Speakers:
     file = path / SPEAKER_FILE
     try:
         raw: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    # A damaged file may raise almost anything.
+    except Exception as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
     if not isinstance(raw, dict) or not raw:
         raise CheckpointError(f"{file}: expected a dictionary of speakers, found {type(raw).__name__}")
-    return Speakers({str(name): _speaker(f"{file.name}: {name}", str(name), raw[name], config) for name in raw})
+    return Speakers(
+        {name: _speaker(f"{file.name}: {name}", name, raw[name], config) for name in map(checked_name, raw)}
+    )
 
 
 def _speaker(where: str, name: str, entry: Any, config: OmniConfig) -> Speaker:
@@ -99,6 +104,11 @@ def _tensor(where: str, entry: Mapping[str, Any], key: str, *, dims: int, last: 
     if batched.dim() != dims or batched.shape[0] != 1 or batched.shape[-1] != last or not batched.numel():
         expected = f"[1, {last}]" if dims == 2 else f"[1, frames, {last}]"
         raise CheckpointError(f"{where}.{key}: expected shape {expected}, found {list(value.shape)}")
+    # A view of one number may have any shape: asked before it is looked at.
+    if batched.shape[-2] > MOST_FRAMES:
+        raise CheckpointError(f"{where}.{key}: has {batched.shape[-2]} frames, at most {MOST_FRAMES} are taken")
+    if batched.layout != torch.strided or batched.is_complex() or batched.is_quantized:
+        raise CheckpointError(f"{where}.{key}: expected real numbers, not {value.dtype} ({value.layout})")
     if not torch.isfinite(batched).all():
         raise CheckpointError(f"{where}.{key}: holds values that are not finite")
     return batched.float().contiguous()

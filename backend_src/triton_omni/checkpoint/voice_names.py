@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import zipfile
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import Any
 from triton_omni.checkpoint.reading import CheckpointError
 
 SPEAKER_FILE = "spk_dict.pt"
+LARGEST_PICKLE_BYTES = 1 << 16
+"""Maximum of the archive's dictionary without its tensors, which has about 300 bytes a voice. The keys of a larger one
+could be nested more deeply than the stack bears."""
+LONGEST_NAME = 64
 DEFAULT_VOICE = "Chelsie"
 """HF `generate`'s default speaker; a checkpoint without it defaults to its first voice."""
 
@@ -26,8 +31,11 @@ class _Anything:
     def __setstate__(self, _state: object) -> None: ...
 
 
-class _Names(pickle.Unpickler):
-    """Builds plain values; of all else nothing is imported, called or read."""
+class _Names(pickle._Unpickler):
+    """Builds plain values; of all else nothing is imported, called or read.
+
+    Python's own, since C's makes room for as many values as a number in the file says.
+    """
 
     def find_class(self, module: str, name: str, /) -> Any:
         del module, name
@@ -52,11 +60,26 @@ def voice_names(checkpoint: Path) -> tuple[str, ...]:
         raise CheckpointError(f"{file}: cannot be read: {error!r:.200}") from error
     if not isinstance(found, dict) or not found:
         raise CheckpointError(f"{file}: expected a dictionary of speakers, found {type(found).__name__}")
-    return tuple(sorted(map(str, found), key=lambda name: name != DEFAULT_VOICE))
+    return tuple(sorted(map(checked_name, found), key=lambda name: name != DEFAULT_VOICE))
+
+
+def checked_name(name: object) -> str:
+    """The name of a voice as requests give it, and logs and answers tell it.
+
+    Raises:
+        CheckpointError: it is no short printable text.
+    """
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
+        found = f"{name!r:.80}" if isinstance(name, str) else type(name).__name__
+        raise CheckpointError(
+            f"{SPEAKER_FILE}: {found} is no name of a voice: 1 to {LONGEST_NAME} printable characters are"
+        )
+    return name
 
 
 def _pickled(file: Path) -> object:
     with zipfile.ZipFile(file) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-        with archive.open(name) as pickled:
-            return _Names(pickled).load()
+        (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
+        if entry.file_size > LARGEST_PICKLE_BYTES:
+            raise ValueError(f"{entry.filename} has {entry.file_size} bytes, at most {LARGEST_PICKLE_BYTES} are taken")
+        return _Names(io.BytesIO(archive.read(entry))).load()

@@ -8,14 +8,15 @@ load with a message that names the key.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from triton_omni.core.plain_yaml import UnreadableYaml, read_yaml
 from triton_omni.core.policy_settings import ThinkerPolicy, Token2WavPolicy
 from triton_omni.core.validation import wanted_kind, wanted_limit
 
@@ -31,6 +32,11 @@ Lead = Annotated[float, Field(ge=1, le=120)]
 
 # A block of the DiT's attention: 24 mel frames, two a code, so 12 codes.
 FRAMES_PER_BLOCK = 24
+
+_FOUND = reprlib.Repr()
+"""Shows a wrong value. It looks into lists and mappings only so far: YAML's aliases make some of astronomic size."""
+_FOUND.maxstring = _FOUND.maxother = _FOUND.maxlong = 80
+_FOUND.maxlevel = 3
 
 
 class SettingsError(ValueError):
@@ -346,24 +352,15 @@ def load_settings(path: Path, kind: type[SettingsT]) -> SettingsT:
         SettingsError: the file is missing, is no UTF-8 mapping, or holds an unknown key or an impossible value.
     """
     try:
-        raw: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"{path}: cannot be read: {_why_unreadable(error)}") from error
+        raw = read_yaml(path)
+    except UnreadableYaml as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from error
     if raw is not None and not isinstance(raw, dict):
         raise SettingsError(f"{path}: expected a mapping of settings, found {type(raw).__name__}")
     try:
         return kind.model_validate(raw or {})
     except ValidationError as error:
         raise SettingsError(f"{path}: {describe_validation(error, kind)}") from error
-
-
-def _why_unreadable(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-        return f"{error.problem} ({where})"
-    return " ".join(str(error).split())
 
 
 def describe_validation(error: ValidationError, kind: type[BaseModel]) -> str:
@@ -380,7 +377,7 @@ def describe_validation(error: ValidationError, kind: type[BaseModel]) -> str:
 
 def _problem(code: str, context: dict[str, Any], message: str, value: object) -> str:
     """Describe one invalid value by pydantic's error code."""
-    found = f"{value!r:.80}"
+    found = _FOUND.repr(value)[:80]
     if code == "value_error":  # a validator of ours, whose sentence has the values
         return str(context["error"])
     if limit := wanted_limit(code, context):

@@ -82,7 +82,8 @@ def _draw(runs: Sequence[Run], mode: LoadMode, panel: Panel, subtitle: str, path
     _scale(axes, [run.load.value for run in runs], heights)
     axes.set(xlabel=AXES[mode], ylabel=panel.unit)
     axes.set_title(f"{panel.title}\n", loc="left", fontweight="bold")
-    axes.text(0, 1.03, subtitle, transform=axes.transAxes, fontsize="small", color="0.35")
+    # The server's names are no formulas.
+    axes.text(0, 1.03, subtitle, transform=axes.transAxes, fontsize="small", color="0.35", parse_math=False)
     axes.grid(visible=True, color="0.9")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

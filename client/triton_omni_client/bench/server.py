@@ -13,6 +13,7 @@ import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
 from triton_omni_client.catalog import checkpoint_of, config_of
+from triton_omni_client.protocol import MAX_MESSAGE_BYTES, channel_options
 
 CALL_TIMEOUT_S = 5.0
 
@@ -33,7 +34,7 @@ class ServerFacts:
 async def server_facts(url: str, model: str) -> ServerFacts:
     """Ask a server over gRPC what it is."""
     notes: list[str] = []
-    async with grpc.aio.insecure_channel(url) as channel:
+    async with grpc.aio.insecure_channel(url, options=channel_options(MAX_MESSAGE_BYTES)) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         server = await _ask(stub.ServerMetadata, service_pb2.ServerMetadataRequest(), notes)
         config = await _ask(stub.ModelConfig, service_pb2.ModelConfigRequest(name=model), notes)

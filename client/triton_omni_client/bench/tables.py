@@ -12,6 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from triton_omni_client.printable import one_line
+
 from .records import RequestRecord
 from .report import Run
 from .resources import Usage
@@ -123,14 +125,14 @@ def print_report(console: Console, runs: Sequence[Run], notes: Sequence[str]) ->
     if len(runs) > 1:
         console.print(comparison(runs))
     for note in notes:
-        console.print(f"note: {escape(note)}", style="dim", highlight=False)
+        console.print(f"note: {escape(one_line(note))}", style="dim", highlight=False)
 
 
 def print_run(console: Console, run: Run) -> None:
     """One run: its table and the lines below."""
     console.print(run_table(run))
     for line in run_lines(run):
-        console.print(f"  {escape(line)}", highlight=False)
+        console.print(f"  {escape(one_line(line))}", highlight=False)
     console.print()
 
 

@@ -9,6 +9,7 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 
 FETCH_TIMEOUT_S = 2.0
+MAX_PAGE_BYTES = 1 << 24
 
 STAGE_GAUGES = ("sessions", "running", "waiting", "kv_blocks_used", "rows_used", "outbox")
 """Gauges that a stage publishes as `omni_*` with the label `stage`."""
@@ -24,9 +25,13 @@ def fetch(url: str) -> str:
 
     Raises:
         OSError: it cannot be had.
+        ValueError: it has more than `MAX_PAGE_BYTES`.
     """
     with urlopen(url, timeout=FETCH_TIMEOUT_S) as response:
-        return str(response.read().decode("utf-8", errors="replace"))
+        page = bytes(response.read(MAX_PAGE_BYTES + 1))
+    if len(page) > MAX_PAGE_BYTES:
+        raise ValueError(f"the page has more than {MAX_PAGE_BYTES} bytes")
+    return page.decode("utf-8", errors="replace")
 
 
 def read(page: str) -> dict[str, float]:

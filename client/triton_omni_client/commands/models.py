@@ -7,11 +7,13 @@ from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from triton_omni_client.address import DEFAULT_URL
 from triton_omni_client.answer import client_of
 from triton_omni_client.catalog import ServedModel
 from triton_omni_client.client import READY_TIMEOUT
+from triton_omni_client.printable import one_line
 from triton_omni_client.terminal import errors, print_json
 
 from .options import AsJson, Timeout, Url, examples
@@ -39,11 +41,11 @@ def _print(found: list[ServedModel]) -> None:
     voices = dict.fromkeys(voice for model in found for voice in model.voices or ())
     for name, values in {"checkpoint": checkpoints, "sample rate": rates, "voices": voices}.items():
         told = ", ".join(values) or UNTOLD
-        out.print(f"{name}: {told}", highlight=False, markup=False)
+        out.print(f"{name}: {one_line(told)}", highlight=False, markup=False)
     limits = _limits(found)
     out.print("limits of a request:" if limits else f"limits of a request: {UNTOLD}")
     for name, value in limits.items():
-        out.print(f"  {name:<{max(map(len, limits))}}  {value}", highlight=False, markup=False)
+        out.print(one_line(f"  {name:<{max(map(len, limits))}}  {value}"), highlight=False, markup=False)
 
 
 def _table(found: list[ServedModel]) -> Table:
@@ -52,7 +54,8 @@ def _table(found: list[ServedModel]) -> Table:
     table = Table("model", *(["version"] if versioned else []), "state", "answers", box=None, pad_edge=False)
     for model in found:
         state = "ready" if model.ready else "not ready"
-        table.add_row(model.name, *([model.version] if versioned else []), state, _answers(model))
+        told = (model.name, *([model.version] if versioned else []), state, _answers(model))
+        table.add_row(*(Text(one_line(cell)) for cell in told))
     return table
 
 
@@ -76,7 +79,7 @@ def _readable(name: str, value: object) -> str:
         return ", ".join(map(str, value)) or "none"
     if not isinstance(value, int | float):
         return str(value)
-    figure = int(value) if value == int(value) else value
+    figure = int(value) if isinstance(value, float) and value.is_integer() else value
     unit = next((f" {unit}" for unit in ("bytes", "seconds") if name.endswith(f"_{unit}")), "")
     return f"{figure:,}{unit}"
 
