@@ -63,6 +63,8 @@ UNHURRIED = {
         "perf_analyzer.py",
         "perf_input.py",
         "reference.py",
+        "replicas.py",
+        "request_parameters.py",
         "sessions.py",
         "shared_media.py",
         "start.py",
