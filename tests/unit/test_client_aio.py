@@ -166,7 +166,8 @@ async def test_closing_while_another_task_waits_stops_its_iteration(
 async def test_cancelling_the_task_cancels_on_the_server(server: FakeTriton, client: AsyncOmniClient) -> None:
     server.script = server.endless
     task = asyncio.create_task(client.say("hi"))
-    await asyncio.sleep(0.2)
+    while not server.requests:
+        await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -33,7 +33,7 @@ def read_yaml(path: Path) -> Any:
         UnreadableYaml: there is no such file, or it is no YAML of plain values in UTF-8.
     """
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        return _Loader(path.read_text(encoding="utf-8")).get_single_data()
     # YAML's own errors are not all: of a date without such a day, of a number with too many digits, of deep nesting.
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UnreadableYaml(_reason(error)) from error
