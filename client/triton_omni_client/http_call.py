@@ -41,7 +41,7 @@ def _cause(error: OSError | http.client.HTTPException) -> str:
 
 
 class _TimedBytes(io.RawIOBase):
-    """What a socket receives until a deadline; each byte that comes late enough would else begin the wait anew.
+    """Reads a socket until a deadline. A timeout of the socket alone would begin anew with each byte.
 
     Raises:
         TimeoutError: at a read after the deadline.

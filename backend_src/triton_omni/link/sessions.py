@@ -43,7 +43,7 @@ class Arrival(NamedTuple, Generic[MessageT]):
 
 
 class SessionHandler(Protocol[MessageT_contra, SessionT]):
-    """What a stage does with its sessions; every method is called on the loop's thread."""
+    """A stage's part in the life of its sessions; every method is called on the loop's thread."""
 
     def open_session(self, message: MessageT_contra, request: Session, sender: ResponseSender) -> SessionT:
         """Return the state of a new session, and answer what must be answered first."""
@@ -114,6 +114,13 @@ class LinkSessions(Generic[MessageT, SessionT]):
         return None
 
     # On any thread.
+
+    def shut_down(self) -> bool:
+        """End every session with an error, then the loop; return False if an engine step hangs."""
+        error = InternalError("the server is shutting down", stage=self._stage)
+        self._loop.post(functools.partial(self.fail_all, error))
+        self._receiver.hush()
+        return self._loop.stop()
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the number of sessions held here that are over for the thinker."""

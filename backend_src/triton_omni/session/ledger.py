@@ -198,7 +198,7 @@ class SessionLedger(table.Table):
         self.write(key, table.PLACED, placed.total)
 
     def placing(self, key: SessionKey, stage: StageName) -> Placed:
-        """What `stage` has put of the session into the next one's ring."""
+        """The items of the session that `stage` has put into the next one's ring."""
         total = self.count(key, table.PLACED, stage)
         fence()
         return Placed(total, self.word(table.BY_MESSAGE, stage, key.slot), self.word(table.PLACED_NS, stage, key.slot))

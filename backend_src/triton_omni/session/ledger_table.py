@@ -215,12 +215,12 @@ def _check_head(path: Path, file: int) -> None:
         LedgerError: the file is no table of this layout.
     """
     size, expected = os.fstat(file).st_size, TABLE_WORDS * _WORD_BYTES
-    head = array("Q", os.pread(file, 2 * _WORD_BYTES, 0)[: 2 * _WORD_BYTES] if size >= 2 * _WORD_BYTES else bytes(16))
-    if head[0] != _MAGIC:
+    magic, version = array("Q", os.pread(file, 2 * _WORD_BYTES, 0).ljust(2 * _WORD_BYTES, b"\0"))
+    if magic != _MAGIC:
         raise LedgerError(f"{path} is no session ledger: remove it")
-    if head[1] != PROTOCOL_VERSION:
+    if version != PROTOCOL_VERSION:
         raise LedgerError(
-            f"{path} is a ledger of protocol version {head[1]}, this program speaks {PROTOCOL_VERSION}: "
+            f"{path} is a ledger of protocol version {version}, this program speaks {PROTOCOL_VERSION}: "
             "stop the server that made it"
         )
     if size != expected:

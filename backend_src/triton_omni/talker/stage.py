@@ -134,10 +134,7 @@ class TalkerStage:
 
     def close(self) -> None:
         """End every session with an error, then stop the engine."""
-        error = InternalError("the server is shutting down", stage="talker")
-        self._loop.post(functools.partial(self._sessions.fail_all, error))
-        self._receiver.hush()
-        if self._loop.stop():
+        if self._sessions.shut_down():
             self._sender.ring.close()
             for key, sender in self._unopened.items():
                 self._receiver.give_back(key, sender)

@@ -122,11 +122,7 @@ class Token2WavStage:
 
     def close(self) -> None:
         """End every session with an error, then stop the engine."""
-        self._loop.post(
-            lambda: self._sessions.fail_all(InternalError("the server is shutting down", stage="token2wav"))
-        )
-        self._receiver.hush()
-        if self._loop.stop():
+        if self._sessions.shut_down():
             for session in list(self._sessions.open.values()):
                 self._answer_held_error(session)
             self._engine.close()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The media of a prompt before any of them is processed: whether each has its place, how many tokens they will take,
-and where HF lays them: the order of pictures and sound in a video that is heard, and M-RoPE positions.
+"""The media of a prompt before any of them is processed: their places, their numbers of tokens, and their order as in
+HF. The order covers pictures and sound of a video that is heard, and M-RoPE positions.
 
 Sizes are scaled as vLLM says that HF's processors do; it knows no engine.
 """
