@@ -96,7 +96,8 @@ def test_the_time_of_a_window_is_told_by_kernel(micro, plan):
     found = {figure["parameters"]["kernel"]: figure["p50"] for figure in by_kernel}
     assert len(found) == micro("kernels").SHOWN + 1
     assert list(found)[-1] == "all others"
-    assert 0 < sum(found.values()) < whole["max"]
+    # A GPU may start a kernel before the one ahead of it ends, so their sum can exceed the window.
+    assert all(0 < milliseconds < whole["max"] for milliseconds in found.values())
 
 
 def test_streams_are_nearly_the_whole_reply_and_less_context_costs_more(micro, plan, monkeypatch):

@@ -2,7 +2,7 @@
 """Fast decode steps against plain ones at every position, along the plain path's own tokens.
 
 Layers have the published sizes of 3B and 7B; only their number is cut. Fused and recorded steps in bfloat16 must be as
-near to vLLM's steps in float32 as vLLM's own steps in bfloat16 are. FP8 has a bound of its own.
+near to vLLM's steps in float32 as vLLM's own steps in bfloat16 are. FP8 steps may be a stated multiple further.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ BATCHES = (1, 8, 32)
 LAYERS = 4
 AS_NEAR = Error(typical=1.25, worst=1.5)
 """Largest error of fast steps against float32, as a multiple of that of plain steps in bfloat16."""
-FP8 = Error(typical=0.15, worst=0.5)
-"""Bounds of the relative error of a position's row or logits: products in 8 bits against float32, random weights."""
+FP8 = Error(typical=12.0, worst=12.0)
+"""Largest error of FP8 steps, as a multiple of that of plain steps in bfloat16. FP8 has 4 bits of mantissa and bfloat16
+8, so each rounding is 16 times as large. The products alone are in FP8: an H100 measured 10 to 11.
+"""
 CHANGED = 0.06
 """Relative error by which a changed network is noticed: three times that of plain steps in bfloat16."""
 VOCABULARY = 250
@@ -98,8 +100,8 @@ def assert_bounded(name: str, found: dict[str, Error], bounds: dict[str, Error])
     ] == []
 
 
-def as_near(plain: dict[str, Error]) -> dict[str, Error]:
-    return {what: Error(AS_NEAR.typical * error.typical, AS_NEAR.worst * error.worst) for what, error in plain.items()}
+def as_near(plain: dict[str, Error], most: Error = AS_NEAR) -> dict[str, Error]:
+    return {what: Error(most.typical * error.typical, most.worst * error.worst) for what, error in plain.items()}
 
 
 @on_gpu
@@ -120,7 +122,7 @@ def test_thinker_steps_in_fp8(checkpoint: Path) -> None:
     exact = thinker_traces(checkpoint, plain, dtype="float32", **PLAIN)
     recorded = errors(exact, thinker_traces(checkpoint, plain, fused_decode=False, quantization="fp8"))
     fused = errors(exact, thinker_traces(checkpoint, plain, fused_decode=True, quantization="fp8"))
-    assert_bounded("FP8 recorded", recorded, dict.fromkeys(recorded, FP8))
+    assert_bounded("FP8 recorded", recorded, as_near(errors(exact, plain), FP8))
     assert_bounded("FP8 fused", fused, as_near(recorded))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from reference.thinker_rig import (
     drain,
     engine_of,
     make_engine,
+    poisoned,
     run,
     schedule_ahead_on_the_cpu,
     token_ids,
@@ -386,33 +386,13 @@ def test_media_that_do_not_fit_are_refused(engine: Any, hf: HfReference, mixed: 
         engine.prepare(mixed.prompt(hf))
 
 
-@contextmanager
-def poisoned(engine: Any, key: str) -> Iterator[None]:
-    """NaN in every input embedding of one sequence, as a broken encoder would give it."""
-    runner = engine._llm.model_executor.driver_worker.worker.model_runner
-    embed = runner.get_model().embed_input_ids
-
-    def poison(*arguments: Any, **named: Any) -> torch.Tensor:
-        embeddings: torch.Tensor = embed(*arguments, **named).clone()
-        for row, request_id in enumerate(runner.input_batch.req_ids):
-            if request_id.startswith(key):
-                begin, end = runner.query_start_loc.np[row : row + 2]
-                embeddings[begin:end] = float("nan")
-        return embeddings
-
-    # What a recorded step reads too, other than a hook on the model, which it does not call.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner.get_model(), "embed_input_ids", poison)
-        yield
-
-
 @pytest.mark.parametrize("want_rows", [True, False])
 def test_a_state_that_is_not_finite_fails_its_own_sequence_alone(
     engine: Any, hf: HfReference, expected: dict[str, ThinkerResult], want_rows: bool
 ) -> None:
     prompts = {"bad": ask(hf, QUESTIONS[1]), **{text: ask(hf, text) for text in QUESTIONS[:4]}}
     wanting = {*QUESTIONS, "bad"} if want_rows else set(QUESTIONS)
-    with poisoned(engine, "bad"):
+    with poisoned(engine, "bad", "embed_input_ids"):
         answers = run(engine, prompts, want_rows=wanting)
     assert [output.error for output in answers["bad"].outputs] == ["a hidden state is not finite (NaN or infinity)"]
     assert not answers["bad"].token_ids
@@ -423,7 +403,7 @@ def test_a_state_that_is_not_finite_fails_its_own_sequence_alone(
 def test_cache_blocks_of_a_failed_sequence_do_not_harm_the_next(
     engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
 ) -> None:
-    with poisoned(engine, "bad"):
+    with poisoned(engine, "bad", "embed_input_ids"):
         run(engine, {f"bad{number}": ask(hf, QUESTIONS[3]) for number in range(8)})
     answers = run(engine, {text: ask(hf, text) for text in QUESTIONS})
     for text in QUESTIONS:
@@ -560,7 +540,7 @@ def test_sequences_that_end_while_a_step_is_ahead_leave_nothing(
     answers = {text: Answer() for text in QUESTIONS[:3]}
     for text in answers:
         async_engine.add_sequence(text, async_engine.prepare(ask(hf, text)), REPLY, want_rows=True)
-    with poisoned(async_engine, "bad"):
+    with poisoned(async_engine, "bad", "embed_input_ids"):
         answers["bad"] = Answer()
         async_engine.add_sequence("bad", async_engine.prepare(ask(hf, QUESTIONS[4])), REPLY, want_rows=True)
         while len(answers[QUESTIONS[1]].token_ids) < 5:

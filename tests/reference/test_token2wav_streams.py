@@ -70,6 +70,23 @@ def speak(
     return [output.samples for output in outputs]
 
 
+def test_a_checkpoints_own_points_are_the_default_of_its_streams(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    for file in tiny_checkpoint.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text('{"token2wav_num_steps": 2, "token2wav_guidance_scale": 0}')
+    codes, options = (
+        some_codes(13),
+        [STREAMED, StreamOptions(num_steps=2, guidance_scale=0.0), StreamOptions(num_steps=3)],
+    )
+    engine = Token2WavEngine(tmp_path, Token2WavSettings(dtype="float32"), DEVICE)
+    default, same, other = (torch.cat(speak(engine, codes, options=chosen)) for chosen in options)
+    assert torch.equal(default, same)
+    assert not torch.equal(default, other)
+    engine = Token2WavEngine(tmp_path, Token2WavSettings(dtype="float32", diffusion=FAST), DEVICE)
+    assert torch.equal(torch.cat(speak(engine, codes)), other)
+
+
 @pytest.mark.parametrize("count", [1, 2, 12, 13, 90])
 def test_offline_waveform_equals_hf(engine: Token2WavEngine, hf: HfToken2Wav, count: int) -> None:
     codes = some_codes(count)

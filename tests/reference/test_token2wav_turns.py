@@ -101,6 +101,7 @@ def batches(engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch) -> list[st
 
 def gather_for_an_hour(engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Token2WavPolicy.model_construct(gather_ms=3_600_000)
+    monkeypatch.setattr("triton_omni.policy.windows.TOGETHER_NS", 3_600_000 * NS_PER_MS)
     monkeypatch.setattr(engine, "_settings", SETTINGS.model_copy(update={"policy": policy}))
 
 

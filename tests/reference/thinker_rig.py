@@ -66,13 +66,17 @@ def engine_class() -> Any:
     return ThinkerVllmEngine
 
 
-def make_engine(checkpoint: Path, *, ahead: bool = False, steady: bool = True, **engine: Any) -> Any:
+def make_engine(
+    checkpoint: Path, *, ahead: bool = False, steady: bool = True, prefix_caching: bool = False, **engine: Any
+) -> Any:
     """On a GPU, scheduling ahead goes with CUDA graphs, and step by step is the plain path."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 64} | engine
         switches = EngineSettings(**sizes, enforce_eager=not ahead, async_scheduling=ahead)
-        settings = ThinkerSettings(dtype="float32", steady_decode=steady, engine=switches)
+        settings = ThinkerSettings(
+            dtype="float32", steady_decode=steady, prefix_caching=prefix_caching, engine=switches
+        )
         return engine_class()(checkpoint, settings, DEVICE)
 
 
@@ -89,13 +93,15 @@ class _Ordered:
     def wait_stream(self, _: Any) -> None: ...
 
 
-def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch, *, steady: bool = True) -> None:
+def schedule_ahead_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, *, steady: bool = True, prefix_caching: bool = False
+) -> None:
     """vLLM schedules ahead on a GPU alone, so the streams it needs are stood in."""
     from vllm.platforms.cpu import CpuPlatform
 
-    from triton_omni.vllm_hooks.shared.incremental_schedule import IncrementalAsyncScheduler
-    from triton_omni.vllm_hooks.shared.pausing import PausableAsyncScheduler
+    from triton_omni.vllm_hooks.thinker.prefix_cache import scheduler_name
 
+    scheduler = scheduler_name(ahead=True, steady=steady, prefix_caching=prefix_caching)
     adjust = CpuPlatform.check_and_update_config
     # It exchanges torch's events for good once it is imported, and must not be undone with what is exchanged here.
     import_module("vllm.v1.worker.cpu.shm")
@@ -103,7 +109,7 @@ def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch, *, steady: bool =
     def adjust_but_stay_async(config: Any) -> None:
         adjust(config)
         config.scheduler_config.async_scheduling = True
-        config.scheduler_config.scheduler_cls = IncrementalAsyncScheduler if steady else PausableAsyncScheduler
+        config.scheduler_config.scheduler_cls = scheduler
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(adjust_but_stay_async))
     for name, stand_in in (("Stream", _Ordered), ("Event", _Ordered), ("current_stream", _Ordered)):
@@ -112,15 +118,39 @@ def schedule_ahead_on_the_cpu(monkeypatch: pytest.MonkeyPatch, *, steady: bool =
 
 
 @contextmanager
-def engine_of(checkpoint: Path, *, ahead: bool, steady: bool = True, **engine: Any) -> Iterator[Any]:
+def engine_of(
+    checkpoint: Path, *, ahead: bool, steady: bool = True, prefix_caching: bool = False, **engine: Any
+) -> Iterator[Any]:
     """An engine that schedules step by step, a step ahead, or where a step goes on hardly at all; closed at the end."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if ahead and DEVICE.type == "cpu":
-            schedule_ahead_on_the_cpu(monkeypatch, steady=steady)
-        made = make_engine(checkpoint, ahead=ahead, steady=steady, **engine)
+            schedule_ahead_on_the_cpu(monkeypatch, steady=steady, prefix_caching=prefix_caching)
+        made = make_engine(checkpoint, ahead=ahead, steady=steady, prefix_caching=prefix_caching, **engine)
         assert (made._core.batch_queue is not None) == ahead
         yield made
         made.close()
+
+
+@contextmanager
+def poisoned(engine: Any, key: str, method: str) -> Iterator[None]:
+    """NaN in all that a method of the model gives for the tokens of one sequence, from now on.
+
+    `embed_input_ids`: as a broken encoder would give it; a recorded step reads it too. `forward`: the hidden states.
+    """
+    runner = engine._runner
+    given = getattr(runner.get_model(), method)
+
+    def poison(*arguments: Any, **named: Any) -> torch.Tensor:
+        tokens: torch.Tensor = given(*arguments, **named).clone()
+        for row, request_id in enumerate(runner.input_batch.req_ids):
+            if request_id.startswith(key):
+                begin, end = runner.query_start_loc.np[row : row + 2]
+                tokens[begin:end] = float("nan")
+        return tokens
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner.get_model(), method, poison)
+        yield
 
 
 def token_ids(hf: HfReference, *parts: Mapping[str, str]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from reference.hf import GREEDY_TALKER, GREEDY_THINKER, HfReference, Reply, Solv
 from server.serving import TINY, Served
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.media import Video, VisionSizes, decode_audio, decode_video
+from triton_omni.session.engine import Sampling
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT
 from triton_omni.token2wav.noise import standard_normal
 from triton_omni_client import Reply as ServerReply
@@ -30,8 +31,10 @@ GREEDY: Mapping[str, Any] = {
 }
 SOLVER = Solver(num_steps=TINY["token2wav"]["diffusion"]["num_steps"])
 WAVEFORM_TOLERANCE = 1e-4
-ROW_TOLERANCE = 1e-4
-"""Hundreds of tokens summed in other orders; rows are of the order of 1."""
+ROW_TOLERANCE = 2e-4
+"""Hundreds of tokens summed in other orders; rows are of the order of 1. One element of 35,392 differed by 1.2e-4 on an
+H100.
+"""
 SYSTEM = {"role": "system", "content": DEFAULT_SYSTEM_PROMPT}
 
 
@@ -164,9 +167,16 @@ class Expected:
     voice: str
 
 
-def hf_reply(hf: HfReference, inputs: dict[str, Any], voice: str) -> Expected:
+def hf_reply(
+    hf: HfReference,
+    inputs: dict[str, Any],
+    voice: str,
+    *,
+    thinker: Sampling = GREEDY_THINKER,
+    talker: Sampling = GREEDY_TALKER,
+) -> Expected:
     """HF's greedy reply, as codes; the waveform is a function of these and of the seed."""
-    return Expected(hf.generate(inputs, voice=voice, speak=False), voice)
+    return Expected(hf.generate(inputs, voice=voice, thinker=thinker, talker=talker, speak=False), voice)
 
 
 def noise(seed: int, codes: int) -> torch.Tensor:
@@ -182,7 +192,7 @@ def hf_details(hf: HfReference, prompt: tuple[int, ...]) -> dict[str, int]:
         "image_tokens": prompt.count(config.image_token_id),
         "video_tokens": prompt.count(config.video_token_id),
     }
-    return {"text_tokens": len(prompt) - sum(media.values()), **media}
+    return {"text_tokens": len(prompt) - sum(media.values()), "cached_tokens": 0, **media}
 
 
 def assert_equals_hf(server: Served, hf: HfReference, request: Request, expected: Expected) -> None:

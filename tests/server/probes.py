@@ -113,6 +113,8 @@ def install(stage: StageName) -> None:
     with uncollected(), _untraced():
         _watch_cancellation(recorder)
         probe(recorder)
+        if stage != "token2wav":
+            _watch_blocks(recorder)
 
 
 @contextmanager
@@ -135,6 +137,28 @@ def _watch_cancellation(recorder: Recorder) -> None:
                 recorder.write("noticed", key.name)
 
     ledger.SessionLedger = WatchedLedger
+
+
+def _watch_blocks(recorder: Recorder) -> None:
+    """Record each preemption, and each cached block that is given to another sequence."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    from triton_omni.vllm_hooks.shared.compat import Scheduler
+
+    preempt, evict = Scheduler._preempt_request, BlockPool._maybe_evict_cached_block
+
+    def preempt_recorded(self: Any, *args: Any, **named: Any) -> None:
+        recorder.write("preempted", "")
+        preempt(self, *args, **named)
+
+    def evict_recorded(self: Any, block: Any) -> bool:
+        evicted = evict(self, block)
+        if evicted:
+            recorder.write("evicted", "")
+        return evicted
+
+    Scheduler._preempt_request = preempt_recorded  # type: ignore[method-assign]
+    BlockPool._maybe_evict_cached_block = evict_recorded  # type: ignore[method-assign]
 
 
 class _Disturbed:
@@ -253,9 +277,10 @@ def _probe_talker(recorder: Recorder) -> None:
     class ProbedTalkerEngine(_Disturbed, engine.TalkerVllmEngine):
         stage = "talker"
 
-        def open(self, key: str, prompt: Any, sampling: Any, *, priority: int = 0) -> None:
-            super().open(key, prompt, sampling, priority=priority)
+        def open(self, key: str, prompt: Any, sampling: Any, *, priority: int = 0) -> int:
+            held = super().open(key, prompt, sampling, priority=priority)
             self.begin(key, sampling.seed - talker_seed(0))
+            return held
 
     def write_message(message: Any) -> None:
         recorder.write("message", **_described(message), rows=message.size)

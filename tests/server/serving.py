@@ -13,6 +13,7 @@ import re
 import shutil
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -258,10 +259,10 @@ class Served:
         found = self.metrics("omni_link_bytes_total")
         return {name: value for name, value in found.items() if re.search('tensor="(ROWS|CODES|ring)"', name)}
 
-    def wait_until_idle(self) -> None:
+    def wait_until_idle(self, seconds: float = IDLE_S) -> None:
         """Nothing is left of any request; the stages publish their figures every 0.1 s."""
         time.sleep(0.12)
-        wait_for(lambda: not self.held(), self.held, IDLE_S)
+        wait_for(lambda: not self.held(), self.held, seconds)
 
     def post(self, path: str, body: str) -> tuple[int, str]:
         """Status and text of an HTTP answer."""
@@ -281,32 +282,21 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read: dict[str, tuple[int, list[dict[str, Any]]]] = {}
+        self._stages = {stage: _Written(folder / f"{stage}.jsonl") for stage in STAGES}
 
     def events(self, stage: str) -> list[dict[str, Any]]:
-        """All events of a stage, in order; a server of many tests has written many, and each line is read once."""
-        path = self._folder / f"{stage}.jsonl"
-        if not path.exists():
-            return []
-        end, events = self._read.get(stage, (0, []))
-        with path.open("rb") as file:
-            file.seek(end)
-            # The last line may be in the middle of being written.
-            lines, newline, _ = file.read().rpartition(b"\n")
-        events = events + [json.loads(line) for line in lines.splitlines()]
-        self._read[stage] = (end + len(lines) + len(newline), events)
-        return events
+        """All events of a stage, in order."""
+        return list(self._stages[stage].read().events)
 
     def key(self, request_id: str) -> str:
         """The session of a request that reached the talker."""
-        keys = [event["key"] for event in self.events("talker") if event.get("request_id") == request_id]
+        keys = self._stages["talker"].read().keys[request_id]
         assert len(keys) == 1, f"request {request_id} opened {len(keys)} sessions"
-        return str(keys[0])
+        return keys[0]
 
     def of(self, request_id: str, stage: str, event: str) -> list[dict[str, Any]]:
         """The events of one kind that a stage recorded for a request."""
-        key = self.key(request_id)
-        return [found for found in self.events(stage) if found["key"] == key and found["event"] == event]
+        return [found for found in self._of(request_id, stage) if found["event"] == event]
 
     def prompt(self, request_id: str) -> tuple[int, ...]:
         """Prompt ids as the thinker's engine took them."""
@@ -332,7 +322,34 @@ class Records:
 
     def received(self, request_id: str, stage: str) -> list[dict[str, Any]]:
         """What a stage was sent of a request: messages, and what was placed in its ring."""
-        key = self.key(request_id)
-        return [
-            found for found in self.events(stage) if found["key"] == key and found["event"] in ("message", "placed")
-        ]
+        return [found for found in self._of(request_id, stage) if found["event"] in ("message", "placed")]
+
+    def _of(self, request_id: str, stage: str) -> list[dict[str, Any]]:
+        return self._stages[stage].read().by_key[self.key(request_id)]
+
+
+class _Written:
+    """The file of one stage's events. A server of many tests writes many, and each line is read once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._end = path, 0
+        self.events: list[dict[str, Any]] = []
+        self.by_key: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.keys: defaultdict[str, list[str]] = defaultdict(list)
+        """Sessions by request id."""
+
+    def read(self) -> _Written:
+        """This, with what was written since."""
+        if not self._path.exists():
+            return self
+        with self._path.open("rb") as file:
+            file.seek(self._end)
+            # The last line may be in the middle of being written.
+            lines, newline, _ = file.read().rpartition(b"\n")
+        self._end += len(lines) + len(newline)
+        for event in map(json.loads, lines.splitlines()):
+            self.events.append(event)
+            self.by_key[event["key"]].append(event)
+            if event.get("request_id") is not None:
+                self.keys[event["request_id"]].append(event["key"])
+        return self

@@ -105,7 +105,7 @@ def test_speaking_cuts_in_on_the_server_and_is_answered(browser: Any, server: Se
         time.sleep(0.5)
         talk.click()
         at.state("speaking")
-        (spoken,) = at.asked[1]["messages"][-1]["content"]
+        (spoken,) = at.asked[-1]["messages"][-1]["content"]
         assert base64.b64decode(spoken["input_audio"]["data"])[:4] == b"RIFF"
         at.page.keyboard.press("Escape")
         at.state("stopped")
@@ -178,10 +178,11 @@ def test_hands_free_speech_is_understood_and_answered(
         at.state("listening")
         at.page.wait_for_selector('.reply[aria-busy="false"]', timeout=60_000)
         shown, heard = at.text(".reply .said"), _sound(at)
-        (question,) = at.asked[0]["messages"]
+        (question,) = at.asked[-1]["messages"]
     (part,) = question["content"]
     said = Media("audio", base64.b64decode(part["input_audio"]["data"]))
-    direct = server.client.stream(Request.ask(media=[said], seed=71, talker=talker, thinker=short)).collect()
+    asked = Request.ask(media=[said], seed=71, talker=talker, thinker=short, audio_in_pieces=True)
+    direct = server.client.stream(asked).collect()
     assert shown == direct.text != ""
     np.testing.assert_allclose(heard, direct.audio, rtol=0, atol=2 * PCM16_STEP)
 

@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from server.serving import ROOT, STAGES, server_config
+from server.serving import ROOT, STAGES, TINY, Settings, server_config
 from triton_omni_client.messages import UNARY_MODEL
 
 REQUESTS = 150
+TURNS = 0.4
+"""Share of turns of conversations."""
+CACHING: Settings = {
+    **TINY,
+    **{stage: {**TINY[stage], "prefix_caching": True} for stage in ("thinker", "talker")},
+}
 PROCESSES = {"tritonserver", UNARY_MODEL, *STAGES}
 SAMPLE_EVERY_S = 0.2
 """Some ten seconds are left behind the kill: at one sample a second no line would be fitted."""
@@ -23,17 +29,26 @@ thinker's). Some eighty requests that keep a megabyte each are found."""
 
 def test_a_short_soak_finds_nothing(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    running, judging, report = (importlib.import_module(f"soak.{name}") for name in ("running", "judging", "report"))
-    options = running.Options(
-        REQUESTS, concurrency=9, kills=1, seed=2, sample_every_s=SAMPLE_EVERY_S, growth_allowed_mib=GROWTH_MIB
+    running, judging, plan, report = (
+        importlib.import_module(f"soak.{name}") for name in ("running", "judging", "plan", "report")
     )
-    soaked = running.soak(server_config(tmp_path, tiny_checkpoint), options)
+    options = running.Options(
+        REQUESTS,
+        concurrency=9,
+        shares=plan.Shares(turns=TURNS),
+        kills=1,
+        seed=2,
+        sample_every_s=SAMPLE_EVERY_S,
+        growth_allowed_mib=GROWTH_MIB,
+    )
+    soaked = running.soak(server_config(tmp_path, tiny_checkpoint, CACHING), options)
     assert judging.faults(soaked) == []
     assert {growth.name for growth in soaked.growths()} == PROCESSES
     assert sorted(ended.planned.number for ended in soaked.ended) == list(range(REQUESTS))
     asked = Counter(ended.planned.fate for ended in soaked.ended)
     assert set(asked) == {"whole", "cancelled", "malformed", "slow", "hurried"}
     assert {ended.planned.way for ended in soaked.ended} == {"grpc stream", "http stream", "grpc unary", "http unary"}
+    assert sum(ended.planned.is_turn for ended in soaked.ended) > REQUESTS / 5
     (kill,) = soaked.kills
     assert kill.stage == "token2wav"
     finished = [ended for ended in soaked.ended if ended.outcome == "finished"]

@@ -23,7 +23,7 @@ from session_rig import WAIT_S, finished, pipeline, wait_for
 from triton_omni.core.errors import BadRequest, InternalError, Overloaded
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.link.send_queue import CREDITS
-from triton_omni.session.engine import Sampling
+from triton_omni.session.engine import PrefixKeys, Sampling
 from triton_omni.session.ledger_table import CANCELLED, CONSUMED, EPOCH, PLACED
 from triton_omni.session.wire import Kind, MediaTokens, SessionKey, TalkerMessage
 from triton_omni.token2wav.open_session import TextRelay
@@ -172,16 +172,25 @@ def test_token2wav_claims_the_device_while_listeners_wait_for_sound():
 
 
 def test_info_tells_reasons_counts_seed_and_times():
-    with pipeline() as p:
+    thinker = FakeThinkerEngine()
+    thinker.cached_tokens = 2
+    with pipeline(thinker=thinker) as p:
         info = json.loads(finished(p.ask("12345")).info)
         assert info["finish_reason"] == {"thinker": "stop", "talker": "stop", "token2wav": "stop"}
         assert info["usage"] == {
             "prompt_tokens": 5,
-            "prompt_tokens_details": {"text_tokens": 5, "audio_tokens": 0, "image_tokens": 0, "video_tokens": 0},
+            "prompt_tokens_details": {
+                "text_tokens": 5,
+                "audio_tokens": 0,
+                "image_tokens": 0,
+                "video_tokens": 0,
+                "cached_tokens": 2,
+            },
             "reply_tokens": 10,
             "codes": 9,
             "samples": 18,
             "clamped_codes": 0,
+            "cached_tokens": {"thinker": 2, "talker": 0},
         }
         assert info["stop_string"] is None
         assert info["seed"] == 7
@@ -193,7 +202,13 @@ def test_info_tells_what_the_prompt_is_made_of():
     media = MediaTokens(audio=1, image=2, video=3)
     with pipeline(intake=FakeIntake(session={"media_tokens": media})) as p:
         usage = json.loads(finished(p.ask("1234567")).info)["usage"]
-    assert usage["prompt_tokens_details"] == {"text_tokens": 1, "audio_tokens": 1, "image_tokens": 2, "video_tokens": 3}
+    assert usage["prompt_tokens_details"] == {
+        "text_tokens": 1,
+        "audio_tokens": 1,
+        "image_tokens": 2,
+        "video_tokens": 3,
+        "cached_tokens": 0,
+    }
 
 
 def test_info_tells_which_stop_string_ended_the_reply():
@@ -359,6 +374,89 @@ def test_what_an_engine_does_not_take_of_a_ring_ends_its_session_alone(monkeypat
         asked = [p.ask("12345") for _ in range(2)]
         assert "no such row" in finished(asked[0]).error.message
         assert len(finished(asked[1]).samples) == 2 * 59
+        p.wait_until_empty()
+
+
+NAMES = PrefixKeys(2, (b"1", b"2"))
+
+
+@pytest.mark.parametrize("cached", [0, 2, 4, 5])
+def test_rows_begin_where_the_talker_s_cache_ends(cached):
+    talker = FakeTalkerEngine(cached=cached)
+    with pipeline(intake=FakeIntake(prefixes=NAMES), thinker=FakeThinkerEngine(length=12), talker=talker) as p:
+        ensemble = p.ask("12345")
+        reply = finished(ensemble)
+        p.wait_until_empty()
+        told = {metric.name: metric.value for metric in p.talker.metrics()}
+    assert told["omni_cached_tokens_total"] == cached
+    assert talker.fed == [float(position) for position in range(cached, 16)]
+    assert torch.equal(reply.samples, torch.arange(5, 16).repeat_interleave(2) / 1000)
+    (opened,) = [m for t in ensemble.to_talker if (m := thinker_message(t)).kind == Kind.OPEN]
+    assert opened.prefixes == NAMES
+    (last,) = [m for t in ensemble.to_token2wav if (m := talker_message(t)).last]
+    assert last.talker.cached_tokens == cached
+
+
+@pytest.mark.parametrize("names", [None, NAMES])
+@pytest.mark.parametrize("want_audio", [True, False])
+def test_names_travel_with_spoken_requests_that_have_some(names, want_audio):
+    with pipeline(intake=FakeIntake(prefixes=names, session={"want_audio": want_audio})) as p:
+        ensemble = p.ask("12345")
+        finished(ensemble)
+        p.wait_until_empty()
+    (opened,) = [m for t in ensemble.to_talker if (m := thinker_message(t)).kind == Kind.OPEN]
+    assert opened.prefixes == (names if want_audio else None)
+
+
+def test_text_does_not_wait_for_the_talker_s_word_and_rows_do():
+    thinker, talker = FakeThinkerEngine(length=12), FakeTalkerEngine(cached=4)
+    opens = threading.Event()
+    open_sequence = talker.open
+
+    def open_late(*arguments, **named):
+        assert opens.wait(WAIT_S)
+        return open_sequence(*arguments, **named)
+
+    talker.open = open_late
+    with pipeline(intake=FakeIntake(prefixes=NAMES), thinker=thinker, talker=talker) as p:
+        ensemble = p.ask("12345")
+        wait_for(lambda: any(thinker_message(tensors).text for tensors in list(ensemble.to_talker)))
+        wait_for(lambda: not thinker.open_keys)
+        assert not data_messages(ensemble)
+        opens.set()
+        assert len(finished(ensemble).samples) == 2 * 11
+        p.wait_until_empty()
+    assert talker.fed == [float(position) for position in range(4, 16)]
+
+
+@pytest.mark.parametrize("want_audio", [True, False])
+@pytest.mark.parametrize("cached", [0, 4])
+def test_a_prompt_alone_goes_through_thinker_and_talker_and_says_nothing(want_audio, cached):
+    thinker, talker, waveform = FakeThinkerEngine(length=2), FakeTalkerEngine(cached=cached), FakeWaveformEngine()
+    intake = FakeIntake(prefixes=NAMES, session={"want_audio": want_audio, "prefill_only": True})
+    with pipeline(intake=intake, thinker=thinker, talker=talker, waveform=waveform) as p:
+        reply = finished(p.ask("12345"))
+        p.wait_until_empty()
+    assert (reply.text, len(reply.samples), waveform.steps) == ("", 0, 0)
+    info = json.loads(reply.info)
+    reasons = {"thinker": "prefilled", "talker": "prefilled" if want_audio else None, "token2wav": None}
+    assert info["finish_reason"] == reasons
+    assert (info["usage"]["reply_tokens"], info["usage"]["codes"], info["usage"]["prompt_tokens"]) == (0, 0, 5)
+    assert talker.fed == [float(position) for position in range(cached, 6)] * want_audio
+
+
+@pytest.mark.parametrize("want_audio", [True, False])
+def test_the_thinker_pauses_for_no_prompt_alone(want_audio):
+    thinker = FakeThinkerEngine(length=10**6)
+    thinker.step_s = 0.01
+    intake = FakeIntake(session={"want_audio": want_audio, "prefill_only": True})
+    with pipeline(intake=intake, thinker=thinker) as p:
+        ensemble = p.ask("12345")
+        wait_for(lambda: thinker.open_keys)
+        (session,) = p.thinker._open.values()
+        assert session.first_window_ready_ns(p.ledgers[0], 9, 1) is None
+        assert not session.is_read
+        ensemble.cancelled = True
         p.wait_until_empty()
 
 
@@ -847,7 +945,7 @@ def test_sequence_has_the_place_of_one_whose_client_went_during_the_last_step(st
     def open_one(key, *args, **kwargs):
         if engine.open_keys:
             raise Overloaded("one is enough", stage=stage)
-        open_sequence(key, *args, **kwargs)
+        return open_sequence(key, *args, **kwargs)
 
     def step_long():
         assert go.wait(WAIT_S)

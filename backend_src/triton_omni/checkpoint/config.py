@@ -17,7 +17,9 @@ from triton_omni.checkpoint.facts import (
     DecoderConfig,
     DitConfig,
     EcapaConfig,
+    FlowConfig,
     OmniConfig,
+    SoundWindow,
     TalkerConfig,
     TalkerSampling,
     ThinkerConfig,
@@ -50,7 +52,9 @@ def load_config(path: Path) -> OmniConfig:
         dit=dit,
         bigvgan=bigvgan,
         codec=CodecConfig(dit.num_embeds, dit.repeats, hop_length),
+        flow=_flow(generation),
         audio_sampling_rate=sampling_rate,
+        sound_window=_sound_window(root.section("thinker_config").section("audio_config"), preprocessor),
         max_audio_seconds=preprocessor.integer("n_samples", default=300 * sampling_rate, low=1) / sampling_rate,
     )
     _check_parts_fit(config)
@@ -174,6 +178,17 @@ def _talker_sampling(generation: Section) -> TalkerSampling:
     )
 
 
+def _flow(generation: Section) -> FlowConfig:
+    """The keys of HF `generate`'s arguments in `generation_config.json`, which few checkpoints have. Their bounds are
+    those of settings and requests.
+    """
+    steps, scale = "token2wav_num_steps", "token2wav_guidance_scale"
+    return FlowConfig(
+        num_steps=generation.integer(steps, low=2, high=64) if generation.has(steps) else None,
+        guidance_scale=generation.number(scale, high=10) if generation.has(scale) else None,
+    )
+
+
 def _dit(section: Section) -> DitConfig:
     layers = section.integer("num_hidden_layers", "depth", low=1, high=MOST_ITEMS)
     return DitConfig(
@@ -236,6 +251,14 @@ def _bigvgan(section: Section) -> BigVganConfig:
         upsample_kernel_sizes=kernels,
         resblock_kernel_sizes=resblocks,
         resblock_dilation_sizes=dilations,
+    )
+
+
+def _sound_window(tower: Section, preprocessor: Section) -> SoundWindow:
+    return SoundWindow(
+        frames=2 * tower.integer("n_window", default=100, low=1),
+        hop=preprocessor.integer("hop_length", default=160, low=1),
+        reach=preprocessor.integer("n_fft", default=400, low=1) // 2,
     )
 
 

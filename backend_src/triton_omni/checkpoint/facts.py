@@ -126,6 +126,14 @@ class BigVganConfig:
 
 
 @dataclass(frozen=True)
+class FlowConfig:
+    """How token2wav's ODE is solved unless settings or a request say otherwise; None = not stated."""
+
+    num_steps: int | None = None
+    guidance_scale: float | None = None
+
+
+@dataclass(frozen=True)
 class CodecConfig:
     """Rates and the range of the codec's codes."""
 
@@ -147,6 +155,28 @@ class CodecConfig:
 
 
 @dataclass(frozen=True)
+class SoundWindow:
+    """A frame's embedding depends on the frames of its window, and on the samples that they reach."""
+
+    frames: int
+    """Mel frames that attend to each other; the next window begins after them."""
+    hop: int
+    """Samples from one frame to the next."""
+    reach: int
+    """Samples before and after its own that a frame is computed from."""
+
+    @property
+    def samples(self) -> int:
+        """Samples from one window to the next."""
+        return self.frames * self.hop
+
+    @property
+    def margin(self) -> int:
+        """Frames next to a window whose samples those of the window reach."""
+        return -(-self.reach // self.hop)
+
+
+@dataclass(frozen=True)
 class OmniConfig:
     """A whole checkpoint."""
 
@@ -155,7 +185,9 @@ class OmniConfig:
     dit: DitConfig
     bigvgan: BigVganConfig
     codec: CodecConfig
+    flow: FlowConfig
     audio_sampling_rate: int
     """Hz that sound inputs are resampled to."""
+    sound_window: SoundWindow
     max_audio_seconds: float
     """Longest sound that the feature extractor takes whole; it would cut a longer one off silently."""

@@ -66,11 +66,15 @@ class Section:
             raise self.fail(key, f"{value} is outside [{low}, {high}]")
         return value
 
-    def number(self, *keys: str, default: float | None = None, low: float = 0.0) -> float:
-        """A finite number of at least `low`."""
+    def number(
+        self, *keys: str, default: float | None = None, low: float = 0.0, high: float = sys.float_info.max
+    ) -> float:
+        """A finite number in [low, high]."""
         key, value = self._find(keys, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= sys.float_info.max:
             raise self.fail(key, f"expected a finite number of at least {low}, found {value!r:.80}")
+        if value > high:
+            raise self.fail(key, f"{float(value)} is above {high}")
         return float(value)
 
     def flag(self, *keys: str, default: bool | None = None) -> bool:

@@ -17,7 +17,7 @@ from triton_omni.checkpoint.voice_names import DEFAULT_VOICE, SPEAKER_FILE, chec
 from triton_omni.core.errors import BadRequest
 
 MOST_FRAMES = 1 << 15
-"""Of a reference mel spectrogram: five minutes."""
+"""Maximum frames of a reference mel spectrogram: five minutes."""
 
 
 @dataclass(frozen=True)

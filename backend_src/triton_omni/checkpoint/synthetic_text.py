@@ -63,10 +63,10 @@ _IMAGE_STD = [0.26862954, 0.26130258, 0.27577711]
 def write_text_files(folder: Path, size: Size, vocab: Vocabulary) -> None:
     """Write tokenizer, chat template, preprocessor and generation configuration into `folder`."""
     build_tokenizer(vocab).save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(vocab))
+    write_json(folder / "tokenizer_config.json", tokenizer_config(vocab))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    _write_json(folder / "preprocessor_config.json", _preprocessor_config(seconds=30 if size == "tiny" else 300))
-    _write_json(folder / "generation_config.json", {"_from_model_config": True})
+    write_json(folder / "preprocessor_config.json", preprocessor_config(seconds=30 if size == "tiny" else 300))
+    write_json(folder / "generation_config.json", {"_from_model_config": True})
 
 
 def write_speakers(path: Path, vocab: Vocabulary, *, cond: int, mel: int, frames: int, seed: int) -> None:
@@ -127,7 +127,8 @@ def _byte_alphabet() -> list[str]:
     return [chr(code) for code in printable] + [chr(256 + shift) for shift in range(256 - len(printable))]
 
 
-def _tokenizer_config(vocab: Vocabulary) -> dict[str, Any]:
+def tokenizer_config(vocab: Vocabulary) -> dict[str, Any]:
+    """Content of `tokenizer_config.json`."""
     added = {
         str(vocab.id_of(token)): {
             "content": token,
@@ -158,8 +159,13 @@ def _tokenizer_config(vocab: Vocabulary) -> dict[str, Any]:
     }
 
 
-def _preprocessor_config(seconds: int) -> dict[str, Any]:
-    """Whisper's feature extractor and Qwen2-VL's image processor in one file, as published."""
+def preprocessor_config(seconds: int, pixels: tuple[int, int] = (3136, 12845056)) -> dict[str, Any]:
+    """Whisper's feature extractor and Qwen2-VL's image processor in one file, as published.
+
+    Args:
+        seconds: longest sound.
+        pixels: least and most of a picture; others are scaled.
+    """
     return {
         "chunk_length": seconds,
         "dither": 0.0,
@@ -169,9 +175,9 @@ def _preprocessor_config(seconds: int) -> dict[str, Any]:
         "image_mean": _IMAGE_MEAN,
         "image_processor_type": "Qwen2VLImageProcessor",
         "image_std": _IMAGE_STD,
-        "max_pixels": 12845056,
+        "max_pixels": pixels[1],
         "merge_size": 2,
-        "min_pixels": 3136,
+        "min_pixels": pixels[0],
         "n_fft": 400,
         "n_samples": seconds * 16000,
         "nb_max_frames": seconds * 100,
@@ -185,5 +191,6 @@ def _preprocessor_config(seconds: int) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a file of the checkpoint."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serving settings of a stage: the only reader of `stage.yaml`.
 
-Settings that a deployment chooses: limits, precision, streaming plan. Facts that the weights dictate (sizes, special
-ids, rates) are in `checkpoint/config.py`. Unknown keys, wrong types, values out of range and impossible pairs stop the
-load with a message that names the key.
+It has what a deployment chooses; facts that the weights dictate are in `checkpoint/config.py`.
+Unknown keys and impossible values stop the load with a message that names the key.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
@@ -30,8 +29,7 @@ Positive = Annotated[int, Field(gt=0)]
 Lead = Annotated[float, Field(ge=1, le=120)]
 """Seconds of sound ahead of a listener; with less than a window takes to be made, it would stop."""
 
-# A block of the DiT's attention: 24 mel frames, two a code, so 12 codes.
-FRAMES_PER_BLOCK = 24
+FRAMES_PER_BLOCK = 24  # of the DiT's attention: mel frames, two a code, so 12 codes
 
 _FOUND = reprlib.Repr()
 """Shows a wrong value. It looks into lists and mappings only so far: YAML's aliases make some of astronomic size."""
@@ -186,6 +184,13 @@ class RequestLimits(_Frozen):
     """URL schemes of media; the server fetches and opens nothing by name."""
 
 
+def _refuse_rounding(engine: EngineSettings, *, prefix_caching: bool) -> None:
+    if prefix_caching and engine.deterministic:
+        raise ValueError(
+            "prefix_caching true and engine.deterministic true exclude each other: set one of them to false"
+        )
+
+
 class ThinkerSettings(_Frozen):
     """`model_repository/thinker/1/stage.yaml`."""
 
@@ -199,6 +204,9 @@ class ThinkerSettings(_Frozen):
     """GPUs that share each layer: the one that the stage is placed on, and those after it."""
     steady_decode: bool = True
     """Derive a step of unchanged sequences from the last one (one GPU, `engine.async_scheduling`)."""
+    prefix_caching: bool = False
+    """Compute a prompt from where it differs from an earlier one of the same salt. The rows of cached tokens take 7 KB
+    each in a 7B thinker."""
     engine: EngineSettings = EngineSettings()
     limits: RequestLimits = RequestLimits()
     policy: ThinkerPolicy = ThinkerPolicy()
@@ -214,6 +222,13 @@ class ThinkerSettings(_Frozen):
     """Deadline in seconds of a request that names none."""
     preprocess_threads: Positive = 4
     """Requests prepared at once; each has a thread, and a process that decodes its media."""
+    media_cache_bytes: Annotated[int, Field(ge=0)] = 512 << 20
+    """Bytes of processed media kept for later requests with the same salt; 0 = none."""
+
+    @model_validator(mode="after")
+    def _a_hit_rounds_differently(self) -> ThinkerSettings:
+        _refuse_rounding(self.engine, prefix_caching=self.prefix_caching)
+        return self
 
     @model_validator(mode="after")
     def _kernels_know_whole_layers(self) -> ThinkerSettings:
@@ -232,6 +247,9 @@ class TalkerSettings(_Frozen):
     """Where the stage runs; `auto` = on the GPU where there is one."""
     dtype: Dtype = "auto"
     """Precision of weights; it must equal the thinker's, or the server does not load."""
+    prefix_caching: bool = False
+    """Compute a prompt from where it differs from an earlier spoken one of the same salt; the thinker needs
+    `prefix_caching` too."""
     engine: TalkerEngineSettings = TalkerEngineSettings()
     max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
     """Sequences open at once; those beyond `engine.max_num_seqs` wait with their rows reserved."""
@@ -239,6 +257,11 @@ class TalkerSettings(_Frozen):
     """Codec codes of the longest spoken reply, 50 a second; at most token2wav's `max_codes`."""
     ring: UseRing = "auto"
     """Receive reply rows through memory shared with the thinker (58 MB for 7B); `auto` = both on one GPU."""
+
+    @model_validator(mode="after")
+    def _a_hit_rounds_differently(self) -> TalkerSettings:
+        _refuse_rounding(self.engine, prefix_caching=self.prefix_caching)
+        return self
 
 
 class StreamingPlan(_Frozen):
@@ -270,12 +293,24 @@ class DiffusionSettings(_Frozen):
 
     solver: Solver = "rk4"
     """`rk4` (3/8 rule, 4 evaluations an interval) or `euler`; a request may choose."""
-    num_steps: Annotated[int, Field(ge=2, le=64)] = 10
-    """Points of the time grid, one more than its intervals, as in HF's sampler; a request may choose."""
-    guidance_scale: Annotated[float, Field(ge=0, le=10)] = 0.5
-    """Strength of classifier-free guidance; a request may choose."""
+    num_steps: Annotated[int, Field(ge=2, le=64)] | None = None
+    """Points of the time grid, one more than its intervals, as in HF's sampler; a request may choose. `null` = the
+    checkpoint's `token2wav_num_steps` (`generation_config.json`), or 10 as in HF."""
+    guidance_scale: Annotated[float, Field(ge=0, le=10)] | None = None
+    """Strength of classifier-free guidance; a request may choose. `null` = the checkpoint's `token2wav_guidance_scale`,
+    or 0.5 as in HF."""
     sway_coefficient: Annotated[float, Field(ge=-1, le=1)] = -1.0
     """How far the time grid is bent towards its start; 0 = even."""
+
+    @property
+    def points(self) -> int:
+        """`num_steps`, or HF's."""
+        return 10 if self.num_steps is None else self.num_steps
+
+    @property
+    def guidance(self) -> float:
+        """`guidance_scale`, or HF's."""
+        return 0.5 if self.guidance_scale is None else self.guidance_scale
 
 
 class Token2WavSettings(_Frozen):
@@ -320,6 +355,15 @@ class Token2WavSettings(_Frozen):
     """Codes of the longest stream, which also bounds what Triton buffers for a slow reader."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads without a GPU; 0 = torch's default."""
+
+    def with_checkpoint(self, stated: Mapping[str, float | None]) -> Token2WavSettings:
+        """These settings, with the checkpoint's own diffusion where they have `null`.
+
+        Args:
+            stated: by field of `diffusion` what the checkpoint states; None = nothing.
+        """
+        taken = {name: value for name, value in stated.items() if getattr(self.diffusion, name) is None}
+        return self.model_copy(update={"diffusion": self.diffusion.model_copy(update=taken)})
 
     @property
     def most_together(self) -> int:

@@ -56,6 +56,10 @@ class SendQueue:
 
     largest: int
     start: int = 0
+    awaits_begin: bool = False
+    """True while the next stage has not said with which item it begins; none leaves."""
+    skipped: int = 0
+    """First items that did not leave, since the next stage has no need of them; no other count has them."""
     is_urgent: bool = False
     """True while no message waits for the interval."""
     messages: int = 0
@@ -71,6 +75,7 @@ class SendQueue:
     _tensors: list[Tensor] = field(default_factory=list)
     _ready: torch.cuda.Event | None = None
     _text: list[str] = field(default_factory=list)
+    _to_skip: int = 0
     _tensors_done: bool = False
     _text_done: bool = False
     _end_announced: bool = False
@@ -122,6 +127,23 @@ class SendQueue:
             self._tensors.append(tensor)
             self.held += count
             self._ready = ready or record_event(tensor.device)
+            self._skip()
+
+    def begin_at(self, item: int) -> None:
+        """The next stage begins with this item: drop those before it, put or not. None may have left."""
+        self.awaits_begin, self._to_skip = False, item
+        self.start = max(0, self.start - item)
+        self._skip()
+
+    def _skip(self) -> None:
+        while self._to_skip and self._tensors:
+            first = self._tensors.pop(0)
+            count = min(self._to_skip, first.shape[0])
+            if count < first.shape[0]:
+                self._tensors.insert(0, first[count:])
+            self.held -= count
+            self.skipped += count
+            self._to_skip -= count
 
     def put_text(self, text: str) -> None:
         """Add text."""
@@ -169,7 +191,7 @@ class SendQueue:
         return Batch(text, tensor, ready, self.all_left, last)
 
     def _may_leave(self, consumed: int, wanted: int | None, is_early: bool) -> bool:
-        if self.uses_ring or not self._tensors or self.messages - consumed >= CREDITS:
+        if self.uses_ring or self.awaits_begin or not self._tensors or self.messages - consumed >= CREDITS:
             return False
         if self._tensors_done or self.held >= self.largest:
             return True

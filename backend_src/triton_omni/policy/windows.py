@@ -20,6 +20,8 @@ FRAME_NS: Final = 100_000
 """Additional nanoseconds of a batch for each mel frame: 0.2 s if it is full of long windows."""
 TOGETHER_NS: Final = 120_000_000
 """Nanoseconds between the openings of streams that get their first codes at about the same time."""
+MANY: Final = 24
+"""Number of streams above which some have an empty playback buffer all the time."""
 FEW: Final = 2
 """First windows are not gathered for so few missing ones, or for a tenth of those that are due."""
 
@@ -72,13 +74,22 @@ class Snapshot(Generic[W]):
     """Windows of batches that were launched before and have not finished."""
     awaited_ns: Sequence[int]
     """Monotonic opening times of streams whose first codes are missing, nanoseconds."""
+    streams: int
+    """Number of open streams that play while they are made."""
 
 
 def wants_claim(seen: Snapshot[W], policy: Token2WavPolicy) -> bool:
-    """Return True if a stream has no sound, or soon none, and waits only for its window."""
+    """Return True if streams have no sound, or soon none, and wait only for their windows.
+
+    A claim delays the first codes of other streams. So it is not wanted while more streams lack them than wait for a
+    window. Among more than `MANY` streams, only first windows count meanwhile.
+    """
     # A gathered window waits for codes: a claim would keep the talker from making them.
-    pending = [*seen.on_device, *seen.launching, *_ready(seen, policy)]
-    return any(window.is_streamed and window.deadline_ns <= seen.now_ns + WINDOW_NS for window in pending)
+    pending = [window for window in (*seen.on_device, *seen.launching, *_ready(seen, policy)) if window.is_streamed]
+    if seen.awaited_ns and seen.streams > MANY:
+        pending = [window for window in pending if window.is_first]
+    waiting = sum(window.deadline_ns <= seen.now_ns + WINDOW_NS for window in pending)
+    return waiting > 0 and waiting >= len(seen.awaited_ns)
 
 
 def next_batch(seen: Snapshot[W], policy: Token2WavPolicy, *, most_windows: int, most_frames: int) -> list[W]:

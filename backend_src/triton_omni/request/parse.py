@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StringConstraints
@@ -140,6 +140,10 @@ def _text_and_audio() -> list[Modality]:
     return ["text", "audio"]
 
 
+MAX_SALT: Final = 256
+"""Characters of `cache_salt`."""
+
+
 class _Parameters(StrictModel):
     """The schema of `sampling_parameters`."""
 
@@ -148,11 +152,15 @@ class _Parameters(StrictModel):
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     audio_format: AudioFormat = "f32"
     use_audio_in_video: bool = False
+    audio_in_pieces: bool = False
     mm_processor_kwargs: MediaOptions = MediaOptions()
     thinker: ThinkerOptions = ThinkerOptions()
     talker: TalkerOptions = TalkerOptions()
     token2wav: Token2WavOptions = Token2WavOptions()
     priority: Priority = 0
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=MAX_SALT)] | None = None
+    cache: bool = True
+    prefill_only: bool = False
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 
@@ -210,12 +218,18 @@ class OmniRequest:
     """None = the deployment draws one and reports it."""
     audio_format: AudioFormat
     use_audio_in_video: bool
+    audio_in_pieces: bool
+    """True: the start of a sound is the same to the model however the sound goes on."""
     mm_processor_kwargs: MediaOptions
     thinker: ThinkerOptions
     talker: TalkerOptions
     token2wav: Token2WavOptions
     priority: int
     """The lower, the sooner it gets a place in an engine's batch."""
+    cache_salt: str | None = field(repr=False)
+    """Whoever names it shares the prefix cache with this request; None = the request does not use the cache."""
+    prefill_only: bool
+    """True: there is no reply; a later request finds the prompt in the caches."""
     timeout_s: float
     request_id: str
 
@@ -247,11 +261,14 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
         seed=parameters.seed,
         audio_format=parameters.audio_format,
         use_audio_in_video=parameters.use_audio_in_video,
+        audio_in_pieces=parameters.audio_in_pieces,
         mm_processor_kwargs=parameters.mm_processor_kwargs,
         thinker=parameters.thinker,
         talker=parameters.talker,
         token2wav=parameters.token2wav,
         priority=parameters.priority,
+        cache_salt=parameters.cache_salt if parameters.cache else None,
+        prefill_only=parameters.prefill_only,
         timeout_s=_timeout_s(raw, parameters, defaults),
         request_id=raw.request_id,
     )
@@ -281,6 +298,10 @@ def _parse_parameters(raw: bytes | None, limits: RequestLimits, defaults: Reques
         parameters.mm_processor_kwargs.max_frames, limits.max_video_frames, f"{name}.mm_processor_kwargs.max_frames"
     )
     _at_most(parameters.timeout, defaults.max_timeout_s, f"{name}.timeout")
+    if parameters.prefill_only and not (parameters.cache and parameters.cache_salt):
+        raise BadRequest(
+            f"{name}.prefill_only: no request could find the prompt; add cache_salt, and leave cache at true"
+        )
     if parameters.voice is not None and defaults.voices and parameters.voice not in defaults.voices:
         known = ", ".join(sorted(defaults.voices))
         raise BadRequest(f"{name}.voice: {shown(parameters.voice)} is not one of: {known}")

@@ -9,17 +9,20 @@ Shapes: P prompt tokens, N rows or codes of this message, H thinker hidden size 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from msgspec import Meta
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "prefilled"]
 
 
 @dataclass(frozen=True)
@@ -53,17 +56,71 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class SoundContext:
+    """Where a piece of sound lies in the whole."""
+
+    samples: NDArray[np.float32] = field(repr=False)
+    """[S] of the piece, and those before and after it that its frames reach."""
+    skipped: int
+    """Frames before the piece in `samples`."""
+    before: Features | None
+    """Of the piece before, which are processed first."""
+
+
+@dataclass
+class Features:
+    """What the thinker's processor makes of one medium. `ThinkerEngine.prepare` fills it in, or uses it where it is
+    filled in; it is never changed after that, so several prompts may share it.
+    """
+
+    item: Any = None
+    """Opaque; None = not processed yet."""
+    size: int = 0
+    """Bytes of the tensors of `item`."""
+    identifier: str | None = None
+    """Equal for media of equal features and one caller; None = the medium is shared with no other prompt."""
+    context: SoundContext | None = None
+    """Of a piece of sound that is not processed yet."""
+    loudest: float = -math.inf
+    """Largest value of a piece of sound and of all before it, as the features have them."""
+
+
+@dataclass(frozen=True)
 class ThinkerPrompt:
     """A chat rendered for the thinker.
 
     `token_ids` holds one placeholder id for each medium, between its begin and end ids, as HF's processor writes the
-    chat. A special id thus never comes from a user's text. `multi_modal_data` and `mm_processor_kwargs` are vLLM's
-    arguments of these names.
+    chat; sound in pieces has one for each piece. A special id thus never comes from a user's text. `multi_modal_data`
+    and `mm_processor_kwargs` are vLLM's arguments of these names.
     """
 
     token_ids: tuple[int, ...]
     multi_modal_data: Mapping[str, Any] = field(default_factory=dict)
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    features: Mapping[str, Sequence[Features]] = field(default_factory=dict)
+    """One for each medium of `multi_modal_data`, of which only the shape is read where they are filled in; empty =
+    nobody keeps them.
+    """
+    cache_salt: str | None = None
+    """Prompts of one salt share the prefix cache; one without a salt neither reads nor writes it."""
+
+
+@dataclass(frozen=True)
+class PrefixKeys:
+    """Names of a prompt's prefixes: equal if and only if the caller's salt, the tokens and the media are.
+
+    A hidden row depends on the prompt up to it and on nothing else. So these names serve the talker too.
+    """
+
+    block_size: Annotated[int, Meta(ge=1)]
+    """Tokens by which each prefix is longer than the one before; the first has so many."""
+    keys: tuple[bytes, ...]
+
+    def of_blocks(self, block_size: int, tokens: int) -> list[bytes]:
+        """The names of the prefixes of 1, 2, ... blocks of `block_size` tokens, up to `tokens`; none where the sizes
+        do not fit."""
+        step, rest = divmod(block_size, self.block_size)
+        return [] if rest else list(self.keys[step - 1 :: step][: tokens // block_size])
 
 
 @dataclass(frozen=True)
@@ -76,6 +133,8 @@ class ThinkerPlaced:
     """int64 [3, P], CPU: M-RoPE positions (temporal, height, width) of the prompt."""
     engine_input: Any
     """Opaque: what `ThinkerEngine.add_sequence` gives to vLLM."""
+    prefixes: PrefixKeys | None = None
+    """Names of the prompt's prefixes; None = the prompt shares nothing with others."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +151,8 @@ class ThinkerOutput:
     """New text since the last output of this key."""
     token_ids: tuple[int, ...] = ()
     """New reply tokens, the ending id included, as HF's `generate` returns them."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had; told with each new token."""
     rows: Tensor | None = None
     """[N, H] on the engine's device, engine dtype; owned by the receiver."""
     row_start: int = 0
@@ -121,6 +182,8 @@ class TalkerPrompt:
     """Text id of the speaker's beginning of speech, in the thinker's vocabulary."""
     max_rows: int
     """Upper bound of all rows of the session, P + the longest reply; reserved at open."""
+    prefixes: PrefixKeys | None = None
+    """Names of the prompt's prefixes; None = the prompt shares nothing with others."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +209,10 @@ class EngineStats:
     """Rows of device memory reserved by open sequences (talker) or held back (thinker)."""
     kv_blocks_limit: int = field(default=0, compare=False)
     """KV cache blocks that there are: not held, and so not compared."""
+    kv_blocks_cached: int = field(default=0, compare=False)
+    """KV cache blocks that a later prompt may reuse, held by a sequence or not."""
+    mirror_bytes: int = field(default=0, compare=False)
+    """Device memory for the rows of cached tokens."""
 
 
 class AnyEngine(Protocol):
@@ -217,15 +284,20 @@ class ThinkerEngine(AnyEngine, Protocol):
 class TalkerEngine(FedEngine, Protocol):
     """Hidden rows in, codec codes out, while the thinker still writes."""
 
-    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> None:
+    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> int:
         """Reserve the session's rows; `priority` as in `ThinkerEngine.add_sequence`.
+
+        Returns:
+            Number of prompt rows, from the first on, that the engine has no need of: it keeps what it computed of them
+            for an earlier session, until this one ends.
 
         Raises:
             Overloaded: they cannot be had.
         """
 
     def feed(self, key: str, rows: Tensor, /) -> None:
-        """Take the next rows [N, H] (prompt rows first, then the reply's) into the session's reserve.
+        """Take the next rows [N, H] (prompt rows after those that `open` counted, then the reply's) into the session's
+        reserve.
 
         The next step begins with the copy, ordered after whatever was enqueued on the current stream: until then `rows`
         must stay as they are. The engine keeps them so long; of another device it has enqueued the copy at once.

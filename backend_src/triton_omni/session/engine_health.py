@@ -45,6 +45,8 @@ class EngineHealth:
     def metrics(self) -> Iterator[Metric]:
         """Yield the metrics of the engine and of its watch; called by any thread."""
         yield Metric("omni_kv_blocks_limit", self.stats.kv_blocks_limit)
+        yield Metric("omni_kv_blocks_cached", self.stats.kv_blocks_cached)
+        yield Metric("omni_row_mirror_bytes", self.stats.mirror_bytes)
         yield Metric("omni_supervisor_faults", self._ledger.word(FAULTS))
 
     def has_work(self) -> bool:

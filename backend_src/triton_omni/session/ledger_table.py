@@ -22,7 +22,7 @@ from typing import Final, Literal
 from triton_omni.core.errors import StageName
 from triton_omni.session.server_folder import LedgerError, open_own, own_folder, table_path
 
-PROTOCOL_VERSION: Final = 10
+PROTOCOL_VERSION: Final = 12
 """Version of the messages between stages and of this table."""
 CAPACITY: Final = 2048
 """Records in the table; a deployment uses the first of them, twice its `max_sessions` (`thinker/slots.py`)."""
@@ -115,6 +115,7 @@ WANTED: Final = _stamped("wanted", "Rows or codes, from the first on, without wh
 OUTCOME: Final = _stamped("outcome", "How the stage ended the client's request (`RequestOutcome.to_number`).")
 REACHED: Final = _stamped("reached", "The stage has the session; after token2wav has, the client hears how it ends.")
 PLACED: Final = _stamped("placed", "Rows or codes that the stage has put into the next one's ring.")
+CACHED: Final = _stamped("cached", "First tokens of the prompt whose rows the stage has no need of.")
 FETCHED: Final = _stamped("fetched", "Rows or codes that the stage has copied from its ring, whose places are free.")
 # Unstamped: a reader reads PLACED before them, and the stage writes it after them.
 BY_MESSAGE: Final = Field(

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from triton_omni.core.errors import ErrorCode, InternalError, OmniError, StageName, from_code
 from triton_omni.core.settings import MAX_NAME
-from triton_omni.session.engine import FinishReason, Sampling, StreamOptions
+from triton_omni.session.engine import FinishReason, PrefixKeys, Sampling, StreamOptions
 from triton_omni.session.ledger_table import CAPACITY, COUNT_MASK, PROTOCOL_VERSION
 
 SEAL_BYTES: Final = 16
@@ -84,6 +84,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Order of places in an engine's batch: the lowest first, then the oldest."""
+    prefill_only: bool = False
+    """True: prompts enter the caches of thinker and talker, and there is no reply."""
     talker: Sampling
     token2wav: StreamOptions = StreamOptions()
     prompt_tokens: Annotated[int, Meta(ge=1, le=COUNT_MASK)]
@@ -104,6 +106,8 @@ class ThinkerReport(msgspec.Struct, frozen=True, kw_only=True):
     stop_string: Name | None = None
     """Stop string of the request that ended the reply."""
     prompt_tokens: Count
+    cached_tokens: Count = 0
+    """Prompt tokens that the prefix cache had."""
     reply_tokens: Count
     first_token_ns: Nanoseconds
     finished_ns: Nanoseconds
@@ -114,6 +118,8 @@ class TalkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
     finish_reason: FinishReason
     codes: Count
+    cached_tokens: Count = 0
+    """Tokens of the prompt whose rows the talker had no need of."""
     first_code_ns: Nanoseconds
     finished_ns: Nanoseconds
 
@@ -220,6 +226,8 @@ class ThinkerMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """[N, H], the links' dtype, on the thinker's device: the next N hidden rows of prompt and reply."""
     positions: Tensor | None = None
     """int64 [3, P + 2], CPU, with `OPEN`: M-RoPE positions of prompt, text_bos and first reply token."""
+    prefixes: PrefixKeys | None = None
+    """With `OPEN`, of a prompt with a salt: rows wait until the talker has written `CACHED`, and begin there."""
     report: ThinkerReport | None = None
 
     def to_tensors(self, hidden_size: int, dtype: torch.dtype, seal: Seal) -> dict[str, Value]:

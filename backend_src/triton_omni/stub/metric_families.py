@@ -63,6 +63,9 @@ FAMILIES: Final = (
     ),
     Family("omni_sessions_limit", "gauge", "sessions that may be open at once"),
     Family("omni_kv_blocks_limit", "gauge", "KV cache blocks, or pages, that there are"),
+    Family("omni_kv_blocks_cached", "gauge", "KV cache blocks that a later prompt may reuse"),
+    Family("omni_row_mirror_bytes", "gauge", "memory for the hidden rows of cached tokens"),
+    Family("omni_media_cache_bytes", "gauge", "bytes of processed media that a later request may reuse"),
     Family("omni_stage_starts", "gauge", "how often this server has loaded the stage"),
     Family(
         "omni_supervisor_faults",
@@ -75,6 +78,8 @@ FAMILIES: Final = (
     Family("omni_requests_ended_total", "counter", "requests ended", ("outcome",)),
     Family("omni_errors_total", "counter", "requests that ended with an error, by its code and the stage's", ("code",)),
     Family("omni_prompt_tokens_total", "counter", "prompt tokens of the requests that were let in"),
+    Family("omni_cached_tokens_total", "counter", "prompt tokens that the stage's prefix cache had"),
+    Family("omni_media_lookups_total", "counter", "media looked up in the cache of processed media", ("result",)),
     Family("omni_reply_tokens_total", "counter", "reply tokens written"),
     Family("omni_codes_total", "counter", "codec codes drawn, 50 a second of speech"),
     Family("omni_audio_seconds_total", "counter", "seconds of speech sent to clients"),

@@ -19,6 +19,7 @@ from triton_omni.supervisor.model_control import ModelControlError
 
 NO_BACKEND: Final = "none"
 _STANDSTILL_MODEL, _DRAINING_MODEL = "standstill", "draining"
+_SAID_WITHIN_S: Final = 2.0
 _IDLE_MODEL: Final = """\
 import os
 
@@ -87,6 +88,7 @@ class Readiness:
         self._control, self._repository = control, repository
         self._said, self._failure = True, ""
         self._telling: threading.Thread | None = None
+        self._ending: threading.Thread | None = None
         self.on_fault: Callable[[], None] = lambda: None
 
     def set_ready(self, ready: bool) -> None:
@@ -99,13 +101,20 @@ class Readiness:
         self._telling.start()
 
     def end(self) -> None:
-        """Have the server be not ready for good; returns when it is so."""
-        say_unready(self._control, self._repository, _DRAINING_MODEL)
+        """Have the server be not ready for good; returns when it is so.
+
+        A Triton that stands still is not waited for: it must not hold its own stop up.
+        """
+        words = (self._control, self._repository, _DRAINING_MODEL)
+        self._ending = threading.Thread(target=say_unready, args=words, name="readiness-end", daemon=True)
+        self._ending.start()
+        self._ending.join(_SAID_WITHIN_S)
 
     def join(self, timeout_s: float) -> None:
         """Wait until nothing is written to the repository any more."""
-        if self._telling is not None:
-            self._telling.join(timeout_s)
+        for thread in (self._telling, self._ending):
+            if thread is not None:
+                thread.join(timeout_s)
 
     def _say(self, ready: bool) -> None:
         say = say_ready if ready else say_unready

@@ -37,7 +37,7 @@ from triton_omni.supervisor.probe import address, own_host
 from triton_omni.supervisor.restart import Starts
 from triton_omni.supervisor.server_log import ServerLog
 from triton_omni.supervisor.server_run import END_WITHIN_S, KILL_AFTER_S, Launch, ServerRun
-from triton_omni.supervisor.start_checks import check_caches, check_shared_memory
+from triton_omni.supervisor.start_checks import check_caches, check_gpu_share, check_shared_memory
 from triton_omni.supervisor.start_report import StartReport, stages_of
 from triton_omni.supervisor.triton_features import known_options
 from triton_omni.supervisor.warm_up import warm_up
@@ -156,6 +156,7 @@ class Supervisor:
         check_shared_memory()
         check_caches(os.environ)
         environment = {**stub_environment(os.environ, install, model), **config.environment}
+        check_gpu_share(environment)
         self.log.open()
         outliving.callback(self.log.close)
         if config.mps:
@@ -189,8 +190,7 @@ class Supervisor:
             report.look()
             if run.exit_code is not None:
                 raise ServerNotReady(run.why_it_ended())
-            if self._stop_requested:
-                raise ServerNotReady("stopped before the server was ready")
+            self._raise_if_stopped()
             if time.monotonic() > deadline:
                 raise ServerNotReady(f"the server was not ready after {self.config.ready_timeout_s:g} s{self.log.hint}")
             time.sleep(_POLL_S)
@@ -198,7 +198,12 @@ class Supervisor:
             run.watch()
             if self.config.warm_up and run.board is not None:
                 report.warms_up()
-                warm_up(self.config.host, self._ports["http"])
+                warm_up(self.config.host, self._ports["http"], lambda: self._stop_requested)
+                self._raise_if_stopped()
+
+    def _raise_if_stopped(self) -> None:
+        if self._stop_requested:
+            raise ServerNotReady("stopped before the server was ready")
 
     def run(self) -> None:
         """Block until `request_stop` is called, and `check` meanwhile.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before a start: room in shared memory, and folders that must be writable."""
+"""Checks before a start: room in shared memory, folders that must be writable, and the share of the GPU."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ CACHES: Final = ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCH
 SHARED_MEMORY: Final = Path("/dev/shm")
 LEAST_SHARED_MIB: Final = 32
 """MiB of shared memory that the ledger and Triton's regions need at the start, before any request."""
+MPS_SHARE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+"""Variable by which CUDA MPS gives a process a part of a GPU's multiprocessors."""
 _TRIED_BYTES: Final = 4096
 
 
@@ -50,6 +52,22 @@ def check_caches(environment: Mapping[str, str]) -> None:
             write_something(Path(folder))
         except OSError as error:
             raise ServerError(f"{variable}: {folder} cannot be written ({error.strerror})") from error
+
+
+def check_gpu_share(environment: Mapping[str, str]) -> None:
+    """Look whether the stages would get a part of a GPU's multiprocessors alone.
+
+    vLLM's own decode steps then give hidden states that are not finite. Seen with 30 and 65 % of an H100, and without
+    any kernel of this project.
+
+    Raises:
+        ServerError: they would.
+    """
+    if (share := environment.get(MPS_SHARE, "")) not in {"", "100"}:
+        raise ServerError(
+            f"{MPS_SHARE} is {share}, but vLLM's hidden states are not finite on a part of a GPU: "
+            "unset it, or set it to 100"
+        )
 
 
 def write_something(folder: Path) -> None:

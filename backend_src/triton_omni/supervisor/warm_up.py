@@ -8,6 +8,8 @@ from __future__ import annotations
 import http.client
 import json
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import closing
 from typing import Final
 
@@ -16,6 +18,7 @@ from triton_omni.supervisor.probe import own_host
 REQUEST_ID: Final = "warm-up"
 _PATH: Final = "/v2/models/qwen2_5_omni/generate_stream"
 _TIMEOUT_S: Final = 120.0
+_POLL_S: Final = 0.1
 _SHOWN: Final = 500
 """Characters of a refusal."""
 # Sampled, as most callers' are, and long enough for a second window.
@@ -32,14 +35,20 @@ _REQUEST: Final = {
 }
 
 
-def warm_up(host: str, http_port: int) -> None:
+def warm_up(host: str, http_port: int, given_up: Callable[[], bool]) -> None:
     """Have a short reply spoken. A failure is told on standard error and no more: others may be served all the same.
 
     Args:
         host: where the server listens.
         http_port: of Triton's HTTP service.
+        given_up: asked now and then; True ends the wait, for a first reply may compile for minutes.
     """
-    if reason := _ask(host, http_port):
+    reasons: list[str | None] = []
+    asking = threading.Thread(target=lambda: reasons.append(_ask(host, http_port)), name="warm-up", daemon=True)
+    asking.start()
+    while asking.is_alive() and not given_up():
+        asking.join(_POLL_S)
+    if reason := next(iter(reasons), None):
         print(f"warning: the server's own first request failed: {reason}", file=sys.stderr, flush=True)
 
 

@@ -22,6 +22,8 @@ class OpenSession(LinkSession):
     refused: int = 0
     left_ns: int = 0
     codes: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt whose rows the engine had no need of."""
     first_code_ns: int = 0
     thinker: ThinkerReport | None = None
     """The thinker's account of its reply, which comes with its last message."""
@@ -36,6 +38,7 @@ class OpenSession(LinkSession):
         self.report = TalkerReport(
             finish_reason=reason,
             codes=self.codes,
+            cached_tokens=self.cached_tokens,
             first_code_ns=self.first_code_ns - accepted_ns if self.first_code_ns else 0,
             finished_ns=time.monotonic_ns() - accepted_ns,
         )

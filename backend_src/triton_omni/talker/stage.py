@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+import msgspec
 import torch
 
 from triton_omni.core.errors import ErrorCode, InternalError, OmniError, TooLarge
@@ -25,7 +26,7 @@ from triton_omni.link.sessions import Arrival, LinkSessions
 from triton_omni.session.engine import Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
 from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
-from triton_omni.session.ledger_table import CANCELLED, CLOSED, FAILED, REACHED, WANTED
+from triton_omni.session.ledger_table import CACHED, CANCELLED, CLOSED, FAILED, REACHED, WANTED
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import (
@@ -101,7 +102,7 @@ class TalkerStage:
         )
         self._interval_ns = 0
         self._batches = Histogram(POWERS)
-        self._codes = 0
+        self._codes = self._cached_tokens = 0
         # The last heartbeat's request of each session that is not open yet. By the whole key: a message with only a
         # session's name must not end it.
         self._unopened: dict[SessionKey, ResponseSender] = {}
@@ -154,6 +155,7 @@ class TalkerStage:
         yield from self._sender.metrics(list(self._sessions.open.values()))
         yield from self._batches.metrics("omni_batch_size")
         yield Metric("omni_codes_total", self._codes)
+        yield Metric("omni_cached_tokens_total", self._cached_tokens)
         yield from memory_metrics(self._device)
 
     # On the loop's thread.
@@ -225,11 +227,12 @@ class TalkerStage:
     def open_session(self, message: ThinkerMessage, request: Session, sender: ResponseSender) -> OpenSession:
         """Open the session, and token2wav's first: from there on an error can reach the client."""
         session = OpenSession(message.key, sender, request, send_queue=SendQueue(self._settings.max_codes))
-        self._sender.send_message(session, TalkerMessage(key=message.key, kind=Kind.OPEN, session=request))
+        heard = msgspec.structs.replace(request, want_audio=request.want_audio and not request.prefill_only)
+        self._sender.send_message(session, TalkerMessage(key=message.key, kind=Kind.OPEN, session=heard))
         return session
 
     def open_sequence(self, session: OpenSession, message: ThinkerMessage) -> None:
-        """Reserve the session's rows in the engine.
+        """Reserve the session's rows in the engine, and tell the thinker with which one to begin.
 
         Raises:
             BadRequest: the voice is unknown.
@@ -240,7 +243,9 @@ class TalkerStage:
         request = session.session
         if request.want_audio:
             prompt, sampling = self._prompt(request, message), self._within_limits(request)
-            self._engine.open(session.key.name, prompt, sampling, priority=request.priority)
+            session.cached_tokens = self._engine.open(session.key.name, prompt, sampling, priority=request.priority)
+            self._cached_tokens += session.cached_tokens
+            self._ledger.write(session.key, CACHED, session.cached_tokens)
         else:
             session.send_queue.finish_tensors()
 
@@ -248,7 +253,7 @@ class TalkerStage:
         if message.positions is None:
             raise InternalError("OPEN without positions")
         bos_id = self._text_bos_id(request.voice)
-        return TalkerPrompt(request.prompt_tokens, message.positions, bos_id, request.max_rows)
+        return TalkerPrompt(request.prompt_tokens, message.positions, bos_id, request.max_rows, message.prefixes)
 
     def _within_limits(self, request: Session) -> Sampling:
         room = self._settings.engine.max_model_len - request.prompt_tokens - 2
@@ -283,13 +288,14 @@ class TalkerStage:
         if output.error is not None:
             self.fail_session(session, InternalError(output.error, stage="talker"))
             return
-        if output.codes is not None and (count := output.codes.shape[0]):
+        is_prefill = session.session.prefill_only
+        if output.codes is not None and not is_prefill and (count := output.codes.shape[0]):
             session.codes += count
             self._codes += count
             session.first_code_ns = session.first_code_ns or time.monotonic_ns()
             session.send_queue.put(output.codes, output.codes_ready)
         if output.finish_reason is not None:
-            session.finish_codes(output.finish_reason)
+            session.finish_codes("prefilled" if is_prefill else output.finish_reason)
 
     def _wanted(self, session: OpenSession) -> int:
         """Return the number of codes, from the first on, that token2wav needs for its next window; before it has

@@ -6,17 +6,20 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import msgspec
+
 from triton_omni.core.errors import OmniError, StageName
 from triton_omni.core.tracing import NO_SPAN, Span
 from triton_omni.link.send_queue import Batch, SendQueue
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import FinishReason, ThinkerOutput
 from triton_omni.session.ledger import SessionLedger
-from triton_omni.session.ledger_table import CLOSED, STAGES, WANTED
+from triton_omni.session.ledger_table import CACHED, CLOSED, STAGES, WANTED
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import ResponseSender
 from triton_omni.session.wire import Failure, Kind, Session, SessionKey, ThinkerMessage, ThinkerReport
 from triton_omni.thinker.direct_calls import Caller
+from triton_omni.thinker.preprocessed import Preprocessed, extend_positions
 
 STILL_S = 1.0
 """Seconds without an iteration of a later stage's loop, after which that stage is in a long step, or hangs."""
@@ -60,6 +63,7 @@ class OpenSession:
     left_ns: int = field(init=False)
     """Monotonic time of the last message, nanoseconds; before the first one, when the request was accepted."""
     reply_tokens: int = 0
+    cached_tokens: int = 0
     first_token_ns: int = 0
     report: ThinkerReport | None = None
     ending: RequestOutcome | None = None
@@ -87,6 +91,11 @@ class OpenSession:
         return "writing" if self.report is None else "speaking"
 
     @property
+    def is_prefill(self) -> bool:
+        """True if the session has no reply: its prompt alone is computed."""
+        return self.session is not None and self.session.prefill_only
+
+    @property
     def delivered(self) -> int:
         """Number of messages that the talker has received or will receive."""
         return self.sent - self.refused
@@ -97,13 +106,15 @@ class OpenSession:
         some.
         """
         prompt = self.session.prompt_tokens if self.session is not None else 0
-        return self.send_queue.given + self.send_queue.held - prompt
+        queue = self.send_queue
+        return queue.skipped + queue.given + queue.held - prompt
 
     @property
     def is_read(self) -> bool:
         """True if a text-only reply is being decoded."""
         request = self.session
-        return request is not None and not request.want_audio and self.report is None and not self.ended_ns
+        is_text = request is not None and not request.want_audio and not request.prefill_only
+        return is_text and self.report is None and not self.ended_ns
 
     def first_window_ready_ns(self, ledger: SessionLedger, steps_in_flight: int, now_ns: int) -> int | None:
         """Return the monotonic time in nanoseconds since which no row of the session's first window needs another step.
@@ -121,7 +132,7 @@ class OpenSession:
         pending.
         """
         request = self.session
-        if self.has_first_codes or self.ended_ns or self.report is not None or request is None:
+        if self.has_first_codes or self.ended_ns or self.report is not None or request is None or self.is_prefill:
             return None
         if not request.want_audio:
             # A text-only request without text waits for a step too.
@@ -172,12 +183,33 @@ class OpenSession:
         still = any(ledger.silent_for(stage) > STILL_S for stage in later)
         return not still or now_ns - self.deadline_ns > HELD_UP_AT_MOST_S * 1e9
 
+    def open(self, prepared: Preprocessed) -> ThinkerMessage:
+        """Return the session's first message but heartbeats. Rows of a prompt with names wait for `see_begin`."""
+        self.session = msgspec.structs.replace(prepared.session, traceparent=self.span.traceparent)
+        # The talker starts with the prompt's rows and the first row of the reply.
+        self.send_queue.start = prepared.session.prompt_tokens + 1
+        prefixes = prepared.placed.prefixes if prepared.session.want_audio else None
+        self.send_queue.awaits_begin = prefixes is not None
+        if not prepared.session.want_audio:
+            self.send_queue.finish_tensors()
+        positions = extend_positions(prepared.placed.positions, 2)
+        return ThinkerMessage(
+            key=self.key, kind=Kind.OPEN, session=self.session, positions=positions, prefixes=prefixes
+        )
+
+    def see_begin(self, ledger: SessionLedger) -> None:
+        """Let rows leave from where the talker begins, once it has said where."""
+        if self.send_queue.awaits_begin and (cached := ledger.read(self.key, CACHED, "talker")) is not None:
+            self.send_queue.begin_at(cached)
+
     def queue_output(self, output: ThinkerOutput) -> None:
         """Queue the output of an engine step for sending."""
         self.reply_tokens += len(output.token_ids)
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         if output.token_ids and not self.first_token_ns:
             self.first_token_ns = time.monotonic_ns()
-        self.send_queue.put_text(output.text)
+        if not self.is_prefill:
+            self.send_queue.put_text(output.text)
         if output.rows is not None:
             self.send_queue.put(output.rows, output.rows_ready)
         if output.finish_reason is not None:
@@ -187,10 +219,11 @@ class OpenSession:
         self.send_queue.finish_tensors()
         self.send_queue.finish_text()
         self.report = ThinkerReport(
-            finish_reason=reason,
+            finish_reason="prefilled" if self.is_prefill else reason,
             stop_string=stop_string,
             prompt_tokens=self.session.prompt_tokens if self.session else 0,
-            reply_tokens=self.reply_tokens,
+            cached_tokens=self.cached_tokens,
+            reply_tokens=0 if self.is_prefill else self.reply_tokens,
             first_token_ns=self.first_token_ns - self.accepted_ns if self.first_token_ns else 0,
             finished_ns=time.monotonic_ns() - self.accepted_ns,
         )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from triton_omni.core.errors import InternalError, OmniError
+from triton_omni.core.metrics import Metric
 from triton_omni.request.parse import RawRequest
 from triton_omni.thinker.open_session import OpenSession
 from triton_omni.thinker.preprocessed import Intake, Preprocessed, TakeTimeout
@@ -62,6 +63,10 @@ class PreprocessPool:
                 then(_tried(asked, session, waiting, take_timeout))
 
         self._pool.submit(prepare)
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the intake's metrics."""
+        yield from self._intake.metrics()
 
     def close(self) -> None:
         """Start nothing more. Running work is not waited for; its results are dropped."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triton_omni.core.metrics import Metric
 from triton_omni.request.media.killable import IsWanted
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import Sampling, ThinkerPlaced
@@ -43,6 +44,9 @@ class Intake(Protocol):
         """Check, decode and tokenise. `take_timeout` is called as soon as the timeout is known, before media are
         decoded. Raises `OmniError`.
         """
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metrics of processed media."""
 
     def close(self) -> None:
         """Stop preprocessing, and release everything that outlives the process."""

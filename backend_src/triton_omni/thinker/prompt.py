@@ -8,12 +8,11 @@ text, so no spelling of a special token becomes one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from triton_omni.core.errors import BadRequest, InternalError
@@ -114,13 +113,13 @@ class PromptRenderer:
         self._fixed = {text: self._tokenise(text) for text in fixed}
         """Token ids of the template's own runs, which most chats contain."""
 
-    def render(self, chat: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, chat: Sequence[Message], placeholders: Iterable[int] = itertools.repeat(1)) -> tuple[int, ...]:
         """Return the ids of `chat` and of the assistant's header; the default system prompt stands in for a missing
-        one.
+        one. Each medium has its number of `placeholders`.
         """
         ids: list[int] = []
         run: list[str] = []
-        for piece in self._pieces(chat):
+        for piece in self._pieces(chat, iter(placeholders)):
             if isinstance(piece, str):
                 run.append(piece)
                 continue
@@ -129,22 +128,25 @@ class PromptRenderer:
             ids.append(piece)
         return (*ids, *self._encode("".join(run)))
 
-    def _pieces(self, chat: Sequence[Message]) -> Iterator[str | int]:
+    def _pieces(self, chat: Sequence[Message], placeholders: Iterator[int]) -> Iterator[str | int]:
         if not chat or chat[0].role != "system":
-            yield from self._turn(Message("system", (TextPart(DEFAULT_SYSTEM_PROMPT),)))
+            yield from self._turn(Message("system", (TextPart(DEFAULT_SYSTEM_PROMPT),)), placeholders)
         for message in chat:
-            yield from self._turn(message)
+            yield from self._turn(message, placeholders)
         yield self.ids.im_start
         yield "assistant\n"
 
-    def _turn(self, message: Message) -> Iterator[str | int]:
+    def _turn(self, message: Message, placeholders: Iterator[int]) -> Iterator[str | int]:
         yield self.ids.im_start
         yield f"{message.role}\n"
         for part in message.parts:
             if isinstance(part, TextPart):
                 yield part.text
             else:
-                yield from self.ids.group(part.kind)
+                begin, placeholder, end = self.ids.group(part.kind)
+                yield begin
+                yield from itertools.repeat(placeholder, next(placeholders))
+                yield end
         yield self.ids.im_end
         yield "\n"
 
@@ -174,8 +176,12 @@ def build_prompt(request: OmniRequest, media: Sequence[Medium], renderer: Prompt
         not isinstance(medium, kinds[part.kind]) for part, medium in zip(parts, media, strict=False)
     ):
         raise InternalError(f"{len(media)} decoded media do not match the {len(parts)} of the request")
-    data, kwargs = to_vllm_data(media, use_audio_in_video=request.use_audio_in_video)
-    return ThinkerPrompt(renderer.render(request.chat), data, kwargs)
+    by_kind, kwargs = _for_vllm(media, use_audio_in_video=request.use_audio_in_video)
+    features = {kind: [item.features for item in items] for kind, items in by_kind.items()}
+    placeholders = (len(medium.items) if isinstance(medium, Audio) else 1 for medium in media)
+    return ThinkerPrompt(
+        renderer.render(request.chat, placeholders), _contents(by_kind), kwargs, features, request.cache_salt
+    )
 
 
 def to_vllm_data(media: Sequence[Medium], *, use_audio_in_video: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -188,20 +194,42 @@ def to_vllm_data(media: Sequence[Medium], *, use_audio_in_video: bool) -> tuple[
     Raises:
         BadRequest: `use_audio_in_video` with a video without sound.
     """
-    images = [item.pixels for item in media if isinstance(item, Image)]
-    audios = [item.samples for item in media if isinstance(item, Audio)]
+    by_kind, kwargs = _for_vllm(media, use_audio_in_video=use_audio_in_video)
+    return _contents(by_kind), kwargs
+
+
+def _for_vllm(media: Sequence[Medium], *, use_audio_in_video: bool) -> tuple[dict[str, list[Medium]], dict[str, Any]]:
+    """Return the media of each kind that there is, in vLLM's order, and the arguments of its processor."""
     videos = [item for item in media if isinstance(item, Video)]
     kwargs: dict[str, Any] = {}
     if videos:
         kwargs["second_per_grid_ts"] = [FRAME_FACTOR / video.fps for video in videos]
-    if use_audio_in_video and videos:
-        audios = [*(_sound_of(video, index) for index, video in enumerate(videos)), *audios]
-        kwargs["use_audio_in_video"] = True
-    data = {"image": images, "audio": audios, "video": [video.frames for video in videos]}
-    return {kind: items for kind, items in data.items() if items}, kwargs
+        if use_audio_in_video:
+            kwargs["use_audio_in_video"] = True
+    sounds = [_sound_of(video, index) for index, video in enumerate(videos)] if use_audio_in_video else []
+    found: dict[str, list[Medium]] = {
+        "image": [item for item in media if isinstance(item, Image)],
+        "audio": [*sounds, *(item for sound in media if isinstance(sound, Audio) for item in sound.items)],
+        "video": [*videos],
+    }
+    return {kind: items for kind, items in found.items() if items}, kwargs
 
 
-def _sound_of(video: Video, index: int) -> NDArray[np.float32]:
+def _contents(by_kind: Mapping[str, Sequence[Medium]]) -> dict[str, Any]:
+    return {kind: [_content(item) for item in items] for kind, items in by_kind.items()}
+
+
+def _content(medium: Medium) -> object:
+    match medium:
+        case Image():
+            return medium.pixels
+        case Audio():
+            return medium.samples
+        case Video():
+            return medium.frames
+
+
+def _sound_of(video: Video, index: int) -> Audio:
     if video.audio is None:
         raise BadRequest(f"use_audio_in_video: video {index} of the request has no audio track")
-    return video.audio.samples
+    return video.audio

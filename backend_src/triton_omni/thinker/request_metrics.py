@@ -41,6 +41,7 @@ class RequestMetrics:
         """Outcomes of all requests to the server."""
         self.prompt_tokens = 0
         self.reply_tokens = 0
+        self.cached_tokens = 0
         self.batches = Histogram(POWERS)
         self._leaks = LeakWatch()
         self._accepted: deque[OpenSession] = deque()
@@ -91,6 +92,7 @@ class RequestMetrics:
             request=session.label,
             session=key.name,
             prompt_tokens=session.session.prompt_tokens if session.session else None,
+            cached_tokens=session.cached_tokens,
             reply_tokens=session.reply_tokens,
             seconds=(session.ended_ns - session.accepted_ns) / 1e9,
         )
@@ -114,6 +116,7 @@ class RequestMetrics:
         yield Metric("omni_leaked_sessions", self._leaks.count(_overstayed(open_now, taken)))
         yield Metric("omni_prompt_tokens_total", self.prompt_tokens)
         yield Metric("omni_reply_tokens_total", self.reply_tokens)
+        yield Metric("omni_cached_tokens_total", self.cached_tokens)
         yield from self.outcomes.metrics()
         yield from self.batches.metrics("omni_batch_size")
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import msgspec
 import torch
 
 from triton_omni.core.errors import BadRequest, DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
@@ -48,7 +47,7 @@ from triton_omni.session.wire import Kind, ThinkerMessage
 from triton_omni.thinker import direct_calls
 from triton_omni.thinker.open_session import OpenSession
 from triton_omni.thinker.preprocess_pool import PreprocessPool
-from triton_omni.thinker.preprocessed import Intake, Preprocessed, extend_positions
+from triton_omni.thinker.preprocessed import Intake, Preprocessed
 from triton_omni.thinker.request_metrics import RequestMetrics
 from triton_omni.thinker.slots import Slots
 
@@ -160,6 +159,7 @@ class ThinkerStage:
         yield from self._health.metrics()
         yield from self._sender.metrics([session for session in open_now if not session.ended_ns])
         yield from self.request_metrics.metrics(open_now, self._slots.taken)
+        yield from self._preparing.metrics()
         yield from memory_metrics(self._device)
 
     def _no_slot(self) -> OmniError:
@@ -271,14 +271,7 @@ class ThinkerStage:
 
     def _open_session(self, session: OpenSession, prepared: Preprocessed) -> None:
         """Send `OPEN` to the later stages; called by the loop, or before the loop has the session."""
-        session.session = msgspec.structs.replace(prepared.session, traceparent=session.span.traceparent)
-        # The talker starts with the prompt's rows and the first row of the reply.
-        session.send_queue.start = prepared.session.prompt_tokens + 1
-        if not prepared.session.want_audio:
-            session.send_queue.finish_tensors()
-        positions = extend_positions(prepared.placed.positions, 2)
-        message = ThinkerMessage(key=session.key, kind=Kind.OPEN, session=session.session, positions=positions)
-        self._sender.send_message(session, message)
+        self._sender.send_message(session, session.open(prepared))
 
     def _take(self, session: OpenSession, output: ThinkerOutput) -> None:
         if output.error is not None:
@@ -286,10 +279,15 @@ class ThinkerStage:
             self._fail(session, kind(output.error, stage="thinker"))
             return
         self.request_metrics.reply_tokens += len(output.token_ids)
+        if session.reply_tokens == 0:
+            self.request_metrics.cached_tokens += output.cached_tokens
         session.queue_output(output)
         session.send_queue.is_urgent = session.reply_tokens <= UNLIMITED_TOKENS
 
     def _send(self, sessions: Iterable[OpenSession]) -> None:
+        sessions = list(sessions)
+        for session in sessions:
+            session.see_begin(self._ledger)
         self._sender.send(sessions, message_interval_ns(self._health.stats.running))
 
     def _when_refused(self, session: OpenSession, kind: Kind) -> None:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -52,6 +53,7 @@ class Token2WavEngine:
 
     def __init__(self, checkpoint: Path, settings: Token2WavSettings, device: torch.device) -> None:
         networks = load_networks(checkpoint, settings, device)
+        settings = settings.with_checkpoint(asdict(networks.flow))
         self._settings = settings
         self._device = device
         self._config = networks.dit.config
@@ -94,7 +96,7 @@ class Token2WavEngine:
             seed=seed,
             plan=offline_plan(frames_per_code=self._config.repeats) if offline else self._plan,
             flow=flow,
-            guidance_scale=diffusion.guidance_scale,
+            guidance_scale=diffusion.guidance,
             frame_ns=self._vocoder.samples_per_frame * 1_000_000_000 // SAMPLE_RATE,
             lead_ns=None if offline else self._lead_ns(options),
         )
@@ -238,6 +240,7 @@ class Token2WavEngine:
             launching=[due for one in reversed(self._launchings) for due in one.batch if self._is_open(due.stream)],
             on_device=[due for flight in self._flights for due in flight.batch if self._is_open(due.stream)],
             awaited_ns=[stream.opened_ns for stream in self._streams.values() if stream.wants_first_codes],
+            streams=sum(stream.page is not None for stream in self._streams.values()),
         )
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from triton_omni.checkpoint.config import CheckpointError, load_config
-from triton_omni.checkpoint.facts import DitConfig
+from triton_omni.checkpoint.facts import DitConfig, FlowConfig
 from triton_omni.checkpoint.speakers import Speaker, load_speakers
 from triton_omni.checkpoint.weights import load_module
 from triton_omni.core.precision import use_full_float32, use_ordered_sums
@@ -32,6 +32,8 @@ class Networks:
     dit: DiT
     vocoder: BigVGAN
     voices: Mapping[str, Voice]
+    flow: FlowConfig
+    """Settings of the solver that the checkpoint states."""
 
 
 def load_networks(checkpoint: Path, settings: Token2WavSettings, device: torch.device) -> Networks:
@@ -60,7 +62,7 @@ def load_networks(checkpoint: Path, settings: Token2WavSettings, device: torch.d
             name: dit.voice(speaker.cond[0].to(device), speaker.ref_mel[0].to(device))
             for name, speaker in speakers.items()
         }
-    return Networks(dit, vocoder, voices)
+    return Networks(dit, vocoder, voices, config.flow)
 
 
 def _check_length(settings: Token2WavSettings, config: DitConfig) -> None:

@@ -13,7 +13,7 @@ from triton_omni.core.errors import OmniError
 from triton_omni.link.receiver import LinkSession
 from triton_omni.session.answer import Answer
 from triton_omni.session.stage import ResponseSender
-from triton_omni.session.wire import Session, TalkerMessage
+from triton_omni.session.wire import Session, TalkerMessage, ThinkerReport
 
 
 class TextRelay:
@@ -92,11 +92,15 @@ class OpenSession(LinkSession):
             },
             "stop_string": thinker.stop_string if thinker else None,
             "usage": {
-                **_prompt_usage(self.session),
+                **_prompt_usage(self.session, thinker),
                 "reply_tokens": thinker.reply_tokens if thinker else 0,
                 "codes": talker.codes if talker else 0,
                 "samples": self.samples,
                 "clamped_codes": self.clamped_codes,
+                "cached_tokens": {
+                    "thinker": thinker.cached_tokens if thinker else 0,
+                    "talker": talker.cached_tokens if talker else 0,
+                },
             },
             "sample_rate": sample_rate,
             "seed": self.session.seed,
@@ -106,13 +110,14 @@ class OpenSession(LinkSession):
         }
 
 
-def _prompt_usage(request: Session) -> dict[str, Any]:
+def _prompt_usage(request: Session, thinker: ThinkerReport | None) -> dict[str, Any]:
     media = request.media_tokens
     details = {
         "text_tokens": request.prompt_tokens - media.audio - media.image - media.video,
         "audio_tokens": media.audio,
         "image_tokens": media.image,
         "video_tokens": media.video,
+        "cached_tokens": thinker.cached_tokens if thinker else 0,
     }
     return {"prompt_tokens": request.prompt_tokens, "prompt_tokens_details": details}
 

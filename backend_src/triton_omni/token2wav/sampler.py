@@ -53,8 +53,8 @@ class FlowOptions:
     @classmethod
     def of(cls, settings: DiffusionSettings) -> FlowOptions:
         """Return the options of a stream with `settings`."""
-        guided = settings.guidance_scale >= UNGUIDED_BELOW
-        return cls(settings.solver, settings.num_steps, settings.sway_coefficient, guided)
+        guided = settings.guidance >= UNGUIDED_BELOW
+        return cls(settings.solver, settings.points, settings.sway_coefficient, guided)
 
     @property
     def evaluations(self) -> int:

@@ -132,14 +132,15 @@ def schedule_ahead_on_the_cpu(monkeypatch):
     vLLM switches that off on the CPU, where nothing runs beside the host; its logic is the same.
     """
     from triton_omni.vllm_hooks.shared.compat import EngineArgs
-    from triton_omni.vllm_hooks.talker.waiting import WaitingAsyncScheduler
+    from triton_omni.vllm_hooks.talker.prefix_cache import scheduler_name
 
     create = EngineArgs.create_engine_config
 
     def create_ahead(self, *args, **kwargs):
         config = create(self, *args, **kwargs)
         config.scheduler_config.async_scheduling = True
-        config.scheduler_config.scheduler_cls = WaitingAsyncScheduler
+        cached = config.cache_config.enable_prefix_caching
+        config.scheduler_config.scheduler_cls = scheduler_name(ahead=True, prefix_caching=cached)
         return config
 
     monkeypatch.setattr(EngineArgs, "create_engine_config", create_ahead)
@@ -154,11 +155,16 @@ def engine_class():
     return TalkerVllmEngine
 
 
-def make_engine(checkpoint, *, ahead=False, dtype="float32", max_codes=400, **engine):
+def make_engine(checkpoint, *, ahead=False, dtype="float32", max_codes=400, prefix_caching=False, **engine):
     """On a GPU, scheduling ahead goes with CUDA graphs, and step by step is the plain path."""
     sizes = {"max_num_seqs": 8, "max_model_len": MAX_LEN, "max_num_batched_tokens": 64, **engine}
     switches = {"enforce_eager": not ahead, "async_scheduling": ahead}
-    settings = TalkerSettings(dtype=dtype, max_codes=max_codes, engine=TalkerEngineSettings(**sizes, **switches))
+    settings = TalkerSettings(
+        dtype=dtype,
+        max_codes=max_codes,
+        prefix_caching=prefix_caching,
+        engine=TalkerEngineSettings(**sizes, **switches),
+    )
     with pytest.MonkeyPatch.context() as monkeypatch:
         if ahead and DEVICE.type == "cpu":
             schedule_ahead_on_the_cpu(monkeypatch)
@@ -221,3 +227,19 @@ def whole_replies(hf):
     inputs.append(hf.prepare(chat({"type": "image"}), images=[image]))
     inputs.append(hf.prepare(chat({"type": "audio"}), audios=[sound]))
     return [hf.generate(asked, voice=voice, speak=False) for asked in inputs for voice in hf.voices]
+
+
+def feed_one_by_one(engine, rows_of, spoken):
+    """Feed the rows of open sequences until each has all. They run at different speeds: the batch changes all the
+    time."""
+    left, turn = dict(rows_of), 0
+    while left:
+        for number, key in enumerate(list(left)):
+            if turn % (1 + number % 3) == 0:
+                engine.feed(key, left[key][:1])
+                left[key] = left[key][1:]
+            if not len(left[key]):
+                engine.end(key)
+                del left[key]
+        spoken.step(engine)
+        turn += 1

@@ -14,6 +14,7 @@ from reference.talker.rig import (
     SAMPLED,
     Case,
     Spoken,
+    feed_one_by_one,
     speak,
     whole_replies,
 )
@@ -73,22 +74,11 @@ def test_the_reference_is_not_constant(expected):
 
 
 def test_rows_that_come_one_by_one_give_the_same_codes(engine, cases, expected):
-    """Sessions run at different speeds, so the batch changes all the time."""
     spoken, left = Spoken(), {}
     for number, case in enumerate(cases):
         engine.open(f"s{number}", case.prompt, GREEDY)
         left[f"s{number}"] = case.rows
-    turn = 0
-    while left:
-        for number, key in enumerate(list(left)):
-            if turn % (1 + number % 3) == 0:
-                engine.feed(key, left[key][:1])
-                left[key] = left[key][1:]
-            if not len(left[key]):
-                engine.end(key)
-                del left[key]
-        spoken.step(engine)
-        turn += 1
+    feed_one_by_one(engine, left, spoken)
     spoken.drain(engine)
     assert [spoken.of(f"s{number}") for number in range(len(cases))] == expected
 

@@ -50,8 +50,10 @@ _KNOWN_CODECS = "AAC, MP3, Opus, Vorbis, FLAC, ALAC, AMR, AC-3 or PCM"
 LEAST_GAP_S = 0.1
 """Time stamps of packets that follow each other may be off by less."""
 
-_DEMUXER_OPTIONS: dict[FileType, dict[str, str]] = {"wav": {"max_size": "65536"}}
-"""Packets of a thousand samples, the default, take longer to pass on than to decode."""
+_DEMUXER_OPTIONS: dict[FileType, dict[str, str]] = {"wav": {"max_size": "65536", "probesize": "65536"}}
+"""Packets of a thousand samples, the default, take longer to pass on than to decode. With its own `probesize` FFmpeg
+reads half a minute before it opens the file.
+"""
 
 Block = tuple[int, NDArray[np.float32]]
 """A sample rate, and mono samples."""

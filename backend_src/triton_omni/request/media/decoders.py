@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from triton_omni.core.errors import BadRequest, InternalError, OmniError, TooLarge
 from triton_omni.core.settings import RequestLimits
@@ -40,7 +41,13 @@ class Decoders:
         self._server = ForkServer(decode.__name__)
 
     def decode(
-        self, parts: Sequence[MediaPart], sizes: VisionSizes | None = None, *, with_audio: bool, is_wanted: IsWanted
+        self,
+        parts: Sequence[MediaPart],
+        sizes: VisionSizes | None = None,
+        *,
+        with_audio: bool,
+        is_wanted: IsWanted,
+        known: Sequence[Medium | None] = (),
     ) -> tuple[Medium, ...]:
         """Decode the media of one request one after another; see `decode.decode_media`.
 
@@ -49,6 +56,7 @@ class Decoders:
             sizes: what pictures are resized to, and how videos are sampled; None = the defaults.
             with_audio: take the sound of videos (`use_audio_in_video`).
             is_wanted: asked again and again; once it is not, the work is ended at once.
+            known: for each of `parts` what it was decoded to before, if that is known; it counts as if decoded again.
 
         Raises:
             BadRequest, TooLarge: the message begins with the medium's index and kind.
@@ -57,7 +65,7 @@ class Decoders:
         if not parts:
             return ()
         with self._borrowed() as process:
-            budget = _Budget(process, self._limits, is_wanted)
+            budget = _Budget(process, self._limits, is_wanted, known)
             return decode.decode_media(parts, self._limits, sizes, with_audio=with_audio, decode=budget.decode)
 
     def close(self) -> None:
@@ -105,8 +113,10 @@ class Decoders:
 class _Budget:
     """Decodes media of one request in one process, with what is left of the request's CPU time."""
 
-    def __init__(self, process: KillableProcess, limits: RequestLimits, is_wanted: IsWanted) -> None:
-        self._process, self._limits, self._is_wanted = process, limits, is_wanted
+    def __init__(
+        self, process: KillableProcess, limits: RequestLimits, is_wanted: IsWanted, known: Sequence[Medium | None]
+    ) -> None:
+        self._process, self._limits, self._is_wanted, self._known = process, limits, is_wanted, known
         self._left = limits.max_decode_seconds
 
     def decode(
@@ -117,10 +127,13 @@ class _Budget:
         try:
             if self._left <= 0:
                 raise OutOfTime
-            medium, used = self._process.run(call, self._left, self._is_wanted)
+            medium = self._known[index] if self._known else None
+            if medium is None:
+                decoded, used = self._process.run(call, self._left, self._is_wanted)
+                medium = replace(decoded, cpu_seconds=used)
         except Killed as killed:
             raise self._refusal(killed, part, index) from killed
-        self._left -= used
+        self._left -= medium.cpu_seconds
         return medium
 
     def _refusal(self, killed: Killed, part: MediaPart, index: int) -> OmniError:

@@ -17,25 +17,58 @@ from PIL.Image import fromarray
 
 from triton_omni.core.errors import BadRequest
 from triton_omni.request.media.timing import FPS
+from triton_omni.session.engine import Features
 
 SAMPLE_RATE = 16000
 """Samples a second of the audio encoder's input."""
 MAX_ASPECT_RATIO = 200
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Decoded:
+    """What is known of every decoded medium besides its content; a decoding process does not send it."""
+
+    cpu_seconds: float = field(default=0.0, compare=False)
+    """CPU time of decoding it."""
+    features: Features = field(default_factory=Features, repr=False, compare=False)
+
+
 @dataclass(frozen=True)
-class Audio:
+class Audio(_Decoded):
     """Mono sound at 16 kHz."""
 
     samples: NDArray[np.float32] = field(repr=False)
     """[S], nominally in [-1, 1]."""
+    pieces: tuple[Audio, ...] = field(default=(), repr=False, compare=False)
+    """Its windows, each with features of its own; empty = it has features as a whole."""
+
+    def __reduce__(self) -> tuple[type[Audio], tuple[NDArray[np.float32]]]:
+        """Pickle the samples alone."""
+        return Audio, (self.samples,)
+
+    @property
+    def outline(self) -> Audio:
+        """Return the same length without the samples, which the features stand for."""
+        silence = np.broadcast_to(np.float32(0), self.samples.shape)
+        return replace(self, samples=silence, pieces=tuple(piece.outline for piece in self.pieces))
+
+    @property
+    def items(self) -> tuple[Audio, ...]:
+        """What the thinker processes one by one."""
+        return self.pieces or (self,)
 
 
 @dataclass(frozen=True)
-class Image:
+class Image(_Decoded):
     """One picture, upright, RGB, both sides a multiple of the patch factor."""
 
-    pixels: PilImage = field(repr=False)
+    pixels: PilImage | NDArray[np.uint8] = field(repr=False)
+    """Pillow's image; of an outline an array [H, W, 3]."""
+
+    @property
+    def outline(self) -> Image:
+        """Return the same size without the pixels, which the features stand for."""
+        return replace(self, pixels=np.broadcast_to(np.uint8(0), np.asarray(self.pixels).shape))
 
     def __reduce__(self) -> tuple[Callable[[NDArray[np.uint8]], Image], tuple[NDArray[np.uint8]]]:
         """Pickle the image as an array, which travels outside the pickle and is copied less often."""
@@ -48,7 +81,7 @@ def image_of(pixels: NDArray[np.uint8]) -> Image:
 
 
 @dataclass(frozen=True)
-class Video:
+class Video(_Decoded):
     """Frames sampled evenly in time, and the sound where it was asked for."""
 
     frames: NDArray[np.uint8] = field(repr=False)
@@ -57,6 +90,16 @@ class Video:
     """Frames a second of video time: their number by the seconds that the video lasts."""
     audio: Audio | None = None
     """None: not asked for, or the file has no audio track."""
+
+    def __reduce__(self) -> tuple[type[Video], tuple[NDArray[np.uint8], float, Audio | None]]:
+        """Pickle what was decoded alone."""
+        return Video, (self.frames, self.fps, self.audio)
+
+    @property
+    def outline(self) -> Video:
+        """Return the same frames and sound without their content, which the features stand for."""
+        sound = None if self.audio is None else self.audio.outline
+        return replace(self, frames=np.broadcast_to(np.uint8(0), self.frames.shape), audio=sound)
 
 
 Medium = Audio | Image | Video

@@ -14,7 +14,6 @@ import os
 
 from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
 from triton_omni.core.cache_folder import cache_folder
-from triton_omni.vllm_hooks.shared import unused_parts
 
 SUPPORTED_VLLM = "0.32.0"
 
@@ -74,7 +73,6 @@ _check_version()
 _prepare_environment()
 define_torchvision_operators()
 
-unused_parts.set_aside()
 try:
     from vllm import ModelRegistry, SamplingParams
     from vllm.compilation.decorators import support_torch_compile
@@ -112,17 +110,24 @@ try:
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
     from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
     from vllm.multimodal import MULTIMODAL_REGISTRY
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, MultiModalKwargsItems
+    from vllm.multimodal.processing.context import TimingContext
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+    from vllm.multimodal.processing.processor import MultiModalProcessingResult
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
     from vllm.sequence import IntermediateTensors
     from vllm.utils.gpu_sync_debug import gpu_sync_allowed
     from vllm.utils.system_utils import get_mp_context
+    from vllm.utils.torch_utils import set_default_torch_num_threads
     from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
     from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -132,7 +137,7 @@ try:
     from vllm.v1.executor.multiproc_executor import UnreadyWorkerProcHandle, WorkerProc
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
     from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
-    from vllm.v1.request import Request
+    from vllm.v1.request import Request, RequestStatus
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.structured_output.backend_guidance import GuidanceBackend
     from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
@@ -144,8 +149,6 @@ try:
     from vllm.v1.worker.gpu_worker import Worker
 except ImportError as error:
     raise UnsupportedVllmError(f"vLLM {SUPPORTED_VLLM} lacks a symbol that vllm_hooks relies on: {error}") from error
-finally:
-    unused_parts.put_back()
 
 _RUNNER_METHODS = (
     "_calc_mrope_positions",
@@ -171,11 +174,28 @@ _RUNNER_METHODS = (
 
 
 _OTHER_METHODS = {
+    BlockPool: ("free_blocks", "touch"),
     BlockTable: ("compute_slot_mapping",),
     EngineCore: ("step", "step_with_batch_queue"),
     EncoderCacheManager: ("free_encoder_input",),
-    KVCacheManager: ("allocate_slots", "take_new_block_ids"),
+    KVCacheCoordinator: ("cache_blocks", "find_longest_cache_hit"),
+    KVCacheManager: (
+        "allocate_slots",
+        "create_kv_cache_blocks",
+        "evict_blocks",
+        "get_block_ids",
+        "get_computed_blocks",
+        "take_new_block_ids",
+    ),
+    Qwen2_5OmniThinkerMultiModalProcessor: (
+        "_apply_hf_processor_main",
+        "_cached_apply_hf_processor",
+        "_get_mm_fields_config",
+        "_get_mm_prompt_updates",
+        "apply",
+    ),
     Scheduler: (
+        "_free_request_blocks",
         "_reserve_prefill_lookahead",
         "_try_schedule_encoder_inputs",
         "has_requests",
@@ -213,6 +233,7 @@ __all__ = [
     "AttentionCGSupport",
     "AutoWeightsLoader",
     "BatchDescriptor",
+    "BlockHash",
     "BlockTable",
     "CUDAGraphMode",
     "CachedRequestState",
@@ -230,6 +251,8 @@ __all__ = [
     "GuidanceBackend",
     "InputBatch",
     "IntermediateTensors",
+    "KVCacheBlock",
+    "KVCacheBlocks",
     "LLMEngine",
     "LlamaDecoderLayer",
     "LogitsProcessor",
@@ -239,7 +262,11 @@ __all__ = [
     "ModelRunnerOutput",
     "MultiGroupBlockTable",
     "MultiModalFeatureSpec",
+    "MultiModalKwargsItem",
+    "MultiModalKwargsItems",
+    "MultiModalProcessingResult",
     "ParallelLMHead",
+    "ProcessorInputs",
     "Qwen2DecoderLayer",
     "Qwen2_5OmniThinkerDummyInputsBuilder",
     "Qwen2_5OmniThinkerForConditionalGeneration",
@@ -251,6 +278,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "RequestOutputKind",
+    "RequestStatus",
     "SamplerOutput",
     "SamplingParams",
     "Scheduler",
@@ -261,6 +289,7 @@ __all__ = [
     "StructuredOutputsParams",
     "SupportsEncoderCudaGraph",
     "SupportsMRoPE",
+    "TimingContext",
     "UniProcExecutor",
     "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
@@ -280,5 +309,6 @@ __all__ = [
     "gpu_sync_allowed",
     "merge_interleaved_embeddings",
     "override_forward_context",
+    "set_default_torch_num_threads",
     "support_torch_compile",
 ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of an in-process vLLM engine from a stage's settings, the same for thinker and talker.
 
-It decides what serving needs of vLLM (memory sized in advance, no prefix cache, graphs of decode steps);
+It decides what serving needs of vLLM (memory sized in advance, graphs of decode steps);
 what a model needs comes from the caller.
 """
 
@@ -139,6 +139,7 @@ def build_engine_args(
     hf_overrides: dict[str, Any] | Callable[[Any], Any],
     for_runner: Mapping[str, Any] = MappingProxyType({}),
     tensor_parallel_size: int = 1,
+    prefix_caching: bool = False,
     **model_arguments: Any,
 ) -> EngineArgs:
     """Arguments of one engine.
@@ -152,6 +153,7 @@ def build_engine_args(
         hf_overrides: changes to the checkpoint's config, at least `architectures`.
         for_runner: what the stage's own model runner reads in `additional_config`.
         tensor_parallel_size: GPUs that share each layer: `device`, and those after it.
+        prefix_caching: whether prompts may reuse cached blocks of earlier ones.
         model_arguments: further `EngineArgs` that only one of the models needs.
 
     Raises:
@@ -179,7 +181,7 @@ def build_engine_args(
         scheduling_policy="priority",
         max_num_batched_tokens=settings.max_num_batched_tokens,
         enable_chunked_prefill=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=prefix_caching,
         async_scheduling=schedules_ahead(settings, device),
         **_ranks(tensor_parallel_size, device),
         additional_config={FUSED_DECODE: fuses and settings.fused_decode, **for_runner},

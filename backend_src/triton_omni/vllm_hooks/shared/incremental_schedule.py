@@ -30,7 +30,7 @@ else:
 
 
 class IncrementalScheduleMixin(PausableMixin, _Scheduler):
-    """Adds `schedule_further` to vLLM's asynchronous scheduler; there is no prefix cache.
+    """Adds `schedule_further` to vLLM's asynchronous scheduler.
 
     Where the next ids depend on what the last were (a grammar), and while a prompt's media are kept, every step is
     vLLM's.

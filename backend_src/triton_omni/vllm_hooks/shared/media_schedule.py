@@ -46,8 +46,8 @@ class MediaScheduleMixin(_Scheduler):
 class MediaCache(EncoderCacheManager):
     """vLLM's account of encoded media, from which one goes at once when no request needs it any more.
 
-    vLLM keeps it until there is no room for another, in case a request brings the same; here identifiers are a
-    request's own, and nothing would ever find it.
+    vLLM keeps it until there is no room for another, in case a request brings the same. Here a later request finds its
+    tokens in the prefix cache, or, without a salt, has an identifier of its own.
     """
 
     def free_encoder_input(self, request: Request, input_id: int) -> None:

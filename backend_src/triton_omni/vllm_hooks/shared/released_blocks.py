@@ -28,16 +28,17 @@ class ReleasedBlocksMixin(_Runner):
     Put it before the platform's runner in the bases.
     """
 
-    def clear_cache_of(self, request_id: str) -> None:
+    def clear_cache_of(self, request_id: str, kept: int = 0) -> None:
         """Zero the blocks of a sequence that failed, or may have, and forget them; an unknown one is ignored.
 
+        The first `kept` blocks are known to be finite and in the prefix cache, where others may share them; they stay.
         It is ordered after every step already launched. The sequence may have ended: its blocks are known here, and
         nobody else's, until the next step.
         """
         state = self.requests.get(request_id)
         if state is None:
             return
-        self.clear_blocks([block for group in state.block_ids for block in group])
+        self.clear_blocks([block for group in state.block_ids for block in group[kept:]])
         state.block_ids = tuple([] for _ in state.block_ids)
 
     @torch.inference_mode()
@@ -49,6 +50,8 @@ class ReleasedBlocksMixin(_Runner):
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         """vLLM's, once what preempted sequences held is zeroed: from here on it may be another's."""
+        # Schedulers without a prefix cache keep none.
+        kept = getattr(scheduler_output, "kept_blocks", {})
         for request_id in scheduler_output.preempted_req_ids or ():
-            self.clear_cache_of(request_id)
+            self.clear_cache_of(request_id, kept.get(request_id, 0))
         return super()._update_states(scheduler_output)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from triton_omni.checkpoint.config import load_config
-from triton_omni.core.errors import BadRequest, InternalError, TooLarge
+from triton_omni.core.errors import BadRequest, InternalError, Overloaded, TooLarge
 from triton_omni.core.settings import TalkerSettings
 from triton_omni.session.engine import EngineStats, FinishReason, Sampling, TalkerOutput, TalkerPrompt
 from triton_omni.vllm_hooks.shared.compat import (
@@ -37,15 +37,12 @@ from triton_omni.vllm_hooks.shared.sampling import drawing
 from triton_omni.vllm_hooks.shared.text_rows import TextRows
 from triton_omni.vllm_hooks.talker.conditioning import prompt_ids, prompt_length
 from triton_omni.vllm_hooks.talker.network import register_talker, talker_config
+from triton_omni.vllm_hooks.talker.prefix_cache import HeldPrefix, HeldPrefixMixin, scheduler_name
 from triton_omni.vllm_hooks.talker.rows import Sequence, TalkerRows
 from triton_omni.vllm_hooks.talker.runner import ROWS, SESSIONS
 from triton_omni.vllm_hooks.talker.step import codec_ids
 
 _WORKER: Final = "triton_omni.vllm_hooks.talker.runner.TalkerWorker"
-_SCHEDULERS: Final = {
-    False: "triton_omni.vllm_hooks.talker.waiting.WaitingScheduler",
-    True: "triton_omni.vllm_hooks.talker.waiting.WaitingAsyncScheduler",
-}
 _FINISH: Final[dict[str | None, FinishReason]] = {"stop": "stop", "length": "length"}
 
 
@@ -80,15 +77,26 @@ class TalkerVllmEngine:
         self._runner.serve(self._by_request)
         # vLLM's null block, which nobody reads: not at the first abort, which would hold up every stream.
         self._runner.clear_blocks([0])
-        self._core.scheduler.wait_for(lambda request_id: self._by_request[request_id].ready_positions)
+        scheduler = self._core.scheduler
+        scheduler.wait_for(lambda request_id: self._by_request[request_id].ready_positions)
+        self._held: dict[str, HeldPrefix] = {}
+        self._prefixes = scheduler if isinstance(scheduler, HeldPrefixMixin) else None
+        if self._prefixes is not None:
+            self._prefixes.failed_id = self._ids.mask
+            # The ids of a prompt are the same in all: hashed, each would be taken for every other.
+            self._core.request_block_hasher = None
         if device.type == "cuda":
             # The thread that steps may not be this one, and its stream would not wait for this one's.
             torch.cuda.synchronize(device)
 
-    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> None:
+    def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> int:
         """Reserve the session's rows; vLLM learns of the sequence with its first reply row.
 
         Among waiting sequences the one with the lowest `priority` is next.
+
+        Returns:
+            Number of prompt rows that are not to be fed: the prefix cache keeps what was computed of them until this
+            sequence ends. 0 without a prefix cache.
 
         Raises:
             Overloaded: the rows cannot be had now.
@@ -100,14 +108,29 @@ class TalkerVllmEngine:
         checked = self._check_sampling(sampling)
         self._check_positions(prompt.positions, checked.max_tokens)
         text_bos = self._text_rows[prompt.text_bos_id]
-        sequence = self._rows.open(key, prompt, text_bos, self._parameters(checked))
+        sequence = self._reserve(key, prompt, text_bos, self._parameters(checked))
         sequence.priority = priority
         self._runner.step.draws.choose(sequence.slot, checked, prompt_length(prompt.prompt_rows))
         self._open[key] = sequence
+        return sequence.begin
+
+    def _reserve(self, key: str, prompt: TalkerPrompt, text_bos: Tensor, parameters: SamplingParams) -> Sequence:
+        """Pin what the prefix cache has of the prompt, and reserve the rows after it."""
+        prefixes = self._prefixes
+        if prefixes is None or prompt.prefixes is None:
+            return self._rows.open(key, prompt, text_bos, parameters)
+        held = prefixes.pin(prompt.prefixes, prompt.prompt_rows)
+        try:
+            sequence = self._rows.open(key, prompt, text_bos, parameters, prefixes.held_tokens(held))
+        except Overloaded:
+            prefixes.release(None, held, failed=False)
+            raise
+        self._held[key] = held
+        return sequence
 
     def feed(self, key: str, rows: Tensor) -> None:
-        """Take the next rows [N, H] (prompt rows first, then the reply's), which the next step copies; unknown keys are
-        ignored.
+        """Take the next rows [N, H] (prompt rows from where `open` said, then the reply's), which the next step copies;
+        unknown keys are ignored.
 
         Raises:
             InternalError: more rows than announced, another width, or rows after the end.
@@ -169,9 +192,9 @@ class TalkerVllmEngine:
         if sequence is None:
             return
         if sequence.request_id is not None:
-            self._runner.clear_cache_of(sequence.request_id)
             self._llm.abort_request([sequence.request_id], internal=True)
-        self._close(sequence)
+            self._clear_cache_of(sequence.request_id)
+        self._close(sequence, failed=False)
 
     def has_work(self) -> bool:
         """True if `step` could advance a sequence now; False while every sequence waits for rows."""
@@ -195,6 +218,7 @@ class TalkerVllmEngine:
             # vLLM keeps one block for itself (the null block).
             kv_blocks_used=blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks(),
             kv_blocks_limit=blocks.num_gpu_blocks - 1,
+            kv_blocks_cached=len(blocks.cached_block_hash_to_block),
             rows_used=self._rows.rows_used,
         )
 
@@ -247,6 +271,8 @@ class TalkerVllmEngine:
             sequence.key, {"prompt_token_ids": ids}, parameters, priority=sequence.priority
         )
         self._by_request[sequence.request_id] = sequence
+        if self._prefixes is not None and sequence.key in self._held:
+            self._prefixes.serve(sequence.request_id, self._held[sequence.key])
 
     def _check_sampling(self, sampling: Sampling) -> Sampling:
         """The values as vLLM takes them, which raises a very low temperature, and its refusals as ours."""
@@ -276,9 +302,9 @@ class TalkerVllmEngine:
         codes = sequence.accept(len(ids), spoken=len(ids) - (finish == "stop"))
         error = self._reason_of_failure(finish, found.stop_reason) if finish else None
         if error:
-            self._runner.clear_cache_of(sequence.request_id)
+            self._clear_cache_of(found.request_id)
         if finish:
-            self._close(sequence)
+            self._close(sequence, failed=error is not None)
         return TalkerOutput(
             sequence.key,
             codes=codes.ids if codes is not None else None,
@@ -295,8 +321,20 @@ class TalkerVllmEngine:
             return f"the engine gave the sequence up ({finish})"
         return None
 
-    def _close(self, sequence: Sequence) -> None:
+    def _clear_cache_of(self, request_id: str) -> None:
+        kept = 0 if self._prefixes is None else self._prefixes.kept.get(request_id, 0)
+        self._runner.clear_cache_of(request_id, kept)
+
+    def _release(self, sequence: Sequence, *, failed: bool) -> None:
+        held = self._held.pop(sequence.key, None)
+        if self._prefixes is None or held is None:
+            return
+        if spoilt := self._prefixes.release(sequence.request_id, held, failed=failed):
+            self._runner.clear_blocks(spoilt)
+
+    def _close(self, sequence: Sequence, *, failed: bool) -> None:
         del self._open[sequence.key]
+        self._release(sequence, failed=failed)
         if sequence.request_id is not None:
             del self._by_request[sequence.request_id]
         self._rows.close(sequence)
@@ -316,7 +354,10 @@ def _start_vllm(checkpoint: Path, settings: TalkerSettings, device: torch.device
         device,
         dtype,
         worker_cls=_WORKER,
-        scheduler_cls=_SCHEDULERS[schedules_ahead(settings.engine, device)],
+        scheduler_cls=scheduler_name(
+            ahead=schedules_ahead(settings.engine, device), prefix_caching=settings.prefix_caching
+        ),
+        prefix_caching=settings.prefix_caching,
         hf_overrides=talker_config,
         skip_tokenizer_init=True,
         for_runner={SESSIONS: settings.max_sessions, ROWS: settings.engine.cached_tokens},

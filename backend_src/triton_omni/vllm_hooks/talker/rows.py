@@ -51,10 +51,15 @@ class Sequence:
     """How it is sampled, in the engine's own form."""
     slot: int
     base: int
+    """Where the pool has, or would have, the row of position 0."""
     reserved: int
+    """Positions with a place in the pool, those before `begin` counted with them."""
     priority: int = 0
     """The lowest gets the next place in the engine's batch."""
+    begin: int = 0
+    """The first position that is computed; rows before it never come."""
     fed: int = 0
+    """Rows that came, those before `begin` counted with them."""
     ended: bool = False
     request_id: str | None = None
     """vLLM's id, from the first reply row on."""
@@ -128,25 +133,26 @@ class TalkerRows:
         """Rows reserved by open sequences."""
         return self._spans.used
 
-    def open(self, key: str, prompt: TalkerPrompt, text_bos: Tensor, parameters: object) -> Sequence:
-        """Reserve a sequence's rows and slot; `text_bos` [H] is its speaker's row.
+    def open(self, key: str, prompt: TalkerPrompt, text_bos: Tensor, parameters: object, begin: int = 0) -> Sequence:
+        """Reserve a sequence's slot and its rows from `begin` on; `text_bos` [H] is its speaker's row.
 
         Raises:
             Overloaded: no slot, or no gap for the rows.
         """
         reserved = min(prompt.max_rows + 1, self._max_positions)
-        start = self._spans.allocate(reserved) if self._free_slots else None
+        start = self._spans.allocate(reserved - begin) if self._free_slots else None
         if start is None:
             raise Overloaded(
-                f"the talker has no room for {reserved} hidden rows: {self.rows_used} of {self._spans.capacity} rows "
-                f"and {self.idle_slot - len(self._free_slots)} of {self.idle_slot} sequences are taken",
+                f"the talker has no room for {reserved - begin} hidden rows: {self.rows_used} of "
+                f"{self._spans.capacity} rows and {self.idle_slot - len(self._free_slots)} of {self.idle_slot} "
+                "sequences are taken",
                 stage="talker",
                 retry_after_ms=_RETRY_MS,
             )
-        slot, base = self._free_slots.pop(), start + _TAIL_ROWS
+        slot, base = self._free_slots.pop(), start + _TAIL_ROWS - begin
         self.faults[slot].zero_()
         self._bases[slot], self._stored[slot] = base, 0
-        sequence = Sequence(key, prompt, parameters, slot, base, reserved)
+        sequence = Sequence(key, prompt, parameters, slot, base, reserved, begin=begin, fed=begin)
         self._keep(sequence, prompt.prompt_rows, text_bos.unsqueeze(0))
         return sequence
 
@@ -207,7 +213,7 @@ class TalkerRows:
         # Its place may be another's before the next step.
         self._fed = [one for one in self._fed if one.slot != sequence.slot]
         self._free_slots.append(sequence.slot)
-        self._spans.free(sequence.base - _TAIL_ROWS)
+        self._spans.free(sequence.base + sequence.begin - _TAIL_ROWS)
         sequence.sampled.clear()
 
     def pool_rows(self, slots: Indices, positions: Indices) -> Indices:

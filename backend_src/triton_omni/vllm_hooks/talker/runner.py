@@ -54,6 +54,8 @@ class _Batch(NamedTuple):
     slots: NDArray[np.int64]
     deltas: NDArray[np.int64]
     """Added to a token's place to get its M-RoPE position after the prompt."""
+    begins: NDArray[np.int64]
+    """The first position of each that is computed."""
 
 
 class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
@@ -66,7 +68,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         super().__init__(vllm_config, device)
         self._index = self._make_buffer(self.max_num_tokens, len(Column), dtype=torch.int64)
         self._sequences: dict[str, Sequence] = {}
-        self._batch = _Batch([], [], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+        self._batch = _Batch([], [], *(np.zeros(0, dtype=np.int64) for _ in range(3)))
         self._drawing: list[Sequence | None] = []
         self._fetch: Callable[[Tensor, Tensor, Tensor, int], None] | None = None
         """Copies from pinned memory by a kernel, where decode steps have kernels of their own."""
@@ -157,7 +159,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         self._ahead = []
         count, batch = scheduler_output.total_num_scheduled_tokens, self._current_batch()
         self.step.decoding = count == len(batch.sequences)
-        for row in np.flatnonzero(self.input_batch.num_computed_tokens_cpu[: len(batch.sequences)] == 0):
+        for row in np.flatnonzero(self.input_batch.num_computed_tokens_cpu[: len(batch.sequences)] == batch.begins):
             self.step.rows.reset_used(int(batch.slots[row]))
         self.step.rows.store()
         self._stage_index(count, batch.slots)
@@ -174,7 +176,8 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
             sequences = [self._sequences[request_id] for request_id in ids]
             slots = np.asarray([sequence.slot for sequence in sequences], dtype=np.int64)
             deltas = np.asarray([self.requests[found].mrope_position_delta for found in ids], dtype=np.int64)
-            self._batch = _Batch(ids, sequences, slots, deltas)
+            begins = np.asarray([sequence.begin for sequence in sequences], dtype=np.int64)
+            self._batch = _Batch(ids, sequences, slots, deltas, begins)
         return self._batch
 
     def _stage_index(self, count: int, slots: NDArray[np.int64]) -> None:

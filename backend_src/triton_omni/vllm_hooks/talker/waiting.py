@@ -54,7 +54,7 @@ class WaitingMixin(PausableMixin, _Scheduler):
         """A step in vLLM's own way; where it is empty, those that have no place lack cache blocks."""
         output = super().schedule(throttle_prefills)
         # A step that takes a place away tries nobody who has none.
-        if self.idle and not output.preempted_req_ids:
+        if self.idle and self.waiting and not output.preempted_req_ids:
             self._starved_until, self._starved_with = time.monotonic() + STARVED_S, self._blocks_there
         return output
 

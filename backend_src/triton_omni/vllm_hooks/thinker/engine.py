@@ -7,7 +7,6 @@ It implements `engine.ThinkerEngine`; sessions, messages and Triton are unknown 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.session.engine import EngineStats, FinishReason, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
 from triton_omni.vllm_hooks.shared.compat import (
-    CompletionOutput,
     EncoderCacheManagerConfig,
     LLMEngine,
     RequestOutput,
@@ -37,41 +35,20 @@ from triton_omni.vllm_hooks.shared.engine_args import (
 )
 from triton_omni.vllm_hooks.shared.incremental_engine import core_step
 from triton_omni.vllm_hooks.shared.lone_groups import lone_groups
+from triton_omni.vllm_hooks.shared.prefix_cache import PrefixCacheMixin
 from triton_omni.vllm_hooks.thinker import networks
 from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
 from triton_omni.vllm_hooks.thinker.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
+from triton_omni.vllm_hooks.thinker.prefix_cache import scheduler_name
+from triton_omni.vllm_hooks.thinker.prefix_keys import prefix_keys
 from triton_omni.vllm_hooks.thinker.prompt_media import check_placeholders, expanded_length, medium_refused
 from triton_omni.vllm_hooks.thinker.row_release import Piece, RowRelease, StopCut
 from triton_omni.vllm_hooks.thinker.sampling import end_ids, to_parameters
+from triton_omni.vllm_hooks.thinker.sequence import Sequence, stop_string_of
 
 _WORKER = "triton_omni.vllm_hooks.thinker.worker.ThinkerWorker"
 _MEDIA_CACHE = "triton_omni.vllm_hooks.shared.media_schedule.MediaCache"
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    key: str
-    request_id: str
-    """vLLM's own id of the request."""
-    want_rows: bool
-    release: RowRelease
-    detokenizer: Any
-    """vLLM's `IncrementalDetokenizer` of the request."""
-    structured: Any
-    """vLLM's `StructuredOutputRequest`, or None where there is no schema."""
-
-    def count(self, news: CompletionOutput) -> None:
-        """Take note of the tokens that a step gave, of which there is one at most."""
-        self.release.reply_tokens += len(news.token_ids)
-        cut = self.release.cut
-        if cut is None:
-            return
-        length = len(self.detokenizer.output_text)
-        if news.token_ids:
-            cut.count_token(length)
-        if news.finish_reason is not None:
-            cut.close(None if _stop_string(news) is None else length)
 
 
 class ThinkerVllmEngine:
@@ -100,13 +77,18 @@ class ThinkerVllmEngine:
             device,
             self.dtype,
             worker_cls=_WORKER,
-            scheduler_cls=_scheduler(settings, device),
+            scheduler_cls=scheduler_name(
+                ahead=schedules_ahead(settings.engine, device),
+                steady=settings.steady_decode and settings.tensor_parallel_size == 1,
+                prefix_caching=settings.prefix_caching,
+            ),
+            prefix_caching=settings.prefix_caching,
             **quantization_arguments(settings.quantization, device, self.dtype),
             tensor_parallel_size=settings.tensor_parallel_size,
             hf_overrides={"architectures": [networks.THINKER_ARCHITECTURE]},
             limit_mm_per_prompt={"image": media, "audio": media, "video": media},
-            # `prepare` runs on that many threads: vLLM then keeps a tokenizer for each, and its cache of processed
-            # media, which is not made for threads, has to be off.
+            # `prepare` runs on that many threads: vLLM then keeps a tokenizer for each. Its cache of processed media
+            # is not made for threads, and its keys need decoded media.
             renderer_num_workers=settings.preprocess_threads,
             mm_processor_cache_gb=0,
             skip_mm_profiling=True,
@@ -127,15 +109,21 @@ class ThinkerVllmEngine:
             "image": config.image_token_index,
             "video": config.video_token_index,
         }
-        self._media_info: Any = self._llm.renderer.get_mm_processor().info
+        self._media: Any = self._llm.renderer.get_mm_processor()
         self._end_ids = end_ids(config)
         renderer: Any = self._llm.renderer
         end = renderer.get_eos_token_id()
         # vLLM has the tokenizer look it up for each request.
         renderer.get_eos_token_id = lambda: end
         self._max_model_len = settings.engine.max_model_len
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, Sequence] = {}
         self._keys: dict[str, str] = {}
+        self._touched: dict[str, None] = {}
+        """Keys that got rows in this step, in order."""
+        scheduler = self._core.scheduler
+        self._prefixes = scheduler if isinstance(scheduler, PrefixCacheMixin) else None
+        if self._prefixes is not None:
+            self._prefixes.collect = self._collect_rows
         # vLLM's null block, which nobody reads: not at the first cancel, which would hold up every stream.
         self._llm.model_executor.collective_rpc("clear_blocks", args=([0],))
         if device.type == "cuda":
@@ -157,12 +145,15 @@ class ThinkerVllmEngine:
         check_placeholders(prompt, self._media_ids)
         if prompt.multi_modal_data:
             # Before the media are processed, which takes memory and time by their size.
-            self._check_length(expanded_length(self._media_info, prompt, self._media_ids), max_tokens)
+            self._check_length(expanded_length(self._media.info, prompt, self._media_ids), max_tokens)
         engine_input = self._render(prompt)
         ids: list[int] = engine_input["prompt_token_ids"]
         self._check_length(len(ids), max_tokens)
         positions, _ = self._model.get_mrope_input_positions(ids, networks.media_features(engine_input))
-        return ThinkerPlaced(tuple(ids), positions.to(torch.int64), engine_input)
+        hasher = self._core.request_block_hasher
+        # Here, and not as the session opens: then all other sessions would wait.
+        prefixes = None if hasher is None else prefix_keys(hasher, self._core.scheduler.block_size, engine_input)
+        return ThinkerPlaced(tuple(ids), positions.to(torch.int64), engine_input, prefixes)
 
     def check_schema(self, schema: str) -> None:
         """See whether a JSON schema can be compiled; may be called from any thread.
@@ -194,13 +185,12 @@ class ThinkerVllmEngine:
         except VLLMValidationError as error:
             raise BadRequest(f"the thinker refused the request: {error}") from error
         self._runner.place(request_id, placed.positions)
-        if want_rows:
-            self._tap.want(request_id, self._media_places(placed))
+        self._tap.follow(request_id, self._media_places(placed), wants_rows=want_rows)
         release = RowRelease(len(placed.prompt_token_ids), cut=StopCut(sampling.stop) if sampling.stop else None)
         # Kept, since vLLM forgets them before it tells how the reply ended.
         detokenizer = self._llm.output_processor.request_states[request_id].detokenizer
         structured = self._core.scheduler.requests[request_id].structured_output_request
-        self._sequences[key] = _Sequence(key, request_id, want_rows, release, detokenizer, structured)
+        self._sequences[key] = Sequence(key, request_id, want_rows, release, detokenizer, structured)
         self._keys[request_id] = key
 
     def hold(self, held: bool) -> None:
@@ -224,8 +214,10 @@ class ThinkerVllmEngine:
         news = {key: output for key, output in news.items() if key in self._sequences}
         for key, output in news.items():
             self._sequences[key].count(output.outputs[0])
-        touched = dict.fromkeys([*self._collect_rows(), *news])
-        return failed + [output for key in touched for output in self._advance(self._sequences[key], news.get(key))]
+        self._collect_rows()
+        touched, self._touched = self._touched | dict.fromkeys(news), {}
+        present = [self._sequences[key] for key in touched if key in self._sequences]
+        return failed + [output for sequence in present for output in self._advance(sequence, news.get(sequence.key))]
 
     def _vllm_step(self) -> list[RequestOutput]:
         """vLLM's `LLMEngine.step`, of a step that its core makes or that goes on."""
@@ -255,7 +247,16 @@ class ThinkerVllmEngine:
         # The null block is never free.
         limit = pool.num_gpu_blocks - 1
         used = limit - pool.get_num_free_blocks()
-        return EngineStats(running, waiting, kv_blocks_used=used, rows_used=held, kv_blocks_limit=limit)
+        mirror = self._runner.mirror
+        return EngineStats(
+            running,
+            waiting,
+            kv_blocks_used=used,
+            rows_used=held,
+            kv_blocks_limit=limit,
+            kv_blocks_cached=len(pool.cached_block_hash_to_block),
+            mirror_bytes=0 if mirror is None else mirror.rows.nbytes,
+        )
 
     def close(self) -> None:
         """Release the device; the engine cannot be used afterwards."""
@@ -280,18 +281,13 @@ class ThinkerVllmEngine:
 
     def _render(self, prompt: ThinkerPrompt) -> Mapping[str, Any]:
         """vLLM's engine input: ids with expanded placeholders, and the processed media."""
-        tokens: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
-        if not prompt.multi_modal_data:
-            return self._render_one(tokens)
-        tokens["multi_modal_data"] = dict(prompt.multi_modal_data)
-        tokens["mm_processor_kwargs"] = dict(prompt.mm_processor_kwargs)
-        with medium_refused():
-            return self._render_one(tokens)
-
-    def _render_one(self, tokens: dict[str, Any]) -> Mapping[str, Any]:
-        (engine_input,) = self._llm.renderer.render_cmpl([tokens])
-        rendered: Mapping[str, Any] = engine_input
-        return rendered
+        rendered: dict[str, Any]
+        if prompt.multi_modal_data:
+            with medium_refused():
+                rendered = self._media.place(prompt)
+        else:
+            (rendered,) = self._llm.renderer.render_cmpl([{"prompt_token_ids": list(prompt.token_ids)}])
+        return rendered if prompt.cache_salt is None else {**rendered, "cache_salt": prompt.cache_salt}
 
     def _fail_for_memory(self) -> list[ThinkerOutput]:
         """Give up the sequences with a medium for which there was no memory in the step that was just begun."""
@@ -301,9 +297,8 @@ class ThinkerVllmEngine:
             self.abort(key)
         return [ThinkerOutput(key, error=f"the device has no memory for this {kind}") for key, kind in failed.items()]
 
-    def _collect_rows(self) -> list[str]:
-        """Sort the steps' rows that have arrived to their sequences; returns the keys that got some."""
-        keys = []
+    def _collect_rows(self) -> None:
+        """Sort the steps' rows that have arrived to their sequences, and note which got some."""
         while self._tap.steps and self._tap.steps[0].arrived:
             step = self._tap.steps.popleft()
             finite = bool(step.finite.all())
@@ -311,14 +306,21 @@ class ThinkerVllmEngine:
                 key = self._keys.get(segment.request_id)
                 if key is None:
                     continue  # aborted or ended while the step ran
-                self._sequences[key].release.held.append(Piece.of(step, segment, finite=finite))
-                keys.append(key)
-        return keys
+                piece, release = Piece.of(step, segment, finite=finite), self._sequences[key].release
+                release.held.append(piece)
+                release.is_sound = release.is_sound and piece.is_finite
+                release.has_computed |= release.is_sound and not step.are_cached
+                if self._prefixes is not None and release.is_sound:
+                    self._prefixes.verify(segment.request_id, segment.stop)
+                self._touched[key] = None
 
-    def _advance(self, sequence: _Sequence, news: RequestOutput | None) -> list[ThinkerOutput]:
+    def _advance(self, sequence: Sequence, news: RequestOutput | None) -> list[ThinkerOutput]:
         """Outputs of one sequence in this step; several only when rows of more than one step came free."""
         given = sequence.release.pop_pieces()
         if not all(piece.is_finite for piece in given):
+            if self._prefixes is not None and not sequence.release.has_computed:
+                # What it hit may be the cause, and would fail whoever asks again.
+                self._prefixes.distrust(sequence.request_id)
             self.abort(sequence.key)
             return [ThinkerOutput(sequence.key, error="a hidden state is not finite (NaN or infinity)")]
         outputs = [_rows_only(sequence.key, piece) for piece in given if piece.rows is not None]
@@ -327,10 +329,10 @@ class ThinkerVllmEngine:
         last = outputs.pop() if outputs else ThinkerOutput(sequence.key)
         return [*outputs, self._with_news(sequence, last, news)]
 
-    def _with_news(self, sequence: _Sequence, rows: ThinkerOutput, news: RequestOutput) -> ThinkerOutput:
+    def _with_news(self, sequence: Sequence, rows: ThinkerOutput, news: RequestOutput) -> ThinkerOutput:
         completion, release = news.outputs[0], sequence.release
         finish = _FINISH.get(completion.finish_reason)
-        error, given_up, stop_string = None, None, _stop_string(completion)
+        error, given_up, stop_string = None, None, stop_string_of(completion)
         if stop_string is not None:
             # It is not known that the withheld rows are finite, and a step may be in flight.
             self._clear_cache_of(sequence)
@@ -346,6 +348,7 @@ class ThinkerVllmEngine:
             key=sequence.key,
             text=completion.text,
             token_ids=tuple(completion.token_ids),
+            cached_tokens=news.num_cached_tokens or 0,
             rows=rows.rows,
             row_start=rows.row_start,
             rows_ready=rows.rows_ready,
@@ -355,16 +358,17 @@ class ThinkerVllmEngine:
             is_refused=given_up is not None,
         )
 
-    def _clear_cache_of(self, sequence: _Sequence) -> None:
-        self._llm.model_executor.collective_rpc("clear_cache_of", args=(sequence.request_id,), single_value=True)
+    def _clear_cache_of(self, sequence: Sequence) -> None:
+        kept = 0 if self._prefixes is None else self._prefixes.kept.get(sequence.request_id, 0)
+        self._llm.model_executor.collective_rpc("clear_cache_of", args=(sequence.request_id, kept), single_value=True)
 
-    def _give_up(self, key: str) -> _Sequence | None:
+    def _give_up(self, key: str) -> Sequence | None:
         sequence = self._drop(key)
         if sequence is not None:
             self._llm.abort_request([sequence.request_id], internal=True)
         return sequence
 
-    def _drop(self, key: str) -> _Sequence | None:
+    def _drop(self, key: str) -> Sequence | None:
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self._keys.pop(sequence.request_id)
@@ -373,20 +377,5 @@ class ThinkerVllmEngine:
         return sequence
 
 
-def _stop_string(completion: CompletionOutput) -> str | None:
-    """The stop string that ended a reply; what vLLM calls its stop reason may also be an id."""
-    reason = completion.stop_reason
-    return reason if isinstance(reason, str) else None
-
-
 def _rows_only(key: str, piece: Piece) -> ThinkerOutput:
     return ThinkerOutput(key, rows=piece.rows, row_start=piece.start, rows_ready=piece.ready)
-
-
-def _scheduler(settings: ThinkerSettings, device: torch.device) -> str:
-    """Name of the class: steps that go on are of one process, and launched while the device runs the one before."""
-    if not schedules_ahead(settings.engine, device):
-        return "triton_omni.vllm_hooks.shared.pausing.PausableScheduler"
-    if settings.steady_decode and settings.tensor_parallel_size == 1:
-        return "triton_omni.vllm_hooks.shared.incremental_schedule.IncrementalAsyncScheduler"
-    return "triton_omni.vllm_hooks.shared.pausing.PausableAsyncScheduler"

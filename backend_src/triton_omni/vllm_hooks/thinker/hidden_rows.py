@@ -48,12 +48,14 @@ class StepRows:
             nobody wants rows.
         finite: bool [tokens] on the host: the token's hidden state has no NaN or infinity; valid once `arrived`.
         ready: recorded on the engine's stream after `rows` and `finite` were written; None on the CPU.
+        are_cached: an earlier sequence computed them.
     """
 
     segments: tuple[Segment, ...]
     rows: Tensor | None
     finite: Tensor
     ready: torch.cuda.Event | None
+    are_cached: bool = False
 
     @property
     def arrived(self) -> bool:
@@ -111,10 +113,12 @@ class GatherPlan:
 
 
 @dataclass
-class _Wanted:
-    """A request that wants rows: its media's positions bool [P], and from which position on none was taken yet."""
+class _Followed:
+    """A request: its media's positions bool [P], whether it wants rows, and from which position on none was taken
+    yet."""
 
     media: NDArray[np.bool_]
+    wants_rows: bool
     untaken: int = 0
 
     def claim(self, start: int, stop: int) -> int:
@@ -125,25 +129,58 @@ class _Wanted:
 
 
 class RowTap:
-    """Knows the requests that want rows, and keeps the rows of steps until they are taken.
+    """Knows the requests, and keeps the rows of steps until they are taken.
 
     Each row is taken once: of what a preempted sequence computes again, whoever waits for rows has them already.
-    `want` and `forget` are called between steps, on the thread that steps the engine.
+    `follow` and `forget` are called between steps, on the thread that steps the engine.
     """
 
     def __init__(self) -> None:
-        self._wanted: dict[str, _Wanted] = {}
+        self._followed: dict[str, _Followed] = {}
         self.finish: Callable[[Tensor | None, Tensor], Tensor] = finish
         """Replacement of `finish`."""
         self.steps: deque[StepRows] = deque()
 
-    def want(self, request_id: str, media: NDArray[np.bool_]) -> None:
-        """Give rows of this request; `media` bool [P] marks the prompt's positions whose embedding counts as zero."""
-        self._wanted[request_id] = _Wanted(media)
+    def follow(self, request_id: str, media: NDArray[np.bool_], *, wants_rows: bool = True) -> None:
+        """Give rows, or flags alone, of this request.
+
+        `media` bool [P] marks the prompt's positions whose embedding counts as zero.
+        """
+        self._followed[request_id] = _Followed(media, wants_rows)
 
     def forget(self, request_id: str) -> None:
         """Give no more rows of this request; an unknown one is ignored."""
-        self._wanted.pop(request_id, None)
+        self._followed.pop(request_id, None)
+
+    def skipped(self, request_ids: list[str], starts: NDArray[np.integer[Any]]) -> list[Segment]:
+        """Take the positions that were neither computed for a request nor taken before: it begins after them, since
+        they are cached. Rows of all of them adjoin, whoever wants some.
+
+        Args:
+            request_ids, starts: as in `plan`, which is asked after this.
+        """
+        found, total = [], 0
+        for request_id, first in zip(request_ids, starts[: len(request_ids)].tolist(), strict=True):
+            followed = self._followed.get(request_id)
+            if followed is None or first <= followed.untaken:
+                continue
+            start, followed.untaken = followed.untaken, first
+            found.append(Segment(request_id, start, first, total, total if followed.wants_rows else None))
+            total += first - start
+        return found
+
+    def media_places(
+        self, request_ids: list[str], starts: NDArray[np.integer[Any]], bounds: NDArray[np.integer[Any]]
+    ) -> NDArray[np.int64]:
+        """Tokens of a step's batch that stand for media, ascending; the arguments are those of `plan`."""
+        count, parts = len(request_ids), [np.zeros(0, np.int64)]
+        for request_id, first, begin, end in zip(
+            request_ids, starts[:count].tolist(), bounds[:count].tolist(), bounds[1 : count + 1].tolist(), strict=True
+        ):
+            followed = self._followed.get(request_id)
+            if followed is not None and first < len(followed.media):
+                parts.append(begin + np.flatnonzero(followed.media[first : first + end - begin]))
+        return np.concatenate(parts)
 
     def plan(
         self, request_ids: list[str], starts: NDArray[np.integer[Any]], bounds: NDArray[np.integer[Any]]
@@ -160,17 +197,18 @@ class RowTap:
         segments, total, media_spans = [], 0, []
         runs: list[tuple[int, int]] = []
         for request_id, first, begin, end in zip(request_ids, firsts, edges, edges[1:], strict=False):
-            wanted, stop = self._wanted.get(request_id), first + end - begin
-            if wanted is None:
-                segments.append(Segment(request_id, first, stop, begin, None))
+            followed, stop = self._followed.get(request_id), first + end - begin
+            start = first if followed is None else followed.claim(first, stop)
+            if start == stop:
                 continue
-            start = wanted.claim(first, stop)
             fresh = begin + start - first
-            if start < len(wanted.media):
-                media_spans.append((total, wanted.media[start:stop]))
-            if start < stop:
-                segments.append(Segment(request_id, start, stop, fresh, total))
-                _extend(runs, fresh, end)
+            if followed is None or not followed.wants_rows:
+                segments.append(Segment(request_id, start, stop, fresh, None))
+                continue
+            if start < len(followed.media):
+                media_spans.append((total, followed.media[start:stop]))
+            segments.append(Segment(request_id, start, stop, fresh, total))
+            _extend(runs, fresh, end)
             total += stop - start
         zeroed = np.zeros(total, dtype=np.bool_)
         for offset, span in media_spans:

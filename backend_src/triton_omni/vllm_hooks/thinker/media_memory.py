@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from triton_omni.vllm_hooks.shared.compat import GPUModelRunner, SchedulerOutput
+from triton_omni.vllm_hooks.shared.compat import GPUModelRunner, MultiModalFeatureSpec, SchedulerOutput
 
 if TYPE_CHECKING:
     _Runner = GPUModelRunner
@@ -31,8 +31,9 @@ class MediaMemoryMixin(_Runner):
     may wait within a collective of the pass, which cannot be begun again.
 
     Attributes:
-        without_memory: vLLM's ids of requests with a medium that did not fit alone, and its modality. The step goes on
-            with NaN in its place, so that nobody can take it for a medium; whoever fails the requests takes them out.
+        without_memory: vLLM's ids of requests with a medium that did not fit alone, and its modality; also of those
+            that share it in this step. The step goes on with NaN in its place, so that nobody can take it for a
+            medium; whoever fails the requests takes them out.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,8 +66,21 @@ class MediaMemoryMixin(_Runner):
         except torch.OutOfMemoryError as error:
             logger.warning("no memory for a medium by itself: %s", str(error))
         medium = self.requests[request_id].mm_features[number]
-        self.without_memory[request_id] = medium.modality
+        sharers = [
+            name for name in scheduler_output.num_scheduled_tokens if self._reads(scheduler_output, name, medium)
+        ]
+        self.without_memory |= dict.fromkeys(sharers, medium.modality)
         # One number, however large the medium is.
         nothing = self._nothing.expand(medium.mm_position.get_num_embeds(), self.inputs_embeds_size)
         self.encoder_cache[medium.identifier] = nothing
         return [nothing]
+
+    def _reads(self, step: SchedulerOutput, request_id: str, medium: MultiModalFeatureSpec) -> bool:
+        """True if tokens of the request in this step stand for such a medium."""
+        state = self.requests[request_id]
+        begin, end = state.num_computed_tokens, state.num_computed_tokens + step.num_scheduled_tokens[request_id]
+        return any(
+            place.offset < end and begin < place.offset + place.length
+            for other in state.mm_features
+            if other.identifier == medium.identifier and (place := other.mm_position)
+        )

@@ -1,20 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's processor of a prompt's media, with sounds of their own beside videos that are heard."""
+"""vLLM's processor of a prompt's media, one at a time, and with sounds of their own beside videos that are heard."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import BatchFeature, WhisperFeatureExtractor
 
-from triton_omni.vllm_hooks.shared.compat import Qwen2_5OmniThinkerMultiModalProcessor, Qwen2_5OmniThinkerProcessingInfo
+from triton_omni.session.engine import Features, SoundContext, ThinkerPrompt
+from triton_omni.vllm_hooks.shared.compat import (
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+    MultiModalProcessingResult,
+    ProcessorInputs,
+    Qwen2_5OmniThinkerMultiModalProcessor,
+    Qwen2_5OmniThinkerProcessingInfo,
+    TimingContext,
+    set_default_torch_num_threads,
+)
 from triton_omni.vllm_hooks.thinker.prompt_media import TimeScale, film_order
 
 TIMES: Final = "second_per_grid_ts"
+HEARD: Final = "use_audio_in_video"
+FLOOR: Final = 2.0
+"""8 of a decimal logarithm, of which HF's features are quarters. Source: `WhisperFeatureExtractor` of transformers."""
+_SOUND, _MASK, _LENGTH = "input_audio_features", "feature_attention_mask", "audio_feature_lengths"
+_SIZES: Final = (_LENGTH, "image_grid_thw", "video_grid_thw")
+"""Fields that say how many tokens a medium has."""
 
 
 class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
@@ -30,24 +49,91 @@ class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
         return processor
 
 
+@dataclass
+class MediaInputs(ProcessorInputs):
+    """vLLM's, with the features of the media that were processed before."""
+
+    features: Mapping[str, Sequence[Features]] = field(default_factory=dict)
+
+
 class MediaProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
-    """vLLM's. Where videos are heard, the first sounds are theirs, in their order; the others have placeholders.
+    """vLLM's, for one medium at a time. Where videos are heard, the first sounds are theirs, in their order; the others
+    have placeholders.
+
+    A medium processed beside others may differ in its last bits: sounds are padded to the longest. By itself it has the
+    same features in every prompt, so they can be kept.
 
     vLLM computes the features of such sounds, and then refuses a prompt with more sounds than videos. It also reads
     `second_per_grid_ts`, the seconds between two time steps of each video, which HF's processor does not know: that has
     one rate for all videos.
     """
 
-    def _call_hf_processor(self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]) -> BatchFeature:
-        return super()._call_hf_processor(hf_data, _without_times(hf_kwargs))
+    _numbers = itertools.count()
 
-    def _postprocess_hf_mm_data(
-        self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object], processed_data: BatchFeature
-    ) -> BatchFeature:
-        processed = super()._postprocess_hf_mm_data(hf_data, hf_kwargs, processed_data)
-        if (times := hf_kwargs.get(TIMES)) is not None:
-            processed[TIMES] = torch.tensor(times, dtype=torch.float32)
-        return processed
+    def place(self, prompt: ThinkerPrompt) -> dict[str, Any]:
+        """Process the media of a prompt and expand its placeholders: vLLM's engine input.
+
+        Raises:
+            ValueError, TypeError: a medium cannot be processed.
+        """
+        inputs = MediaInputs(
+            list(prompt.token_ids),
+            # vLLM's limit is of a request's media; a long sound has more pieces than that.
+            self.info.parse_mm_data(prompt.multi_modal_data, validate=False),
+            hf_processor_mm_kwargs=prompt.mm_processor_kwargs,
+            features=prompt.features,
+        )
+        with set_default_torch_num_threads():
+            return dict(self.apply(inputs, TimingContext(enabled=False)))
+
+    def _cached_apply_hf_processor(
+        self, inputs: ProcessorInputs, timing_ctx: TimingContext
+    ) -> MultiModalProcessingResult:
+        media, options = inputs.mm_data_items, inputs.hf_processor_mm_kwargs
+        known = inputs.features if isinstance(inputs, MediaInputs) else {}
+        slots = {kind: known.get(kind) or [Features() for _ in media[kind]] for kind in media}
+        found = {kind: self._items(kind, list(media[kind]), slots[kind]) for kind in media}
+        # Without the pixels, which vLLM would join.
+        sizes = {kind: [_fields(item, _SIZES) for item in items] for kind, items in found.items()}
+        if "video" in found:
+            found["video"] = _timed(found["video"], options)
+        return MultiModalProcessingResult(
+            prompt_ids=inputs.prompt,
+            kwargs=MultiModalKwargsItems(found),
+            # Those of vLLM need the content, which known media do not have any more.
+            hashes={kind: [slot.identifier or f"own-{next(self._numbers)}" for slot in slots[kind]] for kind in slots},
+            prompt_updates=self._get_mm_prompt_updates(media, options, MultiModalKwargsItems(sizes)),
+        )
+
+    def _items(self, kind: str, media: Sequence[Any], slots: Sequence[Features]) -> list[MultiModalKwargsItem]:
+        """Return the features of the media of one kind; those not known yet are filled in."""
+        for medium, slot in zip(media, slots, strict=True):
+            if slot.item is None:
+                context = slot.context
+                slot.item = (
+                    self._processed(kind, medium) if context is None else self._piece(len(medium), slot, context)
+                )
+                slot.size = sum(element.data.nbytes for element in slot.item.values())
+        return [slot.item for slot in slots]
+
+    def _processed(self, kind: str, medium: Any) -> MultiModalKwargsItem:
+        alone = self.info.parse_mm_data({kind: [medium]}, validate=False)
+        data = self._apply_hf_processor_main(alone, {})
+        items: MultiModalKwargsItems = MultiModalKwargsItems.from_hf_inputs(data, self._get_mm_fields_config(data, {}))
+        return MultiModalKwargsItem({name: _compact(element) for name, element in items[kind][0].items()})
+
+    def _piece(self, samples: int, slot: Features, context: SoundContext) -> MultiModalKwargsItem:
+        """Return the features of a piece of sound as those of the whole, but for what comes after it.
+
+        HF raises each value to `FLOOR` below the largest of the whole sound, here of the sound up to the piece's end.
+        """
+        item = self._processed("audio", context.samples)
+        found = cast(Tensor, item[_SOUND].data)
+        before = -math.inf if context.before is None else context.before.loudest
+        slot.loudest, slot.context = max(before, float(found.max())), None
+        frames = -(-samples // self.info.get_feature_extractor().hop_length)
+        own = found[:, context.skipped : context.skipped + frames].clamp(min=slot.loudest - FLOOR)
+        return _with(item, {_SOUND: own, _MASK: torch.ones(frames, dtype=torch.long), _LENGTH: torch.tensor(frames)})
 
     @classmethod
     def omni_get_updates_use_audio_in_video(
@@ -83,6 +169,29 @@ class MediaProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
         return ids, found
 
 
+def _compact(element: Any) -> Any:
+    """Return the field without the memory around its tensor: a sound's mask is a view of one for all samples."""
+    tensor = element.data
+    return element if tensor.untyped_storage().nbytes() == tensor.nbytes else replace(element, data=tensor.clone())
+
+
+def _fields(item: MultiModalKwargsItem, names: Sequence[str]) -> MultiModalKwargsItem:
+    return MultiModalKwargsItem({name: item[name] for name in names if name in item})
+
+
+def _timed(videos: Sequence[MultiModalKwargsItem], options: Mapping[str, Any]) -> list[MultiModalKwargsItem]:
+    """Return the videos with what the request says of them: their times, and whether they are heard."""
+    fields = [{HEARD: torch.tensor(bool(options.get(HEARD)))} for _ in videos]
+    for own, seconds in zip(fields, options.get(TIMES, ()), strict=False):
+        own[TIMES] = torch.tensor(seconds)
+    return [_with(video, own) for video, own in zip(videos, fields, strict=True)]
+
+
+def _with(item: MultiModalKwargsItem, values: Mapping[str, Tensor]) -> MultiModalKwargsItem:
+    changed = {name: replace(item[name], data=value) for name, value in values.items()}
+    return MultiModalKwargsItem({**item, **changed})
+
+
 def _without_times(kwargs: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in kwargs.items() if name != TIMES}
 
@@ -92,7 +201,7 @@ def _numbered(updates: Sequence[Any], index: int) -> list[Any]:
 
 
 def _are_heard(videos: Sequence[Mapping[str, Any] | None]) -> bool:
-    return any(video is not None and bool(video["use_audio_in_video"].data) for video in videos)
+    return any(video is not None and bool(video[HEARD].data) for video in videos)
 
 
 class LeastPaddedFeatures(WhisperFeatureExtractor):

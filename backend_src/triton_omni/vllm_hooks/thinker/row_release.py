@@ -104,6 +104,10 @@ class RowRelease:
     next_position: int = 0
     cut: StopCut | None = None
     """Cut of a reply that stop strings may end."""
+    is_sound: bool = True
+    """False once a hidden state was not finite, given or not."""
+    has_computed: bool = False
+    """True once it has a finite row of its own, so that all before it, which the row depends on, is sound."""
     held: deque[Piece] = field(default_factory=deque)
 
     @property

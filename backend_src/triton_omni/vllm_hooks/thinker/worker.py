@@ -23,9 +23,11 @@ from triton_omni.vllm_hooks.thinker.hidden_rows import HiddenRowsMixin
 from triton_omni.vllm_hooks.thinker.lone_prompts import LonePromptsMixin
 from triton_omni.vllm_hooks.thinker.media_memory import MediaMemoryMixin
 from triton_omni.vllm_hooks.thinker.placed_prompts import PlacedPromptsMixin
+from triton_omni.vllm_hooks.thinker.row_mirror import RowMirrorMixin
 
 
 class ThinkerRunner(
+    RowMirrorMixin,
     HiddenRowsMixin,
     ReleasedBlocksMixin,
     MediaMemoryMixin,
@@ -36,8 +38,8 @@ class ThinkerRunner(
     PrefillGraphsMixin,
     PlatformRunner,
 ):
-    """vLLM's runner with hidden rows, media that may find no memory, batched seeded sampling, and graphs of prompts.
-    Incremental decode steps and steps of one prompt cost it little.
+    """vLLM's runner with hidden rows, their mirror, media that may find no memory, batched seeded sampling, and graphs
+    of prompts. Incremental decode steps and steps of one prompt cost it little.
     """
 
 
@@ -75,9 +77,9 @@ class ThinkerWorker(StageWorker):
         with failing_together(self.rank):
             return super().sample_tokens(grammar_output)
 
-    def clear_cache_of(self, request_id: str) -> None:
+    def clear_cache_of(self, request_id: str, kept: int) -> None:
         """See `ReleasedBlocksMixin.clear_cache_of`."""
-        self.runner.clear_cache_of(request_id)
+        self.runner.clear_cache_of(request_id, kept)
 
     def clear_blocks(self, blocks: list[int]) -> None:
         """See `ReleasedBlocksMixin.clear_blocks`."""

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The media of one request, decoded or found in the cache; sounds in pieces where the request asks for that.
+
+The thinker's audio tower encodes each window of a sound by itself. So a longer sound begins with the same embeddings as
+a shorter one, and what was computed for the start of an utterance serves the whole. Only the extractor looks at a whole
+sound: it raises quiet values to a floor below the loudest. The floor of a piece is that of the sound up to its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triton_omni.checkpoint.facts import SoundWindow
+from triton_omni.request.media import Audio, Medium, VisionSizes
+from triton_omni.request.media.decoders import Decoders
+from triton_omni.request.media.killable import IsWanted
+from triton_omni.request.parse import OmniRequest
+from triton_omni.session.engine import Features, SoundContext
+from triton_omni.thinker.media_cache import MediaCache, MediaKey
+
+LEAST_FRAMES = 3
+"""Fewer frames at the end of a sound have no token."""
+
+
+class RequestMedia:
+    """Brings the media of requests; safe to use from many threads.
+
+    Args:
+        window: of the checkpoint's audio tower.
+    """
+
+    def __init__(self, decoders: Decoders, cache: MediaCache, window: SoundWindow) -> None:
+        self._decoders, self._cache, self._window = decoders, cache, window
+
+    def bring(self, request: OmniRequest, is_wanted: IsWanted) -> tuple[list[Medium], dict[MediaKey, Medium]]:
+        """Return the media of a request in order, and those to `keep` once they are processed.
+
+        Raises:
+            BadRequest, TooLarge: see `Decoders.decode`.
+        """
+        sizes = VisionSizes().within(**vars(request.mm_processor_kwargs))
+        with_audio, salt, in_pieces = request.use_audio_in_video, request.cache_salt, request.audio_in_pieces
+        keys = [
+            MediaKey.of(part, sizes, with_audio=with_audio, in_pieces=in_pieces, salt=salt)
+            for part in request.media
+            if salt is not None
+        ]
+        found = self._cache.find(keys)
+        media: list[Medium] = list(
+            self._decoders.decode(request.media, sizes, with_audio=with_audio, is_wanted=is_wanted, known=found)
+        )
+        kept: dict[MediaKey, Medium] = {}
+        for index, medium in enumerate(media):
+            if in_pieces and isinstance(medium, Audio) and not medium.pieces:
+                media[index] = self._divided(medium, salt, kept)
+        for key, medium in zip(keys, media, strict=False):
+            key.name(medium)
+            # A sound that is still being spoken comes again as a longer one; its pieces are kept.
+            if not (request.prefill_only and isinstance(medium, Audio) and medium.pieces):
+                kept[key] = medium
+        return media, kept
+
+    def keep(self, kept: dict[MediaKey, Medium]) -> None:
+        """Keep media whose features are filled in."""
+        for key, medium in kept.items():
+            self._cache.keep(key, medium)
+
+    def _divided(self, sound: Audio, salt: str | None, kept: dict[MediaKey, Medium]) -> Audio:
+        """Return a sound with its pieces, those that are known from the cache; the others are added to `kept`."""
+        pieces: list[Audio] = []
+        for context, samples, digest in divide(sound.samples, self._window):
+            before = pieces[-1].features if pieces else None
+            key = None if salt is None else MediaKey.of_piece(digest, salt)
+            piece = None if key is None else self._cache.find([key])[0]
+            if not isinstance(piece, Audio):
+                skipped = self._window.margin if pieces else 0
+                piece = Audio(samples, features=Features(context=SoundContext(context, skipped, before)))
+                if key is not None:
+                    key.name(piece)
+                    kept[key] = piece
+            pieces.append(piece)
+        return replace(sound, pieces=tuple(pieces))
+
+
+def divide(
+    samples: NDArray[np.float32], window: SoundWindow
+) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32], bytes]]:
+    """Yield the windows of a sound [S]: its samples with those around it, its samples, and a digest of all up to there.
+
+    An end that is too short for a token is left out, unless it is the whole sound.
+    """
+    margin, digest = window.margin * window.hop, b""
+    for start in range(0, max(1, len(samples)), window.samples):
+        own = samples[start : start + window.samples]
+        if start and -(-len(own) // window.hop) < LEAST_FRAMES:
+            return
+        end = start + window.samples + margin
+        digest = hashlib.sha256(digest + samples[start:end].tobytes()).digest()
+        yield samples[max(0, start - margin) : end], own, digest

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of a prompt's prefixes: the hashes by which vLLM's prefix cache knows its blocks, before vLLM has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from triton_omni.session.engine import PrefixKeys
+
+
+def prefix_keys(
+    hasher: Callable[[Any], list[bytes]], block_size: int, engine_input: Mapping[str, Any]
+) -> PrefixKeys | None:
+    """Names of the prefixes of a prompt; None if it has no salt, and so shares nothing.
+
+    Args:
+        hasher: vLLM's, of its requests.
+        block_size: tokens of a block.
+        engine_input: vLLM's, of the prompt.
+    """
+    salt, ids = engine_input.get("cache_salt"), engine_input["prompt_token_ids"]
+    if salt is None:
+        return None
+    names, places = engine_input.get("mm_hashes", {}), engine_input.get("mm_placeholders", {})
+    media = [
+        SimpleNamespace(identifier=name, mm_position=place)
+        for kind, found in places.items()
+        for name, place in zip(names[kind], found, strict=True)
+    ]
+    media.sort(key=lambda medium: medium.mm_position.offset)
+    # What the hasher reads of a request.
+    request = SimpleNamespace(
+        all_token_ids=ids,
+        num_tokens=len(ids),
+        block_hashes=[],
+        mm_features=media,
+        cache_salt=salt,
+        lora_request=None,
+        prompt_embeds=None,
+    )
+    return PrefixKeys(block_size, tuple(hasher(request)))
