@@ -185,8 +185,12 @@ class AsyncOmniClient:
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
-    def stream(self, request: Request) -> AsyncStream:
+    def stream(self, request: Request, *, retry: Retry | None = None) -> AsyncStream:
         """Send a request; its deltas come by iterating over the result, and so does what is wrong with shared memory.
+
+        Args:
+            request: what to ask.
+            retry: how a refusal for want of room is waited out; None is the client's own.
 
         Raises:
             BadRequest: the request cannot be expressed.
@@ -195,7 +199,7 @@ class AsyncOmniClient:
         shared = None if self._sharing is None or media is None else self._sharing.begin(media)
         timeout = self._timeout if request.timeout is None else request.timeout
         stream = AsyncStream(
-            partial(self._call, self._messages(request, shared)), request, timeout, self._retry, shared
+            partial(self._call, self._messages(request, shared)), request, timeout, retry or self._retry, shared
         )
         if shared is not None:
             self._streams_sharing.add(stream)

@@ -7,12 +7,12 @@ A waveform is float32 [S] in [-1, 1], mono, 24 kHz. Knows nothing of requests or
 from __future__ import annotations
 
 import struct
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .closing import Closing
 from .errors import Internal
 
 SAMPLE_RATE = 24_000
@@ -47,13 +47,13 @@ def pcm16_from_waveform(samples: Waveform) -> bytes:
     return pcm.tobytes()
 
 
-def wav_header(num_samples: int | None) -> bytes:
-    """The 44 bytes in front of `num_samples` PCM16 samples; None = a stream whose length is not known yet."""
+def wav_header(num_samples: int | None, sample_rate: int = SAMPLE_RATE) -> bytes:
+    """The 44 bytes before `num_samples` PCM16 samples; None = a stream whose length is not known yet."""
     data = _UNKNOWN_LENGTH if num_samples is None else num_samples * _SAMPLE_BYTES
     riff = data + _HEADER.size - _CHUNK.size
-    byte_rate = SAMPLE_RATE * _SAMPLE_BYTES
+    byte_rate = sample_rate * _SAMPLE_BYTES
     return _HEADER.pack(
-        b"RIFF", riff, b"WAVE", b"fmt ", 16, 1, 1, SAMPLE_RATE, byte_rate, _SAMPLE_BYTES, 16, b"data", data
+        b"RIFF", riff, b"WAVE", b"fmt ", 16, 1, 1, sample_rate, byte_rate, _SAMPLE_BYTES, 16, b"data", data
     )
 
 
@@ -124,7 +124,7 @@ def _check_format(tag: int, channels: int, rate: int, _byte_rate: int, _align: i
         )
 
 
-class WavWriter:
+class WavWriter(Closing):
     """Writes a WAV file while its samples arrive; the lengths in the header are set on `close`.
 
     Where the file cannot seek (a pipe) the header says "unknown length", which players read to the end. After `close`
@@ -149,11 +149,3 @@ class WavWriter:
             self._file.seek(0)
             self._file.write(wav_header(self.num_samples))
         self._file.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

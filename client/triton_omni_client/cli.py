@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `triton-omni`. `say`, `ask`, `chat` and `play` talk to the model; `models` and `ready` ask about the
-server. `bench` (in `bench/cli.py`) measures it, and `capacity` turns a report into GPUs and money.
+server. `bench` (in `bench/cli.py`) measures it, `capacity` turns a report into GPUs and money, and `evaluate` (in
+`evaluate/cli.py`) judges its replies.
 
 Text goes to stdout, everything about it to stderr. Exit codes: `terminal.EXIT_CODES`.
 """
@@ -32,6 +33,8 @@ from .commands.play import EXAMPLES as PLAY_EXAMPLES
 from .commands.play import play
 from .commands.say import EXAMPLES as SAY_EXAMPLES
 from .commands.say import say
+from .evaluate.cli import EXAMPLES as EVALUATE_EXAMPLES
+from .evaluate.cli import evaluate_server
 from .interrupt import INTERRUPTED
 from .options import seconds
 from .printable import one_line
@@ -85,6 +88,7 @@ def ready(
 
 
 app.command(epilog=BENCH_EXAMPLES)(bench)
+app.command("evaluate", epilog=EVALUATE_EXAMPLES)(evaluate_server)
 app.command("capacity", epilog=CAPACITY_EXAMPLES)(report_capacity)
 
 

@@ -12,14 +12,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
 from .address import DEFAULT_URL, grpc_address
 from .catalog import KNOWN, ServedModel, config_of, index_of, served_model
+from .closing import Closing
 from .deltas import DeltaIterator
 from .errors import OmniClientError, Overloaded
 from .messages import MODEL, Delta, Media, Request
@@ -199,7 +199,7 @@ def not_ready(server: bool, model: bool, name: str) -> str | None:
     return None if model else f"the server has no model {name!r}, or has not loaded it"
 
 
-class OmniClient:
+class OmniClient(Closing):
     """A connection to a server, for any number of requests at once and from any thread.
 
     Args:
@@ -240,8 +240,12 @@ class OmniClient:
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
-    def stream(self, request: Request) -> Stream:
+    def stream(self, request: Request, *, retry: Retry | None = None) -> Stream:
         """Send a request; its deltas come by iterating over the result.
+
+        Args:
+            request: what to ask.
+            retry: how a refusal for want of room is waited out; None is the client's own.
 
         Raises:
             BadRequest: the request cannot be expressed.
@@ -250,7 +254,7 @@ class OmniClient:
         shared = self._share(request)
         message = to_grpc(request, self._model, {} if shared is None else {"media": shared})
         timeout = self._timeout if request.timeout is None else request.timeout
-        stream = Stream(partial(self._call, message), StreamReader(request), timeout, self._retry, shared)
+        stream = Stream(partial(self._call, message), StreamReader(request), timeout, retry or self._retry, shared)
         if shared is not None:
             self._sharing.add(stream)
         return stream
@@ -318,11 +322,3 @@ class OmniClient:
         for stream in list(self._sharing):
             stream.close()  # while the server can still be told to let go of its memory
         self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A conversation: it keeps the turns, media included, and of a reply that was cut off only what was heard.
 
-The server keeps nothing between requests, so each turn sends all that came before.
+Each turn sends all that came before. A server with a prefix cache computes again only what is new.
 """
 
 from __future__ import annotations
 
+import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Final, Generic, TypeVar
 
 from .aio import AsyncOmniClient, AsyncStream
 from .client import OmniClient, Stream
@@ -17,9 +19,13 @@ from .deltas import AsyncDeltaIterator, DeltaIterator
 from .errors import OmniClientError
 from .heard import heard_text
 from .http import HttpClient
+from .listening import AsyncListening, Listening
 from .messages import Delta, Media, Request, media_fields
 from .reply import Reply, Timings
 
+_SALT_BYTES = 24
+HINT_PRIORITY: Final = 1
+"""Priority of a hint that is given none: after the requests of the default priority, whose callers wait for a reply."""
 StreamT = TypeVar("StreamT", bound=Stream | AsyncStream)
 
 
@@ -54,12 +60,13 @@ class Conversation:
 
     Args:
         system: system prompt; None leaves it to the server, whose own the spoken voice is trained for.
-        options: fields of `Request` for every turn, for example `voice`; those of a turn go before them.
+        options: fields of `Request` for every turn, for example `voice`; those of a turn go before them. Unless
+            `cache_salt` is among them, it is drawn: turns share the server's cache with each other and nobody else.
     """
 
     def __init__(self, *, system: str | None = None, **options: Any) -> None:
         self.system = system
-        self.options = options
+        self.options = {"cache_salt": secrets.token_urlsafe(_SALT_BYTES), **options}
         self._turns: list[Turn] = []
         self._open: weakref.ref[SpokenTurn | AsyncSpokenTurn] | None = None
 
@@ -74,9 +81,10 @@ class Conversation:
         Raises:
             BadRequest: a value that no server accepts.
         """
+        turns = self.turns  # another thread may add one
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages += [message for turn in self._turns for message in turn.messages()]
-        shown = [*(medium for turn in self._turns for medium in turn.media), *media]
+        messages += [message for turn in turns for message in turn.messages()]
+        shown = [*(medium for turn in turns for medium in turn.media), *media]
         messages.append(user_message(text, media))
         return Request(messages=messages, **media_fields(shown), **(self.options | options))
 
@@ -104,6 +112,26 @@ class Conversation:
         self._open = weakref.ref(turn)
         return turn
 
+    def listen(self, client: OmniClient | HttpClient, **options: Any) -> Listening[SpokenTurn]:
+        """Begin a turn whose sound the server computes while it is still being spoken; see `Listening`.
+
+        It ends a reply that still runs. From now on all turns send their sounds with `audio_in_pieces`, so that the
+        server knows those of earlier turns again.
+
+        Args:
+            client: whom to ask.
+            options: fields of `Request` for this turn and its hints; hints have a `priority` after that of replies
+                unless one is among the options.
+
+        Raises:
+            BadRequest: a value that no server accepts; a reply that still runs goes on.
+        """
+        return Listening(client, self._hints(options), partial(self.ask, client, **options))
+
+    def listen_async(self, client: AsyncOmniClient, **options: Any) -> AsyncListening[AsyncSpokenTurn]:
+        """`listen` for `AsyncOmniClient`."""
+        return AsyncListening(client, self._hints(options), partial(self.ask_async, client, **options))
+
     def stop(self, heard: float | None = None) -> None:
         """End the reply that still runs, if one does; see `SpokenTurn.close`."""
         turn = self._open() if self._open is not None else None
@@ -114,6 +142,18 @@ class Conversation:
         """Forget every turn; a reply that still runs is ended and forgotten too."""
         self.stop()
         self._turns.clear()
+
+    def _hints(self, options: dict[str, Any]) -> Callable[[Media], Request]:
+        """Return what makes a hint of a sound."""
+
+        def hint(*sound: Media) -> Request:
+            fields = {"priority": HINT_PRIORITY, **self.options, **options, "prefill_only": True}
+            return self.request(media=sound, **fields)
+
+        hint().check()
+        self.stop()
+        self.options["audio_in_pieces"] = True
+        return hint
 
     def _next(self, text: str, media: Sequence[Media], options: dict[str, Any]) -> Request:
         """Return the request of the next turn. It ends a reply that still runs and keeps the heard part of it."""

@@ -12,11 +12,12 @@ from types import TracebackType
 from typing import Self
 
 from .audio import Waveform
+from .closing import Closing
 from .messages import AudioDelta, Delta, TextDelta
 from .reply import Reply
 
 
-class DeltaIterator(Iterator[Delta]):
+class DeltaIterator(Iterator[Delta], Closing):
     """The deltas of one reply as they come; leaving its `with` block before its end cancels the request."""
 
     @abstractmethod
@@ -51,14 +52,6 @@ class DeltaIterator(Iterator[Delta]):
             for _ in self:
                 pass
         return self.reply()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class AsyncDeltaIterator(AsyncIterator[Delta]):

@@ -91,7 +91,7 @@ class HttpClient:
         """`unary` on a thread of its own, which is also the one that calls `on_sent`."""
         return await asyncio.to_thread(self.unary, request, on_sent)
 
-    def stream(self, request: Request, on_sent: OnSent | None = None) -> Stream:
+    def stream(self, request: Request, on_sent: OnSent | None = None, *, retry: Retry | None = None) -> Stream:
         """Send a request; its deltas come by iterating over the result, as those of `OmniClient.stream`.
 
         The server notices a closed stream when it writes to it: before a reply's first text it does not.
@@ -99,6 +99,7 @@ class HttpClient:
         Args:
             request: what to ask.
             on_sent: as `unary` has it.
+            retry: as `OmniClient.stream` has it.
 
         Raises:
             OmniClientError: the request cannot be expressed or sent.
@@ -112,7 +113,7 @@ class HttpClient:
                 return EventCall(self._sent("POST", path, seconds, message, on_sent), deadline)
 
         timeout = self._timeout if request.timeout is None else request.timeout
-        return Stream(call, EventReader(request), timeout, self._retry)
+        return Stream(call, EventReader(request), timeout, retry or self._retry)
 
     def say(self, text: str = "", media: Sequence[Media] = (), **options: Any) -> Reply:
         """`unary` with the arguments of `OmniClient.say`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""START HERE: the public contract as types. `Request` to input tensors, output tensors to deltas.
+"""START HERE: the public contract as types. `Request` makes input tensors; `outputs.py` makes deltas of output tensors.
 
 Pure: no socket, no gRPC, no clock. `protocol.py` puts these tensors on a wire, `client.py`, `aio.py`
 and `http.py` are thin shells over both.
@@ -7,8 +7,6 @@ and `http.py` are thin shells over both.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 import math
 import struct
@@ -19,7 +17,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from .audio import SAMPLE_RATE, Pcm16Decoder, WavDecoder, Waveform
+from .audio import SAMPLE_RATE, Waveform
 from .errors import BadRequest, Internal
 from .parsing import is_count, parsed
 from .sampling import MediaOptions, TalkerOptions, ThinkerOptions, Token2WavOptions
@@ -44,9 +42,6 @@ OUTPUTS: dict[str, Datatype] = {
     "audio_base64": "BYTES",
     "info": "BYTES",
 }
-
-MAX_REPLY_BYTES = 1 << 26
-"""Most bytes of one reply's outputs: 64 MiB, eight times the longest speech in floats."""
 
 _LENGTH = struct.Struct("<I")
 _FLOAT_BYTES = 4
@@ -153,6 +148,9 @@ class Request:
     """How audio travels; the client decodes each to the same float32 waveform. `pcm16` and `wav` halve the bytes of
     `f32` less a third for base64, and cost 16-bit rounding."""
     use_audio_in_video: bool | None = None
+    audio_in_pieces: bool | None = None
+    """True: sounds are taken in windows of two seconds, so a longer sound begins with the same tokens as a shorter one.
+    Requests that are to share what the server kept of a sound all say so."""
     mm_processor_kwargs: MediaOptions | Mapping[str, Any] = field(default_factory=dict)
     """Options of images and videos, for example `{"fps": 1, "max_frames": 64, "max_pixels": 401408}`."""
     thinker: ThinkerOptions | Mapping[str, Any] = field(default_factory=dict)
@@ -161,6 +159,13 @@ class Request:
     token2wav: Token2WavOptions | Mapping[str, Any] = field(default_factory=dict)
     priority: int | None = None
     """-100 to 100: of the requests that wait for a place in an engine, the lowest goes first, then the oldest."""
+    cache_salt: str | None = field(default=None, repr=False)
+    """A secret of up to 256 characters: requests that name the same one share what the server kept of their prompts."""
+    cache: bool | None = None
+    """False: the server neither reads nor keeps anything, whatever the salt."""
+    prefill_only: bool | None = None
+    """True: the server keeps the prompt for later requests of this `cache_salt`, which is needed, and makes no reply;
+    it refuses this where it has no prefix cache."""
     timeout: float | None = None
     """Seconds for the whole request; the server gives up after it, and so does the client."""
     request_id: str = ""
@@ -201,8 +206,12 @@ class Request:
             "seed": self.seed,
             "audio_format": None if self.audio_format == "f32" else self.audio_format,
             "use_audio_in_video": self.use_audio_in_video,
+            "audio_in_pieces": self.audio_in_pieces,
             "mm_processor_kwargs": dict(self.mm_processor_kwargs) or None,
             "priority": self.priority,
+            "cache_salt": self.cache_salt,
+            "cache": self.cache,
+            "prefill_only": self.prefill_only,
             "timeout": self.timeout,
             "thinker": dict(self.thinker) or None,
             "talker": dict(self.talker) or None,
@@ -347,46 +356,3 @@ def _optional(raw: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 Delta = TextDelta | AudioDelta | Info
-
-
-class OutputDecoder:
-    """Output tensors of one request, response by response, to deltas.
-
-    Keeps what a PCM16 or WAV stream needs between its chunks, so one decoder serves one request only.
-    """
-
-    def __init__(self, audio_format: AudioFormat) -> None:
-        self._encoded = WavDecoder() if audio_format == "wav" else Pcm16Decoder()
-        self._bytes = 0
-
-    def feed(self, outputs: Mapping[str, Tensor]) -> list[Delta]:
-        """The deltas of one response: text, then audio, then info; a response may hold none.
-
-        Raises:
-            Internal: an output that is outside of the contract.
-        """
-        self._bytes += sum(len(tensor.data) for tensor in outputs.values())
-        if self._bytes > MAX_REPLY_BYTES:
-            raise Internal(f"the reply has more than {MAX_REPLY_BYTES} bytes, the most that this client takes")
-        deltas: list[Delta] = []
-        if text := _text(outputs, "text_output"):
-            deltas.append(TextDelta(text))
-        deltas.extend(AudioDelta(samples) for samples in self._waveforms(outputs) if len(samples))
-        if info := _text(outputs, "info"):
-            deltas.append(Info.from_json(info))
-        return deltas
-
-    def _waveforms(self, outputs: Mapping[str, Tensor]) -> list[Waveform]:
-        found = []
-        if "audio_output" in outputs:
-            found.append(outputs["audio_output"].waveform())
-        if encoded := _text(outputs, "audio_base64"):
-            try:
-                found.append(self._encoded.feed(base64.b64decode(encoded, validate=True)))
-            except binascii.Error as error:
-                raise Internal(f"audio_base64: not base64: {error}") from error
-        return found
-
-
-def _text(outputs: Mapping[str, Tensor], name: str) -> str:
-    return outputs[name].text() if name in outputs else ""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from .audio import SAMPLE_RATE, Waveform
+from .closing import Closing
 from .errors import OmniClientError
 
 PIECE = SAMPLE_RATE // 20
@@ -25,7 +25,7 @@ class NoSoundDevice(OmniClientError):
     code = "no_sound_device"
 
 
-class Player:
+class Player(Closing):
     """Plays waveforms one after another.
 
     Args:
@@ -116,19 +116,11 @@ class Player:
             self._pieces.clear()
             self._changed.notify_all()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def _output_stream(device: str) -> tuple[Any, type[Exception]]:
     """A running output stream, and what it raises when its device goes."""
     try:
-        import sounddevice  # type: ignore[import-not-found]
+        import sounddevice  # type: ignore[import-untyped]
     except ImportError as error:
         raise NoSoundDevice("playing needs the package sounddevice: pip install sounddevice") from error
     except OSError as error:  # the package is there, PortAudio is not

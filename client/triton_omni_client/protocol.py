@@ -30,7 +30,8 @@ from .errors import (
     from_text,
     shortened,
 )
-from .messages import MODEL, OUTPUTS, UNARY_MODEL, Delta, Info, OutputDecoder, Request, Tensor
+from .messages import MODEL, OUTPUTS, UNARY_MODEL, Delta, Info, Request, Tensor
+from .outputs import OutputDecoder
 from .parsing import parsed
 
 MAX_MESSAGE_BYTES = 1 << 30
@@ -48,7 +49,7 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 """HTTP header that says where the JSON of a body ends and the raw tensors begin."""
 
 _HEADER_DIGITS = 6
-"""Of the bytes of an answer's JSON, which describes four tensors."""
+"""Maximum digits of the length of an answer's JSON, which describes four tensors."""
 
 EVENT = b"data:"
 """Prefix of a data line of server-sent events."""

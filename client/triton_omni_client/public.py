@@ -18,6 +18,7 @@ from .errors import (
 )
 from .heard import heard_text
 from .http import HttpClient
+from .listening import AsyncListening, Listening
 from .media import load_media, media_kind
 from .messages import AudioDelta, Delta, Info, Media, Request, TextDelta
 from .player import NoSoundDevice, Player
@@ -29,6 +30,7 @@ __all__ = [
     "DEFAULT_RETRY",
     "NO_RETRY",
     "SAMPLE_RATE",
+    "AsyncListening",
     "AsyncOmniClient",
     "AsyncSpokenTurn",
     "AsyncStream",
@@ -41,6 +43,7 @@ __all__ = [
     "HttpClient",
     "Info",
     "Internal",
+    "Listening",
     "Media",
     "MediaOptions",
     "NoSoundDevice",

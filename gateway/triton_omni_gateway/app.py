@@ -31,6 +31,8 @@ from .translate import check_model
 
 _BODIES: tuple[type[BaseModel], ...] = (ChatRequest, SpeechRequest)
 _SCHEMAS = "#/components/schemas/"
+_SHOWN = 80
+"""Characters of a method or path in a refusal."""
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -38,10 +40,12 @@ class GatewayApp(FastAPI):
     """The application, whose handlers read bodies by themselves, under its limits; OpenAPI is told of their types."""
 
     def openapi(self) -> dict[str, Any]:
-        """FastAPI's description, with the types that it cannot see."""
+        """FastAPI's description, with the types that it cannot see; made once, for it takes 30 ms."""
+        is_new = self.openapi_schema is None
         described = super().openapi()
-        _, found = models_json_schema([(kind, "validation") for kind in _BODIES], ref_template=_SCHEMAS + "{model}")
-        described.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
+        if is_new:
+            _, found = models_json_schema([(kind, "validation") for kind in _BODIES], ref_template=_SCHEMAS + "{model}")
+            described.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
         return described
 
 
@@ -151,5 +155,6 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:
-        said = f"Invalid URL ({request.method} {request.url.path}): {error.detail}."
+        asked = ascii(f"{request.method[:_SHOWN]} {request.url.path[:_SHOWN]}")[1:-1]
+        said = f"Invalid URL ({asked}): {error.detail}."
         return error_response(GatewayError(error.status_code, said, headers=error.headers or {}))

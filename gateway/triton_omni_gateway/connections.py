@@ -3,7 +3,8 @@
 ahead.
 
 A connection waits while no request of its is under way: before its first one, and after an answer. Where there are too
-many, the one that has waited longest goes, so that those who hold connections open keep nobody out.
+many, the one that has waited longest goes, so that those who hold connections open keep nobody out. One whose caller
+takes nothing of an answer is closed, whatever is under way.
 """
 
 from __future__ import annotations
@@ -103,13 +104,13 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def wait_ends(self) -> float:
-        """When its wait ends, by the event loop's clock; of two the earlier began first."""
+        """When it is looked at next, by the event loop's clock; of two that wait the earlier began first."""
         return 0.0 if self._timer is None else self._timer.when()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request, in place of another connection where there are too many."""
         super().connection_made(transport)
-        self._wait()
+        self._watch()
         opened = [one for one in self.connections if isinstance(one, BoundedProtocol) and not one.is_aborted]
         of_peer = [one for one in opened if one.peer == self.peer]
         if len(of_peer) > self._limits.max_peer_connections:
@@ -118,9 +119,9 @@ class BoundedProtocol(H11Protocol):
             self._make_room(opened, "there are as many as --max-connections allows")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
+        """Watch it no more."""
         super().connection_lost(exc)
-        self._wait_no_more()
+        self._watch_no_more()
 
     def handle_events(self) -> None:
         """Take what has arrived; a request whose head is complete ends the wait.
@@ -128,16 +129,22 @@ class BoundedProtocol(H11Protocol):
         A caller that sends the next request before its answer gets no other: answers to thousands of them, each to be
         made in a thread, would be under way for one connection.
         """
+        before = self.cycle
         super().handle_events()
-        if not self.is_waiting:
-            self._wait_no_more()
-            if self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
-                self.cycle.keep_alive = False
+        if self.cycle is not before:
+            self._watch()
+        if not self.is_waiting and self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
+            self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         """Wait for the next request, which may have arrived."""
-        self._wait()
+        self._watch()
         super().on_response_complete()
+
+    def resume_writing(self) -> None:
+        """Note that the caller has taken a part of its answer."""
+        super().resume_writing()
+        self._unsent = 0
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP in OpenAI's form; in the middle of an answer close the connection."""
@@ -163,23 +170,32 @@ class BoundedProtocol(H11Protocol):
         self.is_aborted = True
         self.transport.abort()
 
-    def _wait(self) -> None:
-        self._wait_no_more()
+    def _watch(self) -> None:
         self._unsent = 0
-        self._timer = self.loop.call_later(self._limits.head_timeout_s, self._end_wait)
+        self._look_later()
 
-    def _wait_no_more(self) -> None:
+    def _look_later(self) -> None:
+        self._watch_no_more()
+        limits = self._limits
+        seconds = limits.head_timeout_s if self.is_waiting else limits.send_timeout_s
+        self._timer = self.loop.call_later(seconds, self._look)
+
+    def _watch_no_more(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _end_wait(self) -> None:
-        """Close it, unless the last answer still leaves: to a slow network it is written long before it is sent."""
+    def _look(self) -> None:
+        """Close it if its caller has sent no request in time, or has taken nothing of an answer since the last look.
+
+        To a slow network an answer is written long before it is sent.
+        """
         before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
-        if self._unsent and self._unsent != before:
-            self._timer = self.loop.call_later(self._limits.head_timeout_s, self._end_wait)
-        else:
+        is_stuck = bool(self._unsent) and self._unsent == before
+        if is_stuck or self.is_idle:
             self.abort()
+        else:
+            self._look_later()
 
 
 def allow_open_files(connections: int) -> None:

@@ -57,7 +57,7 @@ class Gate:
             return
         begin, request_id = time.monotonic(), f"req_{secrets.token_hex(12)}"
         state = scope.setdefault("state", {})
-        state |= {"request_id": request_id, "status": None}
+        state |= {"request_id": request_id, "status": None, "caller": ""}
         exchange = _Exchange(scope, receive, send)
         try:
             await self._answer(scope, exchange)
@@ -98,7 +98,11 @@ class Gate:
         if not self._keys:
             return refuse_web_page(headers, scope["method"], self._settings.host_names)
         authorization = headers.get("authorization", "")
-        return None if self._keys.admit(authorization) else unauthorized(has_key=bool(authorization))
+        caller = self._keys.caller(authorization)
+        if caller is None:
+            return unauthorized(has_key=bool(authorization))
+        scope["state"]["caller"] = caller
+        return None
 
     def _refuse(self, scope: Scope) -> GatewayError | None:
         """Why a request to the model is not even read: no key, too many at once, or a body known to be too long."""
@@ -160,5 +164,5 @@ class _Exchange:
             async with asyncio.timeout(_LINGER_S):
                 while not self._body_ended:
                     await self.receive()
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError):  # or this process ends
             self._body_ended = True

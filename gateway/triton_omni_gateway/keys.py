@@ -29,17 +29,20 @@ class ApiKeys:
         """True if requests need a key."""
         return bool(self._digests)
 
-    def admit(self, authorization: str) -> bool:
-        """True if this value of the header `Authorization`, its bytes read as Latin-1, admits its sender."""
+    def caller(self, authorization: str) -> str | None:
+        """Return a name of the caller whom the header `Authorization`, its bytes read as Latin-1, admits.
+
+        None = nobody. The name is the same for all uses of a key, and empty where no key is needed.
+        """
         if not self._digests:
-            return True
+            return ""
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
-            return False
+            return None
         key = authorization[len(_SCHEME) :].strip(" \t")
         # No standard says how a header holds other letters than ASCII's: some senders encode in UTF-8, some in Latin-1.
         given = (hashlib.sha256(key.encode("latin-1", "replace")).digest(), _digest(key))
-        matches = [hmac.compare_digest(one, digest) for one in given for digest in self._digests]
-        return any(matches)
+        matches = [digest for one in given for digest in self._digests if hmac.compare_digest(one, digest)]
+        return matches[0].hex() if matches else None
 
 
 def _digest(key: str) -> bytes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log configuration of the gateway: uvicorn's lines on standard error; repeated lines are counted."""
+"""Log configuration of the gateway: uvicorn's lines on standard error, repeated ones counted, callers' texts cut."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from uvicorn.config import LOGGING_CONFIG
 EVERY_S = 10.0
 """Between two lines of the same text."""
 _MOST_TEXTS = 64
+LONGEST_PART = 200
+"""Characters of a method or path in the log; a caller may send 32 KiB of it with each request."""
 
 
 class Repeats(logging.Filter):
@@ -48,11 +50,22 @@ class Repeats(logging.Filter):
             del self._seen[min(self._seen, key=lambda text: self._seen[text][0])]
 
 
+class ShortParts(logging.Filter):
+    """Cuts what a line of the access log has from a caller."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always True: the line is written."""
+        if isinstance(record.args, tuple):
+            record.args = tuple(part[:LONGEST_PART] if isinstance(part, str) else part for part in record.args)
+        return True
+
+
 def log_config() -> dict[str, Any]:
     """uvicorn's, but with all lines on standard error: standard output has the READY line alone."""
     config = copy.deepcopy(LOGGING_CONFIG)
     config["handlers"]["access"]["stream"] = "ext://sys.stderr"
-    config["filters"] = {"repeats": {"()": Repeats}}
+    config["filters"] = {"repeats": {"()": Repeats}, "short parts": {"()": ShortParts}}
+    config["handlers"]["access"]["filters"] = ["short parts"]
     config["handlers"]["default"]["filters"] = ["repeats"]
     config["loggers"]["asyncio"] = {"handlers": ["default"], "level": "WARNING", "propagate": False}
     return config

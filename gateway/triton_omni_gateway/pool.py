@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton servers of a gateway: each request goes to the ready one with the fewest open replies.
 
-A reply needs one server from its beginning to its end, so what is balanced is requests. A request that has had no
-response yet may be moved to another server; what it had begun is cancelled or lost, and has no effect but its cost.
+A reply needs one server from its beginning to its end, so what is balanced is requests. Those of one `cache_salt` have
+a home, whose caches hold what was said before, and go there unless it is busier than the others by `HOME_LEAD` replies.
+A request that has had no response yet may be moved to another server; what it had begun is cancelled or lost, and has
+no effect but its cost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
 import itertools
 import time
 import weakref
@@ -31,6 +35,8 @@ from triton_omni_client import (
 from triton_omni_client.catalog import ServedModel
 from triton_omni_client.deltas import AsyncDeltaIterator
 
+HOME_LEAD = 4
+"""Open replies that a home may have more than the server with the fewest; a caller with more uses all servers."""
 WATCH_S = 1.0
 """Between two looks at which servers are ready."""
 ASK_S = 2.0
@@ -160,7 +166,8 @@ class ServerPool:
                 await asyncio.gather(*ending, return_exceptions=True)
 
     def stream(self, request: Request) -> PooledStream:
-        """Send a request to the server that has the fewest replies open, and on to others where it is not taken.
+        """Send a request to its home or the server that has the fewest replies open, and on to others where it is not
+        taken.
 
         Raises:
             BadRequest: the request cannot be expressed.
@@ -173,7 +180,7 @@ class ServerPool:
             if next(asked):
                 self._moved()
 
-        return PooledStream(self._in_order(), request, choose)
+        return PooledStream(self._in_order(request.cache_salt), request, choose)
 
     async def ready(self) -> bool:
         """True if a server takes requests; concurrent callers share one check."""
@@ -205,9 +212,15 @@ class ServerPool:
                 failure = error
         raise failure
 
-    def _in_order(self) -> list[Server]:
+    def _in_order(self, salt: str | None = None) -> list[Server]:
         """Ready servers first: none is left out, since what was seen of it may have passed."""
-        return sorted(self._servers, key=lambda server: (not server.ready, server.open, server.turn))
+        home = None if salt is None else max(self._servers, key=functools.partial(_weight, salt), default=None)
+
+        def order(server: Server) -> tuple[bool, int, bool, int]:
+            at_home = server is home
+            return not server.ready, server.open - HOME_LEAD * at_home, not at_home, server.turn
+
+        return sorted(self._servers, key=order)
 
     async def _watch(self) -> None:
         while True:
@@ -219,3 +232,8 @@ class ServerPool:
         for server, ready in zip(self._servers, await asyncio.gather(*asked), strict=True):
             server.ready = ready
         self._seen(sum(server.ready for server in self._servers))
+
+
+def _weight(salt: str, server: Server) -> bytes:
+    """Rendezvous hashing: a server that goes or comes moves the requests of its own salts alone."""
+    return hashlib.sha256(f"{salt} {server.url}".encode()).digest()

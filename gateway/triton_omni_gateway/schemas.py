@@ -137,7 +137,6 @@ class _WithoutEffect(_Model):
     store: StrictBool | None = None
     service_tier: StrictStr | None = None
     safety_identifier: StrictStr | None = None
-    prompt_cache_key: StrictStr | None = None
     prompt_cache_retention: StrictStr | None = None
 
 
@@ -163,6 +162,8 @@ class ChatRequest(_Thinker, _WithoutEffect, _OneValue):
     max_completion_tokens: StrictInt | None = None
     response_format: ResponseFormat | None = None
     seed: StrictInt | None = None
+    prompt_cache_key: StrictStr | None = None
+    """Requests of one caller with the same key share what the server kept of their prompts."""
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     # Extensions of OpenAI's API; its client sends them by `extra_body`.
@@ -172,6 +173,10 @@ class ChatRequest(_Thinker, _WithoutEffect, _OneValue):
     talker: dict[str, Any] | None = None
     token2wav: dict[str, Any] | None = None
     priority: StrictInt | None = None
+    cache: StrictBool | None = None
+    prefill_only: StrictBool | None = None
+    """True: the prompt enters the caches, and the reply is empty."""
+    audio_in_pieces: StrictBool | None = None
     timeout: Seconds | None = None
 
     @property

@@ -279,10 +279,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 1 = it cannot serve, 2 = an option or a file of keys is wrong, and after a signal 128 + its
-        number, as a shell has it (Ctrl-C 130, SIGTERM 143).
+        number, as a shell has it (Ctrl-C 130, SIGTERM and SIGHUP 143).
     """
     # uvicorn ends in order on a signal, then raises it again: without handlers of its own that would be a traceback.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    # It knows no hang-up, which would cut all answers off. One that is ignored (nohup) stays so.
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda _number, _frame: signal.raise_signal(signal.SIGTERM))
     code = _USAGE
     try:
         command = parse_command(arguments)

@@ -110,8 +110,8 @@ class Gateway:
         http.state.naming = chat_names(chat).told
         check_model(chat.model, self._settings.models)
         check_priority(chat.priority, self._settings.min_priority)
-        spoken = self._spoken(chat) if chat.wants_audio else None
-        request = _traced(chat_request(chat, self._transcripts.find, http.state.request_id), http)
+        spoken = self._spoken(chat) if chat.wants_audio and not chat.prefill_only else None
+        request = _traced(chat_request(chat, self._transcripts.find, http.state.request_id, http.state.caller), http)
         head = Head(http.state.request_id.replace("req_", "chatcmpl-"), chat.model)
         if not chat.stream:
             return await self._whole_chat(http, request, head, spoken)

@@ -6,6 +6,8 @@ Media stay in the messages as they came (`data:` URIs and base64); the server de
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, cast, get_args
 
@@ -48,18 +50,37 @@ def check_priority(asked: int | None, least: int) -> None:
         raise bad_request(said, param="priority", code="invalid_value")
 
 
-def chat_request(chat: ChatRequest, find: FindTranscript, request_id: str) -> Request:
+def cache_salt(caller: str, cache_key: str | None) -> str | None:
+    """Return the salt under which a request shares the server's caches; None = with no other request.
+
+    Args:
+        caller: digest of the API key, empty where callers have none.
+        cache_key: the request's `prompt_cache_key`.
+    """
+    if not caller and not cache_key:
+        return None
+    return hashlib.sha256(json.dumps([caller, cache_key]).encode()).hexdigest()
+
+
+def chat_request(chat: ChatRequest, find: FindTranscript, request_id: str, caller: str = "") -> Request:
     """Build the server's request for a chat.
 
     Args:
         chat: the caller's request.
         find: the text of an earlier spoken reply by its id, or None.
         request_id: a label for logs.
+        caller: see `cache_salt`.
 
     Raises:
         GatewayError: 400, a combination that makes no sense.
     """
     _check_lengths(chat)
+    salt = cache_salt(caller, chat.prompt_cache_key)
+    if chat.prefill_only and (salt is None or chat.cache is False):
+        said = (
+            "needs an API key or 'prompt_cache_key', and a 'cache' that is not false: no request could find the prompt"
+        )
+        raise bad_request(f"'prefill_only' {said}.", param="prefill_only")
     media = {} if chat.mm_processor_kwargs is None else chat.mm_processor_kwargs.model_dump(exclude_none=True)
     in_video = media.pop("use_audio_in_video", None)
     return Request(
@@ -73,6 +94,10 @@ def chat_request(chat: ChatRequest, find: FindTranscript, request_id: str) -> Re
         talker=chat.talker or {},
         token2wav=chat.token2wav or {},
         priority=chat.priority,
+        cache_salt=salt,
+        cache=chat.cache,
+        prefill_only=chat.prefill_only,
+        audio_in_pieces=chat.audio_in_pieces,
         timeout=chat.timeout,
         request_id=request_id,
     )

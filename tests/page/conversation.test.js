@@ -18,8 +18,10 @@ test("a request has all turns before, and of each reply what is kept", () => {
     { role: "user", content: says("two") },
     { role: "user", content: says("three") },
   ]);
+  conversation.inPieces = true;
   conversation.reset();
   assert.equal(conversation.asking(says("four")).length, 1);
+  assert.equal(conversation.inPieces, false);
 });
 
 test("media are the parts that the gateway takes", () => {

@@ -10,18 +10,12 @@ from typing import Any
 
 import pytest
 
-from browser import Visit, audit, run_browser, visit
+from browser import Visit, audit, visit
 from client_fakes import FakeTriton, failure, serve_grpc, tell
-from gateway_fakes import MODEL, RunningGateway, run_gateway
+from gateway_fakes import MODEL, RunningGateway
 
 PICTURES = "PAGE_PICTURES"
 UNLOADED = "Request for unknown model: 'qwen2_5_omni' is not found"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with run_browser(tmp_path_factory.mktemp("browser")) as found:
-        yield found
 
 
 @pytest.fixture
@@ -29,12 +23,6 @@ def triton() -> Iterator[FakeTriton]:
     with serve_grpc(FakeTriton()) as fake:
         tell(fake.configs[MODEL], voices=["Ethan", "Chelsie"])
         yield fake
-
-
-@pytest.fixture
-def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url) as running:
-        yield running
 
 
 def can_send(at: Visit) -> bool:

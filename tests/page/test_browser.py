@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from browser import Visit, audit, launch, run_browser, visit
+from browser import Visit, audit, launch, visit
 from client_fakes import INFO, FakeTriton, Samples, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
 from gateway_fakes import RunningGateway, run_gateway
 from media_samples import audio_file, image_file, tone, video_file
@@ -58,22 +58,10 @@ def refusal(_request: Any, _context: Any) -> Iterator[Any]:
     yield failure(f"{place}: 2000000 characters of base64, the limit is 1048576 bytes [omni:too_large;stage=thinker]")
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with run_browser(tmp_path_factory.mktemp("browser")) as found:
-        yield found
-
-
 @pytest.fixture
 def triton() -> Iterator[FakeTriton]:
     with serve_grpc(FakeTriton(script=story())) as fake:
         yield fake
-
-
-@pytest.fixture
-def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url) as running:
-        yield running
 
 
 @pytest.fixture
@@ -365,6 +353,61 @@ def test_speech_is_recorded_and_sent(triton: FakeTriton, at: Visit, how: str) ->
     assert (part["input_audio"]["format"], rate) == ("wav", 16000)
     assert 0.9 < len(samples) / rate < 3
     assert np.abs(samples).max() > 0.1
+
+
+def heard_part(request: Any) -> bytes:
+    """The samples of the last message's sound."""
+    (part,) = json.loads(inputs_of(request)["messages"][0])[-1]["content"]
+    return base64.b64decode(part["input_audio"]["data"])[44:]
+
+
+def prefilling(answer: Any) -> Any:
+    """A script that answers requests that only prefill so, and tells a story to the others."""
+
+    def script(request: Any, context: Any) -> Iterator[Any]:
+        is_hint = parameters_of(request).get("prefill_only")
+        yield from iter([answer, final()]) if is_hint else story()(request, context)
+
+    return script
+
+
+def test_speech_is_sent_while_it_is_spoken(triton: FakeTriton, at: Visit) -> None:
+    triton.script = prefilling(chunk(info=INFO))
+    at.write("one")
+    at.state("speaking")
+    button = at.page.get_by_role("button", name="Talk")
+    button.click()
+    at.wait_until("window.recorded > 2.2")
+    while len(triton.requests) < 2:
+        at.page.wait_for_timeout(20)
+    button.click()
+    at.page.locator(".reply").nth(1).wait_for()
+    at.state("speaking")
+    plain, *hints, whole = triton.requests
+    assert "audio_in_pieces" not in parameters_of(plain)
+    lengths = [divmod(len(heard_part(hint)) // 2, 32_000) for hint in hints]
+    assert [rest for _, rest in lengths] == len(hints) * [320]
+    assert sorted(set(lengths)) == lengths
+    for hint in hints:
+        assert parameters_of(hint) == {**parameters_of(whole), "prefill_only": True, "priority": 1}
+        assert heard_part(whole).startswith(heard_part(hint))
+        assert json.loads(inputs_of(hint)["messages"][0])[:-1] == messages(triton)[:-1]
+    assert parameters_of(whole)["audio_in_pieces"] is True
+    at.write("two")
+    at.page.locator(".reply").nth(2).wait_for()
+    at.state("speaking")
+    assert parameters_of(triton.requests[-1])["audio_in_pieces"] is True
+
+
+def test_a_server_that_keeps_no_prompts_is_asked_once(triton: FakeTriton, at: Visit) -> None:
+    said_no = "sampling_parameters.prefill_only: this deployment keeps no prompts [omni:bad_request;stage=thinker]"
+    triton.script = prefilling(failure(said_no))
+    at.page.get_by_role("button", name="Talk").click()
+    at.wait_until("window.recorded > 4.4")
+    at.page.get_by_role("button", name="Talk").click()
+    at.state("speaking")
+    assert [parameters_of(request).get("prefill_only") for request in triton.requests] == [True, None]
+    assert not at.page.is_visible("#error")
 
 
 def test_pressing_the_microphone_cuts_the_reply_off_and_escape_drops_the_recording(

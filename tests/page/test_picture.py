@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from PIL import Image, ImageDraw
 
-from browser import run_browser, visit
+from browser import visit
 from client_fakes import INFO, FakeTriton, chunk, final, serve_grpc
 from gateway_fakes import run_gateway
 from media_samples import tone
@@ -57,12 +56,6 @@ def spoken(_request: Any, _context: Any) -> Iterator[Any]:
         yield chunk(audio=part)
     yield chunk(info=INFO)
     yield final()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with run_browser(tmp_path_factory.mktemp("picture")) as found:
-        yield found
 
 
 def test_the_page_while_a_reply_is_spoken(browser: Any) -> None:

@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import triton_omni_client
-from client_fakes import FakeTriton, chunk, failure, greeting, inputs_of, parameters_of, serve_grpc
+from client_fakes import FakeTriton, chosen_of, chunk, failure, greeting, inputs_of, serve_grpc
 from fake_sound import SoundDevice, plug_in
 from media_samples import audio_file, image_file
 from triton_omni_client import cli
@@ -70,9 +70,9 @@ def test_commands_attach_files_choose_a_voice_and_forget(server: FakeTriton, tmp
     assert contents(first) == [["image", "audio", "What?"]]
     assert inputs_of(first)["media"] == [picture.read_bytes(), sound.read_bytes()]
     assert contents(second) == [["image", "audio", "What?"], "Hello, sea.", ["audio"]]
-    assert parameters_of(second) == {"voice": "Ethan"}
+    assert chosen_of(second) == {"voice": "Ethan"}
     assert contents(third) == [["Anew"]]
-    assert "sampling_parameters" not in inputs_of(third)
+    assert chosen_of(third) == {}
 
 
 def test_an_unknown_command_and_empty_lines_ask_nobody(server: FakeTriton) -> None:
@@ -110,7 +110,7 @@ def test_json_is_one_object_a_turn(server: FakeTriton) -> None:
     result = chat("a", "b", url=server.url, options=("--json", "--text-only", "--seed", "3"))
     found = [json.loads(line) for line in result.stdout.splitlines()]
     assert [(turn["text"], turn["heard"], turn["stopped"]) for turn in found] == [("Hello, sea.",) * 2 + (False,)] * 2
-    assert parameters_of(server.requests[1]) == {"modalities": ["text"], "seed": 3}
+    assert chosen_of(server.requests[1]) == {"modalities": ["text"], "seed": 3}
 
 
 @pytest.mark.parametrize(

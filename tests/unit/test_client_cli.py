@@ -98,7 +98,7 @@ def test_the_version_is_the_package_s() -> None:
 
 def test_help_lists_what_asks_the_model_then_what_asks_about_the_server() -> None:
     listed = re.findall(r"^│ (\w+)  +\w", CliRunner().invoke(cli.app, ["--help"]).stdout, re.MULTILINE)
-    assert listed == ["say", "ask", "chat", "play", "models", "ready", "bench", "capacity"]
+    assert listed == ["say", "ask", "chat", "play", "models", "ready", "bench", "evaluate", "capacity"]
 
 
 def test_say_to_stdout_is_a_wav_and_the_text_moves_to_stderr(server: FakeTriton) -> None:

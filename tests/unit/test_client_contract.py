@@ -124,6 +124,10 @@ def test_the_backend_accepts_every_field_that_the_client_can_send() -> None:
         talker=TALKER,
         token2wav=TOKEN2WAV,
         priority=-3,
+        cache_salt="mine",
+        cache=True,
+        audio_in_pieces=True,
+        prefill_only=True,
         timeout=9.5,
     )
     parsed = parse_request(_raw(request), RequestLimits(), RequestDefaults())
@@ -134,6 +138,7 @@ def test_the_backend_accepts_every_field_that_the_client_can_send() -> None:
         "pcm16",
     )
     assert (parsed.timeout_s, parsed.use_audio_in_video, parsed.priority) == (9.5, True, -3)
+    assert (parsed.cache_salt, parsed.audio_in_pieces, parsed.prefill_only) == ("mine", True, True)
     assert (parsed.thinker.max_tokens, parsed.talker.top_k, parsed.token2wav.solver) == (8, 3, "euler")
     assert parsed.thinker.logit_bias == {"5": -1.5}
     assert (parsed.thinker.stop, parsed.thinker.json_schema) == (["\n"], {"type": "string"})

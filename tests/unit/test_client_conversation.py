@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_fakes import INFO, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc
+from client_fakes import INFO, FakeTriton, chosen_of, chunk, failure, final, inputs_of, serve_grpc
 from media_samples import audio_file, encoded_sound, image_file, video_file
 from triton_omni_client import (
     AsyncOmniClient,
@@ -49,6 +49,15 @@ def asked(server: FakeTriton) -> list[tuple[str, Any]]:
     """Role and content of the last request's messages; a content of one text part is that text."""
     messages = json.loads(inputs_of(server.requests[-1])["messages"][0])
     return [(message["role"], _plain(message["content"])) for message in messages]
+
+
+def test_turns_share_a_salt_with_each_other_and_nobody_else() -> None:
+    one, other, given = Conversation(), Conversation(), Conversation(cache_salt="mine")
+    salts = [talk.request(text).cache_salt for talk in (one, other) for text in ("a", "b")]
+    assert salts[0] == salts[1] != salts[2] == salts[3]
+    assert {len(salt) for salt in salts if salt} == {32}
+    assert given.request("a").cache_salt == "mine"
+    assert salts[0] not in repr(one.request("a"))
 
 
 def _plain(content: Any) -> Any:
@@ -88,7 +97,7 @@ def test_each_turn_sends_all_turns_before_it_with_their_media_in_order(server: F
         ("user", "Why?"),
     ]
     assert inputs_of(server.requests[-1])["media"] == [b"picture", b"sound"]
-    assert [parameters_of(request) for request in server.requests] == [
+    assert [chosen_of(request) for request in server.requests] == [
         {"voice": "Ethan"},
         {"voice": "Ethan", "seed": 4},
         {"voice": "Chelsie"},

@@ -30,7 +30,7 @@ from triton_omni_client import (
     Retry,
     Timeout,
     http_call,
-    messages,
+    outputs,
 )
 from triton_omni_client.audio import wav_header
 from triton_omni_client.bench import triton_metrics
@@ -148,7 +148,7 @@ def test_a_redirect_is_not_followed_and_packed_answers_are_not_unpacked() -> Non
     "piece", [{"text": "x" * 4096}, {"audio": np.zeros(1024, np.float32)}, {"encoded": bytes(3072)}]
 )
 def test_a_reply_without_an_end_is_given_up_at_its_limit(monkeypatch: pytest.MonkeyPatch, piece: Any) -> None:
-    monkeypatch.setattr(messages, "MAX_REPLY_BYTES", SMALL)
+    monkeypatch.setattr(outputs, "MAX_REPLY_BYTES", SMALL)
     with (
         serve_grpc(FakeTriton(lambda *_: iter(chunk(**piece) for _ in range(10_000)))) as fake,
         OmniClient(fake.url) as client,

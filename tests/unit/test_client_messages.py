@@ -27,11 +27,11 @@ from triton_omni_client.messages import (
     AudioDelta,
     Info,
     Media,
-    OutputDecoder,
     Request,
     Tensor,
     TextDelta,
 )
+from triton_omni_client.outputs import OutputDecoder
 from triton_omni_client.reply import ReplyBuilder
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
@@ -213,7 +213,7 @@ def test_info_is_read_by_name() -> None:
     info = Info.from_json(json.dumps(INFO))
     assert info.finish_reason == {"thinker": "stop", "talker": "length", "token2wav": None}
     assert (info.prompt_tokens, info.reply_tokens, info.codes, info.samples, info.seed) == (9, 3, 2, 960, 7)
-    assert info.prompt_tokens_details == {"text_tokens": 4, "audio_tokens": 0, "image_tokens": 5, "video_tokens": 0}
+    assert info.prompt_tokens_details == INFO["usage"]["prompt_tokens_details"]
     assert (info.time_to_first_text_ms, info.time_to_first_audio_ms) == (1.5, 4)
     assert info.stage_ms == INFO["stage_ms"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 CLIENT = Path(__file__).parents[2] / "client"
 PROJECT = tomllib.loads((CLIENT / "pyproject.toml").read_text(encoding="utf-8"))
 MODULES = {
+    "PIL": "pillow",
     "google": "tritonclient",  # protobuf, on which its gRPC part stands
     "grpc": "tritonclient",
     "prometheus_client": "prometheus-client",

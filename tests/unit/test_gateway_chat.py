@@ -101,7 +101,7 @@ def test_usage_counts_codes_as_audio_tokens(gateway: RunningGateway) -> None:
     assert usage.completion_tokens_details.audio_tokens == 2
     parts = {"text_tokens": 4, "audio_tokens": 0, "image_tokens": 5, "video_tokens": 0}
     details = usage.prompt_tokens_details.model_dump()
-    assert {name: details[name] for name in (*parts, "cached_tokens")} == parts | {"cached_tokens": 0}
+    assert {name: details[name] for name in (*parts, "cached_tokens")} == parts | {"cached_tokens": 3}
 
 
 @pytest.mark.parametrize(("thinker", "talker", "reason"), [("stop", "stop", "stop"), ("length", "stop", "length")])
@@ -111,6 +111,41 @@ def test_the_finish_reason_is_openai_s(
     info = {"finish_reason": {"thinker": thinker, "talker": talker, "token2wav": None}}
     triton.script = lambda *_: iter([chunk(text="a", info=info), final()])
     assert gateway.chat().choices[0].finish_reason == reason
+
+
+def prefilled(_request: Any, _context: Any) -> Iterator[Any]:
+    reasons = {"thinker": "prefilled", "talker": "prefilled", "token2wav": None}
+    usage = INFO["usage"] | {"reply_tokens": 0, "codes": 0, "samples": 0}  # type: ignore[operator]
+    yield chunk(info=INFO | {"finish_reason": reasons, "usage": usage})
+    yield final()
+
+
+@pytest.mark.parametrize("options", [{}, AUDIO, {"modalities": ["text", "audio"]}], ids=["text", "pcm16", "wav"])
+def test_a_prefill_is_an_empty_completion(triton: FakeTriton, gateway: RunningGateway, options: Any) -> None:
+    triton.script = prefilled
+    hint = {"prompt_cache_key": "talk", "prefill_only": True, "audio_in_pieces": True}
+    reply = gateway.chat(**options, extra_body=hint)
+    (choice,) = reply.choices
+    assert (choice.message.content, choice.message.audio, choice.finish_reason) == ("", None, "stop")
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (9, 0)
+    assert reply.model_extra["info"]["finish_reason"]["thinker"] == "prefilled"
+    chunks = list(gateway.chat(**options, extra_body=hint, stream=True, stream_options={"include_usage": True}))
+    assert [found.choices[0].delta.content for found in chunks[:-1]] == ["", None]
+    assert (chunks[-2].choices[0].finish_reason, chunks[-1].usage.completion_tokens) == ("stop", 0)
+    assert not any("audio" in (found.choices[0].delta.model_extra or {}) for found in chunks[:-1])
+    for request in triton.requests:
+        parameters = parameters_of(request)
+        assert (parameters["prefill_only"], parameters["audio_in_pieces"]) == (True, True)
+        assert parameters["modalities"] == options.get("modalities", ["text"])
+
+
+def test_a_server_s_refusal_of_a_prefill_names_the_key(triton: FakeTriton, gateway: RunningGateway) -> None:
+    refusal = "sampling_parameters.prefill_only: this deployment has no prefix cache [omni:bad_request;stage=thinker]"
+    triton.script = lambda *_: iter([failure(refusal)])
+    answer = gateway.post({"model": MODEL, "messages": USER, "prompt_cache_key": "talk", "prefill_only": True})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "prefill_only")
+    assert error["message"] == "prefill_only: this deployment has no prefix cache"
 
 
 def test_a_whole_spoken_reply_is_a_wav_file_with_its_transcript(triton: FakeTriton, gateway: RunningGateway) -> None:

@@ -6,14 +6,20 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from client_fakes import FakeTriton, serve_grpc
+from client_fakes import FakeTriton, chunk, final, serve_grpc
 from gateway_command import started
 from triton_omni_gateway.keys import ApiKeys, read_keys
+from triton_omni_gateway.logs import LONGEST_PART
 from triton_omni_gateway.server import bind, main, parse_command
 from triton_omni_gateway.settings import GatewaySettings, SettingsError
 
@@ -48,26 +54,28 @@ def test_options_become_settings(tmp_path: Path) -> None:
         speech_prompt="Say {input}",
     )
     assert (command.port, command.grace_s) == (0, 4)
-    assert [command.keys.admit(f"Bearer {key}") for key in ("one", "two", "# ours", "")] == [True, True, False, False]
+    callers = [command.keys.caller(f"Bearer {key}") for key in ("one", "two", "# ours", "")]
+    assert [caller is not None for caller in callers] == [True, True, False, False]
+    assert callers[0] != callers[1]
+    assert "one" not in callers[0]
 
 
 def test_keys_come_from_the_environment_too() -> None:
     keys = read_keys({"OMNI_API_KEYS": "one, two"})
-    assert keys.admit("bearer two")
-    assert not keys.admit("two")
-    assert not keys.admit("Bearer one, two")
+    assert keys.caller("bearer two") == keys.caller("Bearer two") is not None
+    assert keys.caller("two") is None
+    assert keys.caller("Bearer one, two") is None
 
 
 @pytest.mark.parametrize("key", ["schlüssel", "ключ", "señà", "鍵"])
 def test_a_key_of_any_letters_lets_in_however_its_sender_encodes_it(key: str) -> None:
     keys = read_keys({"OMNI_API_KEYS": key})
-    assert keys.admit(f"Bearer {key.encode().decode('latin-1')}")
-    assert keys.admit(f"Bearer {key}")
-    assert not keys.admit(f"Bearer {key.encode().decode('latin-1')}x")
+    assert keys.caller(f"Bearer {key.encode().decode('latin-1')}") == keys.caller(f"Bearer {key}") is not None
+    assert keys.caller(f"Bearer {key.encode().decode('latin-1')}x") is None
 
 
 def test_without_keys_everybody_is_let_in() -> None:
-    assert ApiKeys().admit("")
+    assert ApiKeys().caller("") == ""
 
 
 @pytest.mark.parametrize("text", ["", " , "])
@@ -187,6 +195,78 @@ def test_it_says_ready_once_serves_and_ends_on_a_signal(number: signal.Signals, 
         output, errors = process.communicate(timeout=20)
         assert (process.returncode, output) == (code, "")
         assert "Traceback" not in errors
+
+
+POST = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_the_answers_under_way_end(number: signal.Signals) -> None:
+    begun, stopped = threading.Event(), threading.Event()
+
+    def script(_request: Any, _context: Any) -> Iterator[Any]:
+        begun.set()
+        assert stopped.wait(60)
+        yield chunk(text="whole")
+        yield final()
+
+    with serve_grpc(FakeTriton(script=script)) as triton, started(triton, "--grace", "60") as process:
+        assert process.stdout is not None
+        base = process.stdout.readline().split("=")[1].split("/v1")[0]
+        body = {"model": "qwen2_5_omni", "messages": [{"role": "user", "content": "hi"}]}
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(httpx.post, f"{base}/v1/chat/completions", json=body, timeout=60)
+            assert begun.wait(60)
+            process.send_signal(number)
+            while not refuses(base):
+                time.sleep(0.05)  # without it the tries fill the queue of connections
+            stopped.set()
+            assert answer.result().json()["choices"][0]["message"]["content"] == "whole"
+        assert "Traceback" not in process.communicate(timeout=60)[1]
+
+
+def refuses(base: str) -> bool:
+    host, port = base.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except ConnectionRefusedError:
+        return True
+    except (ConnectionResetError, TimeoutError):  # the socket closed with the connection in its queue
+        return False
+    return False
+
+
+@pytest.mark.parametrize("body", ["Content-Length: 9\r\n\r\n{", "Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"])
+def test_a_stop_ends_a_request_whose_body_does_not_come(body: str) -> None:
+    with serve_grpc(FakeTriton()) as triton, started(triton, "--grace", "0") as process:
+        assert process.stdout is not None
+        host, port = process.stdout.readline().split("/v1")[0].split("//")[1].split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall((POST + "Expect: 100-continue\r\n" + body).encode())
+            answer = connection.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 100 ")
+            process.send_signal(signal.SIGTERM)
+            while part := connection.recv(4096):
+                answer += part
+        assert b"HTTP/1.1 503 " in answer
+        assert process.wait(60) == 143
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/" + "a" * 9000), ("A" * 9000, "/"), ("GET", "/?" + "a" * 9000)])
+def test_a_caller_writes_little_of_the_log_and_of_a_refusal(method: str, path: str) -> None:
+    with serve_grpc(FakeTriton()) as triton, started(triton) as process:
+        assert process.stdout is not None
+        base = process.stdout.readline().split("=")[1].split("/v1")[0]
+        answer = httpx.request(method, base + path, timeout=60)
+        assert (len(answer.content) < 300) == (answer.status_code >= 400)
+        process.send_signal(signal.SIGTERM)
+        lines = process.communicate(timeout=60)[1].splitlines()
+    assert max(map(len, lines)) < 400
+    assert any(
+        f'"{method[:LONGEST_PART]} {path[:LONGEST_PART]} HTTP/1.1" {answer.status_code}' in line for line in lines
+    )
 
 
 def test_others_are_warned_of_when_no_key_is_set() -> None:

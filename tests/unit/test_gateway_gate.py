@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from client_fakes import FakeTriton, chunk, final, serve_grpc, tell
+from client_fakes import FakeTriton, chunk, final, parameters_of, serve_grpc, tell
 from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
 from triton_omni_gateway import gate
 from triton_omni_gateway.keys import ApiKeys
@@ -50,6 +50,21 @@ def with_key(key: str) -> dict[str, Any]:
 def test_a_key_lets_in(locked: RunningGateway, key: str) -> None:
     assert locked.post(BODY, **with_key(key)).status_code == 200
     assert locked.openai.with_options(api_key=key).models.list().data[0].id == MODEL
+
+
+def test_a_key_and_a_cache_key_are_one_salt_that_shows_neither(triton: FakeTriton, locked: RunningGateway) -> None:
+    for key, more in (("first", {}), ("first", {}), ("second", {}), ("first", {"prompt_cache_key": "talk"})):
+        assert locked.post(BODY | more, **with_key(key)).status_code == 200
+    salts = [parameters_of(request)["cache_salt"] for request in triton.requests]
+    assert salts[0] == salts[1]
+    assert len(set(salts)) == 3
+    assert not any(word in salt for salt in salts for word in ("first", "second", "talk"))
+
+
+def test_without_keys_strangers_share_nothing(triton: FakeTriton, gateway: RunningGateway) -> None:
+    for key in ("EMPTY", "another"):
+        assert gateway.post(BODY, **with_key(key)).status_code == 200
+    assert not any("cache_salt" in parameters_of(request) for request in triton.requests)
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer third"}, {"Authorization": "Basic first"}])
@@ -274,3 +289,14 @@ def test_a_fault_of_the_gateway_is_an_error_in_openai_s_form(
 
 def test_the_request_s_id_goes_on_to_the_server(triton: FakeTriton, gateway: RunningGateway) -> None:
     assert gateway.post(BODY).headers["x-request-id"] == triton.requests[0].id
+
+
+def test_openapi_is_described_once(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody may ask for it, and 16 callers who did made a request wait for six seconds."""
+    first = gateway.http.get("/openapi.json").json()
+
+    def describe(*_: Any, **__: Any) -> Any:
+        raise AssertionError("described again")
+
+    monkeypatch.setattr("triton_omni_gateway.app.models_json_schema", describe)
+    assert [gateway.http.get("/openapi.json").json() for _ in range(3)] == [first] * 3

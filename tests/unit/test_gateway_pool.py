@@ -15,6 +15,7 @@ import pytest
 
 from client_fakes import FakeTriton, Response, chunk, failure, final, serve_grpc
 from gateway_fakes import RunningGateway, run_gateway
+from triton_omni_gateway.pool import HOME_LEAD
 
 READY = "omni_gateway_servers_ready"
 MOVED = "omni_gateway_moved_requests_total"
@@ -81,6 +82,45 @@ def test_the_server_with_the_fewest_replies_is_next(tritons: list[FakeTriton], g
         assert time.monotonic() < deadline
         gateway.chat()
     held[1].close()
+
+
+def homes(tritons: list[FakeTriton], gateway: RunningGateway, keys: list[str]) -> dict[str, int]:
+    """Where a request of each key goes."""
+    found = {}
+    for key in keys:
+        before = asked(tritons)
+        gateway.chat(prompt_cache_key=key)
+        (found[key],) = [place for place, count in enumerate(asked(tritons)) if count > before[place]]
+    return found
+
+
+def test_turns_of_one_conversation_go_to_one_server(tritons: list[FakeTriton], gateway: RunningGateway) -> None:
+    keys = [f"talk {number}" for number in range(40)]
+    first = homes(tritons, gateway, keys)
+    assert set(first.values()) == {0, 1, 2}
+    assert homes(tritons, gateway, keys) == first
+    away = first[keys[0]]
+    tritons[away].is_ready = False
+    gateway.wait_for_metric(READY, 2)
+    moved = homes(tritons, gateway, keys)
+    assert away not in moved.values()
+    assert all(moved[key] == first[key] for key in keys if first[key] != away), "the others stay"
+    tritons[away].is_ready = True
+    gateway.wait_for_metric(READY, 3)
+    assert homes(tritons, gateway, keys) == first
+
+
+def test_a_home_with_many_more_replies_than_others_is_left(tritons: list[FakeTriton], gateway: RunningGateway) -> None:
+    (home,) = homes(tritons, gateway, ["talk"]).values()
+    tritons[home].script = tritons[home].endless
+    held = [gateway.chat(stream=True, prompt_cache_key="talk") for _ in range(HOME_LEAD + 1)]
+    for stream in held:
+        next(iter(stream))
+    assert asked(tritons)[home] == 1 + HOME_LEAD + 1
+    gateway.chat(prompt_cache_key="talk")
+    assert asked(tritons)[home] == 1 + HOME_LEAD + 1
+    for stream in held:
+        stream.close()
 
 
 def test_a_server_that_is_not_ready_gets_nothing(tritons: list[FakeTriton], gateway: RunningGateway) -> None:

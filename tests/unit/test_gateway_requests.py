@@ -17,7 +17,7 @@ from triton_omni_gateway.errors import GatewayError
 from triton_omni_gateway.schemas import ChatRequest, SpeechRequest, parse
 from triton_omni_gateway.settings import SPEECH_PROMPT
 from triton_omni_gateway.transcripts import Transcripts
-from triton_omni_gateway.translate import chat_request, speech_request
+from triton_omni_gateway.translate import cache_salt, chat_request, speech_request
 
 USER = [{"role": "user", "content": "hi"}]
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(8)).decode()
@@ -50,6 +50,60 @@ def test_the_backend_accepts_all_media_of_a_chat() -> None:
     understood = parse_request(raw, RequestLimits(), RequestDefaults())
     assert [part.kind for part in understood.media] == ["image", "audio", "video"]
     assert {part.data for part in understood.media} == {base64.b64decode(PNG)}
+
+
+@pytest.mark.parametrize("other", [("b", "talk"), ("a", "another"), ("a", None), ("", "talk")])
+def test_a_caller_and_a_cache_key_share_with_themselves_alone(other: tuple[str, str | None]) -> None:
+    salt = cache_salt("a", "talk")
+    assert cache_salt("a", "talk") == salt != cache_salt(*other)
+    assert "talk" not in str(salt)
+
+
+def test_a_request_without_a_caller_and_a_key_has_no_salt() -> None:
+    assert asked().cache_salt is None
+    assert asked(prompt_cache_key="talk").cache_salt == cache_salt("", "talk")
+
+
+@pytest.mark.parametrize("key", ["talk", "\u96ea", "x" * 9999], ids=["word", "other letters", "long"])
+def test_the_backend_accepts_the_salt_of_any_key(key: str) -> None:
+    parameters = json.dumps(asked(prompt_cache_key=key, cache=False).sampling_parameters()).encode()
+    assert parse_request(
+        RawRequest(text_input=b"Hi", sampling_parameters=parameters), RequestLimits(), RequestDefaults()
+    )
+    assert json.loads(parameters)["cache"] is False
+
+
+@pytest.mark.parametrize(
+    ("body", "caller", "taken"),
+    [
+        ({"prompt_cache_key": "talk"}, "", True),
+        ({}, "a key's digest", True),
+        ({"prompt_cache_key": "talk", "cache": True}, "a key's digest", True),
+        ({}, "", False),
+        ({"prompt_cache_key": ""}, "", False),
+        ({"prompt_cache_key": "talk", "cache": False}, "a key's digest", False),
+    ],
+)
+def test_a_prompt_is_prefilled_where_a_later_request_can_find_it(
+    body: dict[str, Any], caller: str, taken: bool
+) -> None:
+    chat = parsed(prefill_only=True, **body)
+    if taken:
+        assert chat_request(chat, {}.get, "req_1", caller).prefill_only is True
+        return
+    with pytest.raises(GatewayError, match=r"'prefill_only' needs an API key or 'prompt_cache_key'") as caught:
+        chat_request(chat, {}.get, "req_1", caller)
+    assert (caught.value.status, caught.value.param) == (400, "prefill_only")
+
+
+@pytest.mark.parametrize("name", ["prefill_only", "audio_in_pieces"])
+def test_the_backend_understands_the_keys_of_a_hint(name: str) -> None:
+    assert name not in asked(prompt_cache_key="talk").sampling_parameters()
+    for value in (True, False):
+        parameters = json.dumps(asked(prompt_cache_key="talk", **{name: value}).sampling_parameters()).encode()
+        raw = RawRequest(text_input=b"Hi", sampling_parameters=parameters)
+        assert getattr(parse_request(raw, RequestLimits(), RequestDefaults()), name) is value
+    assert refused(prompt_cache_key="talk", **{name: "yes"}).param == name
 
 
 @pytest.mark.parametrize("url", ["https://example.org/a.png", "file:///etc/passwd"])
@@ -156,7 +210,7 @@ def test_how_a_video_is_seen_is_passed_on_as_vllm_s_callers_say_it() -> None:
     "extra",
     [
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "s"},
-        {"prompt_cache_key": "k", "prompt_cache_retention": "24h"},
+        {"prompt_cache_retention": "24h"},
         {"n": 1, "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "tools": []},
         {"tool_choice": "auto", "parallel_tool_calls": True},
         {"temperature": None, "stop": None, "audio": None, "stream": None, "stream_options": None, "tools": None},

@@ -8,13 +8,9 @@ interrupted: what was measured until then is reported.
 from __future__ import annotations
 
 import asyncio
-import platform
-import sys
-from collections.abc import Mapping
-from dataclasses import asdict
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,12 +20,13 @@ from rich.console import Console
 from triton_omni_client.address import DEFAULT_URL, http_url
 from triton_omni_client.commands.options import StreamUrl, examples
 from triton_omni_client.interrupt import INTERRUPTED
-from triton_omni_client.messages import MODEL
+from triton_omni_client.messages import MODEL, Media
 from triton_omni_client.option_groups import grouped
 from triton_omni_client.options import A_FILE, address, seconds
+from triton_omni_client.report_file import environment
 from triton_omni_client.terminal import FAILED, errors, usage_errors
 
-from .options import LISTEN, LoadOptions, ReportOptions, WorkloadOptions
+from .options import CONVERSATION, LISTEN, LoadOptions, ReportOptions, WorkloadOptions
 from .plots import PlotError, write_plots
 from .profile_export import read_profile_export
 from .report import Report
@@ -88,12 +85,14 @@ def bench(
         _report_export(from_profile_export, report)
         return
     if write_perf_analyzer_input is not None:
+        if load.conversation:
+            raise typer.BadParameter("not with --write-perf-analyzer-input", param_hint=CONVERSATION)
         _write_input(write_perf_analyzer_input, asked, load.requests or PERF_ANALYZER_REQUESTS)
         return
     report.check()
     if load.listen and asked.text_only:
         raise typer.BadParameter("not with --text-only: there is nothing to hear", param_hint=LISTEN)
-    workload = asked.workload()
+    workload = asked.workload(load.conversation)
     plan = Plan(
         url,
         model,
@@ -110,7 +109,7 @@ def bench(
     )
     if not check:
         with errors(url):
-            _measure(plan, Report(_environment(), _described(workload, asked.source) | load.described()), report)
+            _measure(plan, Report(environment(), _described(workload, asked.source) | load.described()), report)
 
 
 def _check_alone(given: Mapping[str, bool]) -> None:
@@ -128,7 +127,7 @@ def _report_export(path: Path, written: ReportOptions) -> None:
     for run in runs:
         print_run(out, run)
     with errors(str(path)):
-        _conclude(Report(_environment(), {"profile_export": str(path)}, runs, notes), out, written)
+        _conclude(Report(environment(), {"profile_export": str(path)}, runs, notes), out, written)
 
 
 def _measure(plan: Plan, report: Report, written: ReportOptions) -> None:
@@ -170,24 +169,20 @@ def subtitle(report: Report) -> str:
     return " · ".join([*parts, str(report.environment["date"])[:10]])
 
 
-def _environment() -> dict[str, Any]:
-    try:
-        client = version("triton-omni-client")
-    except PackageNotFoundError:
-        client = "unknown"  # run from a source tree that is not installed
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "client_version": client,
-        "python": platform.python_version(),
-        "machine": platform.platform(),
+def _described(workload: Workload, source: str) -> dict[str, Any]:
+    """The workload as the report has it: what was asked, media by their size."""
+    script = [{"text": turn.text, "media": _sizes(turn.media)} for turn in workload.script]
+    prompts = list(workload.prompts)
+    return asdict(replace(workload, media=(), script=())) | {
+        "media": _sizes(workload.media),
+        "script": script,
+        "prompts": prompts,
+        "prompts_from": source,
     }
 
 
-def _described(workload: Workload, source: str) -> dict[str, Any]:
-    """The workload as the report has it: what was asked, media by their size."""
-    media = [{"kind": medium.kind, "bytes": len(medium.data)} for medium in workload.media]
-    return asdict(workload) | {"media": media, "prompts": list(workload.prompts), "prompts_from": source}
+def _sizes(media: Sequence[Media]) -> list[dict[str, Any]]:
+    return [{"kind": medium.kind, "bytes": len(medium.data)} for medium in media]
 
 
 def _write_input(path: Path, asked: WorkloadOptions, requests: int) -> None:

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from triton_omni_client.errors import OmniClientError, Overloaded
-from triton_omni_client.messages import Delta, Request
+from triton_omni_client.messages import Delta, Request, TextDelta
 
 from .player import play
 from .records import RecordBuilder, RequestRecord
@@ -43,6 +43,10 @@ class Progress(Protocol):
         ...
 
 
+def _ignore(index: int, reply: str) -> None:
+    pass
+
+
 class LoadRun:
     """One run: sends requests and collects their records.
 
@@ -51,6 +55,7 @@ class LoadRun:
         request: makes the request of a number.
         progress: told of each request.
         clock: monotonic seconds.
+        answered: told of each request's number and the text of its whole reply.
     """
 
     def __init__(
@@ -59,38 +64,48 @@ class LoadRun:
         request: Callable[[int], Request],
         progress: Progress,
         clock: Clock = time.monotonic,
+        answered: Callable[[int, str], None] = _ignore,
     ) -> None:
         self._client = client
         self._request = request
         self._progress = progress
         self._clock = clock
+        self._answered = answered
         self._begin = clock()
         self.records: list[RequestRecord] = []
         """In the order in which the requests ended."""
 
     async def closed_loop(
-        self, concurrency: int, requests: int, warm_up: int, ramp_up_s: float = 0.0, *, listens: bool = False
+        self,
+        concurrency: int,
+        requests: int,
+        warm_up: int,
+        ramp_up_s: float = 0.0,
+        *,
+        listens: bool = False,
+        turns: int = 1,
     ) -> None:
         """Keep `concurrency` requests open: the next is sent when one ends, or if it `listens` once it was heard.
 
         Places send their first request one after another, evenly over `ramp_up_s`. The first `warm_up` requests are
         marked as such. The measurement does not wait for them, so that requests stay spread over time instead of
         starting together. After `overloaded` a place waits for as long as the server asked, as a client would.
+        A place sends `turns` requests of following numbers, a conversation, before it takes another number.
         """
-        numbers = itertools.count()
+        conversations = iter(range(0, warm_up + requests, turns))
 
         async def place(begin_s: float) -> None:
             await asyncio.sleep(begin_s - self._now())
-            index = next(numbers)
-            while index < warm_up + requests:
+            heard_s = 0.0
+            for index in itertools.chain.from_iterable(range(first, first + turns) for first in conversations):
+                # After the last one nobody waits: the run would measure an idle server.
+                await asyncio.sleep(heard_s - self._now())
                 start_s = self._now()
                 record, error = await self._measure(index, start_s, warm_up=index < warm_up)
                 if isinstance(error, Overloaded) and error.retry_after_ms:
                     await asyncio.sleep(error.retry_after_ms / 1000)
-                index = next(numbers)
-                # Behind the last one nobody waits: the run would measure an idle server.
-                if listens and index < warm_up + requests:
-                    await asyncio.sleep(start_s + play(record.chunks).over_s - self._now())
+                if listens:
+                    heard_s = start_s + play(record.chunks).over_s
 
         async with asyncio.TaskGroup() as group:
             for number in range(concurrency):
@@ -120,11 +135,14 @@ class LoadRun:
         """Send one request, take all its deltas and keep its record; returns that, and the error that ended it."""
         builder = RecordBuilder(index, start_s, self._now(), warm_up=warm_up)
         self._progress.started()
-        failure = None
+        failure, said = None, []
         try:
             async with self._client.stream(self._request(index)) as deltas:
                 async for delta in deltas:
                     builder.add(delta, self._now())
+                    if isinstance(delta, TextDelta):
+                        said.append(delta.text)
+            self._answered(index, "".join(said))
         except OmniClientError as error:
             failure = error
             builder.fail(error)

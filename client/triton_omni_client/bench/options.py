@@ -25,6 +25,7 @@ from triton_omni_client.options import (
 )
 from triton_omni_client.terminal import usage_errors
 
+from .conversations import read_script
 from .records import Load
 from .workload import BUILT_IN, PROMPTS, Workload, of_length, read_prompts
 
@@ -32,6 +33,8 @@ DEFAULT_CONCURRENCY = "1,4"
 DEFAULT_OUTPUT = Path("bench.json")
 LISTEN = "--listen"
 CROWDS = "--crowds"
+CONVERSATION = "--conversation"
+SCRIPT = "--script"
 MAX_FIRST_SEED = 2**62
 """Far below the server's bound, which the seeds of all requests must keep."""
 
@@ -42,7 +45,9 @@ Rate = Annotated[str, typer.Option(metavar="R,…", help="Open loops: requests a
 Requests = Annotated[
     int | None,
     typer.Option(
-        parser=whole_number(1), metavar="N", help="Requests a load. Default: 4 a place, or 30 s of a rate; at least 20."
+        parser=whole_number(1),
+        metavar="N",
+        help="Requests a load, or conversations. Default: 4 a place, or 30 s of a rate; at least 20.",
     ),
 ]
 WarmUp = Annotated[
@@ -64,6 +69,19 @@ Listen = Annotated[
 ]
 Crowds = Annotated[
     bool, typer.Option(CROWDS, help="Closed loops: all places ask at once, and again when the last was answered.")
+]
+Turns = Annotated[
+    int | None,
+    typer.Option(
+        CONVERSATION,
+        parser=whole_number(2),
+        metavar="TURNS",
+        help="Closed loops: places hold conversations, each turn sent with the whole history. Media: one a turn.",
+    ),
+]
+Script = Annotated[
+    Path | None,
+    typer.Option(**A_FILE, help="JSON file of a conversation's turns: text, and lists of image, audio, video files."),
 ]
 Prompts = Annotated[
     Path | None,
@@ -109,6 +127,7 @@ class LoadOptions:
     ramp_up: RampUp = 0
     listen: Listen = False
     crowds: Crowds = False
+    conversation: Turns = None
 
     def loads(self) -> list[Load]:
         """The loads, closed loops first.
@@ -119,11 +138,18 @@ class LoadOptions:
         concurrency = self.concurrency or ("" if self.rate else DEFAULT_CONCURRENCY)
         closed = [Load("closed", value) for value in _numbers("--concurrency", concurrency, int)]
         opened = [Load("open", value) for value in _numbers("--rate", self.rate, float)]
-        of_places = {LISTEN: self.listen, CROWDS: self.crowds, "--ramp-up": self.ramp_up}
+        of_places = {
+            LISTEN: self.listen,
+            CROWDS: self.crowds,
+            "--ramp-up": self.ramp_up,
+            CONVERSATION: self.conversation,
+        }
         if opened and (named := [option for option, given in of_places.items() if given]):
             raise typer.BadParameter("not with --rate, whose requests come when they come", param_hint=named[0])
         if self.crowds and (self.listen or self.ramp_up):
             raise typer.BadParameter("not with --listen or --ramp-up: a crowd comes at once", param_hint=CROWDS)
+        if self.crowds and self.conversation:
+            raise typer.BadParameter("not with --crowds, which asks single questions", param_hint=CONVERSATION)
         return closed + opened
 
     def described(self) -> dict[str, Any]:
@@ -138,6 +164,7 @@ class WorkloadOptions(SamplingOptions):
     prompts: Prompts = None
     prompt_words: PromptWords = None
     prompt_tokens: PromptTokens = None
+    script: Script = None
     image: Images = None
     audio: Audios = None
     video: Videos = None
@@ -149,7 +176,7 @@ class WorkloadOptions(SamplingOptions):
     @property
     def source(self) -> str:
         """Where the prompts are from."""
-        return BUILT_IN if self.prompts is None else str(self.prompts)
+        return str(self.script or self.prompts or BUILT_IN)
 
     def request_fields(self) -> dict[str, Any]:
         """Return the fields of the request, as `SamplingOptions` does."""
@@ -159,20 +186,29 @@ class WorkloadOptions(SamplingOptions):
             "talker": with_limits("--talker-json", self.talker_json, self._limits(self.talker_max_tokens)),
         }
 
-    def workload(self) -> Workload:
-        """The requests.
+    def workload(self, turns: int | None = None) -> Workload:
+        """The requests, which are turns of conversations if `turns` is given.
 
         Raises:
             typer.BadParameter: a file cannot be used, or options do not go together.
         """
         self._check_lengths()
+        self._check_script(turns)
         with usage_errors("--prompts"):
             prompts = PROMPTS if self.prompts is None else read_prompts(self.prompts)
         with usage_errors():
             media = read_media(self.image, self.audio, self.video)
+        if turns is not None and len(media) > turns:
+            raise typer.BadParameter(
+                f"{len(media)} media for {turns} turns, which show one each", param_hint=CONVERSATION
+            )
+        with usage_errors(SCRIPT):
+            script = () if self.script is None else read_script(self.script)
         return Workload(
             prompts=prompts if self.prompt_words is None else [of_length(each, self.prompt_words) for each in prompts],
             media=media,
+            turns=turns or 1,
+            script=script,
             system=self.system,
             **self.request_fields(),
         )
@@ -181,6 +217,20 @@ class WorkloadOptions(SamplingOptions):
         if most is None:
             return {}
         return {"max_tokens": most} | ({"min_tokens": most} if self.fixed_lengths else {})
+
+    def _check_script(self, turns: int | None) -> None:
+        if self.script is None:
+            return
+        if turns is None:
+            raise typer.BadParameter("needs --conversation", param_hint=SCRIPT)
+        given = {
+            "--prompts": self.prompts,
+            "--prompt-words": self.prompt_words,
+            "--prompt-tokens": self.prompt_tokens,
+            "--image, --audio or --video": self.image or self.audio or self.video,
+        }
+        if named := [option for option, value in given.items() if value]:
+            raise typer.BadParameter(f"not with {named[0]}: the script says what is asked", param_hint=SCRIPT)
 
     def _check_lengths(self) -> None:
         if self.prompt_tokens is not None and self.prompt_words is not None:

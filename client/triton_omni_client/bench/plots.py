@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to first audio and real-time factor against the load, as PNG. Needs matplotlib, which is asked for late."""
+"""Time to first audio and real-time factor against the load, and the first against the turn of a conversation, as PNG.
+
+Needs matplotlib, which is asked for late.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from triton_omni_client.errors import BadRequest
 
 from .records import LoadMode
 from .report import Run
+from .summary import Summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,6 +38,18 @@ class Panel(NamedTuple):
     """From the figure's unit to the plot's."""
     unit: str
 
+    @property
+    def slug(self) -> str:
+        """The title in the name of a file."""
+        return self.title.lower().replace(" ", "-")
+
+
+class Point(NamedTuple):
+    """Figures at one place of the horizontal axis: at a load, or in a turn."""
+
+    at: float
+    summary: Summary
+
 
 PANELS = (
     Panel("time_to_first_audio_s", "Time to first audio", 1000, "time to first audio, ms"),
@@ -50,37 +66,44 @@ class PlotError(Exception):
 
 
 def write_plots(runs: Sequence[Run], stem: Path, subtitle: str) -> list[Path]:
-    """Write `<stem>-<figure>-<mode>.png` for each figure and each mode of load that has runs; returns the files.
+    """Write `<stem>-<figure>-<mode>.png` for each figure and each mode of load that has runs, and for each run of
+    conversations `<stem>-<figure>-turns-<places>.png`; returns the files.
 
     Raises:
         PlotError: matplotlib is not installed.
         BadRequest: a file cannot be written.
     """
-    written = []
-    for mode in AXES:
+    plots: list[tuple[str, Panel, str, list[Point]]] = []
+    for mode, axis in AXES.items():
         of_mode = sorted((run for run in runs if run.load.mode == mode), key=lambda run: run.load.value)
-        for panel in PANELS:
-            if any(getattr(run.summary, panel.figure).count for run in of_mode):
-                name = panel.title.lower().replace(" ", "-")
-                path = stem.with_name(f"{stem.name}-{name}-{mode}.png")
-                _draw(of_mode, mode, panel, subtitle, path)
-                written.append(path)
+        points = [Point(run.load.value, run.summary) for run in of_mode]
+        plots += [(f"{panel.slug}-{mode}", panel, axis, points) for panel in PANELS]
+    for run in runs:
+        points = [Point(turn, summary) for turn, summary in enumerate(run.by_turn, 1)]
+        title = f"turn of the conversation, {run.load.label}"
+        plots.append((f"{PANELS[0].slug}-turns-{run.load.value:g}", PANELS[0], title, points))
+    written = []
+    for name, panel, axis, points in plots:
+        if any(getattr(point.summary, panel.figure).count for point in points):
+            path = stem.with_name(f"{stem.name}-{name}.png")
+            _draw(points, axis, panel, subtitle, path)
+            written.append(path)
     return written
 
 
-def _draw(runs: Sequence[Run], mode: LoadMode, panel: Panel, subtitle: str, path: Path) -> None:
+def _draw(points: Sequence[Point], axis: str, panel: Panel, subtitle: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PlotError("no plots: matplotlib is not installed (pip install matplotlib)") from error
     figure = Figure(figsize=(7, 4.5), dpi=_DPI, layout="constrained")
     axes = figure.subplots()
-    heights = [height for line in LINES for height in _line(axes, runs, panel, line)]
+    heights = [height for line in LINES for height in _line(axes, points, panel, line)]
     if panel.figure == "real_time_factor":
         axes.axhline(1, color="0.4", linestyle="--", linewidth=1, label="as fast as speech")
         heights.append(1)
-    _scale(axes, [run.load.value for run in runs], heights)
-    axes.set(xlabel=AXES[mode], ylabel=panel.unit)
+    _scale(axes, [point.at for point in points], heights)
+    axes.set(xlabel=axis, ylabel=panel.unit)
     axes.set_title(f"{panel.title}\n", loc="left", fontweight="bold")
     # The server's names are no formulas.
     axes.text(0, 1.03, subtitle, transform=axes.transAxes, fontsize="small", color="0.35", parse_math=False)
@@ -93,21 +116,21 @@ def _draw(runs: Sequence[Run], mode: LoadMode, panel: Panel, subtitle: str, path
         raise BadRequest(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _line(axes: Axes, runs: Sequence[Run], panel: Panel, name: str) -> list[float]:
-    """Draw one percentile over the loads that have it; returns its heights."""
+def _line(axes: Axes, points: Sequence[Point], panel: Panel, name: str) -> list[float]:
+    """Draw one percentile over the loads or turns that have it; returns its heights."""
     colour, marker, above = LINES[name]
-    found = [(run.load.value, getattr(getattr(run.summary, panel.figure), name)) for run in runs]
-    points = [(load, height * panel.factor) for load, height in found if height is not None]
-    if not points:
+    found = [(point.at, getattr(getattr(point.summary, panel.figure), name)) for point in points]
+    drawn = [(at, height * panel.factor) for at, height in found if height is not None]
+    if not drawn:
         axes.plot([], [], color=colour, marker=marker, label=f"{name}: too few replies")
         return []
-    loads, heights = zip(*points, strict=True)
-    axes.plot(loads, heights, color=colour, marker=marker, label=name)
-    for at, (load, height) in enumerate(points):
+    places, heights = zip(*drawn, strict=True)
+    axes.plot(places, heights, color=colour, marker=marker, label=name)
+    for at, (place, height) in enumerate(drawn):
         figure = f"{height:.3g}" if height < 1000 else f"{height:.0f}"
         side = free_side(heights, at, above)
         offset, align = (side * _ASIDE, above), _ALIGNED[side]
-        axes.annotate(figure, (load, height), offset, textcoords="offset points", ha=align, color=colour)
+        axes.annotate(figure, (place, height), offset, textcoords="offset points", ha=align, color=colour)
     return list(heights)
 
 

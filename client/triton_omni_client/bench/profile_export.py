@@ -17,7 +17,8 @@ from typing import Any, get_args
 import numpy as np
 
 from triton_omni_client.errors import BadRequest, OmniClientError
-from triton_omni_client.messages import AudioDelta, AudioFormat, Delta, Info, OutputDecoder, Tensor, TextDelta
+from triton_omni_client.messages import AudioDelta, AudioFormat, Delta, Info, Tensor, TextDelta
+from triton_omni_client.outputs import OutputDecoder
 
 from .records import Load, LoadMode, RecordBuilder, RequestRecord
 from .report import Run

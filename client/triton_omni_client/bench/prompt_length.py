@@ -82,7 +82,10 @@ def _beginning(words: Sequence[str], whole: int, characters: int) -> str:
 
 async def _prompt_tokens(client: Streamer, workload: Workload, text: str) -> int | None:
     """The server's count of this prompt's tokens; None where it is over a limit of the server."""
-    asked = replace(workload, prompts=[text], modalities=("text",), thinker={"max_tokens": 1}, talker={}, token2wav={})
+    shortest = replace(workload, modalities=("text",), thinker={"max_tokens": 1}, talker={}, token2wav={})
+    # A turn of a conversation need not show a medium.
+    media = workload.media if workload.turns == 1 else ()
+    asked = replace(shortest, prompts=[text], media=media)
     try:
         async with client.stream(asked.request(0)) as stream:
             infos = [delta async for delta in stream if isinstance(delta, Info)]

@@ -6,14 +6,13 @@ Pure but for `write`. Times are in seconds unless their name says otherwise.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from triton_omni_client.errors import BadRequest
+from triton_omni_client.report_file import rounded, write_report
 
 from .hops import HopTimes
 from .metrics import metrics_of
@@ -23,8 +22,8 @@ from .summary import Summary, summarise
 
 SCHEMA = "triton-omni-bench"
 SCHEMA_VERSION = 2
-_DIGITS = 6
-"""Decimal places of written figures: a microsecond."""
+OF_A_TURN = ("completed", "errors", "prompt_tokens", "time_to_first_text_s", "time_to_first_audio_s")
+"""Figures of the summary that are told for each turn."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,22 @@ class Run:
     """Times of messages to a stage until they `arrived` and until they were `taken`."""
     streamed: bool = True
     """False where each reply came in one response, which tells nothing of how it would have played on the way."""
+    turns: int = 1
+    """Turns of each conversation; the record of number i is of turn i % turns. 1 = no conversations."""
 
     @cached_property
     def summary(self) -> Summary:
         """Its figures."""
         return summarise(self.records, streamed=self.streamed)
+
+    @cached_property
+    def by_turn(self) -> list[Summary]:
+        """Its figures for each turn of the conversations, the first turn first; empty where there are none."""
+        turns = range(self.turns if self.turns > 1 else 0)
+        return [
+            summarise([record for record in self.records if record.index % self.turns == turn], streamed=self.streamed)
+            for turn in turns
+        ]
 
 
 @dataclass
@@ -64,7 +74,7 @@ class Report:
         """The report as plain JSON values."""
         head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION}
         body = {"environment": self.environment, "workload": self.workload, "notes": self.notes}
-        whole: dict[str, Any] = _rounded(head | body | {"runs": [_run(run) for run in self.runs]})
+        whole: dict[str, Any] = rounded(head | body | {"runs": [_run(run) for run in self.runs]})
         return whole
 
     def write(self, path: Path) -> None:
@@ -73,11 +83,7 @@ class Report:
         Raises:
             BadRequest: the file cannot be written.
         """
-        text = json.dumps(self.to_json(), ensure_ascii=False, allow_nan=False, indent=1)
-        try:
-            path.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise BadRequest(f"{path}: cannot be written: {error.strerror}") from error
+        write_report(path, self.to_json())
 
 
 def _run(run: Run) -> dict[str, Any]:
@@ -86,6 +92,7 @@ def _run(run: Run) -> dict[str, Any]:
         "complete": run.complete,
         "client_lag_s": run.client_lag_s,
         "summary": asdict(run.summary),
+        "turns": [{name: asdict(summary)[name] for name in OF_A_TURN} for summary in run.by_turn],
         "resources": {name: asdict(usage) for name, usage in run.resources.items()},
         "hops": {stage: {end: asdict(times) for end, times in ends.items()} for stage, ends in run.hops.items()},
         "requests": [
@@ -98,13 +105,3 @@ def _request(record: RequestRecord, *, streamed: bool) -> dict[str, Any]:
     written = asdict(record)
     written["chunks"] = [[chunk.at_s, chunk.seconds] for chunk in record.chunks]
     return written | {"metrics": asdict(metrics_of(record, streamed=streamed))}
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return round(value, _DIGITS)
-    if isinstance(value, Mapping):
-        return {name: _rounded(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(inner) for inner in value]
-    return value

@@ -18,6 +18,7 @@ from triton_omni_client.aio import AsyncOmniClient
 from triton_omni_client.errors import ConnectionFailed
 from triton_omni_client.retry import NO_RETRY
 
+from .conversations import Conversations
 from .hops import growth, read_hops
 from .load import LoadRun, LoopLag, run_until
 from .prompt_length import of_tokens
@@ -26,7 +27,7 @@ from .report import Report, Run
 from .resources import Monitor, find_monitor
 from .schedule import poisson_arrivals
 from .server import server_facts
-from .tables import progress
+from .tables import RunProgress, progress
 from .workload import Workload
 
 MIN_REQUESTS = 20
@@ -65,14 +66,14 @@ class Plan:
     """Length that the prompts are brought to; None leaves them as they are."""
 
     def requests_of(self, load: Load) -> int:
-        """How many requests of a load are measured."""
+        """How many requests of a load are measured, or conversations."""
         if self.requests is not None:
             return self.requests
         wanted = load.value * (REQUESTS_A_PLACE if load.mode == "closed" else OPEN_LOOP_S)
         return max(MIN_REQUESTS, math.ceil(wanted))
 
     def warm_up_of(self, load: Load) -> int:
-        """How many requests of a load come before: as many as it has places, or those of a second or two."""
+        """How many requests or conversations come before: as many as a load has places, or those of a second or two."""
         return max(2, math.ceil(load.value)) if self.warm_up is None else self.warm_up
 
 
@@ -112,13 +113,7 @@ async def _look_around(plan: Plan, report: Report, stack: ExitStack) -> Monitor:
     facts = await server_facts(plan.url, plan.model)
     monitor, gpus = await asyncio.to_thread(find_monitor, plan.url, plan.metrics_url, stack)
     stack.enter_context(monitor)
-    server = {
-        "name": facts.name,
-        "version": facts.version,
-        "models": list(facts.models),
-        "checkpoint": facts.checkpoint,
-    }
-    report.environment = {**report.environment, "url": plan.url, "server": server, "gpus": gpus}
+    report.environment = {**report.environment, "url": plan.url, "server": facts.described(), "gpus": gpus}
     report.notes.extend(facts.notes)
     return monitor
 
@@ -142,23 +137,33 @@ class _Bench:
     console: Console
 
     async def run(self, load: Load) -> Run:
-        requests, warm_up = self.plan.requests_of(load), self.plan.warm_up_of(load)
+        turns = self.plan.workload.turns
+        requests, warm_up = turns * self.plan.requests_of(load), turns * self.plan.warm_up_of(load)
         hops = await read_hops(self.plan.metrics_url)
         self.monitor.take()
         with progress(self.console, load.label, requests + warm_up) as bar:
             async with LoopLag() as lag:
-                loop = LoadRun(self.client, self.plan.workload.request, bar)
+                loop = self._load_run(bar)
                 complete = await run_until(self.stop, self._offer(loop, load, requests, warm_up))
         resources = self.monitor.take()
         took = {} if hops is None else growth(hops, await read_hops(self.plan.metrics_url))
-        return Run(load, loop.records, resources, complete, lag.worst_s, took)
+        return Run(load, loop.records, resources, complete, lag.worst_s, took, turns=turns)
+
+    def _load_run(self, bar: RunProgress) -> LoadRun:
+        workload = self.plan.workload
+        if workload.turns == 1:
+            return LoadRun(self.client, workload.request, bar)
+        conversations = Conversations(workload)
+        return LoadRun(self.client, conversations.request, bar, answered=conversations.answered)
 
     def _offer(self, loop: LoadRun, load: Load, requests: int, warm_up: int) -> Coroutine[Any, Any, None]:
         if load.mode == "closed":
             plan = self.plan
             if plan.crowds:
                 return loop.crowds(int(load.value), requests, warm_up)
-            return loop.closed_loop(int(load.value), requests, warm_up, plan.ramp_up_s, listens=plan.listens)
+            return loop.closed_loop(
+                int(load.value), requests, warm_up, plan.ramp_up_s, listens=plan.listens, turns=plan.workload.turns
+            )
         return loop.open_loop(poisson_arrivals(load.value, self.plan.workload.seed), requests, warm_up)
 
 

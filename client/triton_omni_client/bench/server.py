@@ -30,6 +30,15 @@ class ServerFacts:
     """Checkpoint that it serves; None where it does not tell."""
     notes: tuple[str, ...] = ()
 
+    def described(self) -> dict[str, Any]:
+        """Return the facts as a report has them."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "models": list(self.models),
+            "checkpoint": self.checkpoint,
+        }
+
 
 async def server_facts(url: str, model: str) -> ServerFacts:
     """Ask a server over gRPC what it is."""

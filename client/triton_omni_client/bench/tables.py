@@ -77,6 +77,23 @@ def _table(title: str, *, space: int = 1) -> Table:
     return table
 
 
+def turn_table(run: Run) -> Table:
+    """One line a turn of the run's conversations."""
+    table = _table(f"{run.load.label} by turn, p50/p95")
+    for name in ("replies", "errors", "prompt tokens, p50", "first text, ms", "first audio, ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for turn, summary in enumerate(run.by_turn, 1):
+        table.add_row(
+            f"turn {turn}",
+            str(summary.completed),
+            str(sum(summary.errors.values())),
+            _shown(summary.prompt_tokens.p50, _count),
+            _pair(summary.time_to_first_text_s, milliseconds),
+            _pair(summary.time_to_first_audio_s, milliseconds),
+        )
+    return table
+
+
 def run_lines(run: Run) -> list[str]:
     """Return the lines below one run's table."""
     summary = run.summary
@@ -131,6 +148,8 @@ def print_report(console: Console, runs: Sequence[Run], notes: Sequence[str]) ->
 def print_run(console: Console, run: Run) -> None:
     """One run: its table and the lines below."""
     console.print(run_table(run))
+    if run.by_turn:
+        console.print(turn_table(run))
     for line in run_lines(run):
         console.print(f"  {escape(one_line(line))}", highlight=False)
     console.print()

@@ -32,12 +32,24 @@ PROMPTS = (
 
 
 @dataclass(frozen=True)
+class ScriptTurn:
+    """What the user says and shows in one turn of a conversation."""
+
+    text: str
+    media: Sequence[Media] = ()
+
+
+@dataclass(frozen=True)
 class Workload:
     """Requests by number: the prompts in turn, and `seed` plus the number as the request's seed."""
 
     prompts: Sequence[str] = PROMPTS
     media: Sequence[Media] = ()
-    """Shown or played with every prompt."""
+    """Shown or played with every prompt; in conversations one a turn, from the first turn on."""
+    turns: int = 1
+    """Turns of a conversation; 1 = each prompt is asked for itself."""
+    script: Sequence[ScriptTurn] = ()
+    """Turns of every conversation, begun anew after the last; empty = the prompts, from another one each time."""
     system: str | None = None
     """System prompt; None leaves it to the server."""
     seed: int = 0
@@ -54,20 +66,33 @@ class Workload:
         asked = Request.ask(
             self.prompts[index % len(self.prompts)],
             self.media,
-            seed=self.seed + index,
-            modalities=self.modalities,
-            voice=self.voice,
-            audio_format=self.audio_format,
-            timeout=self.timeout,
-            thinker=self.thinker,
-            talker=self.talker,
-            token2wav=self.token2wav,
-            request_id=f"bench-{index}",
+            **self.options(index),
         )
         if self.system is None:
             return asked
         user = asked.messages or [{"role": "user", "content": asked.text}]
         return replace(asked, text=None, messages=[{"role": "system", "content": self.system}, *user])
+
+    def turn(self, index: int) -> ScriptTurn:
+        """Return what request `index` asks in its turn of its conversation."""
+        number, turn = divmod(index, self.turns)
+        if self.script:
+            return self.script[turn % len(self.script)]
+        return ScriptTurn(self.prompts[(number + turn) % len(self.prompts)], self.media[turn : turn + 1])
+
+    def options(self, index: int) -> dict[str, Any]:
+        """Return the other fields of request `index`."""
+        return {
+            "seed": self.seed + index,
+            "modalities": self.modalities,
+            "voice": self.voice,
+            "audio_format": self.audio_format,
+            "timeout": self.timeout,
+            "thinker": self.thinker,
+            "talker": self.talker,
+            "token2wav": self.token2wav,
+            "request_id": f"bench-{index}",
+        }
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:

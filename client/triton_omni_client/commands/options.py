@@ -145,7 +145,7 @@ class QuestionOptions(SamplingOptions):
             if self.system is None:
                 asked = Request.ask(text, media, **chosen)
             else:
-                asked = Conversation(system=self.system).request(text, media, **chosen)
+                asked = Conversation(system=self.system, cache_salt=None).request(text, media, **chosen)
             asked.check()
         return asked
 
@@ -181,9 +181,9 @@ class WhereOptions:
     model: Model = ""
 
 
-def examples(*commands: str) -> str:
+def examples(*commands: str, exit_codes: str = EXIT_CODES) -> str:
     """The end of a command's help: how it is used, a paragraph a line, and its exit codes."""
-    return "\n\n".join(["Examples:", *(f"triton-omni {command}" for command in commands), EXIT_CODES])
+    return "\n\n".join(["Examples:", *(f"triton-omni {command}" for command in commands), exit_codes])
 
 
 def read_question(text: str, paths: list[str] | None) -> tuple[str, list[Media]]:

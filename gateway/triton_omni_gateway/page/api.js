@@ -8,6 +8,8 @@ import { EventParser } from "./sse.js";
  * @typedef {{audio?: {transcript?: string, data?: string} | null, content?: string | null}} Delta
  */
 
+const JSON_BODY = { "Content-Type": "application/json" };
+
 /** A refusal or a failure, in the server's own words where it gave any. */
 export class ApiError extends Error {
   /**
@@ -60,8 +62,7 @@ export class Api {
    * @throws {ApiError}
    */
   async *chat(body, signal) {
-    const headers = { "Content-Type": "application/json" };
-    const init = { method: "POST", headers, body: JSON.stringify({ ...body, stream: true }), signal };
+    const init = { method: "POST", headers: JSON_BODY, body: JSON.stringify({ ...body, stream: true }), signal };
     const answer = await this.#fetch("v1/chat/completions", init);
     for await (const event of events(answer)) {
       if (event === "[DONE]") {
@@ -76,6 +77,17 @@ export class Api {
       }
     }
     throw new ApiError("The connection was closed before the reply was complete.", 0);
+  }
+
+  /**
+   * Have the server compute a prompt before it is asked; waiting replies go first.
+   * @param {object} body of the chat completion that will follow
+   * @throws {ApiError}
+   */
+  async prefill(body) {
+    const hint = JSON.stringify({ ...body, prefill_only: true, priority: 1 });
+    const answer = await this.#fetch("v1/chat/completions", { method: "POST", headers: JSON_BODY, body: hint });
+    await answer.arrayBuffer().catch(unreachable); // frees the connection
   }
 
   /**

@@ -6,8 +6,9 @@ import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
 import { byId, element } from "./dom.js";
 import { Health } from "./health.js";
+import { Hints } from "./hints.js";
 import { Log } from "./log.js";
-import { inFileNames } from "./media.js";
+import { inFileNames, partOfFile } from "./media.js";
 import { Player } from "./player.js";
 import { Reply } from "./reply.js";
 import { Talk } from "./talk.js";
@@ -38,10 +39,13 @@ const composer = new Composer({
 });
 const talk = new Talk({
   begin: makeQuiet,
-  listen: () => showState("listening"),
+  listen,
+  grow: (recording) => hints.follow(recording),
   end: hear,
   fail: (message) => showError(message),
 });
+
+const hints = new Hints(hint);
 
 const state = byId("state", HTMLElement);
 const stateText = byId("state-text", HTMLElement);
@@ -221,8 +225,10 @@ function bodyOf(content) {
   return {
     model,
     messages: conversation.asking(content),
+    prompt_cache_key: conversation.cacheKey,
     ...(speak.checked ? { modalities: ["text", "audio"], audio } : { modalities: ["text"] }),
-    ...(hasVideo && sounding.checked ? { use_audio_in_video: true } : {}),
+    ...((hasVideo || composer.hasVideo) && sounding.checked ? { use_audio_in_video: true } : {}),
+    ...(conversation.inPieces ? { audio_in_pieces: true } : {}),
   };
 }
 
@@ -237,6 +243,17 @@ async function stop() {
 async function makeQuiet() {
   player.unlock();
   await stop();
+}
+
+function listen() {
+  conversation.inPieces = true;
+  showState("listening");
+}
+
+/** @param {File} sound what the user has said so far */
+async function hint(sound) {
+  const part = await partOfFile("audio", sound);
+  await api.prefill(bodyOf([...composer.parts, part]));
 }
 
 /** @param {File | null} speech */

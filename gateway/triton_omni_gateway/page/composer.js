@@ -49,6 +49,11 @@ export class Composer {
     return this.#media.some(({ kind }) => kind === "video");
   }
 
+  /** What is attached, as parts of a message. */
+  get parts() {
+    return this.#media.map(({ part }) => part);
+  }
+
   /** Let the draft be sent, or not yet. */
   set isReady(/** @type {boolean} */ ready) {
     this.#isReady = ready;

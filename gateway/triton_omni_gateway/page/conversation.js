@@ -14,6 +14,14 @@
 export class Conversation {
   /** @type {{content: Part[], reply: string}[]} */
   #turns = [];
+  #cacheKey = drawn();
+  /** Whether its sounds are taken in pieces: from its first recording on, so that the server knows them again. */
+  inPieces = false;
+
+  /** Under what its turns share the server's caches, with each other and nobody else. */
+  get cacheKey() {
+    return this.#cacheKey;
+  }
 
   /** Whether nothing was said yet. */
   get isEmpty() {
@@ -21,7 +29,7 @@ export class Conversation {
   }
 
   /**
-   * All messages of a request whose question is `content`; the server keeps nothing between requests.
+   * All messages of a request whose question is `content`.
    * @param {Part[]} content
    * @returns {Message[]}
    */
@@ -41,7 +49,13 @@ export class Conversation {
   /** Forget every turn. */
   reset() {
     this.#turns = [];
+    this.#cacheKey = drawn();
+    this.inPieces = false;
   }
+}
+
+function drawn() {
+  return Array.from(crypto.getRandomValues(new Uint32Array(4)), String).join("-");
 }
 
 /**

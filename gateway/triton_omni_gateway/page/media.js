@@ -9,6 +9,9 @@ import { isSoundAlone } from "./containers.js";
  *   URL for its preview, to be revoked by whoever drops the medium
  */
 
+/** Characters that change the direction of what follows them: in a name they turn the sentence around it. */
+const TURNS = /[\u202a-\u202e\u2066-\u2069]/g;
+
 /** Formats that `input_audio` names, by media type; others go as they are, for the server to judge. */
 const AUDIO_FORMATS = new Map([
   ["audio/wav", "wav"],
@@ -42,11 +45,21 @@ export async function kindOf(file) {
  */
 export async function mediumOf(file) {
   const kind = await kindOf(file);
+  const name = nameOf(file);
   if (!kind) {
-    throw new Error(`${file.name} is neither an image nor a sound nor a video.`);
+    throw new Error(`${name} is neither an image nor a sound nor a video.`);
   }
-  const part = partOf(kind, file.type, await dataUri(file));
-  return { kind, name: file.name, url: URL.createObjectURL(file), part };
+  const part = await partOfFile(kind, file);
+  return { kind, name, url: URL.createObjectURL(file), part };
+}
+
+/**
+ * @param {Kind} kind
+ * @param {File} file
+ * @throws {Error} the file cannot be read
+ */
+export async function partOfFile(kind, file) {
+  return partOf(kind, file.type, await dataUri(file));
 }
 
 /**
@@ -88,7 +101,12 @@ function dataUri(file) {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(/** @type {string} */ (reader.result));
-    reader.onerror = () => reject(new Error(`${file.name} cannot be read.`));
+    reader.onerror = () => reject(new Error(`${nameOf(file)} cannot be read.`));
     reader.readAsDataURL(file);
   });
+}
+
+/** @param {File} file */
+function nameOf(file) {
+  return file.name.replace(TURNS, "\ufffd");
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/** The microphone: samples while it is open, and a WAV file of what was recorded. */
+/** The microphone: samples while it is open, and recordings. */
 
-import { QUESTION_RATE, wavFile } from "./sound.js";
+import { Recording } from "./recording.js";
 
 /** Kept from before a recording begins, in seconds: speech is noticed a little after it has begun. */
 const BEFORE_S = 0.4;
@@ -11,9 +11,10 @@ export class Microphone {
   #open = null;
   /** @type {Promise<void> | null} */
   #opening = null;
-  /** @type {Float32Array[]} */
-  #pieces = [];
-  #isRecording = false;
+  /** What was heard just now. @type {Float32Array[]} */
+  #before = [];
+  /** @type {Recording | null} */
+  #recording = null;
   #onPiece;
 
   /** @param {(piece: Float32Array, seconds: number) => void} onPiece told of every piece while it is open */
@@ -46,13 +47,14 @@ export class Microphone {
     this.#open?.context.close();
     this.#open = null;
     this.#opening = null;
-    this.#pieces = [];
-    this.#isRecording = false;
+    this.#before = [];
+    this.#recording = null;
   }
 
-  /** Begin a recording, with the moment before. */
+  /** Begin a recording, with the moment before; the microphone is open. */
   record() {
-    this.#isRecording = true;
+    this.#recording = new Recording(this.#before, this.#open?.context.sampleRate ?? 0);
+    return this.#recording;
   }
 
   /**
@@ -60,15 +62,10 @@ export class Microphone {
    * @returns {Promise<File | null>} null where nothing was recorded
    */
   async take() {
-    const pieces = this.#pieces;
-    const rate = this.#open?.context.sampleRate ?? 0;
-    this.#pieces = [];
-    this.#isRecording = false;
-    if (pieces.length === 0) {
-      return null;
-    }
-    const samples = await resampled(pieces, rate);
-    return new File([wavFile(samples, QUESTION_RATE)], "speech.wav", { type: "audio/wav" });
+    const recording = this.#recording;
+    this.#recording = null;
+    this.#before = [];
+    return recording?.end() ?? null;
   }
 
   async #start() {
@@ -96,30 +93,8 @@ export class Microphone {
    * @param {number} rate
    */
   #take(piece, rate) {
-    this.#pieces.push(piece);
-    if (!this.#isRecording) {
-      this.#pieces = this.#pieces.slice(-Math.ceil((BEFORE_S * rate) / piece.length));
-    }
+    this.#recording?.push(piece);
+    this.#before = [...this.#before, piece].slice(-Math.ceil((BEFORE_S * rate) / piece.length));
     this.#onPiece(piece, piece.length / rate);
   }
-}
-
-/**
- * @param {Float32Array[]} pieces
- * @param {number} rate their samples a second
- * @returns {Promise<Float32Array>} at the rate of questions
- */
-async function resampled(pieces, rate) {
-  const length = pieces.reduce((sum, piece) => sum + piece.length, 0);
-  const context = new OfflineAudioContext(1, Math.ceil((length * QUESTION_RATE) / rate), QUESTION_RATE);
-  const buffer = context.createBuffer(1, length, rate);
-  let at = 0;
-  for (const piece of pieces) {
-    buffer.getChannelData(0).set(piece, at);
-    at += piece.length;
-  }
-  const source = new AudioBufferSourceNode(context, { buffer });
-  source.connect(context.destination);
-  source.start();
-  return (await context.startRendering()).getChannelData(0);
 }

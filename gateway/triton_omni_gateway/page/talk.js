@@ -13,6 +13,7 @@ const TAP_MS = 400;
  * @typedef {object} Told
  * @property {() => Promise<void>} begin the user wants to speak; fulfilled when nobody else does
  * @property {() => void} listen what the user says is recorded from now on
+ * @property {(recording: import("./recording.js").Recording) => void} grow the recording has grown
  * @property {(speech: File | null) => void} end the user has spoken; null where nothing was recorded
  * @property {(message: string) => void} fail there is no microphone to speak into
  */
@@ -23,6 +24,8 @@ export class Talk {
   #microphone = new Microphone((piece, seconds) => this.#listen(piece, seconds));
   #gate = new SpeechGate();
   #isRecording = false;
+  /** What the user says, once nobody else speaks. @type {import("./recording.js").Recording | null} */
+  #recording = null;
   #pressedAt = 0;
   #told;
 
@@ -89,9 +92,10 @@ export class Talk {
       this.#rest();
       return;
     }
-    this.#microphone.record();
+    const recording = this.#microphone.record();
     await quiet;
     if (this.#isRecording) {
+      this.#recording = recording;
       this.#told.listen();
     }
   }
@@ -139,6 +143,9 @@ export class Talk {
   #listen(piece, seconds) {
     const level = loudness(piece);
     this.#button.style.setProperty("--level", String(Math.min(1, level * 4)));
+    if (this.#recording) {
+      this.#told.grow(this.#recording);
+    }
     const change = this.#handsFree.checked ? this.#gate.feed(level, seconds) : null;
     if (change === "begin" && !this.#isRecording) {
       this.#begin();
@@ -150,6 +157,7 @@ export class Talk {
   /** @param {boolean} isRecording */
   #mark(isRecording) {
     this.#isRecording = isRecording;
+    this.#recording = null;
     this.#button.ariaPressed = String(isRecording);
     this.#button.style.setProperty("--level", "0");
   }

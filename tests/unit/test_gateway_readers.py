@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callers that do not read their answers lose their connections."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from client_fakes import FakeTriton, chunk, final, serve_grpc
+from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
+
+UNREAD = {
+    "a stream": ("/v1/chat/completions", {"model": MODEL, "messages": USER, "stream": True}),
+    "speech": ("/v1/audio/speech", {"model": MODEL, "input": "hello", "voice": "Ethan"}),
+    "an answer after one that is not read": ("/v1/chat/completions", {"model": MODEL, "messages": USER}),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_caller_that_takes_nothing_loses_its_connection(name: str) -> None:
+    """Each kept its place for ever: uvicorn closes a connection only once all that it wrote is sent."""
+
+    def loud(_request: Any, context: Any) -> Iterator[Any]:
+        for _ in range(100):
+            yield chunk(text="word " * 20_000, audio=np.zeros(50_000, np.float32))
+        yield final()
+
+    path, body = UNREAD[name]
+    content = json.dumps(body).encode()
+    asked = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    asked += f"Content-Length: {len(content)}\r\n\r\n"
+    limits: dict[str, Any] = {"send_timeout_s": 0.3, "head_timeout_s": 100, "max_peer_connections": 1}
+    with (
+        serve_grpc(FakeTriton(script=loud)) as triton,
+        run_gateway(triton.url, **limits) as gateway,
+        socket.create_connection(("127.0.0.1", int(gateway.base.rpartition(":")[2])), timeout=100) as connection,
+    ):
+        connection.sendall(asked.encode() + content)
+        assert connection.recv(1) == b"H"
+        if "after" in name:
+            connection.sendall(asked.encode() + content)
+        wait_until_answered(gateway)
+
+
+def wait_until_answered(gateway: RunningGateway) -> None:
+    """Until the only connection that the gateway allows is free again."""
+    deadline = time.monotonic() + 60
+    while not is_answered(gateway):
+        assert time.monotonic() < deadline, "its place is still taken"
+        time.sleep(0.05)
+
+
+def is_answered(gateway: RunningGateway) -> bool:
+    try:
+        return httpx.get(f"{gateway.base}/health/live").status_code == 200
+    except httpx.TransportError:
+        return False
