@@ -69,6 +69,7 @@ Usage: ./build.sh COMMAND [options]      (./build.sh COMMAND --help tells more)
   gateway         serve OpenAI's HTTP API until Ctrl-C, with a server of its own or in front of one
   doctor          examine running servers: ledger, stages, metrics, shared memory; exit code 1 = something is wrong
   bench [OPTIONS] measure a server as a listener would: time to first audio, underruns, real-time factor
+  evaluate [OPTS] judge a server's replies: speech that is understood, pictures and sounds that are recognised
   soak [OPTIONS]  ask a server thousands of requests of all kinds, disturb it, and say what it did wrong
   test [ARGS]     all checks and tests with coverage; with ARGS: `pytest ARGS` alone
   check           formatting, lint and types
@@ -179,11 +180,26 @@ and loads each alike; its options: ./build.sh bench compare --help
 TEXT
 }
 
+help_evaluate() {
+    cat <<'TEXT'
+Usage: ./build.sh evaluate [--model CHECKPOINT] [--asr NAME] [OPTIONS of `triton-omni evaluate`]
+
+Asks a server sentences, pictures and sounds with fixed seeds, and judges the replies: word errors by a recogniser,
+skipped and repeated words, distance to a reference setting, clicks, clipping, silence, voices, and right answers. Prints
+a table; writes evaluate.json, the speech as WAV files and plots to FOLDER (-o, default: evaluate-out). Without --url it
+starts a server of its own on free loopback ports and stops it afterwards. Exit code 1 tells of a failed request or a
+missed bound. For example
+  ./build.sh evaluate --model /models/Qwen2.5-Omni-7B --max-word-errors 15 --min-pictures 90
+--model is what OMNI_MODEL is elsewhere. All options: .venv/bin/triton-omni evaluate --help
+TEXT
+}
+
 help_soak() {
     cat <<'TEXT'
 Usage: ./build.sh soak [--requests N] [--minutes M] [--concurrency N] [--kills N] [--seed N] [--out FOLDER] [OPTIONS]
 
-Starts a server and asks it text, images, sounds, videos and chats, spoken or not, by gRPC and HTTP, streamed or whole.
+Starts a server and asks it text, images, sounds, videos and chats, spoken or not, by gRPC and HTTP, streamed or whole; with
+--turns SHARE also turns of conversations.
 Some clients go away at any moment, read nothing for seconds, cannot be served in time, or ask nonsense; stages are
 killed. Every request must end exactly once and as it should, equal requests must get equal replies, memory and time to
 first audio must stay, nothing may be left, and the server must stop within 10 s. Writes soak.json, soak.png and the
@@ -213,7 +229,7 @@ help_check() {
     cat <<'TEXT'
 Usage: ./build.sh check
 
-Runs ruff format --check, ruff check, mypy --strict on backend_src, client, gateway, scripts and model_repository,
+Runs ruff format --check, ruff check, mypy --strict on backend_src, client, gateway, training, scripts and model_repository,
 shellcheck and hadolint; on the gateway's page biome and the TypeScript compiler.
 TEXT
 }
@@ -307,9 +323,10 @@ use_pip_settings() {
 
 # Prints what makes uv choose a CPU build of torch: PyPI's brings gigabytes of CUDA.
 torch_backend() {
-    local tag link
+    local tag link links
     tag=cp$(python_version "$VENV/bin/python" | tr -d .)
-    for link in ${UV_FIND_LINKS//,/ }; do
+    links=${UV_FIND_LINKS:-}
+    for link in ${links//,/ }; do
         if compgen -G "${link#file://}/torch-*+cpu-$tag-*.whl" >/dev/null; then return; fi
     done
     if "$VENV/bin/python" -c 'import urllib.request as r; r.urlopen("https://download.pytorch.org/whl/cpu/", timeout=10)' \
@@ -541,8 +558,8 @@ command_gateway() {
     exit "$status"
 }
 
-# Whether `triton-omni bench` with these options needs a server that we start.
-bench_needs_server() {
+# Whether `triton-omni bench` or `evaluate` with these options needs a server that we start.
+measuring_needs_server() {
     local option
     for option in "$@"; do
         case $option in
@@ -558,13 +575,32 @@ command_bench() {
         child "$VENV/bin/python" "$ROOT/scripts/$1" "${@:2}"
         return
     fi
-    if bench_needs_server "$@"; then
+    if measuring_needs_server "$@"; then
         # A mistyped option is told at once, not after a minute's start.
         "$VENV/bin/triton-omni" bench --check "$@"
         start_server bench
         set -- --url "$GRPC_URL" --metrics-url "$METRICS_URL" "$@"
     fi
     "$VENV/bin/triton-omni" bench "$@"
+}
+
+command_evaluate() {
+    local options=()
+    while (($# > 0)); do
+        case $1 in
+            --model) (($# > 1)) || fail "--model needs a checkpoint" && export OMNI_MODEL=$2 && shift ;;
+            --model=*) export OMNI_MODEL=${1#*=} ;;
+            *) options+=("$1") ;;
+        esac
+        shift
+    done
+    run_setup
+    if measuring_needs_server "${options[@]}"; then
+        "$VENV/bin/triton-omni" evaluate --check "${options[@]}"
+        start_server evaluate
+        options=(--url "$GRPC_URL" "${options[@]}")
+    fi
+    "$VENV/bin/triton-omni" evaluate "${options[@]}"
 }
 
 command_soak() {
@@ -578,7 +614,7 @@ run_checks() {
     cd "$ROOT"
     "$VENV/bin/ruff" format --check .
     "$VENV/bin/ruff" check .
-    "$VENV/bin/mypy" --strict backend_src client gateway
+    "$VENV/bin/mypy" --strict backend_src client gateway training
     "$VENV/bin/mypy" --strict scripts
     # The models' files share one module name, so each is a run of its own.
     printf '%s\0' model_repository/*/1/model.py | xargs -0 -n 1 -P "$(nproc)" "$VENV/bin/mypy" --strict
@@ -629,7 +665,7 @@ main() {
     end_on_signals
     case $command in
         '' | -h | --help | help) help_main ;;
-        setup | demo | serve | gateway | doctor | bench | soak | test | check | clean)
+        setup | demo | serve | gateway | doctor | bench | evaluate | soak | test | check | clean)
             shift
             if [[ ${1:-} == -h || ${1:-} == --help ]]; then "help_$command"; else "command_$command" "$@"; fi
             ;;

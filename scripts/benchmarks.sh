@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Measures the figures of docs/benchmarks.md on random weights of the published sizes, on one NVIDIA GPU of 80 GB or more.
+# Measures the figures of docs/benchmarks.md on one NVIDIA GPU of 80 GB or more: `quality` on the checkpoint that OMNI_MODEL
+# names, the others on random weights of the published sizes.
 #
 #   scripts/benchmarks.sh OUT [PART...]     every part, or those named, each into OUT/PART, which must not be there yet
 #
@@ -8,7 +9,7 @@
 # code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv.
 set -euo pipefail
 
-PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts listeners apart replicas)
+PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts conversations listeners apart replicas quality)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
@@ -104,6 +105,21 @@ part_prompts() { # first audio against the length of the prompt
         --load '16k=--concurrency 1 --requests 8 --prompt-tokens 16000'
 }
 
+part_conversations() { # ten turns with two photos and ten seconds of sound: 8,000 tokens at the end
+    local folder="$OUT/conversations" turns caches
+    mkdir -p "$folder"
+    "$PYTHON" -c "from PIL import Image; import numpy, soundfile; \
+        Image.effect_noise((1024, 768), 64).convert('RGB').save('$folder/first.jpg'); \
+        Image.effect_noise((1024, 768), 96).convert('RGB').save('$folder/second.jpg'); \
+        soundfile.write('$folder/sound.wav', numpy.random.default_rng(0).normal(0, 0.1, 160000), 16000)" || return
+    turns="--conversation 10 --prompt-tokens 570 --max-tokens 30 --talker-max-tokens 150"
+    turns="$turns --image '$folder/first.jpg' --image '$folder/second.jpg' --audio '$folder/sound.wav'"
+    caches='{"thinker": {"prefix_caching": true}, "talker": {"prefix_caching": true}}'
+    compare conversations/turns 7b --variant shipped --variant "cached=$caches" \
+        --load "alone=$turns --concurrency 1 --requests 3" \
+        --load "many=$turns --concurrency 32 --requests 32 --ramp-up 10 --listen"
+}
+
 part_listeners() { # first audio against the number of listeners
     compare listeners 7b --variant shipped --load 'listeners=--concurrency 1,2,4,8,16,32,48,64 --ramp-up 20 --listen'
 }
@@ -118,8 +134,24 @@ part_replicas() {
         --load "$AFTER"
 }
 
+part_quality() { # plans, solvers and precisions against whole replies in float32, of the checkpoint that OMNI_MODEL names
+    local dtype plan variants=()
+    for dtype in float32 float16; do
+        for plan in balanced low_latency steady; do
+            variants+=(--variant "$plan-$dtype={\"token2wav\": {\"plan\": \"$plan\", \"dtype\": \"$dtype\"}}")
+        done
+    done
+    "$PYTHON" "$ROOT/scripts/compare" --evaluate --out "$OUT/quality" "${variants[@]}" -- \
+        --sentences 20 --prompts 4 --pictures 0 --sounds 0 --seeds 3 --setting 'offline={"token2wav": {"mode": "offline"}}' \
+        --setting 'rk4-10={"token2wav": {"solver": "rk4", "num_steps": 10}}' \
+        --setting 'rk4-6={"token2wav": {"solver": "rk4", "num_steps": 6}}' \
+        --setting 'rk4-4={"token2wav": {"solver": "rk4", "num_steps": 4}}' \
+        --setting 'euler-21={"token2wav": {"solver": "euler", "num_steps": 21}}' \
+        --setting 'euler-10={"token2wav": {"solver": "euler", "num_steps": 10}}'
+}
+
 usage() {
-    sed -n '3,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '3,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     echo "Parts: ${PARTS[*]}"
 }
 

@@ -32,7 +32,13 @@ INFO = {
     "finish_reason": {"thinker": "stop", "talker": "length", "token2wav": None},
     "usage": {
         "prompt_tokens": 9,
-        "prompt_tokens_details": {"text_tokens": 4, "audio_tokens": 0, "image_tokens": 5, "video_tokens": 0},
+        "prompt_tokens_details": {
+            "text_tokens": 4,
+            "audio_tokens": 0,
+            "image_tokens": 5,
+            "video_tokens": 0,
+            "cached_tokens": 3,
+        },
         "reply_tokens": 3,
         "codes": 2,
         "samples": 960,
@@ -91,6 +97,11 @@ def inputs_of(request: Any) -> dict[str, list[bytes]]:
 def parameters_of(request: Any) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(inputs_of(request)["sampling_parameters"][0])
     return found
+
+
+def chosen_of(request: Any) -> dict[str, Any]:
+    """The parameters without the salt, which a conversation draws."""
+    return {name: value for name, value in parameters_of(request).items() if name != "cache_salt"}
 
 
 Script = Callable[[Any, grpc.ServicerContext], Iterator[Response]]

@@ -34,15 +34,19 @@ define_torchvision_operators()
 settings.register_profile("without a deadline", deadline=None)
 settings.load_profile("without a deadline")
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # Begun behind a shell's `&`, which has a command ignore Ctrl-C, and so all that it starts: some are to end by it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell's `&` has a command ignore Ctrl-C, `nohup` has it ignore SIGHUP, and so all that it starts.
+# Some of the tests' programs are to end by them.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 WITH_A_SERVER = "tests/server/"
 """The folder of tests that need a server, most of them the same one: one worker runs them all."""
 WITHOUT_A_CLOCK = "tests/reference/"
 """The folder of tests that pass however slow the machine is, and need no server."""
+LONGEST = "tests/reference/test_kernels_compile.py"
+"""Of these. It begins first of them, so that no worker waits for it in the end."""
 WITH_THE_TALKER = "tests/reference/talker/"
 """The folder of tests that share HF's codes, which it takes long to ask for, and engines."""
 UNHURRIED = {
@@ -78,6 +82,7 @@ WITH_SERVERS_OF_THEIR_OWN = {
     f"{WITH_A_SERVER}test_{name}"
     for name in (
         "bounds.py",
+        "cached_turns.py",
         "compare.py",
         "kept_memory.py",
         "observability.py",
@@ -112,9 +117,9 @@ def is_patient(scope: str) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """In the order in which workers take them."""
 
-    def turn(item: pytest.Item) -> int:
+    def turn(item: pytest.Item) -> tuple[int, bool]:
         scope = scope_of(item.nodeid)
-        return {FIRST: 0, LAST: 3}.get(scope, 1 + is_patient(scope))
+        return {FIRST: 0, LAST: 3}.get(scope, 1 + is_patient(scope)), scope != LONGEST
 
     items.sort(key=turn)
 

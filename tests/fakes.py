@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 import torch
 
 from triton_omni.core.errors import BadRequest, OmniError
+from triton_omni.core.metrics import Metric
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import (
     AudioOutput,
     EngineStats,
+    PrefixKeys,
     Sampling,
     StreamOptions,
     TalkerOutput,
@@ -253,8 +255,10 @@ class FakeEnsemble:
 class FakeIntake:
     """A prompt is `text_input`; `bad` is refused; P is its length. What takes time, or is `later`, is for the pool."""
 
-    def __init__(self, delay_s: float = 0.0, *, later: bool = False, **session) -> None:
-        self._delay_s, self._later = delay_s, later
+    def __init__(
+        self, delay_s: float = 0.0, *, later: bool = False, prefixes: PrefixKeys | None = None, **session
+    ) -> None:
+        self._delay_s, self._later, self._prefixes = delay_s, later, prefixes
         self._session = session
 
     def prepare_at_once(
@@ -289,8 +293,11 @@ class FakeIntake:
                 **self._session.get("session", {}),
             }
         )
-        placed = ThinkerPlaced(ids, torch.arange(len(ids)).expand(3, -1), text)
+        placed = ThinkerPlaced(ids, torch.arange(len(ids)).expand(3, -1), text, self._prefixes)
         return Preprocessed(placed, Sampling(), session)
+
+    def metrics(self) -> tuple[Metric, ...]:
+        return ()
 
     def close(self) -> None:
         pass
@@ -343,6 +350,7 @@ class FakeThinkerEngine(_FakeEngine):
         super().__init__()
         self.length = length
         self.stop_string = stop_string
+        self.cached_tokens = 0
 
     def add_sequence(self, key, placed, sampling, *, want_rows, priority=0):
         del sampling
@@ -367,7 +375,7 @@ class FakeThinkerEngine(_FakeEngine):
         start, count = (0, state.prompt) if token == 0 else (state.prompt + token - 1, 1)
         rows = torch.arange(start, start + count).float()[:, None].expand(-1, HIDDEN) if state.want_rows else None
         text, ending = f"w{token} ", {"finish_reason": "stop", "stop_string": self.stop_string} if finished else {}
-        return ThinkerOutput(key, text, (token,), rows, start, **ending)
+        return ThinkerOutput(key, text, (token,), self.cached_tokens, rows, start, **ending)
 
 
 @dataclass
@@ -381,19 +389,25 @@ class _Speaking:
 class FakeTalkerEngine(_FakeEngine):
     """One code a reply row, its value; finishes when rows have ended and all are spoken."""
 
-    def __init__(self, stop_after: int | None = None) -> None:
+    def __init__(self, stop_after: int | None = None, cached: int = 0) -> None:
         super().__init__()
         self.stop_after = stop_after
+        self.cached = cached
+        self.fed: list[float] = []
+        """What came of all sequences."""
 
     def open(self, key, prompt, sampling, *, priority=0):
         del sampling
         self.priorities.append(priority)
-        self.open_keys[key] = _Speaking(prompt)
+        held = self.cached if prompt.prefixes is not None else 0
+        self.open_keys[key] = _Speaking(prompt, [0.0] * held)
+        return held
 
     def feed(self, key, rows):
         state = self.open_keys.get(key)
         if state is not None:
             state.rows.extend(rows[:, 0].tolist())
+            self.fed.extend(rows[:, 0].tolist())
 
     def settle(self):
         """Its copies are made at once."""

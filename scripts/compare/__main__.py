@@ -21,9 +21,9 @@ if not __package__:
     sys.path[0] = str(SCRIPTS)
 
 from compare.balancer import BalancerError  # noqa: E402
-from compare.running import BenchFailed, Served, measure, serving  # noqa: E402
-from compare.table import compared  # noqa: E402
-from compare.variants import ONLY, Load, Variant, parse_load, parse_variant, write_repository  # noqa: E402
+from compare.running import MeasureFailed, Program, Served, judge, measure, serving  # noqa: E402
+from compare.table import compared, judged  # noqa: E402
+from compare.variants import Load, Variant, parse_load, parse_variant, write_repository  # noqa: E402
 from triton_omni.core.settings import SettingsError  # noqa: E402
 from triton_omni.supervisor.machine import ServerError  # noqa: E402
 from triton_omni.supervisor.model_folder import model_folder  # noqa: E402
@@ -36,8 +36,13 @@ Named = TypeVar("Named", Variant, Load)
 def main(
     *,
     variant: Annotated[list[str], typer.Option(metavar="NAME[=JSON]", help="what to serve; repeat it", default=...)],
-    load: Annotated[list[str] | None, typer.Option(metavar="NAME=OPTIONS", help="a run of bench; repeat it")] = None,
-    options: Annotated[list[str] | None, typer.Argument(help="behind --: options of triton-omni bench")] = None,
+    load: Annotated[list[str] | None, typer.Option(metavar="NAME=OPTIONS", help="a run; repeat it")] = None,
+    options: Annotated[
+        list[str] | None, typer.Argument(help="after --: options of triton-omni bench or evaluate")
+    ] = None,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="judge replies by triton-omni evaluate, and load nothing")
+    ] = False,
     mps: Annotated[bool, typer.Option(help="each server under a CUDA MPS daemon of its own")] = False,
     out: Annotated[Path, typer.Option(help="folder of reports, logs and plots; made anew")] = Path("compare-out"),
     model: Annotated[str | None, typer.Option(envvar="OMNI_MODEL", help="checkpoint: a folder or a hub id")] = None,
@@ -47,20 +52,22 @@ def main(
 
     JSON has what a variant changes: {"thinker": {"engine": {"fused_decode": false}}, "replicas": 2}, and in "bench"
     what it is asked beside the others: "--concurrency 64". All loads of a variant are of one start of its servers.
+    With --evaluate the replies of the first variant and its first setting are the reference of all others.
     Exit code 1: something could not be measured; the rest was.
     """
     variants = _parsed(variant, parse_variant, "--variant")
-    loads = _parsed(load or [], parse_load, "--load") or [ONLY]
+    program: Program = "evaluate" if evaluate else "bench"
+    loads = _parsed(load or [], parse_load, "--load") or [Load(program)]
     if out.exists():
         raise typer.BadParameter(f"{out} exists already", param_hint="--out")
     asked = [(wanted, [run.beside(options or [], wanted.options) for run in loads]) for wanted in variants]
-    _check(run for _, runs in asked for run in runs)
-    checkpoint, measured = model_folder(model), Measured()
+    _check(program, (run for _, runs in asked for run in runs), out)
+    checkpoint, measured = model_folder(model), Measured(program)
     _lay_out(variants, repository, out)
     with on_signals(_interrupt):
         for wanted, runs in asked:
             measured.add(wanted.name, runs, serving(wanted, checkpoint, out / wanted.name, mps=mps))
-    console.print(compared(measured.reports))
+    console.print((judged if evaluate else compared)(measured.reports))
     for failure in measured.failures:
         console.print(f"error: {failure}", style="red", markup=False)
     if measured.failures:
@@ -71,9 +78,12 @@ def main(
 class Measured:
     """Results of all variants and loads."""
 
+    program: Program
     reports: dict[tuple[str, str], Any] = field(default_factory=dict)
     """By variant and load."""
     failures: list[str] = field(default_factory=list)
+    references: dict[str, Path] = field(default_factory=dict)
+    """Folder of the first evaluation by load."""
 
     def add(self, variant: str, loads: Sequence[Load], start: AbstractContextManager[Served]) -> None:
         """Start a variant's servers, and measure its loads one after another."""
@@ -85,10 +95,14 @@ class Measured:
             self.failures.append(f"{variant}: {error}")
 
     def _add(self, variant: str, load: Load, served: Served) -> None:
-        console.rule(variant if load.name == ONLY.name else f"{variant}, {load.name}")
+        console.rule(variant if load.name == self.program else f"{variant}, {load.name}")
         try:
-            self.reports[variant, load.name] = measure(served, load)
-        except BenchFailed as error:
+            if self.program == "bench":
+                self.reports[variant, load.name] = measure(served, load)
+            else:
+                self.reports[variant, load.name] = judge(served, load, self.references.get(load.name))
+                self.references.setdefault(load.name, served.folder / load.name)
+        except MeasureFailed as error:
             self.failures.append(f"{variant}, {load.name}: {error}")
 
 
@@ -102,10 +116,11 @@ def _parsed(texts: Sequence[str], parse: Callable[[str], Named], option: str) ->
     return found
 
 
-def _check(loads: Iterable[Load]) -> None:
+def _check(program: Program, loads: Iterable[Load], out: Path) -> None:
     """An invalid load is refused before minutes are spent."""
+    where = ["-o", str(out / "checked")] if program == "evaluate" else []
     for load in loads:
-        check = [sys.executable, "-m", "triton_omni_client", "bench", "--check", *load.options]
+        check = [sys.executable, "-m", "triton_omni_client", program, "--check", *where, *load.options]
         if code := subprocess.run(check, check=False).returncode:
             raise typer.Exit(code)
 

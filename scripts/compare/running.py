@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a variant, and loads it with `triton-omni bench`."""
+"""Serves a variant, and loads it with `triton-omni bench` or judges it with `triton-omni evaluate`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from triton_omni.session.ledger_table import STAGES
 from triton_omni.supervisor.machine import visible_gpus
@@ -21,9 +21,11 @@ from triton_omni.supervisor.serve import Supervisor
 from .balancer import on_loopback, run_envoy
 from .variants import Load, Variant
 
+Program = Literal["bench", "evaluate"]
 
-class BenchFailed(RuntimeError):
-    """`triton-omni bench` ended with an error; it has told why."""
+
+class MeasureFailed(RuntimeError):
+    """`triton-omni bench` or `evaluate` ended with an error; it has told why."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,32 @@ def measure(served: Served, load: Load) -> Any:
     """Load servers, and write what `triton-omni bench` reports, with its plots beside it; the report's JSON.
 
     Raises:
-        BenchFailed: the load could not be measured.
+        MeasureFailed: the load could not be measured.
     """
     report = served.folder / f"{load.name}.json"
-    where = ["--url", served.grpc_url, "--metrics-url", served.metrics_url]
-    command = [sys.executable, "-m", "triton_omni_client", "bench", *where, "-o", str(report), *load.options]
+    return _run("bench", served, ["--metrics-url", served.metrics_url, "-o", str(report), *load.options], report)
+
+
+def judge(served: Served, load: Load, reference: Path | None) -> Any:
+    """Judge servers' replies, and write what `triton-omni evaluate` reports; the report's JSON.
+
+    Args:
+        served: the servers.
+        load: options, and the name of the folder of the report.
+        reference: folder of such a report to compare with; None = this one is the first.
+
+    Raises:
+        MeasureFailed: the replies could not be judged.
+    """
+    folder = served.folder / load.name
+    against = [] if reference is None else ["--reference", str(reference)]
+    return _run("evaluate", served, ["-o", str(folder), *against, *load.options], folder / "evaluate.json")
+
+
+def _run(program: Program, served: Served, options: Sequence[str], report: Path) -> Any:
+    command = [sys.executable, "-m", "triton_omni_client", program, "--url", served.grpc_url, *options]
     if code := subprocess.run(command, check=False).returncode:
-        raise BenchFailed(f"triton-omni bench ended with {code}")
+        raise MeasureFailed(f"triton-omni {program} ended with {code}")
     return json.loads(report.read_text(encoding="utf-8"))
 
 

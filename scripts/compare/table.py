@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that set bench reports beside each other."""
+"""Tables that set reports of bench, or of evaluate, beside each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from .variants import ONLY
+from triton_omni_client.evaluate.tables import compared as compared_settings
 
 _FIGURES = (
     "first\ntext ms",
@@ -38,6 +38,18 @@ def compared(reports: Mapping[tuple[str, str], Any]) -> Table:
     return table
 
 
+def judged(reports: Mapping[tuple[str, str], Any]) -> Table:
+    """One line a variant, load and setting of `triton-omni evaluate`, in the order in which they were asked."""
+    loads = {load for _, load in reports}
+    return compared_settings(
+        {
+            f"{variant}{f', {load}' if len(loads) > 1 else ''}: {setting['name']}": setting["figures"]
+            for (variant, load), report in reports.items()
+            for setting in report["settings"]
+        }
+    )
+
+
 def _rows(reports: Mapping[tuple[str, str], Any]) -> Iterator[tuple[tuple[int, str, float], list[str]]]:
     """Return each row's sort key and its cells; rows follow the order of variants."""
     loads = list(dict.fromkeys(load for _, load in reports))
@@ -45,7 +57,7 @@ def _rows(reports: Mapping[tuple[str, str], Any]) -> Iterator[tuple[tuple[int, s
         for run in report["runs"]:
             mode, value = run["load"]["mode"], run["load"]["value"]
             label = f"{value:g}" if mode == "closed" else f"{value:g}/s"
-            name = "" if load == ONLY.name else f"{load} "
+            name = "" if load == "bench" else f"{load} "
             yield (loads.index(load), mode, value), [f"{name}{label}", variant, *_figures(run["summary"])]
 
 

@@ -75,10 +75,6 @@ class Load:
         return Load(self.name, (*before, *self.options, *behind))
 
 
-ONLY: Final = Load("bench")
-"""The load where none is named."""
-
-
 def parse_load(text: str) -> Load:
     """`NAME=OPTIONS`, as in `listeners=--concurrency 32 --listen`.
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of one streaming window goes, by kernel: torch's profiler over whole steps of the engine.
 
-On a GPU these are the kernels of the recorded passes, one by one. They run as without the profiler; the rest of the
-window is time between them. Without a GPU they are PyTorch's operators.
+On a GPU these are the kernels of the recorded passes, one by one, and they run as without the profiler. A kernel that
+is launched early overlaps the one before it, so their sum can exceed the window. Without a GPU they are PyTorch's
+operators.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ def main(
     """Simulate every load with all rules, and with each rule switched off."""
     read = read_costs(costs)
     table = Table("load", "rules", "first audio p50", "p95", "with gaps", "silence", "speech a second")
-    for load, requests in LOADS.items():
-        for name, (thinker, token2wav) in RULES_OFF.items():
-            found = simulate(requests, read, thinker, token2wav)
+    for name, load in LOADS.items():
+        for rules, (thinker, token2wav) in RULES_OFF.items():
+            found = simulate(load, read, thinker, token2wav)
             table.add_row(
-                load,
                 name,
+                rules,
                 f"{found.first_audio_p50_ms:.0f} ms",
                 f"{found.first_audio_p95_ms:.0f} ms",
                 str(found.replies_with_gaps),

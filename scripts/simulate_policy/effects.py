@@ -27,11 +27,21 @@ def spread(count: int, codes: int, interval_ms: float) -> list[Request]:
     return [Request(index * interval_ms, PROMPT_TOKENS, TOKENS, codes) for index in range(count)]
 
 
+@dataclass(frozen=True)
+class Load:
+    """Requests, and how many of them may be open at once."""
+
+    requests: Sequence[Request]
+    clients: int | None = None
+    """None: all of them."""
+
+
 LOADS: Final = {
-    "1 stream": together(1, 200),
-    "8 together": together(8, 200),
-    "32 together": together(32, 300),
-    "48 over 6 s": spread(48, 300, 125.0),
+    "1 stream": Load(together(1, 200)),
+    "8 together": Load(together(8, 200)),
+    "32 together": Load(together(32, 300)),
+    "32 ask again": Load(together(96, 300), clients=32),
+    "48 over 6 s": Load(spread(48, 300, 125.0)),
 }
 RULES_OFF: Final = {
     "all": (ThinkerPolicy(), Token2WavPolicy()),
@@ -54,10 +64,10 @@ class Effect:
     speech_per_second: float
 
 
-def simulate(requests: Sequence[Request], costs: Costs, thinker: ThinkerPolicy, token2wav: Token2WavPolicy) -> Effect:
-    """Serve the requests on a model of the GPU; return the effect on their listeners."""
+def simulate(load: Load, costs: Costs, thinker: ThinkerPolicy, token2wav: Token2WavPolicy) -> Effect:
+    """Serve a load on a model of the GPU; return the effect on its listeners."""
     server = Server(costs, thinker, token2wav)
-    replies = server.run(requests)
+    replies = server.run(load.requests, load.clients)
     first = sorted(reply.chunks[0].at_s * 1000 for reply in replies)
     played = [play(reply.chunks) for reply in replies]
     speech_s = sum(chunk.seconds for reply in replies for chunk in reply.chunks)

@@ -8,7 +8,7 @@ nothing, and a step of the thinker is in flight alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from triton_omni.core.policy_settings import NS_PER_MS, ThinkerPolicy, Token2WavPolicy
@@ -66,10 +66,18 @@ class Server:
     def __post_init__(self) -> None:
         self._claim = Claim(self.token2wav.claim_ms * NS_PER_MS)
 
-    def run(self, requests: Sequence[Request]) -> list[Reply]:
-        """Serve all requests to their ends; return their replies in the order of the requests."""
-        self.replies = [Reply(request) for request in requests]
-        while not all(reply.is_over for reply in self.replies):
+    def run(self, requests: Sequence[Request], clients: int | None = None) -> list[Reply]:
+        """Serve all requests to their ends; return their replies in the order of the requests.
+
+        Args:
+            requests: the load.
+            clients: number of requests that may be open; the next one is sent when a reply ends. None: all of them.
+        """
+        waiting = list(requests)
+        while waiting or not all(reply.is_over for reply in self.replies):
+            room = len(waiting) if clients is None else clients - len(self._open)
+            self.replies += [Reply(replace(one, at_ms=max(one.at_ms, self.now_ms))) for one in waiting[:room]]
+            del waiting[:room]
             self._begin_steps()
             busy = set(self._tasks)
             rates = {stage: self.costs.rate(stage, busy) for stage in busy}
@@ -171,4 +179,5 @@ class Server:
             launching=[window for batch in reversed(self._batches) for window in batch.windows],
             on_device=[],
             awaited_ns=[reply.opened_ns for reply in self._open if reply.is_silent and not reply.has_codes],
+            streams=len(self._open),
         )

@@ -40,6 +40,7 @@ def main(
     slow: Share = 0.03,
     hurried: Share = 0.02,
     speech: Annotated[float, typer.Option(min=0, max=1, help="share of those that are well formed")] = 0.4,
+    turns: Annotated[float, typer.Option(min=0, max=1, help="share of those that are turns of conversations")] = 0,
     kills: Annotated[int, typer.Option(min=0, help="stages killed in the first third of the requests")] = 3,
     length: Annotated[int, typer.Option(min=1, help="replies are so many times as long, cancels so much later")] = 1,
     exact: Annotated[bool, typer.Option(help="hold equal requests to equal replies (float32 or deterministic)")] = True,
@@ -56,7 +57,7 @@ def main(
     Slow ones read nothing for some seconds, hurried ones have a deadline that they cannot meet. Exit code 1: a fault.
     """
     out.mkdir(parents=True, exist_ok=True)
-    shares = Shares(cancelled=cancelled, malformed=malformed, slow=slow, hurried=hurried, speech=speech)
+    shares = Shares(cancelled=cancelled, malformed=malformed, slow=slow, hurried=hurried, speech=speech, turns=turns)
     if cancelled + malformed + slow + hurried > 1:
         raise typer.BadParameter("--cancelled, --malformed, --slow and --hurried are together over 1")
     options = Options(

@@ -54,6 +54,8 @@ class Ended:
     reply: tuple[str, int] | None = None
     """Text and number of samples of a whole reply."""
     error: OmniClientError | None = None
+    heard: str = ""
+    """Text of a whole reply, and that of a gRPC stream until its cancel."""
 
     @property
     def is_hung(self) -> bool:
@@ -115,7 +117,7 @@ class Asker:
             error = _alone(raised)
         outcome = _outcome(planned, heard, error)
         reply = (heard.text, heard.samples) if outcome == "finished" else None
-        return Ended(planned, outcome, began, self.now(), heard.first_audio_s, reply, error)
+        return Ended(planned, outcome, began, self.now(), heard.first_audio_s, reply, error, heard.text)
 
     def _grpc_stream(self, planned: Planned, heard: Heard) -> None:
         stream, begin = self._client.stream(planned.request), time.monotonic()
@@ -127,8 +129,8 @@ class Asker:
                 if isinstance(delta, AudioDelta) and heard.first_audio_s is None and planned.fate != "slow":
                     heard.first_audio_s = time.monotonic() - begin
                 if cancel_at is not None and time.monotonic() > cancel_at:
-                    return
-            reply = stream.reply()
+                    break
+        reply = stream.reply()
         heard.text, heard.samples, heard.whole = reply.text, len(reply.audio), reply.info is not None
 
     def _http_stream(self, planned: Planned, heard: Heard) -> None:

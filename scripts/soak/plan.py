@@ -16,6 +16,7 @@ import soundfile  # type: ignore[import-untyped]
 from PIL import Image
 
 from triton_omni_client import Media, Request
+from triton_omni_client.conversation import user_message
 
 Way = Literal["grpc stream", "http stream", "grpc unary", "http unary"]
 Fate = Literal["whole", "cancelled", "malformed", "slow", "hurried"]
@@ -28,6 +29,11 @@ _CODES = (10, 20, 40)
 _SEEDS = 3
 """Seeds of each kind; few, so that requests repeat and their replies can be compared."""
 _QUESTION = "what is this?"
+TURN: Final = "turn"
+"""The kind of a turn; its client puts the turns before it in front (`talk.py`)."""
+_SAID = ("hello", "why?", "Tell me about the sea.")
+_SHOWN = 0.1
+"""Share of turns with a picture."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class Shares:
     hurried: float = 0.02
     speech: float = 0.4
     """Share of spoken replies among well-formed requests."""
+    turns: float = 0.0
+    """Share of turns of conversations among well-formed requests; a cancelled one is a barge-in."""
 
     def fate(self, draw: Random) -> Fate:
         """Draw the fate of a request."""
@@ -64,7 +72,13 @@ class Planned:
     def reply_key(self) -> str:
         """Requests of the same key get the same reply."""
         request = self.request
-        return f"{self.kind} {request.seed} {request.modalities} {dict(request.thinker)} {dict(request.talker)}"
+        said = request.messages if self.is_turn else ""
+        return f"{self.kind} {request.seed} {request.modalities} {dict(request.thinker)} {dict(request.talker)}{said}"
+
+    @property
+    def is_turn(self) -> bool:
+        """True of a turn of its client's conversation."""
+        return self.kind == TURN
 
 
 def plan(number: int, seed: int, shares: Shares, length: int = 1) -> Planned:
@@ -76,8 +90,10 @@ def plan(number: int, seed: int, shares: Shares, length: int = 1) -> Planned:
         kind = draw.choice(sorted(MALFORMED))
         options: dict[str, Any] = dict(MALFORMED[kind]())
     else:
-        kind = draw.choice(sorted(KINDS))
-        options = {**KINDS[kind](), **_limits(draw, length, speech=fate == "slow" or draw.random() < shares.speech)}
+        is_turn = shares.turns > 0 and draw.random() < shares.turns
+        kind, way = (TURN, "grpc stream") if is_turn else (draw.choice(sorted(KINDS)), way)
+        said = _turn(draw) if is_turn else KINDS[kind]()
+        options = {**said, **_limits(draw, length, speech=fate == "slow" or draw.random() < shares.speech)}
     if fate == "hurried":
         options |= {"timeout": draw.choice((0.01, 0.1, 0.3)), "thinker": {"max_tokens": 200, "min_tokens": 200}}
     wait_s = draw.uniform(0, 0.8 * length) if fate == "cancelled" else draw.uniform(1, 3)
@@ -95,6 +111,11 @@ def _limits(draw: Random, length: int, *, speech: bool) -> dict[str, Any]:
 def _about(*media: Media) -> dict[str, Any]:
     asked = Request.ask(_QUESTION, media)
     return {"messages": asked.messages, "media": asked.media}
+
+
+def _turn(draw: Random) -> dict[str, Any]:
+    shown = (Media("image", _picture()),) if draw.random() < _SHOWN else ()
+    return {"messages": [user_message(draw.choice(_SAID), shown)], "media": [medium.data for medium in shown]}
 
 
 def _chat() -> dict[str, Any]:

@@ -29,6 +29,7 @@ from triton_omni_client.messages import UNARY_MODEL
 from .asking import Asker, Ended
 from .judging import Kill, Soaked
 from .plan import Shares, plan
+from .talk import Talk
 from .watching import MIB, MemoryWatch
 
 _BACK_WITHIN_S = 180.0
@@ -124,12 +125,13 @@ class Run:
         )
 
     def _client(self) -> None:
-        options = self._options
+        options, talk = self._options, Talk()
         pause = _PAUSE_S
         while (number := next(self._numbers)) < options.requests and not self._over.is_set():
             if options.minutes is not None and self._asker.now() > 60 * options.minutes:
                 return
-            ended = self._asker.ask(plan(number, options.seed, options.shares, options.length))
+            ended = self._asker.ask(talk.follow(plan(number, options.seed, options.shares, options.length)))
+            talk.hear(ended)
             with self._lock:
                 self._ended.append(ended)
             if ended.outcome == "failed" or (ended.outcome == "refused" and ended.planned.fate != "malformed"):

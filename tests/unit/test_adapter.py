@@ -34,7 +34,7 @@ from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
 
-WAIT_S = 5.0
+WAIT_S = 30.0
 CPU = torch.device("cpu")
 
 

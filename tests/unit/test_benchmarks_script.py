@@ -16,6 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from triton_omni_client import cli
+from triton_omni_client.evaluate.options import OFFLINE, parse_setting
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "benchmarks.sh"
@@ -71,20 +72,26 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
         for command in commands
         if (name := Path(command[0]).name) in programs
     ]
-    assert [name for name, _ in found] == ["compare"] * 6 + ["micro"] * 6 + ["compare", "micro"] + ["compare"] * 4
+    assert [name for name, _ in found] == ["compare"] * 6 + ["micro"] * 6 + ["compare", "micro"] + ["compare"] * 6
     assert len({str(parameters["out"]) for _, parameters in found}) == len(found)
-    compared = [parameters for name, parameters in found if name == "compare"]
-    for options in {options for parameters in compared for options in loads(script("compare.variants"), parameters)}:
-        checked = CliRunner().invoke(cli.app, ["bench", "--check", *options])
+    asked = {
+        ("evaluate" if parameters["evaluate"] else "bench", *options)
+        for name, parameters in found
+        if name == "compare"
+        for options in loads(script("compare.variants"), parameters)
+    }
+    assert sum(command == "evaluate" for command, *_ in asked) == 1
+    for command, *options in asked:
+        checked = CliRunner().invoke(cli.app, [command, "--check", *options])
         assert checked.exit_code == 0, checked.output
 
 
 def loads(variants: Any, parameters: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """As `scripts/compare` puts them together; the recorder has made no photo."""
     for variant in map(variants.parse_variant, parameters["variant"]):
-        for load in map(variants.parse_load, parameters["load"]):
+        for load in map(variants.parse_load, parameters["load"] or ["all"]):
             options = load.beside(parameters["options"], variant.options).options
-            yield tuple(str(PICTURE) if option.endswith("photo.jpg") else option for option in options)
+            yield tuple(str(PICTURE) if option.endswith((".jpg", ".wav")) else option for option in options)
 
 
 def test_crowds_have_replies_of_6_s(recorded: Recorded, script: Any) -> None:
@@ -95,6 +102,23 @@ def test_crowds_have_replies_of_6_s(recorded: Recorded, script: Any) -> None:
     for options in loads(script("compare.variants"), parsed(app, command[1:])):
         asked = bench.make_context("bench", list(options)).params
         assert (asked["crowds"], asked["talker_max_tokens"]) == (True, 300)
+
+
+def test_quality_is_of_every_plan_solver_and_precision(recorded: Recorded, script: Any) -> None:
+    _, _, (command,) = recorded.run(str(recorded.folder / "out"), "quality")
+    app = typer.Typer()
+    app.command()(script("compare.__main__").main)
+    parameters = parsed(app, command[1:])
+    served = [script("compare.variants").parse_variant(text).settings["token2wav"] for text in parameters["variant"]]
+    plans = {"balanced", "low_latency", "steady"}
+    assert {(each["plan"], each["dtype"]) for each in served} == {
+        (plan, dtype) for plan in plans for dtype in ("float32", "float16")
+    }
+    (options,) = {*loads(script("compare.variants"), parameters)}
+    evaluate = typer.main.get_command(cli.app).get_command(None, "evaluate")
+    settings = list(map(parse_setting, evaluate.make_context("evaluate", list(options)).params["setting"]))
+    assert settings[0] == OFFLINE
+    assert {each.options["token2wav"].get("solver") for each in settings[1:]} == {"rk4", "euler"}
 
 
 def test_prompts_and_listeners_are_of_every_count(recorded: Recorded, script: Any) -> None:
@@ -108,6 +132,27 @@ def test_prompts_and_listeners_are_of_every_count(recorded: Recorded, script: An
     )
     assert [asked["prompt_tokens"] for asked in prompts] == [100, 1000, 8000, 16000]
     assert [(asked["concurrency"], asked["listen"]) for asked in listeners] == [("1,2,4,8,16,32,48,64", True)]
+
+
+def test_conversations_have_photos_and_a_sound_with_the_caches_and_without(recorded: Recorded, script: Any) -> None:
+    _, _, (made, command) = recorded.run(str(recorded.folder / "out"), "conversations")
+    app = typer.Typer()
+    app.command()(script("compare.__main__").main)
+    bench = typer.main.get_command(cli.app).get_command(None, "bench")
+    parameters = parsed(app, command[1:])
+    variants = [script("compare.variants").parse_variant(text).settings for text in parameters["variant"]]
+    caching = {"prefix_caching": True}
+    assert variants == [{}, {"thinker": caching, "talker": caching}]
+    asked = [
+        bench.make_context("bench", list(options)).params for options in loads(script("compare.variants"), parameters)
+    ]
+    assert [(one["conversation"], one["concurrency"], one["prompt_tokens"]) for one in asked] == [
+        (10, places, 570) for _ in variants for places in ("1", "32")
+    ]
+    assert {(len(one["image"]), len(one["audio"])) for one in asked} == {(2, 1)}
+    shown = {path for option in parameters["load"] for path in re.findall(r"'(/[^']+)'", option)}
+    assert len(shown) == 3
+    assert all(f"'{path}'" in made[-1] for path in shown)
 
 
 def test_a_part_alone_and_none_that_is_not_there_or_was_measured(recorded: Recorded) -> None:

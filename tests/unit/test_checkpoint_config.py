@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from triton_omni.checkpoint.config import CheckpointError, fingerprint, load_config
 from triton_omni.checkpoint.facts import TalkerSampling
 from triton_omni.checkpoint.synthetic_config import omni_config
+from triton_omni.core.settings import Token2WavSettings
 
 # As the 7B checkpoint is published (transformers 4.5x): rope_scaling, and the DiT's old names.
 PUBLISHED: dict[str, Any] = {
@@ -183,6 +185,38 @@ def test_talker_sampling_is_hfs_unless_the_checkpoint_states_another(tmp_path: P
     assert load_config(write(tmp_path, PUBLISHED)).talker.sampling == TalkerSampling(0.9, 40, 0.8, 1.05, 4096)
     stated = load_config(write(tmp_path, PUBLISHED, {"talker_top_k": 7, "talker_temperature": 0.5}))
     assert (stated.talker.sampling.top_k, stated.talker.sampling.temperature) == (7, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "stated", "expected"),
+    [
+        ({}, {}, (10, 0.5)),
+        ({}, {"token2wav_num_steps": 4, "token2wav_guidance_scale": 0.0}, (4, 0.0)),
+        ({"num_steps": 10}, {"token2wav_num_steps": 4}, (10, 0.5)),
+        ({"guidance_scale": 0.5}, {"token2wav_num_steps": 3, "token2wav_guidance_scale": 2}, (3, 0.5)),
+    ],
+)
+def test_diffusion_is_the_settings_then_the_checkpoints_then_hfs(
+    tmp_path: Path, given: dict[str, Any], stated: dict[str, Any], expected: tuple[int, float]
+) -> None:
+    flow = load_config(write(tmp_path, PUBLISHED, stated)).flow
+    found = Token2WavSettings.model_validate({"diffusion": given}).with_checkpoint(asdict(flow)).diffusion
+    assert (found.points, found.guidance) == expected
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"token2wav_num_steps": 1}, r"token2wav_num_steps: 1 is outside \[2, 64\]"),
+        ({"token2wav_num_steps": 65}, r"token2wav_num_steps: 65 is outside \[2, 64\]"),
+        ({"token2wav_num_steps": "4"}, r"token2wav_num_steps: expected an integer"),
+        ({"token2wav_guidance_scale": -1}, r"token2wav_guidance_scale: expected a finite number of at least 0"),
+        ({"token2wav_guidance_scale": 10.5}, r"token2wav_guidance_scale: 10.5 is above 10"),
+    ],
+)
+def test_a_checkpoints_impossible_diffusion_is_refused(tmp_path: Path, stated: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_config(write(tmp_path, PUBLISHED, stated))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 import io
 import re
+import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,52 @@ def test_named_loads_stand_in_the_order_in_which_they_were_asked(compare):
         ["listeners", "32", "a"],
         ["listeners", "32", "b"],
     ]
+
+
+def figures_of(word_errors, apart=False):
+    difference = {"value": 1, "low": 1, "high": 1, "count": 2, "apart": apart}
+    return {"word_errors": {"value": word_errors, "low": None, "high": None, "count": 1, "difference": difference}}
+
+
+@pytest.mark.parametrize("load", ["", ", second"])
+def test_judged_variants_stand_below_each_other_setting_by_setting(compare, load):
+    def report(*errors):
+        return {"settings": [{"name": f"s{at}", "figures": figures_of(each, at > 0)} for at, each in enumerate(errors)]}
+
+    reports = {("a", "first"): report(1, 2.5), ("b", "first"): report(3)} | (
+        {("b", "second"): report(4)} if load else {}
+    )
+    out = io.StringIO()
+    Console(file=out, width=160).print(compare("table").judged(reports))
+    rows = [line.split("  ") for line in out.getvalue().splitlines() if ": s" in line]
+    found = [(row[0].strip(), next(cell.strip() for cell in row[1:] if cell.strip())) for row in rows]
+    first = ", first" if load else ""
+    expected = [(f"a{first}: s0", "1"), (f"a{first}: s1", "2.5*"), (f"b{first}: s0", "3")]
+    assert found == expected + ([("b, second: s0", "4")] if load else [])
+
+
+def test_all_judgements_are_compared_with_the_first_of_their_load(compare, tmp_path, monkeypatch):
+    running, program = compare("running"), compare("__main__")
+    asked = []
+
+    def run(command, **_options):
+        asked.append(command[command.index("evaluate") :])
+        folder = Path(command[command.index("-o") + 1])
+        folder.mkdir(parents=True)
+        (folder / "evaluate.json").write_text('{"settings": []}')
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(running.subprocess, "run", run)
+    measured = program.Measured("evaluate")
+    loads = [compare("variants").Load(name) for name in ("first", "second")]
+    for variant in ("a", "b", "c"):
+        measured.add(variant, loads, nullcontext(running.Served("host:1", "url", tmp_path / variant)))
+    assert measured.failures == []
+    references = [
+        command[command.index("--reference") + 1 :][0] if "--reference" in command else "" for command in asked
+    ]
+    folders = [str(tmp_path / "a" / name) for name in ("first", "second")]
+    assert references == ["", "", *folders, *folders]
 
 
 def test_envoy_is_on_ports_of_its_own_before_all_servers(compare):

@@ -138,6 +138,26 @@ def test_compose_gives_no_container_rights(name: str) -> None:
         assert bound.startswith("127.0.0.1:")
 
 
+@pytest.mark.parametrize("name", SERVICES)
+def test_no_caller_fills_the_disk_with_the_log_of_a_container(name: str) -> None:
+    """Docker's default, json-file, has no limit: a flood of requests wrote a line each."""
+    logging = SERVICES[name]["logging"]
+    assert logging["driver"] == "local"
+    assert int(logging["options"]["max-size"].removesuffix("m")) * int(logging["options"]["max-file"]) <= 100
+
+
+@pytest.mark.parametrize(
+    ("name", "pods"), [("gateway", "kubernetes/base/gateway.yaml"), ("envoy", "envoy/envoy-kubernetes.yaml")]
+)
+def test_what_callers_reach_has_as_much_memory_as_in_kubernetes(name: str, pods: str) -> None:
+    documents = yaml.safe_load_all((ROOT / "deploy" / pods).read_text())
+    (deployment,) = (found for found in documents if found["kind"] == "Deployment")
+    limit = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
+    assert SERVICES[name]["mem_limit"] == limit.replace("Gi", "g")
+    if name == "gateway":
+        assert service_of("triton-omni-gateway.service")["MemoryMax"] == limit.replace("Gi", "G")
+
+
 def test_compose_and_kubernetes_run_one_envoy() -> None:
     pods = (ROOT / "deploy/envoy/envoy-kubernetes.yaml").read_text()
     assert f"image: {SERVICES['envoy']['image']}\n" in pods

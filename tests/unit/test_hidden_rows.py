@@ -42,7 +42,7 @@ def record(tap: RowTap, tokens: dict[str, tuple[int, int]], hidden: Tensor, embe
 def test_a_row_is_embedding_plus_hidden_and_media_embeddings_count_as_zero() -> None:
     tap = RowTap()
     media = np.array([False, True, True, False, False])
-    tap.want("a", media)
+    tap.follow("a", media)
     embeds, hidden = batch(5)
     step = record(tap, {"a": (0, 5)}, hidden, embeds)
     torch.testing.assert_close(step.rows, hidden + embeds * torch.tensor(~media).unsqueeze(1))
@@ -51,7 +51,7 @@ def test_a_row_is_embedding_plus_hidden_and_media_embeddings_count_as_zero() -> 
 def test_media_positions_are_found_in_every_chunk_of_a_prompt_and_never_in_the_reply() -> None:
     tap = RowTap()
     media = np.array([False, False, True, True])
-    tap.want("a", media)
+    tap.follow("a", media)
     embeds, hidden = batch(3)
     second = record(tap, {"a": (3, 3)}, hidden, embeds)
     expected = hidden + embeds
@@ -62,7 +62,7 @@ def test_media_positions_are_found_in_every_chunk_of_a_prompt_and_never_in_the_r
 def test_only_requests_that_want_rows_are_gathered_but_all_are_flagged() -> None:
     tap = RowTap()
     for wanting in ("a", "c"):
-        tap.want(wanting, np.zeros(8, dtype=bool))
+        tap.follow(wanting, np.zeros(8, dtype=bool))
     embeds, hidden = batch(7)  # one token of padding at the end
     hidden[3, 1] = float("inf")
     step = record(tap, {"a": (0, 2), "b": (5, 3), "c": (2, 1)}, hidden, embeds)
@@ -79,7 +79,7 @@ def test_only_requests_that_want_rows_are_gathered_but_all_are_flagged() -> None
 def test_neighbours_behind_one_that_wants_no_rows_have_their_own() -> None:
     tap = RowTap()
     for wanting in "acdfg":
-        tap.want(wanting, np.zeros(8, dtype=bool))
+        tap.follow(wanting, np.zeros(8, dtype=bool))
     embeds, hidden = batch(10)
     tokens = {"a": (0, 2), "b": (5, 1), "c": (1, 2), "d": (4, 1), "e": (0, 1), "f": (0, 2), "g": (3, 1)}
     step = record(tap, tokens, hidden, embeds)
@@ -88,7 +88,7 @@ def test_neighbours_behind_one_that_wants_no_rows_have_their_own() -> None:
 
 def test_rows_do_not_share_memory_with_the_buffers_of_the_step() -> None:
     tap = RowTap()
-    tap.want("a", np.zeros(2, dtype=bool))
+    tap.follow("a", np.zeros(2, dtype=bool))
     embeds, hidden = batch(2)
     step = record(tap, {"a": (0, 2)}, hidden, embeds)
     expected = embeds + hidden
@@ -98,7 +98,7 @@ def test_rows_do_not_share_memory_with_the_buffers_of_the_step() -> None:
 
 def test_a_step_in_which_nobody_wants_rows_gathers_none() -> None:
     tap = RowTap()
-    tap.want("a", np.zeros(2, dtype=bool))
+    tap.follow("a", np.zeros(2, dtype=bool))
     tap.forget("a")
     tap.forget("never seen")
     embeds, hidden = batch(2)
@@ -107,7 +107,7 @@ def test_a_step_in_which_nobody_wants_rows_gathers_none() -> None:
 
 def test_what_is_computed_again_is_not_taken_again() -> None:
     tap = RowTap()
-    tap.want("a", np.array([True, False, False, False]))
+    tap.follow("a", np.array([True, False, False, False]))
     embeds, hidden = batch(8)
     assert len(record(tap, {"a": (0, 6)}, hidden, embeds).segments) == 1
     again = record(tap, {"b": (3, 2), "a": (0, 4)}, hidden, embeds)

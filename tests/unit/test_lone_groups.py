@@ -35,8 +35,7 @@ def ports(processes: int, begin: str, new: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-@pytest.mark.parametrize("begin", ['"gloo"', 'backend="gloo"', '"fake"'])
-@pytest.mark.parametrize("new", ['"gloo"', '"fake"'])
+@pytest.mark.parametrize(("begin", "new"), [('"gloo"', '"gloo"'), ('backend="gloo"', '"fake"'), ('"fake"', '"gloo"')])
 def test_groups_of_a_lone_process_open_no_port(begin: str, new: str) -> None:
     assert ports(1, begin, new) == 0
 

@@ -47,5 +47,6 @@ def test_costs_of_a_pixel_and_a_byte_give_both_clips_back(pixel_s: float, byte_s
 def test_every_frame_of_a_measured_clip_is_decoded(codec: object) -> None:
     if codec.encoder not in av.codecs_available:  # type: ignore[attr-defined]
         pytest.skip("the installed FFmpeg cannot encode it")
-    cost = DECODING["decode"](DECODING["encode"](codec, "moving", 2))
-    assert cost.pixels == 2 * DECODING["WIDTH"] * DECODING["HEIGHT"]
+    count = 6  # x265 leaves packets without times where a clip is shorter than its reordering of two frames
+    cost = DECODING["decode"](DECODING["encode"](codec, "moving", count))
+    assert cost.pixels == count * DECODING["WIDTH"] * DECODING["HEIGHT"]

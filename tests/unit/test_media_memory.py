@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ TOKENS = {"small": 3, "large": 9}
 @dataclass
 class Step:
     scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
 
 
 class Vllm:
@@ -32,7 +33,7 @@ class Vllm:
         self.parallel_config = SimpleNamespace(world_size=ranks)
         self.room, self.passes = room, list[list[str]]()
         self.encoder_cache: dict[str, Tensor] = {}
-        self.requests = {name: SimpleNamespace(mm_features=[medium(name)]) for name in TOKENS}
+        self.requests = {name: state(name) for name in TOKENS}
         self._held: list[weakref.ref[Tensor]] = []
 
     def _execute_mm_encoder(self, step: Step) -> list[Tensor]:
@@ -47,8 +48,12 @@ class Vllm:
         return [each.clone() for each in made]
 
 
+def state(name: str, computed: int = 0) -> Any:
+    return SimpleNamespace(mm_features=[medium(name)], num_computed_tokens=computed)
+
+
 def medium(name: str) -> Any:
-    place = SimpleNamespace(get_num_embeds=lambda: TOKENS[name])
+    place = SimpleNamespace(get_num_embeds=lambda: TOKENS[name], offset=5, length=TOKENS[name])
     return SimpleNamespace(modality="image", identifier=f"of {name}", mm_position=place)
 
 
@@ -56,7 +61,7 @@ class Runner(MediaMemoryMixin, Vllm):
     pass
 
 
-STEP: Any = Step({"small": [0], "large": [0]})
+STEP: Any = Step({"small": [0], "large": [0]}, {"small": 20, "large": 20})
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,16 @@ def test_nobody_can_take_for_a_medium_what_stands_in_for_one_that_does_not_fit()
     assert bool(nothing.isnan().all())
     assert nothing.untyped_storage().nbytes() == runner.dtype.itemsize
     assert STEP.scheduled_encoder_inputs == {"small": [0], "large": [0]}
+
+
+@pytest.mark.parametrize(
+    ("computed", "tokens", "reads"), [(0, 20, True), (0, 5, False), (0, 6, True), (13, 1, True), (14, 6, False)]
+)
+def test_whoever_reads_the_medium_in_this_step_is_told_of_too(computed: int, tokens: int, reads: bool) -> None:
+    runner = Runner(room=3)
+    runner.requests["sharer"] = state("large", computed)
+    runner._execute_mm_encoder(replace(STEP, num_scheduled_tokens={**STEP.num_scheduled_tokens, "sharer": tokens}))
+    assert set(runner.without_memory) == ({"large", "sharer"} if reads else {"large"})
 
 
 def test_with_several_ranks_the_error_is_left() -> None:

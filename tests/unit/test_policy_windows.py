@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from triton_omni.core.policy_settings import Token2WavPolicy
-from triton_omni.policy.windows import FEW, FRAME_NS, TOGETHER_NS, WINDOW_NS, Snapshot, next_batch, wants_claim
+from triton_omni.policy.windows import FEW, FRAME_NS, MANY, TOGETHER_NS, WINDOW_NS, Snapshot, next_batch, wants_claim
 
 MS = 1_000_000
 NOW = 60_000 * MS
@@ -38,9 +38,13 @@ def playing(name: str, sound_ms: int, **told: object) -> Fake:
 
 
 def seen(
-    due: list[Fake], launching: list[Fake] | None = None, on_device: list[Fake] | None = None, awaited: int = 0
+    due: list[Fake],
+    launching: list[Fake] | None = None,
+    on_device: list[Fake] | None = None,
+    awaited: int = 0,
+    streams: int = MANY,
 ) -> Snapshot[Fake]:
-    return Snapshot(NOW, due, launching or [], on_device or [], [NOW] * awaited)
+    return Snapshot(NOW, due, launching or [], on_device or [], [NOW] * awaited, streams)
 
 
 def batch(snapshot: Snapshot[Fake], policy: Token2WavPolicy = POLICY, windows: int = 32, frames: int = 1200) -> str:
@@ -149,8 +153,31 @@ def test_a_whole_reply_claims_nothing() -> None:
 
 
 def test_a_window_that_waits_for_codes_of_others_claims_nothing() -> None:
-    assert not wants_claim(seen([first("a")], awaited=FEW + 1), POLICY)
-    assert wants_claim(seen([first("a")], awaited=FEW), POLICY)
+    windows = [first(name) for name in "abc"]
+    assert not wants_claim(seen(windows, awaited=FEW + 1), POLICY)
+    assert wants_claim(seen(windows, awaited=FEW), POLICY)
+
+
+@pytest.mark.parametrize(("awaited", "wanted"), [(0, True), (1, True), (2, True), (3, False)])
+def test_nothing_is_claimed_while_more_streams_lack_their_first_codes(awaited: int, wanted: bool) -> None:
+    windows = [playing("a", 0), playing("b", 50), playing("c", WINDOW_NS // MS + 1)]
+    assert wants_claim(seen(windows, awaited=awaited), POLICY) is wanted
+    assert wants_claim(seen([], launching=windows[:1], on_device=windows[1:], awaited=awaited), POLICY) is wanted
+
+
+@pytest.mark.parametrize(
+    ("window", "streams", "awaited", "wanted"),
+    [
+        (playing("a", 0), MANY + 1, 1, False),
+        (playing("a", 0), MANY + 1, 0, True),
+        (playing("a", 0), MANY, 1, True),
+        (first("a"), MANY + 1, 1, True),
+    ],
+)
+def test_among_many_streams_only_first_windows_claim_while_one_lacks_its_first_codes(
+    window: Fake, streams: int, awaited: int, wanted: bool
+) -> None:
+    assert wants_claim(seen([], on_device=[window], awaited=awaited, streams=streams), POLICY) is wanted
 
 
 def test_streams_with_enough_sound_fill_a_batch_of_their_own() -> None:

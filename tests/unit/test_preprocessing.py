@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from intakes import facts_of, intakes
 from media_samples import image_file
-from triton_omni.checkpoint.config import load_config
-from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import EngineSettings, RequestLimits, ThinkerSettings
 from triton_omni.request.parse import MAX_SEED, RawRequest, talker_seed
 from triton_omni.session.engine import Sampling, StreamOptions, ThinkerPlaced
 from triton_omni.session.wire import MediaTokens
-from triton_omni.thinker.preprocessing import SHORT_BYTES, Preprocessor
+from triton_omni.thinker.preprocessing import SHORT_BYTES
 
 
 @dataclass
@@ -41,24 +40,15 @@ class Engine:
         return ThinkerPlaced(prompt.token_ids, torch.arange(len(prompt.token_ids)).expand(3, -1), prompt)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint):
-    config = load_config(tiny_checkpoint)
-    return tiny_checkpoint, config, load_speakers(tiny_checkpoint, config)
-
-
 @pytest.fixture
-def make(checkpoint):
-    made = []
+def checkpoint(tiny_checkpoint):
+    return facts_of(tiny_checkpoint)
 
-    def make_intake(**settings):
-        engine = Engine()
-        made.append(Preprocessor(*checkpoint, ThinkerSettings(**settings), engine))
-        return made[-1], engine
 
-    yield make_intake
-    for intake in made:
-        intake.close()
+@pytest.fixture(scope="module")
+def make(tiny_checkpoint):
+    with intakes(tiny_checkpoint, Engine) as made:
+        yield made
 
 
 def raw(text="hello", **parameters):
@@ -237,6 +227,38 @@ def test_what_may_take_long_is_not_prepared_at_once(make, asked):
     intake, engine = make()
     assert intake.prepare_at_once(asked, 0) is None
     assert not engine.schemas
+    assert not engine.prompts
+
+
+@pytest.mark.parametrize("salt", ["a caller's secret", "\u96ea", "\u0000", "x" * 256])
+def test_the_engine_gets_a_salt_of_this_start_alone(make, salt):
+    found = []
+    for _ in range(2):
+        intake, engine = make()
+        for asked in (salt, salt, salt[:-1] + "?"):
+            intake.prepare(raw(cache_salt=asked), 0)
+        found.append([prompt.cache_salt for prompt in engine.prompts])
+    (same, again, other), (elsewhere, *_) = found
+    assert same == again
+    assert len({same, other, elsewhere, salt}) == 4
+
+
+@pytest.mark.parametrize("modalities", [["text"], ["text", "audio"]], ids=len)
+def test_a_prompt_alone_takes_the_least_that_the_talker_needs(make, modalities):
+    intake, engine = make(prefix_caching=True)
+    asked = {"thinker": {"temperature": 1, "min_tokens": 9, "stop": ["!"]}, "talker": {"min_tokens": 7}}
+    prepared = intake.prepare(raw(prefill_only=True, cache_salt="mine", modalities=modalities, **asked), 0)
+    assert prepared.sampling == Sampling(max_tokens=2, min_tokens=2)
+    session = prepared.session
+    assert (session.prefill_only, session.talker) == (True, Sampling(max_tokens=1))
+    assert (session.want_audio, session.max_rows) == (len(modalities) > 1, session.prompt_tokens + 2)
+    assert engine.max_tokens == [2]
+
+
+def test_a_prompt_alone_is_refused_where_none_is_kept(make):
+    intake, engine = make()
+    with pytest.raises(BadRequest, match=r"prefill_only: this deployment keeps no prompts; .* set prefix_caching"):
+        intake.prepare(raw(prefill_only=True, cache_salt="mine"), 0)
     assert not engine.prompts
 
 

@@ -237,9 +237,11 @@ def test_the_sounds_of_videos_come_before_others():
     assert [len(samples) for samples in data["audio"]] == [800, 1600]
 
 
-def image_request():
+def image_request(parameters=b""):
     raw = RawRequest(
-        messages=b'[{"role":"user","content":[{"type":"image"},{"type":"text","text":"what?"}]}]', media=[b"x"]
+        messages=b'[{"role":"user","content":[{"type":"image"},{"type":"text","text":"what?"}]}]',
+        media=[b"x"],
+        sampling_parameters=parameters,
     )
     return parse_request(raw, RequestLimits(), RequestDefaults())
 
@@ -248,6 +250,11 @@ def test_a_prompt_holds_ids_and_media():
     prompt = build_prompt(image_request(), [PICTURE], RENDERER)
     assert prompt.token_ids.count(RENDERER.ids.image) == 1
     assert prompt.multi_modal_data == {"image": [PICTURE.pixels]}
+    assert prompt.cache_salt is None
+
+
+def test_a_prompt_has_its_request_s_salt():
+    assert build_prompt(image_request(b'{"cache_salt": "mine"}'), [PICTURE], RENDERER).cache_salt == "mine"
 
 
 @pytest.mark.parametrize("media", [[], [SOUND], [PICTURE, PICTURE]])

@@ -120,3 +120,14 @@ def test_the_end_is_said_by_a_model_of_its_own(triton: Triton) -> None:
     readiness.join(WAIT_S)
     broken = [config for call, config in triton.calls if call == "load" and '"none"' in config]
     assert broken == [BROKEN.replace("standstill", "draining"), BROKEN]
+
+
+def test_a_triton_that_stands_still_does_not_hold_its_own_stop_up(triton: Triton) -> None:
+    """Its stop took 22 s longer than it may."""
+    triton.may_answer.clear()
+    readiness = Readiness(triton, triton.repository)
+    readiness.end()
+    assert not triton.calls
+    triton.may_answer.set()
+    readiness.join(WAIT_S)
+    assert len(triton.calls) == 1

@@ -74,7 +74,8 @@ def test_defaults_are_those_of_the_reference_and_of_the_deployment():
     assert request.modalities == ("text", "audio")
     assert request.wants_audio
     assert (request.voice, request.seed, request.audio_format) == ("Chelsie", None, "f32")
-    assert (request.timeout_s, request.priority) == (60.0, 0)
+    assert (request.timeout_s, request.priority, request.cache_salt) == (60.0, 0, None)
+    assert (request.prefill_only, request.audio_in_pieces) == (False, False)
     assert request.thinker.temperature == 0.0
     talker = request.talker
     assert (talker.temperature, talker.top_p, talker.top_k, talker.repetition_penalty) == (0.9, 0.8, 40, 1.05)
@@ -85,6 +86,28 @@ def test_defaults_are_those_of_the_reference_and_of_the_deployment():
 
 def test_an_empty_sampling_parameters_input_is_as_none():
     assert parse(RawRequest(text_input=b"Hi", sampling_parameters=b"")) == parse(RawRequest(text_input=b"Hi"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "salt"),
+    [
+        ({}, None),
+        ({"cache": True}, None),
+        ({"cache_salt": "a caller's"}, "a caller's"),
+        ({"cache_salt": "a caller's", "cache": False}, None),
+    ],
+)
+def test_a_prompt_is_cached_for_its_salt_alone_and_never_against_its_will(parameters, salt):
+    request = with_parameters(parameters)
+    assert request.cache_salt == salt
+    assert "caller's" not in repr(request)
+
+
+@pytest.mark.parametrize("others", [{}, {"cache_salt": "a caller's", "cache": False}, {"cache": True}], ids=str)
+def test_a_prompt_that_nobody_could_find_is_not_prefilled(others):
+    assert with_parameters({"cache_salt": "a caller's", "prefill_only": True}).prefill_only
+    with pytest.raises(BadRequest, match=r"sampling_parameters\.prefill_only: .* add cache_salt, .* cache at true"):
+        with_parameters({"prefill_only": True} | others)
 
 
 def test_every_parameter_arrives():
@@ -252,6 +275,12 @@ def test_text_only_wants_no_audio():
         ({"priority": 101}, r"priority: must be at most 100 \(got 101\)"),
         ({"priority": -101}, r"priority: must be at least -100"),
         ({"priority": 1.5}, r"priority: must be an integer"),
+        ({"cache_salt": ""}, r"cache_salt: must have 1 or more characters"),
+        ({"cache_salt": "x" * 257}, r"cache_salt: must have at most 256 characters"),
+        ({"cache_salt": 5}, r"cache_salt: must be a string"),
+        ({"cache": "no"}, r"cache: must be true or false"),
+        ({"prefill_only": 1}, r"prefill_only: must be true or false"),
+        ({"audio_in_pieces": "yes"}, r"audio_in_pieces: must be true or false"),
         ({"timeout": 0}, r"timeout: must be greater than 0"),
         ('{"timeout": 1e999}', r"timeout: must be a finite number \(got inf\)"),
         ([1], r"sampling_parameters: must be an object \(got an array of 1 elements\)"),

@@ -40,12 +40,15 @@ def settled(p):
 
 
 def test_a_reply_is_finished_and_its_tokens_codes_sound_and_times_are_counted():
-    with pipeline() as p:
+    thinker = FakeThinkerEngine()
+    thinker.cached_tokens = 3
+    with pipeline(thinker=thinker) as p:
         ensemble = p.ask("12345")
         reply = finished(ensemble)
         assert settled(p) == {"finished": 1}
         assert errors(p) == {}
         assert read(p.thinker, "omni_prompt_tokens_total") == 5
+        assert read(p.thinker, "omni_cached_tokens_total") == 3
         assert read(p.thinker, "omni_reply_tokens_total") == p.engines[0].length
         assert read(p.talker, "omni_codes_total") == len(reply.samples) / 2 > 0
         assert read(p.token2wav, "omni_audio_seconds_total") == pytest.approx(len(reply.samples) / 24000)

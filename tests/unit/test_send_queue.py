@@ -439,3 +439,34 @@ def test_what_left_in_messages_before_is_none_of_what_was_placed():
     send_queue.pop_items(2)
     send_queue.use_ring()
     assert (send_queue.uses_ring, send_queue.placed, send_queue.by_message, send_queue.given) == (True, 2, 6, 8)
+
+
+@pytest.mark.parametrize("item", [0, 1, 3, 4, 5, 9, 10])
+@pytest.mark.parametrize("known_after", range(4))
+def test_items_before_the_next_stage_s_begin_do_not_leave(item, known_after):
+    send_queue, parts = SendQueue(largest=100, start=11, awaits_begin=True), [rows(0, 4), rows(4, 1), rows(5, 7)]
+    for number, part in enumerate(parts):
+        if number == known_after:
+            send_queue.begin_at(item)
+        send_queue.put(part)
+        if number < known_after:
+            assert values(take_all(send_queue)) == []
+    if known_after == len(parts):
+        assert send_queue.held == 12
+        send_queue.begin_at(item)
+    assert (send_queue.skipped, send_queue.held, send_queue.start) == (item, 12 - item, 11 - item)
+    send_queue.finish_tensors()
+    send_queue.finish_text()
+    assert values(take_all(send_queue)) == [list(range(item, 12))]
+    assert (send_queue.given, send_queue.held, send_queue.waiting) == (12 - item, 0, False)
+
+
+def test_all_items_may_be_skipped():
+    send_queue = SendQueue(largest=100, start=4, awaits_begin=True)
+    send_queue.put(rows(0, 3))
+    send_queue.finish_tensors()
+    send_queue.finish_text()
+    assert send_queue.pop_batch(0, now_ns=LONG_AGO) is None
+    send_queue.begin_at(3)
+    (last,) = take_all(send_queue)
+    assert (last.tensor, last.tensors_done, last.last) == (None, True, True)

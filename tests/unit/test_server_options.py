@@ -76,3 +76,17 @@ def test_what_the_demo_cannot_do_is_told_before_a_server_starts(tmp_path: Path, 
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
     assert "starting:" not in done.stderr
+
+
+def test_an_evaluation_without_its_checkpoint_is_refused() -> None:
+    done = subprocess.run([BUILD, "evaluate", "--model"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "build.sh: --model needs a checkpoint\n")
+
+
+@pytest.mark.skipif(Path(sys.prefix) != BUILD.parent / ".venv", reason="build.sh would set up an environment")
+def test_what_cannot_be_evaluated_is_told_before_a_server_starts(tmp_path: Path) -> None:
+    command = [BUILD, "evaluate", "--model=random:tiny", "--seeds", "0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "whole number from 1 to 100" in " ".join(done.stderr.replace("│", " ").split())
+    assert "starting:" not in done.stderr

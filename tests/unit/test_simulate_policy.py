@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
+from triton_omni.policy.windows import wants_claim
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +38,7 @@ def test_a_step_alone_takes_its_cost_and_longer_beside_others(model: SimpleNames
 
 @pytest.mark.parametrize("load", ["1 stream", "8 together"])
 def test_every_reply_is_whole_and_in_order(model: SimpleNamespace, load: str) -> None:
-    requests = model.effects.LOADS[load]
+    requests = model.effects.LOADS[load].requests
     replies = model.server.Server(model.costs.read_costs()).run(requests)
     assert [reply.given_codes for reply in replies] == [request.codes for request in requests]
     for reply, request in zip(replies, requests, strict=True):
@@ -66,3 +69,14 @@ def test_urgent_batches_keep_gaps_short(model: SimpleNamespace) -> None:
     shipped, off = effect(model, "32 together", "all"), effect(model, "32 together", "no urgent batch")
     assert off.silence_s > 1.5 * shipped.silence_s
     assert off.speech_per_second < shipped.speech_per_second
+
+
+def test_claims_beside_first_codes_would_delay_requests_that_follow(
+    model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = effect(model, "32 ask again", "all")
+    monkeypatch.setattr(
+        model.server, "wants_claim", lambda seen, policy: wants_claim(replace(seen, awaited_ns=[]), policy)
+    )
+    claiming = effect(model, "32 ask again", "all")
+    assert claiming.first_audio_p95_ms > 1.1 * shipped.first_audio_p95_ms

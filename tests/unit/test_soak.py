@@ -83,6 +83,66 @@ def test_shares_of_one_fate_alone(soak):
     assert {plan.plan(number, 0, shares).fate for number in range(100)} == {"malformed"}
 
 
+def test_turns_of_conversations_are_a_share_of_what_is_well_formed(soak):
+    plan = soak("plan")
+    drawn = [plan.plan(number, 0, plan.Shares(cancelled=0.3, turns=0.5)) for number in range(2000)]
+    formed = [found for found in drawn if found.fate != "malformed"]
+    turns = [found for found in formed if found.is_turn]
+    assert abs(len(turns) / len(formed) - 0.5) < 0.05
+    assert {found.way for found in turns} == {"grpc stream"}
+    assert abs(sum(found.fate == "cancelled" for found in turns) / len(turns) - 0.3) < 0.05
+    assert {len(found.request.media) for found in turns} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "heard", "kept"),
+    [
+        ("finished", "Hi there.", ["user", "assistant"]),
+        ("cancelled", "Hi", ["user", "assistant"]),
+        ("cancelled", "", ["user"]),
+        ("failed", "Hi", []),
+        ("refused", "", []),
+        ("timed out", "Hi", []),
+    ],
+)
+def test_a_turn_has_all_turns_before_it_and_what_was_heard_of_them(soak, outcome, heard, kept):
+    plan, asking, talk = (soak(name) for name in ("plan", "asking", "talk"))
+    planned = [plan.plan(number, 0, plan.Shares(malformed=0, turns=1)) for number in range(2)]
+    conversation = talk.Talk()
+    first = conversation.follow(planned[0])
+    conversation.hear(asking.Ended(first, outcome, 0, 1, heard=heard))
+    second = conversation.follow(planned[1])
+    *before, asked = second.request.messages
+    assert [message["role"] for message in before] == kept
+    assert [message["content"] for message in before[1:]] == [heard][: len(kept) - 1]
+    assert asked == planned[1].request.messages[0]
+    assert len(second.request.media) == len(planned[1].request.media) + len(first.request.media) * bool(kept)
+    assert first.request.cache_salt == second.request.cache_salt
+
+
+def test_a_long_conversation_is_followed_by_another_with_another_salt(soak):
+    plan, asking, talk = (soak(name) for name in ("plan", "asking", "talk"))
+    conversation, salts, lengths = talk.Talk(), set(), []
+    for number in range(3 * talk.LONGEST):
+        turn = conversation.follow(plan.plan(number, 0, plan.Shares(malformed=0, turns=1)))
+        conversation.hear(asking.Ended(turn, "finished", 0, 1, heard="yes"))
+        salts.add(turn.request.cache_salt)
+        lengths.append(len(turn.request.messages))
+    assert len(salts) == 6
+    assert max(lengths) == talk.LONGEST - 1
+
+
+def test_what_is_no_turn_stays_out_of_the_conversation(soak):
+    plan, asking, talk = (soak(name) for name in ("plan", "asking", "talk"))
+    conversation = talk.Talk()
+    for number in range(20):
+        planned = plan.plan(number, 0, plan.Shares())
+        assert conversation.follow(planned) is planned
+        conversation.hear(asking.Ended(planned, "finished", 0, 1, heard="yes"))
+    (asked,) = conversation.follow(plan.plan(0, 0, plan.Shares(malformed=0, turns=1))).request.messages
+    assert asked["role"] == "user"
+
+
 def test_longer_replies_are_of_the_same_requests(soak):
     plan = soak("plan")
     for number in range(300):

@@ -19,7 +19,7 @@ from media_samples import encoded_sound
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaPart
-from triton_omni.request.media import Video, decode_audio, decode_media, decode_video, sniff
+from triton_omni.request.media import Video, audio, decode_audio, decode_media, decode_video, sniff
 from triton_omni.request.media.types import VisionSizes
 
 LIMITS = RequestLimits()
@@ -286,3 +286,21 @@ def _sound_of(data: bytes) -> np.ndarray:
     video: Video = decode_video(data, "mp4", LIMITS, VisionSizes(), with_audio=True)
     assert video.audio is not None
     return video.audio.samples
+
+
+def test_a_long_wav_is_opened_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read to open a file is read again to decode it."""
+    read: list[int] = []
+
+    class Watched(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            found = super().read(size)
+            read.append(len(found))
+            return found
+
+    data = samples.audio_file("wav", seconds=30)
+    monkeypatch.setattr("triton_omni.request.media.opening.io.BytesIO", Watched)
+    blocks = audio._blocks_of_file(data, "wav", RequestLimits())
+    next(blocks)
+    assert sum(read) < len(data) / 3
+    assert sum(len(block) for _, block in blocks) + 32768 == 480_000

@@ -22,10 +22,11 @@ from triton_omni.checkpoint.headers import check_file
 from triton_omni.checkpoint.reading import INDEX_FILE, CheckpointError
 from triton_omni.supervisor import start_checks
 from triton_omni.supervisor.machine import ServerError
-from triton_omni.supervisor.serve import main
+from triton_omni.supervisor.options import ServerConfig
+from triton_omni.supervisor.serve import Supervisor, main
 from triton_omni.supervisor.served_repository import served_repository
 from triton_omni.supervisor.server_log import ServerLog
-from triton_omni.supervisor.start_checks import check_caches, check_shared_memory
+from triton_omni.supervisor.start_checks import MPS_SHARE, check_caches, check_gpu_share, check_shared_memory
 from triton_omni.vllm_hooks.shared.named_weights import load_named
 
 ROOT = Path(__file__).parents[2]
@@ -243,3 +244,23 @@ def test_a_full_disk_under_the_log_costs_lines_and_not_the_server(capfd: pytest.
     told = "the log /dev/full cannot be written (No space left on device): lines are lost, the server goes on\n"
     assert capfd.readouterr().err == told
     assert log.reason().startswith("19999 ")
+
+
+@pytest.mark.parametrize("share", ["65", "30", "99.5", "0"])
+def test_a_part_of_a_gpu_is_refused(share: str) -> None:
+    with pytest.raises(ServerError, match=f"{MPS_SHARE} is {share}, .* unset it, or set it to 100"):
+        check_gpu_share({MPS_SHARE: share})
+
+
+@pytest.mark.parametrize("environment", [{}, {MPS_SHARE: ""}, {MPS_SHARE: "100"}])
+def test_a_whole_gpu_is_accepted(environment: dict[str, str]) -> None:
+    check_gpu_share(environment)
+
+
+def test_the_server_is_not_started_on_a_part_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    monkeypatch.setenv(MPS_SHARE, "65")
+    server = Supervisor(ServerConfig(tmp_path, model=str(tiny_checkpoint)))
+    with pytest.raises(ServerError, match=MPS_SHARE):
+        server.start()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.session import server_folder
 from triton_omni.session.ledger_table import BEAT, EPOCH, PID, Field, create_table
 from triton_omni.session.stage_board import StageBoard
-from triton_omni.supervisor import leftovers
+from triton_omni.supervisor import leftovers, serve
 from triton_omni.supervisor.machine import ServerError, ServerNotReady, choose_ports, find_triton, visible_gpus
 from triton_omni.supervisor.memory_pool import memory_pool_bytes, pool_bytes
 from triton_omni.supervisor.model_control import ModelControl
@@ -329,10 +329,12 @@ def one_stage(server: Supervisor) -> Iterator[subprocess.Popen[bytes]]:
         for model, pid in (("talker", stage.pid), ("thinker", os.getpid())):  # the thinker is left
             board.set_word(PID, pid, model)
             board.set_word(BEAT, time.monotonic_ns(), model)
-        server.wait_ready()
-        yield stage
-        server.stop()
-        stage.kill()
+        try:
+            server.wait_ready()
+            yield stage
+        finally:
+            server.stop()
+            stage.kill()
     assert not table.exists()
 
 
@@ -658,6 +660,20 @@ def test_a_stop_before_readiness_ends_the_wait(repository: Path) -> None:
     with pytest.raises(ServerNotReady, match="stopped before"), server:
         pass
     assert time.monotonic() - begin < 10
+
+
+def test_a_stop_during_the_first_reply_ends_the_wait(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Supervisor(config(repository, warm_up=True))
+
+    def first_reply(_host: str, _port: int, given_up: Callable[[], bool]) -> None:
+        assert not given_up()
+        server.request_stop()
+        assert given_up()
+
+    monkeypatch.setattr(serve, "warm_up", first_reply)
+    server.start()
+    with pytest.raises(ServerNotReady, match="stopped before"), one_stage(server):
+        pass
 
 
 def test_triton_home_without_a_server_is_an_error(tmp_path: Path) -> None:

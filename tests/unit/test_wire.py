@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from triton_omni.core.errors import DeadlineExceeded, InternalError, Overloaded
 from triton_omni.session.answer import Answer
-from triton_omni.session.engine import Sampling, StreamOptions
+from triton_omni.session.engine import PrefixKeys, Sampling, StreamOptions
 from triton_omni.session.ledger_table import CAPACITY
 from triton_omni.session.wire import (
     MAX_META_BYTES,
@@ -53,7 +53,7 @@ SESSION = Session(
 THINKER_REPORT = ThinkerReport(
     finish_reason="length", prompt_tokens=12, reply_tokens=9, first_token_ns=10, finished_ns=20
 )
-TALKER_REPORT = TalkerReport(finish_reason="stop", codes=40, first_code_ns=30, finished_ns=40)
+TALKER_REPORT = TalkerReport(finish_reason="stop", codes=40, cached_tokens=64, first_code_ns=30, finished_ns=40)
 FAILURE = Failure("talker", "too_large", "12 rows, at most 10")
 POSITIONS = torch.arange(9).reshape(3, 3)
 ROWS = torch.arange(8.0, dtype=torch.bfloat16).reshape(2, HIDDEN)
@@ -61,6 +61,12 @@ CODES = torch.tensor([5, 8191, 0], dtype=torch.int32)
 
 THINKER_MESSAGES = {
     "open": {"kind": Kind.OPEN, "session": SESSION, "positions": POSITIONS},
+    "open with names": {
+        "kind": Kind.OPEN,
+        "session": SESSION,
+        "positions": POSITIONS,
+        "prefixes": PrefixKeys(16, (bytes(range(32)), bytes(32))),
+    },
     "rows": {"kind": Kind.DATA, "sequence": 4, "rows": ROWS, "text": "grüße 👋"},
     "text": {"kind": Kind.TEXT, "sequence": 5, "text": "\x00\n\"'\\ 漢字"},
     "heartbeat": {"kind": Kind.HEARTBEAT},
