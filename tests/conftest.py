@@ -25,10 +25,10 @@ if not torch.cuda.is_available():
     # Kernels in the Triton language then run in its interpreter; it must be said before anything imports it.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
+from triton_omni.checkpoint.transformers_setup import prepare_transformers
 
 # Before any test module imports transformers' vision code.
-define_torchvision_operators()
+prepare_transformers()
 
 # How long one example takes says something of who else uses the machine; `pytest-timeout` ends what hangs.
 settings.register_profile("without a deadline", deadline=None)

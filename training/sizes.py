@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triton_omni.checkpoint.synthetic_config import SPECIAL_TOKENS, Vocabulary
-from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
+from triton_omni.checkpoint.transformers_setup import prepare_transformers
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5OmniConfig
@@ -133,7 +133,7 @@ tokens across hardly differ.
 
 def omni_config(sizes: Sizes) -> Qwen2_5OmniConfig:
     """The whole configuration, as HF's `from_pretrained` and the server read it."""
-    define_torchvision_operators()
+    prepare_transformers()
     from transformers import Qwen2_5OmniConfig
 
     config = Qwen2_5OmniConfig(

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from triton_omni.core.settings import EngineSettings, ThinkerSettings
 from triton_omni.request.chat import MediaPart, Message, TextPart
-from triton_omni.request.media import SAMPLE_RATE, Audio, Image, Medium, Video
+from triton_omni.request.media.types import SAMPLE_RATE, Audio, Image, Medium, Video
 from triton_omni.session.engine import Sampling, ThinkerPrompt
 from triton_omni.thinker.prompt import PromptRenderer, to_vllm_data
 from triton_omni.vllm_hooks.shared.compat import LLMEngine, RequestOutputKind, SamplingParams

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
-from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
+from triton_omni.checkpoint.transformers_setup import prepare_transformers
 from triton_omni.core.settings import StreamingPlan, Token2WavSettings
 from triton_omni.session.engine import AudioOutput, StreamOptions
 from triton_omni.token2wav.acceleration import Vocoder
@@ -96,7 +96,7 @@ def _offline(plan: Plan, at: torch.device, by: str, reply: Callable[[Tensor], No
 def _hf_token2wav(checkpoint: Path, at: torch.device) -> Any:
     from safetensors import safe_open
 
-    define_torchvision_operators()
+    prepare_transformers()
     from transformers import Qwen2_5OmniConfig
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
 

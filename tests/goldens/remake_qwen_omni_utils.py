@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import media_samples as samples
-from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
+from triton_omni.checkpoint.transformers_setup import prepare_transformers
 
 RATES = (1, 2, 5, 7.5, 8, 10, 12, 15, 24000 / 1001, 24, 25, 30000 / 1001, 30, 48, 50, 60000 / 1001, 60)
 DURATIONS = (0.5, 1, 1.5, 2, 2.9, 3, 5, 10, 29.97, 30, 61.3, 120)
@@ -67,7 +67,7 @@ IMAGES = (
 
 def recipe() -> Any:
     """The package, which a CPU build of torch beside PyPI's torchvision would not import."""
-    define_torchvision_operators()
+    prepare_transformers()
     from qwen_omni_utils import v2_5
 
     return v2_5

@@ -26,7 +26,8 @@ from hostile.strategies import INTERESTING, damaged
 from triton_omni.core.errors import BadRequest, OmniError, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaKind, MediaPart
-from triton_omni.request.media import Audio, Image, Medium, PixelRange, Video, VisionSizes, decode_media
+from triton_omni.request.media.decode import decode_media
+from triton_omni.request.media.types import Audio, Image, Medium, PixelRange, Video, VisionSizes
 
 LIMITS = RequestLimits(
     max_image_pixels=1 << 20,

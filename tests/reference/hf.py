@@ -17,10 +17,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
+from triton_omni.checkpoint.transformers_setup import prepare_transformers
 from triton_omni.session.engine import Sampling
 
-define_torchvision_operators()
+prepare_transformers()
 
 from transformers import (  # noqa: E402 (the operators must exist before)
     LogitsProcessor,

@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
+pytestmark = pytest.mark.timeout(1800)  # it compiles with the lowest priority, beside all other tests
+
 ROOT = Path(__file__).parents[2]
 KILOBYTE = 1 << 10
 SHARED_BYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}

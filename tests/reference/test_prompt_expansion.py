@@ -12,7 +12,7 @@ from PIL import Image
 
 import media_samples as samples
 from triton_omni.core.settings import RequestLimits
-from triton_omni.request.media import decode_media
+from triton_omni.request.media.decode import decode_media
 from triton_omni.request.parse import RawRequest, RequestDefaults, parse_request
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT, PromptRenderer, build_prompt
 

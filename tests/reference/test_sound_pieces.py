@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from intakes import intakes
 from media_samples import audio_file, tone
 from reference.hf import HfReference
 from reference.test_thinker_prefix_cache import hits
 from reference.thinker_rig import NOTHING_HELD, assert_equals_hf, engine_of, run
-from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.facts import SoundWindow
-from triton_omni.checkpoint.speakers import load_speakers
-from triton_omni.core.settings import ThinkerSettings
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import Sampling, ThinkerPlaced
 from triton_omni.thinker.preprocessing import Preprocessor
@@ -51,25 +48,27 @@ def engine(tiny_checkpoint: Path) -> Iterator[Any]:
         assert made.stats() == NOTHING_HELD
 
 
+@pytest.fixture(scope="module")
+def make_intake(engine: Any, tiny_checkpoint: Path) -> Iterator[Callable[..., tuple[Preprocessor, Any]]]:
+    with intakes(tiny_checkpoint, lambda: engine) as make:
+        yield make
+
+
 @pytest.fixture
-def prepare(engine: Any, tiny_checkpoint: Path) -> Iterator[Callable[..., ThinkerPlaced]]:
+def prepare(engine: Any, make_intake: Callable[..., tuple[Preprocessor, Any]]) -> Callable[..., ThinkerPlaced]:
     assert engine._core.scheduler.reset_prefix_cache()
-    config = load_config(tiny_checkpoint)
-    settings = ThinkerSettings(max_new_tokens=8, prefix_caching=True)
-    with closing(
-        Preprocessor(tiny_checkpoint, config, load_speakers(tiny_checkpoint, config), settings, engine)
-    ) as intake:
+    intake, _ = make_intake(max_new_tokens=8, prefix_caching=True)
 
-        def prepared(*sounds: np.ndarray, **parameters: Any) -> ThinkerPlaced:
-            content = [{"type": "audio"} for _ in sounds]
-            raw = RawRequest(
-                messages=json.dumps([{"role": "user", "content": content}]).encode(),
-                media=[audio_file(samples=sound) for sound in sounds],
-                sampling_parameters=json.dumps({"audio_in_pieces": True} | parameters).encode(),
-            )
-            return intake.prepare(raw, 0).placed
+    def prepared(*sounds: np.ndarray, **parameters: Any) -> ThinkerPlaced:
+        content = [{"type": "audio"} for _ in sounds]
+        raw = RawRequest(
+            messages=json.dumps([{"role": "user", "content": content}]).encode(),
+            media=[audio_file(samples=sound) for sound in sounds],
+            sampling_parameters=json.dumps({"audio_in_pieces": True} | parameters).encode(),
+        )
+        return intake.prepare(raw, 0).placed
 
-        yield prepared
+    return prepared
 
 
 def mels(placed: ThinkerPlaced) -> list[torch.Tensor]:

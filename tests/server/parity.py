@@ -16,7 +16,9 @@ from media_samples import audio_file, image_file, picture, video_file
 from reference.hf import GREEDY_TALKER, GREEDY_THINKER, HfReference, Reply, Solver
 from server.serving import TINY, Served
 from triton_omni.core.settings import RequestLimits
-from triton_omni.request.media import Video, VisionSizes, decode_audio, decode_video
+from triton_omni.request.media.audio import decode_audio
+from triton_omni.request.media.types import Video, VisionSizes
+from triton_omni.request.media.video import decode_video
 from triton_omni.session.engine import Sampling
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT
 from triton_omni.token2wav.noise import standard_normal

@@ -29,8 +29,8 @@ NO_IMAGE = "data:image/png;base64,bm90aGluZw=="
 LONG = "word " * 600
 PCM16_STEP = 1 / 32767
 LOAD_GENERATOR = """
-from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
-define_torchvision_operators()
+from triton_omni.checkpoint.transformers_setup import prepare_transformers
+prepare_transformers()
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()

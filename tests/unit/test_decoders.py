@@ -25,11 +25,12 @@ from processes import is_running, wait_for
 from triton_omni.core.errors import BadRequest, InternalError, OmniError, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaKind, MediaPart
-from triton_omni.request.media import Audio, Image, Video, decode, decode_media
+from triton_omni.request.media import decode
+from triton_omni.request.media.decode import decode_media
 from triton_omni.request.media.decoders import Decoders
 from triton_omni.request.media.killable import Crashed, ForkServer, KillableProcess, OutOfMemory, OutOfTime, Unwanted
 from triton_omni.request.media.sniffing import after_tags
-from triton_omni.request.media.types import VisionSizes
+from triton_omni.request.media.types import Audio, Image, Video, VisionSizes
 
 LIMITS = RequestLimits()
 LONG_S = 100.0
@@ -59,6 +60,14 @@ def process(server: ForkServer) -> Iterator[KillableProcess]:
     made = server.process(256 * MEBIBYTE)
     yield made
     made.kill()
+
+
+@pytest.fixture(scope="module")
+def hurried() -> Iterator[Decoders]:
+    """With a second for all media of a request."""
+    made = Decoders(LIMITS.model_copy(update={"max_decode_seconds": 1.0, "max_decode_bytes": 192 * MEBIBYTE}))
+    yield made
+    made.close()
 
 
 PARTS = [
@@ -110,12 +119,10 @@ def silence(seconds: int) -> bytes:
     return out.getvalue()
 
 
-def test_a_request_that_decodes_for_too_long_is_refused_and_the_next_one_is_not() -> None:
-    limited = Decoders(LIMITS.model_copy(update={"max_decode_seconds": 1.0}))
+def test_a_request_that_decodes_for_too_long_is_refused_and_the_next_one_is_not(hurried: Decoders) -> None:
     with pytest.raises(TooLarge, match=r"medium 1 \(audio\): .* more than 1 seconds of CPU time, .*max_decode_seconds"):
-        limited.decode([PARTS[0], MediaPart("audio", silence(290))], with_audio=False, is_wanted=always)
-    assert len(limited.decode(PARTS[:2], with_audio=False, is_wanted=always)) == 2
-    limited.close()
+        hurried.decode([PARTS[0], MediaPart("audio", silence(290))], with_audio=False, is_wanted=always)
+    assert len(hurried.decode(PARTS[:2], with_audio=False, is_wanted=always)) == 2
 
 
 TAGGED: tuple[tuple[MediaKind, Callable[[int], bytes]], ...] = (
@@ -143,13 +150,11 @@ def test_no_more_id3_tags_are_passed_over_than_an_encoder_writes(count: int) -> 
     assert after_tags(sound) == 1000
 
 
-def test_the_seconds_are_those_of_all_media_of_a_request() -> None:
-    limited = Decoders(LIMITS.model_copy(update={"max_decode_seconds": 1.0}))
+def test_the_seconds_are_those_of_all_media_of_a_request(hurried: Decoders) -> None:
     part = MediaPart("audio", silence(8))
-    assert limited.decode([part], with_audio=False, is_wanted=always)
+    assert hurried.decode([part], with_audio=False, is_wanted=always)
     with pytest.raises(TooLarge, match=r"medium [1-9]\d* \(audio\): .*send shorter, smaller or fewer files"):
-        limited.decode([part] * 40, with_audio=False, is_wanted=always)
-    limited.close()
+        hurried.decode([part] * 40, with_audio=False, is_wanted=always)
 
 
 def test_a_medium_that_takes_too_much_memory_is_refused_and_the_next_one_is_not() -> None:
@@ -194,27 +199,25 @@ HOSTILE: dict[str, tuple[MediaKind, Callable[[], bytes]]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_stays_within_its_budget_beside_another_request(name: str) -> None:
+def test_a_hostile_file_stays_within_its_budget_beside_another_request(hurried: Decoders, name: str) -> None:
     kind, make = HOSTILE[name]
-    limited = Decoders(LIMITS.model_copy(update={"max_decode_seconds": 1.0, "max_decode_bytes": 192 * MEBIBYTE}))
     part, found = MediaPart(kind, make()), list[object]()
 
     def decode() -> None:
         try:
-            found.extend(limited.decode([part], with_audio=True, is_wanted=always))
+            found.extend(hurried.decode([part], with_audio=True, is_wanted=always))
         except OmniError as error:
             found.append(error)
 
     before = resource.getrusage(resource.RUSAGE_SELF)
     thread = threading.Thread(target=decode)
     thread.start()
-    assert len(limited.decode(PARTS[:1], with_audio=False, is_wanted=always)) == 1
+    assert len(hurried.decode(PARTS[:1], with_audio=False, is_wanted=always)) == 1
     thread.join()
     after = resource.getrusage(resource.RUSAGE_SELF)
     assert isinstance(found[0], BadRequest | TooLarge | Image | Video), found
     assert after.ru_maxrss - before.ru_maxrss < (3 * len(part.data) >> 10) + (64 << 10)
     assert after.ru_utime - before.ru_utime < 1.5
-    limited.close()
 
 
 class TestProcess:
@@ -298,15 +301,13 @@ def _end_by(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_a_crash_refuses_one_medium_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Decoders(LIMITS)
+def test_a_crash_refuses_one_medium_alone(decoders: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
     crash = functools.partial(_crash_on, PARTS[1].data)
     monkeypatch.setattr("triton_omni.request.media.decode.decode_medium", crash)
     with pytest.raises(BadRequest, match=r"medium 1 \(audio\): its decoder crashed \(SIGSEGV\); the file is damaged"):
-        made.decode(PARTS[:2], with_audio=False, is_wanted=always)
+        decoders.decode(PARTS[:2], with_audio=False, is_wanted=always)
     monkeypatch.undo()
-    assert len(made.decode(PARTS[:2], with_audio=False, is_wanted=always)) == 2
-    made.close()
+    assert len(decoders.decode(PARTS[:2], with_audio=False, is_wanted=always)) == 2
 
 
 def _crash_on(data: bytes, part: MediaPart, *args: object, **options: object) -> Audio:
@@ -315,15 +316,15 @@ def _crash_on(data: bytes, part: MediaPart, *args: object, **options: object) ->
     return Audio(np.zeros(1, np.float32))
 
 
-def test_a_request_that_ends_is_refused_and_its_process_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Decoders(LIMITS)
+def test_a_request_that_ends_is_refused_and_its_process_gone(
+    decoders: Decoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("triton_omni.request.media.decode.decode_medium", _never_end)
     asked = iter([True] * 3 + [False])
     with pytest.raises(InternalError, match="nobody waits for medium 0 any more"):
-        made.decode(PARTS[:1], with_audio=False, is_wanted=lambda: next(asked))
+        decoders.decode(PARTS[:1], with_audio=False, is_wanted=lambda: next(asked))
     monkeypatch.undo()
-    assert len(made.decode(PARTS[:1], with_audio=False, is_wanted=always)) == 1
-    made.close()
+    assert len(decoders.decode(PARTS[:1], with_audio=False, is_wanted=always)) == 1
 
 
 def _never_end(*args: object, **options: object) -> None:
@@ -333,7 +334,7 @@ def _never_end(*args: object, **options: object) -> None:
 OWNER = """
 import functools, threading, time
 from triton_omni.request.media.killable import ForkServer
-server = ForkServer("triton_omni.request.media.decode")
+server = ForkServer("json")
 idle, busy = server.process(1 << 28), server.process(1 << 28)
 idle.run(time.time, 9.0, lambda: True)
 threading.Thread(target=busy.run, args=(functools.partial(time.sleep, 600), 9.0, lambda: True), daemon=True).start()

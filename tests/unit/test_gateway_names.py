@@ -16,7 +16,7 @@ from media_samples import audio_file, image_file
 from session_rig import finished, pipeline
 from triton_omni.core.errors import OmniError
 from triton_omni.core.settings import RequestLimits, TalkerEngineSettings, TalkerSettings
-from triton_omni.request.media import decode_media
+from triton_omni.request.media.decode import decode_media
 from triton_omni.request.parse import RawRequest, RequestDefaults, parse_request
 from triton_omni_client import Request, errors
 from triton_omni_gateway.errors import GatewayError, Naming, from_client

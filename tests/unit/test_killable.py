@@ -81,18 +81,23 @@ def test_what_this_process_lacks_is_not_told_of_the_other(
         process.run(os.getpid, LONG_S, always)
 
 
-@pytest.mark.parametrize("killed", ["idle", "the fork server", "both"])
-def test_processes_that_ended_between_requests_are_replaced(killed: str) -> None:
+@pytest.fixture(scope="module")
+def decoders() -> Iterator[Decoders]:
     made = Decoders(LIMITS)
-    made.decode(PARTS[:1], with_audio=False, is_wanted=always)
-    [idle] = made._idle
-    pids = {"idle": [idle.pid], "the fork server": [made._server.pid], "both": [made._server.pid, idle.pid]}[killed]
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("killed", ["idle", "the fork server", "both"])
+def test_processes_that_ended_between_requests_are_replaced(decoders: Decoders, killed: str) -> None:
+    decoders.decode(PARTS[:1], with_audio=False, is_wanted=always)
+    [idle], server = decoders._idle, decoders._server.pid
+    pids = {"idle": [idle.pid], "the fork server": [server], "both": [server, idle.pid]}[killed]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not idle.is_running)
-    assert len(made.decode(PARTS[:2], with_audio=False, is_wanted=always)) == 2
+    assert len(decoders.decode(PARTS[:2], with_audio=False, is_wanted=always)) == 2
     wait_for(lambda: not is_running(idle.pid))
-    made.close()
 
 
 def test_nothing_is_started_after_the_end() -> None:

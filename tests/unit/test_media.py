@@ -22,20 +22,14 @@ import media_samples as samples
 from triton_omni.core.errors import BadRequest, OmniError, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaPart
-from triton_omni.request.media import (
-    Audio,
-    PixelRange,
-    VisionSizes,
-    audio,
-    decode_audio,
-    decode_image,
-    decode_media,
-    decode_video,
-    sniff,
-)
+from triton_omni.request.media import audio
+from triton_omni.request.media.audio import decode_audio
+from triton_omni.request.media.decode import decode_media
+from triton_omni.request.media.image import decode_image
+from triton_omni.request.media.sniffing import sniff
 from triton_omni.request.media.timing import frame_count
-from triton_omni.request.media.types import smart_resize
-from triton_omni.request.media.video import resize_frame
+from triton_omni.request.media.types import Audio, PixelRange, VisionSizes, smart_resize
+from triton_omni.request.media.video import decode_video, resize_frame
 
 LIMITS = RequestLimits(
     max_image_pixels=1 << 20, max_audio_seconds=2.0, max_video_seconds=4.0, max_video_frames=8, max_video_pixels=1 << 22

@@ -15,9 +15,8 @@ from intakes import intakes
 from triton_omni.core.errors import BadRequest, OmniError, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaPart
-from triton_omni.request.media import Audio, Image, Video, VisionSizes
 from triton_omni.request.media.decoders import Decoders
-from triton_omni.request.media.types import image_of
+from triton_omni.request.media.types import Audio, Image, Video, VisionSizes, image_of
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import Features, ThinkerPlaced
 from triton_omni.thinker.media_cache import ENTRY_BYTES, MediaCache, MediaKey

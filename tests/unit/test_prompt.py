@@ -16,7 +16,7 @@ from special_tokens import SPECIALS
 from triton_omni.core.errors import BadRequest, InternalError
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaPart, Message, TextPart
-from triton_omni.request.media import Audio, Image, Video
+from triton_omni.request.media.types import Audio, Image, Video
 from triton_omni.request.parse import RawRequest, RequestDefaults, parse_request
 from triton_omni.thinker.prompt import (
     DEFAULT_SYSTEM_PROMPT,

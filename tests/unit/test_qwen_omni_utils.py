@@ -18,10 +18,11 @@ import pytest
 import media_samples as samples
 from triton_omni.core.errors import BadRequest
 from triton_omni.core.settings import RequestLimits
-from triton_omni.request.media import PixelRange, VisionSizes, decode_audio, decode_image, decode_video
+from triton_omni.request.media.audio import decode_audio
+from triton_omni.request.media.image import decode_image
 from triton_omni.request.media.timing import frame_count
-from triton_omni.request.media.types import smart_resize
-from triton_omni.request.media.video import resize_frame
+from triton_omni.request.media.types import PixelRange, VisionSizes, smart_resize
+from triton_omni.request.media.video import decode_video, resize_frame
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "qwen_omni_utils.json").read_text(encoding="utf-8"))
 LIMITS, SIZES = RequestLimits(), VisionSizes()

@@ -19,8 +19,12 @@ from media_samples import encoded_sound
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaPart
-from triton_omni.request.media import Video, audio, decode_audio, decode_media, decode_video, sniff
-from triton_omni.request.media.types import VisionSizes
+from triton_omni.request.media import audio
+from triton_omni.request.media.audio import decode_audio
+from triton_omni.request.media.decode import decode_media
+from triton_omni.request.media.sniffing import sniff
+from triton_omni.request.media.types import Video, VisionSizes
+from triton_omni.request.media.video import decode_video
 
 LIMITS = RequestLimits()
 SECONDS = 6

@@ -15,7 +15,7 @@ from training.world import scenes
 from training.world.scenes import Scene, Thing
 from training.world.words import PAINTS, SHAPES
 
-from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
+from triton_omni.checkpoint.transformers_setup import prepare_transformers
 
 
 def thing(shape: str, color: str, x: float, y: float, to_x: float | None = None) -> Thing:
@@ -28,7 +28,7 @@ def scene(*things: Thing, layout: str = "one", move: str = "still") -> Scene:
 
 @pytest.mark.parametrize(("height", "width"), [(168, 168), (140, 168), (196, 112)])
 def test_picture_patches_are_those_of_the_processor(height: int, width: int) -> None:
-    define_torchvision_operators()
+    prepare_transformers()
     from transformers import Qwen2VLImageProcessor
 
     table = render.scene_table([scenes.picture(random.Random(seed)) for seed in range(3)])
@@ -43,7 +43,7 @@ def test_picture_patches_are_those_of_the_processor(height: int, width: int) -> 
 
 
 def test_video_patches_are_those_of_the_processor() -> None:
-    define_torchvision_operators()
+    prepare_transformers()
     from transformers import Qwen2VLVideoProcessor
 
     table = render.scene_table([scenes.video(random.Random(1))])

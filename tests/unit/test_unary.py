@@ -30,7 +30,7 @@ from triton_omni.session.stage_board import StageBoard
 from triton_omni.stub import unary
 from triton_omni.stub.unary import UnaryModel, asked_timeout_s, to_message
 
-WAIT_S = 5.0
+WAIT_S = 30.0
 INFO = json.dumps({"sample_rate": 24000, "seed": 1})
 
 
@@ -310,6 +310,7 @@ def test_a_stream_that_nobody_ends_is_ended_after_the_deadline(serve, monkeypatc
 
     model, ensemble = serve(infer, max_requests=1, table="table")
     board = StageBoard("table")
+    usual_s = model._timeout_s
     if asked == "the default":
         model._timeout_s = 0.3
     inputs = [text_tensor("sampling_parameters", '{"timeout": 0.3}')] if asked == "sampling_parameters" else []
@@ -317,7 +318,7 @@ def test_a_stream_that_nobody_ends_is_ended_after_the_deadline(serve, monkeypatc
     assert error.message() == "timeout: 0.3 s have passed [omni:timeout;stage=unary]"
     wait_for(lambda: len(ensemble.cancelled) == 1)
     wait_for(lambda: not board.leaves_open("unary"))
-    ensemble.infer = speaking
+    ensemble.infer, model._timeout_s = speaking, usual_s
     assert reply(ask(model))["text_output"] == b"Hello", "the only place is free"
     over.set()
     board.close()

@@ -16,8 +16,9 @@ import torch
 import media_samples as samples
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import RequestLimits
-from triton_omni.request.media import PixelRange, Video, VisionSizes, decode_video
 from triton_omni.request.media.timing import Timeline
+from triton_omni.request.media.types import PixelRange, Video, VisionSizes
+from triton_omni.request.media.video import decode_video
 
 LIMITS = RequestLimits()
 SMALL = VisionSizes(frame=PixelRange(28 * 28, 768 * 28 * 28))

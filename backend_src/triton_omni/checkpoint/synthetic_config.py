@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
+from triton_omni.checkpoint.transformers_setup import prepare_transformers
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5OmniConfig
@@ -103,7 +103,7 @@ def vocabulary(size: Size) -> Vocabulary:
 
 def omni_config(size: Size) -> Qwen2_5OmniConfig:
     """The whole HF configuration of a synthetic checkpoint; sizes '3b' and '7b' are the published ones."""
-    define_torchvision_operators()
+    prepare_transformers()
     from transformers import Qwen2_5OmniConfig
 
     vocab = vocabulary(size)

@@ -17,7 +17,7 @@ from cachetools import LRUCache
 
 from triton_omni.core.metrics import Metric
 from triton_omni.request.chat import MediaKind, MediaPart
-from triton_omni.request.media import Audio, Medium, Video, VisionSizes
+from triton_omni.request.media.types import Audio, Medium, Video, VisionSizes
 from triton_omni.session.engine import Features
 
 ENTRY_BYTES: Final = 4096

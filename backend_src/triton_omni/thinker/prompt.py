@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 from triton_omni.core.errors import BadRequest, InternalError
 from triton_omni.request.chat import MediaKind, Message, TextPart
-from triton_omni.request.media import Audio, Image, Medium, Video
 from triton_omni.request.media.timing import FRAME_FACTOR
+from triton_omni.request.media.types import Audio, Image, Medium, Video
 from triton_omni.request.parse import OmniRequest
 from triton_omni.session.engine import ThinkerPrompt
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triton_omni.checkpoint.facts import SoundWindow
-from triton_omni.request.media import Audio, Medium, VisionSizes
 from triton_omni.request.media.decoders import Decoders
 from triton_omni.request.media.killable import IsWanted
+from triton_omni.request.media.types import Audio, Medium, VisionSizes
 from triton_omni.request.parse import OmniRequest
 from triton_omni.session.engine import Features, SoundContext
 from triton_omni.thinker.media_cache import MediaCache, MediaKey

@@ -12,7 +12,7 @@ import importlib.util
 import locale
 import os
 
-from triton_omni.checkpoint.torchvision_ops import define_torchvision_operators
+from triton_omni.checkpoint.transformers_setup import prepare_transformers
 from triton_omni.core.cache_folder import cache_folder
 
 SUPPORTED_VLLM = "0.32.0"
@@ -71,7 +71,7 @@ def _check_version() -> None:
 
 _check_version()
 _prepare_environment()
-define_torchvision_operators()
+prepare_transformers()
 
 try:
     from vllm import ModelRegistry, SamplingParams
