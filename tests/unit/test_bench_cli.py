@@ -105,6 +105,8 @@ def test_plots_name_the_checkpoint_the_server_and_the_day() -> None:
     assert subtitle(Report(environment, {})) == "NVIDIA H200 · Qwen/Qwen2.5-Omni-7B · Triton 2.51.0 · 2026-11-24"
     environment["server"] = {"version": "2.51.0"}  # a report of before
     assert subtitle(Report(environment, {})) == "NVIDIA H200 · Triton 2.51.0 · 2026-11-24"
+    environment["gpus"] = ["NVIDIA H200", "NVIDIA H200"]
+    assert subtitle(Report(environment, {})).startswith("2 × NVIDIA H200 · Triton")  # noqa: RUF001 - as in print
 
 
 @pytest.mark.parametrize(

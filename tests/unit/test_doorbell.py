@@ -11,7 +11,7 @@ import pytest
 from triton_omni.link.doorbell import Doorbell, DoorbellRinger
 from triton_omni.session import server_folder
 
-WAIT_S = 5.0
+WAIT_S = 30.0
 RING = """
 import pathlib, sys
 from triton_omni.session import server_folder

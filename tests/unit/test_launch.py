@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 ARGS = {"model_instance_device_id": "0"}
-WAIT_S = 5.0
+WAIT_S = 30.0
 
 
 class Config:

@@ -10,7 +10,7 @@ import torch
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 
 CPU = torch.device("cpu")
-WAIT_S = 5.0
+WAIT_S = 30.0
 COMMAND_S = 0.002
 
 

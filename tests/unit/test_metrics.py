@@ -15,7 +15,7 @@ from triton_omni.stub.metric_families import FAMILIES
 from triton_omni.stub.metrics import StageMetrics
 from triton_omni.stub.tensors import LinkCounter
 
-WAIT_S = 5.0
+WAIT_S = 30.0
 
 
 class Stats:

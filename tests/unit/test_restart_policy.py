@@ -20,7 +20,7 @@ from triton_omni.supervisor import restart
 from triton_omni.supervisor.model_control import ModelControlError
 from triton_omni.supervisor.restart import MODELS, RestartPolicy, Silence, StageRestarter, Starts
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 QUICK = RestartPolicy(first_wait_s=0.0)
 PROCESSES = {model: process for process, model in MODELS.items()}
 

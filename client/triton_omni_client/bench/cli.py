@@ -8,6 +8,7 @@ interrupted: what was measured until then is reported.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -160,7 +161,8 @@ def _conclude(report: Report, out: Console, written: ReportOptions) -> None:
 
 def subtitle(report: Report) -> str:
     """Return the plots' line about the origin of their figures."""
-    parts = list(report.environment.get("gpus", []))
+    gpus = Counter(report.environment.get("gpus", []))
+    parts = [gpu if count == 1 else f"{count} × {gpu}" for gpu, count in gpus.items()]  # noqa: RUF001 - as in print
     if server := report.environment.get("server"):
         parts += [checkpoint] if (checkpoint := server.get("checkpoint")) else []
         parts.append(f"Triton {server['version']}")

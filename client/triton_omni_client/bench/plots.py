@@ -148,10 +148,10 @@ def free_side(heights: Sequence[float], at: int, above: int) -> int:
 
 
 def _scale(axes: Axes, loads: Sequence[float], heights: Sequence[float]) -> None:
-    """Ticks at the loads measured; logarithmic where values lie far apart, else from zero."""
+    """Ticks at the loads or turns; logarithmic where values lie far apart, but for turns, which follow each other."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    if _far_apart(loads):
+    if _far_apart(loads) and list(loads) != list(range(1, len(loads) + 1)):
         axes.set_xscale("log")
         axes.minorticks_off()
     axes.margins(x=_ROOM)
