@@ -193,7 +193,7 @@ class RowTap:
             followed = self._followed.get(request_id)
             if followed is not None and first < len(followed.media):
                 parts.append(begin + np.flatnonzero(followed.media[first : first + end - begin]))
-        return np.concatenate(parts)
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def plan(
         self, request_ids: list[str], starts: NDArray[np.integer[Any]], bounds: NDArray[np.integer[Any]]
