@@ -166,6 +166,7 @@ def main(
     torch_compile: Annotated[bool, typer.Option(help="compiled networks, in plain vLLM too")] = False,
     fused_decode: Annotated[bool, typer.Option(help="our fused decode steps, where they can be")] = True,
     steady_decode: Annotated[bool, typer.Option(help="our thinker's steps laid out from the ones before")] = True,
+    prefix_caching: Annotated[bool, typer.Option(help="our thinker keeps prompts, of which none is found")] = False,
     quantization: Annotated[Quantization, typer.Option(help="of both thinkers")] = "none",
 ) -> None:
     """Time each stage alone, against plain vLLM and HF in the same run."""
@@ -194,6 +195,7 @@ def main(
         torch_compile=torch_compile,
         fused_decode=fused_decode,
         steady_decode=steady_decode,
+        prefix_caching=prefix_caching,
         quantization=quantization,
     )
     run = Run(plan, sys.argv)

@@ -27,7 +27,7 @@ from triton_omni.vllm_hooks.shared.compat import LLMEngine, RequestOutputKind, S
 from triton_omni.vllm_hooks.thinker.engine import ThinkerVllmEngine
 
 from .figures import milliseconds
-from .own_decoders import OwnEngine
+from .own_decoders import OwnEngine, salted
 from .plan import Plan
 from .vllm_decoders import engine_facts, plain_thinker_arguments
 
@@ -62,12 +62,15 @@ class OwnFirstTokens(OwnEngine[ThinkerVllmEngine]):
     """Our engine, with the rows that speech is made of."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        settings = ThinkerSettings(engine=_engine(plan), quantization=plan.quantization)
+        settings = ThinkerSettings(
+            engine=_engine(plan), prefix_caching=plan.prefix_caching, quantization=plan.quantization
+        )
         super().__init__(ThinkerVllmEngine(Path(plan.model), settings, device))
+        self._plan = plan
 
     def first_token(self, prompt: ThinkerPrompt, number: int) -> None:
         """Prepare, add, and step until it is there."""
-        placed = self._engine.prepare(prompt)
+        placed = self._engine.prepare(salted(prompt, self._plan))
         self._engine.add_sequence(str(number), placed, Sampling(max_tokens=1), want_rows=True)
         while not any(output.token_ids for output in self._engine.step()):
             if not self._engine.has_work():

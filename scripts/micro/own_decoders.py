@@ -7,6 +7,8 @@ A drawn end id must not end a measurement: random weights draw any id. Plain vLL
 from __future__ import annotations
 
 import random
+import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -45,6 +47,11 @@ def sampling_of(mode: Mode, tokens: int, seed: int) -> Sampling:
 def engine_settings(plan: Plan) -> dict[str, Any]:
     """Return the settings that ours and plain vLLM share, and those that only ours have."""
     return shared_settings(plan).model_dump() | {"fused_decode": "auto" if plan.fused_decode else False}
+
+
+def salted(prompt: ThinkerPrompt, plan: Plan) -> ThinkerPrompt:
+    """The prompt of a caller who has asked nothing before, where prompts are kept."""
+    return replace(prompt, cache_salt=secrets.token_hex()) if plan.prefix_caching else prompt
 
 
 EngineT = TypeVar("EngineT", bound=ThinkerVllmEngine | TalkerVllmEngine)
@@ -91,6 +98,7 @@ class ThinkerDecoder(_OwnDecoder[ThinkerVllmEngine]):
             engine=EngineSettings(**engine_settings(plan)),
             quantization=plan.quantization,
             steady_decode=plan.steady_decode,
+            prefix_caching=plan.prefix_caching,
         )
         super().__init__(ThinkerVllmEngine(Path(plan.model), settings, device))
         self._engine._end_ids = []
@@ -101,7 +109,7 @@ class ThinkerDecoder(_OwnDecoder[ThinkerVllmEngine]):
         numbers = random.Random(0)
         for number in range(batch):
             ids = tuple(numbers.randrange(self._ordinary_ids) for _ in range(self._plan.prompt_tokens))
-            placed = self._engine.prepare(ThinkerPrompt(ids), max_tokens=tokens)
+            placed = self._engine.prepare(salted(ThinkerPrompt(ids), self._plan), max_tokens=tokens)
             self._engine.add_sequence(str(number), placed, sampling_of(mode, tokens, number), want_rows=True)
             self._keys.append(str(number))
 

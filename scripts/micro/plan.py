@@ -52,6 +52,8 @@ class Plan:
     """Our fused decode steps, where they can be; plain vLLM has none."""
     steady_decode: bool = True
     """Our thinker's decode steps laid out from the ones before."""
+    prefix_caching: bool = False
+    """Our thinker keeps what it computed of prompts. Nothing timed finds any of it: the time is that of keeping."""
     quantization: Quantization = "none"
     """Number format of both thinkers."""
 

@@ -26,13 +26,14 @@ RELATIVE_ERROR = 0.02
 TOKENS = 40
 
 
-def thinker(checkpoint: Path, **engine: Any) -> Any:
+def thinker(checkpoint: Path, *, prefix_caching: bool = False, **engine: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from triton_omni.vllm_hooks.thinker.engine import ThinkerVllmEngine
 
         sizes = EngineSettings(max_num_seqs=4, max_model_len=1024, max_num_batched_tokens=512, threads=1, **engine)
-        return ThinkerVllmEngine(checkpoint, ThinkerSettings(engine=sizes), DEVICE)
+        settings = ThinkerSettings(engine=sizes, prefix_caching=prefix_caching)
+        return ThinkerVllmEngine(checkpoint, settings, DEVICE)
 
 
 def replies(
@@ -69,6 +70,31 @@ def test_thinker_rows_of_a_reply(tiny_checkpoint: Path, hf: HfReference, tempera
         kept = min(same, len(rows))
         error = float((ours_rows[:kept] - rows[:kept]).norm() / rows[:kept].norm())
         assert 0 < error < RELATIVE_ERROR, (key, error)
+
+
+def test_rows_that_are_kept_are_those_that_were_given(tiny_checkpoint: Path, hf: HfReference) -> None:
+    engine = thinker(tiny_checkpoint, prefix_caching=True)
+    sampling = Sampling(max_tokens=TOKENS, min_tokens=TOKENS, temperature=0.0)
+
+    def turn(ids: tuple[int, ...], salt: str, *, spoken: bool = True) -> tuple[tuple[int, ...], list[Tensor], int]:
+        placed = engine.prepare(ThinkerPrompt(ids, cache_salt=salt))
+        engine.add_sequence(salt, placed, sampling, want_rows=spoken)
+        outputs = []
+        while engine.has_work():
+            outputs += engine.step()
+        tokens = tuple(token for output in outputs for token in output.token_ids)
+        rows = [output.rows.float().cpu() for output in outputs if output.rows is not None]
+        return tokens, rows, max(output.cached_tokens for output in outputs)
+
+    prompt = tuple(hf.processor.tokenizer("Tell me about the sea. " * 12)["input_ids"])
+    tokens, given, _ = turn(prompt, "spoken")
+    silent, none, _ = turn(prompt, "silent", spoken=False)
+    assert (silent, none) == (tokens, [])
+    for salt in ("spoken", "silent"):
+        _, rows, cached = turn((*prompt, *tokens, *prompt[:5]), salt)
+        assert cached > len(prompt)
+        assert torch.equal(torch.cat(rows)[:cached], torch.cat(given)[:cached])
+    engine.close()
 
 
 @on_gpu

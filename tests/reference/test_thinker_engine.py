@@ -392,7 +392,7 @@ def test_a_state_that_is_not_finite_fails_its_own_sequence_alone(
 ) -> None:
     prompts = {"bad": ask(hf, QUESTIONS[1]), **{text: ask(hf, text) for text in QUESTIONS[:4]}}
     wanting = {*QUESTIONS, "bad"} if want_rows else set(QUESTIONS)
-    with poisoned(engine, "bad", "embed_input_ids"):
+    with poisoned(engine, "bad"):
         answers = run(engine, prompts, want_rows=wanting)
     assert [output.error for output in answers["bad"].outputs] == ["a hidden state is not finite (NaN or infinity)"]
     assert not answers["bad"].token_ids
@@ -403,7 +403,7 @@ def test_a_state_that_is_not_finite_fails_its_own_sequence_alone(
 def test_cache_blocks_of_a_failed_sequence_do_not_harm_the_next(
     engine: Any, hf: HfReference, expected: dict[str, ThinkerResult]
 ) -> None:
-    with poisoned(engine, "bad", "embed_input_ids"):
+    with poisoned(engine, "bad"):
         run(engine, {f"bad{number}": ask(hf, QUESTIONS[3]) for number in range(8)})
     answers = run(engine, {text: ask(hf, text) for text in QUESTIONS})
     for text in QUESTIONS:
@@ -540,7 +540,7 @@ def test_sequences_that_end_while_a_step_is_ahead_leave_nothing(
     answers = {text: Answer() for text in QUESTIONS[:3]}
     for text in answers:
         async_engine.add_sequence(text, async_engine.prepare(ask(hf, text)), REPLY, want_rows=True)
-    with poisoned(async_engine, "bad", "embed_input_ids"):
+    with poisoned(async_engine, "bad"):
         answers["bad"] = Answer()
         async_engine.add_sequence("bad", async_engine.prepare(ask(hf, QUESTIONS[4])), REPLY, want_rows=True)
         while len(answers[QUESTIONS[1]].token_ids) < 5:

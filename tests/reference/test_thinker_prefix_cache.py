@@ -261,7 +261,7 @@ def test_the_end_of_one_leaves_what_another_shares(engine: Any, hf: HfReference,
     assert min(found.values()) > 0
     if end == "abort":
         engine.abort("goes")
-    with poisoned(engine, "goes" if end == "fail" else "nobody", "forward"):
+    with poisoned(engine, "goes" if end == "fail" else "nobody"):
         drain(engine, answers)
     assert_equals_hf(answers["stays"], expected)
     if end == "fail":
@@ -274,7 +274,7 @@ def test_the_end_of_one_leaves_what_another_shares(engine: Any, hf: HfReference,
 def test_nothing_after_a_row_that_is_not_finite_is_hit(engine: Any, hf: HfReference, spoken: bool) -> None:
     talk = Talk(hf)
     placed = engine.prepare(talk.ask("a question of more than one block, so that there is something to keep"))
-    with poisoned(engine, "bad", "forward"), hits(engine) as found:
+    with poisoned(engine, "bad"), hits(engine) as found:
         answers = run(engine, {"bad": placed}, TURN, want_rows=spoken)
         assert answers["bad"].last.error == NOT_FINITE
         assert run(engine, {"again": placed}, TURN)["again"].last.error is None
@@ -290,7 +290,7 @@ def test_a_failed_turn_keeps_the_blocks_before_its_last_sound_row(engine: Any, h
     placed = engine.prepare(talk.ask("a question of more than one block, so that there is something to keep"))
     engine.add_sequence("fails", placed, TURN, want_rows=True)
     step_until_told(engine, answers, "fails", 3)
-    with poisoned(engine, "fails", "forward"):
+    with poisoned(engine, "fails"):
         drain(engine, answers)
     assert answers["fails"].last.error == NOT_FINITE
     with hits(engine) as found:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from triton_omni.vllm_hooks.thinker.hidden_rows import Kept
 from triton_omni.vllm_hooks.thinker.hidden_rows import finish as finish_plainly
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,6 +79,17 @@ def test_rows_and_flags_of_a_step_are_those_of_plain_operations(tokens: int, row
     # Triton's interpreter cuts bfloat16 off where a GPU rounds.
     is_cut = DEVICE.type == "cpu" and dtype == torch.bfloat16
     torch.testing.assert_close(taken, expected, rtol=2**-7 if is_cut else 0, atol=0)
+
+
+@pytest.mark.parametrize(("tokens", "rows", "width"), [(1, 1, 100), (9, 6, 100), (3, 3, 128)])
+def test_rows_are_kept_at_their_slots(tokens: int, rows: int, width: int) -> None:
+    from triton_omni.vllm_hooks.kernels.thinker_step import finish
+
+    hidden, taken = random(tokens, width), random(rows, width, seed=1)
+    table, slots = random(4 * MOST, width, seed=2), torch.randperm(4 * MOST)[:rows].to(DEVICE)
+    expected = table.clone()
+    finish(taken, hidden, Kept(table, slots))
+    assert torch.equal(table, expected.index_copy_(0, slots, taken))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

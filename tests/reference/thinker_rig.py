@@ -132,13 +132,13 @@ def engine_of(
 
 
 @contextmanager
-def poisoned(engine: Any, key: str, method: str) -> Iterator[None]:
-    """NaN in all that a method of the model gives for the tokens of one sequence, from now on.
+def poisoned(engine: Any, key: str) -> Iterator[None]:
+    """NaN in the embeddings of one sequence's tokens from now on, as a broken encoder would give them.
 
-    `embed_input_ids`: as a broken encoder would give it; a recorded step reads it too. `forward`: the hidden states.
+    A recorded step reads them too. It does not call the network's `forward`, so nothing can be poisoned there.
     """
     runner = engine._runner
-    given = getattr(runner.get_model(), method)
+    given = runner.get_model().embed_input_ids
 
     def poison(*arguments: Any, **named: Any) -> torch.Tensor:
         tokens: torch.Tensor = given(*arguments, **named).clone()
@@ -149,7 +149,7 @@ def poisoned(engine: Any, key: str, method: str) -> Iterator[None]:
         return tokens
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner.get_model(), method, poison)
+        patch.setattr(runner.get_model(), "embed_input_ids", poison)
         yield
 
 

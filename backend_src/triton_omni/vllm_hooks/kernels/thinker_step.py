@@ -116,7 +116,7 @@ def begin_step(drawn: Tensor, table: Tensor, inputs: Tensor, places: Places, uni
 
 
 @triton.jit(do_not_specialize=["count"])
-def _finish(hidden, rows, finite, count, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def _finish(hidden, rows, finite, table, slots, count, KEEPS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
     token = tl.program_id(0)
     columns = tl.arange(0, TILE)
     inside = columns < WIDTH
@@ -127,14 +127,27 @@ def _finish(hidden, rows, finite, count, WIDTH: tl.constexpr, TILE: tl.constexpr
     if token < count:
         row = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32) + state
         tl.store(rows + at, row.to(rows.dtype.element_ty), mask=inside)
+        if KEEPS:
+            kept = tl.load(slots + token) * WIDTH + columns
+            tl.store(table + kept, row.to(rows.dtype.element_ty), mask=inside)
 
 
-def finish(rows: Tensor | None, hidden: Tensor) -> Tensor:
+def finish(rows: Tensor | None, hidden: Tensor, kept: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """`hidden_rows.finish` by one kernel, which writes to the host's memory itself."""
     width, host = hidden.shape[1], torch.empty(hidden.shape[0], dtype=torch.bool, pin_memory=hidden.is_cuda)
     count = 0 if rows is None else rows.shape[0]
     target = hidden if rows is None else rows
+    table, slots = (target, target) if kept is None else kept
     _finish[(hidden.shape[0],)](
-        hidden.contiguous(), target, host, count, WIDTH=width, TILE=triton.next_power_of_2(width), num_warps=8
+        hidden.contiguous(),
+        target,
+        host,
+        table,
+        slots,
+        count,
+        KEEPS=kept is not None,
+        WIDTH=width,
+        TILE=triton.next_power_of_2(width),
+        num_warps=8,
     )
     return host

@@ -40,6 +40,7 @@ class PrefixCacheMixin(_Scheduler):
         self._early: dict[str, int] = {}
         """Counts of `verify` that go beyond the known ids: without its ids a block has no hash."""
         coordinator = self.kv_cache_manager.coordinator
+        (self._of_sequences,) = coordinator.single_type_managers
         self._enter_blocks = coordinator.cache_blocks
         # vLLM's own calls, as it allocates blocks and as it takes a step's ids.
         coordinator.cache_blocks = lambda *_: None  # type: ignore[method-assign]
@@ -50,10 +51,16 @@ class PrefixCacheMixin(_Scheduler):
         request = self.requests.get(request_id)
         if request is None or request.status != RequestStatus.RUNNING or not self._may_share(request):
             return False
-        self._enter_blocks(request, min(tokens, request.num_tokens))
-        if tokens > request.num_tokens:
-            self._early[request_id] = tokens
+        # It is told of each step, of which few complete a block.
+        if tokens // self.block_size > self._entered(request_id):
+            self._enter_blocks(request, min(tokens, request.num_tokens))
+            if tokens > request.num_tokens:
+                self._early[request_id] = tokens
         return True
+
+    def _entered(self, request_id: str) -> int:
+        """Number of a sequence's blocks that are in the cache, or were when it began with them."""
+        return self._of_sequences.num_cached_block.get(request_id, 0)
 
     def _may_share(self, request: Request) -> bool:
         return request.cache_salt is not None
@@ -79,6 +86,5 @@ class PrefixCacheMixin(_Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _free_request_blocks(self, request: Request) -> None:
-        (manager,) = self.kv_cache_manager.coordinator.single_type_managers
-        self.kept[request.request_id] = manager.num_cached_block.get(request.request_id, 0)
+        self.kept[request.request_id] = self._entered(request.request_id)
         super()._free_request_blocks(request)

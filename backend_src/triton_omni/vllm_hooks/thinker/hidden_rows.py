@@ -63,6 +63,15 @@ class StepRows:
         return self.ready is None or bool(self.ready.query())  # type: ignore[no-untyped-call]
 
 
+class Kept(NamedTuple):
+    """Where rows of a step are also kept."""
+
+    table: Tensor
+    """[slots, H], of the rows' dtype."""
+    slots: Tensor
+    """int64 [n], the place of each row in it."""
+
+
 @dataclass(frozen=True)
 class GatherPlan:
     """Tokens of a batch that become rows: `indices` int64 [n], ascending, and `zeroed` bool [n] without their
@@ -99,6 +108,10 @@ class GatherPlan:
             return taken
         taken.add_(self._take(hidden))
         return None
+
+    def select(self, rows: Tensor) -> Tensor | None:
+        """Return the rows [n, H] of those of all tokens [tokens of the batch, H]; a view where they are the first."""
+        return self._take(rows) if len(self.indices) else None
 
     @property
     def _are_first(self) -> bool:
@@ -137,7 +150,7 @@ class RowTap:
 
     def __init__(self) -> None:
         self._followed: dict[str, _Followed] = {}
-        self.finish: Callable[[Tensor | None, Tensor], Tensor] = finish
+        self.finish: Callable[[Tensor | None, Tensor, Kept | None], Tensor] = finish
         """Replacement of `finish`."""
         self.steps: deque[StepRows] = deque()
 
@@ -180,7 +193,7 @@ class RowTap:
             followed = self._followed.get(request_id)
             if followed is not None and first < len(followed.media):
                 parts.append(begin + np.flatnonzero(followed.media[first : first + end - begin]))
-        return np.concatenate(parts)
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def plan(
         self, request_ids: list[str], starts: NDArray[np.integer[Any]], bounds: NDArray[np.integer[Any]]
@@ -222,22 +235,34 @@ class RowTap:
 
         Source: `Qwen2_5OmniForConditionalGeneration.generate` of transformers.
         """
-        finite = self.finish(plan.complete_apart(taken, hidden), hidden)
+        finite = self.finish(plan.complete_apart(taken, hidden), hidden, None)
         self.steps.append(StepRows(plan.segments, taken, finite, record_event(hidden.device)))
 
+    def record_kept(self, plan: GatherPlan, embeddings: Tensor, hidden: Tensor, kept: Kept) -> None:
+        """Do as `record`, and keep the rows of all tokens of the batch, whether they are wanted or not.
 
-def finish(rows: Tensor | None, hidden: Tensor) -> Tensor:
+        Args:
+            embeddings: [tokens of the batch, H], zero at media; overwritten with the rows.
+        """
+        finite = self.finish(embeddings, hidden, kept)
+        self.steps.append(StepRows(plan.segments, plan.select(embeddings), finite, record_event(hidden.device)))
+
+
+def finish(rows: Tensor | None, hidden: Tensor, kept: Kept | None = None) -> Tensor:
     """Add the first hidden states to `rows`, and see which of all are finite.
 
     Args:
         rows: [n, H] in place, n <= N; None = there are none to complete.
         hidden: [N, H], same device and dtype.
+        kept: where to copy the completed rows, if there are some.
 
     Returns:
         bool [N] on the host, valid once the device has come so far: whether there is no NaN or infinity.
     """
     if rows is not None:
         rows.add_(hidden[: rows.shape[0]])
+        if kept is not None:
+            kept.table.index_copy_(0, kept.slots, rows)
     # Three kernels instead of the five of `isfinite` and `all`; NaN is the largest of any row that has it.
     return to_host(hidden.abs().amax(dim=1) < float("inf"))
 
@@ -269,10 +294,16 @@ class HiddenRowsMixin(_Runner):
         if not self._gives_rows:
             return super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
         plan = self.row_tap.plan(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
-        taken = plan.take_embeddings(inputs_embeds)
+        taken = self._take_embeddings(plan, inputs_embeds)
         hidden = super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
-        self.row_tap.record(plan, taken, hidden)
+        self._record_rows(plan, taken, hidden)
         return hidden
+
+    def _take_embeddings(self, plan: GatherPlan, inputs_embeds: Tensor) -> Tensor | None:
+        return plan.take_embeddings(inputs_embeds)
+
+    def _record_rows(self, plan: GatherPlan, taken: Tensor | None, hidden: Tensor) -> None:
+        self.row_tap.record(plan, taken, hidden)
 
 
 def _extend(runs: list[tuple[int, int]], begin: int, end: int) -> None:

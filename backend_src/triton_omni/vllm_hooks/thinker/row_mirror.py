@@ -8,20 +8,14 @@ nor an eviction besides vLLM's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from triton_omni.core.streams import record_event, to_device, to_host
-from triton_omni.vllm_hooks.shared.compat import GPUModelRunner
-from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap, Segment, StepRows
-
-if TYPE_CHECKING:
-    _Runner = GPUModelRunner
-else:
-    _Runner = object
+from triton_omni.vllm_hooks.thinker.hidden_rows import GatherPlan, HiddenRowsMixin, Kept, Segment, StepRows
 
 
 class RowMirror:
@@ -35,16 +29,6 @@ class RowMirror:
     def __init__(self, blocks: int, block_size: int, like: Tensor) -> None:
         self.rows = like.new_zeros(blocks * block_size, like.shape[-1])
         self._block_size = block_size
-
-    def write(self, slots: Tensor, embeddings: Tensor, hidden: Tensor) -> None:
-        """Keep the rows of a step's tokens.
-
-        Args:
-            slots: int64 [N], of the cache.
-            embeddings: [N, H], zero at media; overwritten.
-            hidden: [N, H], the last hidden states.
-        """
-        self.rows.index_copy_(0, slots, embeddings.add_(hidden))
 
     def read(self, parts: Sequence[Segment], blocks: Sequence[Sequence[int]]) -> StepRows:
         """Rows of sequences' cached tokens, as a step gives them, each flagged by itself.
@@ -63,38 +47,47 @@ class RowMirror:
         return np.asarray(blocks)[positions // self._block_size] * self._block_size + positions % self._block_size
 
 
-class RowMirrorMixin(_Runner):
-    """Keeps the mirror where there is a prefix cache. Put it before `HiddenRowsMixin` in the bases.
+class RowMirrorMixin(HiddenRowsMixin):
+    """Keeps the mirror where there is a prefix cache.
 
-    A step's rows are written outside of what is recorded: a clone and three small kernels a step.
+    A step's rows are written outside of what is recorded, by the kernel that completes them. So a decode step of
+    sequences that want their rows launches nothing more than one without a mirror.
     """
 
     mirror: RowMirror | None = None
-
-    if TYPE_CHECKING:
-        row_tap: RowTap
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache, and the mirror on the rank that gives rows."""
         super().initialize_kv_cache(*args, **kwargs)
         if self.cache_config.enable_prefix_caching and not self.parallel_config.rank:
-            config = self.kv_cache_config
+            config, inputs = self.kv_cache_config, self.inputs_embeds.gpu
             (group,) = config.kv_cache_groups
-            self.mirror = RowMirror(config.num_blocks, group.kv_cache_spec.block_size, self.inputs_embeds.gpu)
+            self.mirror = RowMirror(config.num_blocks, group.kv_cache_spec.block_size, inputs)
+            # Compiled here where it is a kernel; all of this is zero and stays so.
+            first = Kept(self.mirror.rows, torch.zeros(1, dtype=torch.int64, device=inputs.device))
+            self.row_tap.finish(torch.zeros_like(inputs[:1]), torch.zeros_like(inputs[:1]), first)
 
     def _model_forward(self, *args: Any, **named: Any) -> Any:
-        inputs_embeds: Tensor | None = named.get("inputs_embeds")
-        mirror, batch, bounds = self.mirror, self.input_batch, self.query_start_loc.np
-        if mirror is None or inputs_embeds is None:
-            return super()._model_forward(*args, **named)
-        starts, count = batch.num_computed_tokens_cpu, int(bounds[len(batch.req_ids)])
-        if parts := self.row_tap.skipped(batch.req_ids, starts):
+        batch = self.input_batch
+        if self.mirror is not None and (parts := self.row_tap.skipped(batch.req_ids, batch.num_computed_tokens_cpu)):
             blocks = [self.requests[part.request_id].block_ids[0] for part in parts]
-            self.row_tap.steps.append(mirror.read(parts, blocks))
-        # The network adds its residual stream into the very buffer that holds the embeddings.
-        embeddings = inputs_embeds[:count].clone()
-        if len(media := self.row_tap.media_places(batch.req_ids, starts, bounds)):
+            self.row_tap.steps.append(self.mirror.read(parts, blocks))
+        return super()._model_forward(*args, **named)
+
+    def _take_embeddings(self, plan: GatherPlan, inputs_embeds: Tensor) -> Tensor | None:
+        """Those of all tokens, zero at media: the mirror keeps rows that nobody wants now."""
+        if self.mirror is None:
+            return super()._take_embeddings(plan, inputs_embeds)
+        batch, bounds = self.input_batch, self.query_start_loc.np
+        embeddings = inputs_embeds[: int(bounds[len(batch.req_ids)])].clone()
+        media = self.row_tap.media_places(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
+        if len(media):
             embeddings.index_fill_(0, to_device(torch.from_numpy(media), embeddings.device), 0)
-        hidden = super()._model_forward(*args, **named)
-        mirror.write(batch.block_table[0].slot_mapping.gpu[:count], embeddings, hidden[:count])
-        return hidden
+        return embeddings
+
+    def _record_rows(self, plan: GatherPlan, taken: Tensor | None, hidden: Tensor) -> None:
+        if self.mirror is None or taken is None:
+            super()._record_rows(plan, taken, hidden)
+            return
+        slots = self.input_batch.block_table[0].slot_mapping.gpu[: taken.shape[0]]
+        self.row_tap.record_kept(plan, taken, hidden, Kept(self.mirror.rows, slots))

@@ -19,7 +19,6 @@ from triton_omni.vllm_hooks.shared.released_blocks import ReleasedBlocksMixin
 from triton_omni.vllm_hooks.shared.tensor_parallel import failing_together
 from triton_omni.vllm_hooks.thinker import networks
 from triton_omni.vllm_hooks.thinker.decode import ThinkerDecodeMixin
-from triton_omni.vllm_hooks.thinker.hidden_rows import HiddenRowsMixin
 from triton_omni.vllm_hooks.thinker.lone_prompts import LonePromptsMixin
 from triton_omni.vllm_hooks.thinker.media_memory import MediaMemoryMixin
 from triton_omni.vllm_hooks.thinker.placed_prompts import PlacedPromptsMixin
@@ -28,7 +27,6 @@ from triton_omni.vllm_hooks.thinker.row_mirror import RowMirrorMixin
 
 class ThinkerRunner(
     RowMirrorMixin,
-    HiddenRowsMixin,
     ReleasedBlocksMixin,
     MediaMemoryMixin,
     PlacedPromptsMixin,
