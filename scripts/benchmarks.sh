@@ -105,8 +105,8 @@ part_prompts() { # first audio against the length of the prompt
         --load '16k=--concurrency 1 --requests 8 --prompt-tokens 16000'
 }
 
-part_conversations() { # ten turns with two photos and ten seconds of sound: 8,000 tokens at the end
-    local folder="$OUT/conversations" turns caches
+part_conversations() { # ten turns with two photos and ten seconds of sound: 8,400 tokens at the end, and room for 32 such
+    local folder="$OUT/conversations" turns cache
     mkdir -p "$folder"
     "$PYTHON" -c "from PIL import Image; import numpy, soundfile; \
         Image.effect_noise((1024, 768), 64).convert('RGB').save('$folder/first.jpg'); \
@@ -114,8 +114,8 @@ part_conversations() { # ten turns with two photos and ten seconds of sound: 8,0
         soundfile.write('$folder/sound.wav', numpy.random.default_rng(0).normal(0, 0.1, 160000), 16000)" || return
     turns="--conversation 10 --prompt-tokens 570 --max-tokens 30 --talker-max-tokens 150"
     turns="$turns --image '$folder/first.jpg' --image '$folder/second.jpg' --audio '$folder/sound.wav'"
-    caches='{"thinker": {"prefix_caching": true}, "talker": {"prefix_caching": true}}'
-    compare conversations/turns 7b --variant shipped --variant "cached=$caches" \
+    cache='{"prefix_caching": true, "engine": {"kv_cache_tokens": 294912}}'
+    compare conversations/turns 7b --variant shipped --variant "cached={\"thinker\": $cache, \"talker\": $cache}" \
         --load "alone=$turns --concurrency 1 --requests 3" \
         --load "many=$turns --concurrency 32 --requests 32 --ramp-up 10 --listen"
 }
