@@ -56,7 +56,7 @@ class Objectives(nn.Module):
         found = self._replies(
             forward.think(self.thinker.model, mixed, forward.text_positions(embeds)), given["targets"]
         )
-        # What is heard shall point where the tokens' embeddings point, which the text part already understands.
+        # Encoded sound shall point where the tokens' embeddings point, which the text part already understands.
         table = F.normalize(self.thinker.model.embed_tokens.weight.detach().float(), dim=-1)
         likeness = F.normalize(heard.rows.float(), dim=-1) @ table.T
         token = _cross(likeness * self.sharpness, given["token_labels"])

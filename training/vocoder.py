@@ -106,7 +106,7 @@ class Examples:
     def _draw_of(self, mel: Tensor, wave: Tensor) -> tuple[Tensor, Tensor]:
         size, device = self.size // len(self.mels), mel.device
         starts = torch.randint(2, len(mel) - FRAMES - 4, (size, 2), device=device)
-        # Of two places the louder one: silence is easy.
+        # The louder one of two places is taken: silence is easy.
         loudness = mel[starts + FRAMES // 2].float().mean(-1)
         start = torch.where(loudness[:, :1] > loudness[:, 1:], starts[:, :1], starts[:, 1:])
         frames = mel[start + torch.arange(FRAMES, device=device)].float()

@@ -64,12 +64,12 @@ class SoundContext:
     skipped: int
     """Frames before the piece in `samples`."""
     before: Features | None
-    """Of the piece before, which are processed first."""
+    """Features of the piece before, which is processed first."""
 
 
 @dataclass
 class Features:
-    """What the thinker's processor makes of one medium. `ThinkerEngine.prepare` fills it in, or uses it where it is
+    """The output of the thinker's processor for one medium. `ThinkerEngine.prepare` fills it in, or uses it where it is
     filled in; it is never changed after that, so several prompts may share it.
     """
 
@@ -80,7 +80,7 @@ class Features:
     identifier: str | None = None
     """Equal for media of equal features and one caller; None = the medium is shared with no other prompt."""
     context: SoundContext | None = None
-    """Of a piece of sound that is not processed yet."""
+    """Place of a piece of sound that is not processed yet."""
     loudest: float = -math.inf
     """Largest value of a piece of sound and of all before it, as the features have them."""
 

@@ -30,7 +30,7 @@ class MediaKey:
 
     salt: str = field(repr=False)
     sha256: bytes
-    """Of the encoded bytes, or of a piece's samples."""
+    """The digest of the encoded bytes, or of a piece's samples."""
     kind: MediaKind
     sizes: VisionSizes | None
     """None for sounds, which have no options."""

@@ -33,7 +33,7 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class ScriptTurn:
-    """What the user says and shows in one turn of a conversation."""
+    """Words and media of the user in one turn of a conversation."""
 
     text: str
     media: Sequence[Media] = ()

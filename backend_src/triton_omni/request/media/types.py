@@ -26,7 +26,7 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, kw_only=True)
 class _Decoded:
-    """What is known of every decoded medium besides its content; a decoding process does not send it."""
+    """Facts of every decoded medium besides its content; a decoding process does not send them."""
 
     cpu_seconds: float = field(default=0.0, compare=False)
     """CPU time of decoding it."""
@@ -54,7 +54,7 @@ class Audio(_Decoded):
 
     @property
     def items(self) -> tuple[Audio, ...]:
-        """What the thinker processes one by one."""
+        """The parts that the thinker processes one by one."""
         return self.pieces or (self,)
 
 

@@ -20,7 +20,7 @@ from triton_omni.vllm_hooks.talker.waiting import WaitingAsyncScheduler, Waiting
 
 @dataclass(eq=False)
 class HeldPrefix:
-    """What an open sequence shares with others, or may.
+    """The blocks that an open sequence shares with others, or may.
 
     Attributes:
         names: of all whole blocks of its prompt.

@@ -319,7 +319,7 @@ class ThinkerVllmEngine:
         given = sequence.release.pop_pieces()
         if not all(piece.is_finite for piece in given):
             if self._prefixes is not None and not sequence.release.has_computed:
-                # What it hit may be the cause, and would fail whoever asks again.
+                # The blocks that it hit may be the cause, and would fail the next caller too.
                 self._prefixes.distrust(sequence.request_id)
             self.abort(sequence.key)
             return [ThinkerOutput(sequence.key, error="a hidden state is not finite (NaN or infinity)")]

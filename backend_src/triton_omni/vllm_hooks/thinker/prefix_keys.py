@@ -30,7 +30,7 @@ def prefix_keys(
         for name, place in zip(names[kind], found, strict=True)
     ]
     media.sort(key=lambda medium: medium.mm_position.offset)
-    # What the hasher reads of a request.
+    # The hasher reads these attributes of a request.
     request = SimpleNamespace(
         all_token_ids=ids,
         num_tokens=len(ids),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the thinker's engine keeps of a sequence beside vLLM."""
+"""The thinker's own record of a sequence, beside vLLM's."""
 
 from __future__ import annotations
 
