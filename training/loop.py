@@ -39,7 +39,7 @@ class Guard:
         """Factor of the learning rate: halved each time."""
 
     def look(self, means: dict[str, float]) -> None:
-        """Keep the weights if the mean values since the last look are the best, take them back if they are far worse."""
+        """Keep the weights if the means since the last look are the best, take them back if they are far worse."""
         value = means[self._watched]
         if math.isfinite(value) and value < self._best * _DIVERGED:
             # Those that are a little worse may have begun to diverge.
