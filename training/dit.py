@@ -33,7 +33,7 @@ _WRONG_CODES = 0.04
 _LONG_WEIGHT = 1e-3
 """Weight of the penalty on long queries and keys.
 
-Sharp attention lowers the loss near the end of the path, and nothing in HF's network bounds its logits. Once they
+Training sharpens attention, most near the end of the path, and nothing in HF's network bounds its logits. Once they
 choose a single frame, their own gradient vanishes. Then they, and the gradients of all other weights, grow until
 training diverges. The penalty has a gradient there, too.
 """
