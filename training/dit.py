@@ -189,7 +189,7 @@ class Flow(nn.Module):
     def penalty(self) -> Tensor:
         """Penalty [] on long queries and keys in the last forward pass: by the fourth power of their root mean square.
 
-        At lengths of a new network it is about 1 % of the loss, and at ten times these it outweighs the loss.
+        At usual lengths it is below 1 % of the loss; at ten times these it outweighs the loss.
         """
         return _LONG_WEIGHT * torch.stack(self._lengths).mean()
 
