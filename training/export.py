@@ -24,6 +24,10 @@ TOKENIZER = Path(__file__).with_name("tokenizer.json")
 SOLVER_POINTS = 4
 """Points of token2wav's time grid: with so few it is fast enough on two CPU cores."""
 _SOUND_SECONDS = 30
+WEIGHTS, _CODEBOOK = "model.safetensors", "codebook.pt"
+"""The codebook is what only the training reads: the codes' centres, and how many steps each part has learnt."""
+_CENTER_STEPS = 16
+"""Steps of one unit of a centre in the checkpoint: a byte each, far finer than the centres' distances."""
 
 
 def export(settings: Settings, folder: Path, tokenizer: Path = TOKENIZER) -> list[str]:
@@ -45,11 +49,43 @@ def export(settings: Settings, folder: Path, tokenizer: Path = TOKENIZER) -> lis
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     write_json(folder / "preprocessor_config.json", preprocessor_config(_SOUND_SECONDS, PICTURE_PIXELS))
     write_json(folder / "generation_config.json", {"_from_model_config": True, "token2wav_num_steps": SOLVER_POINTS})
+    _write_codebook(settings, folder)
     speakers = state.load(settings, "speakers")
     if speakers is None:
         return [*missing, "speakers"]
     torch.save(speaker_dict(speakers), folder / "spk_dict.pt")
     return missing
+
+
+def take(settings: Settings, folder: Path) -> list[str]:
+    """Take the states of a checkpoint that `export` wrote; those that are there already stay.
+
+    What a checkpoint has no place for begins anew: discriminators, and heads that help the thinker to learn.
+
+    Returns:
+        Names of the states that were taken.
+
+    Raises:
+        FileNotFoundError: the checkpoint has no codebook, without which its codes mean nothing.
+    """
+    from safetensors.torch import load_file
+
+    codebook, weights = state.read(folder / _CODEBOOK), load_file(folder / WEIGHTS)
+    speakers = torch.load(folder / "spk_dict.pt", weights_only=True)
+    keys = [(voice, key) for voice in VOICES for key in ("cond", "ref_mel")]
+    found = {
+        "codebook": {"centers": codebook.tensors["centers"].float() / _CENTER_STEPS},
+        "speakers": {f"{voice.flite}.{key}": speakers[voice.name][key][0] for voice, key in keys},
+    }
+    for name, prefix in PREFIXES.items():
+        if name in codebook.facts["steps"]:
+            found[name] = {key.removeprefix(prefix): weights[key] for key in weights if key.startswith(prefix)}
+    if "thinker" in found:
+        found = {"thinker_text": found["thinker"], **found}  # the talker waits for this one
+    taken = [kept for kept in found if state.load(settings, kept) is None]
+    for kept in taken:
+        state.save(settings, kept, found[kept], steps=codebook.facts["steps"].get(kept.removesuffix("_text"), 0))
+    return sorted(taken)
 
 
 def speaker_dict(speakers: state.State) -> dict[str, dict[str, Any]]:
@@ -94,10 +130,18 @@ def _write_weights(settings: Settings, folder: Path) -> list[str]:
         if state.load_into(settings, name, module) is None:
             missing.append(name)
         weights |= {prefix + key: _half(key, value) for key, value in module.state_dict().items()}
-    path = folder / "model.safetensors"
+    path = folder / WEIGHTS
     save_file(weights, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors writes for the owner alone
     return missing
+
+
+def _write_codebook(settings: Settings, folder: Path) -> None:
+    found = state.load(settings, "codebook")
+    if found is not None:
+        steps = {name: kept.steps for name in PREFIXES if (kept := state.load(settings, name))}
+        centers = (found.tensors["centers"] * _CENTER_STEPS).round().clamp(-128, 127).to(torch.int8)
+        state.write(folder / _CODEBOOK, {"centers": centers}, torch.float16, {"steps": steps})
 
 
 def _half(name: str, value: Tensor) -> Tensor:

@@ -39,10 +39,12 @@ class Guard:
         """Factor of the learning rate: halved each time."""
 
     def look(self, means: dict[str, float]) -> None:
-        """Keep the weights if the mean values since the last look are good, take them back if they are not."""
+        """Keep the weights if the means since the last look are the best, take them back if they are far worse."""
         value = means[self._watched]
         if math.isfinite(value) and value < self._best * _DIVERGED:
-            self._best, self._good = min(self._best, value), self._ema.snapshot()
+            # Those that are a little worse may have begun to diverge.
+            if value <= self._best:
+                self._best, self._good = value, self._ema.snapshot()
             return
         self._ema.restore(self._good)
         self.factor /= 2

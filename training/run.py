@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from training import packing
+from training.export import WEIGHTS, take
 from training.jobs import MOST_TRIES, Job, visible_gpus
 from training.settings import Settings, add_arguments, from_arguments
 from training.stages import STAGES
@@ -138,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--out", type=Path, required=True, help="folder for archives of states and samples, and the log"
     )
     parser.add_argument("--budget", type=float, default=540.0, help="seconds of the whole run (%(default)s)")
-    parser.add_argument("--resume", type=Path, help="folder that an earlier run wrote as --out")
+    parser.add_argument("--resume", type=Path, help="what an earlier run wrote as --out, or an exported checkpoint")
     parser.add_argument("--gpus", type=int, help="use at most so many (default: all that are visible)")
     parser.add_argument("--only", default=",".join(STAGES), help="stages to run (%(default)s)")
     add_arguments(parser)
@@ -151,7 +152,8 @@ def main(arguments: list[str] | None = None) -> None:
     run = Run(settings, jobs_of(settings, names, visible_gpus(given.gpus)), time.monotonic(), given.budget)
     os.environ["TRAINING_BEGAN"] = str(time.time())
     if given.resume:
-        run.say(f"goes on from {given.resume}: {', '.join(packing.unpack(settings, given.resume))}")
+        unpack = take if (given.resume / WEIGHTS).exists() else packing.unpack
+        run.say(f"goes on from {given.resume}: {', '.join(unpack(settings, given.resume))}")
     run.train()
     code = sample(settings, run.begin + run.budget - time.monotonic() - _PACKING_S)
     run.say("samples are there" if code == 0 else f"samples failed (exit code {code})")

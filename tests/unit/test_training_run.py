@@ -10,7 +10,7 @@ import pytest
 import torch
 from training import bank, log, packing, run, state
 from training.bank import Bank, Doc, VoiceCodes
-from training.export import SOLVER_POINTS, export
+from training.export import SOLVER_POINTS, export, take
 from training.jobs import Job
 from training.loop import Guard, Loop
 from training.parts import PREFIXES, part
@@ -214,6 +214,24 @@ def test_a_checkpoint_without_states_loads_in_hf_and_server(settings, tmp_path):
     assert Qwen2_5OmniProcessor.from_pretrained(folder).tokenizer.eos_token == "<|im_end|>"
 
 
+def test_a_run_goes_on_from_an_exported_checkpoint(settings, tmp_path):
+    conds = {f"{voice.flite}.cond": torch.randn(192) for voice in VOICES}
+    state.save(settings, "speakers", conds | {f"{voice.flite}.ref_mel": torch.randn(40, 80) for voice in VOICES})
+    state.save(settings, "codebook", {"centers": torch.randn(64, 320)})
+    for number, name in enumerate(("thinker", "talker", "dit")):
+        state.save(settings, name, part(name, settings.sizes).state_dict(), steps=number + 5)
+    export(settings, tmp_path / "checkpoint")
+    other = Settings(tmp_path / "other", toy=True)
+    state.save(other, "talker", {}, steps=99)
+    taken = ["codebook", "dit", "speakers", "thinker", "thinker_text"]
+    assert take(other, tmp_path / "checkpoint") == taken
+    for name, far in zip(taken, (0.04, 1e-3, 1e-6, 1e-3, 1e-3), strict=True):
+        wanted, found = (state.load(where, name.removesuffix("_text")) for where in (settings, other))
+        torch.testing.assert_close(found.tensors, wanted.tensors, atol=far, rtol=1e-3)
+        assert found.steps == wanted.steps
+    assert state.load(other, "talker").steps == 99
+
+
 def test_a_weight_that_fp16_cannot_hold_is_refused(settings, tmp_path):
     vocoder = part("vocoder", settings.sizes)
     weights = vocoder.state_dict()
@@ -264,6 +282,8 @@ def test_weights_are_taken_back_when_training_diverges(settings):
             layer.weight.fill_(value)
         ema.update()
         guard.look({"loss": loss})
+        if loss == 1.6:
+            assert float(layer.weight.detach()) == 2.0  # not 3: there the loss had begun to rise
     assert len(told) == 2
     assert guard.factor == 0.25
     with torch.no_grad():

@@ -58,6 +58,27 @@ def test_the_flow_learns_a_batch(speakers):
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
+def test_attention_that_became_too_sharp_is_taken_back(speakers):
+    torch.manual_seed(10)
+    dit = new_dit(TOY, torch.zeros(80))
+    flow, batch = Flow(dit, speakers, 48), _batch(4, torch.Generator().manual_seed(11))
+    flow.loss(batch)
+    usual = float(flow.penalty.detach())
+    assert 0 < usual < 0.01
+    with torch.no_grad():
+        for layer in (dit.transformer_blocks[0].attn.to_q, dit.transformer_blocks[0].attn.to_k):
+            layer.weight.mul_(20)
+    optimizer = adamw(dit.parameters())
+    set_rate(optimizer, 2e-2)
+    penalties = []
+    for _ in range(40):
+        loss = flow.loss(batch)
+        penalties.append(float(flow.penalty.detach()))
+        descend(optimizer, loss + flow.penalty, 1.0)
+    assert penalties[0] > 1000 * usual
+    assert penalties[-1] < penalties[0] / 100
+
+
 def test_the_vocoders_wave_is_hfs():
     torch.manual_seed(5)
     vocoder = new_vocoder(TOY).eval()
