@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -453,14 +454,34 @@ def test_a_server_that_waits_for_what_a_dead_stage_held_is_not_waited_for(
     assert server.stop() < 5
 
 
+@dataclass
 class Board:
-    """What stages say of themselves at a stop: that no session is open."""
+    """What stages say of themselves at a stop: how many sessions are open."""
+
+    open: int = 0
 
     def set_word(self, declared: Field, value: int) -> None:
         pass
 
     def open_sessions(self) -> int:
-        return 0
+        return self.open
+
+
+@pytest.mark.parametrize("sessions", [0, 1])
+def test_a_stage_that_is_kept_after_the_last_session_is_not_waited_for(
+    repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sessions: int
+) -> None:
+    """Triton keeps it for a client that called it by name and holds the stream open."""
+    monkeypatch.setattr("triton_omni.supervisor.server_run._LEAVE_WITHIN_S", 0.3)
+    monkeypatch.setattr("triton_omni.supervisor.server_run.END_WITHIN_S", 0.1)
+    monkeypatch.setattr("triton_omni.supervisor.server_run.KILL_AFTER_S", 0.5)
+    monkeypatch.setattr(ModelControl, "unload", lambda _, model: None)
+    environment = {"BEHAVIOUR": "deaf", "STAGE": str(stage)}
+    with Supervisor(config(repository, environment=environment, exit_timeout_s=1 if sessions else 60)) as server:
+        monkeypatch.setattr(server._running(), "_board", Board(sessions))
+        assert 0.3 <= server.stop() < 10
+        assert not is_running(int(stage.read_text()))
+    assert ("nothing is left to do" in capsys.readouterr().err) == (not sessions)
 
 
 def test_models_leave_before_the_server_is_told_to_stop(

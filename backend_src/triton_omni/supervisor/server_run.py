@@ -44,6 +44,10 @@ END_WITHIN_S: Final = 3.0
 """Seconds in which stages tell the clients of open sessions that the server stops."""
 _ALONE_S = 2.0
 """Seconds that a stopping server has once its stages have left, and where a dead stage keeps it from its end."""
+_LEAVE_WITHIN_S = 15.0
+"""Seconds that the stages of a stopping server have after its last session. Triton keeps one whose last request ended
+after the stage was told to leave, for as long as that request's client holds its stream open.
+"""
 _POLL_S: Final = 0.1
 
 
@@ -306,21 +310,24 @@ class ServerRun:
         return True
 
     def _await_end(self) -> None:
-        """Tell the server to stop when its stages have left, and wait for its end: for a while after the last stage has
-        left, and until its exit timeout at most.
+        """Tell the server to stop when its stages have left, and wait for its end: for a while after the last stage or
+        the last session has left, and until its exit timeout at most.
         """
-        begin = last_stage = time.monotonic()
-        exit_timeout_s, told = self.launch.config.exit_timeout_s, not self._unload()
+        begin = last_stage = last_session = time.monotonic()
+        unloads = self._unload()
+        exit_timeout_s, told = self.launch.config.exit_timeout_s, not unloads
         if told:
             self.process.terminate()
         while self.process.poll() is None and (waited_s := time.monotonic() - begin) < exit_timeout_s + KILL_AFTER_S:
             stages_left = not has_followers(self.process) or self._is_held_up_by_the_dead()
             if not stages_left:
                 last_stage = time.monotonic()
+            if not unloads or (self._board is not None and self._board.open_sessions()):
+                last_session = time.monotonic()
             if not told and (stages_left or waited_s > exit_timeout_s):
                 told, last_stage = True, time.monotonic()
                 self.process.terminate()
-            elif time.monotonic() - last_stage > _ALONE_S:
+            elif time.monotonic() > min(last_stage + _ALONE_S, last_session + _LEAVE_WITHIN_S):
                 print("nothing is left to do; clients that hold a stream open are cut off", file=sys.stderr, flush=True)
                 return
             time.sleep(_POLL_S)
