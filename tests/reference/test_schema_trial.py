@@ -106,13 +106,6 @@ def test_references_in_a_long_row_cost_stack_that_a_thread_may_not_have(step: di
     assert verdict == Verdict("it takes more than 1024 KiB of stack", is_too_costly=True)
 
 
-def test_a_schema_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    schema = json.dumps({"const": "tried once"})
-    assert try_schema(schema) == Verdict()
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("tried again"))
-    assert try_schema(schema) == Verdict()
-
-
 def test_a_process_that_cannot_do_its_work_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema_trial, "__name__", "triton_omni.no_such_module")
     with pytest.raises(RuntimeError, match=r"No module named triton_omni\.no_such_module"):

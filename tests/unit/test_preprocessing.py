@@ -26,9 +26,11 @@ class Engine:
     prompts: list = field(default_factory=list)
     max_tokens: list = field(default_factory=list)
     schemas: list = field(default_factory=list)
+    salts: list = field(default_factory=list)
 
-    def check_schema(self, schema):
+    def check_schema(self, schema, salt=None):
         self.schemas.append(schema)
+        self.salts.append(salt)
         if "bogus" in schema:
             raise BadRequest("thinker.json_schema: bogus")
 
@@ -119,9 +121,18 @@ def test_a_schema_is_compiled_before_media_are_decoded(make):
     intake, engine = make()
     prepared = intake.prepare(raw(thinker={"json_schema": {"type": "string"}}), 0)
     assert engine.schemas == [prepared.sampling.json_schema] == ['{"type":"string"}']
+    assert engine.salts == [None]
     with pytest.raises(BadRequest, match="bogus"):
         intake.prepare(raw(thinker={"json_schema": {"type": "bogus"}}), 0)
     assert len(engine.prompts) == 1
+
+
+def test_a_schema_is_checked_under_the_salt_of_its_prompt(make):
+    intake, engine = make()
+    for asked in ({"cache_salt": "mine"}, {"cache_salt": "mine", "cache": False}):
+        intake.prepare(raw(thinker={"json_schema": {"type": "string"}}, **asked), 0)
+    assert engine.salts == [engine.prompts[0].cache_salt, None]
+    assert engine.salts[0]
 
 
 def test_an_id_outside_the_checkpoints_vocabulary_is_refused(make, checkpoint):

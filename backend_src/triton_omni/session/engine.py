@@ -255,8 +255,9 @@ class ThinkerEngine(AnyEngine, Protocol):
             BadRequest: media and placeholders do not fit together.
         """
 
-    def check_schema(self, schema: str) -> None:
-        """See whether a JSON schema can be compiled; may be called from any thread.
+    def check_schema(self, schema: str, salt: str | None = None) -> None:
+        """See whether a JSON schema can be compiled; may be called from any thread. That one was checked before is of
+        use to requests of the same salt alone.
 
         Raises:
             BadRequest: it cannot be.

@@ -128,7 +128,7 @@ class Preprocessor:
         if request.cache_salt is not None:
             request = replace(request, cache_salt=self._own_salt(request.cache_salt))
         if (schema := request.thinker.json_schema) is not None:
-            self._engine.check_schema(compact_json(schema))
+            self._engine.check_schema(compact_json(schema), request.cache_salt)
         return self._ready(request, self._place(request, is_wanted), accepted_ns)
 
     def _own_salt(self, salt: str) -> str:

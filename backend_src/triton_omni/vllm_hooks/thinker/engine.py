@@ -155,13 +155,14 @@ class ThinkerVllmEngine:
         prefixes = None if hasher is None else prefix_keys(hasher, self._core.scheduler.block_size, engine_input)
         return ThinkerPlaced(tuple(ids), positions.to(torch.int64), engine_input, prefixes)
 
-    def check_schema(self, schema: str) -> None:
-        """See whether a JSON schema can be compiled; may be called from any thread.
+    def check_schema(self, schema: str, salt: str | None = None) -> None:
+        """See whether a JSON schema can be compiled; may be called from any thread. That one was checked before is of
+        use to requests of the same salt alone.
 
         Raises:
             BadRequest: it is none, or has what cannot be compiled.
         """
-        self._schemas.check(schema)
+        self._schemas.check(schema, salt)
 
     def add_sequence(
         self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0

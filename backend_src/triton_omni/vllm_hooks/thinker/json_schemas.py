@@ -22,7 +22,7 @@ from triton_omni.vllm_hooks.shared.compat import (
     StructuredOutputOptions,
     VllmConfig,
 )
-from triton_omni.vllm_hooks.thinker.schema_trial import try_schema
+from triton_omni.vllm_hooks.thinker.schema_verdicts import SchemaVerdicts
 
 GRAMMAR_BACKEND: Final = "guidance"
 """Name of the backend for `EngineArgs.structured_outputs_config`."""
@@ -79,6 +79,7 @@ class JsonSchemas:
     def __init__(self, config: VllmConfig, manager: Any) -> None:
         self._config, self._manager = config, manager
         self._lock = threading.Lock()
+        self._verdicts = SchemaVerdicts()
 
     def prepare(self) -> GuidanceBackend:
         """The engine's compiler; the first call reads the vocabulary, which would hold up a step.
@@ -97,15 +98,15 @@ class JsonSchemas:
         """The id that ends a reply which its schema allows to end."""
         return int(self.prepare().ll_tokenizer.eos_token)
 
-    def check(self, schema: str) -> None:
-        """See whether a schema can be compiled; the first time in a process of its own, which takes some 0.1 s.
+    def check(self, schema: str, salt: str | None = None) -> None:
+        """See whether a schema can be compiled; the first time of a salt in a process of its own, for 0.1 s.
 
         Raises:
             BadRequest: it is no JSON schema, or has what llguidance does not support; the message says what, and where.
             TooLarge: compiling it takes too much time or memory.
         """
         self.prepare()
-        verdict = try_schema(schema)
+        verdict = self._verdicts.of(schema, salt)
         if verdict.is_too_costly:
             cure = "give fewer or simpler patterns, ranges, counts and references"
             raise TooLarge(f"thinker.json_schema: cannot be compiled: {verdict.reason}; {cure}")

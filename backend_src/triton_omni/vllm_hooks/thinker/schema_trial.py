@@ -7,7 +7,6 @@ which compiles the same schema with less of both.
 
 from __future__ import annotations
 
-import functools
 import json
 import resource
 import signal
@@ -23,8 +22,6 @@ STACK_BYTES: Final = 1 << 20
 """Half of what a thread of the thinker has at least: 2 MiB, where the system sets no limit."""
 _WITHIN_S: Final = 60.0
 """A machine that gives the process so little CPU time has other troubles."""
-_KEPT: Final = 256
-"""Verdicts; most callers ask for the same few schemas again and again."""
 _OPTIONS: Final[Any] = {"whitespace_flexible": True}
 """Options of vLLM's compilation."""
 _EMPTY: Final = "no reply satisfies it (does a $ref lead to itself?)"
@@ -41,7 +38,6 @@ class Verdict(NamedTuple):
     is_too_costly: bool = False
 
 
-@functools.lru_cache(maxsize=_KEPT)
 def try_schema(schema: str) -> Verdict:
     """Compile a schema elsewhere; safe to call from many threads.
 
