@@ -967,21 +967,23 @@ def test_sequence_has_the_place_of_one_whose_client_went_during_the_last_step(st
 
 
 def test_request_cancelled_before_its_turn_is_not_prepared():
-    prepared = []
+    prepared, seen = [], threading.Event()
 
     class Intake(FakeIntake):
         def prepare(self, raw, accepted_ns, take_timeout, is_wanted=None):
             prepared.append(raw.text_input)
+            assert seen.wait(WAIT_S)
             return super().prepare(raw, accepted_ns, take_timeout)
 
     settings = ThinkerSettings(max_sessions=8, preprocess_threads=1, heartbeat_ms=10)
-    with pipeline(intake=Intake(delay_s=0.2), settings=settings) as p:
+    with pipeline(intake=Intake(delay_s=0.01), settings=settings) as p:
         first, second = p.ask("first"), p.ask("second")
         wait_for(lambda: prepared and any(one.raw for one in p.thinker._open.values()))
         (waiting,) = [one for one in p.thinker._open.values() if one.raw]
         second.cancelled = True
+        wait_for(lambda: waiting.raw is None)
+        seen.set()
         finished(second)
-        assert waiting.raw is None
         assert finished(first).error is None
         assert finished(p.ask("third")).error is None
         assert prepared == [b"first", b"third"]
