@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from triton_omni.checkpoint.transformers_setup import prepare_transformers
 from triton_omni_client.audio import SAMPLE_RATE
 from triton_omni_client.evaluate.recognising import recogniser
 
@@ -20,7 +19,6 @@ TIMES = [f"{step / 50:.2f}" for step in range(1501)]
 @pytest.fixture(scope="module")
 def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of one narrow layer."""
-    prepare_transformers()
     from transformers import (
         GenerationConfig,
         WhisperConfig,

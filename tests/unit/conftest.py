@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request.media.decoders import Decoders
 from triton_omni.session import server_folder
 
 
@@ -21,6 +23,14 @@ def tables_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_folder, "_SHARED_MEMORY", folder)
         yield folder
+
+
+@pytest.fixture(scope="module")
+def decoders() -> Iterator[Decoders]:
+    """Processes that decode within the limits as shipped; their start takes longer than most tests."""
+    made = Decoders(RequestLimits())
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

@@ -42,13 +42,6 @@ def always() -> bool:
 
 
 @pytest.fixture(scope="module")
-def decoders() -> Iterator[Decoders]:
-    made = Decoders(LIMITS)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
     made = ForkServer(decode.__name__)
     yield made

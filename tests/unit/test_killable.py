@@ -81,13 +81,6 @@ def test_what_this_process_lacks_is_not_told_of_the_other(
         process.run(os.getpid, LONG_S, always)
 
 
-@pytest.fixture(scope="module")
-def decoders() -> Iterator[Decoders]:
-    made = Decoders(LIMITS)
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("killed", ["idle", "the fork server", "both"])
 def test_processes_that_ended_between_requests_are_replaced(decoders: Decoders, killed: str) -> None:
     decoders.decode(PARTS[:1], with_audio=False, is_wanted=always)

@@ -14,7 +14,7 @@ import pytest
 from triton_omni.supervisor.model_control import ModelControlError
 from triton_omni.supervisor.readiness import Readiness, say_ready, say_unready
 
-WAIT_S = 30.0
+WAIT_S = 5.0
 BROKEN, IDLE = 'name: "standstill"\nbackend: "none"\n', 'name: "standstill"\nbackend: "python"\n'
 
 

@@ -13,8 +13,6 @@ from training.judge_thinker import Figure, Item, Reply, judge, scene_items, text
 from training.tokens import END_OF_TEXT, IM_END, encode, encode_prompt
 from training.world.chats import Chat
 
-from triton_omni.checkpoint.transformers_setup import prepare_transformers
-
 CPU = torch.device("cpu")
 
 
@@ -60,7 +58,6 @@ def test_figures_count_words_or_replies(group: str, wanted: str, got: str, right
 
 @pytest.mark.parametrize("videos", [False, True])
 def test_media_have_as_many_placeholders_as_tokens(videos: bool) -> None:
-    prepare_transformers()
     for item in scene_items(random.Random(2), 6, videos=videos):
         grid = item.tensors["video_grid_thw" if videos else "image_grid_thw"][0]
         pixels = item.tensors["pixel_values_videos" if videos else "pixel_values"]

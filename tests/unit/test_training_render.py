@@ -15,8 +15,6 @@ from training.world import scenes
 from training.world.scenes import Scene, Thing
 from training.world.words import PAINTS, SHAPES
 
-from triton_omni.checkpoint.transformers_setup import prepare_transformers
-
 
 def thing(shape: str, color: str, x: float, y: float, to_x: float | None = None) -> Thing:
     return Thing(shape, color, (250.0, 0.0, 0.0), x, y, 0.15, 0.0, x if to_x is None else to_x, y)
@@ -28,7 +26,6 @@ def scene(*things: Thing, layout: str = "one", move: str = "still") -> Scene:
 
 @pytest.mark.parametrize(("height", "width"), [(168, 168), (140, 168), (196, 112)])
 def test_picture_patches_are_those_of_the_processor(height: int, width: int) -> None:
-    prepare_transformers()
     from transformers import Qwen2VLImageProcessor
 
     table = render.scene_table([scenes.picture(random.Random(seed)) for seed in range(3)])
@@ -43,7 +40,6 @@ def test_picture_patches_are_those_of_the_processor(height: int, width: int) -> 
 
 
 def test_video_patches_are_those_of_the_processor() -> None:
-    prepare_transformers()
     from transformers import Qwen2VLVideoProcessor
 
     table = render.scene_table([scenes.video(random.Random(1))])
