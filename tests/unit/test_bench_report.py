@@ -7,6 +7,7 @@ import io
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from triton_omni_client.bench import plots
 from triton_omni_client.bench.plots import PlotError, free_side, write_plots
 from triton_omni_client.bench.records import INTERRUPTED, Chunk, Load, RequestRecord
 from triton_omni_client.bench.report import SCHEMA, SCHEMA_VERSION, Report, Run
@@ -187,6 +189,14 @@ def test_plots_are_written_for_each_kind_of_load(tmp_path: Path) -> None:
 def test_a_figure_stands_where_the_line_does_not_pass(heights: list[float], below: list[int], above: list[int]) -> None:
     sides = [[free_side(heights, at, height) for at in range(len(heights))] for height in (-14, 7)]
     assert sides == [below, above]
+
+
+@pytest.mark.parametrize(("places", "scale"), [(range(1, 11), "linear"), ((1, 2), "linear"), ((1, 8, 32), "log")])
+def test_turns_stand_in_equal_steps_and_loads_far_apart_do_not(places: Sequence[int], scale: str) -> None:
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    plots._scale(axes, places, [200.0, 300.0])
+    assert axes.get_xscale() == scale
+    assert list(axes.get_xticks()) == list(places)
 
 
 def test_nothing_is_plotted_of_text_alone(tmp_path: Path) -> None:
