@@ -60,7 +60,7 @@ def export(settings: Settings, folder: Path, tokenizer: Path = TOKENIZER) -> lis
 def take(settings: Settings, folder: Path) -> list[str]:
     """Take the states of a checkpoint that `export` wrote; those that are there already stay.
 
-    What a checkpoint has no place for begins anew: discriminators, and heads that help the thinker to learn.
+    Discriminators, and heads that help the thinker to learn, begin anew: a checkpoint has no place for them.
 
     Returns:
         Names of the states that were taken.

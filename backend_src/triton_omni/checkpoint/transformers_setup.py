@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `transformers` needs before its models are imported. This module knows nothing of models or checkpoints."""
+"""Prepares `transformers` for the import of its models. This module knows nothing of models or checkpoints."""
 
 from __future__ import annotations
 

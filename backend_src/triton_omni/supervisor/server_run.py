@@ -310,8 +310,8 @@ class ServerRun:
         return True
 
     def _await_end(self) -> None:
-        """Tell the server to stop when its stages have left, and wait for its end: for a while after the last stage or
-        the last session has left, and until its exit timeout at most.
+        """Tell the server to stop when its stages have left, and wait for its end. The wait ends a while after the last
+        stage or the last session has left, and at the exit timeout at the latest.
         """
         begin = last_stage = last_session = time.monotonic()
         unloads = self._unload()
