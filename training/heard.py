@@ -31,7 +31,7 @@ SILENCE = AUDIO
 IGNORED = -100
 _TOKEN_SECONDS = 0.04
 _MAX_PAUSE = 0.8
-_FASTEST, _SLOWEST = 1.14, 0.88
+_FASTEST, _SLOWEST = 1.2, 0.84
 
 
 class Store:
@@ -110,7 +110,7 @@ class Sound:
 
 def placed(rng: random.Random, clip: Clip, begin: int, most: int) -> Sound | None:
     """A clip with random pauses and speed; None if that is longer than `most` samples."""
-    speed = 1.0 if rng.random() < 0.5 else rng.uniform(_SLOWEST, _FASTEST)
+    speed = 1.0 if rng.random() < 0.3 else rng.uniform(_SLOWEST, _FASTEST)
     lead, rest = (int(rng.uniform(0, _MAX_PAUSE) * SPEECH_RATE * (rng.random() < 0.7)) for _ in range(2))
     spoken = int(len(clip.samples) / speed)
     room = most - spoken

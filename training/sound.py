@@ -92,15 +92,27 @@ class WhisperMel(nn.Module):
         return (log + 4.0) / 4.0
 
 
+_THROAT, _DRIFT = 0.18, 0.07
+"""Most by which a band is moved, as a part of its height: over a whole sound, and by turns."""
+_DRIFT_FRAMES = 12
+"""Mel frames between turns: about one phone."""
+
+
 def _other_throat(log: Tensor, amount: float) -> Tensor:
-    """Bands moved up or down by a factor that differs by sound, as a longer or shorter throat does."""
+    """Bands moved up or down, low ones and high ones by factors of their own, as a throat of another form does.
+
+    The factors drift within a sound: other speakers' vowels differ from each other in other ways.
+    """
     batch, bands, frames = log.shape
-    factor = 1 + (torch.rand(batch, 1, device=log.device) - 0.5) * 0.24 * amount
-    place = (torch.arange(bands, device=log.device) * factor).clamp(max=bands - 1.001)
+    device = log.device
+    still = (torch.rand(batch, 2, 1, device=device) * 2 - 1) * _THROAT
+    turns = (torch.rand(batch, 2, frames // _DRIFT_FRAMES + 2, device=device) * 2 - 1) * _DRIFT
+    ends = 1 + amount * (still + F.interpolate(turns, size=frames, mode="linear", align_corners=True))
+    band = torch.arange(bands, device=device).unsqueeze(1)
+    factor = torch.lerp(ends[:, :1], ends[:, 1:], band / bands)
+    place = (band * factor).clamp(max=bands - 1.001)
     low = place.long()
-    share = (place - low).unsqueeze(2)
-    below, above = (log.gather(1, (low + step).unsqueeze(2).expand(-1, -1, frames)) for step in (0, 1))
-    return torch.lerp(below, above, share)
+    return torch.lerp(log.gather(1, low), log.gather(1, low + 1), place - low)
 
 
 def _other_room(log: Tensor, amount: float) -> Tensor:

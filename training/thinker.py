@@ -177,7 +177,7 @@ def _scene_kinds(plan: Plan, tables: Tables, device: torch.device) -> list[Kind]
 
 def _heard_kinds(plan: Plan, store: Store, device: torch.device) -> list[Kind]:
     mel = WhisperMel().to(device)
-    shapes = ((0.22, 1, 400, 224), (0.09, 1, 800, 352), (0.05, 2, 400, 352))
+    shapes = ((0.34, 1, 400, 224), (0.12, 1, 800, 352), (0.06, 2, 400, 352))
     return [
         HeardKind(f"hear{sounds}x{frames}", weight, size, sounds, frames, length, store, mel, device)
         for size, (weight, sounds, frames, length) in zip(plan.heard, shapes, strict=True)
