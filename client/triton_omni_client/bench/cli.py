@@ -93,7 +93,7 @@ def bench(
     report.check()
     if load.listen and asked.text_only:
         raise typer.BadParameter("not with --text-only: there is nothing to hear", param_hint=LISTEN)
-    workload = asked.workload(load.conversation)
+    workload = asked.workload(load.conversation, speaks=load.speak)
     plan = Plan(
         url,
         model,

@@ -3,18 +3,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+import wave
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from triton_omni_client.conversation import Conversation
+import numpy as np
+from numpy.typing import NDArray
+
+from triton_omni_client.aio import AsyncOmniClient
+from triton_omni_client.audio import wav_header
+from triton_omni_client.conversation import HINT_PRIORITY, Conversation
 from triton_omni_client.errors import BadRequest
-from triton_omni_client.messages import Request
+from triton_omni_client.listening import HEARD_RATE, AsyncListening
+from triton_omni_client.messages import Media, Request
 from triton_omni_client.options import read_media
 
 from .workload import ScriptTurn, Workload
 
 _FILES = ("image", "audio", "video")
+_BLOCK_S: Final = 0.1
+"""Sound that a microphone gives at once."""
 
 
 class Conversations:
@@ -29,12 +41,9 @@ class Conversations:
 
     def request(self, index: int) -> Request:
         """Return the request of this number, with the turns that were answered before it."""
-        number, turn = divmod(index, self._workload.turns)
-        if turn == 0:
-            self._open[number] = Conversation(system=self._workload.system)
-        is_last = turn == self._workload.turns - 1
-        conversation = self._open.pop(number) if is_last else self._open[number]
-        asked = self._workload.turn(index)
+        conversation, asked = self._conversation(index), self._workload.turn(index)
+        if (index + 1) % self._workload.turns == 0:
+            del self._open[index // self._workload.turns]
         return conversation.request(asked.text, asked.media, **self._workload.options(index))
 
     def answered(self, index: int, reply: str) -> None:
@@ -43,6 +52,61 @@ class Conversations:
         if conversation is not None:
             asked = self._workload.turn(index)
             conversation.add(asked.text, asked.media, reply)
+
+    async def speak(self, index: int, client: AsyncOmniClient) -> None:
+        """Send the sound of this request's turn while it is spoken, in real time; returns when it was spoken."""
+        conversation, asked = self._conversation(index), self._workload.turn(index)
+        options = self._workload.options(index) | {"request_id": None}
+
+        def hint(*sound: Media) -> Request:
+            return conversation.request(media=sound, **options, priority=HINT_PRIORITY, prefill_only=True)
+
+        for sound in [medium for medium in asked.media if medium.kind == "audio"]:
+            listening = AsyncListening(client, hint, conversation.request)
+            loop = asyncio.get_running_loop()
+            begin = loop.time()
+            for number, block in enumerate(_blocks(sound), 1):
+                await asyncio.sleep(begin + number * _BLOCK_S - loop.time())
+                listening.write(block)
+            listening.ask(asked.text)
+
+    def _conversation(self, index: int) -> Conversation:
+        """Return the conversation of this request, which its first turn opens."""
+        number = index // self._workload.turns
+        if number not in self._open:
+            pieces = {"audio_in_pieces": True} if self._workload.speaks else {}
+            self._open[number] = Conversation(system=self._workload.system, **pieces)
+        return self._open[number]
+
+
+def spoken(media: Iterable[Media]) -> list[Media]:
+    """Return media with their sounds as `AsyncListening` sends them.
+
+    Raises:
+        BadRequest: a sound is no WAV file of 16-bit samples, mono, at 16 kHz.
+    """
+    return [_spoken(medium) if medium.kind == "audio" else medium for medium in media]
+
+
+def _spoken(sound: Media) -> Media:
+    try:
+        with wave.open(io.BytesIO(sound.data)) as file:
+            found = file.getnchannels(), file.getsampwidth(), file.getframerate()
+            samples = file.readframes(file.getnframes())
+    except (wave.Error, EOFError) as error:
+        raise BadRequest(f"{sound.name}: no WAV file of 16-bit samples ({error}); convert it") from error
+    if found != (1, 2, HEARD_RATE):
+        raise BadRequest(
+            f"{sound.name}: {found[0]} channels of {8 * found[1]} bits at {found[2]} Hz; convert it to 1 channel of "
+            f"16 bits at {HEARD_RATE} Hz"
+        )
+    return Media(sound.kind, wav_header(len(samples) // 2, HEARD_RATE) + samples, sound.name)
+
+
+def _blocks(sound: Media) -> Iterator[NDArray[np.int16]]:
+    samples = np.frombuffer(sound.data, np.int16, offset=len(wav_header(0, HEARD_RATE)))
+    size = int(_BLOCK_S * HEARD_RATE)
+    return (samples[begin : begin + size] for begin in range(0, len(samples), size))
 
 
 def read_script(path: Path) -> tuple[ScriptTurn, ...]:

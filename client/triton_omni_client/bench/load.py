@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -47,6 +47,10 @@ def _ignore(index: int, reply: str) -> None:
     pass
 
 
+async def _nothing(index: int) -> None:
+    pass
+
+
 class LoadRun:
     """One run: sends requests and collects their records.
 
@@ -56,6 +60,7 @@ class LoadRun:
         progress: told of each request.
         clock: monotonic seconds.
         answered: told of each request's number and the text of its whole reply.
+        before: awaited by closed loops before the request of a number is sent, and not counted.
     """
 
     def __init__(
@@ -63,14 +68,17 @@ class LoadRun:
         client: Streamer,
         request: Callable[[int], Request],
         progress: Progress,
+        *,
         clock: Clock = time.monotonic,
         answered: Callable[[int, str], None] = _ignore,
+        before: Callable[[int], Awaitable[None]] = _nothing,
     ) -> None:
         self._client = client
         self._request = request
         self._progress = progress
         self._clock = clock
         self._answered = answered
+        self._before = before
         self._begin = clock()
         self.records: list[RequestRecord] = []
         """In the order in which the requests ended."""
@@ -100,6 +108,7 @@ class LoadRun:
             for index in itertools.chain.from_iterable(range(first, first + turns) for first in conversations):
                 # After the last one nobody waits: the run would measure an idle server.
                 await asyncio.sleep(heard_s - self._now())
+                await self._before(index)
                 start_s = self._now()
                 record, error = await self._measure(index, start_s, warm_up=index < warm_up)
                 if isinstance(error, Overloaded) and error.retry_after_ms:

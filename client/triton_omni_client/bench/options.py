@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ from triton_omni_client.options import (
 )
 from triton_omni_client.terminal import usage_errors
 
-from .conversations import read_script
+from .conversations import read_script, spoken
 from .records import Load
 from .workload import BUILT_IN, PROMPTS, Workload, of_length, read_prompts
 
@@ -34,6 +34,7 @@ DEFAULT_OUTPUT = Path("bench.json")
 LISTEN = "--listen"
 CROWDS = "--crowds"
 CONVERSATION = "--conversation"
+SPEAK = "--speak"
 SCRIPT = "--script"
 MAX_FIRST_SEED = 2**62
 """Far below the server's bound, which the seeds of all requests must keep."""
@@ -78,6 +79,10 @@ Turns = Annotated[
         metavar="TURNS",
         help="Closed loops: places hold conversations, each turn sent with the whole history. Media: one a turn.",
     ),
+]
+Speak = Annotated[
+    bool,
+    typer.Option(SPEAK, help="Conversations: sounds are sent while they are spoken, and times count from their end."),
 ]
 Script = Annotated[
     Path | None,
@@ -128,6 +133,7 @@ class LoadOptions:
     listen: Listen = False
     crowds: Crowds = False
     conversation: Turns = None
+    speak: Speak = False
 
     def loads(self) -> list[Load]:
         """The loads, closed loops first.
@@ -150,6 +156,8 @@ class LoadOptions:
             raise typer.BadParameter("not with --listen or --ramp-up: a crowd comes at once", param_hint=CROWDS)
         if self.crowds and self.conversation:
             raise typer.BadParameter("not with --crowds, which asks single questions", param_hint=CONVERSATION)
+        if self.speak and not self.conversation:
+            raise typer.BadParameter("needs --conversation", param_hint=SPEAK)
         return closed + opened
 
     def described(self) -> dict[str, Any]:
@@ -186,8 +194,8 @@ class WorkloadOptions(SamplingOptions):
             "talker": with_limits("--talker-json", self.talker_json, self._limits(self.talker_max_tokens)),
         }
 
-    def workload(self, turns: int | None = None) -> Workload:
-        """The requests, which are turns of conversations if `turns` is given.
+    def workload(self, turns: int | None = None, *, speaks: bool = False) -> Workload:
+        """The requests, which are turns of conversations if `turns` is given, and speak their sounds if it `speaks`.
 
         Raises:
             typer.BadParameter: a file cannot be used, or options do not go together.
@@ -204,10 +212,14 @@ class WorkloadOptions(SamplingOptions):
             )
         with usage_errors(SCRIPT):
             script = () if self.script is None else read_script(self.script)
+        if speaks:
+            with usage_errors(SPEAK):
+                media, script = spoken(media), tuple(replace(turn, media=spoken(turn.media)) for turn in script)
         return Workload(
             prompts=prompts if self.prompt_words is None else [of_length(each, self.prompt_words) for each in prompts],
             media=media,
             turns=turns or 1,
+            speaks=speaks,
             script=script,
             system=self.system,
             **self.request_fields(),

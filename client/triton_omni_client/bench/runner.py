@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -154,7 +155,8 @@ class _Bench:
         if workload.turns == 1:
             return LoadRun(self.client, workload.request, bar)
         conversations = Conversations(workload)
-        return LoadRun(self.client, conversations.request, bar, answered=conversations.answered)
+        loop = partial(LoadRun, self.client, conversations.request, bar, answered=conversations.answered)
+        return loop(before=partial(conversations.speak, client=self.client)) if workload.speaks else loop()
 
     def _offer(self, loop: LoadRun, load: Load, requests: int, warm_up: int) -> Coroutine[Any, Any, None]:
         if load.mode == "closed":

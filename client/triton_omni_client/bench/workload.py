@@ -48,6 +48,8 @@ class Workload:
     """Shown or played with every prompt; in conversations one a turn, from the first turn on."""
     turns: int = 1
     """Turns of a conversation; 1 = each prompt is asked for itself."""
+    speaks: bool = False
+    """True if the sounds of conversations are sent while they are spoken, in real time."""
     script: Sequence[ScriptTurn] = ()
     """Turns of every conversation, begun anew after the last; empty = the prompts, from another one each time."""
     system: str | None = None
