@@ -9,7 +9,7 @@
 # code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv.
 set -euo pipefail
 
-PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts conversations listeners apart replicas quality)
+PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners apart replicas quality)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
@@ -105,23 +105,51 @@ part_prompts() { # first audio against the length of the prompt
         --load '16k=--concurrency 1 --requests 8 --prompt-tokens 16000'
 }
 
-part_conversations() { # ten turns with two photos and ten seconds of sound: 8,400 tokens at the end, and room for 32 such
-    local folder="$OUT/conversations" turns cache
+ROOM='"engine": {"kv_cache_tokens": 294912}' # 32 conversations of 8,400 tokens
+CACHED="cached={\"thinker\": {\"prefix_caching\": true, $ROOM}, \"talker\": {\"prefix_caching\": true, $ROOM}}"
+
+part_conversations() { # ten turns with two photos and ten seconds of sound; single requests of 6 s beside them
+    local folder="$OUT/conversations" turns run loads=()
     mkdir -p "$folder"
     "$PYTHON" -c "from PIL import Image; import numpy, soundfile; \
         Image.effect_noise((1024, 768), 64).convert('RGB').save('$folder/first.jpg'); \
         Image.effect_noise((1024, 768), 96).convert('RGB').save('$folder/second.jpg'); \
         soundfile.write('$folder/sound.wav', numpy.random.default_rng(0).normal(0, 0.1, 160000), 16000)" || return
-    turns="--conversation 10 --prompt-tokens 570 --max-tokens 30 --talker-max-tokens 150"
+    for run in 1 2 3; do
+        loads+=(--load "one-$run=--concurrency 1 --requests 4 --talker-max-tokens 300"
+            --load "together-$run=--concurrency 32 --requests 64 --talker-max-tokens 300"
+            --load "crowd-$run=--concurrency 32 --requests 64 --crowds --talker-max-tokens 300")
+    done
+    turns="--conversation 10 --prompt-tokens 570 --max-tokens 30 --talker-max-tokens 150 --warm-up 1"
     turns="$turns --image '$folder/first.jpg' --image '$folder/second.jpg' --audio '$folder/sound.wav'"
-    cache='{"prefix_caching": true, "engine": {"kv_cache_tokens": 294912}}'
-    compare conversations/turns 7b --variant shipped --variant "cached={\"thinker\": $cache, \"talker\": $cache}" \
-        --load "alone=$turns --concurrency 1 --requests 3" \
+    compare conversations/turns 7b --variant "plain={\"thinker\": {$ROOM}, \"talker\": {$ROOM}}" --variant "$CACHED" \
+        "${loads[@]}" --load "alone=$turns --concurrency 1 --requests 3" \
         --load "many=$turns --concurrency 32 --requests 32 --ramp-up 10 --listen"
 }
 
-part_listeners() { # first audio against the number of listeners
-    compare listeners 7b --variant shipped --load 'listeners=--concurrency 1,2,4,8,16,32,48,64 --ramp-up 20 --listen'
+part_speech() { # questions of 2 and 30 s, sent whole and while they are spoken
+    local folder="$OUT/speech" turns="--conversation 2 --concurrency 1 --requests 4" length loads=()
+    mkdir -p "$folder"
+    for length in 2 30; do
+        "$PYTHON" -c "import numpy, soundfile; \
+            soundfile.write('$folder/${length}s.wav', numpy.random.default_rng(0).normal(0, 0.1, 16000 * $length), 16000)" ||
+            return
+        echo "[{\"audio\": [\"${length}s.wav\"]}, {\"audio\": [\"$((32 - length))s.wav\"]}]" >"$folder/${length}s.json"
+    done
+    for length in 2 30; do
+        loads+=(--load "whole-$length=$turns --script '$folder/${length}s.json' --warm-up 1"
+            --load "spoken-$length=$turns --script '$folder/${length}s.json' --warm-up 0 --speak")
+    done
+    "$PYTHON" "$ROOT/scripts/compare" --out "$folder/out" --model random:7b --mps --variant "$CACHED" "${loads[@]}" -- \
+        --fixed-lengths --system "" --max-tokens 30 --talker-max-tokens 100
+}
+
+part_listeners() { # first audio against the number of listeners, who hear replies of 6 s
+    local places loads=()
+    for places in 1 4 8 16 32 48 64; do
+        loads+=(--load "listeners-$places=--concurrency $places --requests $((3 * places + 2)) --talker-max-tokens 300")
+    done
+    compare listeners 7b --variant 'shipped={"bench": "--ramp-up 6 --listen --warm-up 0"}' "${loads[@]}"
 }
 
 part_apart() { # token2wav on a GPU of its own

@@ -237,6 +237,42 @@ def script(tmp_path: Path) -> Path:
 
 
 class TestCommand:
+    def test_sounds_are_sent_while_they_are_spoken(self, tmp_path: Path) -> None:
+        """A sound of over two seconds is hinted before its turn, which sends the same bytes; its salt is the same."""
+        (tmp_path / "q.wav").write_bytes(audio_file("wav", seconds=2.2))
+        (tmp_path / "s.json").write_text(json.dumps([{"text": "hello"}, {"text": "and?", "audio": ["q.wav"]}]))
+        with serve_grpc(FakeTriton()) as server:
+            result = _bench(
+                server.url, tmp_path, "--concurrency", "1", "--requests", "1", "--warm-up", "0", "--conversation", "2",
+                "--script", str(tmp_path / "s.json"), "--speak",
+            )  # fmt: skip
+            assert result.exit_code == 0, result.output
+            first, hint, turn = server.requests
+        (spoken,), (whole,) = inputs_of(hint)["media"], inputs_of(turn)["media"]
+        assert parameters_of(hint)["prefill_only"] is True
+        assert "prefill_only" not in parameters_of(turn)
+        assert len(spoken) < len(whole)
+        assert whole[44 : len(spoken)] == spoken[44:]
+        assert _messages(hint)[:-1] == _messages(turn)[:-1]
+        assert _messages(hint)[-1]["content"] == _messages(turn)[-1]["content"][:1] == [{"type": "audio"}]
+        assert parameters_of(turn)["audio_in_pieces"] is True
+        assert len({parameters_of(request)["cache_salt"] for request in (first, hint, turn)}) == 1
+
+    @pytest.mark.parametrize(
+        ("sound", "says"),
+        [
+            (audio_file("wav", rate=24000), "q.wav: 1 channels of 16 bits at 24000 Hz; convert it to 1 channel"),
+            (audio_file("wav", channels=2), "q.wav: 2 channels of 16 bits at 16000 Hz"),
+            (audio_file("flac"), "q.wav: no WAV file of 16-bit samples"),
+        ],
+    )
+    def test_other_sounds_are_refused_before_they_are_spoken(self, tmp_path: Path, sound: bytes, says: str) -> None:
+        (tmp_path / "q.wav").write_bytes(sound)
+        options = ["--conversation", "2", "--audio", str(tmp_path / "q.wav"), "--speak", "--check"]
+        result = _bench("127.0.0.1:1", tmp_path, *options)
+        assert result.exit_code == 2
+        assert unframed(says) in unframed(result.output)
+
     def test_conversations_are_held_and_told_by_turn(self, tmp_path: Path, script: Path) -> None:
         with serve_grpc(FakeTriton()) as server:
             result = _bench(
@@ -295,6 +331,7 @@ class TestCommand:
             (["--conversation", "2", "--write-perf-analyzer-input", "p.json"], "not with --write-perf-analyzer-input"),
             (["--conversation", "2", *["--image", "{folder}/a.jpg"] * 3], "3 media for 2 turns, which show one each"),
             (["--script", "{folder}/s.json"], "needs --conversation"),
+            (["--speak"], "needs --conversation"),
             (["--conversation", "2", "--script", "{folder}/s.json", "--prompt-words", "3"], "not with --prompt-words"),
             (["--conversation", "2", "--script", "{folder}/s.json", "--image", "{folder}/a.jpg"], "not with --image"),
             (["--conversation", "2", "--script", "{folder}/a.jpg"], "cannot be read"),

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script behind docs/benchmarks.md, with a recorder in the place of what it runs."""
+"""The script behind docs/benchmarks.md, with a recorder in the place of what it runs; photos and sounds are made."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,9 @@ from triton_omni_client.evaluate.options import OFFLINE, parse_setting
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "benchmarks.sh"
-PICTURE = ROOT / "docs" / "images" / "soak.png"
-RECORDER = """#!/bin/sh
-{ printf '%s\\037' "$@"; echo; } >> "$RECORDED"
+RECORDER = f"""#!/bin/sh
+{{ printf '%s\\037' "$@"; echo; }} >> "$RECORDED"
+case $1 in -c) exec {sys.executable} "$@" ;; esac
 for word; do case $word in random:3b) exit 1 ;; esac; done
 """
 
@@ -72,7 +75,7 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
         for command in commands
         if (name := Path(command[0]).name) in programs
     ]
-    assert [name for name, _ in found] == ["compare"] * 6 + ["micro"] * 6 + ["compare", "micro"] + ["compare"] * 6
+    assert [name for name, _ in found] == ["compare"] * 6 + ["micro"] * 6 + ["compare", "micro"] + ["compare"] * 7
     assert len({str(parameters["out"]) for _, parameters in found}) == len(found)
     asked = {
         ("evaluate" if parameters["evaluate"] else "bench", *options)
@@ -87,11 +90,10 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
 
 
 def loads(variants: Any, parameters: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """As `scripts/compare` puts them together; the recorder has made no photo."""
+    """As `scripts/compare` puts them together."""
     for variant in map(variants.parse_variant, parameters["variant"]):
         for load in map(variants.parse_load, parameters["load"] or ["all"]):
-            options = load.beside(parameters["options"], variant.options).options
-            yield tuple(str(PICTURE) if option.endswith((".jpg", ".wav")) else option for option in options)
+            yield load.beside(parameters["options"], variant.options).options
 
 
 def test_crowds_have_replies_of_6_s(recorded: Recorded, script: Any) -> None:
@@ -131,7 +133,9 @@ def test_prompts_and_listeners_are_of_every_count(recorded: Recorded, script: An
         for parameters in (parsed(app, command[1:]) for command in commands)
     )
     assert [asked["prompt_tokens"] for asked in prompts] == [100, 1000, 8000, 16000]
-    assert [(asked["concurrency"], asked["listen"]) for asked in listeners] == [("1,2,4,8,16,32,48,64", True)]
+    assert [(asked["concurrency"], asked["listen"]) for asked in listeners] == [
+        (str(places), True) for places in (1, 4, 8, 16, 32, 48, 64)
+    ]
 
 
 def test_conversations_have_photos_and_a_sound_with_the_caches_and_without(recorded: Recorded, script: Any) -> None:
@@ -142,10 +146,12 @@ def test_conversations_have_photos_and_a_sound_with_the_caches_and_without(recor
     parameters = parsed(app, command[1:])
     variants = [script("compare.variants").parse_variant(text).settings for text in parameters["variant"]]
     caching = {"prefix_caching": True, "engine": {"kv_cache_tokens": 294912}}
-    assert variants == [{}, {"thinker": caching, "talker": caching}]
+    room = {"engine": caching["engine"]}
+    assert variants == [{"thinker": room, "talker": room}, {"thinker": caching, "talker": caching}]
     asked = [
         bench.make_context("bench", list(options)).params for options in loads(script("compare.variants"), parameters)
     ]
+    asked = [one for one in asked if one["conversation"]]
     assert [(one["conversation"], one["concurrency"], one["prompt_tokens"]) for one in asked] == [
         (10, places, 570) for _ in variants for places in ("1", "32")
     ]
@@ -153,6 +159,20 @@ def test_conversations_have_photos_and_a_sound_with_the_caches_and_without(recor
     shown = {path for option in parameters["load"] for path in re.findall(r"'(/[^']+)'", option)}
     assert len(shown) == 3
     assert all(f"'{path}'" in made[-1] for path in shown)
+
+
+def test_speech_of_2_and_30_s_is_sent_whole_and_while_it_is_spoken(recorded: Recorded, script: Any) -> None:
+    _, _, (*made, command) = recorded.run(str(recorded.folder / "out"), "speech")
+    app = typer.Typer()
+    app.command()(script("compare.__main__").main)
+    asked = [shlex.split(option) for option in parsed(app, command[1:])["load"]]
+    scripts = [options[options.index("--script") + 1] for options in asked]
+    assert [("--speak" in options, Path(path).stem) for options, path in zip(asked, scripts, strict=True)] == [
+        (speaks, length) for length in ("2s", "30s") for speaks in (False, True)
+    ]
+    turns = [json.loads(Path(path).read_text()) for path in scripts[::2]]
+    assert turns == [[{"audio": ["2s.wav"]}, {"audio": ["30s.wav"]}], [{"audio": ["30s.wav"]}, {"audio": ["2s.wav"]}]]
+    assert len(made) == 2
 
 
 def test_a_part_alone_and_none_that_is_not_there_or_was_measured(recorded: Recorded) -> None:
