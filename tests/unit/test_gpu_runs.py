@@ -132,15 +132,43 @@ def test_figures_by_load_are_those_of_the_run_linked() -> None:
             assert [float(cell.split()[0])] == figures[key].values, key
 
 
-def test_figures_by_listeners_are_those_of_the_run_linked() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| (\d+), (\d+) ms \| ([\d.]+) \| \[\w+\]\(([^)]+)\)", text, re.MULTILINE)
-    assert len(rows) == 2
-    for listeners, *numbers, target in rows:
-        figures = read(DOCUMENT.parent / target).figures
-        keys = [f"{name}/7b/balanced/{listeners}-listeners" for name in ("first_audio_p50", "first_audio_p95")]
-        keys.append(f"underruns_per_reply/7b/balanced/{listeners}-listeners")
-        assert [figures[key].values for key in keys] == [[float(number)] for number in numbers]
+def cells(title: str) -> list[str]:
+    """The cells after the first one of a row of the document."""
+    (line,) = re.findall(rf"^\| {re.escape(title)} \|(.*)\|$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    return [cell.strip() for cell in line.split("|")]
+
+
+def shown(cell: str, values: list[float]) -> bool:
+    """Whether a cell tells the median of values, in its own unit and precision."""
+    number, _, unit = cell.replace(",", "").partition(" ")
+    median = statistics.median(values) / (1000 if unit == "s" else 1)
+    return number == f"{median:.{-int(Decimal(number).as_tuple().exponent)}f}"
+
+
+def test_figures_by_listeners_prompts_and_turns_are_those_of_their_run() -> None:
+    figures = read(DOCUMENT.parent / "gpu-runs" / "2026-11-28-b.json").figures
+    places, turns = cells("listeners of 6 s replies"), ("1", "4", "10")
+    rows = {
+        title: [f"{figure}/7b/balanced/{count}-listeners-short" for count in places]
+        for title, figure in (
+            ("first audio p50, ms", "first_audio_p50"),
+            ("first audio p95, ms", "first_audio_p95"),
+            ("underruns of a reply", "underruns_per_reply"),
+        )
+    }
+    rows["first audio"] = [f"first_audio/7b/balanced/prompt-{length}" for length in ("100", "1k", "8k", "16k")]
+    loads = (("first_audio", "turn"), ("first_audio_p95", "32-conversations-turn"))
+    states = ("balanced", "balanced-cached")
+    for turn in turns:
+        rows[turn] = [f"{figure}/7b/{state}/{load}-{turn}" for figure, load in loads for state in states]
+    for title, keys in rows.items():
+        told = cells(title)[1:] if title in turns else cells(title)
+        wrong = [
+            key
+            for cell, key in zip(told, keys, strict=True)
+            if cell != "–" and not shown(cell, figures[key].values)  # noqa: RUF001 - as in the document
+        ]
+        assert not wrong, title
 
 
 @pytest.mark.parametrize(
