@@ -20,7 +20,7 @@ json='Content-Type: application/json'
 # Read aloud: a WAV file, written while it comes; a refusal, which is JSON, takes its place. Its header states no length:
 # `sox IN.wav OUT.wav` or `ffmpeg -i IN.wav OUT.wav` writes a file that does.
 if ! curl -sS --fail-with-body "$gateway/v1/audio/speech" -H "$json" -o "$wav" \
-    -d '{"model": "qwen2_5_omni", "voice": "Ethan", "input": "The sea is deep.", "seed": 7}'; then
+    -d '{"model": "qwen2_5_omni", "voice": "Ethan", "input": "The sea is deep.", "seed": 7, "response_format": "wav"}'; then
     grep -s '"error"' "$wav" >&2 || true
     exit 1
 fi

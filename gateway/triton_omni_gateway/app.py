@@ -70,6 +70,7 @@ def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAP
     app = GatewayApp(title="triton-omni gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_model_routes(app)
     _add_list_routes(app, settings)
+    _add_voice_route(app, settings)
     _add_operator_routes(app, metrics)
     add_page(app)
     _add_errors(app)
@@ -118,6 +119,16 @@ def _add_list_routes(app: FastAPI, settings: GatewaySettings) -> None:
         """One of them."""
         check_model(name, settings.models)
         return (await told(request, [name]))[0]
+
+
+def _add_voice_route(app: FastAPI, settings: GatewaySettings) -> None:
+    @app.get("/v1/audio/voices")
+    async def voices(request: Request) -> dict[str, Any]:
+        """The checkpoint's voices, and the other names that `voice` may have, with the voice that each means."""
+        own = await _gateway(request).voices() or []
+        first = own[0] if own else None
+        others = {name: voice or first for name, voice in settings.voices.items() if name not in own}
+        return {"object": "list", "voices": own, "aliases": others}
 
 
 def _add_operator_routes(app: FastAPI, metrics: Metrics) -> None:

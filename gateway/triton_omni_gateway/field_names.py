@@ -49,7 +49,7 @@ _SIBLING = re.compile(r"^: (?P<said>-?\d+ is over|must be 0 beside) (?P<key>max_
 """Where a refusal names a second key of the same object."""
 _TOO_LONG = re.compile(r"the prompt has \d+ tokens\b")
 """With what every stage begins that has no room for a prompt, or for it and the reply that was asked for."""
-_SYSTEM = re.compile(r"(?<=^: )system\b|(?<=\(got )system(?=\)$)")
+_SYSTEM = re.compile(r"(?<=\(got )system(?=\)$)")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """START HERE: what callers may send, as types. An unknown key or a wrong type is refused by name, as OpenAI does it.
 
-A key given as null counts as not given. Ranges are the Triton server's to check: it names the key, the value and the
-limit, and the gateway passes that on.
+A key given as null counts as not given, known or not. Ranges are the Triton server's to check: it names the key, the
+value and the limit, and the gateway passes that on.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import GatewayError, bad_request
 from .json_bounds import check_json
+from .sound import FASTEST, SLOWEST
 
 _SHOWN, _SHOWN_VALUE = 200, 80
 """Characters of a key, and of a value, in a refusal."""
@@ -39,6 +40,12 @@ Seconds = Annotated[float, Field(allow_inf_nan=False, strict=True, gt=0)]
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: object) -> object:
+        """Leave out what is null, also of an unknown key: programs send all keys that they know."""
+        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
+
 
 class AudioOptions(_Model):
     """How a reply is spoken."""
@@ -46,7 +53,7 @@ class AudioOptions(_Model):
     voice: StrictStr | None = None
     """A speaker of the checkpoint; None = the server's choice."""
     format: StrictStr | None = None
-    """`wav` or `pcm16`; None = `wav`, and `pcm16` in a stream."""
+    """`wav`, `pcm16`, `mp3`, `opus`, `aac` or `flac`; None = `wav`, and `pcm16` in a stream."""
 
 
 class StreamOptions(_Model):
@@ -210,8 +217,9 @@ class SpeechRequest(_Model):
     instructions: StrictStr | None = None
     """How to read; goes in front of the prompt."""
     response_format: StrictStr | None = None
-    """`wav` (where none is given) or `pcm`."""
-    speed: Number | None = None
+    """`mp3` (where none is given), `opus`, `aac`, `flac`, `wav` or `pcm`."""
+    speed: Annotated[float, Field(allow_inf_nan=False, strict=True, ge=SLOWEST, le=FASTEST)] | None = None
+    """Of the speech; its pitch stays."""
     stream_format: Literal["audio", "sse"] | None = None
     # Extensions of OpenAI's API.
     seed: StrictInt | None = None

@@ -117,6 +117,7 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     settings = GatewaySettings(
         triton_urls=tuple(given.url or default.triton_urls),
         models=tuple(given.model_name or default.models),
+        voices={**default.voices, **dict(given.voice)},
         min_priority=given.min_priority,
         max_requests=given.max_requests,
         max_body_bytes=given.max_body_mib * MIB,
@@ -161,6 +162,8 @@ def _add_addresses(parser: _Parser, default: GatewaySettings) -> None:
     )
     named = "name of the model; may be repeated (default: qwen2_5_omni)"
     parser.add_argument("--model-name", action="append", metavar="NAME", help=named)
+    spoken = "another name for a voice of the checkpoint; may be repeated (OpenAI's names mean its first voice)"
+    parser.add_argument("--voice", type=_alias, action="append", default=[], metavar="NAME=VOICE", help=spoken)
     keyed = f"file of API keys, one a line; also by {VARIABLE}, separated by commas (default: none, so anyone may call)"
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help=keyed)
     allowed = "host name by which callers without keys may address the gateway; may be repeated (always: localhost)"
@@ -220,6 +223,13 @@ def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
         )
 
     return parse
+
+
+def _alias(text: str) -> tuple[str, str]:
+    name, equals, voice = text.partition("=")
+    if not (name and equals and voice):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VOICE, such as nova=Ethan")
+    return name, voice
 
 
 def _seconds(text: str) -> float:

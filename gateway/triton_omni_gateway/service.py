@@ -36,7 +36,7 @@ from .pool import PooledStream, ServerPool
 from .replies import ChatChunks, Head, Spoken, completion, event, finish_reason, speech_delta, speech_done
 from .schemas import ChatRequest, SpeechRequest, parse
 from .settings import GatewaySettings
-from .sound import SoundEncoder
+from .sound import MEDIA_TYPES, SoundEncoder
 from .transcripts import Transcripts
 from .translate import chat_format, chat_request, check_model, check_priority, speech_format, speech_request
 
@@ -47,7 +47,6 @@ _PARSED_AT_ONCE = 1 << 18
 SEED_HEADER = "x-seed"
 DRAWN_SEED_BITS = 53
 """Bits of a drawn seed, as in the server: JSON readers hold larger integers as inexact doubles."""
-_MEDIA_TYPES = {"wav": "audio/wav", "pcm16": "audio/pcm"}
 logger = logging.getLogger("uvicorn.error")
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -104,6 +103,13 @@ class Gateway:
         told = next((model.voices for model in models if model.name == MODEL), None)
         return None if told is None else list(told)
 
+    async def _in_voice(self, request: Request) -> Request:
+        """The request in a voice of the checkpoint; the server refuses a name that neither it nor the settings know."""
+        asked, table = request.voice, self._settings.voices
+        if asked is None or asked not in table or asked in (await self.voices() or ()):
+            return request
+        return replace(request, voice=table[asked])
+
     async def chat(self, http: HttpRequest) -> Response:
         """`POST /v1/chat/completions`."""
         chat = await self._read(http, ChatRequest)
@@ -111,7 +117,8 @@ class Gateway:
         check_model(chat.model, self._settings.models)
         check_priority(chat.priority, self._settings.min_priority)
         spoken = self._spoken(chat) if chat.wants_audio and not chat.prefill_only else None
-        request = _traced(chat_request(chat, self._transcripts.find, http.state.request_id, http.state.caller), http)
+        asked = chat_request(chat, self._transcripts.find, http.state.request_id, http.state.caller)
+        request = _traced(await self._in_voice(asked), http)
         head = Head(http.state.request_id.replace("req_", "chatcmpl-"), chat.model)
         if not chat.stream:
             return await self._whole_chat(http, request, head, spoken)
@@ -128,14 +135,14 @@ class Gateway:
         sound_format = speech_format(speech.response_format)
         # Drawn here where the caller gave none: sound has no place but its headers to tell it, and they come first.
         seed = secrets.randbits(DRAWN_SEED_BITS) if speech.seed is None else speech.seed
-        request = speech_request(speech, self._settings.speech_prompt, http.state.request_id)
+        request = await self._in_voice(speech_request(speech, self._settings.speech_prompt, http.state.request_id))
         opened = await self._open(http, _traced(replace(request, seed=seed), http), (AudioDelta, Info))
-        encoder, headers = SoundEncoder(sound_format), {SEED_HEADER: str(seed)}
+        encoder, headers = SoundEncoder(sound_format, speech.speed or 1.0), {SEED_HEADER: str(seed)}
         if speech.stream_format == "sse":
             events = self._speech_events(http, opened, encoder, seed)
             return FlowingResponse(events, EVENTS, self._settings.send_timeout_s, headers)
         sound = self._sound(http, opened, encoder)
-        return FlowingResponse(sound, _MEDIA_TYPES[sound_format], self._settings.send_timeout_s, headers)
+        return FlowingResponse(sound, MEDIA_TYPES[sound_format], self._settings.send_timeout_s, headers)
 
     async def _read(self, http: HttpRequest, schema: type[Schema]) -> Schema:
         settings = self._settings
@@ -159,7 +166,7 @@ class Gateway:
         _log_end(http, reply.info)
         if spoken is not None:
             self._transcripts.keep(spoken.audio_id, spoken.expires_at, reply.text)
-        return JSONResponse(completion(head, reply, spoken))
+        return JSONResponse(await asyncio.to_thread(completion, head, reply, spoken))
 
     async def _chat_events(
         self, http: HttpRequest, opened: Opened, chunks: ChatChunks, spoken: Spoken | None
@@ -168,7 +175,10 @@ class Gateway:
             async with self._counted(opened.stream):
                 yield chunks.begin()
                 async for delta in opened.deltas():
-                    for part in chunks.feed(delta):
+                    # Encoding takes milliseconds, and must not hold up the speech of others.
+                    is_sound = isinstance(delta, AudioDelta)
+                    parts = await asyncio.to_thread(list, chunks.feed(delta)) if is_sound else chunks.feed(delta)
+                    for part in parts:
                         yield part
         except OmniClientError as error:
             yield await self._failed(http, error)
@@ -188,8 +198,9 @@ class Gateway:
         try:
             async with self._counted(opened.stream):
                 async for delta in opened.deltas():
-                    if isinstance(delta, AudioDelta) and (data := encoder.feed(delta.samples)):
-                        yield speech_delta(data)
+                    if isinstance(delta, AudioDelta):
+                        if data := await asyncio.to_thread(encoder.feed, delta.samples):
+                            yield speech_delta(data)
                     elif isinstance(delta, Info):
                         info = delta
         except OmniClientError as error:
@@ -205,7 +216,8 @@ class Gateway:
             async with self._counted(opened.stream):
                 async for delta in opened.deltas():
                     if isinstance(delta, AudioDelta):
-                        yield encoder.feed(delta.samples)
+                        if data := await asyncio.to_thread(encoder.feed, delta.samples):
+                            yield data
                     elif isinstance(delta, Info):
                         _log_end(http, delta)
         except OmniClientError as error:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from triton_omni_client.address import grpc_address
 from triton_omni_client.errors import BadRequest
@@ -13,6 +14,12 @@ PRIORITIES = range(-100, 101)
 """Allowed values of `priority`; the lowest is the most urgent."""
 TEXT_MARK = "{input}"
 SPEECH_PROMPT = "Read the following text aloud, word for word, and say nothing else:\n\n{input}"
+
+
+OPENAI_VOICES = tuple(
+    "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split()  # noqa: SIM905
+)
+"""Names that programs for OpenAI's API ask for; some allow no others."""
 
 
 class SettingsError(ValueError):
@@ -31,6 +38,8 @@ class GatewaySettings:
     """`HOST:PORT` of the gRPC endpoint of each Triton server; requests are spread over them."""
     models: tuple[str, ...] = ("qwen2_5_omni",)
     """Names that a request's `model` may have; all mean the server's one model."""
+    voices: Mapping[str, str | None] = field(default_factory=lambda: dict.fromkeys(OPENAI_VOICES))
+    """Voices of the checkpoint by other names for them; None = its first one. Its own names go before these."""
     min_priority: int = 0
     """The lowest, so most urgent, `priority` that a caller may ask for; by default nobody gets in front of others."""
     max_requests: int = 256

@@ -22,7 +22,15 @@ from .sound import SoundFormat
 
 FindTranscript = Callable[[str], str | None]
 
-_SPEECH_FORMATS: Mapping[str, SoundFormat] = {"wav": "wav", "pcm": "pcm16"}
+_SPEECH_FORMATS: Mapping[str, SoundFormat] = {
+    "mp3": "mp3",
+    "opus": "opus",
+    "aac": "aac",
+    "flac": "flac",
+    "wav": "wav",
+    "pcm": "pcm16",
+}
+_DATA_URI_BEGIN = 16
 _DETAILS = ("auto", "low", "high")
 _PART_TYPES = ("text", *MEDIA_VALUES)
 """The server's other ones take media that are sent beside the messages, for which HTTP has no place."""
@@ -155,15 +163,24 @@ def _spoken(message: Message, path: str, find: FindTranscript) -> str:
 
 
 def _part(part: dict[str, Any], path: str) -> dict[str, Any]:
-    """A part without OpenAI's choice of an image's resolution, which this model does not have."""
+    """A part with plain base64, and without OpenAI's choice of a resolution, which this model does not have."""
     if (kind := part.get("type")) not in _PART_TYPES:
         got = f" (got {kind[:80]!a})" if isinstance(kind, str) else ""
         said = f"Invalid value for '{path}.type': it must be one of {', '.join(_PART_TYPES)}{got}."
         raise bad_request(said, param=f"{path}.type", code="invalid_value")
-    image = part.get("image_url")
-    if not isinstance(image, dict) or image.get("detail") not in _DETAILS:
-        return part
-    return {**part, "image_url": {name: value for name, value in image.items() if name != "detail"}}
+    image, sound = part.get("image_url"), part.get("input_audio")
+    if isinstance(image, dict) and image.get("detail") in _DETAILS:
+        return {**part, "image_url": {name: value for name, value in image.items() if name != "detail"}}
+    if isinstance(sound, dict) and isinstance(data := sound.get("data"), str):
+        return {**part, "input_audio": {**sound, "data": _plain_base64(data)}}
+    return part
+
+
+def _plain_base64(data: str) -> str:
+    """Base64 without the beginning of a data URI and without line breaks, which programs send for it."""
+    if data[:_DATA_URI_BEGIN].lstrip().lower().startswith("data:"):
+        data = data.partition(",")[2]
+    return "".join(data.split())
 
 
 def chat_format(options: AudioOptions | None, *, stream: bool) -> SoundFormat:
@@ -172,15 +189,13 @@ def chat_format(options: AudioOptions | None, *, stream: bool) -> SoundFormat:
     Raises:
         GatewayError: 400, with the formats there are.
     """
-    match None if options is None else options.format:
-        case None:
-            return "pcm16" if stream else "wav"
-        case "wav":
-            return "wav"
-        case "pcm16":
-            return "pcm16"
-        case other:
-            raise _no_format("audio.format", other, ("wav", "pcm16"))
+    asked = None if options is None else options.format
+    if asked is None:
+        return "pcm16" if stream else "wav"
+    known = get_args(SoundFormat)
+    if asked not in known:
+        raise _no_format("audio.format", asked, known)
+    return cast(SoundFormat, asked)
 
 
 def speech_format(asked: str | None) -> SoundFormat:
@@ -189,7 +204,7 @@ def speech_format(asked: str | None) -> SoundFormat:
     Raises:
         GatewayError: 400, with the formats there are.
     """
-    found = _SPEECH_FORMATS.get(asked or "wav")
+    found = _SPEECH_FORMATS.get(asked or "mp3")
     if found is None:
         raise _no_format("response_format", str(asked), tuple(_SPEECH_FORMATS))
     return found
@@ -207,12 +222,7 @@ def speech_request(speech: SpeechRequest, prompt: str, request_id: str) -> Reque
         speech: the caller's request.
         prompt: the deployment's prompt, with the mark of the text's place.
         request_id: a label for logs.
-
-    Raises:
-        GatewayError: 400, a speed other than 1.
     """
-    if speech.speed not in (None, 1):
-        raise bad_request("'speed' must be 1: this model has no choice of speed.", param="speed")
     text = prompt.replace(TEXT_MARK, speech.input)
     return Request(
         text=f"{speech.instructions}\n\n{text}" if speech.instructions else text,

@@ -279,8 +279,8 @@ def test_an_error_before_the_first_delta_is_a_status(
 def test_a_format_that_is_not_offered_is_refused_with_the_list(
     triton: FakeTriton, gateway: RunningGateway, stream: bool
 ) -> None:
-    audio = {"voice": "Chelsie", "format": "mp3"}
-    with pytest.raises(openai.BadRequestError, match="the formats are wav, pcm16") as caught:
+    audio = {"voice": "Chelsie", "format": "ogg"}
+    with pytest.raises(openai.BadRequestError, match="the formats are wav, pcm16, mp3, opus, aac, flac") as caught:
         gateway.chat(modalities=["text", "audio"], audio=audio, stream=stream)
     assert caught.value.param == "audio.format"
     assert triton.requests == []

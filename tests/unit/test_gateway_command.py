@@ -21,7 +21,7 @@ from gateway_command import started
 from triton_omni_gateway.keys import ApiKeys, read_keys
 from triton_omni_gateway.logs import LONGEST_PART
 from triton_omni_gateway.server import bind, main, parse_command
-from triton_omni_gateway.settings import GatewaySettings, SettingsError
+from triton_omni_gateway.settings import OPENAI_VOICES, GatewaySettings, SettingsError
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
     keys.write_text("# ours\n\n  one  \ntwo\n")
     options = "--port 0 --url triton:9001 --url other:9001 --model-name a --model-name b --max-requests 3"
     options += " --max-body-mib 2 --grace 4 --min-priority -100 --max-connections 5 --max-peer-connections 4"
-    options += " --allow-host Omni.lan --allow-host gateway"
+    options += " --allow-host Omni.lan --allow-host gateway --voice nova=Ethan --voice robot=Chelsie"
     command = parse_command([*options.split(), "--speech-prompt", "Say {input}", "--api-keys", str(keys)])
     assert command.settings == GatewaySettings(
         triton_urls=("triton:9001", "other:9001"),
@@ -51,6 +51,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
         max_connections=5,
         max_peer_connections=4,
         host_names=("omni.lan", "gateway"),
+        voices={**dict.fromkeys(OPENAI_VOICES), "nova": "Ethan", "robot": "Chelsie"},
         speech_prompt="Say {input}",
     )
     assert (command.port, command.grace_s) == (0, 4)
@@ -58,6 +59,13 @@ def test_options_become_settings(tmp_path: Path) -> None:
     assert [caller is not None for caller in callers] == [True, True, False, False]
     assert callers[0] != callers[1]
     assert "one" not in callers[0]
+
+
+@pytest.mark.parametrize("text", ["nova", "nova=", "=Ethan"])
+def test_a_voice_without_its_name_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_command(["--voice", text])
+    assert f"{text!r} is not NAME=VOICE" in capsys.readouterr().err
 
 
 def test_keys_come_from_the_environment_too() -> None:

@@ -184,9 +184,6 @@ def test_how_a_video_is_seen_is_named_as_it_was_written(name: str, value: int) -
 
 @pytest.mark.parametrize("role", ["developer", "system"])
 def test_a_message_s_role_is_the_one_that_was_written(role: str) -> None:
-    refusal = refused_chat(messages=[USER, {"role": role, "content": "Be brief."}, USER])
-    assert refusal.param == "messages[1].role"
-    assert refusal.message.startswith(f"messages[1].role: {role} is allowed only")
     refusal = refused_chat(messages=[{"role": role, "content": [image(b"x")]}, USER])
     assert refusal.message.endswith(f"(got {role})")
 
@@ -200,7 +197,7 @@ def test_media_of_the_assistant_are_refused() -> None:
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
-        ({"voice": "alloy"}, "voice", "voice: 'alloy' is not one of"),
+        ({"voice": "alloi"}, "voice", "voice: 'alloi' is not one of"),
         ({"input": "x" * 1000}, "input", "input: "),
         ({"token2wav": {"solver": "x"}}, "token2wav.solver", "token2wav.solver: "),
         ({"talker": {"x": "y" * 70_000}}, None, "the request without its 'input': 70"),

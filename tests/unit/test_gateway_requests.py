@@ -52,6 +52,23 @@ def test_the_backend_accepts_all_media_of_a_chat() -> None:
     assert {part.data for part in understood.media} == {base64.b64decode(PNG)}
 
 
+def test_null_is_not_given_of_a_known_key_and_of_an_unknown_one() -> None:
+    nulls = {"temperature": None, "tools": None, "audio": None, "reasoning_effort": None, "stream_options": {"x": None}}
+    assert asked(**nulls) == asked(stream_options={})
+    assert refused(reasoning_effort="low").param == "reasoning_effort"
+    with pytest.raises(GatewayError, match="Missing required parameter: 'model'"):
+        parse(ChatRequest, json.dumps({"model": None, "messages": USER}).encode())
+
+
+@pytest.mark.parametrize("before", ["", "data:audio/wav;base64,", "data:;base64,"])
+@pytest.mark.parametrize("line", [8, 76])
+def test_sound_may_be_a_data_uri_and_have_line_breaks(before: str, line: int) -> None:
+    broken = before + "\r\n".join(PNG[at : at + line] for at in range(0, len(PNG), line))
+    part = {"type": "input_audio", "input_audio": {"data": broken, "format": "wav"}}
+    (message,) = asked(messages=[{"role": "user", "content": [part]}]).messages or ()
+    assert message["content"] == [{"type": "input_audio", "input_audio": {"data": PNG, "format": "wav"}}]
+
+
 @pytest.mark.parametrize("other", [("b", "talk"), ("a", "another"), ("a", None), ("", "talk")])
 def test_a_caller_and_a_cache_key_share_with_themselves_alone(other: tuple[str, str | None]) -> None:
     salt = cache_salt("a", "talk")

@@ -11,13 +11,14 @@ import wave
 from collections.abc import Iterator
 from typing import Any
 
+import av
 import httpx
 import numpy as np
 import openai
 import pytest
 import soundfile
 
-from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc
+from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
 from gateway_fakes import MODEL, RunningGateway, run_gateway
 from triton_omni_client.audio import WavDecoder, pcm16_from_waveform, wav_header
 from triton_omni_gateway.settings import SPEECH_PROMPT
@@ -39,7 +40,8 @@ def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
 
 
 def speak(gateway: RunningGateway, **options: Any) -> Any:
-    return gateway.openai.audio.speech.create(**{"model": MODEL, "voice": "Chelsie", "input": "The sea.", **options})
+    asked = {"model": MODEL, "voice": "Chelsie", "input": "The sea.", "response_format": "wav"}
+    return gateway.openai.audio.speech.create(**{**asked, **options})
 
 
 def test_a_text_is_read_aloud_as_a_wav_file(triton: FakeTriton, gateway: RunningGateway) -> None:
@@ -143,7 +145,8 @@ def test_seeds_are_drawn_anew_and_as_far_as_doubles_are_exact(gateway: RunningGa
 def test_a_reply_without_sound_is_an_empty_file(triton: FakeTriton, gateway: RunningGateway) -> None:
     triton.script = lambda *_: iter([chunk(text="silent"), final()])
     assert speak(gateway).content == wav_header(None)
-    events = gateway.post({"model": MODEL, "input": "hi", "stream_format": "sse"}, PATH).text.split("\n\n")
+    asked = {"model": MODEL, "input": "hi", "response_format": "wav", "stream_format": "sse"}
+    events = gateway.post(asked, PATH).text.split("\n\n")
     assert base64.b64decode(json.loads(events[0].removeprefix("data: "))["audio"]) == wav_header(None)
 
 
@@ -180,7 +183,7 @@ def test_an_error_inside_the_events_is_an_event(triton: FakeTriton, gateway: Run
 
 def test_leaving_cancels_on_the_server(triton: FakeTriton, gateway: RunningGateway) -> None:
     triton.script = triton.endless
-    body = json.dumps({"model": MODEL, "input": "hi"})
+    body = json.dumps({"model": MODEL, "input": "hi", "response_format": "wav"})
     with gateway.http.stream("POST", PATH, content=body, headers={"Content-Type": "application/json"}) as answer:
         sound = answer.iter_bytes()  # kept: with it the connection would go
         assert next(sound).startswith(b"RIFF")
@@ -191,8 +194,9 @@ def test_leaving_cancels_on_the_server(triton: FakeTriton, gateway: RunningGatew
 @pytest.mark.parametrize(
     ("options", "param", "what"),
     [
-        ({"response_format": "mp3"}, "response_format", "the formats are wav, pcm"),
-        ({"speed": 1.5}, "speed", "must be 1"),
+        ({"response_format": "ogg"}, "response_format", "the formats are mp3, opus, aac, flac, wav, pcm"),
+        ({"speed": 0.2}, "speed", "greater than or equal to 0.25"),
+        ({"speed": 4.5}, "speed", "less than or equal to 4"),
         ({"input": ""}, "input", "at least 1 character"),
         ({"stream_format": "frames"}, "stream_format", "'audio' or 'sse'"),
     ],
@@ -204,3 +208,103 @@ def test_what_is_not_offered_is_refused_by_name(
         speak(gateway, **options)
     assert caught.value.param == param
     assert triton.requests == []
+
+
+TONE = (0.4 * np.sin(2 * np.pi * 440 * np.arange(48_000) / 24_000)).astype(np.float32)
+"""Two seconds."""
+
+
+def told_in_chunks(triton: FakeTriton, samples: np.ndarray = TONE) -> None:
+    parts = [chunk(audio=part) for part in np.split(samples, range(5760, len(samples), 5760))]
+    triton.script = lambda *_: iter([*parts, final()])
+
+
+def decoded(data: bytes) -> np.ndarray:
+    with av.open(io.BytesIO(data)) as container:
+        resampler = av.AudioResampler("flt", "mono", 24_000)
+        frames = [out for frame in container.decode(audio=0) for out in resampler.resample(frame)]
+        return np.concatenate([frame.to_ndarray()[0] for frame in [*frames, *resampler.resample(None)]])
+
+
+def pitch_of(samples: np.ndarray) -> float:
+    middle = samples[len(samples) // 4 : 3 * len(samples) // 4]
+    return float(np.argmax(np.abs(np.fft.rfft(middle * np.hanning(len(middle)))))) * 24_000 / len(middle)
+
+
+COMPRESSED = {"mp3": "audio/mpeg", "opus": "audio/ogg", "aac": "audio/aac", "flac": "audio/flac"}
+
+
+@pytest.mark.parametrize("form", COMPRESSED)
+def test_compressed_speech_is_the_speech(triton: FakeTriton, gateway: RunningGateway, form: str) -> None:
+    told_in_chunks(triton)
+    answer = speak(gateway, response_format=form)
+    assert answer.response.headers["content-type"] == COMPRESSED[form]
+    heard = decoded(answer.content)
+    assert 0 <= len(heard) - len(TONE) < 2400  # an encoder's own silence
+    assert pitch_of(heard) == pytest.approx(440, abs=2)
+    assert np.sqrt(np.mean(heard[4800:43200] ** 2)) == pytest.approx(np.sqrt(np.mean(TONE**2)), rel=0.05)
+    body = {"model": MODEL, "input": "hi", "response_format": form, "stream_format": "sse"}
+    events = [
+        json.loads(part[6:]) for part in gateway.post(body, PATH).text.split("\n\n") if part.startswith("data: {")
+    ]
+    streamed = joined([each["audio"] for each in events if "audio" in each])
+    np.testing.assert_array_equal(decoded(streamed), heard)
+
+
+def test_speech_is_mp3_where_no_format_is_named(triton: FakeTriton, gateway: RunningGateway) -> None:
+    told_in_chunks(triton)
+    answer = gateway.post({"model": MODEL, "input": "hi"}, PATH)
+    assert answer.headers["content-type"] == "audio/mpeg"
+    assert len(decoded(answer.content)) >= len(TONE)
+
+
+@pytest.mark.parametrize("form", COMPRESSED)
+def test_compressed_speech_comes_while_it_is_spoken(triton: FakeTriton, gateway: RunningGateway, form: str) -> None:
+    """Its first bytes, a part of the sound included, come before the reply has ended."""
+    goes_on = threading.Event()
+
+    def slowly(*_: Any) -> Iterator[Any]:
+        yield chunk(audio=TONE[:24_000])
+        assert goes_on.wait(30)
+        yield chunk(audio=TONE[24_000:])
+        yield final()
+
+    triton.script = slowly
+    body = json.dumps({"model": MODEL, "input": "hi", "response_format": form})
+    with gateway.http.stream("POST", PATH, content=body, headers={"Content-Type": "application/json"}) as answer:
+        sound, data = answer.iter_bytes(), b""
+        while len(data) < 2000:
+            data += next(sound)
+        goes_on.set()
+        data += b"".join(sound)
+    assert len(decoded(data)) >= len(TONE)
+
+
+@pytest.mark.parametrize("speed", [0.25, 0.8, 1.0, 1.5, 4.0])
+@pytest.mark.parametrize("form", ["pcm", "mp3"])
+def test_a_speed_changes_the_length_and_not_the_pitch(
+    triton: FakeTriton, gateway: RunningGateway, form: str, speed: float
+) -> None:
+    told_in_chunks(triton)
+    content = speak(gateway, response_format=form, speed=speed).content
+    heard = decoded(content) if form == "mp3" else np.frombuffer(content, "<i2") / 32768
+    assert len(heard) == pytest.approx(len(TONE) / speed, rel=0.02, abs=3000)
+    assert pitch_of(heard) == pytest.approx(440, abs=8)
+
+
+def test_names_of_openais_voices_mean_the_first_voice(triton: FakeTriton, gateway: RunningGateway) -> None:
+    for voice in ("alloy", "verse", "Ethan"):
+        speak(gateway, voice=voice)
+    assert [parameters_of(request).get("voice") for request in triton.requests] == [None, None, "Ethan"]
+
+
+def test_a_table_names_voices_and_the_checkpoints_own_names_go_first(triton: FakeTriton) -> None:
+    tell(triton.configs[MODEL], voices=["Chelsie", "Ethan"])
+    with run_gateway(triton.url, voices={"nova": "Ethan", "Chelsie": "Ethan"}) as gateway:
+        for voice in ("nova", "Chelsie", "nobody"):
+            speak(gateway, voice=voice)
+        gateway.chat(modalities=["text", "audio"], audio={"voice": "nova", "format": "wav"})
+        told = gateway.http.get("/v1/audio/voices").json()
+    asked = [parameters_of(request).get("voice") for request in triton.requests]
+    assert asked == ["Ethan", "Chelsie", "nobody", "Ethan"]
+    assert (told["voices"], told["aliases"]) == (["Chelsie", "Ethan"], {"nova": "Ethan"})

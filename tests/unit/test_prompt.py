@@ -143,6 +143,12 @@ def test_the_default_system_prompt_stands_in_for_a_missing_one():
     assert RENDERER.render([user("Hi")]) == ids_of_whole([default, user("Hi")])
 
 
+@pytest.mark.parametrize("roles", ["system", "system assistant", "system user system", "system user system user"])
+def test_every_role_is_rendered_where_it_stands(roles):
+    chat = [Message(role, (TextPart(f"text {place}"),)) for place, role in enumerate(roles.split())]
+    assert RENDERER.render(chat) == ids_of_whole(chat)
+
+
 def test_a_custom_system_prompt_is_honoured():
     assert RENDERER.render([SYSTEM, user("Hi")]) == ids_of_whole([SYSTEM, user("Hi")])
 

@@ -159,10 +159,6 @@ class _ChatParser:
         return chat
 
     def _check_whole(self, chat: tuple[Message, ...]) -> None:
-        if chat[-1].role != "user":
-            raise BadRequest(
-                f"messages[{len(chat) - 1}].role: the last message must be the user's (got {chat[-1].role})"
-            )
         if not any(isinstance(part, MediaPart) or part.text for part in chat[-1].parts):
             raise BadRequest(f"messages[{len(chat) - 1}].content: is empty")
         if self._media_used != len(self._media):
@@ -174,8 +170,6 @@ class _ChatParser:
     def _message(self, item: object, index: int) -> Message:
         path = f"messages[{index}]"
         turn = validate(_Turn, item, path)
-        if turn.role == "system" and index:
-            raise BadRequest(f"{path}.role: system is allowed only as the first message")
         if isinstance(turn.content, str):
             return Message(turn.role, (self._text(turn.content),))
         if not isinstance(turn.content, list) or not turn.content:
