@@ -10,9 +10,11 @@ from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from triton_omni_client import OmniClientError
 
@@ -33,6 +35,8 @@ _BODIES: tuple[type[BaseModel], ...] = (ChatRequest, SpeechRequest)
 _SCHEMAS = "#/components/schemas/"
 _SHOWN = 80
 """Characters of a method or path in a refusal."""
+_TOLD_TO_PAGES = ("retry-after", "retry-after-ms", "x-request-id", "x-seed")
+"""Headers of an answer that a page of another origin may read."""
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -76,6 +80,15 @@ def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAP
     _add_errors(app)
     paths = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
     app.add_middleware(Gate, settings=settings, keys=keys or ApiKeys(), metrics=metrics, endpoints=paths)
+    if settings.origins:
+        # Around the gate: a browser asks without a key whether it may ask.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=_TOLD_TO_PAGES,
+        )
     return app
 
 
@@ -151,6 +164,12 @@ def _add_operator_routes(app: FastAPI, metrics: Metrics) -> None:
         return Response(metrics.text(), media_type=_METRICS_TYPE)
 
 
+def _served(app: FastAPI) -> list[str]:
+    """Methods and paths for programs."""
+    routes = (route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema)
+    return [f"{method} {route.path}" for route in routes for method in sorted(route.methods)]
+
+
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(GatewayError)
     async def refused(_request: Request, error: GatewayError) -> Response:
@@ -167,5 +186,5 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:
         asked = ascii(f"{request.method[:_SHOWN]} {request.url.path[:_SHOWN]}")[1:-1]
-        said = f"Invalid URL ({asked}): {error.detail}."
+        said = f"Invalid URL ({asked}): {error.detail}; this gateway has {', '.join(_served(app))}."
         return error_response(GatewayError(error.status_code, said, headers=error.headers or {}))

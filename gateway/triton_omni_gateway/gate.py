@@ -55,6 +55,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # uvicorn, which knows the true one, sends no body
         begin, request_id = time.monotonic(), f"req_{secrets.token_hex(12)}"
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "status": None, "caller": ""}
@@ -96,7 +98,7 @@ class Gate:
         if not scope["path"].startswith(GUARDED):
             return None
         if not self._keys:
-            return refuse_web_page(headers, scope["method"], self._settings.host_names)
+            return refuse_web_page(headers, scope["method"], self._settings.host_names, self._settings.origins)
         authorization = headers.get("authorization", "")
         caller = self._keys.caller(authorization)
         if caller is None:

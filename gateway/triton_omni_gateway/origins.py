@@ -14,30 +14,35 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 
 from .errors import GatewayError
+from .settings import ALL_ORIGINS
 
 _JSON = "application/json"
 _LOCAL = "localhost"
 _WITHOUT_KEYS = "this gateway has no API keys, so that it"
 
 
-def refuse_web_page(headers: Headers, method: str, names: Sequence[str]) -> GatewayError | None:
+def refuse_web_page(
+    headers: Headers, method: str, names: Sequence[str], origins: Sequence[str] = ()
+) -> GatewayError | None:
     """Why a request may come from a page of another origin; None where it cannot.
 
     Args:
         headers: of the request.
         method: of the request.
         names: host names that mean this gateway, beside `localhost` and every IP address.
+        origins: those whose pages may ask.
     """
     host = headers.get("host", "")
     if not _is_ours(host, names):
         said = f"The header Host is {host[:80]!a}: {_WITHOUT_KEYS} answers to an IP address, localhost"
         return _forbidden(f"{said} and the names given by --allow-host.")
     origin = headers.get("origin")
-    if origin is not None and not _is_same(origin, host, names):
+    is_allowed = origin is None or origin in origins or ALL_ORIGINS in origins
+    if origin is not None and not is_allowed and not _is_same(origin, host, names):
         said = (
             f"The header Origin is {origin[:80]!a}: {_WITHOUT_KEYS} takes no requests from web pages of other origins"
         )
-        return _forbidden(f"{said}; --allow-host takes those of a name.")
+        return _forbidden(f"{said}; --allow-origin takes those of one, --allow-host those of a name.")
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if method == "POST" and kind != _JSON:
         said = f"The header Content-Type is {kind[:80]!a}: {_WITHOUT_KEYS} takes bodies of {_JSON} alone."

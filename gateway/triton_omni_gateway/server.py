@@ -124,6 +124,7 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
         max_connections=given.max_connections,
         max_peer_connections=given.max_peer_connections,
         host_names=tuple(name.lower() for name in given.allow_host),
+        origins=tuple(given.allow_origin),
         speech_prompt=given.speech_prompt,
     )
     keys = read_keys(os.environ, given.api_keys)
@@ -168,6 +169,8 @@ def _add_addresses(parser: _Parser, default: GatewaySettings) -> None:
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help=keyed)
     allowed = "host name by which callers without keys may address the gateway; may be repeated (always: localhost)"
     parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=allowed)
+    pages = "origin whose web pages may ask, such as https://app.example, or * for all; may be repeated (default: none)"
+    parser.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=pages)
 
 
 def _add_limits(parser: _Parser, default: GatewaySettings) -> None:

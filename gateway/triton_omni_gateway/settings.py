@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ TEXT_MARK = "{input}"
 SPEECH_PROMPT = "Read the following text aloud, word for word, and say nothing else:\n\n{input}"
 
 
+ALL_ORIGINS = "*"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 OPENAI_VOICES = tuple(
     "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split()  # noqa: SIM905
 )
@@ -52,6 +55,8 @@ class GatewaySettings:
     """Seconds in which a request's head has to arrive, from the connection's beginning or the last answer's end."""
     host_names: tuple[str, ...] = ()
     """Names that a gateway without keys is addressed by, beside `localhost` and IP addresses, in lower case."""
+    origins: tuple[str, ...] = ()
+    """Origins whose web pages may ask beside the gateway's own, such as `https://app.example`, or `*` for all."""
     max_body_bytes: int = 128 * MIB
     """Maximum bytes of one request's body; refused by its declared length, or once more has come."""
     body_timeout_s: float = 60.0
@@ -79,6 +84,9 @@ class GatewaySettings:
             raise SettingsError("--model-name must not be empty")
         if self.min_priority not in PRIORITIES:
             raise SettingsError(f"--min-priority must be {PRIORITIES[0]} to {PRIORITIES[-1]} (got {self.min_priority})")
+        for origin in self.origins:
+            if origin != ALL_ORIGINS and not _ORIGIN.fullmatch(origin):
+                raise SettingsError(f"--allow-origin must be SCHEME://HOST[:PORT] in lower case, or * (got {origin!r})")
         if TEXT_MARK not in self.speech_prompt:
             raise SettingsError(f"--speech-prompt has no {TEXT_MARK}, the place of the text to read")
         for option in (

@@ -41,6 +41,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
     options = "--port 0 --url triton:9001 --url other:9001 --model-name a --model-name b --max-requests 3"
     options += " --max-body-mib 2 --grace 4 --min-priority -100 --max-connections 5 --max-peer-connections 4"
     options += " --allow-host Omni.lan --allow-host gateway --voice nova=Ethan --voice robot=Chelsie"
+    options += " --allow-origin https://app.example --allow-origin http://localhost:3000"
     command = parse_command([*options.split(), "--speech-prompt", "Say {input}", "--api-keys", str(keys)])
     assert command.settings == GatewaySettings(
         triton_urls=("triton:9001", "other:9001"),
@@ -51,6 +52,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
         max_connections=5,
         max_peer_connections=4,
         host_names=("omni.lan", "gateway"),
+        origins=("https://app.example", "http://localhost:3000"),
         voices={**dict.fromkeys(OPENAI_VOICES), "nova": "Ethan", "robot": "Chelsie"},
         speech_prompt="Say {input}",
     )
@@ -107,6 +109,8 @@ def test_an_empty_source_of_keys_does_not_open_the_gateway(text: str, tmp_path: 
         (["--url", "a:1", "--url", "b"], "got 'b'"),
         (["--url", "a:1", "--url", "a:1"], "--url names a:1 more than once"),
         (["--speech-prompt", "Say it"], "has no {input}"),
+        (["--allow-origin", "app.example"], "--allow-origin must be SCHEME://HOST"),
+        (["--allow-origin", "https://app.example/"], "got 'https://app.example/'"),
         (["--model-name", ""], "--model-name"),
         (["--api-keys", "/nowhere/keys"], "/nowhere/keys: cannot be read: No such file or directory\n"),
     ],

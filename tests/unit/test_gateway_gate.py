@@ -125,8 +125,18 @@ def test_an_unknown_model_is_not_found(triton: FakeTriton, gateway: RunningGatew
 def test_a_wrong_url_is_an_error_in_openai_s_form(gateway: RunningGateway, method: str, path: str, status: int) -> None:
     answer = gateway.http.request(method, path)
     assert answer.status_code == status
-    assert answer.json()["error"]["message"].startswith(f"Invalid URL ({method} {path})")
+    said = answer.json()["error"]["message"]
+    assert said.startswith(f"Invalid URL ({method} {path})")
+    assert "this gateway has POST /v1/chat/completions, POST /v1/audio/speech, GET /v1/models" in said
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{MODEL}", "/v1/audio/voices", "/health", "/metrics", "/"])
+def test_head_is_get_without_a_body(gateway: RunningGateway, path: str) -> None:
+    got, head = gateway.http.get(path), gateway.http.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == got.headers["content-type"]
+    assert gateway.http.head("/v1/nowhere").status_code == 404
 
 
 def test_health_is_the_triton_server_s(triton: FakeTriton, gateway: RunningGateway) -> None:

@@ -99,3 +99,40 @@ def test_a_key_is_enough(triton: FakeTriton, headers: dict[str, str]) -> None:
     with run_gateway(triton.url, keys=ApiKeys(["first"])) as gateway:
         assert gateway.post(BODY, headers={"Authorization": "Bearer first", **headers}).status_code == 200
         assert gateway.post(BODY, headers=headers).status_code == 401
+
+
+PAGE = "https://app.example"
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+
+
+@pytest.mark.parametrize("keys", [None, ApiKeys(["first"])])
+@pytest.mark.parametrize("origins", [(PAGE,), ("*",)])
+def test_a_page_of_an_allowed_origin_asks_first_without_a_key(
+    triton: FakeTriton, keys: ApiKeys | None, origins: tuple[str, ...]
+) -> None:
+    with run_gateway(triton.url, keys=keys, origins=origins) as gateway:
+        headers = {"Origin": PAGE, **PREFLIGHT}
+        asked = gateway.http.options("/v1/chat/completions", headers=headers)
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] in {PAGE, "*"}
+        assert "authorization" in asked.headers["access-control-allow-headers"].lower()
+        key = {"Authorization": "Bearer first"} if keys else {}
+        answer = gateway.post(BODY, headers={"Origin": PAGE, **key})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origins[0])
+        assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
+        if keys:
+            assert gateway.post(BODY, headers={"Origin": PAGE}).status_code == 401
+
+
+def test_a_page_of_another_origin_is_not_let_in(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, origins=(PAGE,)) as gateway:
+        headers = {"Origin": "https://evil.example", **PREFLIGHT}
+        assert "access-control-allow-origin" not in gateway.http.options("/v1/models", headers=headers).headers
+        assert refused(triton, gateway, {"Origin": "https://evil.example"})[:2] == (403, "forbidden_origin")
+        assert gateway.post(BODY, headers={"Origin": f"{PAGE}:444"}).status_code == 403
+
+
+def test_without_allowed_origins_no_page_may_ask(gateway: RunningGateway) -> None:
+    asked = gateway.http.options("/v1/chat/completions", headers={"Origin": PAGE, **PREFLIGHT})
+    assert asked.status_code == 403
+    assert "access-control-allow-origin" not in asked.headers
