@@ -53,6 +53,11 @@ class PageFiles(StaticFiles):
         return response
 
 
+def is_of_the_page(path: str) -> bool:
+    """True for what `add_page` serves."""
+    return path == "/" or path.startswith(f"{MOUNT}/")
+
+
 def add_page(app: FastAPI) -> None:
     """Serve the page at `/`, and what it is made of at `/page/`."""
     files = PageFiles(directory=FOLDER)

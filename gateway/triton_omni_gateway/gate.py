@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .browser_page import is_of_the_page
 from .errors import GatewayError, broken, overloaded, stopping, too_large, unauthorized
 from .keys import ApiKeys
 from .metrics import Metrics
@@ -55,7 +56,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":
+        if scope["method"] == "HEAD" and not is_of_the_page(scope["path"]):
             scope = {**scope, "method": "GET"}  # uvicorn, which knows the true one, sends no body
         begin, request_id = time.monotonic(), f"req_{secrets.token_hex(12)}"
         state = scope.setdefault("state", {})

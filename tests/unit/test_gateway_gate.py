@@ -131,7 +131,9 @@ def test_a_wrong_url_is_an_error_in_openai_s_form(gateway: RunningGateway, metho
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{MODEL}", "/v1/audio/voices", "/health", "/metrics", "/"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", f"/v1/models/{MODEL}", "/v1/audio/voices", "/health", "/metrics", "/", "/page/app.js"]
+)
 def test_head_is_get_without_a_body(gateway: RunningGateway, path: str) -> None:
     got, head = gateway.http.get(path), gateway.http.head(path)
     assert (head.status_code, head.content) == (200, b"")
