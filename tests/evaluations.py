@@ -24,8 +24,9 @@ BOUNDS = {
     "--min-pictures": "80",
     "--min-sounds": "60",
 }
-"""What `training/mini` keeps to with room (word errors 9 %, clicks 14 %, sounds 80 %, all else without a fault), and no
-server does that gives every third reply to another, in another voice, or without a chunk.
+"""`training/mini` keeps to them with room: word errors are 9 %, clicks 14 %, sounds 80 %, and all else has no fault.
+
+A server misses one if every third reply is another request's, in another voice, or lacks a chunk or words.
 
 The clicks are real: at the same places of the same replies, made in one window (`offline`), 1 % stand out, as chance
 has it. A window's look-ahead frames lack look-ahead of their own, and they are what the vocoder hears beyond the last
