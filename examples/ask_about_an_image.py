@@ -2,6 +2,8 @@
 """Describe a picture, ask about it once more in the same conversation, and save the second answer's speech.
 
 Usage: python examples/ask_about_an_image.py PICTURE [HOST:PORT]
+
+The model that is served by default sees shapes and colours: examples/red_circle.png is one.
 """
 
 from __future__ import annotations

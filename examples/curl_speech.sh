@@ -9,7 +9,7 @@ models=${2:-http://localhost:8000}/v2/models
 
 # Streamed: server-sent events, each with the text that is new. `sampling_parameters` is JSON in a JSON string.
 curl -sS --fail-with-body -N "$models/qwen2_5_omni/generate_stream" \
-    -d '{"text_input": "What is the sea?", "sampling_parameters": "{\"modalities\": [\"text\"]}"}' |
+    -d '{"text_input": "What color is the sky?", "sampling_parameters": "{\"modalities\": [\"text\"]}"}' |
     python3 -c '
 import json, sys
 event = None
@@ -23,7 +23,7 @@ if event:
 
 # At once: the whole text, and a whole WAV file in base64.
 reply=$(curl -sS --fail-with-body "$models/qwen2_5_omni_unary/generate" \
-    -d '{"text_input": "What is the sea?", "sampling_parameters": "{\"audio_format\": \"wav\", \"seed\": 7}"}') || {
+    -d '{"text_input": "What color is the sky?", "sampling_parameters": "{\"audio_format\": \"wav\", \"seed\": 7}"}') || {
     [[ -z $reply ]] || echo "$reply" >&2
     exit 1
 }

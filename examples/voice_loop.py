@@ -2,6 +2,9 @@
 """Talk by voice: each sound file is one thing you say, each answer a WAV file beside it, all in one conversation.
 
 Usage: python examples/voice_loop.py HOST:PORT SOUND...
+
+The model that is served by default understands questions in its own voices. This speaks one into a file:
+triton-omni say "Say: What color is the sky?" -o question.wav
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ WITH_SERVERS_OF_THEIR_OWN = {
         "cached_turns.py",
         "compare.py",
         "kept_memory.py",
+        "mini.py",
         "observability.py",
         "restart.py",
         "smoke.py",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,7 @@ import typer
 from .address import is_http
 from .audio import WavWriter
 from .client import OmniClient, Stream
+from .evaluate.plots import write_spectrogram
 from .http import HttpClient
 from .interrupt import INTERRUPTED, Interrupts
 from .messages import MODEL, UNARY_MODEL, AudioDelta, Delta, Request, TextDelta
@@ -40,6 +42,8 @@ class Answer:
     as_json: bool = False
     check: bool = False
     """Ask for none: what could be refused before was refused."""
+    spectrogram: str = ""
+    """PNG file with a picture of the speech; empty is none."""
     player: Player | None = None
 
     def __post_init__(self) -> None:
@@ -47,6 +51,11 @@ class Answer:
             raise typer.BadParameter("not - with --json: both want stdout", param_hint="-o")
         if self.output not in ("", "-"):
             check_writable(Path(self.output))
+        if self.spectrogram:
+            check_writable(Path(self.spectrogram), "--spectrogram")
+            if find_spec("matplotlib") is None:
+                said = "a spectrogram needs matplotlib: pip install matplotlib"
+                raise typer.BadParameter(said, param_hint="--spectrogram")
 
     def give(self, request: Request) -> None:
         """Ask, show the reply as it comes, and its times or summary at the end.
@@ -60,6 +69,8 @@ class Answer:
             return
         with errors(self.url, as_json=self.as_json):
             reply, interrupted = self._run(request)
+            if self.spectrogram:
+                write_spectrogram(reply.audio, reply.text, Path(self.spectrogram))
         if self.as_json:
             print_json(summary(reply, self.output))
         else:
@@ -98,8 +109,9 @@ class Answer:
 
     def _speech_lines(self, seconds: float) -> Iterator[str]:
         """Where the speech is now, where that is not plain."""
-        if self.output not in ("", "-"):
-            yield f"wrote {self.output}"
+        written = [name for name in (self.output, self.spectrogram) if name not in ("", "-")]
+        if written:
+            yield f"wrote {' and '.join(written)}"
         elif seconds and not self.output and self.player is None:
             yield NOT_KEPT
 

@@ -88,8 +88,15 @@ def wav_name(output: str) -> str:
     return output
 
 
-def check_writable(output: Path) -> None:
-    """Refuse a file of `-o` that could not be written once there is something to write.
+def png_name(output: str) -> str:
+    """A parser of names of files to draw to, whose end tells that they are PNG."""
+    if output and Path(output).suffix.lower() != ".png":
+        raise typer.BadParameter(f"{output}: a picture is written as PNG; give a name in .png")
+    return output
+
+
+def check_writable(output: Path, option: str = "-o") -> None:
+    """Refuse a file of an option that could not be written once there is something to write.
 
     Raises:
         typer.BadParameter: it could not.
@@ -104,7 +111,7 @@ def check_writable(output: Path) -> None:
         faults = {f"cannot be written: {error.strerror}": True}
     for fault, found in faults.items():
         if found:
-            raise typer.BadParameter(f"{output}: {fault}", param_hint="-o")
+            raise typer.BadParameter(f"{output}: {fault}", param_hint=option)
 
 
 def address(check: Callable[[str], object]) -> Callable[[str], str]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -80,6 +81,41 @@ def test_ask_sends_text_and_files_in_their_order(server: FakeTriton, files: dict
     assert [part["type"] for part in message["content"]] == ["video", "image", "audio", "image", "text"]
     assert inputs_of(server.requests[0])["media"] == [path.read_bytes() for path in paths]
     assert len(WavDecoder().feed(output.read_bytes())) == 960
+
+
+@pytest.mark.parametrize("command", ["say", "ask"])
+def test_a_spectrogram_of_the_speech_is_written_beside_it(server: FakeTriton, tmp_path: Path, command: str) -> None:
+    sound, picture = tmp_path / "reply.wav", tmp_path / "reply.png"
+    result = run(command, "What?", "-o", sound, "--spectrogram", picture, url=server.url)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.endswith(f"wrote {sound} and {picture}\n")
+    with Image.open(picture) as drawn:
+        assert (drawn.format, drawn.size) == ("PNG", (1350, 390))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--spectrogram", "reply.jpg"], "reply.jpg: a picture is written as PNG; give a name in .png"),
+        (["--spectrogram", "reply.png", "--text-only"], "--spectrogram: reply.png: not with --text-only"),
+    ],
+)
+def test_a_spectrogram_that_cannot_be_is_refused(
+    server: FakeTriton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("say", "What?", *options, url=server.url)
+    assert (result.exit_code, server.requests) == (2, [])
+    assert unframed(says) in unframed(result.stderr)
+
+
+def test_a_spectrogram_without_matplotlib_is_refused_before_anything_is_asked(
+    server: FakeTriton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("say", "What?", "--spectrogram", tmp_path / "reply.png", url=server.url)
+    assert (result.exit_code, server.requests) == (2, [])
+    assert unframed("a spectrogram needs matplotlib: pip install matplotlib") in unframed(result.stderr)
 
 
 def test_ask_s_options_reach_the_server(server: FakeTriton, files: dict[str, Path]) -> None:

@@ -68,7 +68,7 @@ def test_say_and_ask_have_the_same_options_but_for_how_media_are_given() -> None
     assert say - ask == {"image", "audio", "video"}
     assert ask - say == {"files"}
     assert names_of("play") == ask - {"text_only"} | {"device"}
-    assert names_of("chat") == ask - {"text", "files", "check"} | {"device", "play"}
+    assert names_of("chat") == ask - {"text", "files", "check", "spectrogram"} | {"device", "play"}
 
 
 def test_say_has_what_ask_has(server: FakeTriton, film: Path) -> None:
@@ -243,6 +243,7 @@ def test_a_text_may_be_too_long_for_a_file_s_name(server: FakeTriton) -> None:
         ["play", "hi", "nowhere.png"],
         ["say", "hi", "-o", "nowhere/reply.wav"],
         ["ask", "hi", "-o", "nowhere/reply.wav"],
+        ["say", "hi", "--spectrogram", "nowhere/reply.png"],
         ["chat", "-o", "nowhere/reply.wav"],
         ["bench", "-o", "nowhere/bench.json"],
         ["bench", "--write-perf-analyzer-input", "nowhere/in.json"],

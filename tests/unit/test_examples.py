@@ -21,7 +21,7 @@ import pytest
 
 from client_fakes import FakeHttp, FakeTriton, failure, greeting, inputs_of, parameters_of, serve_grpc, serve_http
 from gateway_fakes import run_gateway
-from media_samples import audio_file, image_file, video_file
+from media_samples import audio_file, video_file
 from triton_omni_client.audio import WavDecoder, pcm16_from_waveform, wav_header
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -37,7 +37,7 @@ def server() -> Iterator[FakeTriton]:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with one file of each kind."""
-    made = {"a.png": image_file("png"), "a.wav": audio_file("wav"), "b.mp3": audio_file("mp3")}
+    made = {"a.png": (EXAMPLES / "red_circle.png").read_bytes(), "a.wav": audio_file("wav"), "b.mp3": audio_file("mp3")}
     for name, data in (made | {"a.mp4": video_file("mp4", seconds=0.25, audio=True)}).items():
         (tmp_path / name).write_bytes(data)
     monkeypatch.chdir(tmp_path)
@@ -56,7 +56,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return call
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.*")))
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.[ps][yh]")))
 def test_without_its_arguments_an_example_says_how_it_is_used(name: str) -> None:
     if name == "stream_text_and_audio.py":  # needs none
         return

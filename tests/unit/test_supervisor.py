@@ -764,12 +764,29 @@ def test_random_weights_are_asked_for_by_size(
         return tmp_path
 
     monkeypatch.setattr("triton_omni.checkpoint.synthetic.ensure_checkpoint", made)
-    assert [model_folder(source) for source in ("random:3b", "", None)] == [tmp_path] * 3
-    assert asked == ["3b", "tiny", "tiny"]
+    assert [model_folder(source) for source in ("random:3b", "random:tiny")] == [tmp_path] * 2
+    assert asked == ["3b", "tiny"]
     with pytest.raises(ModelFolderError, match=r"random:7b cannot be made: .*No space left on device"):
         model_folder("random:7b")
     assert print_model_folder(["random:70b"]) == 1
     assert "random:70b: there are random weights of the sizes tiny, 3b, 7b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["", None])
+def test_the_default_is_the_trained_checkpoint_of_the_repository(source: str | None) -> None:
+    folder = model_folder(source)
+    assert folder == Path(__file__).resolve().parents[2] / "training" / "mini"
+    check_files(folder)
+
+
+def test_without_the_repository_a_checkpoint_must_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("triton_omni.supervisor.model_folder.MINI", tmp_path)
+    assert print_model_folder([]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"OMNI_MODEL names no checkpoint, and the default one, {tmp_path}, is not there")
+    assert "Set OMNI_MODEL to a folder, to a Hugging Face id, or to random:tiny" in told
 
 
 def test_a_checkpoint_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns what `OMNI_MODEL` says into a checkpoint folder: a folder, a Hugging Face id, or random weights of a size.
 
+Without a word it is the trained checkpoint of this repository.
 It knows the names of a checkpoint's files, and reads no weight.
 Command line: `python -m triton_omni.supervisor.model_folder [SOURCE]` prints the folder.
 """
@@ -18,6 +19,8 @@ from triton_omni.checkpoint.headers import check_file, check_weights
 from triton_omni.checkpoint.reading import SINGLE_FILE, CheckpointError, read_index
 
 RANDOM = "random:"
+MINI = Path(__file__).resolve().parents[3] / "training" / "mini"
+"""The trained checkpoint of the repository, which is the default; an install without the repository has none."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FOLDER = "models--"
 """Begins the folder of a fetched model, whose snapshots are named by a hash: `models--OWNER--NAME/snapshots/HASH`."""
@@ -37,13 +40,16 @@ def model_folder(source: str | None) -> Path:
 
     Args:
         source: a folder, a hub id such as `Qwen/Qwen2.5-Omni-7B` (fetched once, with a progress bar), `random:tiny`,
-            `random:3b` or `random:7b` (random weights of that size, made once), or None or '' for `random:tiny`.
+            `random:3b` or `random:7b` (random weights of that size, made once), or None or '' for `MINI`.
 
     Raises:
-        ModelFolderError: there is no such folder or size, it has no `config.json`, or the id cannot be fetched.
+        ModelFolderError: there is no such folder or size, it has no `config.json`, the id cannot be fetched, or
+            nothing is named and there is no `MINI`.
     """
-    if not source or source.startswith(RANDOM):
-        return _random(source.removeprefix(RANDOM) if source else "tiny")
+    if not source:
+        return _mini()
+    if source.startswith(RANDOM):
+        return _random(source.removeprefix(RANDOM))
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -54,6 +60,15 @@ def model_folder(source: str | None) -> Path:
     if source.startswith((".", "/", "~")) or _HUB_ID.fullmatch(source) is None:
         raise ModelFolderError(f"{source!r} is neither a folder nor a Hugging Face id (owner/name)")
     return _fetch(source)
+
+
+def _mini() -> Path:
+    if not (MINI / "config.json").is_file():
+        raise ModelFolderError(
+            f"OMNI_MODEL names no checkpoint, and the default one, {MINI}, is not there: it comes with the repository. "
+            f"Set OMNI_MODEL to a folder, to a Hugging Face id, or to {RANDOM}tiny"
+        )
+    return MINI
 
 
 def _random(size: str) -> Path:

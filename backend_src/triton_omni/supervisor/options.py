@@ -22,7 +22,7 @@ class ServerConfig:
 
     model_repository: Path
     model: str | None = None
-    """Checkpoint folder or hub id; None = the tiny synthetic checkpoint."""
+    """Checkpoint folder or hub id; None = the repository's `training/mini`."""
     host: str = "127.0.0.1"
     """Address that the three services bind."""
     http_port: int = 0

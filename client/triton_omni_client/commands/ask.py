@@ -19,6 +19,6 @@ EXAMPLES = examples(
 @grouped
 def ask(text: Text = "", files: Paths = None, *, options: WrittenOptions, where: WhereOptions) -> None:
     """Ask as `say` does, with files as arguments: the text, then images, sounds and videos."""
-    options.check_output(where.output)
-    answer = Answer(where.url, where.model, where.output, where.as_json, where.check)
+    options.check_output(where.output, where.spectrogram)
+    answer = Answer(where.url, where.model, where.output, where.as_json, where.check, where.spectrogram)
     answer.give(options.request(*read_question(text, files)))

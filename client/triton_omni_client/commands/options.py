@@ -21,6 +21,7 @@ from triton_omni_client.options import (
     StageJson,
     address,
     audio_format,
+    png_name,
     seconds,
     wav_name,
     whole_number,
@@ -75,6 +76,14 @@ Output = Annotated[
         parser=wav_name,
         metavar="FILE",
         help="WAV file (24 kHz, mono, PCM16) for the reply; - is stdout. Default: none.",
+    ),
+]
+Spectrogram = Annotated[
+    str,
+    typer.Option(
+        parser=png_name,
+        metavar="FILE",
+        help="PNG file for a mel spectrogram of the reply's speech (needs matplotlib). Default: none.",
     ),
 ]
 Check = Annotated[
@@ -160,14 +169,16 @@ class WrittenOptions(QuestionOptions):
         """Return the fields of the request, as `SamplingOptions` does."""
         return super().request_fields() | {"modalities": ("text",) if self.text_only else None}
 
-    def check_output(self, output: str) -> None:
+    def check_output(self, output: str, spectrogram: str = "") -> None:
         """Refuse a file for speech that is not asked for.
 
         Raises:
             typer.BadParameter: so it is.
         """
-        if self.text_only and output:
-            raise typer.BadParameter(f"{output}: not with --text-only, whose reply has no speech", param_hint="-o")
+        for option, file in {"-o": output, "--spectrogram": spectrogram}.items():
+            if self.text_only and file:
+                said = f"{file}: not with --text-only, whose reply has no speech"
+                raise typer.BadParameter(said, param_hint=option)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +186,7 @@ class WhereOptions:
     """Where a reply comes from and where it goes."""
 
     output: Output = ""
+    spectrogram: Spectrogram = ""
     as_json: AsJson = False
     check: Check = False
     url: Url = DEFAULT_URL

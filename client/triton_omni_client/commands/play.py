@@ -24,7 +24,7 @@ def play(
     text: Text = "", files: Paths = None, *, device: Device = "", options: QuestionOptions, where: WhereOptions
 ) -> None:
     """Ask, and play the reply on this machine's sound device (needs the package's extra `play`); Ctrl-C stops it."""
-    answer = Answer(where.url, where.model, where.output, where.as_json, where.check)
+    answer = Answer(where.url, where.model, where.output, where.as_json, where.check, where.spectrogram)
     request = options.request(*read_question(text, files))
     with errors(where.url, as_json=where.as_json), Player(device) as player:
         replace(answer, player=player).give(request)

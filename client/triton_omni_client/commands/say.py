@@ -11,7 +11,7 @@ from triton_omni_client.terminal import usage_errors
 from .options import Text, WhereOptions, WrittenOptions, examples, read_text
 
 EXAMPLES = examples(
-    'say "What is the sea?" -o sea.wav',
+    'say "Tell me a story" -o story.wav --spectrogram story.png',
     'say "What is in the picture?" --image beach.jpg --voice Ethan --seed 7 -o - | aplay',
     'say "What happens here?" --video film.mp4 --video-sound --text-only',
     'say "Short, please." --url http://localhost:8000 --json',
@@ -29,8 +29,8 @@ def say(
     where: WhereOptions,
 ) -> None:
     """Ask a question in text, with files by options; print the reply, and write its speech."""
-    options.check_output(where.output)
-    answer = Answer(where.url, where.model, where.output, where.as_json, where.check)
+    options.check_output(where.output, where.spectrogram)
+    answer = Answer(where.url, where.model, where.output, where.as_json, where.check, where.spectrogram)
     with usage_errors():
         media = read_media(image, audio, video)
     answer.give(options.request(read_text(text), media))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of an evaluation (PNG): figures with intervals, and mel spectrograms of a reply."""
+"""Plots of an evaluation (PNG): figures with intervals, and mel spectrograms of replies; or that of one reply alone."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from triton_omni_client.audio import SAMPLE_RATE
+from triton_omni_client.audio import SAMPLE_RATE, Waveform
 from triton_omni_client.bench.plots import PlotError
 from triton_omni_client.errors import BadRequest
 
@@ -24,6 +25,10 @@ _DPI = 150
 _COLUMNS = 3
 _MOST_REPLIES = 4
 _RANGE_DB = 70
+_ONE_REPLY = (9.0, 2.6)
+"""Width and height in inches."""
+_LONGEST_TITLE = 150
+"""Letters of a reply that stand in one line."""
 _USUAL, _APART = "#1f77b4", "#d62728"
 
 
@@ -59,9 +64,25 @@ def write_plots(
         shown = list(replies.items())[:_MOST_REPLIES]
         figure = Figure(figsize=(7, 1.8 * len(shown)), dpi=_DPI, layout="constrained")
         for axes, (setting, answer) in zip(figure.subplots(len(shown), 1, squeeze=False)[:, 0], shown, strict=True):
-            _spectrogram(axes, setting, answer)
+            _spectrogram(axes, f"{setting}: {answer.text}", answer.audio, answer.boundaries)
         written.append(_save(figure, folder / "replies.png", subtitle))
     return written
+
+
+def write_spectrogram(samples: Waveform, text: str, path: Path) -> None:
+    """Write the mel spectrogram of one reply, below its text.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+        BadRequest: the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotError("no spectrogram: matplotlib is not installed (pip install matplotlib)") from error
+    figure = Figure(figsize=_ONE_REPLY, dpi=_DPI, layout="constrained")
+    _spectrogram(figure.subplots(), textwrap.shorten(text, _LONGEST_TITLE, placeholder=" …"), samples, ())
+    _save(figure, path, "")
 
 
 def _intervals(axes: Axes, name: str, settings: Mapping[str, Figures]) -> None:
@@ -80,15 +101,16 @@ def _intervals(axes: Axes, name: str, settings: Mapping[str, Figures]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _spectrogram(axes: Axes, setting: str, answer: Answer) -> None:
-    """Draw mel bands over time, with chunk boundaries."""
-    picture = mel_db(answer.audio).T
-    seconds = len(answer.audio) / SAMPLE_RATE
-    top = picture.max()
-    axes.imshow(picture, aspect="auto", origin="lower", extent=(0, seconds, 0, len(picture)), vmin=top - _RANGE_DB)
-    for boundary in answer.boundaries:
+def _spectrogram(axes: Axes, title: str, samples: Waveform, boundaries: Sequence[int]) -> None:
+    """Draw mel bands over time, with chunk boundaries; nothing of speech below one window."""
+    picture = mel_db(samples).T
+    seconds = len(samples) / SAMPLE_RATE
+    if picture.size:
+        low = picture.max() - _RANGE_DB
+        axes.imshow(picture, aspect="auto", origin="lower", extent=(0, seconds, 0, len(picture)), vmin=low)
+    for boundary in boundaries:
         axes.axvline(boundary / SAMPLE_RATE, color="white", linewidth=0.5, linestyle=":")
-    axes.set_title(f"{setting}: {answer.text}", fontsize="x-small", loc="left", parse_math=False)
+    axes.set_title(title, fontsize="x-small", loc="left", parse_math=False)
     axes.set(xlabel="s", yticks=[])
 
 

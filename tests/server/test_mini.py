@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint that is served by default, with the settings that are shipped: it speaks, sees, hears and answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evaluations import small
+from server.serving import ROOT, Served, serve
+from triton_omni.supervisor.model_folder import model_folder
+from triton_omni_client import OmniClient
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture(scope="module")
+def mini(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve(tmp_path_factory.mktemp("mini"), model_folder(None), settings={}) as served:
+        yield served
+        served.stop()
+
+
+def run(name: str, *arguments: str | Path, folder: Path) -> str:
+    """Run an example in `folder`; its stdout."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "client")}
+    command = [sys.executable, EXAMPLES / name, *arguments]
+    result = subprocess.run(
+        command, cwd=folder, env=environment, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_it_passes_the_small_evaluation(mini: Served, tmp_path: Path) -> None:
+    result = small(mini.supervisor.grpc_url, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+
+
+def test_the_example_of_a_picture_names_what_is_drawn(mini: Served, tmp_path: Path) -> None:
+    out = run("ask_about_an_image.py", EXAMPLES / "red_circle.png", mini.supervisor.grpc_url, folder=tmp_path)
+    assert "red circle" in out
+    assert "in one word: Circle. (" in out
+
+
+def test_the_example_of_a_voice_loop_answers_what_is_asked(mini: Served, tmp_path: Path) -> None:
+    with OmniClient(mini.supervisor.grpc_url) as client:
+        client.say("Say: What color is the sky?", voice="Chelsie", seed=0).save_wav(tmp_path / "question.wav")
+    assert "The sky is blue." in run("voice_loop.py", mini.supervisor.grpc_url, "question.wav", folder=tmp_path)
