@@ -200,7 +200,8 @@ help_soak() {
 Usage: ./build.sh soak [--requests N] [--minutes M] [--concurrency N] [--kills N] [--seed N] [--out FOLDER] [OPTIONS]
 
 Starts a server and asks it text, images, sounds, videos and chats, spoken or not, by gRPC and HTTP, streamed or whole; with
---turns SHARE also turns of conversations.
+--turns SHARE also turns of conversations. With --model training/mini --meaning SHARE it also asks questions whose right
+replies are known, and judges their texts, the words heard in their speech, and their voices.
 Some clients go away at any moment, read nothing for seconds, cannot be served in time, or ask nonsense; stages are
 killed. Every request must end exactly once and as it should, equal requests must get equal replies, memory and time to
 first audio must stay, nothing may be left, and the server must stop within 10 s. Writes soak.json, soak.png and the

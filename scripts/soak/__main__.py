@@ -41,6 +41,9 @@ def main(
     hurried: Share = 0.02,
     speech: Annotated[float, typer.Option(min=0, max=1, help="share of those that are well formed")] = 0.4,
     turns: Annotated[float, typer.Option(min=0, max=1, help="share of those that are turns of conversations")] = 0,
+    meaning: Annotated[
+        float, typer.Option(min=0, max=1, help="share of those that ask training/mini what it must know")
+    ] = 0,
     kills: Annotated[int, typer.Option(min=0, help="stages killed in the first third of the requests")] = 3,
     length: Annotated[int, typer.Option(min=1, help="replies are so many times as long, cancels so much later")] = 1,
     exact: Annotated[bool, typer.Option(help="hold equal requests to equal replies (float32 or deterministic)")] = True,
@@ -57,8 +60,9 @@ def main(
     Slow ones read nothing for some seconds, hurried ones have a deadline that they cannot meet. Exit code 1: a fault.
     """
     out.mkdir(parents=True, exist_ok=True)
-    shares = Shares(cancelled=cancelled, malformed=malformed, slow=slow, hurried=hurried, speech=speech, turns=turns)
-    if cancelled + malformed + slow + hurried > 1:
+    fates = {"cancelled": cancelled, "malformed": malformed, "slow": slow, "hurried": hurried}
+    shares = Shares(**fates, speech=speech, turns=turns, known=meaning)
+    if sum(fates.values()) > 1:
         raise typer.BadParameter("--cancelled, --malformed, --slow and --hurried are together over 1")
     options = Options(
         requests,
@@ -100,6 +104,8 @@ def tell(soaked: Soaked, out: Path) -> None:
     start, end = (1000 * seconds for seconds in soaked.first_audio())
     if not math.isnan(start + end):
         console.print(f"speech began after {start:.0f} ms at the start, {end:.0f} ms at the end")
+    if soaked.meaning is not None:
+        console.print(f"known questions: {soaked.meaning.to_json()}", markup=False)
     for fault in faults(soaked):
         console.print(f"fault: {fault}", style="red", markup=False)
     console.print(f"written: {', '.join(str(path) for path in write(soaked, out))}", soft_wrap=True)

@@ -9,10 +9,11 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import grpc  # type: ignore[import-untyped]
+import numpy as np
 from tritonclient.grpc import service_pb2_grpc  # type: ignore[import-untyped]
 from tritonclient.utils import deserialize_bytes_tensor  # type: ignore[import-untyped]
 
@@ -25,11 +26,13 @@ from triton_omni_client import (
     OmniClient,
     OmniClientError,
     Overloaded,
+    Reply,
     Timeout,
     TooLarge,
 )
+from triton_omni_client.audio import Waveform, empty_waveform
 from triton_omni_client.errors import from_text
-from triton_omni_client.messages import MODEL, UNARY_MODEL
+from triton_omni_client.messages import MODEL, UNARY_MODEL, Info
 from triton_omni_client.protocol import to_grpc
 from triton_omni_client.settling import LATE_END_S
 
@@ -56,6 +59,10 @@ class Ended:
     error: OmniClientError | None = None
     heard: str = ""
     """Text of a whole reply, and that of a gRPC stream until its cancel."""
+    told: int | None = None
+    """Number of samples of a whole reply by the server's account."""
+    speech: Waveform = field(default_factory=empty_waveform, repr=False)
+    """Speech of a whole reply to a known question; others keep none."""
 
     @property
     def is_hung(self) -> bool:
@@ -68,9 +75,16 @@ class Heard:
     """A reply so far."""
 
     text: str = ""
-    samples: int = 0
+    pieces: list[Waveform] = field(default_factory=list)
+    """Speech in the order in which it came."""
     first_audio_s: float | None = None
-    whole: bool = False
+    info: Info | None = None
+    """The server's account, which is the last of a whole reply."""
+
+    @property
+    def speech(self) -> Waveform:
+        """The whole speech."""
+        return np.concatenate(self.pieces) if self.pieces else empty_waveform()
 
 
 class Asker:
@@ -116,8 +130,8 @@ class Asker:
         except OmniClientError as raised:
             error = _alone(raised)
         outcome = _outcome(planned, heard, error)
-        reply = (heard.text, heard.samples) if outcome == "finished" else None
-        return Ended(planned, outcome, began, self.now(), heard.first_audio_s, reply, error, heard.text)
+        ended = Ended(planned, outcome, began, self.now(), heard.first_audio_s, error=error, heard=heard.text)
+        return ended if outcome != "finished" else _with_reply(ended, heard)
 
     def _grpc_stream(self, planned: Planned, heard: Heard) -> None:
         stream, begin = self._client.stream(planned.request), time.monotonic()
@@ -130,8 +144,7 @@ class Asker:
                     heard.first_audio_s = time.monotonic() - begin
                 if cancel_at is not None and time.monotonic() > cancel_at:
                     break
-        reply = stream.reply()
-        heard.text, heard.samples, heard.whole = reply.text, len(reply.audio), reply.info is not None
+        _take(stream.reply(), heard)
 
     def _http_stream(self, planned: Planned, heard: Heard) -> None:
         begin = time.monotonic()
@@ -145,10 +158,10 @@ class Asker:
                     return
                 for line in answer:
                     _hear(line, heard, begin)
-                    if heard.whole and connection.sock is not None:
+                    if heard.info is not None and connection.sock is not None:
                         connection.sock.settimeout(LATE_END_S)
             except TimeoutError as error:
-                if not heard.whole:
+                if heard.info is None:
                     raise Timeout("no answer") from error
             except (OSError, http.client.HTTPException, ValueError) as error:
                 raise OmniClientError(f"{type(error).__name__}: {error}") from error
@@ -167,11 +180,22 @@ class Asker:
             raise from_text(error.details() or str(error.code())) from error
         found = dict(zip((output.name for output in answer.outputs), answer.raw_output_contents, strict=True))
         heard.text = found["text_output"][4:].decode()
-        heard.samples, heard.whole = len(found["audio_output"]) // 4, True
+        heard.pieces = [np.frombuffer(found["audio_output"], np.float32)]
+        heard.info = Info.from_json(found["info"][4:].decode())
 
     def _http_unary(self, planned: Planned, heard: Heard) -> None:
-        reply = self._http.unary(planned.request)
-        heard.text, heard.samples, heard.whole = reply.text, len(reply.audio), reply.info is not None
+        _take(self._http.unary(planned.request), heard)
+
+
+def _take(reply: Reply, heard: Heard) -> None:
+    heard.text, heard.pieces, heard.info = reply.text, [reply.audio], reply.info
+
+
+def _with_reply(ended: Ended, heard: Heard) -> Ended:
+    speech = heard.speech
+    kept = speech if ended.planned.known is not None else empty_waveform()
+    told = None if heard.info is None else heard.info.samples
+    return replace(ended, reply=(heard.text, len(speech)), told=told, speech=kept)
 
 
 def _body(planned: Planned) -> bytes:
@@ -197,13 +221,13 @@ def _hear(line: bytes, heard: Heard, begin: float) -> None:
     event = json.loads(line.removeprefix(b"data: "))
     if "error" in event:
         raise from_text(event["error"])
-    samples = event["audio_output"]
-    count = len(samples) if isinstance(samples, list) else 1
-    if count and heard.first_audio_s is None:
+    samples = np.atleast_1d(np.array(event["audio_output"], np.float32))
+    if len(samples) and heard.first_audio_s is None:
         heard.first_audio_s = time.monotonic() - begin
     heard.text += event["text_output"]
-    heard.samples += count
-    heard.whole = heard.whole or bool(event["info"])
+    heard.pieces.append(samples)
+    if event["info"]:
+        heard.info = Info.from_json(event["info"])
 
 
 def _alone(error: OmniClientError) -> OmniClientError:
@@ -214,7 +238,7 @@ def _alone(error: OmniClientError) -> OmniClientError:
 
 def _outcome(planned: Planned, heard: Heard, error: OmniClientError | None) -> Outcome:
     if error is None:
-        if heard.whole:
+        if heard.info is not None:
             return "finished"
         return "cancelled" if planned.fate == "cancelled" else "failed"
     if isinstance(error, Overloaded | BadRequest | TooLarge):

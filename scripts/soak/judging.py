@@ -11,6 +11,7 @@ from typing import Any
 from triton_omni_client import Overloaded
 
 from .asking import LONGEST_S, Ended, Outcome
+from .meaning import Meaning, faults_of
 from .plan import Fate
 from .watching import MIB, Growth, Watched, median
 
@@ -63,6 +64,8 @@ class Soaked:
     warm_up: float = 0.2
     """Share of a process's samples that are left out of its growth."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    meaning: Meaning | None = None
+    """What replies to known questions said; None = none was asked."""
 
     def disturbed(self, ended: Ended) -> bool:
         """True if a stage was missing while this request was open."""
@@ -92,7 +95,8 @@ class Soaked:
 
 def faults(soaked: Soaked) -> list[str]:
     """Everything that was not as it must be; none is the aim."""
-    return [*_of_requests(soaked), *_of_replies(soaked), *_of_the_server(soaked)]
+    meant = faults_of(soaked.meaning) if soaked.meaning is not None else ()
+    return [*_of_requests(soaked), *_of_replies(soaked), *meant, *_of_the_server(soaked)]
 
 
 def _of_requests(soaked: Soaked) -> Iterator[str]:
@@ -118,6 +122,9 @@ def _is_expected(soaked: Soaked, ended: Ended) -> bool:
 
 def _of_replies(soaked: Soaked) -> Iterator[str]:
     first: dict[str, Ended] = {}
+    for ended in soaked.ended:
+        if ended.reply is not None and ended.told not in (None, ended.reply[1]):
+            yield f"request {ended.planned.number} got {ended.reply[1]} of {ended.told} samples that the server sent"
     for ended in soaked.ended if soaked.exact else ():
         if ended.reply is not None and ended.planned.fate != "hurried":
             same = first.setdefault(ended.planned.reply_key, ended)

@@ -18,6 +18,8 @@ from PIL import Image
 from triton_omni_client import Media, Request
 from triton_omni_client.conversation import user_message
 
+from .known import QUESTIONS, VOICES, Known
+
 Way = Literal["grpc stream", "http stream", "grpc unary", "http unary"]
 Fate = Literal["whole", "cancelled", "malformed", "slow", "hurried"]
 
@@ -29,6 +31,8 @@ _CODES = (10, 20, 40)
 _SEEDS = 3
 """Seeds of each kind; few, so that requests repeat and their replies can be compared."""
 _QUESTION = "what is this?"
+KNOWN: Final = "known"
+"""The kind of a question whose right reply is known."""
 TURN: Final = "turn"
 """The kind of a turn; its client puts the turns before it in front (`talk.py`)."""
 _SAID = ("hello", "why?", "Tell me about the sea.")
@@ -48,12 +52,20 @@ class Shares:
     """Share of spoken replies among well-formed requests."""
     turns: float = 0.0
     """Share of turns of conversations among well-formed requests; a cancelled one is a barge-in."""
+    known: float = 0.0
+    """Share of known questions among the other well-formed requests; only a trained checkpoint answers them."""
 
     def fate(self, draw: Random) -> Fate:
         """Draw the fate of a request."""
         fates: tuple[Fate, ...] = ("cancelled", "malformed", "slow", "hurried")
         shares = [self.cancelled, self.malformed, self.slow, self.hurried]
         return draw.choices((*fates, "whole"), [*shares, max(0.0, 1 - sum(shares))])[0]
+
+    def kind(self, draw: Random) -> str:
+        """Draw the kind of a well-formed request."""
+        if self.turns > 0 and draw.random() < self.turns:
+            return TURN
+        return KNOWN if self.known > 0 and draw.random() < self.known else draw.choice(sorted(KINDS))
 
 
 @dataclass(frozen=True)
@@ -67,12 +79,14 @@ class Planned:
     request: Request = field(repr=False)
     wait_s: float = 0.0
     """Until a cancel; of a slow reader, before it reads."""
+    known: Known | None = field(default=None, repr=False)
+    """The question whose right reply is known."""
 
     @property
     def reply_key(self) -> str:
         """Requests of the same key get the same reply."""
         request = self.request
-        said = request.messages if self.is_turn else ""
+        said = request.messages if self.is_turn else f"{request.voice} {request.text}" if self.known else ""
         return f"{self.kind} {request.seed} {request.modalities} {dict(request.thinker)} {dict(request.talker)}{said}"
 
     @property
@@ -86,19 +100,23 @@ def plan(number: int, seed: int, shares: Shares, length: int = 1) -> Planned:
     draw = Random(f"{seed}:{number}")
     fate = shares.fate(draw)
     way = draw.choice(CANCELLABLE if fate == "cancelled" else ("grpc stream",) if fate == "slow" else WAYS)
+    known: Known | None = None
+    options: dict[str, Any]
     if fate == "malformed":
         kind = draw.choice(sorted(MALFORMED))
-        options: dict[str, Any] = dict(MALFORMED[kind]())
+        options = dict(MALFORMED[kind]())
+    elif (kind := shares.kind(draw)) == KNOWN:
+        known = draw.choice(QUESTIONS)
+        options = {"text": known.ask, "voice": draw.choice(VOICES), "modalities": ["text", "audio"]}
     else:
-        is_turn = shares.turns > 0 and draw.random() < shares.turns
-        kind, way = (TURN, "grpc stream") if is_turn else (draw.choice(sorted(KINDS)), way)
-        said = _turn(draw) if is_turn else KINDS[kind]()
+        way = "grpc stream" if kind == TURN else way
+        said = _turn(draw) if kind == TURN else KINDS[kind]()
         options = {**said, **_limits(draw, length, speech=fate == "slow" or draw.random() < shares.speech)}
     if fate == "hurried":
         options |= {"timeout": draw.choice((0.01, 0.1, 0.3)), "thinker": {"max_tokens": 200, "min_tokens": 200}}
     wait_s = draw.uniform(0, 0.8 * length) if fate == "cancelled" else draw.uniform(1, 3)
     request = Request(seed=draw.randrange(_SEEDS), request_id=f"soak {number}", **options)
-    return Planned(number, kind, way, fate, request, wait_s)
+    return Planned(number, kind, way, fate, request, wait_s, known)
 
 
 def _limits(draw: Random, length: int, *, speech: bool) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def to_json(soaked: Soaked) -> dict[str, Any]:
         "kills": [{"stage": k.stage, "at_s": round(k.killed, 1), "back_s": round(k.back, 1)} for k in soaked.kills],
         "processes": [growth.to_json() for growth in soaked.growths()],
         "left": dict(soaked.left),
+        "meaning": None if soaked.meaning is None else soaked.meaning.to_json(),
         "stop_s": round(soaked.stop_s, 2),
         "faults": faults(soaked),
     }

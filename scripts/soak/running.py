@@ -28,6 +28,7 @@ from triton_omni_client.messages import UNARY_MODEL
 
 from .asking import Asker, Ended
 from .judging import Kill, Soaked
+from .meaning import understood
 from .plan import Shares, plan
 from .talk import Talk
 from .watching import MIB, MemoryWatch
@@ -201,13 +202,14 @@ def _places(repository: Path) -> int:
 
 
 def soak(config: ServerConfig, options: Options, say: Callable[[str], None] | None = None) -> Soaked:
-    """Start a server, drive a run against it, stop it.
+    """Start a server, drive a run against it, stop it; then hear the replies to known questions.
 
     Raises:
         ServerError: the server does not start.
     """
     with Supervisor(replace(config, environment={**_BOUNDED_CACHES, **config.environment})) as server:
-        return Run(server, options, say or _to_stderr).drive()
+        soaked = Run(server, options, say or _to_stderr).drive()
+    return replace(soaked, meaning=understood(soaked.ended)) if options.shares.known else soaked
 
 
 def _to_stderr(text: str) -> None:

@@ -35,7 +35,7 @@ from triton_omni.supervisor.model_folder import ModelFolderError, check_files, m
 from triton_omni.supervisor.model_folder import main as print_model_folder
 from triton_omni.supervisor.options import ServerConfig
 from triton_omni.supervisor.restart import RestartPolicy
-from triton_omni.supervisor.serve import Supervisor, main
+from triton_omni.supervisor.serve import Supervisor, main, on_signals
 
 # Answers the readiness path as tritonserver does; what it should do otherwise is told by its environment.
 STAND_IN = '''#!{python}
@@ -250,6 +250,39 @@ def test_no_stage_is_left_of_a_server_that_was_stopped(
         assert is_running(int(stage.read_text()))
         server.stop()
         assert not is_running(int(stage.read_text()))
+
+
+def test_a_signal_while_a_server_is_stopped_is_acted_on_after_the_stop(
+    repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton_omni.supervisor.server_run.KILL_AFTER_S", 0.5)
+    terminate, coming, exit_codes = subprocess.Popen.terminate, [signal.SIGTERM, signal.SIGINT], []
+
+    def terminated(process: subprocess.Popen[bytes]) -> None:
+        terminate(process)
+        numbers, coming[:] = coming[:], []
+        for number in numbers:
+            signal.raise_signal(number)
+
+    def interrupt(number: int) -> None:
+        exit_codes.append(server.exit_code)
+        raise SystemExit(128 + number)
+
+    monkeypatch.setattr(subprocess.Popen, "terminate", terminated)
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf", "STAGE": str(stage)}, exit_timeout_s=0))
+    with server, on_signals(interrupt):
+        with pytest.raises(SystemExit, match=f"^{128 + signal.SIGTERM}$"):
+            server.stop()
+        assert exit_codes == [128 + signal.SIGKILL]
+        assert not is_running(int(stage.read_text()))
+
+
+def test_a_server_can_be_stopped_in_another_thread(repository: Path) -> None:
+    with Supervisor(config(repository)) as server:
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        stopping.join()
+        assert server.exit_code == 0
 
 
 def test_no_stage_is_left_of_a_server_that_was_killed(repository: Path, stage: Path) -> None:

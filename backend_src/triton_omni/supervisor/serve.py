@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,6 +64,24 @@ def on_signals(act: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def signals_wait() -> Iterator[None]:
+    """Have signals that ask for an end wait until the block is over; the first one is then acted on.
+
+    Only the main thread takes signals, so in another thread this changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+    try:
+        with on_signals(waiting.append):
+            yield
+    finally:
+        if waiting:
+            signal.raise_signal(waiting[0])
 
 
 def exit_at_once(number: int) -> None:
@@ -287,13 +306,14 @@ class Supervisor:
         """Stop the server in order, by force only past its exit timeout; return the seconds it took.
 
         Open sessions end with an error; see `drain`. No process and no shared memory of the server is left, however it
-        ended.
+        ended. A signal that asks for an end waits until then.
         """
         begin = time.monotonic()
         if self._run is None:
             return 0.0
-        self._run.stop()
-        self._outliving.close()
+        with signals_wait():
+            self._run.stop()
+            self._outliving.close()
         return time.monotonic() - begin
 
     def __enter__(self) -> Supervisor:
