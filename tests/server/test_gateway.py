@@ -79,7 +79,7 @@ def test_a_whole_spoken_reply_is_the_server_s(gateway: RunningGateway, direct: R
 def test_a_text_is_read_aloud_as_the_server_speaks_its_prompt(server: Served, gateway: RunningGateway) -> None:
     prompt = SPEECH_PROMPT.replace("{input}", "The sea.")
     direct = server.ask("reads", prompt, seed=72, voice="Ethan", talker={"temperature": 0})
-    options: Any = {"seed": 72, "talker": {"temperature": 0}}
+    options: Any = {"seed": 72, "talker": {"temperature": 0}, "response_format": "wav"}
     speech = gateway.openai.audio.speech.create(model=MODEL, voice="Ethan", input="The sea.", extra_body=options)
     np.testing.assert_allclose(WavDecoder().feed(speech.content), direct.audio, rtol=0, atol=PCM16_STEP)
 
@@ -87,7 +87,7 @@ def test_a_text_is_read_aloud_as_the_server_speaks_its_prompt(server: Served, ga
 def test_a_drawn_seed_repeats_the_speech(gateway: RunningGateway) -> None:
     def speak(**options: Any) -> tuple[int, Any]:
         create: Any = gateway.openai.audio.speech.create
-        speech = create(model=MODEL, voice="Ethan", input="The sea.", extra_body=options)
+        speech = create(model=MODEL, voice="Ethan", input="The sea.", response_format="wav", extra_body=options)
         return int(speech.response.headers["x-seed"]), WavDecoder().feed(speech.content)
 
     seed, first = speak()

@@ -18,7 +18,7 @@ from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
 
 UNREAD = {
     "a stream": ("/v1/chat/completions", {"model": MODEL, "messages": USER, "stream": True}),
-    "speech": ("/v1/audio/speech", {"model": MODEL, "input": "hello", "voice": "Ethan"}),
+    "speech": ("/v1/audio/speech", {"model": MODEL, "input": "hello", "response_format": "pcm"}),
     "an answer after one that is not read": ("/v1/chat/completions", {"model": MODEL, "messages": USER}),
 }
 
