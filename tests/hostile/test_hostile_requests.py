@@ -67,7 +67,7 @@ def parse(raw: RawRequest, secret: str = "") -> OmniRequest | OmniError:
     """What the request comes to; what is accepted is inside the limits."""
     found = judge(lambda: parse_request(raw, LIMITS, DEFAULTS), BOUNDS, named=FIELDS, secret=secret)
     if isinstance(found, OmniRequest):
-        assert found.chat[-1].role == "user"
+        assert found.chat[-1].parts
         assert len(found.chat) <= LIMITS.max_messages
         assert len(found.media) <= LIMITS.max_media_items
         assert all(0 < len(part.data) <= LIMITS.max_media_bytes for part in found.media)

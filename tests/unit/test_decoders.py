@@ -58,7 +58,7 @@ def process(server: ForkServer) -> Iterator[KillableProcess]:
 @pytest.fixture(scope="module")
 def hurried() -> Iterator[Decoders]:
     """With a second for all media of a request."""
-    made = Decoders(LIMITS.model_copy(update={"max_decode_seconds": 1.0, "max_decode_bytes": 192 * MEBIBYTE}))
+    made = Decoders(LIMITS.model_copy(update={"max_decode_seconds": 1.0}))
     yield made
     made.close()
 
@@ -113,8 +113,9 @@ def silence(seconds: int) -> bytes:
 
 
 def test_a_request_that_decodes_for_too_long_is_refused_and_the_next_one_is_not(hurried: Decoders) -> None:
-    with pytest.raises(TooLarge, match=r"medium 1 \(audio\): .* more than 1 seconds of CPU time, .*max_decode_seconds"):
-        hurried.decode([PARTS[0], MediaPart("audio", silence(290))], with_audio=False, is_wanted=always)
+    says = r"medium [1-4] \(audio\): .* more than 1 seconds of CPU time, .*max_decode_seconds"
+    with pytest.raises(TooLarge, match=says):  # the first of them on most machines
+        hurried.decode([PARTS[0], *[MediaPart("audio", silence(290))] * 4], with_audio=False, is_wanted=always)
     assert len(hurried.decode(PARTS[:2], with_audio=False, is_wanted=always)) == 2
 
 
@@ -147,7 +148,7 @@ def test_the_seconds_are_those_of_all_media_of_a_request(hurried: Decoders) -> N
     part = MediaPart("audio", silence(8))
     assert hurried.decode([part], with_audio=False, is_wanted=always)
     with pytest.raises(TooLarge, match=r"medium [1-9]\d* \(audio\): .*send shorter, smaller or fewer files"):
-        hurried.decode([part] * 40, with_audio=False, is_wanted=always)
+        hurried.decode([part] * 150, with_audio=False, is_wanted=always)
 
 
 def test_a_medium_that_takes_too_much_memory_is_refused_and_the_next_one_is_not() -> None:
@@ -208,7 +209,7 @@ def test_a_hostile_file_stays_within_its_budget_beside_another_request(hurried: 
     assert len(hurried.decode(PARTS[:1], with_audio=False, is_wanted=always)) == 1
     thread.join()
     after = resource.getrusage(resource.RUSAGE_SELF)
-    assert isinstance(found[0], BadRequest | TooLarge | Image | Video), found
+    assert isinstance(found[0], BadRequest | TooLarge | Image | Video | Audio), found
     assert after.ru_maxrss - before.ru_maxrss < (3 * len(part.data) >> 10) + (64 << 10)
     assert after.ru_utime - before.ru_utime < 1.5
 
