@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Word errors of a run's samples, by pocketsphinx with a language model of the small world; beside them flite's own.
 
-`python -m training.judge FOLDER`, the folder being a run's `--out` or its unpacked samples.
+`python -m training.judge FOLDER`, the folder being a run's `--out`, its unpacked samples, or the folder into which
+`triton-omni evaluate` wrote a server's replies.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from training import exam
+from training.sizes import VOICES, Voice
 from training.speech import is_test, speak
 from training.world import chats, spoken
 from triton_omni_client.audio import Waveform
@@ -30,6 +32,8 @@ from triton_omni_client.evaluate.words import Agreement, agreement, words_of
 
 _WORLD_SENTENCES = 20_000
 _SHOWN = 3
+EVALUATION = "evaluate.json"
+"""What `triton-omni evaluate` writes into its folder."""
 
 
 @dataclass
@@ -89,10 +93,31 @@ def judge_flite(ear: Recogniser) -> dict[str, Group]:
     """flite itself on the same texts: the best that can be reached."""
     groups: dict[str, Group] = defaultdict(Group)
     for task in exam.tasks():
-        samples = [speak(text, task.voice.flite).samples for text in chats.split_sentences(task.text)]
-        sound = np.concatenate(samples).astype(np.float32) / 32768
+        sound = spoken_by_flite(task.text, task.voice)
         add(groups[f"flite-{task.name.split('_')[0]} {task.voice.name}"], ear, task.text, sound)
     return dict(groups)
+
+
+def judge_served(ear: Recogniser, folder: Path) -> dict[str, Group]:
+    """A server's replies by setting, kind and voice, against their own texts; and flite on each of these texts."""
+    groups: dict[str, Group] = defaultdict(Group)
+    by_flite: set[tuple[str, str]] = set()
+    voices = {voice.name: voice for voice in VOICES}
+    for setting in json.loads((folder / EVALUATION).read_text())["settings"]:
+        for reply in setting["replies"]:
+            kind, text, voice = reply["name"].split("-")[0], reply["text"], voices[reply["voice"]]
+            if reply["file"]:
+                add(groups[f"{setting['name']} {kind} {voice.name}"], ear, text, read_wav(folder / reply["file"]))
+            if (text, voice.name) not in by_flite:
+                by_flite.add((text, voice.name))
+                add(groups[f"flite-{kind} {voice.name}"], ear, text, spoken_by_flite(text, voice))
+    return dict(groups)
+
+
+def spoken_by_flite(text: str, voice: Voice) -> Waveform:
+    """The text's sentences one after another."""
+    samples = [speak(sentence, voice.flite).samples for sentence in chats.split_sentences(text)]
+    return np.concatenate(samples).astype(np.float32) / 32768
 
 
 def add(group: Group, ear: Recogniser, text: str, samples: Waveform) -> None:
@@ -115,9 +140,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
     with recogniser(POCKETSPHINX, world_texts(), [word.lower() for word in spoken.WORDS]) as ear:
-        groups = judge_flite(ear)
-        with samples_in(given.folder) as folder:
-            groups |= judge(ear, folder)
+        if (given.folder / EVALUATION).exists():
+            groups = judge_served(ear, given.folder)
+        else:
+            with samples_in(given.folder) as folder:
+                groups = judge_flite(ear) | judge(ear, folder)
     lines = [f"{'':20s} {'errors':>8s} {'words':>6s} {'skipped':>7s} {'repeated':>8s} {'seconds':>8s}"]
     lines += [f"{name:20s} {group.line()}" for name, group in groups.items()]
     lines += [f"{name}\n{text}" for name, group in groups.items() for text in group.worst()]

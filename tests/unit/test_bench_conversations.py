@@ -240,7 +240,9 @@ class TestCommand:
     def test_sounds_are_sent_while_they_are_spoken(self, tmp_path: Path) -> None:
         """A sound of over two seconds is hinted before its turn, which sends the same bytes; its salt is the same."""
         (tmp_path / "q.wav").write_bytes(audio_file("wav", seconds=2.2))
-        (tmp_path / "s.json").write_text(json.dumps([{"text": "hello"}, {"text": "and?", "audio": ["q.wav"]}]))
+        (tmp_path / "a.jpg").write_bytes(PHOTO.data)
+        turns = [{"text": "hello"}, {"text": "and?", "image": ["a.jpg"], "audio": ["q.wav"]}]
+        (tmp_path / "s.json").write_text(json.dumps(turns))
         with serve_grpc(FakeTriton()) as server:
             result = _bench(
                 server.url, tmp_path, "--concurrency", "1", "--requests", "1", "--warm-up", "0", "--conversation", "2",
@@ -248,13 +250,14 @@ class TestCommand:
             )  # fmt: skip
             assert result.exit_code == 0, result.output
             first, hint, turn = server.requests
-        (spoken,), (whole,) = inputs_of(hint)["media"], inputs_of(turn)["media"]
+        (shown, spoken), (photo, whole) = inputs_of(hint)["media"], inputs_of(turn)["media"]
+        assert shown == photo == PHOTO.data
         assert parameters_of(hint)["prefill_only"] is True
         assert "prefill_only" not in parameters_of(turn)
         assert len(spoken) < len(whole)
         assert whole[44 : len(spoken)] == spoken[44:]
         assert _messages(hint)[:-1] == _messages(turn)[:-1]
-        assert _messages(hint)[-1]["content"] == _messages(turn)[-1]["content"][:1] == [{"type": "audio"}]
+        assert _messages(hint)[-1]["content"] == _messages(turn)[-1]["content"][:2]
         assert parameters_of(turn)["audio_in_pieces"] is True
         assert len({parameters_of(request)["cache_salt"] for request in (first, hint, turn)}) == 1
 

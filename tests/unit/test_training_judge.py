@@ -64,3 +64,20 @@ def test_samples_are_taken_from_archives_or_the_folder(folder, tmp_path_factory)
 
 def test_the_recognisers_world_has_no_sentence_that_is_judged():
     assert not any(is_test(text) for text in judge.world_texts(300))
+
+
+def test_replies_of_a_server_stand_beside_flite_on_their_texts(tmp_path, monkeypatch):
+    monkeypatch.setattr(judge, "spoken_by_flite", lambda text, voice: np.full(2400, 0.1, np.float32))
+    write_wav(tmp_path / "a.wav", np.full(2400, 2 * 3277, np.int16))
+    told = {"name": "sentence-000-seed-0", "voice": "Ethan", "text": "The cat sleeps.", "file": "a.wav"}
+    silent = {"name": "picture-000-seed-0", "voice": "Ethan", "text": "A dog.", "file": None}
+    settings = [{"name": "served", "replies": [told, silent]}, {"name": "fast", "replies": [told]}]
+    (tmp_path / judge.EVALUATION).write_text(json.dumps({"settings": settings}))
+    groups = judge.judge_served(_Ear("", "the cat sleeps", "the cat leaps"), tmp_path)
+    errors = {name: sum(found.errors for found, *_ in group.found) for name, group in groups.items()}
+    assert errors == {
+        "served sentence Ethan": 1,
+        "fast sentence Ethan": 1,
+        "flite-sentence Ethan": 0,
+        "flite-picture Ethan": 3,
+    }

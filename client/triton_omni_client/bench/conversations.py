@@ -7,7 +7,8 @@ import asyncio
 import io
 import json
 import wave
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,13 +57,13 @@ class Conversations:
     async def speak(self, index: int, client: AsyncOmniClient) -> None:
         """Send the sound of this request's turn while it is spoken, in real time; returns when it was spoken."""
         conversation, asked = self._conversation(index), self._workload.turn(index)
-        options = self._workload.options(index) | {"request_id": None}
-
-        def hint(*sound: Media) -> Request:
-            return conversation.request(media=sound, **options, priority=HINT_PRIORITY, prefill_only=True)
-
-        for sound in [medium for medium in asked.media if medium.kind == "audio"]:
-            listening = AsyncListening(client, hint, conversation.request)
+        options = self._workload.options(index) | {"request_id": None, "priority": HINT_PRIORITY, "prefill_only": True}
+        for place, sound in enumerate(asked.media):
+            if sound.kind != "audio":
+                continue
+            hint = partial(_request_of, conversation, asked.media[:place], options)
+            # Its `ask` ends the utterance; the turn itself is the run's to send.
+            listening = AsyncListening(client, hint, lambda *_: None)
             loop = asyncio.get_running_loop()
             begin = loop.time()
             for number, block in enumerate(_blocks(sound), 1):
@@ -77,6 +78,12 @@ class Conversations:
             pieces = {"audio_in_pieces": True} if self._workload.speaks else {}
             self._open[number] = Conversation(system=self._workload.system, **pieces)
         return self._open[number]
+
+
+def _request_of(
+    conversation: Conversation, shown: Sequence[Media], options: Mapping[str, Any], sound: Media
+) -> Request:
+    return conversation.request(media=[*shown, sound], **options)
 
 
 def spoken(media: Iterable[Media]) -> list[Media]:
