@@ -75,6 +75,8 @@ class Gateway:
         self._pool = pool
         self._transcripts = transcripts
         self._metrics = metrics
+        self._own_voices: list[str] | None = None
+        """Voices of the checkpoint once a server told them: asking again takes 3 ms of each request."""
 
     async def ready(self) -> bool:
         """True if a Triton server takes requests."""
@@ -106,7 +108,11 @@ class Gateway:
     async def _in_voice(self, request: Request) -> Request:
         """The request in a voice of the checkpoint; the server refuses a name that neither it nor the settings know."""
         asked, table = request.voice, self._settings.voices
-        if asked is None or asked not in table or asked in (await self.voices() or ()):
+        if asked is None or asked not in table:
+            return request
+        if self._own_voices is None:
+            self._own_voices = await self.voices()
+        if asked in (self._own_voices or ()):
             return request
         return replace(request, voice=table[asked])
 
