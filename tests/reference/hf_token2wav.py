@@ -166,7 +166,7 @@ def streamed_waveform(
     block, total = 12, len(codes)
     ahead, context = plan.look_ahead_blocks * block, plan.vocoder_context_frames
     lag = max(0, context - 2 * ahead)
-    kept = torch.empty(0, 80)
+    kept, overlap = torch.empty(0, 80), torch.empty(0)
     rows: PastRows = {}
     chunks: list[Tensor] = []
     start = given = 0
@@ -186,8 +186,12 @@ def streamed_waveform(
         if final:
             # The last one is heard with as many frames before it as make another one's length.
             left = right - next((n for n in _vocoded_lengths(plan) if right - left <= n <= right), right - left)
-        samples = hf.vocoder(heard[left:right].T[None]).reshape(-1)
-        chunks.append(samples[(given - left) * HOP : (give - left) * HOP])
+        samples = hf.vocoder(heard[left:right].T[None]).reshape(-1)[(given - left) * HOP :]
+        # A chunk begins as the one before it would have gone on, and is itself one mel frame later.
+        ramp = torch.arange(1, len(overlap) + 1) / (len(overlap) + 1)
+        samples[: len(overlap)] = overlap * (1 - ramp) + samples[: len(overlap)] * ramp
+        chunk, overlap = samples[: (give - given) * HOP], samples[(give - given) * HOP :][:HOP]
+        chunks.append(chunk)
         start, given = end, give
         if final:
             return chunks

@@ -11,7 +11,7 @@ from hf_token2wav import DEVICE
 from torch import Tensor
 
 from triton_omni.core.settings import StreamingPlan
-from triton_omni.token2wav.batch_launch import vocode
+from triton_omni.token2wav.batch_launch import fade_in, vocode
 from triton_omni.token2wav.chunking import WindowPlan, offline_plan, streaming_plan
 from triton_omni.token2wav.dit import Voice
 from triton_omni.token2wav.mel_gather import Due, splice
@@ -74,8 +74,9 @@ def test_each_chunk_gets_its_own_frames_by_number(sick: int | None) -> None:
         if not batch:
             continue
         spliced = splice(batch, [mel_of(due, bad=due.stream.key == str(sick)) for due in batch])
-        spliced.take_on()
+        spliced.take_on([torch.full((4,), float(due.chunk.index)) for due in batch])
         assert spliced.broken.tolist() == [float(due.stream.key == str(sick)) for due in batch]
+        assert all(due.stream.overlap[0] == due.chunk.index for due in batch)
         for due, mel in zip(batch, torch.split(spliced.frames, [len(due.chunk.vocoder) for due in batch]), strict=True):
             if due.stream.key == str(sick):
                 assert bool(mel.isnan().any())
@@ -90,7 +91,7 @@ def test_a_stream_keeps_what_later_chunks_need_and_no_more() -> None:
         chunk = stream.due()
         assert chunk is not None
         due = Due.of(stream, chunk)
-        splice([due], [mel_of(due, bad=False)]).take_on()
+        splice([due], [mel_of(due, bad=False)]).take_on([torch.empty(0)])
         plan = stream.request.plan
         # A final chunk behind may want as many frames before it as a regular one has.
         first = max(0, chunk.audio.end - plan.vocoder_lengths[-1])
@@ -110,16 +111,24 @@ class EchoingVocoder:
         return mel[:, 0].repeat_interleave(self.samples_per_frame, 1)
 
 
-def test_chunks_of_one_length_share_a_pass_of_the_vocoder_whatever_part_of_it_is_heard() -> None:
+def test_chunks_of_one_length_share_a_pass_of_the_vocoder_whatever_part_of_it_is_kept() -> None:
     plan = streaming_plan(StreamingPlan(), block_frames=24, frames_per_code=2)
     # The third of long replies, and the end of a short one.
     chunks = [plan.chunk(2, 200, ended=False), plan.chunk(2, 50, ended=True), plan.chunk(2, 200, ended=False)]
     found = sorted((chunk for chunk in chunks if chunk is not None), key=lambda chunk: chunk.final)
-    assert len({len(chunk.vocoder) for chunk in found}) == 1 < len({chunk.heard.start for chunk in found})
+    assert len({len(chunk.vocoder) for chunk in found}) == 1 < len({chunk.made.start for chunk in found})
     mels = torch.cat([frames(number, chunk.vocoder.start, chunk.vocoder.end) for number, chunk in enumerate(found)])
     vocoder = EchoingVocoder()
     waveforms = [row for rows in vocode(found, mels, vocoder) for row in rows]
     assert vocoder.batches == [(3, len(found[0].vocoder))]
     for number, (chunk, waveform) in enumerate(zip(found, waveforms, strict=True)):
-        heard = frames(number, chunk.audio.start, chunk.audio.end)[:, 0]
-        torch.testing.assert_close(waveform, heard.repeat_interleave(4), atol=0, rtol=0)
+        made = frames(number, chunk.audio.start, chunk.overlap.end)[:, 0]
+        torch.testing.assert_close(waveform, made.repeat_interleave(4), atol=0, rtol=0)
+
+
+def test_a_chunk_fades_from_the_overlap_of_the_one_before_into_its_own_samples() -> None:
+    samples, before = torch.full((6,), 8.0, device=DEVICE), torch.zeros(3, device=DEVICE)
+    fade_in(samples, before)
+    assert samples.tolist() == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+    fade_in(samples, torch.empty(0, device=DEVICE))
+    assert samples.tolist() == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]

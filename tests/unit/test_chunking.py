@@ -51,6 +51,7 @@ def test_chunks_cover_every_frame_once_and_each_sample_has_its_context(settings:
             assert chunk.final or len(chunk.kept) % 24 == 0  # its last block is whole: the next window's past
             assert chunk.kept.end <= chunk.solved.end
             assert len(chunk.audio) > 0 or codes == 0
+            assert len(chunk.overlap) == (0 if chunk.final else min(1, plan.vocoder_context))
 
 
 @pytest.mark.parametrize("settings", PLANS, ids=str)

@@ -144,7 +144,7 @@ def launch_batch(
         torch.OutOfMemoryError: the device has no memory for the batch; streams and pages are as before it.
     """
     # Sort by length: chunks of one length share a vocoder batch, and batches of like windows share a layout.
-    batch = sorted(batch, key=lambda due: (_length(due.chunk), _heard(due.chunk), len(due.chunk.solved)))
+    batch = sorted(batch, key=lambda due: (_length(due.chunk), _made(due.chunk), len(due.chunk.solved)))
     windows = [due.stream.window(due.chunk) for due in batch]
     flow = batch[0].stream.request.flow
     before = sampler.past.save([window.past for window in windows], flow.pages)
@@ -152,23 +152,45 @@ def launch_batch(
         mels = yield from sampler.steps(windows, flow)
         solved = record_event(device)
         spliced = splice(batch, mels)
-        host, lengths = _sound(spliced, vocoder)
+        sound = _sound(spliced, vocoder)
     except torch.OutOfMemoryError:
         before.restore()
         raise
-    spliced.take_on()
-    return InFlightBatch(tuple(batch), lengths, host, solved, record_event(device))
+    spliced.take_on(sound.overlaps)
+    return InFlightBatch(tuple(batch), sound.lengths, sound.host, solved, record_event(device))
 
 
-def _sound(spliced: Spliced, vocoder: Vocoder) -> tuple[Tensor, tuple[int, ...]]:
-    """Return `InFlightBatch.host` and `InFlightBatch.lengths` of a batch."""
+@dataclass(frozen=True)
+class _Sound:
+    """Samples of a batch: `InFlightBatch.host`, `InFlightBatch.lengths`, and what each stream's next chunk fades from."""
+
+    host: Tensor
+    lengths: tuple[int, ...]
+    overlaps: tuple[Tensor, ...]
+
+
+def _sound(spliced: Spliced, vocoder: Vocoder) -> _Sound:
     waveforms = list(vocode([due.chunk for due in spliced.batch], spliced.frames, vocoder))
     finite = torch.cat([torch.isfinite(rows).all(1) for rows in waveforms])
     clamped = torch.stack([due.stream.clamped for due in spliced.batch])
+    rows = list(itertools.chain.from_iterable(waveforms))
+    for due, row in zip(spliced.batch, rows, strict=True):
+        fade_in(row, due.stream.overlap)
+    lengths = tuple(len(due.chunk.audio) * vocoder.samples_per_frame for due in spliced.batch)
+    parts = [torch.tensor_split(row, [length]) for row, length in zip(rows, lengths, strict=True)]
     # The flags follow the samples: one copy a batch.
-    parts = [*(rows.flatten() for rows in waveforms), spliced.broken, finite.float(), clamped.float()]
-    lengths = itertools.chain.from_iterable([rows.shape[1]] * len(rows) for rows in waveforms)
-    return to_host(torch.cat(parts)), tuple(lengths)
+    host = to_host(torch.cat([*(audio for audio, _ in parts), spliced.broken, finite.float(), clamped.float()]))
+    # Copies, because the next batch may reuse the vocoder's memory.
+    return _Sound(host, lengths, tuple(overlap.clone() for _, overlap in parts))
+
+
+def fade_in(samples: Tensor, before: Tensor) -> None:
+    """Fade, in place and linearly, from `before` [s], which another chunk made of the same frames, into `samples` [S],
+    S >= s.
+    """
+    count = len(before)
+    ramp = torch.linspace(0, 1, count + 2, device=before.device)[1:-1]
+    torch.lerp(before, samples[:count], ramp, out=samples[:count])
 
 
 def _frames(batch: Sequence[Due]) -> int:
@@ -180,19 +202,19 @@ def _length(chunk: Chunk) -> int:
     return len(chunk.vocoder)
 
 
-def _heard(chunk: Chunk) -> tuple[int, int]:
-    """Return the range of these frames that is heard."""
-    return chunk.heard.start, chunk.heard.stop
+def _made(chunk: Chunk) -> tuple[int, int]:
+    """Return the range of these frames of which samples are kept."""
+    return chunk.made.start, chunk.made.stop
 
 
 def vocode(chunks: Sequence[Chunk], frames: Tensor, vocoder: Vocoder) -> Iterator[Tensor]:
-    """Turn mel frames [sum of T, M] of chunks, concatenated, into waveforms [W, S]; chunks of one length run
-    together.
+    """Turn mel frames [sum of T, M] of chunks, concatenated, into waveforms [W, S] of each chunk's audio and overlap;
+    chunks of one length run together.
     """
     for length, group in itertools.groupby(chunks, _length):
         together = list(group)
         rows, frames = frames[: len(together) * length], frames[len(together) * length :]
         samples = vocoder(rows.view(len(together), length, -1).transpose(1, 2))
-        for (start, stop), alike in itertools.groupby(together, _heard):
+        for (start, stop), alike in itertools.groupby(together, _made):
             own, samples = torch.tensor_split(samples, [sum(1 for _ in alike)])
             yield own[:, start * vocoder.samples_per_frame : stop * vocoder.samples_per_frame]

@@ -11,6 +11,7 @@ One regular chunk, here with one block of look-ahead::
     kept         .                      [start   end]                  mel frames made for good
     vocoder      .                [ ctx |  audio    | ctx ]            mel frames into BigVGAN
     audio        .                      [===========]                  samples given out
+    overlap      .                                  [-]                samples from which the next chunk fades in
 
 - Look-back costs no frames: the window before left what it kept in its last block (`window_cache.py`). This
   is exact. A streamed reply differs from the whole one because no window sees beyond its look-ahead.
@@ -18,6 +19,8 @@ One regular chunk, here with one block of look-ahead::
 - Before `start` the vocoder reads mel frames that *earlier* windows kept (the stream's tail). From `start` on it reads
   this window's kept frames and then, as right context, its look-ahead frames. A look-ahead frame thus serves only as
   context; its own samples come from the window that keeps it.
+- The next chunk solves the look-ahead frames anew, so its first samples do not continue this chunk's last ones: a
+  click. This chunk therefore makes one frame of samples more, and the next chunk fades from them into its own.
 - With less look-ahead than vocoder context, audio lags: it ends `context - look-ahead` frames before `end`, and
   the next chunk begins there. So every sample has its full context on both sides, except at the reply's ends, where the
   vocoder pads as it does offline.
@@ -38,6 +41,8 @@ from dataclasses import dataclass
 from triton_omni.core.settings import StreamingPlan
 
 UNBOUNDED = sys.maxsize
+OVERLAP_FRAMES = 1
+"""Mel frames over which a chunk fades into the next one."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,14 @@ class Chunk:
     audio: Span
 
     @property
-    def heard(self) -> slice:
-        """The mel frames of `vocoder` that are `audio`."""
-        return slice(self.audio.start - self.vocoder.start, self.audio.end - self.vocoder.start)
+    def overlap(self) -> Span:
+        """Mel frames after `audio` from whose samples the next chunk fades in; none without vocoder context."""
+        return Span(self.audio.end, min(self.audio.end + OVERLAP_FRAMES, self.vocoder.end))
+
+    @property
+    def made(self) -> slice:
+        """The mel frames of `vocoder` that are `audio` or `overlap`."""
+        return slice(self.audio.start - self.vocoder.start, self.overlap.end - self.vocoder.start)
 
 
 @dataclass(frozen=True)

@@ -76,10 +76,10 @@ class Spliced:
     32).
     """
 
-    def take_on(self) -> None:
-        """Advance the streams past their chunks; this allocates no device memory."""
-        for due, tail in zip(self.batch, self.tails, strict=True):
-            due.stream.advance(due.chunk, tail)
+    def take_on(self, overlaps: Sequence[Tensor]) -> None:
+        """Advance the streams past their chunks, whose overlaps are `overlaps`; this allocates no device memory."""
+        for due, tail, overlap in zip(self.batch, self.tails, overlaps, strict=True):
+            due.stream.advance(due.chunk, tail, overlap)
 
 
 def splice(batch: Sequence[Due], mels: Sequence[Tensor]) -> Spliced:

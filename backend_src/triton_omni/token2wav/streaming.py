@@ -46,6 +46,7 @@ class Stream:
         codes: int32 [max codes] on the device, `received` of them valid and each within the codec's table.
         arrived: the same codes as received.
         tail: [t, M] on the device, the last mel frames kept, up to the next chunk's first.
+        overlap: fp32 [s] on the device, samples from which the next chunk fades in; none before the first chunk.
         page: first page of the stream's window cache; None for a whole reply in one window.
         ended_ns: monotonic time when the stream ended, nanoseconds; 0 before.
         sound_until_ns: monotonic time when the launched sound ends, nanoseconds; 0 before.
@@ -58,6 +59,7 @@ class Stream:
     codes: Tensor
     arrived: Tensor
     tail: Tensor
+    overlap: Tensor
     opened_ns: int
     page: int | None = None
     received: int = 0
@@ -77,6 +79,7 @@ class Stream:
             codes=torch.zeros(max_codes, dtype=torch.int32, device=device),
             arrived=torch.zeros(max_codes, dtype=torch.int32, device=device),
             tail=torch.empty(0, mel_dim, device=device),
+            overlap=torch.empty(0, device=device),
             opened_ns=time.monotonic_ns(),
         )
 
@@ -180,9 +183,11 @@ class Stream:
         """Return the mel frames that a chunk after `chunk` needs, of those kept up to and with `chunk`."""
         return Span(self.request.plan.tail_start(chunk), chunk.kept.end)
 
-    def advance(self, chunk: Chunk, tail: Tensor) -> None:
-        """Advance past `chunk`, which was launched; `tail` are the frames of `needed_later`."""
-        self.tail = tail
+    def advance(self, chunk: Chunk, tail: Tensor, overlap: Tensor) -> None:
+        """Advance past `chunk`, which was launched; `tail` are the frames of `needed_later`, `overlap` the samples of
+        the chunk's overlap.
+        """
+        self.tail, self.overlap = tail, overlap
         # A stream that ran out of sound plays this chunk from now on, so its deadline does not stay in the past.
         begins_ns = max(self.sound_until_ns, time.monotonic_ns())
         self.sound_until_ns = begins_ns + len(chunk.audio) * self.request.frame_ns
