@@ -117,7 +117,7 @@ def solve(sampler: Sampler, streams: Sequence[Stream]) -> list[list[tuple[Chunk,
         if not due:
             return done
         mels = sampler.sample([streams[n].window(chunk) for n, chunk in due], streams[0].request.flow)
-        splice([Due.of(streams[n], chunk) for n, chunk in due], mels).take_on()
+        splice([Due.of(streams[n], chunk) for n, chunk in due], mels).take_on([torch.empty(0)] * len(due))
         for (n, chunk), mel in zip(due, mels, strict=True):
             done[n].append((chunk, mel))
 
@@ -175,7 +175,7 @@ def test_a_past_is_heard(blind_networks: Networks) -> None:
     stream = a_stream(blind_networks, sampler, codes, PLANS[0])
     first = stream.due()
     assert first is not None
-    splice([Due.of(stream, first)], sampler.sample([stream.window(first)], RK4)).take_on()
+    splice([Due.of(stream, first)], sampler.sample([stream.window(first)], RK4)).take_on([torch.empty(0)])
     second = stream.due()
     assert second is not None
     window = stream.window(second)
