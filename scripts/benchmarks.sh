@@ -106,7 +106,8 @@ part_prompts() { # first audio against the length of the prompt
 }
 
 ROOM='"engine": {"kv_cache_tokens": 294912}' # 32 conversations of 8,400 tokens
-CACHED="cached={\"thinker\": {\"prefix_caching\": true, $ROOM}, \"talker\": {\"prefix_caching\": true, $ROOM}}"
+CACHED="cached={\"thinker\": {$ROOM}, \"talker\": {$ROOM}}"
+PLAIN="plain={\"thinker\": {\"prefix_caching\": false, $ROOM}, \"talker\": {\"prefix_caching\": false, $ROOM}}"
 
 part_conversations() { # ten turns with two photos and ten seconds of sound; single requests of 6 s beside them
     local folder="$OUT/conversations" turns run loads=()
@@ -122,7 +123,7 @@ part_conversations() { # ten turns with two photos and ten seconds of sound; sin
     done
     turns="--conversation 10 --prompt-tokens 570 --max-tokens 30 --talker-max-tokens 150 --warm-up 1"
     turns="$turns --image '$folder/first.jpg' --image '$folder/second.jpg' --audio '$folder/sound.wav'"
-    compare conversations/turns 7b --variant "plain={\"thinker\": {$ROOM}, \"talker\": {$ROOM}}" --variant "$CACHED" \
+    compare conversations/turns 7b --variant "$PLAIN" --variant "$CACHED" \
         "${loads[@]}" --load "alone=$turns --concurrency 1 --requests 3" \
         --load "many=$turns --concurrency 32 --requests 32 --ramp-up 10 --listen"
 }

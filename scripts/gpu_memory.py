@@ -31,9 +31,9 @@ class Needs:
     thinker_weights: int
     talker_weights: int
     thinker_token: int
-    """Keys and values."""
-    talker_token: int
     """Keys, values and the hidden row."""
+    talker_token: int
+    """The same."""
 
     @classmethod
     def of(cls, size: Size) -> Needs:
@@ -43,13 +43,13 @@ class Needs:
             weights[tensor.name.partition(".")[0]] += tensor.nbytes
         config = cast(Any, omni_config(size))
         thinker, talker = config.thinker_config.text_config, config.talker_config
-        row = talker.embedding_size * _VALUE_BYTES
-        return cls(weights["thinker"], weights["talker"], _key_value_bytes(thinker), _key_value_bytes(talker) + row)
+        return cls(weights["thinker"], weights["talker"], *(_token_bytes(part) for part in (thinker, talker)))
 
 
-def _key_value_bytes(config: Any) -> int:
+def _token_bytes(config: Any) -> int:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * _VALUE_BYTES)
+    row = getattr(config, "embedding_size", None) or config.hidden_size
+    return int((2 * config.num_hidden_layers * config.num_key_value_heads * head_dim + row) * _VALUE_BYTES)
 
 
 def document() -> str:
@@ -59,7 +59,7 @@ def document() -> str:
     rows = {
         "thinker's weights, half precision": [_gb(need.thinker_weights) for need in needs],
         "talker's weights": [_gb(need.talker_weights) for need in needs],
-        f"thinker's KV cache, {thinker.cached_tokens:,} tokens": [
+        f"thinker's KV cache and rows, {thinker.cached_tokens:,} tokens": [
             _gb(need.thinker_token * thinker.cached_tokens) for need in needs
         ],
         f"talker's KV cache and rows, {talker.cached_tokens:,} tokens": [

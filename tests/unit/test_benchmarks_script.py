@@ -145,9 +145,9 @@ def test_conversations_have_photos_and_a_sound_with_the_caches_and_without(recor
     bench = typer.main.get_command(cli.app).get_command(None, "bench")
     parameters = parsed(app, command[1:])
     variants = [script("compare.variants").parse_variant(text).settings for text in parameters["variant"]]
-    caching = {"prefix_caching": True, "engine": {"kv_cache_tokens": 294912}}
-    room = {"engine": caching["engine"]}
-    assert variants == [{"thinker": room, "talker": room}, {"thinker": caching, "talker": caching}]
+    room = {"engine": {"kv_cache_tokens": 294912}}
+    plain = {"prefix_caching": False, **room}
+    assert variants == [{"thinker": plain, "talker": plain}, {"thinker": room, "talker": room}]
     asked = [
         bench.make_context("bench", list(options)).params for options in loads(script("compare.variants"), parameters)
     ]

@@ -138,9 +138,9 @@ def no_checkpoint(monkeypatch):
     ("text", "gpus", "chosen"),
     [
         ("", 1, None),
-        ("engine: {deterministic: true}", 1, "1"),
-        ("engine: {deterministic: true}", 0, None),
-        ("{device: cpu, engine: {deterministic: true}}", 1, None),
+        ("{prefix_caching: false, engine: {deterministic: true}}", 1, "1"),
+        ("{prefix_caching: false, engine: {deterministic: true}}", 0, None),
+        ("{device: cpu, prefix_caching: false, engine: {deterministic: true}}", 1, None),
     ],
 )
 def test_batch_invariance_is_a_gpu_s_and_only_where_it_is_asked_for(folder, machine, text, gpus, chosen):

@@ -23,7 +23,7 @@ def test_documents_have_the_memory_that_the_settings_give() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "thinker", "talker"), [("tiny", 256, 640), ("3b", 36_864, 16_384), ("7b", 57_344, 56_320)]
+    ("size", "thinker", "talker"), [("tiny", 384, 640), ("3b", 40_960, 16_384), ("7b", 64_512, 56_320)]
 )
 def test_a_cached_token_takes_its_keys_values_and_row(size: str, thinker: int, talker: int) -> None:
     needs = MEMORY["Needs"].of(size)

@@ -256,7 +256,7 @@ def test_the_engine_gets_a_salt_of_this_start_alone(make, salt):
 
 @pytest.mark.parametrize("modalities", [["text"], ["text", "audio"]], ids=len)
 def test_a_prompt_alone_takes_the_least_that_the_talker_needs(make, modalities):
-    intake, engine = make(prefix_caching=True)
+    intake, engine = make()
     asked = {"thinker": {"temperature": 1, "min_tokens": 9, "stop": ["!"]}, "talker": {"min_tokens": 7}}
     prepared = intake.prepare(raw(prefill_only=True, cache_salt="mine", modalities=modalities, **asked), 0)
     assert prepared.sampling == Sampling(max_tokens=2, min_tokens=2)
@@ -267,7 +267,7 @@ def test_a_prompt_alone_takes_the_least_that_the_talker_needs(make, modalities):
 
 
 def test_a_prompt_alone_is_refused_where_none_is_kept(make):
-    intake, engine = make()
+    intake, engine = make(prefix_caching=False)
     with pytest.raises(BadRequest, match=r"prefill_only: this deployment keeps no prompts; .* set prefix_caching"):
         intake.prepare(raw(prefill_only=True, cache_salt="mine"), 0)
     assert not engine.prompts

@@ -160,7 +160,7 @@ def test_compiled_and_eager_at_once_is_refused(load):
 def test_decode_steps_are_fused_unless_another_way_to_run_was_chosen(load, other):
     assert load("engine: {}").engine.fuses_decode
     assert not load("engine: {fused_decode: false}").engine.fuses_decode
-    assert not load(f"engine: {{{other}: true}}").engine.fuses_decode
+    assert not load(f"{{prefix_caching: false, engine: {{{other}: true}}}}").engine.fuses_decode
 
 
 def test_part_of_the_talkers_engine_leaves_the_rest_as_it_is(load):

@@ -204,7 +204,7 @@ class ThinkerSettings(_Frozen):
     """GPUs that share each layer: the one that the stage is placed on, and those after it."""
     steady_decode: bool = True
     """Derive a step of unchanged sequences from the last one (one GPU, `engine.async_scheduling`)."""
-    prefix_caching: bool = False
+    prefix_caching: bool = True
     """Compute a prompt from where it differs from an earlier one of the same salt. The rows of cached tokens take 7 KB
     each in a 7B thinker."""
     engine: EngineSettings = EngineSettings()
@@ -247,7 +247,7 @@ class TalkerSettings(_Frozen):
     """Where the stage runs; `auto` = on the GPU where there is one."""
     dtype: Dtype = "auto"
     """Precision of weights; it must equal the thinker's, or the server does not load."""
-    prefix_caching: bool = False
+    prefix_caching: bool = True
     """Compute a prompt from where it differs from an earlier spoken one of the same salt; the thinker needs
     `prefix_caching` too."""
     engine: TalkerEngineSettings = TalkerEngineSettings()
