@@ -7,7 +7,7 @@ The server says given sentences, names pictures and answers spoken questions. `f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,6 +56,9 @@ class Ear:
     """A recogniser of tones."""
 
     name = "tones"
+
+    def hear_all(self, clips: Iterable[Samples]) -> Iterator[list[str]]:
+        return map(self.hear, clips)
 
     def hear(self, samples: Samples) -> list[str]:
         return words_in(samples)

@@ -71,8 +71,9 @@ def understood(ended: Sequence[Ended]) -> Meaning:
     answers = [_answer(each, known) for each, known in asked if known is not None]
     said = [word for answer in answers for word in words_of(answer.text)]
     step = max(1, -(-len(answers) // HEARD))
+    heard: list[list[str] | None] = [None] * len(answers)
     with recogniser(POCKETSPHINX, read_tasks(BUILT_IN).world_texts(), said) as listener:
-        heard = [None if at % step else listener.hear(answer.audio) for at, answer in enumerate(answers)]
+        heard[::step] = listener.hear_all(answer.audio for answer in answers[::step])
     return Meaning(judge(Setting("soak"), answers, heard, {}, None).replies)
 
 

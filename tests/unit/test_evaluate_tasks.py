@@ -166,6 +166,7 @@ def test_pocketsphinx_writes_down_what_is_said() -> None:
         assert len(listener.hear(samples[: len(samples) // 2])) < len(said)
         assert listener.hear(np.zeros(SAMPLE_RATE, np.float32)) == []
         assert listener.hear(samples[:0]) == []
+        assert list(listener.hear_all([samples, samples[:0], samples])) == [heard, [], heard]
         assert listener.unknown(["the", "xqzt", "table"]) == {"xqzt"}
 
 

@@ -162,7 +162,7 @@ def launch_batch(
 
 @dataclass(frozen=True)
 class _Sound:
-    """Samples of a batch: `InFlightBatch.host`, `InFlightBatch.lengths`, and what each stream's next chunk fades from."""
+    """Samples of a batch: `InFlightBatch.host`, `InFlightBatch.lengths`, and the streams' overlaps."""
 
     host: Tensor
     lengths: tuple[int, ...]

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +41,9 @@ class Recogniser(Protocol):
 
     def hear(self, samples: Waveform) -> list[str]:
         """Return the words of a waveform."""
+
+    def hear_all(self, clips: Iterable[Waveform]) -> Iterator[list[str]]:
+        """Return the words of each waveform, in order."""
 
     def unknown(self, words: Sequence[str]) -> set[str]:
         """Return the words that it can never recognise."""
@@ -72,7 +79,7 @@ class _Pocketsphinx:
     """pocketsphinx with its English acoustic model and dictionary, and a language model of the task file's world."""
 
     def __init__(self, world: Sequence[str], vocabulary: Sequence[str], folder: Path) -> None:
-        from pocketsphinx import Decoder, get_model_path  # type: ignore[import-untyped]
+        from pocketsphinx import get_model_path  # type: ignore[import-untyped]
 
         self.name = f"{POCKETSPHINX} {version(POCKETSPHINX)}"
         models = Path(get_model_path("en-us"))
@@ -87,29 +94,49 @@ class _Pocketsphinx:
             for number, sounds in enumerate(pronounced[word], 1)
         ]
         (folder / "world.dict").write_text("\n".join(entries) + "\n", encoding="utf-8")
-        # Wider beams than its defaults, which lose the ends of long replies.
-        self._decoder: Any = Decoder(
-            hmm=str(models / "en-us"),
-            lm=str(folder / "world.arpa"),
-            dict=str(folder / "world.dict"),
-            loglevel="FATAL",
-            beam=1e-80,
-            wbeam=1e-60,
-        )
+        self._model = _Model(str(models / "en-us"), str(folder / "world.arpa"), str(folder / "world.dict"))
 
     def hear(self, samples: Waveform) -> list[str]:
-        if not np.any(samples):
-            return []
-        sound = np.concatenate([_PAUSE, samples_at_peak(_resampled(samples)), _PAUSE])
-        sound = sound + np.random.default_rng(0).normal(0, _NOISE, len(sound))
-        self._decoder.start_utt()
-        self._decoder.process_raw((np.clip(sound, -1, 1) * 32767).astype("<i2").tobytes(), full_utt=True)
-        self._decoder.end_utt()
-        found = self._decoder.hyp()
-        return words_of(found.hypstr) if found else []
+        return _decoded(self._model, samples)
+
+    def hear_all(self, clips: Iterable[Waveform]) -> Iterator[list[str]]:
+        # Processes, because a decoder holds the interpreter's lock; not forked, because gRPC has threads here.
+        workers, context = len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, context) as pool:
+            yield from pool.map(functools.partial(_decoded, self._model), clips)
 
     def unknown(self, words: Sequence[str]) -> set[str]:
         return set(words) - self._known
+
+
+class _Model(NamedTuple):
+    """Files of a decoder, as pocketsphinx names them."""
+
+    hmm: str
+    lm: str
+    dict: str
+
+
+@functools.lru_cache(maxsize=1)
+def _decoder(model: _Model) -> Any:
+    """Return the decoder of this process."""
+    from pocketsphinx import Decoder
+
+    # Wider beams than its defaults, which lose the ends of long replies.
+    return Decoder(**model._asdict(), loglevel="FATAL", beam=1e-80, wbeam=1e-60)
+
+
+def _decoded(model: _Model, samples: Waveform) -> list[str]:
+    if not np.any(samples):
+        return []
+    decoder = _decoder(model)
+    sound = np.concatenate([_PAUSE, samples_at_peak(_resampled(samples)), _PAUSE])
+    sound = sound + np.random.default_rng(0).normal(0, _NOISE, len(sound))
+    decoder.start_utt()
+    decoder.process_raw((np.clip(sound, -1, 1) * 32767).astype("<i2").tobytes(), full_utt=True)
+    decoder.end_utt()
+    found = decoder.hyp()
+    return words_of(found.hypstr) if found else []
 
 
 def samples_at_peak(samples: Waveform) -> Waveform:
@@ -160,6 +187,9 @@ class _Whisper:
             return []
         sound = {"raw": _resampled(samples), "sampling_rate": _RATE}
         return words_of(self._pipeline(sound, **self._options)["text"])
+
+    def hear_all(self, clips: Iterable[Waveform]) -> Iterator[list[str]]:
+        return map(self.hear, clips)
 
     def unknown(self, words: Sequence[str]) -> set[str]:
         return set()

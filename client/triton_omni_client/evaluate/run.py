@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,7 @@ from .asking import (
 )
 from .bounds import Bound, check
 from .judging import judge
-from .recognising import Recogniser, recogniser
+from .recognising import recogniser
 from .report import Earlier, Report
 from .tasks import Tasks
 from .words import words_of
@@ -149,7 +149,7 @@ def _heard(
     """Return the recognised words of each answer of each setting."""
     if plan.recogniser == NO_RECOGNISER:
         return [[None for _ in each] for each in answers]
-    spoken = [answer for each in answers for answer in each if answer.question.spoken]
+    spoken = [answer for each in answers for answer in each if _is_heard(answer)]
     said = [word for answer in spoken for word in words_of(answer.text)]
     with (
         recogniser(plan.recogniser, plan.tasks.world_texts(), said) as listener,
@@ -163,14 +163,17 @@ def _heard(
                 f"{share:.1f} % of the replies' words are unknown to the recogniser and count as errors, "
                 f"such as {', '.join(sorted(unknown)[:5])}"
             )
-        return [[_hear(listener, answer, told) for answer in each] for each in answers]
+        words = listener.hear_all(answer.audio for answer in spoken)
+        return [[_next(words, told) if _is_heard(answer) else None for answer in each] for each in answers]
 
 
-def _hear(listener: Recogniser, answer: Answer, told: Callable[[], None]) -> list[str] | None:
-    if not answer.question.spoken or answer.error is not None:
-        return None
+def _is_heard(answer: Answer) -> bool:
+    return answer.question.spoken and answer.error is None
+
+
+def _next(words: Iterator[list[str]], told: Callable[[], None]) -> list[str]:
     told()
-    return listener.hear(answer.audio)
+    return next(words)
 
 
 def _note(report: Report) -> None:
