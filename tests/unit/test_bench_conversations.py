@@ -192,7 +192,7 @@ class TestTurns:
         assert plain["turns"] == []
 
     def test_the_document_names_them(self) -> None:
-        named = set(re.findall(r"`([a-z_0-9]+)`", (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")))
+        named = set(re.findall(r"`([a-z_0-9]+)`", (ROOT / "client" / "README.md").read_text(encoding="utf-8")))
         assert {"turns", *OF_A_TURN} <= named
 
     def test_a_table_has_a_line_a_turn(self) -> None:

@@ -91,7 +91,7 @@ def test_a_report_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_the_document_names_every_key_of_the_report() -> None:
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    text = (ROOT / "client" / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([a-z_0-9]+)`", text))
     written = Report({}, {}, [run_of(Load("closed", 1), 1)]).to_json()
     (run,) = written["runs"]
