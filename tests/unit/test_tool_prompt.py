@@ -135,17 +135,38 @@ def test_prompts_are_those_of_the_published_template(name: str, tools: list[dict
     assert renderer.render(CHATS[name], tools=tools) == tuple(TOKENIZER.encode(expected, add_special_tokens=False).ids)
 
 
+WHOLE = f"""<|im_start|>system
+{DEFAULT_SYSTEM_PROMPT}
+
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{{"type": "function", "function": {{"name": "hang_up"}}}}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call><|im_end|>
+<|im_start|>user
+hi<|im_end|>
+<|im_start|>assistant
+<tool_call>
+{{"name": "get_weather", "arguments": {{"city": "Rome", "days": [1, 2.5, null]}}}}
+</tool_call><|im_end|>
+<|im_start|>user
+<tool_response>
+sunny
+</tool_response><|im_end|>
+<|im_start|>assistant
+"""
+
+
 def test_the_whole_text_of_a_call_in_a_chat() -> None:
-    assert by_the_template(CHATS["a call and its result"], [HANG_UP]) == (
-        f"<|im_start|>system\n{DEFAULT_SYSTEM_PROMPT}\n\n# Tools\n\n"
-        "You may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
-        '{"type": "function", "function": {"name": "hang_up"}}\n</tools>\n\n'
-        "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
-        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<tool_call>\n"
-        '{"name": "get_weather", "arguments": {"city": "Rome", "days": [1, 2.5, null]}}\n</tool_call><|im_end|>\n'
-        "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert by_the_template(CHATS["a call and its result"], [HANG_UP]) == WHOLE
 
 
 def test_a_result_cannot_end_its_turn() -> None:

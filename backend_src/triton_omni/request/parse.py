@@ -242,6 +242,11 @@ class OmniRequest:
         return "audio" in self.modalities
 
     @property
+    def tool_rules(self) -> ToolRules | None:
+        """What the reply may call; None = nothing is known of calls."""
+        return None if self.tools is None else self.tools.rules
+
+    @property
     def media(self) -> tuple[MediaPart, ...]:
         """Every medium, in the order of the chat."""
         return tuple(part for message in self.chat for part in message.parts if isinstance(part, MediaPart))

@@ -129,8 +129,8 @@ class Preprocessor:
             request = replace(request, cache_salt=self._own_salt(request.cache_salt))
         if (schema := request.thinker.json_schema) is not None:
             self._engine.check_schema(compact_json(schema), request.cache_salt)
-        if request.tools is not None:
-            self._engine.check_tools(request.tools.rules, request.cache_salt)
+        if (rules := request.tool_rules) is not None:
+            self._engine.check_tools(rules, request.cache_salt)
         return self._ready(request, self._place(request, is_wanted), accepted_ns)
 
     def _own_salt(self, salt: str) -> str:
@@ -155,7 +155,7 @@ class Preprocessor:
             sampling = Sampling(max_tokens=PREFILL_TOKENS, min_tokens=PREFILL_TOKENS)
             speech = Sampling(max_tokens=1)
         else:
-            sampling = request.thinker.to_sampling(seed, room, request.tools and request.tools.rules)
+            sampling = request.thinker.to_sampling(seed, room, request.tool_rules)
             speech = request.talker.to_sampling(talker_seed(seed), self._defaults.max_codes)
         session = Session(
             request_id=request.request_id,

@@ -134,7 +134,7 @@ class PromptRenderer:
             ids.append(piece)
         return (*ids, *self._encode("".join(run)))
 
-    def _pieces(self, chat: Sequence[Message], placeholders: Iterator[int]) -> Iterator[str | int]:
+    def _pieces(self, chat: Iterable[Message], placeholders: Iterator[int]) -> Iterator[str | int]:
         for message in chat:
             yield from self._turn(message, placeholders)
         yield self.ids.im_start
