@@ -104,7 +104,7 @@ def chat_request(chat: ChatRequest, find: FindTranscript, request_id: str, calle
         priority=chat.priority,
         cache_salt=salt,
         cache=chat.cache,
-        tools=chat.tools,
+        tools=chat.tools or None,
         tool_choice=chat.tool_choice,
         parallel_tool_calls=chat.parallel_tool_calls,
         prefill_only=chat.prefill_only,
