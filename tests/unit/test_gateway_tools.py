@@ -155,7 +155,7 @@ def test_the_server_s_refusals_name_the_caller_s_key(
     ("body", "param", "said"),
     [
         ({"tools": {}}, "tools", "valid array"),
-        ({"tools": ["f"]}, "tools[0]", "\"f\" should be"),
+        ({"tools": ["f"]}, "tools[0]", '"f" should be'),
         ({"tool_choice": 1}, "tool_choice", "valid"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "valid boolean"),
         ({"tools": [TOOL], "ignore_eos": True, "max_tokens": 3}, "ignore_eos", "cannot be given with 'tools'"),

@@ -47,6 +47,7 @@ WHOLE = {
     "<tool_call>hello": set(),
     f"well <tool_call> {ROME}": set(),
     ROME.removesuffix("\n</tool_call>"): set(),
+    ROME.replace('": "Rome', '" : "Rome'): set(),
 }
 
 

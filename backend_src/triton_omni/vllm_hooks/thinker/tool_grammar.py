@@ -12,9 +12,22 @@ from typing import Final
 
 from triton_omni.session.engine import ToolRules
 
-_TEXT: Final = r"/(.|\n)*/"
 _MARK: Final = "<tool_call>"
-_NO_MARK: Final = rf"{_TEXT} & ~/(.|\n)*{_MARK}(.|\n)*/"
+_NEXT: Final = f"\n{_MARK}"
+_NAME: Final = '\n{"name": "'
+_ARGUMENTS: Final = '", "arguments": '
+_END: Final = "}\n</tool_call>"
+_SPACED: Final = '{"x-guidance":{"whitespace_flexible":false,"item_separator":", ","key_separator":": "},'
+"""With what the schema of arguments begins: white space is as in the calls that the model was trained on."""
+
+_TEXT: Final = r"(.|\n)*"
+_LEXEMES: Final = (
+    f"TEXT: /{_TEXT}/",
+    f"UNMARKED: /{_TEXT}/ & ~/{_TEXT}{_MARK}{_TEXT}/",
+    # Lazy: the mark ends it wherever it comes, so no text can pass it.
+    f"before[lazy]: /{_TEXT}{_MARK}/",
+    f"mark: {json.dumps(_MARK)}",
+)
 
 
 def tool_grammar(rules: ToolRules, json_schema: str | None = None) -> str:
@@ -24,44 +37,33 @@ def tool_grammar(rules: ToolRules, json_schema: str | None = None) -> str:
         rules: of the request's tools.
         json_schema: what a reply without calls keeps to; None = any text.
     """
-    functions = [one for one in rules.functions if rules.named in (None, one[0])]
-    lines = ["%llguidance {}", f"start: {' | '.join(_starts(rules, json_schema))}"]
-    if rules.may_speak:
-        # A lexeme: the mark ends it wherever it comes, so none is skipped.
-        lines.append(f"TEXT: {_TEXT if rules.max_calls else _NO_MARK}")
-        lines.append(f"open[lazy]: /(.|\\n)*{_MARK}/")
+    lines = ["%llguidance {}", f"start: {_start(rules, is_json=json_schema is not None)}", *_LEXEMES]
     if json_schema is not None:
-        lines.append(f"json: %json {_plain(json_schema)}")
+        lines.append(f"json: {_json(json_schema)}")
     if rules.max_calls:
-        lines.append(f"more: {_quoted(chr(10) + _MARK)} call")
-        names = " | ".join(f"tool_{number}" for number in range(len(functions)))
-        lines.append(f"call: {_quoted(_NAME_BEGIN)} ({names}) {_quoted(_CALL_END)}")
-    for number, (name, schema) in enumerate(functions if rules.max_calls else ()):
-        lines.append(f"tool_{number}: {_quoted(name + _ARGUMENTS)} args_{number}")
-        lines.append(f"args_{number}: %json {_plain(schema)}")
+        lines += _calls(rules)
     return "\n".join(lines) + "\n"
 
 
-_NAME_BEGIN: Final = '\n{"name": "'
-_ARGUMENTS: Final = '", "arguments": '
-_CALL_END: Final = "}\n</tool_call>"
-
-
-def _starts(rules: ToolRules, json_schema: str | None) -> list[str]:
+def _start(rules: ToolRules, *, is_json: bool) -> str:
     """The forms that a reply may have."""
-    plain = "TEXT" if json_schema is None else "json"
     if not rules.max_calls:
-        return [plain]
-    rest = f"call more{{0,{rules.max_calls - 1}}}" if rules.max_calls > 1 else "call"
+        return "json" if is_json else "UNMARKED"
+    calls = f"call more{{0,{rules.max_calls - 1}}}" if rules.max_calls > 1 else "call"
     if not rules.may_speak:
-        return [f"{_quoted(_MARK)} {rest}"]
-    return [plain, f"open {rest}" if json_schema is None else f"{_quoted(_MARK)} {rest}"]
+        return f"mark {calls}"
+    return f"json | mark {calls}" if is_json else f"TEXT | before {calls}"
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text)
+def _calls(rules: ToolRules) -> list[str]:
+    functions = [one for one in rules.functions if rules.named in (None, one[0])]
+    names = " | ".join(f"tool_{number}" for number in range(len(functions)))
+    lines = [f"more: {json.dumps(_NEXT)} call", f"call: {json.dumps(_NAME)} ({names}) {json.dumps(_END)}"]
+    for number, (name, schema) in enumerate(functions):
+        lines.append(f"tool_{number}: {json.dumps(name + _ARGUMENTS)} {_json(_SPACED + schema[1:])}")
+    return lines
 
 
-def _plain(schema: str) -> str:
-    """The schema, without what llguidance takes as a sign of another dialect."""
-    return schema.replace("::=", r"::\u003d")
+def _json(schema: str) -> str:
+    """JSON of a schema, in which nothing is left that llguidance takes as a sign of another dialect."""
+    return "%json " + schema.replace("::=", r"::\u003d")
