@@ -121,7 +121,9 @@ def spoken_first(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton_omni.vllm_hooks.thinker import sampling
 
     def forced(rules: ToolRules, json_schema: str | None = None) -> str:
-        return tool_grammar(rules, json_schema).replace("start: TEXT | open", f"start: {json.dumps(SAID + MARK)}")
+        written = tool_grammar(rules, json_schema)
+        assert "start: TEXT | before " in written
+        return written.replace("start: TEXT | before ", f"start: {json.dumps(SAID + MARK)} ")
 
     monkeypatch.setattr(sampling, "tool_grammar", forced)
 
