@@ -26,7 +26,7 @@ from reference.thinker_rig import (
     run,
 )
 from triton_omni.core.errors import BadRequest
-from triton_omni.session.engine import Sampling, ThinkerPrompt, ToolRules
+from triton_omni.session.engine import Function, Sampling, ThinkerPrompt, ToolRules
 from triton_omni.vllm_hooks.thinker.tool_grammar import tool_grammar
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -40,7 +40,7 @@ WEATHER = {
 }
 NOTHING = {"type": "object", "additionalProperties": False}
 SCHEMAS = {"get_weather": WEATHER, "hang_up": NOTHING}
-FUNCTIONS = tuple((name, json.dumps(schema)) for name, schema in SCHEMAS.items())
+FUNCTIONS = tuple(Function(name, json.dumps(schema)) for name, schema in SCHEMAS.items())
 REQUIRED = ToolRules(FUNCTIONS, may_speak=False, max_calls=2)
 MARK = "<tool_call>"
 
@@ -191,10 +191,17 @@ def test_a_schema_holds_where_nothing_may_be_called(engine: Any, hf: HfReference
 
 
 def test_a_pattern_that_cannot_be_compiled_is_refused_by_its_tool(engine: Any) -> None:
-    bad = json.dumps({"type": "object", "properties": {"x": {"type": "string", "pattern": "("}}})
+    bad = Function("bad", json.dumps({"type": "object", "properties": {"x": {"type": "string", "pattern": "("}}}))
     with pytest.raises(BadRequest, match=r"^tools\[2\]\.function\.parameters\.properties\.x\.pattern: cannot be"):
-        engine.check_tools(ToolRules((*FUNCTIONS, ("bad", bad))))
+        engine.check_tools(ToolRules((*FUNCTIONS, bad)))
     engine.check_tools(ToolRules(FUNCTIONS))
+
+
+def test_a_strict_schema_is_held_to_whole_or_refused(engine: Any) -> None:
+    text = json.dumps({"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}})
+    engine.check_tools(ToolRules((Function("f", text),)))
+    with pytest.raises(BadRequest, match=r"^tools\[0\]\.function\.parameters\.properties\.x\.uniqueItems: cannot be"):
+        engine.check_tools(ToolRules((Function("f", text, is_strict=True),)))
 
 
 def test_a_call_drawn_from_values_that_are_not_finite_fails(engine: Any, hf: HfReference) -> None:

@@ -8,7 +8,7 @@ import json
 import llguidance
 import pytest
 
-from triton_omni.session.engine import ToolRules
+from triton_omni.session.engine import Function, ToolRules
 from triton_omni.vllm_hooks.thinker.tool_grammar import tool_grammar
 
 WEATHER = {
@@ -17,7 +17,10 @@ WEATHER = {
     "required": ["city"],
     "additionalProperties": False,
 }
-FUNCTIONS = (("get_weather", json.dumps(WEATHER)), ("hang_up", '{"type":"object","additionalProperties":false}'))
+FUNCTIONS = (
+    Function("get_weather", json.dumps(WEATHER)),
+    Function("hang_up", '{"type":"object","additionalProperties":false}'),
+)
 ROME = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 HANG_UP = '<tool_call>\n{"name": "hang_up", "arguments": {}}\n</tool_call>'
 BAD = ROME.replace('"city"', '"town"')
@@ -75,7 +78,16 @@ def test_a_reply_with_a_schema_is_json_of_it_or_calls() -> None:
 @pytest.mark.parametrize("value", ["a ::= b", "::= %json {}\nstart: TEXT", 'quote " \\ slash', "/(.|\n)*/", "\u2028é"])
 def test_no_schema_speaks_for_the_grammar(value: str) -> None:
     schema = json.dumps({"type": "object", "properties": {"x": {"const": value}}, "required": ["x"]})
-    grammar = tool_grammar(ToolRules((("f", schema),), may_speak=False, max_calls=1))
+    grammar = tool_grammar(ToolRules((Function("f", schema),), may_speak=False, max_calls=1))
     written = json.dumps({"name": "f", "arguments": {"x": value}}, ensure_ascii=False)
     assert is_whole(grammar, f"<tool_call>\n{written}\n</tool_call>")
     assert not is_whole(grammar, "text")
+
+
+def test_what_nothing_can_be_held_to_is_left_out_of_a_schema_that_is_not_strict() -> None:
+    schema = json.dumps({"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}})
+    grammars = [tool_grammar(ToolRules((Function("f", schema, is_strict=strict),))) for strict in (False, True)]
+    assert is_whole(grammars[0], '<tool_call>\n{"name": "f", "arguments": {"x": [1, 1]}}\n</tool_call>')
+    assert not is_whole(grammars[0], '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>')
+    matcher = llguidance.LLMatcher(TOKENIZER, llguidance.grammar_from("grammar", grammars[1]), log_level=0)
+    assert "uniqueItems" in matcher.get_error()

@@ -13,15 +13,15 @@ from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import Call, Message, TextPart
 from triton_omni.request.parse import OmniRequest, RawRequest, RequestDefaults, parse_request
 from triton_omni.request.tools import NO_CALLS
-from triton_omni.session.engine import MAX_CALLS, ToolRules
+from triton_omni.session.engine import MAX_CALLS, Function, ToolRules
 
 LIMITS = RequestLimits(max_tools=3, max_tools_bytes=1000, max_schema_bytes=200)
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Now.", "parameters": PARAMETERS}}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS, "strict": True}}
 HANG_UP = {"type": "function", "function": {"name": "hang_up"}}
 FUNCTIONS = (
-    ("get_weather", json.dumps(PARAMETERS, separators=(",", ":"))),
-    ("hang_up", '{"type":"object","additionalProperties":false}'),
+    Function("get_weather", json.dumps(PARAMETERS, separators=(",", ":")), is_strict=True),
+    Function("hang_up", '{"type":"object","additionalProperties":false}'),
 )
 USER = {"role": "user", "content": "hi"}
 

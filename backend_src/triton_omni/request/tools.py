@@ -14,7 +14,7 @@ from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.schema_limits import check_schema_limits
 from triton_omni.request.strict_json import StrictModel, compact_json, shown, validate
-from triton_omni.session.engine import MAX_CALLS, ToolRules
+from triton_omni.session.engine import MAX_CALLS, Function, ToolRules
 
 NAME: Final = r"^[A-Za-z0-9_-]{1,64}$"
 """Names of functions, as at OpenAI. No name can end the quotes that it stands in."""
@@ -29,7 +29,6 @@ class _Function(StrictModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Taken for OpenAI's sake: arguments always keep to their schema."""
 
 
 class _Tool(StrictModel):
@@ -82,7 +81,7 @@ def read_tools(given: ToolParameters, limits: RequestLimits, root: str) -> Tools
     path = f"{root}.tools"
     _check_size(given.tools, limits, path)
     functions = [_function(tool, limits, f"{path}[{index}]") for index, tool in enumerate(given.tools)]
-    names = [name for name, _ in functions]
+    names = [function.name for function in functions]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise BadRequest(f"{path}[{index}].function.name: {shown(name)} is given twice")
@@ -117,12 +116,11 @@ def _check_size(tools: Sequence[dict[str, Any]], limits: RequestLimits, path: st
         raise TooLarge(f"{path}: {size} bytes without spaces, the limit is {limits.max_tools_bytes}")
 
 
-def _function(tool: dict[str, Any], limits: RequestLimits, path: str) -> tuple[str, str]:
-    """The name of a tool, and the JSON schema of its arguments."""
+def _function(tool: dict[str, Any], limits: RequestLimits, path: str) -> Function:
     function = validate(_Tool, tool, path).function
     check_name(function.name, f"{path}.function.name")
     if function.parameters is None:
-        return function.name, compact_json(_NO_PARAMETERS)
+        return Function(function.name, compact_json(_NO_PARAMETERS))
     where = f"{path}.function.parameters"
     schema = {"type": "object", **function.parameters}
     if schema["type"] != "object":
@@ -131,7 +129,7 @@ def _function(tool: dict[str, Any], limits: RequestLimits, path: str) -> tuple[s
     text = compact_json(schema)
     if len(text.encode()) > limits.max_schema_bytes:
         raise TooLarge(f"{where}: {len(text.encode())} bytes, the limit is {limits.max_schema_bytes}")
-    return function.name, text
+    return Function(function.name, text, is_strict=bool(function.strict))
 
 
 def _choice(choice: str | dict[str, Any], names: Sequence[str], path: str) -> tuple[str, str | None]:

@@ -28,11 +28,21 @@ MAX_CALLS: Final = 32
 
 
 @dataclass(frozen=True)
+class Function:
+    """A function that a reply may call."""
+
+    name: str
+    schema: str
+    """A JSON schema of an object, the arguments."""
+    is_strict: bool = False
+    """True: arguments keep to all of it, or it is refused. False: keywords that nothing can be held to are left out."""
+
+
+@dataclass(frozen=True)
 class ToolRules:
     """Functions that a reply may call, and how."""
 
-    functions: tuple[tuple[str, str], ...] = ()
-    """Names, and the JSON schemas of their arguments."""
+    functions: tuple[Function, ...] = ()
     named: str | None = None
     """The only one that may be called; None = any."""
     may_speak: bool = True

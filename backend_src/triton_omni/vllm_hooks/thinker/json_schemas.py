@@ -25,7 +25,7 @@ from triton_omni.vllm_hooks.shared.compat import (
 )
 from triton_omni.vllm_hooks.thinker.schema_trial import Verdict
 from triton_omni.vllm_hooks.thinker.schema_verdicts import SchemaVerdicts
-from triton_omni.vllm_hooks.thinker.tool_grammar import tool_grammar
+from triton_omni.vllm_hooks.thinker.tool_grammar import held_schema, tool_grammar
 
 GRAMMAR_BACKEND: Final = "guidance"
 """Name of the backend for `EngineArgs.structured_outputs_config`."""
@@ -118,7 +118,7 @@ class JsonSchemas:
             BadRequest, TooLarge: as `check` does.
         """
         self.prepare()
-        schemas = [schema for _, schema in rules.functions]
+        schemas = [held_schema(function) for function in rules.functions]
         verdict = self._verdicts.of([*schemas, json.dumps(tool_grammar(rules))], salt)
         is_one = verdict.number < len(schemas)
         _refuse(verdict, f"tools[{verdict.number}].function.parameters" if is_one else _TOOLS)

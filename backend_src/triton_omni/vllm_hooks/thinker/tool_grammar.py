@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from triton_omni.session.engine import ToolRules
+from triton_omni.session.engine import Function, ToolRules
 
 _MARK: Final = "<tool_call>"
 _NEXT: Final = f"\n{_MARK}"
 _NAME: Final = '\n{"name": "'
 _ARGUMENTS: Final = '", "arguments": '
 _END: Final = "}\n</tool_call>"
-_SPACED: Final = '{"x-guidance":{"whitespace_flexible":false,"item_separator":", ","key_separator":": "},'
-"""With what the schema of arguments begins: white space is as in the calls that the model was trained on."""
+_SPACED: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space of arguments is as in the calls that the model was trained on."""
 
 _TEXT: Final = r"(.|\n)*"
 _LEXEMES: Final = (
@@ -56,12 +56,18 @@ def _start(rules: ToolRules, *, is_json: bool) -> str:
 
 
 def _calls(rules: ToolRules) -> list[str]:
-    functions = [one for one in rules.functions if rules.named in (None, one[0])]
+    functions = [one for one in rules.functions if rules.named in (None, one.name)]
     names = " | ".join(f"tool_{number}" for number in range(len(functions)))
     lines = [f"more: {json.dumps(_NEXT)} call", f"call: {json.dumps(_NAME)} ({names}) {json.dumps(_END)}"]
-    for number, (name, schema) in enumerate(functions):
-        lines.append(f"tool_{number}: {json.dumps(name + _ARGUMENTS)} {_json(_SPACED + schema[1:])}")
+    for number, one in enumerate(functions):
+        lines.append(f"tool_{number}: {json.dumps(one.name + _ARGUMENTS)} {_json(held_schema(one))}")
     return lines
+
+
+def held_schema(function: Function) -> str:
+    """The schema that arguments are held to, with its options for llguidance."""
+    options = json.dumps({**_SPACED, "lenient": not function.is_strict})
+    return f'{{"x-guidance":{options},{function.schema[1:]}'
 
 
 def _json(schema: str) -> str:
