@@ -77,6 +77,7 @@ UNHURRIED = {
         "start.py",
         "direct_calls_of_stages.py",
         "surface.py",
+        "tools.py",
     )
 }
 """The same of tests that need a server. Its other tests look at the clock: beside them no other test has all its

@@ -19,8 +19,9 @@ import numpy as np
 
 from .audio import SAMPLE_RATE, Waveform
 from .errors import BadRequest, Internal
-from .parsing import is_count, parsed
+from .parsing import as_list, as_mapping, optional, parsed
 from .sampling import MediaOptions, TalkerOptions, ThinkerOptions, Token2WavOptions
+from .tool_calls import ToolCall, ToolCallDelta
 
 AudioFormat = Literal["f32", "pcm16", "wav"]
 Modality = Literal["text", "audio"]
@@ -163,6 +164,14 @@ class Request:
     """A secret of up to 256 characters: requests that name the same one share what the server kept of their prompts."""
     cache: bool | None = None
     """False: the server neither reads nor keeps anything, whatever the salt."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Functions that the reply may call, OpenAI style; for example
+    `{"type": "function", "function": {"name": "hang_up", "parameters": {"type": "object"}}}`.
+    """
+    tool_choice: str | Mapping[str, Any] | None = None
+    """`auto`, `none`, `required`, or `{"type": "function", "function": {"name": …}}`."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call."""
     prefill_only: bool | None = None
     """True: the server keeps the prompt for later requests of this `cache_salt`, which is needed, and makes no reply;
     it refuses this where it has no prefix cache."""
@@ -211,6 +220,9 @@ class Request:
             "priority": self.priority,
             "cache_salt": self.cache_salt,
             "cache": self.cache,
+            "tools": None if self.tools is None else list(self.tools),
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
             "prefill_only": self.prefill_only,
             "timeout": self.timeout,
             "thinker": dict(self.thinker) or None,
@@ -290,7 +302,11 @@ class Info:
     """The server's account of a finished request, its last message; None where the server does not say."""
 
     finish_reason: Mapping[str, str | None] = field(default_factory=dict)
-    """Why each stage ended, for example `{"thinker": "stop", "talker": "length"}`; None for one that had no part."""
+    """Why each stage ended, for example `{"thinker": "stop", "talker": "length"}`; None for one that had no part. The
+    thinker's is `tool_calls` where it ended with calls.
+    """
+    tool_calls: Sequence[ToolCall] = ()
+    """All calls of the reply."""
     stop_string: str | None = None
     """The stop string of the thinker that ended the reply."""
     prompt_tokens: int | None = None
@@ -317,42 +333,29 @@ class Info:
             Internal: no JSON object, or a known key of a wrong type.
         """
         try:
-            raw = _mapping(parsed(text), "info")
+            raw = as_mapping(parsed(text), "info")
         except ValueError as error:
             raise Internal(f"info: not JSON: {error}") from error
-        usage = _mapping(raw.get("usage", {}), "info.usage")
-        reasons = _mapping(raw.get("finish_reason", {}), "info.finish_reason")
-        stages = _mapping(raw.get("stage_ms", {}), "info.stage_ms")
-        details = _mapping(usage.get("prompt_tokens_details", {}), "info.usage.prompt_tokens_details")
+        usage = as_mapping(raw.get("usage", {}), "info.usage")
+        reasons = as_mapping(raw.get("finish_reason", {}), "info.finish_reason")
+        stages = as_mapping(raw.get("stage_ms", {}), "info.stage_ms")
+        details = as_mapping(usage.get("prompt_tokens_details", {}), "info.usage.prompt_tokens_details")
         return cls(
-            finish_reason={stage: _optional(reasons, stage, str) for stage in reasons},
+            finish_reason={stage: optional(reasons, stage, str) for stage in reasons},
             stage_ms={stage: _times(value, f"info.stage_ms.{stage}") for stage, value in stages.items()},
-            stop_string=_optional(raw, "stop_string", str),
-            seed=_optional(raw, "seed", int),
-            prompt_tokens_details={kind: _optional(details, kind, int) for kind in details},
+            stop_string=optional(raw, "stop_string", str),
+            tool_calls=[ToolCall.from_json(call) for call in as_list(raw.get("tool_calls", []), "info.tool_calls")],
+            seed=optional(raw, "seed", int),
+            prompt_tokens_details={kind: optional(details, kind, int) for kind in details},
             raw=raw,
-            **{name: _optional(usage, name, int) for name in ("prompt_tokens", "reply_tokens", "codes", "samples")},
-            **{name: _optional(raw, name, float) for name in ("time_to_first_text_ms", "time_to_first_audio_ms")},
+            **{name: optional(usage, name, int) for name in ("prompt_tokens", "reply_tokens", "codes", "samples")},
+            **{name: optional(raw, name, float) for name in ("time_to_first_text_ms", "time_to_first_audio_ms")},
         )
 
 
-def _mapping(value: object, path: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise Internal(f"{path}: expected an object, found {value!r:.80}")
-    return value
-
-
 def _times(value: object, path: str) -> dict[str, Any]:
-    found = _mapping(value, path)
-    return {name: _optional(found, name, float) for name in found}
+    found = as_mapping(value, path)
+    return {name: optional(found, name, float) for name in found}
 
 
-def _optional(raw: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = raw.get(name)
-    accepted = (int, float) if kind is float else kind
-    if value is not None and (not isinstance(value, accepted) or isinstance(value, bool) or not is_count(value)):
-        raise Internal(f"info: {name} is {value!r:.80}, expected {kind.__name__}")
-    return value
-
-
-Delta = TextDelta | AudioDelta | Info
+Delta = TextDelta | AudioDelta | ToolCallDelta | Info

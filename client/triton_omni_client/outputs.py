@@ -6,13 +6,18 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
+from dataclasses import astuple
 
 from .audio import Pcm16Decoder, WavDecoder, Waveform
 from .errors import Internal
 from .messages import AudioDelta, AudioFormat, Delta, Info, Tensor, TextDelta
+from .parsing import as_list
+from .tool_calls import ToolCallDelta
 
 MAX_REPLY_BYTES = 1 << 26
 """Most bytes of one reply's outputs: 64 MiB, eight times the longest speech in floats."""
+_PIECES = "tool_call_deltas"
+"""Key of `info` in responses before the last."""
 
 
 class OutputDecoder:
@@ -24,9 +29,10 @@ class OutputDecoder:
     def __init__(self, audio_format: AudioFormat) -> None:
         self._encoded = WavDecoder() if audio_format == "wav" else Pcm16Decoder()
         self._bytes = 0
+        self._has_calls = False
 
     def feed(self, outputs: Mapping[str, Tensor]) -> list[Delta]:
-        """The deltas of one response: text, then audio, then info; a response may hold none.
+        """The deltas of one response: text, then audio, then calls, then info; a response may hold none.
 
         Raises:
             Internal: an output that is outside of the contract.
@@ -39,8 +45,17 @@ class OutputDecoder:
             deltas.append(TextDelta(text))
         deltas.extend(AudioDelta(samples) for samples in self._waveforms(outputs) if len(samples))
         if info := _text(outputs, "info"):
-            deltas.append(Info.from_json(info))
+            deltas += self._told(info)
         return deltas
+
+    def _told(self, text: str) -> list[Delta]:
+        """Pieces of calls, or the account of the reply; of a reply that came whole both."""
+        told = Info.from_json(text)
+        if _PIECES in told.raw:
+            self._has_calls = True
+            return [*map(ToolCallDelta.from_json, as_list(told.raw[_PIECES], f"info.{_PIECES}"))]
+        calls = [] if self._has_calls else told.tool_calls
+        return [*(ToolCallDelta(index, *astuple(call)) for index, call in enumerate(calls)), told]
 
     def _waveforms(self, outputs: Mapping[str, Tensor]) -> list[Waveform]:
         found = []

@@ -25,6 +25,7 @@ from .player import NoSoundDevice, Player
 from .reply import Reply, Timings
 from .retry import DEFAULT_RETRY, NO_RETRY, Retry
 from .sampling import MediaOptions, TalkerOptions, ThinkerOptions, Token2WavOptions
+from .tool_calls import ToolCall, ToolCallDelta
 
 __all__ = [
     "DEFAULT_RETRY",
@@ -64,6 +65,8 @@ __all__ = [
     "Timings",
     "Token2WavOptions",
     "TooLarge",
+    "ToolCall",
+    "ToolCallDelta",
     "Turn",
     "heard_text",
     "load_media",

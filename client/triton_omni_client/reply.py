@@ -15,6 +15,7 @@ import numpy as np
 
 from .audio import SAMPLE_RATE, Waveform, empty_waveform, pcm16_from_waveform, wav_header
 from .messages import AudioDelta, Delta, Info, TextDelta
+from .tool_calls import ToolCall, ToolCallDelta, whole_calls
 
 Clock = Callable[[], float]
 
@@ -45,6 +46,8 @@ class Reply:
     info: Info | None
     """The server's account; None when the reply was cut off."""
     timings: Timings
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Functions that the reply calls; what they give goes into a message of the role `tool`."""
 
     def wav(self) -> bytes:
         """The speech as the bytes of a WAV file: PCM16, mono, 24 kHz."""
@@ -67,6 +70,7 @@ class ReplyBuilder:
         self._started = clock()
         self._ended: float | None = None
         self._texts: list[str] = []
+        self._calls: list[ToolCallDelta] = []
         self._waveforms: list[Waveform] = []
         self._num_samples = 0
         self._info: Info | None = None
@@ -85,6 +89,8 @@ class ReplyBuilder:
             # A reply that comes whole has a waveform also where it was to have none.
             if len(delta.samples) and self._first_audio is None:
                 self._first_audio = now
+        elif isinstance(delta, ToolCallDelta):
+            self._calls.append(delta)
         else:
             self._info = delta
 
@@ -101,4 +107,4 @@ class ReplyBuilder:
     def reply(self) -> Reply:
         """The reply so far."""
         audio = np.concatenate(self._waveforms) if self._waveforms else empty_waveform()
-        return Reply("".join(self._texts), audio, self._info, self.timings())
+        return Reply("".join(self._texts), audio, self._info, self.timings(), whole_calls(self._calls))

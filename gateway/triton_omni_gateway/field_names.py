@@ -26,6 +26,7 @@ _BOTH: Mapping[str, str] = {
 _CHAT: Mapping[str, str] = {
     **_BOTH,
     "messages": "messages",
+    "tools": "tools",
     "voice": "audio.voice",
     "sampling_parameters.voice": "audio.voice",
 }

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from triton_omni_client import AudioDelta, Delta, Info, Reply, TextDelta
+from triton_omni_client import AudioDelta, Delta, Info, Reply, TextDelta, ToolCallDelta
 
 from .sound import SoundEncoder, SoundFormat, encode_whole
+from .tools import call_chunk, called
 
 Json = dict[str, Any]
 
@@ -60,9 +61,14 @@ class Head:
 
 
 def completion(head: Head, reply: Reply, spoken: Spoken | None) -> Json:
-    """A whole `chat.completion`; `info` is the server's account, with the seed that repeats the reply."""
+    """A whole `chat.completion`; `info` is the server's account, with the seed that repeats the reply. A reply of calls
+    alone has neither content nor audio.
+    """
     message: Json = {"role": "assistant", "content": reply.text, "refusal": None, "annotations": []}
-    if spoken is not None:
+    if reply.tool_calls:
+        message["tool_calls"] = [called(call) for call in reply.tool_calls]
+        message["content"] = reply.text or None
+    if spoken is not None and (reply.text or not reply.tool_calls):
         message["content"] = None
         message["audio"] = {
             "id": spoken.audio_id,
@@ -92,6 +98,7 @@ class ChatChunks:
         self.info: Info | None = None
         """The server's account, once it came."""
         self._named = False
+        self._calls = False
 
     @property
     def text(self) -> str:
@@ -113,12 +120,16 @@ class ChatChunks:
             case AudioDelta() if self._encoder is not None:
                 if data := self._encoder.feed(delta.samples):
                     yield self._chunk(self._audio(data=_base64(data)))
+            case ToolCallDelta():
+                self._calls = True
+                yield self._chunk({"tool_calls": [call_chunk(delta)]})
             case Info():
                 self.info = delta
 
     def end(self) -> Iterator[bytes]:
         """The last events, and the mark of the end."""
-        if self._spoken is not None and self._encoder is not None:
+        is_silent = self._calls and not self._named
+        if self._spoken is not None and self._encoder is not None and not is_silent:
             if rest := self._encoder.end():
                 yield self._chunk(self._audio(data=_base64(rest)))
             yield self._chunk(self._audio(expires_at=self._spoken.expires_at))
@@ -158,8 +169,10 @@ def account(info: Info | None) -> Json | None:
 
 
 def finish_reason(info: Info | None) -> str:
-    """`length` where a limit cut off the text or the speech, else `stop`."""
+    """`tool_calls` where functions are called, `length` where a limit cut off the text or the speech, else `stop`."""
     reasons = {} if info is None else info.finish_reason
+    if reasons.get("thinker") == "tool_calls":
+        return "tool_calls"
     return "length" if "length" in (reasons.get("thinker"), reasons.get("talker")) else "stop"
 
 

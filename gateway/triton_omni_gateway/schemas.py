@@ -110,14 +110,17 @@ class Message(_Model):
     `name`, `refusal` and `annotations` are taken, so that a reply can be sent back as it came, and of no effect.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     audio: dict[str, Any] | None = None
     """An earlier spoken reply of the assistant, by its `id`."""
     name: StrictStr | None = None
     refusal: StrictStr | None = None
     annotations: list[Any] | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
+    """Functions that the assistant called; the Triton server checks them."""
+    tool_call_id: StrictStr | None = None
+    """The call whose result a message of the role `tool` is."""
     function_call: None = None
 
 
@@ -153,9 +156,6 @@ class _OneValue(_Model):
     n: Literal[1] | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: StrictBool | None = None
 
 
 class ChatRequest(_Thinker, _WithoutEffect, _OneValue):
@@ -168,6 +168,11 @@ class ChatRequest(_Thinker, _WithoutEffect, _OneValue):
     max_tokens: StrictInt | None = None
     max_completion_tokens: StrictInt | None = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
+    """Functions that the reply may call; the Triton server checks them."""
+    tool_choice: StrictStr | dict[str, Any] | None = None
+    """`auto`, `none`, `required`, or an object that names a function."""
+    parallel_tool_calls: StrictBool | None = None
     seed: StrictInt | None = None
     prompt_cache_key: StrictStr | None = None
     """Requests of one caller with the same key share what the server kept of their prompts."""

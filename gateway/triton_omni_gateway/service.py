@@ -25,6 +25,7 @@ from triton_omni_client import (
     OmniClientError,
     Request,
     TextDelta,
+    ToolCallDelta,
 )
 from triton_omni_client.messages import MODEL
 
@@ -130,7 +131,7 @@ class Gateway:
             return await self._whole_chat(http, request, head, spoken)
         include_usage = bool(chat.stream_options and chat.stream_options.include_usage)
         chunks = ChatChunks(head, spoken, include_usage=include_usage)
-        opened = await self._open(http, request, (TextDelta, AudioDelta, Info))
+        opened = await self._open(http, request, (TextDelta, AudioDelta, ToolCallDelta, Info))
         return FlowingResponse(self._chat_events(http, opened, chunks, spoken), EVENTS, self._settings.send_timeout_s)
 
     async def speech(self, http: HttpRequest) -> Response:

@@ -104,6 +104,9 @@ def chat_request(chat: ChatRequest, find: FindTranscript, request_id: str, calle
         priority=chat.priority,
         cache_salt=salt,
         cache=chat.cache,
+        tools=chat.tools or None,
+        tool_choice=chat.tool_choice,
+        parallel_tool_calls=chat.parallel_tool_calls,
         prefill_only=chat.prefill_only,
         audio_in_pieces=chat.audio_in_pieces,
         timeout=chat.timeout,
@@ -130,22 +133,32 @@ def _check_lengths(chat: ChatRequest) -> None:
         raise bad_request("'max_tokens' and 'max_completion_tokens' differ; give one.", param="max_tokens")
     if chat.ignore_eos and limits == (None, None):
         raise bad_request("'ignore_eos' needs 'max_completion_tokens'.", param="ignore_eos")
+    if chat.ignore_eos and chat.tools:
+        said = "'ignore_eos' cannot be given with 'tools', whose calls say when the reply may end."
+        raise bad_request(said, param="ignore_eos")
     if chat.ignore_eos and chat.response_format is not None and chat.response_format.type != "text":
         said = "'ignore_eos' cannot be given with a 'response_format' of JSON, which says when the reply may end."
         raise bad_request(said, param="ignore_eos")
 
 
 def _message(message: Message, index: int, find: FindTranscript) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
+    named = {"tool_calls": message.tool_calls or None, "tool_call_id": message.tool_call_id}
+    told = {name: value for name, value in named.items() if value is not None}
+    return {"role": "system" if message.role == "developer" else message.role, **told, **_content(message, index, find)}
+
+
+def _content(message: Message, index: int, find: FindTranscript) -> dict[str, Any]:
     if message.audio is not None:
-        return {"role": role, "content": _spoken(message, f"messages[{index}].audio", find)}
+        return {"content": _spoken(message, f"messages[{index}].audio", find)}
+    if message.content is None and message.tool_calls:
+        return {}
     if message.content is None:
         said = f"Missing required parameter: 'messages[{index}].content'."
         raise bad_request(said, param=f"messages[{index}].content", code="missing_required_parameter")
     if isinstance(message.content, str):
-        return {"role": role, "content": message.content}
+        return {"content": message.content}
     parts = [_part(part, f"messages[{index}].content[{place}]") for place, part in enumerate(message.content)]
-    return {"role": role, "content": parts}
+    return {"content": parts}
 
 
 def _spoken(message: Message, path: str, find: FindTranscript) -> str:

@@ -17,7 +17,7 @@ from hostile.strategies import COMPILED_SCHEMAS
 from triton_omni.core.errors import OmniError
 from triton_omni.request.schema_limits import check_schema_limits
 from triton_omni.vllm_hooks.thinker import schema_trial
-from triton_omni.vllm_hooks.thinker.schema_trial import Verdict, try_schema
+from triton_omni.vllm_hooks.thinker.schema_trial import Verdict, try_schemas
 
 DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(15):
@@ -74,14 +74,14 @@ FATAL: dict[str, tuple[dict[str, Any], str, bool]] = {
 @pytest.mark.parametrize("name", USABLE)
 def test_what_costs_little_can_be_used(name: str) -> None:
     check_schema_limits(USABLE[name], "s")
-    assert try_schema(json.dumps(USABLE[name])) == Verdict()
+    assert try_schemas([json.dumps(USABLE[name])]) == Verdict()
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_compiled_is_refused_by_its_key(name: str) -> None:
     schema, path = REFUSED[name]
     check_schema_limits(schema, "s")
-    verdict = try_schema(json.dumps(schema))
+    verdict = try_schemas([json.dumps(schema)])
     assert verdict.reason
     assert (verdict.path, verdict.is_too_costly) == (path, False)
 
@@ -91,9 +91,20 @@ def test_what_ends_its_compiler_or_takes_too_much_is_a_verdict_as_well(name: str
     schema, reason, is_too_costly = FATAL[name]
     with pytest.raises(OmniError):
         check_schema_limits(schema, "s")
-    verdict = try_schema(json.dumps(schema))
+    verdict = try_schemas([json.dumps(schema)])
     assert verdict.reason.startswith(reason)
     assert verdict.is_too_costly == is_too_costly
+
+
+def test_of_schemas_together_the_first_at_fault_is_told() -> None:
+    usable, refused = (json.dumps(found) for found in (USABLE["nesting"], REFUSED["a look ahead"][0]))
+    fatal = json.dumps(FATAL["an integer without an opposite"][0])
+    grammar = json.dumps('start: "a" | b\nb: %json {"const": 1}\n')
+    assert try_schemas([usable, usable, grammar]) == Verdict()
+    assert try_schemas([usable, refused, fatal])[1:] == (".pattern", False, 1)
+    verdict = try_schemas([usable, usable, fatal, refused])
+    assert (verdict.is_too_costly, verdict.number) == (True, 2)
+    assert try_schemas([usable, json.dumps("start: none\n")])[1:] == ("", False, 1)
 
 
 @pytest.mark.parametrize("step", [{}, {"type": "object"}, {"items": {}}], ids=str)
@@ -102,14 +113,14 @@ def test_references_in_a_long_row_cost_stack_that_a_thread_may_not_have(step: di
     for number in range(400):
         reference = {"$ref": f"#/$defs/d{number + 1}"}
         row[f"d{number}"] = {"items": reference} if "items" in step else {**step, **reference}
-    verdict = try_schema(json.dumps({"$defs": row, "$ref": "#/$defs/d0"}))
+    verdict = try_schemas([json.dumps({"$defs": row, "$ref": "#/$defs/d0"})])
     assert verdict == Verdict("it takes more than 1024 KiB of stack", is_too_costly=True)
 
 
 def test_a_process_that_cannot_do_its_work_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema_trial, "__name__", "triton_omni.no_such_module")
     with pytest.raises(RuntimeError, match=r"No module named triton_omni\.no_such_module"):
-        try_schema('{"const": "never tried"}')
+        try_schemas(['{"const": "never tried"}'])
 
 
 @cases(seeded=60, long=10_000)
@@ -119,7 +130,7 @@ def test_any_schema_within_the_limits_neither_ends_nor_stops_its_compiler(schema
         check_schema_limits(schema, "s")
     except OmniError:
         return
-    verdict = try_schema(json.dumps(schema))
+    verdict = try_schemas([json.dumps(schema)])
     assert not verdict.is_too_costly, verdict
     assert "crashed" not in verdict.reason, verdict
 

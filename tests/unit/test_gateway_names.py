@@ -98,7 +98,7 @@ SCHEMA = "response_format.json_schema.schema"
         ({"token2wav": {"num_steps": 1}}, "token2wav.num_steps", "token2wav.num_steps: "),
         ({"priority": 101}, "priority", "priority: "),
         ({"timeout": 1e300}, "timeout", "timeout: 1e+300 is over"),
-        ({"talker": {"x": "y" * 70_000}}, None, "the request without its 'messages': 70"),
+        ({"talker": {"x": "y" * 300_000}}, None, "the request without its 'messages': 300"),
     ],
 )
 def test_a_key_of_a_chat_is_named_as_it_was_written(body: dict[str, Any], param: str | None, said: str) -> None:
@@ -200,7 +200,7 @@ def test_media_of_the_assistant_are_refused() -> None:
         ({"voice": "alloi"}, "voice", "voice: 'alloi' is not one of"),
         ({"input": "x" * 1000}, "input", "input: "),
         ({"token2wav": {"solver": "x"}}, "token2wav.solver", "token2wav.solver: "),
-        ({"talker": {"x": "y" * 70_000}}, None, "the request without its 'input': 70"),
+        ({"talker": {"x": "y" * 300_000}}, None, "the request without its 'input': 300"),
     ],
 )
 def test_a_key_of_speech_is_named_as_it_was_written(body: dict[str, Any], param: str | None, said: str) -> None:

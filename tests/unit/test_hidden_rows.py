@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from triton_omni.vllm_hooks.thinker.hidden_rows import HiddenRowsMixin, RowTap, Segment, StepRows
-from triton_omni.vllm_hooks.thinker.row_release import Piece, RowRelease, StopCut
+from triton_omni.vllm_hooks.thinker.row_release import Cut, Piece, RowRelease, StopCut
 
 HIDDEN = 4
 
@@ -276,16 +276,35 @@ def test_a_token_is_kept_when_a_character_of_it_is_and_never_taken_back(pieces: 
 
 
 def test_rows_of_tokens_that_a_stop_string_may_take_wait() -> None:
-    release, rows = RowRelease(prompt_tokens=2, cut=StopCut(["xyz"])), []
-    assert release.cut is not None
+    cut = StopCut(["xyz"])
+    release, rows = RowRelease(prompt_tokens=2, cuts=[cut]), []
     release.held.append(piece(0, 2))
     for token, length in enumerate((1, 2, 3, 4)):
         release.reply_tokens = token + 1
-        release.cut.count_token(length)
+        cut.count_token(length)
         rows += given(release)
         release.held.append(piece(2 + token, 3 + token))
     # Of four characters the last two may begin a stop string.
     assert rows == [0, 1, 2, 3]
-    release.cut.close(3)
+    cut.close(3)
     assert given(release) == [4]
     assert release.next_position == release.limit == 5
+
+
+def test_of_a_reply_with_a_call_the_rows_of_what_is_said_are_given_and_the_others_let_go() -> None:
+    stop, call = StopCut(["xyz"]), Cut()
+    release, rows = RowRelease(prompt_tokens=2, cuts=[stop, call]), []
+    release.held.append(piece(0, 2))
+    for token, (length, said) in enumerate([(4, 4), (8, 8), (12, 10), (16, 10), (20, 10), (24, 10)]):
+        release.reply_tokens = token + 1
+        for cut in (stop, call):
+            cut.count_token(length)
+        call.keep_before(said)
+        rows += given(release)
+        assert not release.drop_if_spoken() or token > 2
+        release.held.append(piece(2 + token, 3 + token))
+    # The third token begins before the call, and waited for the next one.
+    assert rows == [0, 1, 2, 3, 4]
+    assert release.next_position == release.limit == 5
+    assert release.drop_if_spoken()
+    assert not release.held

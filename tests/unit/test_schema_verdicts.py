@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 
 import pytest
 
@@ -21,11 +22,11 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     verdicts = {"costly": COSTLY, "refused": REFUSED}
 
-    def try_schema(schema: str) -> Verdict:
-        found.append(schema)
-        return verdicts.get(schema, USABLE)
+    def try_schemas(schemas: Sequence[str]) -> Verdict:
+        found.extend(schemas)
+        return verdicts.get(schemas[0], USABLE)
 
-    monkeypatch.setattr(schema_verdicts, "try_schema", try_schema)
+    monkeypatch.setattr(schema_verdicts, "try_schemas", try_schemas)
     return found
 
 
@@ -35,19 +36,19 @@ def test_a_schema_is_tried_once_for_each_salt_and_once_for_all_without(
 ) -> None:
     verdicts = SchemaVerdicts()
     for _ in range(3):
-        assert [verdicts.of(schema, salt) for salt in SALTS] == [verdict] * len(SALTS)
+        assert [verdicts.of([schema], salt) for salt in SALTS] == [verdict] * len(SALTS)
     assert tried == [schema] * len(SALTS)
 
 
 def test_a_verdict_that_quotes_the_schema_is_not_kept(tried: list[str]) -> None:
     verdicts = SchemaVerdicts()
-    assert verdicts.of("refused") == verdicts.of("refused") == REFUSED
+    assert verdicts.of(["refused"]) == verdicts.of(["refused"]) == REFUSED
     assert tried == ["refused"] * 2
 
 
 def test_neither_schema_nor_salt_is_kept(tried: list[str]) -> None:
     verdicts = SchemaVerdicts()
-    verdicts.of("what the schema says", "what the salt says")
+    verdicts.of(["what the schema says"], "what the salt says")
     kept = vars(verdicts) | {"_lock": None}
     assert len(kept["_verdicts"]) == 1
     assert b"says" not in pickle.dumps(kept)
@@ -56,10 +57,10 @@ def test_neither_schema_nor_salt_is_kept(tried: list[str]) -> None:
 def test_the_schema_that_was_asked_for_last_is_kept(tried: list[str]) -> None:
     verdicts = SchemaVerdicts()
     for number in range(KEPT + 1):
-        verdicts.of(str(number))
-        verdicts.of("0")
+        verdicts.of([str(number)])
+        verdicts.of(["0"])
     tried.clear()
-    verdicts.of("0")
+    verdicts.of(["0"])
     assert not tried
-    verdicts.of("1")
+    verdicts.of(["1"])
     assert tried == ["1"]

@@ -24,7 +24,8 @@ from triton_omni.core.errors import BadRequest, InternalError, Overloaded, TooLa
 from triton_omni.core.pcm import to_base64, to_pcm16, wav_header
 from triton_omni.core.settings import UnarySettings
 from triton_omni.session import server_folder
-from triton_omni.session.answer import Answer
+from triton_omni.session.answer import Answer, call_pieces
+from triton_omni.session.engine import CallPiece
 from triton_omni.session.ledger_table import EPOCH, HELD, PID, create_table
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.stub import unary
@@ -141,6 +142,15 @@ def test_a_reply_without_sound_is_whole(serve):
     model, _ = serve(lambda message: responses(Answer(text="hi"), Answer(info=INFO)))
     found = reply(ask(model))
     assert (found["text_output"], found["audio_output"], found["audio_base64"]) == (b"hi", [], b"")
+
+
+def test_pieces_of_calls_are_no_end_and_the_account_has_them_whole(serve):
+    pieces = call_pieces([CallPiece(0, "call-a", "hang_up", "{}")])
+    failure = service_pb2.ModelStreamInferResponse(error_message="gone [omni:internal;stage=talker]")
+    model, _ = serve(lambda message: responses(Answer(text="hi"), Answer(info=pieces), Answer(info=INFO)))
+    assert reply(ask(model))["info"].decode() == INFO
+    model, _ = serve(lambda message: [*responses(Answer(info=pieces)), failure])
+    assert "gone" in answered(ask(model)).error.message()
 
 
 def test_wav_chunks_become_one_file_of_true_length(serve):

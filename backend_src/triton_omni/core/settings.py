@@ -180,6 +180,10 @@ class RequestLimits(_Frozen):
     """Characters of one stop string. A reply with stop strings holds back one character less."""
     max_schema_bytes: Annotated[int, Field(ge=2, le=1 << 15)] = 1 << 14
     """UTF-8 bytes of a JSON schema without spaces."""
+    max_tools: Annotated[int, Field(ge=0, le=1024)] = 128
+    """Functions that one request may offer."""
+    max_tools_bytes: Annotated[int, Field(ge=2, le=1 << 17)] = 1 << 16
+    """UTF-8 bytes of all of them without spaces."""
     allowed_url_schemes: tuple[Literal["data"], ...] = ("data",)
     """URL schemes of media; the server fetches and opens nothing by name."""
 

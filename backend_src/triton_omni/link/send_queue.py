@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items (rows or codes) and text of one session that wait for one link: when they leave, and which leave together.
+"""Items (rows or codes), text and calls of one session that wait for one link: when they leave, and which leave
+together.
 
 A message costs sender and receiver a fixed time, whatever its size; a thousand a second fill a CPU core. So the queue
 sends few messages. It never exceeds the credits, sends no codes before they complete a window, and batches more the
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from triton_omni.core.streams import on_side_stream, record_event
+from triton_omni.session.engine import CallPiece
 
 CREDITS: Final = 2
 """Data messages of one session that may be on the way on one link."""
@@ -39,6 +42,7 @@ class Batch:
     """Content of one message."""
 
     text: str = ""
+    calls: tuple[CallPiece, ...] = ()
     tensor: Tensor | None = None
     ready: torch.cuda.Event | None = None
     tensors_done: bool = False
@@ -75,6 +79,7 @@ class SendQueue:
     _tensors: list[Tensor] = field(default_factory=list)
     _ready: torch.cuda.Event | None = None
     _text: list[str] = field(default_factory=list)
+    _calls: list[CallPiece] = field(default_factory=list)
     _to_skip: int = 0
     _tensors_done: bool = False
     _text_done: bool = False
@@ -88,12 +93,12 @@ class SendQueue:
     @property
     def waiting(self) -> bool:
         """True if something still has to leave."""
-        return bool(self._tensors or self._text) or (self._text_done and not self._closed)
+        return bool(self._tensors or self._text or self._calls) or (self._text_done and not self._closed)
 
     @property
     def idle(self) -> bool:
         """True if no message can leave, whatever the credits; true for most sessions at most polls."""
-        return self._closed or not (self._tensors or self._text or self._tensors_done or self._text_done)
+        return self._closed or not (self._tensors or self._text or self._calls or self._tensors_done or self._text_done)
 
     @property
     def all_left(self) -> bool:
@@ -145,17 +150,18 @@ class SendQueue:
             self.skipped += count
             self._to_skip -= count
 
-    def put_text(self, text: str) -> None:
-        """Add text."""
+    def put_text(self, text: str, calls: Sequence[CallPiece] = ()) -> None:
+        """Add text, and pieces of calls; no text follows those."""
         if text:
             self._text.append(text)
+        self._calls += calls
 
     def finish_tensors(self) -> None:
         """No more items will be put."""
         self._tensors_done = True
 
     def finish_text(self) -> None:
-        """No more text will be put."""
+        """No more text and calls will be put."""
         self._text_done = True
 
     def pop_batch(
@@ -183,12 +189,13 @@ class SendQueue:
         tensor, ready = self._pop_message() if self._may_leave(consumed, wanted, is_early) else (None, None)
         last = self.all_left and self._text_done
         news = tensor is not None or last or (self.all_left and not self._end_announced)
-        if not news and (is_early or not self._text):
+        if not news and (is_early or not (self._text or self._calls)):
             return None
         text, self._text = "".join(self._text), []
+        calls, self._calls = tuple(self._calls), []
         self._left_ns = now
         self._end_announced, self._closed = self.all_left, last
-        return Batch(text, tensor, ready, self.all_left, last)
+        return Batch(text, calls, tensor, ready, self.all_left, last)
 
     def _may_leave(self, consumed: int, wanted: int | None, is_early: bool) -> bool:
         if self.uses_ring or self.awaits_begin or not self._tensors or self.messages - consumed >= CREDITS:

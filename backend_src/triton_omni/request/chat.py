@@ -9,14 +9,18 @@ from __future__ import annotations
 import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.strict_json import StrictModel, decode_utf8, parse_json, shown, validate
+from triton_omni.request.tools import check_name
+from triton_omni.session.engine import MAX_CALLS
 
 MediaKind = Literal["image", "audio", "video"]
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 MAX_URL_HEADER = 1024
 """Characters of a data URI before its data."""
@@ -41,11 +45,21 @@ Part = TextPart | MediaPart
 
 
 @dataclass(frozen=True)
+class Call:
+    """A function that an earlier reply called."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Message:
     """One turn of the chat."""
 
     role: Role
     parts: tuple[Part, ...]
+    calls: tuple[Call, ...] = ()
+    """Of the assistant, after its text."""
 
 
 class _Text(StrictModel):
@@ -104,9 +118,23 @@ _PART_SCHEMAS: Mapping[str, type[StrictModel]] = {
 }
 
 
+class _CalledFunction(StrictModel):
+    name: str
+    arguments: str
+
+
+class _ToolCall(StrictModel):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+
+
 class _Turn(StrictModel):
     role: Role
-    content: object
+    content: object = None
+    tool_calls: Annotated[list[_ToolCall], Field(max_length=MAX_CALLS)] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    """Of a tool's result; the model reads results in the order of their calls."""
 
 
 def chat_of_text(raw: bytes, media: Sequence[bytes], limits: RequestLimits) -> tuple[Message, ...]:
@@ -159,7 +187,9 @@ class _ChatParser:
         return chat
 
     def _check_whole(self, chat: tuple[Message, ...]) -> None:
-        if not any(isinstance(part, MediaPart) or part.text for part in chat[-1].parts):
+        last = chat[-1]
+        says_something = last.calls or any(isinstance(part, MediaPart) or part.text for part in last.parts)
+        if last.role != "tool" and not says_something:
             raise BadRequest(f"messages[{len(chat) - 1}].content: is empty")
         if self._media_used != len(self._media):
             raise BadRequest(
@@ -170,14 +200,17 @@ class _ChatParser:
     def _message(self, item: object, index: int) -> Message:
         path = f"messages[{index}]"
         turn = validate(_Turn, item, path)
+        calls = _calls(turn, path)
+        if calls and turn.content is None:
+            return Message(turn.role, (), calls)
         if isinstance(turn.content, str):
-            return Message(turn.role, (self._text(turn.content),))
+            return Message(turn.role, (self._text(turn.content),), calls)
         if not isinstance(turn.content, list) or not turn.content:
             raise BadRequest(f"{path}.content: must be a string or an array of parts (got {shown(turn.content)})")
         parts = tuple(self._part(part, f"{path}.content[{place}]") for place, part in enumerate(turn.content))
         if turn.role != "user" and any(isinstance(part, MediaPart) for part in parts):
             raise BadRequest(f"{path}.content: media are allowed only in messages of the role user (got {turn.role})")
-        return Message(turn.role, parts)
+        return Message(turn.role, parts, calls)
 
     def _part(self, item: object, path: str) -> Part:
         if not isinstance(item, dict):
@@ -224,6 +257,24 @@ class _ChatParser:
             _check_url_length(len(data), f"media[{index}]", self._limits)
             return _from_url(decode_utf8(data, f"media[{index}]"), f"media[{index}]", self._limits)
         return _checked_length(data, f"media[{index}]", self._limits)
+
+
+def _calls(turn: _Turn, path: str) -> tuple[Call, ...]:
+    if turn.tool_calls and turn.role != "assistant":
+        raise BadRequest(f"{path}.tool_calls: only messages of the role assistant call (got {turn.role})")
+    if turn.tool_call_id is not None and turn.role != "tool":
+        raise BadRequest(f"{path}.tool_call_id: belongs to messages of the role tool (got {turn.role})")
+    return tuple(_call(one.function, f"{path}.tool_calls[{at}].function") for at, one in enumerate(turn.tool_calls))
+
+
+def _call(function: _CalledFunction, path: str) -> Call:
+    check_name(function.name, f"{path}.name")
+    where = f"{path}.arguments"
+    raw = function.arguments.encode() or b"{}"
+    arguments = parse_json(raw, where, max_bytes=len(raw))
+    if not isinstance(arguments, dict):
+        raise BadRequest(f"{where}: must be an object as JSON (got {shown(arguments)})")
+    return Call(function.name, arguments)
 
 
 def _base64_length(size: int) -> int:

@@ -19,7 +19,8 @@ from triton_omni.core.settings import Lead, RequestLimits, Solver
 from triton_omni.request.chat import MediaPart, Message, chat_of_text, parse_messages
 from triton_omni.request.schema_limits import check_schema_limits
 from triton_omni.request.strict_json import StrictModel, compact_json, parse_json, shown, validate
-from triton_omni.session.engine import Sampling, StreamOptions
+from triton_omni.request.tools import NO_CALLS, ToolParameters, Tools, read_tools
+from triton_omni.session.engine import Sampling, StreamOptions, ToolRules
 
 Modality = Literal["text", "audio"]
 AudioFormat = Literal["f32", "pcm16", "wav"]
@@ -29,7 +30,7 @@ _TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 MAX_SEED: Final = 2**63 - 1
 _TALKER_SEEDS: Final = MAX_SEED + 1
 """Where the talker's seeds begin."""
-MAX_PARAMETERS_BYTES = 1 << 16
+MAX_PARAMETERS_BYTES = 1 << 18
 MIN_FRAME_PIXELS: Final = 128 * 28 * 28
 """The model's processor scales smaller frames up to it."""
 MAX_IMAGE_PIXELS: Final = 16384 * 28 * 28
@@ -68,11 +69,11 @@ class ThinkerOptions(StrictModel):
     min_tokens: LeastTokens = 0
     """The reply does not end by itself before."""
 
-    def to_sampling(self, seed: int, limit: int) -> Sampling:
+    def to_sampling(self, seed: int, limit: int, tools: ToolRules | None = None) -> Sampling:
         """The engine's `Sampling`; at most `limit` tokens, whatever was asked."""
         bias = tuple((int(token), value) for token, value in self.logit_bias.items())
         schema = None if self.json_schema is None else compact_json(self.json_schema)
-        chosen = {"logit_bias": bias, "stop": tuple(self.stop), "json_schema": schema}
+        chosen = {"logit_bias": bias, "stop": tuple(self.stop), "json_schema": schema, "tools": tools}
         return _sampling(vars(self) | chosen, seed, limit)
 
 
@@ -144,7 +145,7 @@ MAX_SALT: Final = 256
 """Characters of `cache_salt`."""
 
 
-class _Parameters(StrictModel):
+class _Parameters(ToolParameters):
     """The schema of `sampling_parameters`."""
 
     modalities: Annotated[list[Modality], Field(min_length=1, max_length=2)] = Field(default_factory=_text_and_audio)
@@ -228,6 +229,8 @@ class OmniRequest:
     """The lower, the sooner it gets a place in an engine's batch."""
     cache_salt: str | None = field(repr=False)
     """Whoever names it shares the prefix cache with this request; None = the request does not use the cache."""
+    tools: Tools | None
+    """None = nothing is known of calls."""
     prefill_only: bool
     """True: there is no reply; a later request finds the prompt in the caches."""
     timeout_s: float
@@ -237,6 +240,11 @@ class OmniRequest:
     def wants_audio(self) -> bool:
         """True if the reply is spoken."""
         return "audio" in self.modalities
+
+    @property
+    def tool_rules(self) -> ToolRules | None:
+        """What the reply may call; None = nothing is known of calls."""
+        return None if self.tools is None else self.tools.rules
 
     @property
     def media(self) -> tuple[MediaPart, ...]:
@@ -252,6 +260,7 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
         TooLarge: a limit of the deployment is exceeded.
     """
     parameters = _parse_parameters(raw.sampling_parameters, limits, defaults)
+    tools = _parse_tools(parameters, limits)
     chat = _parse_chat(raw, limits)
     ordered: tuple[Modality, ...] = ("text", "audio") if "audio" in parameters.modalities else ("text",)
     return OmniRequest(
@@ -268,6 +277,7 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
         token2wav=parameters.token2wav,
         priority=parameters.priority,
         cache_salt=parameters.cache_salt if parameters.cache else None,
+        tools=tools or (NO_CALLS if any(message.calls for message in chat) else None),
         prefill_only=parameters.prefill_only,
         timeout_s=_timeout_s(raw, parameters, defaults),
         request_id=raw.request_id,
@@ -306,6 +316,14 @@ def _parse_parameters(raw: bytes | None, limits: RequestLimits, defaults: Reques
         known = ", ".join(sorted(defaults.voices))
         raise BadRequest(f"{name}.voice: {shown(parameters.voice)} is not one of: {known}")
     return parameters
+
+
+def _parse_tools(parameters: _Parameters, limits: RequestLimits) -> Tools | None:
+    tools = read_tools(parameters, limits, "sampling_parameters")
+    if tools is not None and parameters.thinker.min_tokens:
+        where = "sampling_parameters.thinker.min_tokens"
+        raise BadRequest(f"{where}: must be 0 beside tools, whose calls say when the reply may end")
+    return tools
 
 
 def _check_lengths(options: ThinkerOptions | TalkerOptions, limit: int, path: str) -> None:

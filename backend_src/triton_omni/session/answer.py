@@ -6,10 +6,14 @@ torch is imported for no more than its types: who puts a whole reply together is
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
+
+from triton_omni.session.engine import CallPiece
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -17,6 +21,19 @@ if TYPE_CHECKING:
 
 Sent: TypeAlias = "Tensor | NDArray[np.float32] | bytes"
 """Values of a response's tensors."""
+
+_CALL_PIECES: Final = '{"tool_call_deltas":'
+
+
+def call_pieces(pieces: Sequence[CallPiece]) -> str:
+    """The `info` of a response that brings pieces of calls; empty where there are none."""
+    told = ({name: value for name, value in vars(piece).items() if value is not None} for piece in pieces)
+    return f"{_CALL_PIECES}{json.dumps([*told])}}}" if pieces else ""
+
+
+def is_account(info: str) -> bool:
+    """Return True if this `info` is the last response's."""
+    return bool(info) and not info.startswith(_CALL_PIECES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +45,7 @@ class Answer:
     """fp32 [S], CPU: mono samples in [-1, 1] at 24 kHz; only with `audio_format` f32."""
     audio_base64: str = ""
     info: str = ""
-    """JSON, on the last response only."""
+    """JSON: the account of a reply in its last response, pieces of its calls in earlier ones."""
 
     def to_tensors(self) -> dict[str, Sent]:
         """text_output, audio_output [S], audio_base64, info."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
 from msgspec import Meta
 
@@ -22,7 +22,45 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-FinishReason = Literal["stop", "length", "prefilled"]
+FinishReason = Literal["stop", "length", "prefilled", "tool_calls"]
+MAX_CALLS: Final = 32
+"""Maximum calls of one reply."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that a reply may call."""
+
+    name: str
+    schema: str
+    """A JSON schema of an object, the arguments."""
+    is_strict: bool = False
+    """True: arguments keep to all of it, or it is refused. False: keywords that nothing can be held to are left out."""
+
+
+@dataclass(frozen=True)
+class ToolRules:
+    """Functions that a reply may call, and how."""
+
+    functions: tuple[Function, ...] = ()
+    named: str | None = None
+    """The only one that may be called; None = any."""
+    may_speak: bool = True
+    """True: text stands before calls, or in place of them."""
+    max_calls: Annotated[int, Meta(ge=0, le=MAX_CALLS)] = MAX_CALLS
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """A piece of a reply's call of a function; the pieces of one `index` make the call."""
+
+    index: Annotated[int, Meta(ge=0, lt=MAX_CALLS)]
+    """Number of the call in its reply."""
+    id: Annotated[str, Meta(max_length=64)] | None = None
+    """Of the call; in its first piece alone, as its `name`."""
+    name: Annotated[str, Meta(max_length=64)] | None = None
+    arguments: str = ""
+    """The next characters of the arguments, which are JSON."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +90,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Strings at the first of which the reply's text ends; the string itself is not shown."""
     json_schema: str | None = None
-    """A JSON schema, as JSON, that the reply keeps to."""
+    """A JSON schema, as JSON, that the reply keeps to; of a reply with calls only what it says in their place."""
+    tools: ToolRules | None = None
+    """None = what looks like a call is text."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +183,7 @@ class ThinkerOutput:
 
     `rows` belong to positions [row_start, row_start + N). Each is the sum of the input embedding (zero at audio, image
     and video tokens) and the last hidden state after the final norm. Rows of positions >= P + n_out - 1 are never given
-    (the last reply token has no row), nor are those of reply tokens of which a stop string leaves no character.
+    (the last reply token has no row), nor are those of calls or of tokens of which a stop string leaves no character.
     """
 
     key: str
@@ -161,6 +201,10 @@ class ThinkerOutput:
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
     """The string of `Sampling.stop` that ended the reply."""
+    calls: tuple[CallPiece, ...] = ()
+    """New pieces of calls; `text` stands before the first of all."""
+    rows_done: bool = False
+    """True: no more rows come, though tokens of calls do, which are not spoken."""
     error: str | None = None
     """The engine gave this sequence up (for example non-finite rows); nothing follows."""
     is_refused: bool = False
@@ -261,6 +305,13 @@ class ThinkerEngine(AnyEngine, Protocol):
 
         Raises:
             BadRequest: it cannot be.
+        """
+
+    def check_tools(self, rules: ToolRules, salt: str | None = None) -> None:
+        """See whether the schemas of a request's tools can be compiled, each and together; otherwise as `check_schema`.
+
+        Raises:
+            BadRequest: they cannot be.
         """
 
     def add_sequence(

@@ -22,7 +22,7 @@ from typing import Final, Literal
 from triton_omni.core.errors import StageName
 from triton_omni.session.server_folder import LedgerError, open_own, own_folder, table_path
 
-PROTOCOL_VERSION: Final = 12
+PROTOCOL_VERSION: Final = 13
 """Version of the messages between stages and of this table."""
 CAPACITY: Final = 2048
 """Records in the table; a deployment uses the first of them, twice its `max_sessions` (`thinker/slots.py`)."""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from triton_omni.core.errors import ErrorCode, InternalError, OmniError, StageName, from_code
 from triton_omni.core.settings import MAX_NAME
-from triton_omni.session.engine import FinishReason, PrefixKeys, Sampling, StreamOptions
+from triton_omni.session.engine import CallPiece, FinishReason, PrefixKeys, Sampling, StreamOptions
 from triton_omni.session.ledger_table import CAPACITY, COUNT_MASK, PROTOCOL_VERSION
 
 SEAL_BYTES: Final = 16
@@ -154,6 +154,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     size: Count = 0
     """Rows or codes of the message."""
     text: str = ""
+    calls: tuple[CallPiece, ...] = ()
+    """Pieces of the reply's calls, after `text`."""
     session: Session | None = None
     last: bool = False
     """No further text, rows or codes; the reports are filled."""
@@ -228,6 +230,8 @@ class ThinkerMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """int64 [3, P + 2], CPU, with `OPEN`: M-RoPE positions of prompt, text_bos and first reply token."""
     prefixes: PrefixKeys | None = None
     """With `OPEN`, of a prompt with a salt: rows wait until the talker has written `CACHED`, and begin there."""
+    rows_done: bool = False
+    """No further rows; calls, which have none, may still follow."""
     report: ThinkerReport | None = None
 
     def to_tensors(self, hidden_size: int, dtype: torch.dtype, seal: Seal) -> dict[str, Value]:

@@ -33,7 +33,7 @@ from triton_omni.core.pcm import WAV_HEADER_BYTES, to_base64, wav_header
 from triton_omni.core.settings import UnarySettings
 from triton_omni.request.parse import MAX_PARAMETERS_BYTES, RequestDefaults
 from triton_omni.request.strict_json import parse_json
-from triton_omni.session.answer import Answer
+from triton_omni.session.answer import Answer, is_account
 from triton_omni.session.ledger_table import OPEN_REQUESTS, PID, create_table
 from triton_omni.session.stage import lost_error
 from triton_omni.session.stage_board import StageBoard
@@ -108,7 +108,8 @@ class Collected:
             self.audio.append(audio)
         if encoded := _text(result, "audio_base64"):
             self.encoded.append(base64.b64decode(encoded))
-        self.info = _text(result, "info") or self.info
+        if is_account(info := _text(result, "info")):
+            self.info = info
 
     def to_answer(self) -> Answer:
         """The whole reply; streamed WAV chunks become one file whose header tells the true length."""

@@ -50,6 +50,7 @@ class OpenSession(LinkSession):
             kind=Kind.DATA if batch.tensor is not None else Kind.TEXT,
             sequence=self.sequence,
             text=batch.text,
+            calls=batch.calls,
             codes=batch.tensor,
             codes_done=batch.tensors_done,
             placed=self.send_queue.placed,

@@ -277,11 +277,12 @@ class TalkerStage:
             self._relay_failure(session, message.failure)
             return
         self._receiver.feed_message(session, message, message.rows, sender)
-        session.send_queue.put_text(message.text)
+        session.send_queue.put_text(message.text, message.calls)
+        if message.rows_done:
+            self._receiver.expect(session, message.placed)
         if message.last:
             session.thinker = message.report
             session.send_queue.finish_text()
-            self._receiver.expect(session, message.placed)
         self._sender.send([session], self._interval_ns)
 
     def _take(self, session: OpenSession, output: TalkerOutput) -> None:

@@ -209,9 +209,12 @@ class OpenSession:
         if output.token_ids and not self.first_token_ns:
             self.first_token_ns = time.monotonic_ns()
         if not self.is_prefill:
-            self.send_queue.put_text(output.text)
+            self.send_queue.put_text(output.text, output.calls)
         if output.rows is not None:
             self.send_queue.put(output.rows, output.rows_ready)
+        if output.rows_done:
+            # What is said before a call is spoken to its end while the call is written.
+            self.send_queue.finish_tensors()
         if output.finish_reason is not None:
             self._finish_reply(output.finish_reason, output.stop_string)
 
@@ -245,7 +248,9 @@ class OpenSession:
             kind=Kind.DATA if batch.tensor is not None else Kind.TEXT,
             sequence=self.sequence,
             text=batch.text,
+            calls=batch.calls,
             rows=batch.tensor,
+            rows_done=batch.tensors_done,
             placed=self.send_queue.placed,
             last=batch.last,
             report=self.report if batch.last else None,

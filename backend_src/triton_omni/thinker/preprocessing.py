@@ -89,7 +89,7 @@ class Preprocessor:
         if raw.media or _size(raw) > SHORT_BYTES:
             return None
         request = parse_request(raw, self._limits, self._defaults)
-        if request.media or request.thinker.json_schema is not None:
+        if request.media or request.thinker.json_schema is not None or request.tools is not None:
             return None
         return self._prepare(request, accepted_ns, take_timeout, _always)
 
@@ -129,6 +129,8 @@ class Preprocessor:
             request = replace(request, cache_salt=self._own_salt(request.cache_salt))
         if (schema := request.thinker.json_schema) is not None:
             self._engine.check_schema(compact_json(schema), request.cache_salt)
+        if (rules := request.tool_rules) is not None:
+            self._engine.check_tools(rules, request.cache_salt)
         return self._ready(request, self._place(request, is_wanted), accepted_ns)
 
     def _own_salt(self, salt: str) -> str:
@@ -153,7 +155,7 @@ class Preprocessor:
             sampling = Sampling(max_tokens=PREFILL_TOKENS, min_tokens=PREFILL_TOKENS)
             speech = Sampling(max_tokens=1)
         else:
-            sampling = request.thinker.to_sampling(seed, room)
+            sampling = request.thinker.to_sampling(seed, room, request.tool_rules)
             speech = request.talker.to_sampling(talker_seed(seed), self._defaults.max_codes)
         session = Session(
             request_id=request.request_id,

@@ -20,6 +20,7 @@ from triton_omni.request.chat import MediaKind, Message, TextPart
 from triton_omni.request.media.timing import FRAME_FACTOR
 from triton_omni.request.media.types import Audio, Image, Medium, Video
 from triton_omni.request.parse import OmniRequest
+from triton_omni.request.tool_prompt import listed, merge_results
 from triton_omni.session.engine import ThinkerPrompt
 
 DEFAULT_SYSTEM_PROMPT = (
@@ -113,13 +114,18 @@ class PromptRenderer:
         self._fixed = {text: self._tokenise(text) for text in fixed}
         """Token ids of the template's own runs, which most chats contain."""
 
-    def render(self, chat: Sequence[Message], placeholders: Iterable[int] = itertools.repeat(1)) -> tuple[int, ...]:
+    def render(
+        self,
+        chat: Sequence[Message],
+        placeholders: Iterable[int] = itertools.repeat(1),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[int, ...]:
         """Return the ids of `chat` and of the assistant's header; the default system prompt stands in for a missing
-        one. Each medium has its number of `placeholders`.
+        one, and `tools` are listed after it. Each medium has its number of `placeholders`.
         """
         ids: list[int] = []
         run: list[str] = []
-        for piece in self._pieces(chat, iter(placeholders)):
+        for piece in self._pieces(_with_tools(chat, tools), iter(placeholders)):
             if isinstance(piece, str):
                 run.append(piece)
                 continue
@@ -128,9 +134,7 @@ class PromptRenderer:
             ids.append(piece)
         return (*ids, *self._encode("".join(run)))
 
-    def _pieces(self, chat: Sequence[Message], placeholders: Iterator[int]) -> Iterator[str | int]:
-        if not chat or chat[0].role != "system":
-            yield from self._turn(Message("system", (TextPart(DEFAULT_SYSTEM_PROMPT),)), placeholders)
+    def _pieces(self, chat: Iterable[Message], placeholders: Iterator[int]) -> Iterator[str | int]:
         for message in chat:
             yield from self._turn(message, placeholders)
         yield self.ids.im_start
@@ -159,6 +163,14 @@ class PromptRenderer:
         return ids
 
 
+def _with_tools(chat: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
+    """The turns of a prompt, the system's first; calls and their results are text."""
+    has_own = bool(chat) and chat[0].role == "system"
+    parts = chat[0].parts if has_own else (TextPart(DEFAULT_SYSTEM_PROMPT),)
+    yield Message("system", (*parts, TextPart(listed(tools))))
+    yield from merge_results(chat[1:] if has_own else chat)
+
+
 def build_prompt(request: OmniRequest, media: Sequence[Medium], renderer: PromptRenderer) -> ThinkerPrompt:
     """Build the thinker's prompt.
 
@@ -179,9 +191,9 @@ def build_prompt(request: OmniRequest, media: Sequence[Medium], renderer: Prompt
     by_kind, kwargs = _for_vllm(media, use_audio_in_video=request.use_audio_in_video)
     features = {kind: [item.features for item in items] for kind, items in by_kind.items()}
     placeholders = (len(medium.items) if isinstance(medium, Audio) else 1 for medium in media)
-    return ThinkerPrompt(
-        renderer.render(request.chat, placeholders), _contents(by_kind), kwargs, features, request.cache_salt
-    )
+    tools = () if request.tools is None else request.tools.listed
+    ids = renderer.render(request.chat, placeholders, tools)
+    return ThinkerPrompt(ids, _contents(by_kind), kwargs, features, request.cache_salt)
 
 
 def to_vllm_data(media: Sequence[Medium], *, use_audio_in_video: bool) -> tuple[dict[str, Any], dict[str, Any]]:

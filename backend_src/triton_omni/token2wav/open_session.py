@@ -11,14 +11,15 @@ from typing import Any
 
 from triton_omni.core.errors import OmniError
 from triton_omni.link.receiver import LinkSession
-from triton_omni.session.answer import Answer
+from triton_omni.session.answer import Answer, call_pieces
+from triton_omni.session.engine import CallPiece
 from triton_omni.session.stage import ResponseSender
 from triton_omni.session.wire import Session, TalkerMessage, ThinkerReport
 
 
 class TextRelay:
-    """Sends a session's text as it arrives, on Triton's thread, since a step of the loop would delay it. It sends
-    messages that arrive in order, until it is closed.
+    """Sends a session's text and calls as they arrive, on Triton's thread, since a step of the loop would delay them.
+    It sends messages that arrive in order, until it is closed.
 
     Args:
         lost: called for each text that could not be sent.
@@ -31,7 +32,8 @@ class TextRelay:
         self._expected = 1
         self._open = True
         self.first_ns = 0
-        """Monotonic time when the first text was sent, nanoseconds; 0 = none was."""
+        """Monotonic time when the first text or call was sent, nanoseconds; 0 = none was."""
+        self._calls: list[CallPiece] = []
 
     def forward(self, message: TalkerMessage) -> None:
         """Send the text of the next message, if it has one."""
@@ -39,9 +41,22 @@ class TextRelay:
             # A message out of order fails the session in the loop.
             self._open = self._open and message.sequence == self._expected
             self._expected += 1
-            if self._open and message.text:
+            if self._open and (message.text or message.calls):
                 self.first_ns = self.first_ns or time.monotonic_ns()
-                self._sender.send(Answer(text=message.text).to_tensors(), lost=self._lost)
+                self._calls += message.calls
+                answer = Answer(text=message.text, info=call_pieces(message.calls))
+                self._sender.send(answer.to_tensors(), lost=self._lost)
+
+    def calls(self) -> list[dict[str, str]]:
+        """All calls that were sent, whole."""
+        with self._lock:
+            pieces = list(self._calls)
+        found = [
+            {"id": piece.id, "name": piece.name or "", "arguments": ""} for piece in pieces if piece.id is not None
+        ]
+        for piece in pieces:
+            found[piece.index]["arguments"] += piece.arguments
+        return found
 
     def close(self) -> None:
         """Stop sending; when this returns, no text is being sent."""
@@ -91,6 +106,7 @@ class OpenSession(LinkSession):
                 "token2wav": "stop" if audio else None,
             },
             "stop_string": thinker.stop_string if thinker else None,
+            "tool_calls": self.relay.calls(),
             "usage": {
                 **_prompt_usage(self.session, thinker),
                 "reply_tokens": thinker.reply_tokens if thinker else 0,

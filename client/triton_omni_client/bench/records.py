@@ -101,7 +101,7 @@ class RecordBuilder:
             self._text.append(at_s)
         elif isinstance(delta, AudioDelta):
             self._chunks.append(Chunk(at_s, len(delta.samples) / SAMPLE_RATE))
-        else:
+        elif isinstance(delta, Info):
             self._info = delta
 
     def fail(self, error: OmniClientError) -> None:

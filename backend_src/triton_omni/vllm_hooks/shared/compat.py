@@ -118,6 +118,7 @@ try:
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
     from vllm.sequence import IntermediateTensors
+    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
     from vllm.utils.gpu_sync_debug import gpu_sync_allowed
     from vllm.utils.system_utils import get_mp_context
     from vllm.utils.torch_utils import set_default_torch_num_threads
@@ -187,6 +188,7 @@ _OTHER_METHODS = {
         "get_computed_blocks",
         "take_new_block_ids",
     ),
+    Hermes2ProToolParser: ("extract_tool_calls_streaming",),
     Qwen2_5OmniThinkerMultiModalProcessor: (
         "_apply_hf_processor_main",
         "_cached_apply_hf_processor",
@@ -249,6 +251,7 @@ __all__ = [
     "ForwardContext",
     "GPUModelRunner",
     "GuidanceBackend",
+    "Hermes2ProToolParser",
     "InputBatch",
     "IntermediateTensors",
     "KVCacheBlock",

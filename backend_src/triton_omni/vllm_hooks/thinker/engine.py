@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 from triton_omni.checkpoint.config import load_config
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import ThinkerSettings
-from triton_omni.session.engine import EngineStats, FinishReason, Sampling, ThinkerOutput, ThinkerPlaced, ThinkerPrompt
+from triton_omni.session.engine import (
+    EngineStats,
+    FinishReason,
+    Sampling,
+    ThinkerOutput,
+    ThinkerPlaced,
+    ThinkerPrompt,
+    ToolRules,
+)
 from triton_omni.vllm_hooks.shared.compat import (
     EncoderCacheManagerConfig,
     LLMEngine,
@@ -42,9 +50,9 @@ from triton_omni.vllm_hooks.thinker.json_schemas import GRAMMAR_BACKEND, JsonSch
 from triton_omni.vllm_hooks.thinker.prefix_cache import scheduler_name
 from triton_omni.vllm_hooks.thinker.prefix_keys import prefix_keys
 from triton_omni.vllm_hooks.thinker.prompt_media import check_placeholders, expanded_length, medium_refused
-from triton_omni.vllm_hooks.thinker.row_release import Piece, RowRelease, StopCut
+from triton_omni.vllm_hooks.thinker.row_release import Piece, RowRelease
 from triton_omni.vllm_hooks.thinker.sampling import end_ids, to_parameters
-from triton_omni.vllm_hooks.thinker.sequence import Sequence, stop_string_of
+from triton_omni.vllm_hooks.thinker.sequence import Sequence, Speech, stop_string_of
 
 _WORKER = "triton_omni.vllm_hooks.thinker.worker.ThinkerWorker"
 _MEDIA_CACHE = "triton_omni.vllm_hooks.shared.media_schedule.MediaCache"
@@ -164,6 +172,10 @@ class ThinkerVllmEngine:
         """
         self._schemas.check(schema, salt)
 
+    def check_tools(self, rules: ToolRules, salt: str | None = None) -> None:
+        """See whether the schemas of tools can be compiled, each and together; raises what `check_schema` does."""
+        self._schemas.check_tools(rules, salt)
+
     def add_sequence(
         self, key: str, placed: ThinkerPlaced, sampling: Sampling, *, want_rows: bool, priority: int = 0
     ) -> None:
@@ -179,7 +191,8 @@ class ThinkerVllmEngine:
         if key in self._sequences:
             raise ValueError(f"key {key!r} is in use")
         self._check_length(len(placed.prompt_token_ids), sampling.max_tokens)
-        ends = self._end_ids if sampling.json_schema is None else [*self._end_ids, self._schemas.end_id]
+        is_held = sampling.json_schema is not None or sampling.tools is not None
+        ends = [*self._end_ids, self._schemas.end_id] if is_held else self._end_ids
         try:
             parameters = to_parameters(sampling, ends)
             request_id = self._llm.add_request(key, placed.engine_input, parameters, priority=priority)
@@ -187,11 +200,12 @@ class ThinkerVllmEngine:
             raise BadRequest(f"the thinker refused the request: {error}") from error
         self._runner.place(request_id, placed.positions)
         self._tap.follow(request_id, self._media_places(placed), wants_rows=want_rows)
-        release = RowRelease(len(placed.prompt_token_ids), cut=StopCut(sampling.stop) if sampling.stop else None)
+        speech = Speech(sampling)
+        release = RowRelease(len(placed.prompt_token_ids), cuts=speech.cuts)
         # Kept, since vLLM forgets them before it tells how the reply ended.
         detokenizer = self._llm.output_processor.request_states[request_id].detokenizer
         structured = self._core.scheduler.requests[request_id].structured_output_request
-        self._sequences[key] = Sequence(key, request_id, want_rows, release, detokenizer, structured)
+        self._sequences[key] = Sequence(key, request_id, want_rows, release, detokenizer, structured, speech)
         self._keys[request_id] = key
 
     def hold(self, held: bool) -> None:
@@ -318,20 +332,24 @@ class ThinkerVllmEngine:
     def _advance(self, sequence: Sequence, news: RequestOutput | None) -> list[ThinkerOutput]:
         """Outputs of one sequence in this step; several only when rows of more than one step came free."""
         given = sequence.release.pop_pieces()
-        if not all(piece.is_finite for piece in given):
+        if not (sequence.is_sound and all(piece.is_finite for piece in given)):
             if self._prefixes is not None and not sequence.release.has_computed:
                 # The blocks that it hit may be the cause, and would fail the next caller too.
                 self._prefixes.distrust(sequence.request_id)
             self.abort(sequence.key)
             return [ThinkerOutput(sequence.key, error="a hidden state is not finite (NaN or infinity)")]
-        outputs = [_rows_only(sequence.key, piece) for piece in given if piece.rows is not None]
+        outputs = [
+            ThinkerOutput(sequence.key, rows=piece.rows, row_start=piece.start, rows_ready=piece.ready)
+            for piece in given
+            if piece.rows is not None
+        ]
         if news is None:
             return outputs
         last = outputs.pop() if outputs else ThinkerOutput(sequence.key)
         return [*outputs, self._with_news(sequence, last, news)]
 
     def _with_news(self, sequence: Sequence, rows: ThinkerOutput, news: RequestOutput) -> ThinkerOutput:
-        completion, release = news.outputs[0], sequence.release
+        completion, release, reader = news.outputs[0], sequence.release, sequence.speech.reader
         finish = _FINISH.get(completion.finish_reason)
         error, given_up, stop_string = None, None, stop_string_of(completion)
         if stop_string is not None:
@@ -342,19 +360,21 @@ class ThinkerVllmEngine:
             if finish is None:
                 error = f"the engine gave the sequence up ({completion.finish_reason})"
             elif sequence.structured is not None:
-                error = given_up = why_given_up(sequence.structured.grammar)
+                error = given_up = why_given_up(sequence.structured.grammar, has_tools=reader is not None)
             if error is None and release.next_position != release.limit:
                 error = f"{release.next_position} of the sequence's {release.limit} hidden rows were computed"
         return ThinkerOutput(
             key=sequence.key,
-            text=completion.text,
+            text=completion.text if reader is None else reader.told.text,
             token_ids=tuple(completion.token_ids),
             cached_tokens=news.num_cached_tokens or 0,
             rows=rows.rows,
             row_start=rows.row_start,
             rows_ready=rows.rows_ready,
-            finish_reason=None if error else finish,
+            finish_reason=None if error or finish is None else sequence.speech.why_finished(finish),
             stop_string=stop_string,
+            calls=() if reader is None else reader.told.calls,
+            rows_done=sequence.rows_done,
             error=error,
             is_refused=given_up is not None,
         )
@@ -376,7 +396,3 @@ class ThinkerVllmEngine:
             self._tap.forget(sequence.request_id)
             self._runner.forget_place(sequence.request_id)
         return sequence
-
-
-def _rows_only(key: str, piece: Piece) -> ThinkerOutput:
-    return ThinkerOutput(key, rows=piece.rows, row_start=piece.start, rows_ready=piece.ready)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replies held to a JSON schema: vLLM's structured output by llguidance, whose work a step is bounded.
+"""Replies held to a JSON schema or to tools: vLLM's structured output by llguidance, whose work a step is bounded.
 
 vLLM's other grammar compilers take minutes for some small schemas, and seconds a token for what they make of others,
 on the thread that steps everybody; llguidance gives such a sequence up. This module knows vLLM's manager of grammars,
@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.request.strict_json import shown
+from triton_omni.session.engine import ToolRules
 from triton_omni.vllm_hooks.shared.compat import (
     GuidanceBackend,
     SamplingParams,
@@ -22,7 +23,9 @@ from triton_omni.vllm_hooks.shared.compat import (
     StructuredOutputOptions,
     VllmConfig,
 )
+from triton_omni.vllm_hooks.thinker.schema_trial import Verdict
 from triton_omni.vllm_hooks.thinker.schema_verdicts import SchemaVerdicts
+from triton_omni.vllm_hooks.thinker.tool_grammar import held_schema, tool_grammar
 
 GRAMMAR_BACKEND: Final = "guidance"
 """Name of the backend for `EngineArgs.structured_outputs_config`."""
@@ -106,17 +109,35 @@ class JsonSchemas:
             TooLarge: compiling it takes too much time or memory.
         """
         self.prepare()
-        verdict = self._verdicts.of(schema, salt)
-        if verdict.is_too_costly:
-            cure = "give fewer or simpler patterns, ranges, counts and references"
-            raise TooLarge(f"thinker.json_schema: cannot be compiled: {verdict.reason}; {cure}")
-        if verdict.reason:
-            path = f"thinker.json_schema{verdict.path}"
-            raise BadRequest(f"{path}: cannot be compiled: {shown(verdict.reason)}")
+        _refuse(self._verdicts.of([schema], salt), _SCHEMA)
+
+    def check_tools(self, rules: ToolRules, salt: str | None = None) -> None:
+        """See whether the schemas of tools can be compiled, and the grammar that they are parts of; else as `check`.
+
+        Raises:
+            BadRequest, TooLarge: as `check` does.
+        """
+        self.prepare()
+        schemas = [held_schema(function) for function in rules.functions]
+        verdict = self._verdicts.of([*schemas, json.dumps(tool_grammar(rules))], salt)
+        is_one = verdict.number < len(schemas)
+        _refuse(verdict, f"tools[{verdict.number}].function.parameters" if is_one else _TOOLS)
 
 
-def why_given_up(grammar: Any) -> str | None:
+_SCHEMA: Final = "thinker.json_schema"
+_TOOLS: Final = "tools"
+
+
+def _refuse(verdict: Verdict, path: str) -> None:
+    if verdict.is_too_costly:
+        cure = "give fewer or simpler patterns, ranges, counts and references"
+        raise TooLarge(f"{path}: cannot be compiled: {verdict.reason}; {cure}")
+    if verdict.reason:
+        raise BadRequest(f"{path}{verdict.path}: cannot be compiled: {shown(verdict.reason)}")
+
+
+def why_given_up(grammar: Any, *, has_tools: bool) -> str | None:
     """Why the grammar of an ended sequence let it end before its schema did, or None."""
     error = grammar.ll_matcher.get_error()
-    told = shown(" ".join(error.split()))
-    return f"thinker.json_schema: the reply could not be held to it, give a simpler one: {told}" if error else None
+    told, path = shown(" ".join(error.split())), _TOOLS if has_tools else _SCHEMA
+    return f"{path}: the reply could not be held to it, give a simpler one: {told}" if error else None

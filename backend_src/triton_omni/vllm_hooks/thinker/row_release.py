@@ -57,20 +57,15 @@ class Piece:
         return Piece(start, stop, finite, rows, self.ready)
 
 
-class StopCut:
-    """Counts the tokens of a reply that stay in it, wherever one of its stop strings may still cut its text.
+class Cut:
+    """Counts the tokens of a reply that are spoken, of a text of which only the first characters may be.
 
-    A token stays if a character of it does. A stop string ends in text that is not there yet, so it begins less than
-    its own length before the end of what is.
-
-    Args:
-        stop: the stop strings, none empty.
+    A token is spoken if a character of it is.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self) -> None:
         self.kept = 0
-        """Tokens that stay, from the first on."""
-        self._reach = max(map(len, stop)) - 1
+        """Tokens that are spoken, from the first on."""
         self._length = 0
         self._starts: deque[int] = deque()
 
@@ -78,16 +73,42 @@ class StopCut:
         """A token came, and with it the text has `length` characters."""
         self._starts.append(self._length)
         self._length = length
-        self._keep_before(length - self._reach)
 
-    def close(self, length: int | None) -> None:
-        """The reply is over: a stop string left `length` characters, or None did."""
-        self._keep_before(self._length + 1 if length is None else length)
-
-    def _keep_before(self, length: int) -> None:
+    def keep_before(self, length: int) -> None:
+        """So many characters are spoken in any case."""
         while self._starts and self._starts[0] < length:
             self._starts.popleft()
             self.kept += 1
+
+    def keep_all(self) -> None:
+        """The reply is over, and all of it is spoken."""
+        self.keep_before(self._length + 1)
+
+
+class StopCut(Cut):
+    """The cut of a reply that a stop string may end.
+
+    A stop string ends in text that is not there yet, so it begins less than its own length before the end of what is.
+
+    Args:
+        stop: the stop strings, none empty.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        super().__init__()
+        self._reach = max(map(len, stop)) - 1
+
+    def count_token(self, length: int) -> None:
+        """A token came, and with it the text has `length` characters."""
+        super().count_token(length)
+        self.keep_before(length - self._reach)
+
+    def close(self, length: int | None) -> None:
+        """The reply is over: a stop string left `length` characters, or None did."""
+        if length is None:
+            self.keep_all()
+        else:
+            self.keep_before(length)
 
 
 @dataclass
@@ -95,15 +116,15 @@ class RowRelease:
     """Holds back a sequence's rows until they may be given.
 
     Prompt rows may be given at once. A reply token's row waits until the next token is known, since the last reply
-    token has none, and until no stop string can take it away. So a step that ran too far (async scheduling) gives
-    nothing, and what is computed again after a preemption is not given twice.
+    token has none, and until neither stop string nor call can take it away. So a step that ran too far (async
+    scheduling) gives nothing, and what is computed again after a preemption is not given twice.
     """
 
     prompt_tokens: int
     reply_tokens: int = 0
     next_position: int = 0
-    cut: StopCut | None = None
-    """Cut of a reply that stop strings may end."""
+    cuts: Sequence[Cut] = ()
+    """Cuts of a reply that stop strings or calls may end; a token is spoken if it is by all."""
     is_sound: bool = True
     """False once a hidden state was not finite, given or not."""
     has_computed: bool = False
@@ -112,14 +133,20 @@ class RowRelease:
 
     @property
     def limit(self) -> int:
-        """Rows of positions from here on are not given (yet): P, then P + n_out - 1, or those of tokens that stay."""
-        known = max(self.reply_tokens - 1, 0)
-        return self.prompt_tokens + (known if self.cut is None else min(known, self.cut.kept))
+        """Rows of positions from here on are not given (yet): P, then P + n_out - 1, or those of spoken tokens."""
+        return self.prompt_tokens + min((max(self.reply_tokens - 1, 0), *(cut.kept for cut in self.cuts)))
 
     @property
     def held_rows(self) -> int:
         """Rows of device memory held back now."""
         return sum(len(piece.rows) for piece in self.held if piece.rows is not None)
+
+    def drop_if_spoken(self) -> bool:
+        """To be asked once nothing more is spoken: return True if all rows of what is were given; drop the others."""
+        is_over = self.next_position == self.prompt_tokens + min(cut.kept for cut in self.cuts)
+        if is_over:
+            self.held.clear()
+        return is_over
 
     def pop_pieces(self) -> list[Piece]:
         """Return the pieces that may be given now, without gaps; each position only once."""

@@ -12,6 +12,7 @@ from triton_omni.session.engine import Sampling
 from triton_omni.vllm_hooks.shared.compat import RequestOutputKind, StructuredOutputsParams
 from triton_omni.vllm_hooks.shared.sampling import drawing, seed_args
 from triton_omni.vllm_hooks.thinker.json_schemas import CheckedParams
+from triton_omni.vllm_hooks.thinker.tool_grammar import tool_grammar
 
 
 def end_ids(thinker_config: Any) -> list[int]:
@@ -32,12 +33,11 @@ def to_parameters(sampling: Sampling, ends: Sequence[int]) -> CheckedParams:
     Raises:
         VLLMValidationError: a value is out of range.
     """
-    schema = sampling.json_schema
     return CheckedParams(
         **drawing(sampling),
         logit_bias=dict(sampling.logit_bias) or None,
         stop=list(sampling.stop),
-        structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+        structured_outputs=_structure(sampling),
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         # The end ids are HF's, whatever the tokenizer calls its end.
@@ -49,3 +49,10 @@ def to_parameters(sampling: Sampling, ends: Sequence[int]) -> CheckedParams:
         # Made for this request alone: vLLM need not copy all that it holds.
         skip_clone=True,
     )
+
+
+def _structure(sampling: Sampling) -> StructuredOutputsParams | None:
+    """What the reply is held to; None = nothing."""
+    if sampling.tools is not None:
+        return StructuredOutputsParams(grammar=tool_grammar(sampling.tools, sampling.json_schema))
+    return None if sampling.json_schema is None else StructuredOutputsParams(json=sampling.json_schema)

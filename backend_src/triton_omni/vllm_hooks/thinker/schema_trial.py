@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries a JSON schema in a process of its own: llguidance ends its process by some schemas, and others take it minutes.
+"""Tries JSON schemas in a process of their own: some end llguidance's process, and others take it minutes.
 
 The process is given seconds of CPU time and bytes of memory. Its verdict on a schema holds for the thinker's process,
 which compiles the same schema with less of both.
@@ -12,7 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -36,10 +36,15 @@ class Verdict(NamedTuple):
     path: str = ""
     """The key at fault, below the schema; empty = not a single one."""
     is_too_costly: bool = False
+    number: int = 0
+    """Of the schemas tried together the first at fault."""
 
 
-def try_schema(schema: str) -> Verdict:
-    """Compile a schema elsewhere; safe to call from many threads.
+def try_schemas(schemas: Sequence[str]) -> Verdict:
+    """Compile schemas elsewhere, one after the other; safe to call from many threads.
+
+    Args:
+        schemas: JSON of each, in one line. A string in place of an object is a whole grammar.
 
     Raises:
         RuntimeError: the process could not do its work.
@@ -47,50 +52,60 @@ def try_schema(schema: str) -> Verdict:
     # An interpreter that is embedded, as in Triton's stub, does not know what program would start it.
     command = [str(Path(sys.prefix) / "bin" / "python3"), "-m", __name__]
     try:
-        ended = subprocess.run(command, input=schema.encode(), capture_output=True, timeout=_WITHIN_S, check=False)
+        content = "\n".join(schemas).encode()
+        ended = subprocess.run(command, input=content, capture_output=True, timeout=_WITHIN_S, check=False)
     except subprocess.TimeoutExpired:
         return Verdict(f"it takes more than {_WITHIN_S:g} s", is_too_costly=True)
-    lines = ended.stdout.splitlines()
-    if lines:
-        # A process that ended while it looked for the key has said what is wrong.
-        return Verdict(json.loads(lines[0]), json.loads(lines[1]) if len(lines) > 1 else "")
+    reasons = [json.loads(line) for line in ended.stdout.splitlines()]
+    for number, reason in enumerate(reasons):
+        if reason:
+            # A process that ended while it looked for the key has said what is wrong.
+            return Verdict(reason, "".join(reasons[number + 1 :]), number=number)
+    if len(reasons) == len(schemas):
+        return Verdict()
     if ended.returncode >= 0:
         raise RuntimeError(f"a schema could not be tried: {ended.stderr.decode(errors='replace')}")
-    return _verdict_on_end(-ended.returncode)
+    return _verdict_on_end(-ended.returncode)._replace(number=len(reasons))
 
 
-def _verdict_on_end(number: int) -> Verdict:
-    if number in (signal.SIGXCPU, signal.SIGKILL):
+def _verdict_on_end(ended_by: int) -> Verdict:
+    if ended_by in (signal.SIGXCPU, signal.SIGKILL):
         return Verdict(f"it takes more than {CPU_SECONDS} s of CPU time", is_too_costly=True)
-    if number == signal.SIGABRT:
+    if ended_by == signal.SIGABRT:
         return Verdict(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory", is_too_costly=True)
-    if number == signal.SIGSEGV:
+    if ended_by == signal.SIGSEGV:
         return Verdict(f"it takes more than {STACK_BYTES >> 10} KiB of stack", is_too_costly=True)
-    return Verdict(f"its compiler crashed ({signal.Signals(number).name})")
+    return Verdict(f"its compiler crashed ({signal.Signals(ended_by).name})")
 
 
 # In the process.
 
 
 def main() -> None:
-    """Say of the schema on standard input, in lines of JSON, why it cannot be used and which key is at fault."""
+    """Say of each schema on standard input, in lines of JSON, why it cannot be used; of the first that cannot, also
+    which key is at fault.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
-    schema = sys.stdin.buffer.read().decode()
-    reason = why_not(schema)
-    print(json.dumps(_in_our_words(reason)), flush=True)
-    if reason:
-        print(json.dumps(key_at_fault(json.loads(schema), reason)))
+    for schema in sys.stdin.buffer.read().decode().split("\n"):
+        reason = why_not(schema)
+        print(json.dumps(_in_our_words(reason)), flush=True)
+        if reason:
+            print(json.dumps(key_at_fault(json.loads(schema), reason)))
+            return
 
 
 def why_not(schema: str) -> str:
-    """The compiler's reason against a schema, or against its first token, in one line; empty = none."""
+    """The compiler's reason against a schema or a grammar, or its first token, in one line; empty = none."""
     import llguidance
 
     try:
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=_OPTIONS)
+        if schema.startswith('"'):
+            grammar = llguidance.LLMatcher.grammar_from_lark(json.loads(schema))
+        else:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=_OPTIONS)
     except ValueError as error:
         return str(error)
     # A vocabulary of single bytes: what a schema costs and whether it compiles does not depend on the words.
@@ -101,10 +116,12 @@ def why_not(schema: str) -> str:
     return " ".join(found.partition("<backtrace>")[0].split())
 
 
-def key_at_fault(schema: dict[str, Any], reason: str) -> str:
-    """The path of the key, or of the schema, which is refused for the same reason by itself."""
+def key_at_fault(schema: dict[str, Any] | str, reason: str) -> str:
+    """The path of the key, or of the schema, which is refused for the same reason by itself; a grammar has none."""
     from triton_omni.request.strict_json import key_step
 
+    if isinstance(schema, str):
+        return ""
     # A part is tried beside what it may refer to.
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     path: str

@@ -6,11 +6,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
+from collections.abc import Sequence
 from typing import Final
 
 from cachetools import LRUCache
 
-from triton_omni.vllm_hooks.thinker.schema_trial import Verdict, try_schema
+from triton_omni.vllm_hooks.thinker.schema_trial import Verdict, try_schemas
 
 KEPT: Final = 256
 """Verdicts; most callers ask for the same few schemas again and again."""
@@ -28,18 +29,18 @@ class SchemaVerdicts:
         self._secret = secrets.token_bytes(32)
         self._lock = threading.Lock()
 
-    def of(self, schema: str, salt: str | None = None) -> Verdict:
-        """Return the verdict on a schema, which is tried unless that is known.
+    def of(self, schemas: Sequence[str], salt: str | None = None) -> Verdict:
+        """Return the verdict on schemas that belong together, which are tried unless that is known.
 
         Raises:
-            RuntimeError: see `try_schema`.
+            RuntimeError: see `try_schemas`.
         """
-        key = hashlib.blake2b(repr((salt, schema)).encode(), key=self._secret).digest()
+        key = hashlib.blake2b(repr((salt, *schemas)).encode(), key=self._secret).digest()
         with self._lock:
             known = self._verdicts.get(key)
         if known is not None:
             return known
-        found = try_schema(schema)
+        found = try_schemas(schemas)
         # Another reason quotes the schema.
         if not found.reason or found.is_too_costly:
             with self._lock:

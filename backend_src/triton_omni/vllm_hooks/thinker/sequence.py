@@ -6,8 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from triton_omni.session.engine import FinishReason, Sampling
 from triton_omni.vllm_hooks.shared.compat import CompletionOutput
-from triton_omni.vllm_hooks.thinker.row_release import RowRelease
+from triton_omni.vllm_hooks.thinker.row_release import Cut, RowRelease, StopCut
+from triton_omni.vllm_hooks.thinker.tool_calls import CallReader
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,67 @@ class Sequence:
     structured: Any
     """vLLM's `StructuredOutputRequest`, or None where there is no schema."""
 
+    speech: Speech
+
     def count(self, news: CompletionOutput) -> None:
         """Take note of the tokens that a step gave, of which there is one at most."""
         self.release.reply_tokens += len(news.token_ids)
-        cut = self.release.cut
-        if cut is None:
-            return
-        length = len(self.detokenizer.output_text)
+        self.speech.count(news, len(self.detokenizer.output_text))
+
+    @property
+    def is_sound(self) -> bool:
+        """False if a call was drawn from values that are not finite: its rows, which nobody gets, tell it."""
+        return self.release.is_sound or not self.speech.is_over
+
+    @property
+    def rows_done(self) -> bool:
+        """True once all rows were given, though tokens of calls may come."""
+        return self.speech.is_over and self.release.drop_if_spoken()
+
+
+class Speech:
+    """The part of a reply that is spoken: what precedes stop strings and calls.
+
+    Args:
+        sampling: of the reply.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        may_call = sampling.tools is not None and sampling.tools.max_calls
+        self.reader = CallReader() if may_call else None
+        """None = the reply calls nothing."""
+        self._stop = StopCut(sampling.stop) if sampling.stop else None
+        self._call = Cut() if may_call else None
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """What cuts it off."""
+        return tuple(cut for cut in (self._stop, self._call) if cut is not None)
+
+    @property
+    def is_over(self) -> bool:
+        """True once a call has begun."""
+        return self.reader is not None and self.reader.has_begun
+
+    def count(self, news: CompletionOutput, length: int) -> None:
+        """Take note of the news of a step, after which the text has `length` characters."""
+        is_last = news.finish_reason is not None
         if news.token_ids:
-            cut.count_token(length)
-        if news.finish_reason is not None:
-            cut.close(None if stop_string_of(news) is None else length)
+            for cut in self.cuts:
+                cut.count_token(length)
+        if self._stop is not None and is_last:
+            self._stop.close(None if stop_string_of(news) is None else length)
+        if self.reader is None or self._call is None:
+            return
+        self.reader.feed(news.text, is_last=is_last)
+        if is_last and not self.is_over:
+            self._call.keep_all()
+        else:
+            self._call.keep_before(self.reader.said)
+
+    def why_finished(self, reason: FinishReason) -> FinishReason:
+        """Return the reason as the client gets it, of one of vLLM's."""
+        return "tool_calls" if reason == "stop" and self.is_over else reason
 
 
 def stop_string_of(completion: CompletionOutput) -> str | None:
