@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -33,7 +33,8 @@ from .errors import OF_THE_SERVER, CutOff, GatewayError, from_client
 from .field_names import SPEECH_NAMES, chat_names
 from .metrics import Metrics
 from .pool import PooledStream, ServerPool
-from .replies import ChatChunks, Head, Spoken, completion, event, finish_reason, speech_delta, speech_done
+from .replies import ChatChunks, Head, Spoken, completion, event, speech_delta, speech_done
+from .request_log import note_end, note_error, note_times
 from .schemas import ChatRequest, SpeechRequest, parse
 from .settings import GatewaySettings
 from .sound import MEDIA_TYPES, SoundEncoder
@@ -89,10 +90,11 @@ class Gateway:
         is_ready = error.code not in OF_THE_SERVER or await self.ready()
         return from_client(error, http.state.naming, http.state.request_id, is_ready=is_ready)
 
-    async def _failed(self, http: HttpRequest, error: OmniClientError) -> bytes:
+    async def failed(self, http: HttpRequest, error: OmniClientError) -> bytes:
         """The event of an error inside a stream; its status is what is counted."""
         meant = await self.meaning(http, error)
         http.scope["state"]["status"] = meant.status
+        note_error(http.scope, meant)
         logger.error("%s failed while its answer was sent: %s", http.state.request_id, meant.message)
         return event(meant.body())
 
@@ -167,9 +169,9 @@ class Gateway:
         return Opened(await until_gone(http.receive, _first(stream, kinds)), stream)
 
     async def _whole_chat(self, http: HttpRequest, request: Request, head: Head, spoken: Spoken | None) -> Response:
-        async with self._counted(self._pool.stream(request)) as stream:
+        async with self.counted(http, request) as stream:
             reply = await until_gone(http.receive, stream.collect())
-        _log_end(http, reply.info)
+        note_end(http, reply.info)
         if spoken is not None:
             self._transcripts.keep(spoken.audio_id, spoken.expires_at, reply.text)
         return JSONResponse(await asyncio.to_thread(completion, head, reply, spoken))
@@ -178,7 +180,7 @@ class Gateway:
         self, http: HttpRequest, opened: Opened, chunks: ChatChunks, spoken: Spoken | None
     ) -> AsyncGenerator[bytes, None]:
         try:
-            async with self._counted(opened.stream):
+            async with self._closing(http, opened.stream):
                 yield chunks.begin()
                 async for delta in opened.deltas():
                     # Encoding takes milliseconds, and must not hold up the speech of others.
@@ -187,13 +189,13 @@ class Gateway:
                     for part in parts:
                         yield part
         except OmniClientError as error:
-            yield await self._failed(http, error)
+            yield await self.failed(http, error)
             return
         finally:
             # Also of a reply that was cut off: the caller may go on from what it heard.
             if spoken is not None:
                 self._transcripts.keep(spoken.audio_id, spoken.expires_at, chunks.text)
-        _log_end(http, chunks.info)
+        note_end(http, chunks.info)
         for part in chunks.end():
             yield part
 
@@ -202,7 +204,7 @@ class Gateway:
     ) -> AsyncGenerator[bytes, None]:
         info: Info | None = None
         try:
-            async with self._counted(opened.stream):
+            async with self._closing(http, opened.stream):
                 async for delta in opened.deltas():
                     if isinstance(delta, AudioDelta):
                         if data := await asyncio.to_thread(encoder.feed, delta.samples):
@@ -210,36 +212,41 @@ class Gateway:
                     elif isinstance(delta, Info):
                         info = delta
         except OmniClientError as error:
-            yield await self._failed(http, error)
+            yield await self.failed(http, error)
             return
         if rest := encoder.end():
             yield speech_delta(rest)
-        _log_end(http, info)
+        note_end(http, info)
         yield speech_done(info, seed)
 
     async def _sound(self, http: HttpRequest, opened: Opened, encoder: SoundEncoder) -> AsyncGenerator[bytes, None]:
         try:
-            async with self._counted(opened.stream):
+            async with self._closing(http, opened.stream):
                 async for delta in opened.deltas():
                     if isinstance(delta, AudioDelta):
                         if data := await asyncio.to_thread(encoder.feed, delta.samples):
                             yield data
                     elif isinstance(delta, Info):
-                        _log_end(http, delta)
+                        note_end(http, delta)
         except OmniClientError as error:
-            await self._failed(http, error)
+            await self.failed(http, error)
             raise CutOff from error
         if rest := encoder.end():
             yield rest
 
+    def counted(self, http: HttpRequest, request: Request) -> AbstractAsyncContextManager[PooledStream]:
+        """Send a request; its stream is closed and counted at the end, which cancels what has not ended."""
+        return self._closing(http, self._pool.stream(request))
+
     @asynccontextmanager
-    async def _counted(self, stream: PooledStream) -> AsyncIterator[PooledStream]:
-        """The stream, closed and counted at the end: closing it early cancels its request on the server."""
+    async def _closing(self, http: HttpRequest, stream: PooledStream) -> AsyncIterator[PooledStream]:
         try:
             async with stream:
                 yield stream
         finally:
-            self._metrics.replied(stream.timings())
+            timings = stream.timings()
+            self._metrics.replied(timings)
+            note_times(http, timings)
 
 
 async def _first(stream: PooledStream, kinds: tuple[type, ...]) -> Delta | None:
@@ -257,10 +264,3 @@ async def _first(stream: PooledStream, kinds: tuple[type, ...]) -> Delta | None:
 def _traced(request: Request, http: HttpRequest) -> Request:
     """The request as a part of its caller's trace, which a header of W3C's names."""
     return replace(request, traceparent=http.headers.get("traceparent", "")[:_LONGEST_TRACEPARENT])
-
-
-def _log_end(http: HttpRequest, info: Info | None) -> None:
-    """Log that a limit cut a reply off, which sound has no place to tell."""
-    if finish_reason(info) == "length":
-        reasons = ", ".join(f"{stage}: {reason}" for stage, reason in (info.finish_reason if info else {}).items())
-        logger.info("%s was cut off by a limit (%s)", http.state.request_id, reasons)
