@@ -11,6 +11,7 @@ from starlette.types import Scope
 
 from triton_omni_client import Info, Timings
 
+from .connection import CLIENT_GONE
 from .errors import GatewayError
 from .replies import finish_reason
 
@@ -58,7 +59,7 @@ def log_request(scope: Scope, status: int, seconds: float, key: str) -> None:
         "method": scope["method"][:LONGEST_PATH],
         "path": scope["path"][:LONGEST_PATH],
         "status": status,
-        "reason": None,
+        "reason": "caller_left" if status == CLIENT_GONE else None,
         "key": key or None,
         "peer": (scope.get("client") or ("",))[0],
         "seconds": round(seconds, 3),
