@@ -131,6 +131,7 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
         transcription_prompt=given.transcription_prompt,
         translation_prompt=given.translation_prompt,
         max_recording_seconds=given.max_recording_seconds,
+        window_seconds=given.window_seconds,
     )
     keys = read_keys(os.environ, given.api_keys)
     return Command(
@@ -202,14 +203,12 @@ def _add_limits(parser: _Parser, default: GatewaySettings) -> None:
     mib = default.max_body_bytes // MIB
     body = f"MiB of one request's body; a larger one is refused (default {mib})"
     parser.add_argument("--max-body-mib", type=_whole(1), default=mib, metavar="N", help=body)
-    longest = f"seconds of a recording to be written down (default {default.max_recording_seconds:g})"
+    longest = f"seconds of a recording to be written down (default {default.max_recording_seconds})"
     parser.add_argument(
-        "--max-recording-seconds",
-        type=_whole(1),
-        default=default.max_recording_seconds,
-        metavar="N",
-        help=longest,
+        "--max-recording-seconds", type=_whole(1), default=default.max_recording_seconds, metavar="N", help=longest
     )
+    heard = f"seconds of a recording that the model hears at once, at most (default {default.window_seconds:g})"
+    parser.add_argument("--window-seconds", type=_whole(1), default=default.window_seconds, metavar="N", help=heard)
     opened = f"connections open at once; the longest idle one makes room (default {default.max_connections})"
     parser.add_argument("--max-connections", type=_whole(1), default=default.max_connections, metavar="N", help=opened)
     parser.add_argument(

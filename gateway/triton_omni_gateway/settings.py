@@ -80,7 +80,7 @@ class GatewaySettings:
     """Longest part of a recording that the model hears at once; it is cut at its quietest moments."""
     windows_at_once: int = 4
     """Windows of one recording that are asked for at once."""
-    max_recording_seconds: float = 7200.0
+    max_recording_seconds: int = 7200
     """Longest recording."""
     recording_cpu_seconds: int = 120
     """CPU seconds that one recording may take to decode."""
@@ -106,6 +106,8 @@ class GatewaySettings:
                 raise SettingsError(f"--allow-origin must be SCHEME://HOST[:PORT] in lower case, or * (got {origin!r})")
         if TEXT_MARK not in self.speech_prompt:
             raise SettingsError(f"--speech-prompt has no {TEXT_MARK}, the place of the text to read")
+        if self.window_seconds < 1:
+            raise SettingsError(f"--window-seconds must be at least 1 (got {self.window_seconds:g})")
         if not (self.transcription_prompt and self.translation_prompt):
             raise SettingsError("--transcription-prompt and --translation-prompt must not be empty")
         for option in (
@@ -118,7 +120,6 @@ class GatewaySettings:
             "send_timeout_s",
             "max_transcripts",
             "transcript_seconds",
-            "window_seconds",
             "windows_at_once",
             "max_recording_seconds",
             "recording_cpu_seconds",

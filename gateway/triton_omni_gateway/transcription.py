@@ -70,13 +70,13 @@ def whole(segments: Sequence[Segment]) -> Json:
 
 def verbose(segments: Sequence[Segment], task: Task, language: str | None, temperature: float | None) -> Json:
     """The answer `verbose_json`; the model tells neither the language nor how sure it is."""
-    seconds = segments[-1].end
+    seconds = round(segments[-1].end, 3)
     told = [
         {
             "id": number,
             "seek": round(segment.begin * 100),
-            "start": segment.begin,
-            "end": segment.end,
+            "start": round(segment.begin, 3),
+            "end": round(segment.end, 3),
             "text": segment.text,
             "tokens": [],
             "temperature": temperature or 0.0,

@@ -43,7 +43,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
     options += " --allow-host Omni.lan --allow-host gateway --voice nova=Ethan --voice robot=Chelsie"
     options += " --allow-origin https://app.example --allow-origin http://localhost:3000"
     options += " --max-recording-seconds 600 --transcription-prompt Words! --translation-prompt English!"
-    options += " --log-format json"
+    options += " --log-format json --window-seconds 5"
     command = parse_command([*options.split(), "--speech-prompt", "Say {input}", "--api-keys", str(keys)])
     assert command.settings == GatewaySettings(
         triton_urls=("triton:9001", "other:9001"),
@@ -60,6 +60,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
         transcription_prompt="Words!",
         translation_prompt="English!",
         max_recording_seconds=600,
+        window_seconds=5,
     )
     assert (command.port, command.grace_s, command.log_format) == (0, 4, "json")
     callers = [command.keys.caller(f"Bearer {key}") for key in ("one", "two", "# ours", "")]
