@@ -104,12 +104,9 @@ class GatewaySettings:
         for origin in self.origins:
             if origin != ALL_ORIGINS and not _ORIGIN.fullmatch(origin):
                 raise SettingsError(f"--allow-origin must be SCHEME://HOST[:PORT] in lower case, or * (got {origin!r})")
-        if TEXT_MARK not in self.speech_prompt:
-            raise SettingsError(f"--speech-prompt has no {TEXT_MARK}, the place of the text to read")
+        self._check_prompts()
         if self.window_seconds < 1:
             raise SettingsError(f"--window-seconds must be at least 1 (got {self.window_seconds:g})")
-        if not (self.transcription_prompt and self.translation_prompt):
-            raise SettingsError("--transcription-prompt and --translation-prompt must not be empty")
         for option in (
             "max_requests",
             "max_connections",
@@ -127,3 +124,9 @@ class GatewaySettings:
         ):
             if getattr(self, option) <= 0:
                 raise SettingsError(f"{option} must be positive (got {getattr(self, option)})")
+
+    def _check_prompts(self) -> None:
+        if TEXT_MARK not in self.speech_prompt:
+            raise SettingsError(f"--speech-prompt has no {TEXT_MARK}, the place of the text to read")
+        if not (self.transcription_prompt and self.translation_prompt):
+            raise SettingsError("--transcription-prompt and --translation-prompt must not be empty")

@@ -118,6 +118,7 @@ def test_an_empty_source_of_keys_does_not_open_the_gateway(text: str, tmp_path: 
         (["--allow-origin", "app.example"], "--allow-origin must be SCHEME://HOST"),
         (["--allow-origin", "https://app.example/"], "got 'https://app.example/'"),
         (["--model-name", ""], "--model-name"),
+        (["--transcription-prompt", ""], "--transcription-prompt and --translation-prompt must not be empty"),
         (["--api-keys", "/nowhere/keys"], "/nowhere/keys: cannot be read: No such file or directory\n"),
     ],
 )
@@ -160,6 +161,8 @@ def test_settings_that_are_no_options_are_checked_too(field: str) -> None:
         GatewaySettings(**{field: 0})
     with pytest.raises(SettingsError, match=r"--min-priority must be -100 to 100 \(got 101\)"):
         GatewaySettings(min_priority=101)
+    with pytest.raises(SettingsError, match=r"--window-seconds must be at least 1 \(got 0.5\)"):
+        GatewaySettings(window_seconds=0.5)
 
 
 def test_a_taken_port_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
