@@ -29,11 +29,12 @@ from triton_omni_client import (
 from triton_omni_client.messages import MODEL
 
 from .connection import FlowingResponse, read_body, until_gone
+from .connections import TRAILERS
 from .errors import OF_THE_SERVER, CutOff, GatewayError, from_client
 from .field_names import SPEECH_NAMES, chat_names
 from .metrics import Metrics
 from .pool import PooledStream, ServerPool
-from .replies import ChatChunks, Head, Spoken, completion, event, speech_delta, speech_done
+from .replies import ChatChunks, Head, Spoken, completion, event, finish_reason, speech_delta, speech_done
 from .request_log import note_end, note_error, note_times
 from .schemas import ChatRequest, SpeechRequest, parse
 from .settings import GatewaySettings
@@ -46,6 +47,8 @@ _LONGEST_TRACEPARENT = 64
 _PARSED_AT_ONCE = 1 << 18
 """Bytes of a body that is parsed in a millisecond or so; a larger one must not hold up everybody's speech."""
 SEED_HEADER = "x-seed"
+END_TRAILER = "x-finish-reason"
+"""Header after a sound that tells why it ended."""
 DRAWN_SEED_BITS = 53
 """Bits of a drawn seed, as in the server: JSON readers hold larger integers as inexact doubles."""
 logger = logging.getLogger("uvicorn.error")
@@ -149,7 +152,7 @@ class Gateway:
         if speech.stream_format == "sse":
             events = self._speech_events(http, opened, encoder, seed)
             return FlowingResponse(events, EVENTS, self._settings.send_timeout_s, headers)
-        sound = self._sound(http, opened, encoder)
+        sound, headers = self._sound(http, opened, encoder), {**headers, "Trailer": END_TRAILER}
         return FlowingResponse(sound, MEDIA_TYPES[sound_format], self._settings.send_timeout_s, headers)
 
     async def _read(self, http: HttpRequest, schema: type[Schema]) -> Schema:
@@ -228,6 +231,8 @@ class Gateway:
                             yield data
                     elif isinstance(delta, Info):
                         note_end(http, delta)
+                        reason = finish_reason(delta).encode()
+                        http.scope["state"].get(TRAILERS, []).append((END_TRAILER.encode(), reason))
         except OmniClientError as error:
             await self.failed(http, error)
             raise CutOff from error

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from client_fakes import INFO, FakeTriton, chunk, failure, final, serve_grpc
-from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
+from gateway_fakes import MODEL, TIMEOUT_S, USER, RunningGateway, run_gateway
+from triton_omni_client.audio import pcm16_from_waveform
 
 SOUND = np.full(480, 0.25, np.float32)
 SPEECH = "/v1/audio/speech"
@@ -60,6 +62,27 @@ def test_a_reply_that_a_limit_cut_off_says_so(
     done = json.loads(answers[0].text.split("\n\n")[-2].removeprefix("data: "))
     assert (done["type"], done["finish_reason"]) == ("speech.audio.done", told)
     assert answers[3].json()["choices"][0]["finish_reason"] == told
+
+
+def raw(gateway: RunningGateway, version: str) -> bytes:
+    """An answer as it is sent."""
+    body = json.dumps({**ASKED, "response_format": "pcm"})
+    head = f"POST {SPEECH} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((gateway.http.base_url.host, gateway.http.base_url.port or 0), TIMEOUT_S) as caller:
+        caller.sendall(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
+        return b"".join(iter(lambda: caller.recv(65_536), b""))
+
+
+@pytest.mark.parametrize("told", ["stop", "length"])
+def test_a_sound_is_followed_by_why_it_ended(triton: FakeTriton, gateway: RunningGateway, told: str) -> None:
+    triton.script = ending(thinker="stop", talker=told)
+    answer = raw(gateway, "1.1")
+    assert b"\r\ntrailer: x-finish-reason\r\n" in answer.lower()
+    assert answer.endswith(f"\r\n0\r\nx-finish-reason: {told}\r\n\r\n".encode())
+    old = raw(gateway, "1.0")  # which has no trailers
+    assert old.startswith(b"HTTP/1.1 200 ")
+    assert old.endswith(pcm16_from_waveform(SOUND))
+    assert gateway.post(ASKED, SPEECH).status_code == gateway.post(ASKED, SPEECH).status_code == 200
 
 
 KINDS: dict[str, Callable[[RunningGateway], httpx.Response]] = {
