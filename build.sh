@@ -547,7 +547,7 @@ command_gateway() {
     if gateway_needs_server "$@"; then
         start_server gateway
         # That checkpoint knows no other words for it.
-        [[ $OMNI_MODEL != "$ROOT/training/mini" ]] || set -- --speech-prompt 'Say: {input}' "$@"
+        [[ $OMNI_MODEL != "$ROOT/training/mini" ]] || set -- --speech-prompt 'Say: {input}' --window-seconds 5 "$@"
         set -- --url "$GRPC_URL" "$@"
     fi
     # In a session of its own Ctrl-C reaches this script alone, which ends the gateway and then its server.

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 
+from media_samples import audio_file
 from triton_omni_gateway import GatewaySettings
 from triton_omni_gateway.keys import ApiKeys
 from triton_omni_gateway.server import Command, GatewayServer, bind, make_server
@@ -27,7 +28,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"model": MODEL, "messages": USER, "stream": True}),
     ("/v1/audio/speech", {"model": MODEL, "input": "hello", "voice": "Ethan"}),
 ]
-"""All that a gateway can be asked for."""
+"""All that a gateway can be asked for by JSON."""
 TIMEOUT_S = 100.0
 """What a reply takes on a machine with other work, and more."""
 
@@ -54,6 +55,11 @@ class RunningGateway:
         content = json.dumps(body).encode() if isinstance(body, dict) else body
         headers = {"Content-Type": "application/json", **options.pop("headers", {})}
         return self.http.post(path, content=content, headers=headers, **options)
+
+    def transcribe(self, **fields: str) -> httpx.Response:
+        """Half a second of sound, to be written down, by hand."""
+        files = {"file": ("said.wav", audio_file("wav"))}
+        return self.http.post("/v1/audio/transcriptions", data={"model": MODEL, **fields}, files=files)
 
     def metric(self, line: str) -> float:
         """The value of one line of /metrics; 0 when it is not there."""
@@ -99,7 +105,7 @@ def run_gateway(
 
 def assert_not_now(gateway: RunningGateway) -> None:
     """Each request is refused in the gateway's own words, with a time to come back, since no server is ready."""
-    for path, body in ASKED:
-        answer = gateway.post(body, path)
+    answers = [gateway.post(body, path) for path, body in ASKED]
+    for answer in (*answers, gateway.transcribe(), gateway.transcribe(stream="true")):
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, NOT_NOW), answer.text
         assert int(answer.headers["retry-after"]) > 0

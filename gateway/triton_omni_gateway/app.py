@@ -21,17 +21,20 @@ from triton_omni_client import OmniClientError
 from .browser_page import add_page
 from .connection import CLIENT_GONE
 from .errors import SOON, ClientGone, GatewayError
+from .forms import FORM
 from .gate import Gate, error_response
 from .keys import ApiKeys
 from .metrics import Metrics
 from .pool import ServerPool
+from .request_log import note_error
 from .schemas import ChatRequest, SpeechRequest
 from .service import Gateway
 from .settings import GatewaySettings
+from .transcriber import Transcriber, TranscriptionRequest, TranslationRequest
 from .transcripts import Transcripts
 from .translate import check_model
 
-_BODIES: tuple[type[BaseModel], ...] = (ChatRequest, SpeechRequest)
+_BODIES: tuple[type[BaseModel], ...] = (ChatRequest, SpeechRequest, TranscriptionRequest, TranslationRequest)
 _SCHEMAS = "#/components/schemas/"
 _SHOWN = 80
 """Characters of a method or path in a refusal."""
@@ -68,11 +71,13 @@ def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAP
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with pool.running():
             app.state.gateway = Gateway(settings, pool, transcripts, metrics)
+            app.state.transcriber = Transcriber(app.state.gateway, settings, metrics)
             yield
 
     # Its pages of documentation would load scripts from elsewhere.
     app = GatewayApp(title="triton-omni gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_model_routes(app)
+    _add_recording_routes(app)
     _add_list_routes(app, settings)
     _add_voice_route(app, settings)
     _add_operator_routes(app, metrics)
@@ -96,8 +101,8 @@ def _gateway(request: Request) -> Gateway:
     return cast(Gateway, request.app.state.gateway)
 
 
-def _body_of(schema: type[BaseModel]) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{schema.__name__}"}}}
+def _body_of(schema: type[BaseModel], media_type: str = "application/json") -> dict[str, Any]:
+    content = {media_type: {"schema": {"$ref": f"{_SCHEMAS}{schema.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
@@ -111,6 +116,21 @@ def _add_model_routes(app: FastAPI) -> None:
     async def audio_speech(request: Request) -> Response:
         """A text read aloud by the model, streamed."""
         return await _gateway(request).speech(request)
+
+
+def _add_recording_routes(app: FastAPI) -> None:
+    def transcriber(request: Request) -> Transcriber:
+        return cast(Transcriber, request.app.state.transcriber)
+
+    @app.post("/v1/audio/transcriptions", openapi_extra=_body_of(TranscriptionRequest, FORM))
+    async def transcriptions(request: Request) -> Response:
+        """The words of a recording, whole or streamed."""
+        return await transcriber(request).transcription(request)
+
+    @app.post("/v1/audio/translations", openapi_extra=_body_of(TranslationRequest, FORM))
+    async def translations(request: Request) -> Response:
+        """What a recording says, in English."""
+        return await transcriber(request).translation(request)
 
 
 def _add_list_routes(app: FastAPI, settings: GatewaySettings) -> None:
@@ -171,13 +191,17 @@ def _served(app: FastAPI) -> list[str]:
 
 
 def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(GatewayError)
-    async def refused(_request: Request, error: GatewayError) -> Response:
+    def told(request: Request, error: GatewayError) -> Response:
+        note_error(request.scope, error)
         return error_response(error)
+
+    @app.exception_handler(GatewayError)
+    async def refused(request: Request, error: GatewayError) -> Response:
+        return told(request, error)
 
     @app.exception_handler(OmniClientError)
     async def failed(request: Request, error: OmniClientError) -> Response:
-        return error_response(await _gateway(request).meaning(request, error))
+        return told(request, await _gateway(request).meaning(request, error))
 
     @app.exception_handler(ClientGone)
     async def gone(_request: Request, _error: ClientGone) -> Response:
@@ -187,4 +211,4 @@ def _add_errors(app: FastAPI) -> None:
     async def no_route(request: Request, error: HTTPException) -> Response:
         asked = ascii(f"{request.method[:_SHOWN]} {request.url.path[:_SHOWN]}")[1:-1]
         said = f"Invalid URL ({asked}): {error.detail}; this gateway has {', '.join(_served(app))}."
-        return error_response(GatewayError(error.status_code, said, headers=error.headers or {}))
+        return told(request, GatewayError(error.status_code, said, headers=error.headers or {}))

@@ -29,6 +29,8 @@ _OTHER_FILES = 128
 """Open at once beside the callers' connections: those to Triton, listening sockets, the page's files."""
 SMALL_CHUNKS, CHUNK_BYTES = 4096, 1024
 """A body may come in so many chunks, and in one more for each so many bytes: a chunk takes as long as a KiB or two."""
+TRAILERS = "trailers"
+"""Under this name a request's state has the list of headers that are sent after an answer of unknown length."""
 _LENGTHS = {b"content-length", b"transfer-encoding"}
 logger = logging.getLogger("uvicorn.error")
 
@@ -43,6 +45,14 @@ class _BoundedParser(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self._chunks = self._bytes = 0
+        self.trailers: list[tuple[bytes, bytes]] = []
+        """Headers after the answer, for what is known at its end alone; uvicorn has no way to send any."""
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]  # it is overloaded there
+        """See h11."""
+        if isinstance(event, h11.EndOfMessage) and self.their_http_version == b"1.1":
+            event = h11.EndOfMessage(headers=self.trailers)
+        return super().send(event)
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """See h11.
@@ -53,6 +63,7 @@ class _BoundedParser(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
+            self.trailers.clear()
             if {name for name, _ in event.headers} >= _LENGTHS:
                 raise h11.RemoteProtocolError("two lengths")
         elif isinstance(event, h11.Data):
@@ -80,7 +91,7 @@ class BoundedProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.conn = _BoundedParser()
+        self.conn: _BoundedParser = _BoundedParser()
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
         self._unsent = 0
@@ -132,6 +143,7 @@ class BoundedProtocol(H11Protocol):
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
+            self.cycle.scope["state"][TRAILERS] = self.conn.trailers
             self._watch()
         if not self.is_waiting and self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
             self.cycle.keep_alive = False

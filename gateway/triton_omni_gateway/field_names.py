@@ -103,6 +103,11 @@ class FieldNames:
 SPEECH_NAMES = FieldNames(_SPEECH, "input", "the request without its 'input'")
 """Names of speech requests, whose fields have one spelling each."""
 
+RECORDING_NAMES = FieldNames(
+    {**_BOTH, "messages": "prompt", "messages[0].content[1].text": "prompt"}, "prompt", "the request", ("file",)
+)
+"""Names of requests to write down or translate what is said."""
+
 
 def chat_names(chat: ChatRequest) -> FieldNames:
     """Return the names that the caller of a chat used; some fields have several spellings."""

@@ -14,9 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .browser_page import is_of_the_page
 from .errors import GatewayError, broken, overloaded, stopping, too_large, unauthorized
+from .forms import FORM, TAKES_FORM
 from .keys import ApiKeys
 from .metrics import Metrics
-from .origins import refuse_web_page
+from .origins import JSON, refuse_web_page
+from .request_log import log_request, note_error
 from .settings import GatewaySettings
 
 GUARDED = "/v1/"
@@ -56,7 +58,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD" and not is_of_the_page(scope["path"]):
+        method = scope["method"]
+        if method == "HEAD" and not is_of_the_page(scope["path"]):
             scope = {**scope, "method": "GET"}  # uvicorn, which knows the true one, sends no body
         begin, request_id = time.monotonic(), f"req_{secrets.token_hex(12)}"
         state = scope.setdefault("state", {})
@@ -72,19 +75,25 @@ class Gate:
             await self._apologise(scope, exchange, broken(request_id))
         finally:
             endpoint = scope["path"] if scope["path"] in self._endpoints else "other"
-            self._metrics.answered(endpoint, state["status"] or exchange.status, time.monotonic() - begin)
+            status, seconds = state["status"] or exchange.status, time.monotonic() - begin
+            self._metrics.answered(endpoint, status, seconds)
+            log_request({**scope, "method": method}, status, seconds, self._keys.name_of(state["caller"]))
 
     async def _apologise(self, scope: Scope, exchange: _Exchange, error: GatewayError) -> None:
+        note_error(scope, error)
         if not exchange.started:
             await error_response(error)(scope, exchange.receive, exchange.send)
 
     async def _answer(self, scope: Scope, exchange: _Exchange) -> None:
         if not (scope["method"] == "POST" and scope["path"].startswith(GUARDED)):
             refusal = self._refuse_caller(scope)
-            await (self._app if refusal is None else error_response(refusal))(scope, exchange.receive, exchange.send)
+            if refusal is None:
+                await self._app(scope, exchange.receive, exchange.send)
+            else:
+                await self._apologise(scope, exchange, refusal)
             return
         if (refusal := self._refuse(scope)) is not None:
-            await error_response(refusal)(scope, exchange.receive, exchange.send)
+            await self._apologise(scope, exchange, refusal)
             return
         self._in_flight += 1
         self._metrics.in_flight.set(self._in_flight)
@@ -99,7 +108,8 @@ class Gate:
         if not scope["path"].startswith(GUARDED):
             return None
         if not self._keys:
-            return refuse_web_page(headers, scope["method"], self._settings.host_names, self._settings.origins)
+            takes = FORM if scope["path"] in TAKES_FORM else JSON
+            return refuse_web_page(headers, scope["method"], self._settings.host_names, self._settings.origins, takes)
         authorization = headers.get("authorization", "")
         caller = self._keys.caller(authorization)
         if caller is None:

@@ -23,7 +23,10 @@ class ApiKeys:
     """
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests = tuple(_digest(key) for key in keys)
+        """Take keys, each of which may have a name after it."""
+        pairs = [key.split(None, 1) for key in keys]
+        self._digests = tuple(_digest(pair[0]) for pair in pairs)
+        self._names = {_digest(key).hex(): name for key, *names in pairs for name in names}
 
     def __bool__(self) -> bool:
         """True if requests need a key."""
@@ -44,6 +47,10 @@ class ApiKeys:
         matches = [digest for one in given for digest in self._digests if hmac.compare_digest(one, digest)]
         return matches[0].hex() if matches else None
 
+    def name_of(self, caller: str) -> str:
+        """The name of a caller's key for logs; a part of its digest if it has none, empty for no caller."""
+        return self._names.get(caller, f"key-{caller[:8]}" if caller else "")
+
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
@@ -51,6 +58,8 @@ def _digest(key: str) -> bytes:
 
 def read_keys(environment: Mapping[str, str], file: Path | None = None) -> ApiKeys:
     """The keys of `OMNI_API_KEYS` and of a file of one key a line (blank lines and `#` comments are skipped).
+
+    After a key and a space may stand its name, for logs.
 
     Raises:
         SettingsError: the file cannot be read, or either is there and holds no key.

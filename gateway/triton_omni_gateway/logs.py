@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log configuration of the gateway: uvicorn's lines on standard error, repeated ones counted, callers' texts cut."""
+"""Log configuration of the gateway: lines on standard error, plain or as JSON, repeated ones counted."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from pythonjsonlogger.json import JsonFormatter
 from uvicorn.config import LOGGING_CONFIG
+
+from .request_log import REQUESTS
 
 EVERY_S = 10.0
 """Between two lines of the same text."""
 _MOST_TEXTS = 64
-LONGEST_PART = 200
-"""Characters of a method or path in the log; a caller may send 32 KiB of it with each request."""
+FORMATS = ("plain", "json")
 
 
 class Repeats(logging.Filter):
@@ -50,22 +52,27 @@ class Repeats(logging.Filter):
             del self._seen[min(self._seen, key=lambda text: self._seen[text][0])]
 
 
-class ShortParts(logging.Filter):
-    """Cuts what a line of the access log has from a caller."""
+def log_config(log_format: str, level: str) -> dict[str, Any]:
+    """Return uvicorn's configuration, changed: all lines go to standard error, since standard output has the READY line
+    alone, and a request has one line (`request_log`).
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Always True: the line is written."""
-        if isinstance(record.args, tuple):
-            record.args = tuple(part[:LONGEST_PART] if isinstance(part, str) else part for part in record.args)
-        return True
-
-
-def log_config() -> dict[str, Any]:
-    """uvicorn's, but with all lines on standard error: standard output has the READY line alone."""
+    Args:
+        log_format: one of `FORMATS`.
+        level: lowest level of the requests' lines, which are of the level `info`.
+    """
     config = copy.deepcopy(LOGGING_CONFIG)
-    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
-    config["filters"] = {"repeats": {"()": Repeats}, "short parts": {"()": ShortParts}}
-    config["handlers"]["access"]["filters"] = ["short parts"]
+    del config["loggers"]["uvicorn.access"], config["handlers"]["access"], config["formatters"]["access"]
+    config["filters"] = {"repeats": {"()": Repeats}}
+    config["handlers"]["requests"] = copy.deepcopy(config["handlers"]["default"])
     config["handlers"]["default"]["filters"] = ["repeats"]
     config["loggers"]["asyncio"] = {"handlers": ["default"], "level": "WARNING", "propagate": False}
+    config["loggers"][REQUESTS] = {"handlers": ["requests"], "level": level.upper(), "propagate": False}
+    if log_format == "json":
+        names = {"levelname": "level", "name": "logger", "exc_info": "exception"}
+        config["formatters"]["default"] = {
+            "()": JsonFormatter,
+            "fmt": ["levelname", "name", "message"],
+            "rename_fields": names,
+            "timestamp": "time",
+        }
     return config

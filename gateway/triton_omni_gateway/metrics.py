@@ -35,6 +35,9 @@ class Metrics:
         self._seconds = self._histogram("request", "From a request to the end of its answer.")
         self._first_text = self._histogram("first_text", "From asking the Triton server to its first text.")
         self._first_audio = self._histogram("first_audio", "From asking the Triton server to its first audio.")
+        self.recorded = Counter(
+            "omni_gateway_recording_seconds", "Sound written down or translated, in seconds.", registry=self._registry
+        )
         self._audio = Counter("omni_gateway_audio_seconds", "Speech received, in seconds.", registry=self._registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:

@@ -16,13 +16,13 @@ from starlette.datastructures import Headers
 from .errors import GatewayError
 from .settings import ALL_ORIGINS
 
-_JSON = "application/json"
+JSON = "application/json"
 _LOCAL = "localhost"
 _WITHOUT_KEYS = "this gateway has no API keys, so that it"
 
 
 def refuse_web_page(
-    headers: Headers, method: str, names: Sequence[str], origins: Sequence[str] = ()
+    headers: Headers, method: str, names: Sequence[str], origins: Sequence[str] = (), takes: str = JSON
 ) -> GatewayError | None:
     """Why a request may come from a page of another origin; None where it cannot.
 
@@ -31,6 +31,7 @@ def refuse_web_page(
         method: of the request.
         names: host names that mean this gateway, beside `localhost` and every IP address.
         origins: those whose pages may ask.
+        takes: media type of bodies. A page may send a form without asking; its browser tells `Origin` then, too.
     """
     host = headers.get("host", "")
     if not _is_ours(host, names):
@@ -44,8 +45,8 @@ def refuse_web_page(
         )
         return _forbidden(f"{said}; --allow-origin takes those of one, --allow-host those of a name.")
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if method == "POST" and kind != _JSON:
-        said = f"The header Content-Type is {kind[:80]!a}: {_WITHOUT_KEYS} takes bodies of {_JSON} alone."
+    if method == "POST" and kind != takes:
+        said = f"The header Content-Type is {kind[:80]!a}: {_WITHOUT_KEYS} takes bodies of {takes} alone here."
         return GatewayError(415, said, code="unsupported_media_type")
     return None
 

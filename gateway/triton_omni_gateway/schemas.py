@@ -246,10 +246,10 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_context=False)) from error
+        raise refusal(error.errors(include_url=False, include_context=False)) from error
 
 
-def _refusal(problems: list[ErrorDetails]) -> GatewayError:
+def refusal(problems: list[ErrorDetails]) -> GatewayError:
     """The refusal of the first key at fault; of a union's branches, the one that was followed farthest."""
     of_key = [found for found in problems if found["loc"][:1] == problems[0]["loc"][:1]]
     problem = max(of_key, key=lambda found: len(found["loc"]))
@@ -276,7 +276,7 @@ def _shown(value: object) -> str:
     """A value of a body, in a sentence: a short one as it came."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
-    written = json.dumps(value)
+    written = json.dumps(value, default=lambda _: "a file")
     return written if len(written) <= _SHOWN_VALUE else f"{written[:_SHOWN_VALUE]}..."
 
 

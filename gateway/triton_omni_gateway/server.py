@@ -24,7 +24,7 @@ import uvicorn
 from .app import create_app
 from .connections import BoundedProtocol, allow_open_files
 from .keys import VARIABLE, ApiKeys, read_keys
-from .logs import log_config
+from .logs import FORMATS, log_config
 from .pool import ServerPool
 from .settings import MIB, PRIORITIES, TEXT_MARK, GatewaySettings, SettingsError
 
@@ -46,6 +46,7 @@ class Command:
     grace_s: int
     """Seconds that a stopping gateway gives the requests under way."""
     log_level: str
+    log_format: str = "plain"
     check: bool = False
     """End after all checks that need no Triton server."""
 
@@ -72,7 +73,8 @@ def make_server(command: Command, listening: socket.socket) -> GatewayServer:
         http=cast(Any, functools.partial(BoundedProtocol, command.settings)),
         ws="none",
         loop="asyncio",
-        log_config=log_config(),
+        log_config=log_config(command.log_format, command.log_level),
+        access_log=False,
         log_level=command.log_level,
         timeout_graceful_shutdown=command.grace_s,
         server_header=False,
@@ -126,9 +128,23 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
         host_names=tuple(name.lower() for name in given.allow_host),
         origins=tuple(given.allow_origin),
         speech_prompt=given.speech_prompt,
+        transcription_prompt=given.transcription_prompt,
+        translation_prompt=given.translation_prompt,
+        max_recording_seconds=given.max_recording_seconds,
+        window_seconds=given.window_seconds,
     )
     keys = read_keys(os.environ, given.api_keys)
-    return Command(settings, keys, given.host, given.port, given.wait, given.grace, given.log_level, given.check)
+    return Command(
+        settings,
+        keys,
+        given.host,
+        given.port,
+        given.wait,
+        given.grace,
+        given.log_level,
+        given.log_format,
+        given.check,
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -187,6 +203,12 @@ def _add_limits(parser: _Parser, default: GatewaySettings) -> None:
     mib = default.max_body_bytes // MIB
     body = f"MiB of one request's body; a larger one is refused (default {mib})"
     parser.add_argument("--max-body-mib", type=_whole(1), default=mib, metavar="N", help=body)
+    longest = f"seconds of a recording to be written down (default {default.max_recording_seconds})"
+    parser.add_argument(
+        "--max-recording-seconds", type=_whole(1), default=default.max_recording_seconds, metavar="N", help=longest
+    )
+    heard = f"seconds of a recording that the model hears at once, at most (default {default.window_seconds:g})"
+    parser.add_argument("--window-seconds", type=_whole(1), default=default.window_seconds, metavar="N", help=heard)
     opened = f"connections open at once; the longest idle one makes room (default {default.max_connections})"
     parser.add_argument("--max-connections", type=_whole(1), default=default.max_connections, metavar="N", help=opened)
     parser.add_argument(
@@ -201,6 +223,10 @@ def _add_limits(parser: _Parser, default: GatewaySettings) -> None:
 def _add_rest(parser: _Parser, default: GatewaySettings) -> None:
     spoken = f"prompt that makes the model read a text aloud; {TEXT_MARK} stands for the text"
     parser.add_argument("--speech-prompt", default=default.speech_prompt, metavar="TEXT", help=spoken)
+    written = f"prompt that makes the model write down what it hears (default {default.transcription_prompt!r})"
+    parser.add_argument("--transcription-prompt", default=default.transcription_prompt, metavar="TEXT", help=written)
+    translated = f"the same, in English (default {default.translation_prompt!r})"
+    parser.add_argument("--translation-prompt", default=default.translation_prompt, metavar="TEXT", help=translated)
     parser.add_argument(
         "--grace",
         type=_whole(0),
@@ -210,6 +236,8 @@ def _add_rest(parser: _Parser, default: GatewaySettings) -> None:
     )
     levels = ("debug", "info", "warning", "error")
     parser.add_argument("--log-level", choices=levels, default="info", help="lowest level logged (default info)")
+    written = "form of the log's lines (default plain); json = an object a line"
+    parser.add_argument("--log-format", choices=FORMATS, default="plain", help=written)
     parser.add_argument("--check", action="store_true", help="check the options and end")
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -30,11 +30,13 @@ from triton_omni_client import (
 from triton_omni_client.messages import MODEL
 
 from .connection import FlowingResponse, read_body, until_gone
+from .connections import TRAILERS
 from .errors import OF_THE_SERVER, CutOff, GatewayError, from_client
 from .field_names import SPEECH_NAMES, chat_names
 from .metrics import Metrics
 from .pool import PooledStream, ServerPool
 from .replies import ChatChunks, Head, Spoken, completion, event, finish_reason, speech_delta, speech_done
+from .request_log import note_end, note_error, note_times
 from .schemas import ChatRequest, SpeechRequest, parse
 from .settings import GatewaySettings
 from .sound import MEDIA_TYPES, SoundEncoder
@@ -46,6 +48,8 @@ _LONGEST_TRACEPARENT = 64
 _PARSED_AT_ONCE = 1 << 18
 """Bytes of a body that is parsed in a millisecond or so; a larger one must not hold up everybody's speech."""
 SEED_HEADER = "x-seed"
+END_TRAILER = "x-finish-reason"
+"""Header after a sound that tells why it ended."""
 DRAWN_SEED_BITS = 53
 """Bits of a drawn seed, as in the server: JSON readers hold larger integers as inexact doubles."""
 logger = logging.getLogger("uvicorn.error")
@@ -90,10 +94,11 @@ class Gateway:
         is_ready = error.code not in OF_THE_SERVER or await self.ready()
         return from_client(error, http.state.naming, http.state.request_id, is_ready=is_ready)
 
-    async def _failed(self, http: HttpRequest, error: OmniClientError) -> bytes:
+    async def failed(self, http: HttpRequest, error: OmniClientError) -> bytes:
         """The event of an error inside a stream; its status is what is counted."""
         meant = await self.meaning(http, error)
         http.scope["state"]["status"] = meant.status
+        note_error(http.scope, meant)
         logger.error("%s failed while its answer was sent: %s", http.state.request_id, meant.message)
         return event(meant.body())
 
@@ -148,7 +153,7 @@ class Gateway:
         if speech.stream_format == "sse":
             events = self._speech_events(http, opened, encoder, seed)
             return FlowingResponse(events, EVENTS, self._settings.send_timeout_s, headers)
-        sound = self._sound(http, opened, encoder)
+        sound, headers = self._sound(http, opened, encoder), {**headers, "Trailer": END_TRAILER}
         return FlowingResponse(sound, MEDIA_TYPES[sound_format], self._settings.send_timeout_s, headers)
 
     async def _read(self, http: HttpRequest, schema: type[Schema]) -> Schema:
@@ -168,9 +173,9 @@ class Gateway:
         return Opened(await until_gone(http.receive, _first(stream, kinds)), stream)
 
     async def _whole_chat(self, http: HttpRequest, request: Request, head: Head, spoken: Spoken | None) -> Response:
-        async with self._counted(self._pool.stream(request)) as stream:
+        async with self.counted(http, request) as stream:
             reply = await until_gone(http.receive, stream.collect())
-        _log_end(http, reply.info)
+        note_end(http, reply.info)
         if spoken is not None:
             self._transcripts.keep(spoken.audio_id, spoken.expires_at, reply.text)
         return JSONResponse(await asyncio.to_thread(completion, head, reply, spoken))
@@ -179,7 +184,7 @@ class Gateway:
         self, http: HttpRequest, opened: Opened, chunks: ChatChunks, spoken: Spoken | None
     ) -> AsyncGenerator[bytes, None]:
         try:
-            async with self._counted(opened.stream):
+            async with self._closing(http, opened.stream):
                 yield chunks.begin()
                 async for delta in opened.deltas():
                     # Encoding takes milliseconds, and must not hold up the speech of others.
@@ -188,13 +193,13 @@ class Gateway:
                     for part in parts:
                         yield part
         except OmniClientError as error:
-            yield await self._failed(http, error)
+            yield await self.failed(http, error)
             return
         finally:
             # Also of a reply that was cut off: the caller may go on from what it heard.
             if spoken is not None:
                 self._transcripts.keep(spoken.audio_id, spoken.expires_at, chunks.text)
-        _log_end(http, chunks.info)
+        note_end(http, chunks.info)
         for part in chunks.end():
             yield part
 
@@ -203,7 +208,7 @@ class Gateway:
     ) -> AsyncGenerator[bytes, None]:
         info: Info | None = None
         try:
-            async with self._counted(opened.stream):
+            async with self._closing(http, opened.stream):
                 async for delta in opened.deltas():
                     if isinstance(delta, AudioDelta):
                         if data := await asyncio.to_thread(encoder.feed, delta.samples):
@@ -211,36 +216,43 @@ class Gateway:
                     elif isinstance(delta, Info):
                         info = delta
         except OmniClientError as error:
-            yield await self._failed(http, error)
+            yield await self.failed(http, error)
             return
         if rest := encoder.end():
             yield speech_delta(rest)
-        _log_end(http, info)
+        note_end(http, info)
         yield speech_done(info, seed)
 
     async def _sound(self, http: HttpRequest, opened: Opened, encoder: SoundEncoder) -> AsyncGenerator[bytes, None]:
         try:
-            async with self._counted(opened.stream):
+            async with self._closing(http, opened.stream):
                 async for delta in opened.deltas():
                     if isinstance(delta, AudioDelta):
                         if data := await asyncio.to_thread(encoder.feed, delta.samples):
                             yield data
                     elif isinstance(delta, Info):
-                        _log_end(http, delta)
+                        note_end(http, delta)
+                        reason = finish_reason(delta).encode()
+                        http.scope["state"].get(TRAILERS, []).append((END_TRAILER.encode(), reason))
         except OmniClientError as error:
-            await self._failed(http, error)
+            await self.failed(http, error)
             raise CutOff from error
         if rest := encoder.end():
             yield rest
 
+    def counted(self, http: HttpRequest, request: Request) -> AbstractAsyncContextManager[PooledStream]:
+        """Send a request; its stream is closed and counted at the end, which cancels what has not ended."""
+        return self._closing(http, self._pool.stream(request))
+
     @asynccontextmanager
-    async def _counted(self, stream: PooledStream) -> AsyncIterator[PooledStream]:
-        """The stream, closed and counted at the end: closing it early cancels its request on the server."""
+    async def _closing(self, http: HttpRequest, stream: PooledStream) -> AsyncIterator[PooledStream]:
         try:
             async with stream:
                 yield stream
         finally:
-            self._metrics.replied(stream.timings())
+            timings = stream.timings()
+            self._metrics.replied(timings)
+            note_times(http, timings)
 
 
 async def _first(stream: PooledStream, kinds: tuple[type, ...]) -> Delta | None:
@@ -258,10 +270,3 @@ async def _first(stream: PooledStream, kinds: tuple[type, ...]) -> Delta | None:
 def _traced(request: Request, http: HttpRequest) -> Request:
     """The request as a part of its caller's trace, which a header of W3C's names."""
     return replace(request, traceparent=http.headers.get("traceparent", "")[:_LONGEST_TRACEPARENT])
-
-
-def _log_end(http: HttpRequest, info: Info | None) -> None:
-    """Log that a limit cut a reply off, which sound has no place to tell."""
-    if finish_reason(info) == "length":
-        reasons = ", ".join(f"{stage}: {reason}" for stage, reason in (info.finish_reason if info else {}).items())
-        logger.info("%s was cut off by a limit (%s)", http.state.request_id, reasons)

@@ -16,6 +16,8 @@ PRIORITIES = range(-100, 101)
 TEXT_MARK = "{input}"
 SPEECH_PROMPT = "Read the following text aloud, word for word, and say nothing else:\n\n{input}"
 
+TRANSCRIPTION_PROMPT = "Write down what is said, word by word."
+TRANSLATION_PROMPT = "Translate what is said into English, and write down the translation alone."
 
 ALL_ORIGINS = "*"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
@@ -70,6 +72,21 @@ class GatewaySettings:
     speech_prompt: str = SPEECH_PROMPT
     """Prompt that makes the model read a text aloud; `{input}` is the text's place."""
 
+    transcription_prompt: str = TRANSCRIPTION_PROMPT
+    """Prompt that makes the model write down what it hears."""
+    translation_prompt: str = TRANSLATION_PROMPT
+    """Prompt that makes the model write down in English what it hears."""
+    window_seconds: float = 30.0
+    """Longest part of a recording that the model hears at once; it is cut at its quietest moments."""
+    windows_at_once: int = 4
+    """Windows of one recording that are asked for at once."""
+    max_recording_seconds: int = 7200
+    """Longest recording."""
+    recording_cpu_seconds: int = 120
+    """CPU seconds that one recording may take to decode."""
+    recordings_at_once: int = 8
+    """Recordings decoded at once, each with up to 512 MiB; others wait. Short WAV files need no decoding here."""
+
     def __post_init__(self) -> None:
         for url in self.triton_urls:
             try:
@@ -87,8 +104,9 @@ class GatewaySettings:
         for origin in self.origins:
             if origin != ALL_ORIGINS and not _ORIGIN.fullmatch(origin):
                 raise SettingsError(f"--allow-origin must be SCHEME://HOST[:PORT] in lower case, or * (got {origin!r})")
-        if TEXT_MARK not in self.speech_prompt:
-            raise SettingsError(f"--speech-prompt has no {TEXT_MARK}, the place of the text to read")
+        self._check_prompts()
+        if self.window_seconds < 1:
+            raise SettingsError(f"--window-seconds must be at least 1 (got {self.window_seconds:g})")
         for option in (
             "max_requests",
             "max_connections",
@@ -99,6 +117,16 @@ class GatewaySettings:
             "send_timeout_s",
             "max_transcripts",
             "transcript_seconds",
+            "windows_at_once",
+            "max_recording_seconds",
+            "recording_cpu_seconds",
+            "recordings_at_once",
         ):
             if getattr(self, option) <= 0:
                 raise SettingsError(f"{option} must be positive (got {getattr(self, option)})")
+
+    def _check_prompts(self) -> None:
+        if TEXT_MARK not in self.speech_prompt:
+            raise SettingsError(f"--speech-prompt has no {TEXT_MARK}, the place of the text to read")
+        if not (self.transcription_prompt and self.translation_prompt):
+            raise SettingsError("--transcription-prompt and --translation-prompt must not be empty")

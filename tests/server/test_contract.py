@@ -241,18 +241,42 @@ def test_wrong_request_is_http_400(server: Served) -> None:
 
 
 def test_a_field_in_the_wrong_place_is_refused_by_name_by_every_way(server: Served) -> None:
-    says = "temperature: not a field of a request, it belongs into sampling_parameters.thinker"
-    status, answer = generate(server, text_input="hello", temperature=1)
+    says = "num_steps: not a field of a request, it belongs into sampling_parameters.token2wav"
+    status, answer = generate(server, text_input="hello", num_steps=4)
     assert status == 400
     assert says in answer["error"]
-    body = json.dumps({"text_input": "hello", "parameters": {"temperature": 1}})
+    body = json.dumps({"text_input": "hello", "parameters": {"num_steps": 4}})
     _, text = server.post(f"/v2/models/{MODEL}/generate_stream", body)
     assert says in text
     message = infer_request({"text_input": [b"hello"]}, MODEL)
-    message.parameters["temperature"].double_param = 1
+    message.parameters["num_steps"].int64_param = 4
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
         [only] = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([message]), timeout=60)
     assert says in only.error_message
+
+
+def test_sampling_keys_of_generate_may_be_parameters_as_of_vllm_s_backend(server: Served) -> None:
+    options = {"temperature": 0.9, "max_tokens": 12, "seed": 5}
+    said = {"seed": 5, "thinker": {"temperature": 0.9, "max_tokens": 12}}
+    _, answer = generate(server, text_input="hello", sampling_parameters=json.dumps(said))
+    _, flat = generate(server, text_input="hello", parameters=options)
+    assert (flat["text_output"], flat["audio_output"]) == (answer["text_output"], answer["audio_output"])
+    _, greedy = generate(server, text_input="hello", parameters={**options, "temperature": 0})
+    assert greedy["text_output"] != flat["text_output"]
+    body = json.dumps({"text_input": "hello", "parameters": options})
+    _, text = server.post(f"/v2/models/{MODEL}/generate_stream", body)
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+    assert "".join(event["text_output"] for event in events) == flat["text_output"]
+    status, refused = generate(server, text_input="hello", parameters={"temperature": 9})
+    assert status == 400
+    assert "sampling_parameters.thinker.temperature: must be at most 2 (got 9)" in refused["error"]
+
+
+def test_an_object_for_sampling_parameters_is_refused_with_how_to_write_it(server: Served) -> None:
+    status, answer = generate(server, text_input="hello", sampling_parameters={"seed": 5})
+    assert status == 400
+    assert answer["error"].startswith("an input is not text: write an object such as sampling_parameters as a string")
+    assert answer["error"].endswith("[omni:bad_request;stage=thinker]")
 
 
 def test_parameters_of_triton_pass(server: Served) -> None:

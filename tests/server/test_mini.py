@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from evaluations import small
+from gateway_fakes import MODEL, run_gateway
 from server.serving import ROOT, Served, serve
 from triton_omni.supervisor.model_folder import model_folder
 from triton_omni_client import OmniClient
+from triton_omni_client.evaluate.words import agreement, words_of
+from triton_omni_gateway.sound import encode_whole
 
 EXAMPLES = ROOT / "examples"
 
@@ -52,3 +55,15 @@ def test_the_example_of_a_voice_loop_answers_what_is_asked(mini: Served, tmp_pat
     with OmniClient(mini.supervisor.grpc_url) as client:
         client.say("Say: What color is the sky?", voice="Chelsie", seed=0).save_wav(tmp_path / "question.wav")
     assert "The sky is blue." in run("voice_loop.py", mini.supervisor.grpc_url, "question.wav", folder=tmp_path)
+
+
+def test_what_it_says_is_written_down_by_the_gateway(mini: Served) -> None:
+    said = "What color is the sky?"
+    with OmniClient(mini.supervisor.grpc_url) as client, run_gateway(mini.supervisor.grpc_url) as gateway:
+        speech = client.say(f"Say: {said}", voice="Chelsie", seed=0)
+        sound = encode_whole("mp3", speech.audio)
+        written = gateway.openai.audio.transcriptions.create(model=MODEL, file=("said.mp3", sound))
+        events = list(gateway.openai.audio.transcriptions.create(model=MODEL, file=("said.mp3", sound), stream=True))
+    assert agreement(words_of(said), words_of(written.text)).errors <= 1, (speech.text, written.text)
+    assert "".join(event.delta for event in events[:-1]) == events[-1].text == written.text
+    assert written.usage.input_token_details.audio_tokens > 0

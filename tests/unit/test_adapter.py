@@ -168,8 +168,8 @@ def test_any_other_number_of_elements_is_refused_by_name(name, values):
 @pytest.mark.parametrize(
     ("parameters", "says"),
     [
-        ('{"temperature": 1}', "^temperature: .*, it belongs into sampling_parameters.thinker or "),
-        ('{"id": "r1", "seed": 7}', "^seed: not a field of a request, it belongs into sampling_parameters$"),
+        ('{"num_steps": 4}', "^num_steps: not a field of a request, it belongs into sampling_parameters.token2wav$"),
+        ('{"priority": 7}', "^priority: not a field of a request, it belongs into sampling_parameters$"),
         ('{"timeout": 5}', "^timeout: .* it belongs into sampling_parameters$"),
         ('{"message": "[]"}', r"^message: not a field of a request \(did you mean messages\?\)$"),
         ('{"sampling_params": "{}"}', r"^sampling_params: .* \(did you mean sampling_parameters\?\)$"),
@@ -179,6 +179,30 @@ def test_any_other_number_of_elements_is_refused_by_name(name, values):
 def test_a_parameter_that_was_meant_as_an_input_is_refused_by_name(parameters, says):
     with pytest.raises(BadRequest, match=says):
         read_client_request(Request([text_tensor("text_input", "hi")], parameters=parameters))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sampling"),
+    [
+        ({"temperature": 0.5, "max_tokens": 7}, {"thinker": {"temperature": 0.5, "max_tokens": 7}}),
+        (
+            {"seed": 7, "audio_format": "wav", "stop": "."},
+            {"seed": 7, "audio_format": "wav", "thinker": {"stop": ["."]}},
+        ),
+        ({"voice": "Ethan", "stream": True, "id": "r1"}, {"voice": "Ethan"}),
+    ],
+)
+def test_sampling_keys_may_be_parameters(parameters, sampling):
+    request = Request([text_tensor("text_input", "hi")], parameters=json.dumps(parameters))
+    assert json.loads(read_client_request(request).sampling_parameters) == sampling
+
+
+def test_sampling_keys_are_not_parameters_beside_their_input():
+    inputs = [text_tensor("text_input", "hi"), text_tensor("sampling_parameters", "{}")]
+    says = "^top_p: a parameter beside sampling_parameters; put it into sampling_parameters.thinker$"
+    with pytest.raises(BadRequest, match=says):
+        read_client_request(Request(inputs, parameters='{"top_p": 0.5}'))
+    assert read_client_request(Request(inputs, parameters='{"stream": true}')).sampling_parameters == b"{}"
 
 
 @pytest.mark.parametrize(

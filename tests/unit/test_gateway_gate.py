@@ -127,7 +127,7 @@ def test_a_wrong_url_is_an_error_in_openai_s_form(gateway: RunningGateway, metho
     assert answer.status_code == status
     said = answer.json()["error"]["message"]
     assert said.startswith(f"Invalid URL ({method} {path})")
-    assert "this gateway has POST /v1/chat/completions, POST /v1/audio/speech, GET /v1/models" in said
+    assert "this gateway has POST /v1/chat/completions, POST /v1/audio/speech, POST /v1/audio/transcriptions" in said
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 

@@ -20,7 +20,7 @@ from triton_omni.session.ledger_table import EPOCH
 from triton_omni.session.stage import ResponseSender, Stage
 from triton_omni.session.wire import Unsealed
 from triton_omni.stub.metrics import StageMetrics
-from triton_omni.stub.request_parameters import CLIENT_INPUTS, read_id, read_parameters
+from triton_omni.stub.request_parameters import CLIENT_INPUTS, read_id, read_parameters, sampling_of
 from triton_omni.stub.response_sender import SendingThread, TritonResponseSender
 from triton_omni.stub.tensors import LinkCounter, LinkInputs, bound_strings, read_bytes
 from triton_omni.talker.stage import TalkerStage
@@ -162,13 +162,14 @@ def read_client_request(request: Any, *, traced: bool = False) -> RawRequest:
     """
     request_id = read_id(request)
     # W3C's header, which gRPC and HTTP clients give as a parameter of the request.
-    traceparent = read_parameters(request).get("traceparent")
+    parameters = read_parameters(request)
+    traceparent = parameters.get("traceparent")
     given = read_bytes(request, CLIENT_INPUTS)
     return RawRequest(
         text_input=_one(given["text_input"], "text_input"),
         messages=_one(given["messages"], "messages"),
         media=tuple(given["media"] or ()),
-        sampling_parameters=_one(given["sampling_parameters"], "sampling_parameters"),
+        sampling_parameters=sampling_of(parameters, _one(given["sampling_parameters"], "sampling_parameters")),
         request_id=request_id,
         timeout_us=request.timeout(),
         traceparent=traceparent if traced and isinstance(traceparent, str) else "",

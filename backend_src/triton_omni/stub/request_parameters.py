@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters of a Triton request beside its inputs: anybody's pass, but for those that were meant as inputs.
 
-To Triton's `/generate` every field that is no input is a parameter, and so is a sampling key in the wrong place: it is
-refused by name, since it would change nothing. Other names may belong to a proxy or a tracer.
+To Triton's `/generate` every field that is no input is a parameter, and so is all in its field `parameters`. As vLLM's
+backend does, the thinker's sampling keys are taken from there. Those of other stages are refused by name, since they
+would change nothing. Other names may belong to a proxy or a tracer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from triton_omni.core.settings import MAX_NAME
 from triton_omni.request.parse import sampling_places
 
 CLIENT_INPUTS: Final = ("text_input", "messages", "media", "sampling_parameters")
+_TAKEN: Final = ("sampling_parameters", "sampling_parameters.thinker")
+"""Where the keys belong that a parameter may stand for."""
+_OF_TRITON: Final = ("timeout", "priority")
+"""Names of Triton's own parameters, of other units than the keys."""
 MAX_PARAMETERS: Final = 64
 MAX_CHARACTERS: Final = 1 << 16
 """Maximum characters of all parameters together, as JSON."""
@@ -42,8 +47,7 @@ def read_parameters(request: Any) -> Mapping[str, Any]:
     """The parameters of a client's Triton request, but for those that are Triton's own.
 
     Raises:
-        BadRequest: one has the name of a key of `sampling_parameters`, or nearly that of an input; or they cannot be
-            read.
+        BadRequest: one has the name of a key of a later stage, or nearly that of an input; or they cannot be read.
         TooLarge: they are too many or too long.
     """
     try:
@@ -59,9 +63,33 @@ def read_parameters(request: Any) -> Mapping[str, Any]:
     return given
 
 
+def sampling_of(parameters: Mapping[str, Any], given: bytes | None) -> bytes | None:
+    """The input `sampling_parameters` of a request: as it is given, or as the request's parameters spell it.
+
+    Raises:
+        BadRequest: both have keys.
+    """
+    thinker = {name: value for name, value in parameters.items() if _place(name) == _TAKEN[1]}
+    whole = {name: value for name, value in parameters.items() if _place(name) == _TAKEN[0]}
+    if not (thinker or whole):
+        return given
+    if given:
+        name = next(iter({**whole, **thinker}))
+        raise BadRequest(f"{name}: a parameter beside sampling_parameters; put it into {_place(name)}")
+    if isinstance(thinker.get("stop"), str):
+        thinker["stop"] = [thinker["stop"]]  # a parameter cannot be a list
+    return json.dumps({**whole, **({"thinker": thinker} if thinker else {})}).encode()
+
+
+def _place(name: str) -> str | None:
+    """Where a parameter's key belongs, if it may be a parameter."""
+    places = [] if name in _OF_TRITON else sampling_places(name)
+    return places[0] if places and places[0] in _TAKEN else None
+
+
 def _check_names(names: Iterable[str]) -> None:
     for name in names:
-        if places := " or ".join(sampling_places(name)):
+        if _place(name) is None and (places := " or ".join(sampling_places(name))):
             raise BadRequest(f"{name}: not a field of a request, it belongs into {places}")
         if near := get_close_matches(name, CLIENT_INPUTS, n=1, cutoff=0.75):
             raise BadRequest(f"{name}: not a field of a request (did you mean {near[0]}?)")

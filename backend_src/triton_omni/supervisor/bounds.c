@@ -22,6 +22,9 @@
  * Parts. Triton looks each parameter and each input of a request up among all the others: 40,000 parameters took an HTTP
  * thread 13 s. Here a request has at most PARTS of them.
  *
+ * Objects. Triton takes no JSON object for an input, such as `sampling_parameters`, and says so in words of its parser,
+ * with the status 500. Here the error says how to write it.
+ *
  * Shared memory. Triton maps each file of /dev/shm that a caller names. Here it maps none but those of clients. Boost
  * sets the mode of the Python backend's regions to 0644 whatever the umask is. Here they are for their owner alone, and
  * the backend's errors, which callers read, do not name them.
@@ -63,6 +66,9 @@ static const char NO_CLASSES[] = "parameter classification: this server classifi
                                  "[omni:bad_request;stage=thinker]";
 static const char TOO_MANY_PARTS[] = "the request has over 1024 inputs, outputs and parameters, which is the limit "
                                      "[omni:too_large;stage=thinker]";
+static const char NO_OBJECT[] = "an input is not text: write an object such as sampling_parameters as a string of JSON, "
+                                "or its keys into parameters, such as {\"seed\": 7} [omni:bad_request;stage=thinker]";
+static const char TRITONS_NO_OBJECT[] = "Unable to parse JSON bytes array: attempt to access JSON non-string";
 
 /* What zlib documents of its stream. */
 typedef struct {
@@ -288,6 +294,8 @@ void *TRITONSERVER_ServerModelBatchProperties(void *server, const char *model, i
 }
 
 void *TRITONSERVER_ErrorNew(int code, const char *message) {
+    if (strncmp(message, TRITONS_NO_OBJECT, strlen(TRITONS_NO_OBJECT)) == 0)
+        return new_error(TRITONSERVER_ERROR_INVALID_ARG, NO_OBJECT);
     char *told = of_the_python_backend(__builtin_return_address(0)) ? strdup(message) : NULL;
     if (told == NULL)
         return new_error(code, message);

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request's one line in the log tells: who asked for what, how and why it ended, and how long it took."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from triton_omni_client import Info, Timings
+
+from .connection import CLIENT_GONE
+from .errors import GatewayError
+from .replies import finish_reason
+
+LONGEST_PATH = 200
+"""Characters of a method or path in the log; a caller may send 32 KiB of it with each request."""
+REQUESTS = "triton_omni_gateway.requests"
+"""Name of the logger of these lines."""
+logger = logging.getLogger(REQUESTS)
+
+
+def note_end(http: Request, info: Info | None) -> None:
+    """Note why a reply ended, and which stages' limits cut it off."""
+    facts = _facts(http.scope)
+    if facts.get("reason") != "length":
+        facts["reason"] = finish_reason(info)
+    if facts["reason"] == "length" and info is not None:
+        cut = [stage for stage, reason in info.finish_reason.items() if reason == "length"]
+        facts["cut_by"] = ",".join(cut) or facts.get("cut_by")
+
+
+def note_times(http: Request, timings: Timings) -> None:
+    """Note the times of the first reply that was asked for."""
+    facts = _facts(http.scope)
+    for name, seconds in (("first_text", timings.first_text), ("first_audio", timings.first_audio)):
+        if seconds is not None:
+            facts.setdefault(name, round(seconds, 3))
+
+
+def note_error(scope: Scope, error: GatewayError) -> None:
+    """Note why a request was refused or failed."""
+    _facts(scope)["reason"] = error.code or error.kind
+
+
+def log_request(scope: Scope, status: int, seconds: float, key: str) -> None:
+    """Write the line of a request that has ended.
+
+    Args:
+        scope: of the request.
+        status: of its answer, or what became of it.
+        seconds: from its head to the end of its answer.
+        key: name of the caller's API key; empty where callers have none.
+    """
+    facts: dict[str, Any] = {
+        "request": scope["state"]["request_id"],
+        "method": scope["method"][:LONGEST_PATH],
+        "path": scope["path"][:LONGEST_PATH],
+        "status": status,
+        "reason": "caller_left" if status == CLIENT_GONE else None,
+        "key": key or None,
+        "peer": (scope.get("client") or ("",))[0],
+        "seconds": round(seconds, 3),
+        **_facts(scope),
+    }
+    told = {name: value for name, value in facts.items() if value is not None}
+    line = " ".join(f"{name}={ascii(value)[1:-1] if isinstance(value, str) else value}" for name, value in told.items())
+    logger.info("%s", line, extra=told)
+
+
+def _facts(scope: Scope) -> dict[str, Any]:
+    facts: dict[str, Any] = scope["state"].setdefault("facts", {})
+    return facts

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each request has one line in the gateway's log, with its id, key, end and times; no line of a request is without."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from client_fakes import INFO, FakeTriton, chunk, failure, final, serve_grpc
+from gateway_command import started
+from gateway_fakes import MODEL, TIMEOUT_S, USER, RunningGateway, run_gateway
+from media_samples import audio_file
+from triton_omni_gateway.keys import ApiKeys, read_keys
+from triton_omni_gateway.request_log import REQUESTS
+
+CHAT = "/v1/chat/completions"
+SPEECH = "/v1/audio/speech"
+SOUND = np.full(480, 0.25, np.float32)
+
+
+class Lines(logging.Handler):
+    """Keeps the records of requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[Any] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.all.append(record)
+
+    @property
+    def records(self) -> list[Any]:
+        """Those of requests to the model."""
+        return [record for record in self.all if record.method == "POST"]
+
+
+@pytest.fixture
+def triton() -> Iterator[FakeTriton]:
+    with serve_grpc(FakeTriton()) as fake:
+        yield fake
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    kept = Lines()
+    yield kept
+    logging.getLogger(REQUESTS).removeHandler(kept)
+
+
+@pytest.fixture
+def gateway(triton: FakeTriton, lines: Lines) -> Iterator[RunningGateway]:
+    keys = ApiKeys(["first alice", "second"])
+    with run_gateway(triton.url, keys=keys, log_level="info") as running:
+        logging.getLogger(REQUESTS).addHandler(lines)
+        yield running
+
+
+def ask(gateway: RunningGateway, body: Any, path: str = CHAT, key: str = "first") -> httpx.Response:
+    return gateway.post({"model": MODEL, **body}, path, headers={"Authorization": f"Bearer {key}"})
+
+
+def test_a_reply_s_line_has_its_id_key_end_and_times(gateway: RunningGateway, lines: Lines) -> None:
+    answers = [ask(gateway, {"messages": USER, "stream": stream}) for stream in (False, True)]
+    answers.append(ask(gateway, {"input": "hi"}, SPEECH, key="second"))
+    gateway.wait_for_metric(f'omni_gateway_requests_total{{endpoint="{SPEECH}",status="200"}}', 1)
+    told = lines.records
+    assert [record.request for record in told] == [answer.headers["x-request-id"] for answer in answers]
+    assert [(record.path, record.status) for record in told] == [(CHAT, 200), (CHAT, 200), (SPEECH, 200)]
+    assert [record.key for record in told[:2]] == ["alice"] * 2
+    assert told[2].key.startswith("key-")
+    for record in told:
+        assert (record.reason, record.cut_by) == ("length", "talker")  # as INFO of the scripted server says
+        assert 0 <= record.first_text <= record.first_audio <= record.seconds
+        assert record.getMessage().startswith(f"request={record.request} method=POST path={record.path} status=200 ")
+
+
+@pytest.mark.parametrize(
+    ("reasons", "told"),
+    [
+        ({"thinker": "stop", "talker": "stop"}, ("stop", None)),
+        ({"thinker": "length", "talker": "stop"}, ("length", "thinker")),
+        ({"thinker": "length", "talker": "length"}, ("length", "thinker,talker")),
+    ],
+)
+def test_why_speech_ended_is_told(
+    triton: FakeTriton, gateway: RunningGateway, lines: Lines, reasons: dict[str, str], told: tuple[str, str | None]
+) -> None:
+    info = {**INFO, "finish_reason": reasons}
+    triton.script = lambda *_: iter([chunk(text="Hello", audio=SOUND), chunk(info=info), final()])
+    ask(gateway, {"input": "hi"}, SPEECH)
+    gateway.wait_for_metric(f'omni_gateway_requests_total{{endpoint="{SPEECH}",status="200"}}', 1)
+    assert (lines.records[0].reason, getattr(lines.records[0], "cut_by", None)) == told
+
+
+def test_refusals_and_failures_say_why(triton: FakeTriton, gateway: RunningGateway, lines: Lines) -> None:
+    ask(gateway, {"messages": USER}, key="third")
+    ask(gateway, {"messages": USER, "nonsense": 1})
+    triton.script = lambda *_: iter([chunk(text="so far"), failure("broken [omni:internal]")])
+    ask(gateway, {"messages": USER, "stream": True})
+    gateway.wait_for_metric(f'omni_gateway_requests_total{{endpoint="{CHAT}",status="500"}}', 1)
+    told = [(record.status, record.reason) for record in lines.records]
+    assert told == [(401, "invalid_api_key"), (400, "unknown_parameter"), (500, "internal")]
+
+
+def test_a_recording_s_line_has_its_end(triton: FakeTriton, gateway: RunningGateway, lines: Lines) -> None:
+    gateway.openai.with_options(api_key="first").audio.transcriptions.create(
+        model=MODEL, file=("said.wav", audio_file("wav"))
+    )
+    path = "/v1/audio/transcriptions"
+    gateway.wait_for_metric(f'omni_gateway_requests_total{{endpoint="{path}",status="200"}}', 1)
+    assert (lines.records[0].path, lines.records[0].reason, lines.records[0].key) == (path, "length", "alice")
+
+
+def test_a_caller_that_leaves_is_told_apart(triton: FakeTriton, gateway: RunningGateway, lines: Lines) -> None:
+    triton.script = triton.endless
+    body = json.dumps({"model": MODEL, "messages": USER, "stream": True})
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer first"}
+    with gateway.http.stream("POST", CHAT, content=body, headers=headers) as answer:
+        next(answer.iter_bytes())
+    gateway.wait_for_metric(f'omni_gateway_requests_total{{endpoint="{CHAT}",status="499"}}', 1)
+    assert (lines.records[0].status, lines.records[0].reason) == (499, "caller_left")
+
+
+def test_a_caller_s_text_cannot_begin_a_line(gateway: RunningGateway, lines: Lines) -> None:
+    gateway.http.post("/v1/a%0Arequest=forged%1b[2J")
+    gateway.wait_for_metric('omni_gateway_requests_total{endpoint="other",status="401"}', 1)
+    assert lines.records[0].getMessage().count("\n") == 0
+    assert r"path=/v1/a\nrequest=forged\x1b[2J" in lines.records[0].getMessage()
+
+
+def test_every_line_of_a_request_has_its_id_as_json_too() -> None:
+    with (
+        serve_grpc(FakeTriton(script=lambda *_: iter([failure("broken")]))) as triton,
+        started(triton, "--log-format", "json") as process,
+    ):
+        assert process.stdout is not None
+        base = process.stdout.readline().split("=")[1].split("/v1")[0]
+        answer = httpx.post(base + CHAT, json={"model": MODEL, "messages": USER}, timeout=TIMEOUT_S)
+        process.send_signal(signal.SIGTERM)
+        written = [json.loads(line) for line in process.communicate(timeout=TIMEOUT_S)[1].splitlines() if "{" in line]
+    request_id = answer.headers["x-request-id"]
+    (line,) = [found for found in written if found["logger"] == REQUESTS]
+    assert (line["request"], line["status"], line["reason"], line["level"]) == (request_id, 500, "internal", "INFO")
+    assert {"time", "seconds", "peer", "path", "method"} <= line.keys()
+    causes = [found["message"] for found in written if "broken" in found["message"]]
+    assert causes
+    assert all(request_id in cause for cause in causes)
+
+
+def test_a_key_may_have_a_name(tmp_path: Any) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one  the team of Ada\ntwo\n")
+    keys = read_keys({"OMNI_API_KEYS": "three bob, four"}, file)
+    callers = {key: keys.caller(f"Bearer {key}") for key in ("one", "two", "three", "four")}
+    assert all(callers.values())
+    assert [keys.name_of(callers[key]) for key in ("one", "three")] == ["the team of Ada", "bob"]
+    unnamed = {keys.name_of(callers[key]) for key in ("two", "four")}
+    assert len(unnamed) == 2
+    assert not any(key in name for name in unnamed for key in ("two", "four"))
+    assert keys.name_of("") == ""
