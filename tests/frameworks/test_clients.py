@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unmodified clients of OpenAI's API, told nothing but the gateway's address, a key and the model's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from frameworks.running import sound_of
+from gateway_fakes import MODEL, RunningGateway
+
+Run = Callable[[str], Any]
+SKY, GRASS = "The sky is blue.", "Grass is green."
+SHORTEST, LONGEST = 0.6, 3.0
+"""Seconds in which the sentence about the sky is said."""
+
+
+def is_the_sky(sound: tuple[str, float]) -> bool:
+    """Whether it is an mp3 as long as the sentence about the sky."""
+    codec, seconds = sound
+    return codec.startswith("mp3") and SHORTEST < seconds < LONGEST
+
+
+def test_openai_for_python_chats(run: Run, tmp_path: Path) -> None:
+    told = run("openai_chat.py")
+    assert told["models"] == [MODEL]
+    assert told["text"] == told["streamed"] == told["transcript"] == SKY
+    assert told["tokens"] > 0
+    assert is_the_sky(sound_of(tmp_path / "reply.mp3"))
+
+
+def test_openai_for_python_speaks(run: Run, tmp_path: Path) -> None:
+    run("openai_speech.py")
+    assert is_the_sky(sound_of(tmp_path / "speech.mp3"))
+
+
+def test_openai_for_node(run: Run, tmp_path: Path) -> None:
+    assert run("openai_node.mjs") == {"text": SKY, "streamed": SKY}
+    assert is_the_sky(sound_of(tmp_path / "speech.mp3"))
+
+
+def test_langchain(run: Run) -> None:
+    told = run("langchain_chat.py")
+    assert told["text"] == told["streamed"] == SKY
+    assert told["pieces"] > 1
+
+
+def test_litellm(run: Run, tmp_path: Path) -> None:
+    assert run("litellm_chat.py") == {"text": SKY, "streamed": SKY}
+    assert is_the_sky(sound_of(tmp_path / "speech.mp3"))
+
+
+def test_openai_agents(run: Run) -> None:
+    assert run("openai_agents.py") == {"first": SKY, "later": GRASS}
+
+
+def test_pipecat(run: Run, gateway: RunningGateway) -> None:
+    _answers_after_an_interruption(run("pipecat_agent.py"), gateway)
+
+
+def test_livekit(run: Run, gateway: RunningGateway) -> None:
+    _answers_after_an_interruption(run("livekit_agent.py"), gateway)
+
+
+def _answers_after_an_interruption(told: dict[str, Any], gateway: RunningGateway) -> None:
+    """It greeted, was interrupted while it spoke, which the gateway saw, and then answered."""
+    greeting, story, answer = told["greeting"], told["story"], told["answer"]
+    print(told)
+    assert greeting["text"]
+    assert greeting["seconds"] > SHORTEST
+    assert (greeting["interrupted"], story["interrupted"], answer["interrupted"]) == (False, True, False)
+    assert answer["text"] == SKY
+    assert SHORTEST < answer["seconds"] < LONGEST
