@@ -20,8 +20,9 @@ import torch
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from server.serving import Served
     from xdist.scheduler import LoadScopeScheduling
+
+    from server.serving import Served
 
 if not torch.cuda.is_available():
     # Kernels in the Triton language then run in its interpreter; it must be said before anything imports it.

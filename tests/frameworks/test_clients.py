@@ -14,6 +14,10 @@ Run = Callable[[str], Any]
 SKY, GRASS = "The sky is blue.", "Grass is green."
 SHORTEST, LONGEST = 0.6, 3.0
 """Seconds in which the sentence about the sky is said."""
+WHOLE_STORY = 12.0
+"""Seconds that a story takes, and more."""
+LEFT_SPEECH = 'omni_gateway_requests_total{endpoint="/v1/audio/speech",status="499"}'
+"""Speech that was cut off by its caller."""
 
 
 def is_the_sky(sound: tuple[str, float]) -> bool:
@@ -56,19 +60,25 @@ def test_openai_agents(run: Run) -> None:
 
 
 def test_pipecat(run: Run, gateway: RunningGateway) -> None:
-    _answers_after_an_interruption(run("pipecat_agent.py"), gateway)
+    greeting = is_interrupted(lambda: run("pipecat_agent.py"), gateway)
+    assert greeting["text"].endswith(".")
 
 
 def test_livekit(run: Run, gateway: RunningGateway) -> None:
-    _answers_after_an_interruption(run("livekit_agent.py"), gateway)
+    greeting = is_interrupted(lambda: run("livekit_agent.py"), gateway)
+    assert greeting["text"] == "Good morning."
 
 
-def _answers_after_an_interruption(told: dict[str, Any], gateway: RunningGateway) -> None:
-    """It greeted, was interrupted while it spoke, which the gateway saw, and then answered."""
+def is_interrupted(agent: Callable[[], Any], gateway: RunningGateway) -> Any:
+    """An agent's greeting; then it is interrupted in a story, which the gateway notices, and answers."""
+    left = gateway.metric(LEFT_SPEECH)
+    told = agent()
     greeting, story, answer = told["greeting"], told["story"], told["answer"]
-    print(told)
-    assert greeting["text"]
-    assert greeting["seconds"] > SHORTEST
     assert (greeting["interrupted"], story["interrupted"], answer["interrupted"]) == (False, True, False)
+    assert SHORTEST < greeting["seconds"] < LONGEST
+    assert story["text"].startswith("Once upon a time")
+    assert 0 < story["seconds"] < WHOLE_STORY / 2
+    gateway.wait_for_metric(LEFT_SPEECH, left + 1)
     assert answer["text"] == SKY
     assert SHORTEST < answer["seconds"] < LONGEST
+    return greeting

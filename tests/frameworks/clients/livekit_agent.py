@@ -56,7 +56,7 @@ async def main():
         played.clear()
 
     await session.start(Agent(instructions="You are a helpful assistant."))
-    await told("greeting", session.generate_reply(instructions="Greet the user and offer your assistance."))
+    await told("greeting", session.generate_reply(instructions="Say: Good morning."))
     story = session.generate_reply(user_input="Tell me a story.")
     await speaker.begun.wait()
     await session.interrupt()

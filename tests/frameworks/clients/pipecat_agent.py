@@ -4,7 +4,7 @@
 import asyncio
 import json
 
-from pipecat.frames.frames import EndFrame, InterruptionFrame, LLMRunFrame, TTSAudioRawFrame
+from pipecat.frames.frames import EndFrame, InterruptionFrame, LLMRunFrame, TTSAudioRawFrame, TTSTextFrame
 from pipecat.pipeline.pipeline import Pipeline
 from pipecat.pipeline.worker import PipelineWorker
 from pipecat.processors.aggregators.llm_context import LLMContext
@@ -22,14 +22,17 @@ class Listener(FrameProcessor):
 
     def __init__(self):
         super().__init__()
-        self.seconds = 0.0
-        self.begun = asyncio.Event()
+        self.seconds, self.sentences = 0.0, 0
+        self.second_sentence = asyncio.Event()
 
     async def process_frame(self, frame, direction):
         await super().process_frame(frame, direction)
         if isinstance(frame, TTSAudioRawFrame):
             self.seconds += frame.num_frames / frame.sample_rate
-            self.begun.set()
+            if self.sentences:
+                self.second_sentence.set()
+        elif isinstance(frame, TTSTextFrame):
+            self.sentences += 1
         await self.push_frame(frame, direction)
 
 
@@ -50,8 +53,7 @@ async def main():
     @assistant.event_handler("on_assistant_turn_stopped")
     async def stopped(_assistant, turn):
         turns.put_nowait({"text": turn.content, "interrupted": turn.interrupted, "seconds": listener.seconds})
-        listener.seconds = 0.0
-        listener.begun.clear()
+        listener.seconds, listener.sentences = 0.0, 0
 
     async def say(role, text):
         context.add_message({"role": role, "content": text})
@@ -60,7 +62,7 @@ async def main():
     await say("developer", "Start by concisely introducing yourself.")
     greeting = await turns.get()
     await say("user", "Tell me a story.")
-    await listener.begun.wait()
+    await listener.second_sentence.wait()
     await worker.queue_frame(InterruptionFrame())
     story = await turns.get()
     await say("user", "What color is the sky?")
