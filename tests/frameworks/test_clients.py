@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from frameworks.running import sound_of
+from frameworks.running import PROGRAMS, ROOT, sound_of
 from gateway_fakes import MODEL, RunningGateway
 
 Run = Callable[[str], Any]
@@ -82,3 +83,10 @@ def is_interrupted(agent: Callable[[], Any], gateway: RunningGateway) -> Any:
     assert answer["text"] == SKY
     assert SHORTEST < answer["seconds"] < LONGEST
     return greeting
+
+
+def test_the_readme_names_every_program() -> None:
+    readme = (ROOT / "gateway" / "README.md").read_text()
+    assert set(re.findall(r"tests/frameworks/clients/(\w+\.\w+)", readme)) == {path.name for path in PROGRAMS.iterdir()}
+    tested = set(re.findall(r'run\("(\w+\.\w+)"\)', Path(__file__).read_text()))
+    assert tested == {path.name for path in PROGRAMS.iterdir()}
