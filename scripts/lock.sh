@@ -37,6 +37,7 @@ compile uv
 compile tritonserver --no-deps
 compile perf_analyzer --no-deps
 compile page
+compile clients
 compile deploy --no-deps
 compile cpu --override requirements/overrides.txt --override requirements/overrides-cpu.txt --override "$cuda_parts"
 compile gpu --override requirements/overrides.txt

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
+
+    from server.serving import Served
 
 if not torch.cuda.is_available():
     # Kernels in the Triton language then run in its interpreter; it must be said before anything imports it.
@@ -89,7 +92,6 @@ WITH_SERVERS_OF_THEIR_OWN = {
         "cached_turns.py",
         "compare.py",
         "kept_memory.py",
-        "mini.py",
         "observability.py",
         "restart.py",
         "smoke.py",
@@ -98,6 +100,8 @@ WITH_SERVERS_OF_THEIR_OWN = {
     )
 }
 """Of these, what any worker may run beside the first: the shared server is none of theirs, and they have no clock."""
+WITH_MINI = ("tests/frameworks/", f"{WITH_A_SERVER}test_mini.py")
+"""The tests that share a server of the default checkpoint. They have no clock, too."""
 FIRST, LAST = "tests with a server", "tests with a server and a clock"
 
 
@@ -106,11 +110,13 @@ def scope_of(nodeid: str) -> str:
     module, _, function = nodeid.partition("[")[0].partition("::")
     if module.startswith(WITH_THE_TALKER):
         return WITH_THE_TALKER
-    if not module.startswith(WITH_A_SERVER):
+    if not module.startswith((WITH_A_SERVER, *WITH_MINI)):
         return module
     # On a GPU all of them come last: vLLM's engines of the other tests need its memory.
     if torch.cuda.is_available():
         return LAST
+    if module.startswith(WITH_MINI):
+        return WITH_MINI[0]
     if module in WITH_SERVERS_OF_THEIR_OWN:
         return module
     return FIRST if {module, f"{module}::{function}"} & UNHURRIED else LAST
@@ -217,3 +223,14 @@ def tiny_checkpoint() -> Path:
     from triton_omni.checkpoint.synthetic import ensure_checkpoint
 
     return ensure_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def mini(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of the default checkpoint, with the settings that are shipped."""
+    from server.serving import serve
+    from triton_omni.supervisor.model_folder import model_folder
+
+    with serve(tmp_path_factory.mktemp("mini"), model_folder(None), settings={}) as served:
+        yield served
+        served.stop()

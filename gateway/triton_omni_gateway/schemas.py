@@ -140,7 +140,9 @@ class _Thinker(_Model):
 
 
 class _WithoutEffect(_Model):
-    """Keys of OpenAI's that label a request or choose how it is billed and stored: taken and of no effect."""
+    """Keys of OpenAI's that label a request, choose how it is billed and stored, or how other models think and write:
+    taken and of no effect. Frameworks send some of them for models that they know by name.
+    """
 
     user: StrictStr | None = None
     metadata: dict[str, Any] | None = None
@@ -148,6 +150,10 @@ class _WithoutEffect(_Model):
     service_tier: StrictStr | None = None
     safety_identifier: StrictStr | None = None
     prompt_cache_retention: StrictStr | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    reasoning_effort: StrictStr | None = None
+    verbosity: StrictStr | None = None
+    prediction: dict[str, Any] | None = None
 
 
 class _OneValue(_Model):

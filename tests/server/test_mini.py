@@ -6,27 +6,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from evaluations import small
 from gateway_fakes import MODEL, run_gateway
-from server.serving import ROOT, Served, serve
-from triton_omni.supervisor.model_folder import model_folder
+from server.serving import ROOT, Served
 from triton_omni_client import OmniClient
 from triton_omni_client.evaluate.words import agreement, words_of
 from triton_omni_gateway.sound import encode_whole
 
 EXAMPLES = ROOT / "examples"
-
-
-@pytest.fixture(scope="module")
-def mini(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve(tmp_path_factory.mktemp("mini"), model_folder(None), settings={}) as served:
-        yield served
-        served.stop()
 
 
 def run(name: str, *arguments: str | Path, folder: Path) -> str:

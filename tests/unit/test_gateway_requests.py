@@ -53,9 +53,15 @@ def test_the_backend_accepts_all_media_of_a_chat() -> None:
 
 
 def test_null_is_not_given_of_a_known_key_and_of_an_unknown_one() -> None:
-    nulls = {"temperature": None, "tools": None, "audio": None, "reasoning_effort": None, "stream_options": {"x": None}}
+    nulls = {
+        "temperature": None,
+        "tools": None,
+        "audio": None,
+        "web_search_options": None,
+        "stream_options": {"x": None},
+    }
     assert asked(**nulls) == asked(stream_options={})
-    assert refused(reasoning_effort="low").param == "reasoning_effort"
+    assert refused(web_search_options={}).param == "web_search_options"
     with pytest.raises(GatewayError, match="Missing required parameter: 'model'"):
         parse(ChatRequest, json.dumps({"model": None, "messages": USER}).encode())
 
@@ -227,7 +233,8 @@ def test_how_a_video_is_seen_is_passed_on_as_vllm_s_callers_say_it() -> None:
     "extra",
     [
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "s"},
-        {"prompt_cache_retention": "24h"},
+        {"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "explicit"}},
+        {"reasoning_effort": "none", "verbosity": "low", "prediction": {"type": "content", "content": "x"}},
         {"n": 1, "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "tools": []},
         {"temperature": None, "stop": None, "audio": None, "stream": None, "stream_options": None, "tools": None},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}},
@@ -241,7 +248,8 @@ def test_what_changes_nothing_is_taken(extra: dict[str, Any]) -> None:
     ("extra", "param", "what"),
     [
         ({"nonsense": 1}, "nonsense", "Unknown parameter: 'nonsense'"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "Unknown parameter"),
+        ({"web_search_options": {}}, "web_search_options", "Unknown parameter"),
+        ({"reasoning_effort": 1}, "reasoning_effort", "valid string"),
         ({"max-tokens": 1}, "max-tokens", "Unknown parameter: 'max-tokens'"),
         ({"audio": {"str": 1}}, "audio.str", "Unknown parameter: 'audio.str'"),
         ({"messages": [{"role": "user", "content": "x", "a b": 1}]}, "messages[0].a b", "Unknown parameter"),

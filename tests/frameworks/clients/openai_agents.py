@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's Agents SDK: an agent that answers, then goes on with the conversation."""
+
+import json
+
+from agents import Agent, Runner, set_default_openai_api, set_tracing_disabled
+
+set_default_openai_api("chat_completions")
+set_tracing_disabled(True)
+agent = Agent(name="Assistant", instructions="You are a helpful assistant.", model="qwen2_5_omni")
+first = Runner.run_sync(agent, "What color is the sky?")
+later = Runner.run_sync(agent, [*first.to_input_list(), {"role": "user", "content": "What color is grass?"}])
+print(json.dumps({"first": first.final_output, "later": later.final_output}))

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// OpenAI's client for Node: a chat, the same chat streamed, and a text read aloud into a file.
+
+import { writeFile } from "node:fs/promises";
+import OpenAI from "openai";
+
+const client = new OpenAI();
+const chat = { model: "qwen2_5_omni", messages: [{ role: "user", content: "What color is the sky?" }] };
+const reply = await client.chat.completions.create(chat);
+let streamed = "";
+for await (const chunk of await client.chat.completions.create({ ...chat, stream: true })) {
+  streamed += chunk.choices[0]?.delta?.content ?? "";
+}
+const speech = await client.audio.speech.create({
+  model: "qwen2_5_omni",
+  voice: "alloy",
+  input: "The sky is blue.",
+});
+await writeFile("speech.mp3", Buffer.from(await speech.arrayBuffer()));
+console.log(JSON.stringify({ text: reply.choices[0].message.content, streamed }));
