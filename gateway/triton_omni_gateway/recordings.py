@@ -94,7 +94,7 @@ class Cutter:
         finally:
             if program.returncode is None:
                 program.kill()
-            await program.wait()
+            await program.communicate()  # asyncio sees no end before all that was written is read
 
     async def _records(self, program: Process) -> AsyncIterator[bytes]:
         assert program.stdout is not None

@@ -69,7 +69,7 @@ async def test_a_recording_that_nobody_wants_ends_its_program(monkeypatch: pytes
 import os, struct, sys, time
 open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
 sys.stdout.buffer.write(struct.pack("<cI", b"w", 3) + b"one")
-sys.stdout.buffer.flush()
+sys.stdout.buffer.write(bytes(1 << 20))  # more than anybody reads ahead
 time.sleep(3600)
 """
     program(monkeypatch, tmp_path, code)
