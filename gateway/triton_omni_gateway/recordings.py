@@ -51,7 +51,7 @@ class Cutter:
         window_seconds: longest window.
         limit_seconds: longest recording.
         cpu_seconds: CPU time that one may take to decode.
-        at_once: programs that run at once, each with up to 512 MiB.
+        at_once: programs that run at once, each with up to 256 MiB.
     """
 
     def __init__(self, window_seconds: float, limit_seconds: float, cpu_seconds: int, at_once: int) -> None:
